@@ -97,8 +97,8 @@ def test_a_broker_that_does_not_end_is_killed(world: World, monkeypatch: pytest.
     pid = world.broker_pid()
     assert pid is not None
     monkeypatch.setattr(broker, "ORDERLY_S", 0.0)
-    assert broker._end(pid) == "killed"
-    assert broker._end(pid) == "orderly", "it has ended already"
+    assert broker.end_process(pid) == "killed"
+    assert broker.end_process(pid) == "orderly", "it has ended already"
     assert pid not in brokers(world)
     assert find_broker(world.socket) is None
 

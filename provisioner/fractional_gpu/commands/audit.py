@@ -19,7 +19,7 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.state_folder import state_folder
 from fractional_gpu.commands.logs import GrowingLog, explained
-from fractional_gpu.commands.terminal.connection import add_socket_argument
+from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, parse_argument
 from fractional_gpu.config import ConfigError, load
@@ -38,14 +38,13 @@ For root and the user who runs the broker. docs/audit.md says what is written do
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show what administrators did: who, when, on whose behalf, and what came of it."
-    parser.epilog = EPILOG
-    parser.add_argument("--since", metavar="DURATION", help="only what was done in this time until now, such as 2h")
-    parser.add_argument("--json", action="store_true", help="print each act as a line of JSON")
-    parser.add_argument("--follow", action="store_true", help="go on with each act as it is done")
-    parser.add_argument("--file", metavar="PATH", help="the log itself (default: where the broker keeps it)")
-    add_socket_argument(parser)
+def configure(parser: Parser) -> None:
+    parser.describe("Show what administrators did: who, when, on whose behalf, and what came of it.", EPILOG)
+    parser.argument("--since", "DURATION", "only what was done in this time until now, such as 2h")
+    parser.flag("--json", "print each act as a line of JSON")
+    parser.flag("--follow", "go on with each act as it is done")
+    parser.argument("--file", "PATH", "the log itself (default: where the broker keeps it)")
+    parser.add_socket()
 
 
 def run(options: argparse.Namespace) -> int:

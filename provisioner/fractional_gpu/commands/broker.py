@@ -18,6 +18,7 @@ from fractional_gpu.broker.process.restarting import BrokerOptions, kept_environ
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, restart_command, socket_path
 from fractional_gpu.client.http import ANSWER_S, is_service_socket, listener_pid
+from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, UsageError, say
 from fractional_gpu.core.units import parse_duration_ms
@@ -49,50 +50,36 @@ own broker by the hub, which starts it again by itself.
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Run the broker: it decides which kernel is on which GPU, and suspends and resumes them."
-    parser.epilog = EPILOG
-    parser.add_argument(
-        "--socket", metavar="PATH", help="where it listens (default: $JUPYTER_GPU_SOCKET, else your own socket)"
-    )
-    parser.add_argument("--config", metavar="FILE", help="a configuration file (see --generate-config)")
-    parser.add_argument(
-        "--generate-config", action="store_true", help="print an example of a configuration file and exit"
-    )
-    parser.add_argument(
+def configure(parser: Parser) -> None:
+    parser.describe("Run the broker: it decides which kernel is on which GPU, and suspends and resumes them.", EPILOG)
+    parser.argument("--socket", "PATH", "where it listens (default: $JUPYTER_GPU_SOCKET, else your own socket)")
+    parser.argument("--config", "FILE", "a configuration file (see --generate-config)")
+    parser.flag("--generate-config", "print an example of a configuration file and exit")
+    parser.argument(
         "--simulate",
-        metavar="COUNTxMEMORY",
-        help="simulated GPUs instead of real ones, such as 2x80GiB (default: $JUPYTER_GPU_SIMULATE, else real GPUs)",
+        "COUNTxMEMORY",
+        "simulated GPUs instead of real ones, such as 2x80GiB (default: $JUPYTER_GPU_SIMULATE, else real GPUs)",
     )
-    parser.add_argument(
-        "--detach", action="store_true", help="run in the background; return 0 once a broker serves on the socket"
-    )
-    parser.add_argument(
-        "--idle-exit", metavar="DURATION", help="stop after so long without kernels and questions, such as 10m or never"
-    )
-    parser.add_argument(
+    parser.flag("--detach", "run in the background; return 0 once a broker serves on the socket")
+    parser.argument("--idle-exit", "DURATION", "stop after so long without kernels and questions, such as 10m or never")
+    parser.argument(
         "--state-dir",
-        metavar="DIR",
-        help="where the ledger is kept: an absolute path on a local disk (default: a folder of this host in your state folder)",
+        "DIR",
+        "where the ledger is kept: an absolute path on a local disk (default: a folder of this host in your state folder)",
     )
-    parser.add_argument(
-        "--settings", metavar="JSON", help="settings by their names, which win over the files: what a hub passes on"
-    )
-    parser.add_argument(
+    parser.argument("--settings", "JSON", "settings by their names, which win over the files: what a hub passes on")
+    parser.flag(
         "--service",
-        action="store_true",
-        help="serve all users of the machine, for as long as it runs: as root, in no job or pod of its own (default socket: "
+        "serve all users of the machine, for as long as it runs: as root, in no job or pod of its own (default socket: "
         "$JUPYTER_GPU_SOCKET, else /run/jupyter-gpu/broker.sock)",
     )
-    parser.add_argument(
-        "--stand-by",
-        action="store_true",
-        help="where another broker serves on the socket, wait until it ends and serve then (for a service)",
+    parser.flag(
+        "--stand-by", "where another broker serves on the socket, wait until it ends and serve then (for a service)"
     )
-    parser.add_argument(
+    parser.argument(
         "--worker-socket",
-        metavar="PATH",
-        help="have the service on this socket start the checkpoint worker (`jupyter gpu node worker`), for containers: this process then "
+        "PATH",
+        "have the service on this socket start the checkpoint worker (`jupyter gpu node worker`), for containers: this process then "
         "needs no privileges",
     )
     ending = parser.add_mutually_exclusive_group()
@@ -100,11 +87,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ending.add_argument(
         "--restart", action="store_true", help="end it and start it in the background, with the options that it had"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="with --stop and --restart: print what was done as one JSON object"
-    )
-    parser.add_argument(
-        "--log-level", choices=LOG_LEVELS, type=str.upper, help="how much it writes to its log (default: INFO)"
+    parser.flag("--json", "with --stop and --restart: print what was done as one JSON object")
+    parser.argument(
+        "--log-level", None, "how much it writes to its log (default: INFO)", choices=LOG_LEVELS, type=str.upper
     )
 
 
@@ -229,14 +214,14 @@ def run_stop(socket: str | None, *, restart: bool, as_json: bool) -> int:
     status = None
     how = "none"
     if pid is not None:
-        _check_owner(path, pid)
+        check_owner(path, pid)
         command = restart_command(path) or _own_command(
             pid
         )  # before it ends: a broker without leases removes its record then
         with suppress(FractionalGPUError), BrokerClient(path, timeout_s=ANSWER_S) as client:
             status = client.status()
         with Progress(f"the broker, process {pid}, ends ...", blocks=True, silent=True):
-            how = _end(pid)
+            how = end_process(pid)
     restarted = _start(path, command) if restart else None
     states = None if status is None else [lease.state for lease in status.leases]
     done = Stopped(
@@ -305,7 +290,7 @@ def _listener(socket: str) -> int | None:
         return listener_pid(connection)
 
 
-def _check_owner(path: str, pid: int) -> None:
+def check_owner(path: str, pid: int) -> None:
     if is_service_socket(path) and ((unit := _unit(pid)) or os.geteuid() != 0):
         raise CommandError(_service_refusal(path, unit))
     try:
@@ -338,14 +323,14 @@ def _unit(pid: int) -> str | None:
     return next((found[1] for group in groups if (found := _SERVICE.search(group))), None)
 
 
-def _end(pid: int) -> str:
-    """End the process and return "orderly" or "killed". Raises CommandError if even SIGKILL does not end it soon."""
+def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
+    """Send the signal, and SIGKILL after `ORDERLY_S`; return "orderly" or "killed". Raises CommandError if that does not end it soon."""
     try:
         descriptor = open_pidfd(identify(pid))
     except ProcessLookupError:
         return "orderly"
     try:
-        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        signal.pidfd_send_signal(descriptor, number)
         if read_stat(pid).stopped_or_traced:
             signal.pidfd_send_signal(descriptor, signal.SIGCONT)  # a stopped process takes no other signal
         poll = select.poll()
@@ -360,7 +345,7 @@ def _end(pid: int) -> str:
     finally:
         os.close(descriptor)
     raise CommandError(
-        f"the broker, process {pid}, does not end although it was killed: it hangs in a call of the system (a disk that does not answer, "
+        f"process {pid} does not end although it was killed: it hangs in a call of the system (a disk that does not answer, "
         "or the driver); its kernel log (`dmesg`) may say which"
     )
 

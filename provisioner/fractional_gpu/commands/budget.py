@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec import to_builtins
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker
+from fractional_gpu.commands.terminal.arguments import Parser
+from fractional_gpu.commands.terminal.connection import RUN_ONE, running_broker
 from fractional_gpu.commands.terminal.text import Style, UsageError, fitted, line, terminal_width, write
 from fractional_gpu.core.metering.usage import ACCOUNTS
 from fractional_gpu.core.units import parse_duration_ms
@@ -36,25 +37,25 @@ happens when a budget is used up is the pool's `over_budget`: no kernel is ended
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show what is left of budgets, or add to one."
-    parser.epilog = EPILOG
+def configure(parser: Parser) -> None:
+    parser.describe("Show what is left of budgets, or add to one.", EPILOG)
     whose = parser.add_mutually_exclusive_group()
     whose.add_argument("--user", metavar="NAME", help="only this user's budgets")
     whose.add_argument("--group", metavar="NAME", help="only this group's budgets")
-    parser.add_argument(
+    parser.argument(
         "--account",
+        None,
+        "with --user: only the user of that name of the hub, or of the machine: two with the same name are two (default: both)",
         choices=ACCOUNTS,
-        help="with --user: only the user of that name of the hub, or of the machine: two with the same name are two (default: both)",
     )
-    parser.add_argument("--add", metavar="AMOUNT", help="give them more: such as '10 GPU hours', '50 EUR' or '5 kWh'")
-    parser.add_argument(
+    parser.argument("--add", "AMOUNT", "give them more: such as '10 GPU hours', '50 EUR' or '5 kWh'")
+    parser.argument(
         "--until",
-        metavar="WHEN",
-        help="with --add: a date, a time, or a duration such as 7d (default: until the budget begins anew)",
+        "WHEN",
+        "with --add: a date, a time, or a duration such as 7d (default: until the budget begins anew)",
     )
-    parser.add_argument("--json", action="store_true", help="print the budgets as JSON")
-    add_socket_argument(parser)
+    parser.flag("--json", "print the budgets as JSON")
+    parser.add_socket()
 
 
 def run(options: argparse.Namespace) -> int:

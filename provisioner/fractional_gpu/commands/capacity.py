@@ -7,7 +7,8 @@ from contextlib import closing
 
 from msgspec import to_builtins
 
-from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker, say_if_slow
+from fractional_gpu.commands.terminal.arguments import Parser
+from fractional_gpu.commands.terminal.connection import running_broker, say_if_slow
 from fractional_gpu.commands.terminal.text import fitted, terminal_width, write
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 from fractional_gpu.protocol.nodes import Capacity, PoolCapacity
@@ -22,11 +23,10 @@ in JSON. Node agents of Slurm and Kubernetes read the same.
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show what this host's pools could still give. Does not start a broker."
-    parser.epilog = EPILOG
-    parser.add_argument("--json", action="store_true", help="print JSON; the fields are those of GET /v1/capacity")
-    add_socket_argument(parser)
+def configure(parser: Parser) -> None:
+    parser.describe("Show what this host's pools could still give. Does not start a broker.", EPILOG)
+    parser.flag("--json", "print JSON; the fields are those of GET /v1/capacity")
+    parser.add_socket()
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ The command prints what a shell evaluates. When Tab is pressed, the shell runs `
 (`jupyter` itself passes the line on), and `complete` answers. It imports only the chosen subcommand; any other start of `jupyter gpu`
 does not import this module.
 
-The values of an argument are declared where the argument is added, with `set_completer`. Values that only a broker knows are
+The values of an argument are declared where the argument is added, with `by`. Values that only a broker knows are
 requested with a short time limit: a completion that blocks is worse than none.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jupyter_core.paths import jupyter_data_dir, jupyter_path
 
-from fractional_gpu.commands.terminal.arguments import FRACTIONS, KERNELSPECS, POOLS, checked_simulate, set_completer
+from fractional_gpu.commands.terminal.arguments import FRACTIONS, KERNELSPECS, POOLS, Parser, checked_simulate
 from fractional_gpu.commands.terminal.connection import started_broker
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, UsageError, say, table, terminal_width, write
@@ -51,49 +51,32 @@ Kernels that run are not touched.
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Install, list and remove kernels on fractions of a GPU."
-    parser.epilog = EPILOG
+def configure(parser: Parser) -> None:
+    parser.describe("Install, list and remove kernels on fractions of a GPU.", EPILOG)
     actions = parser.add_subparsers(dest="action", metavar="install|list|remove", required=True)
-    raw = argparse.RawDescriptionHelpFormatter
-    adding = actions.add_parser(
-        "install", help="add kernels to the launcher", epilog=INSTALL_EPILOG, formatter_class=raw, allow_abbrev=False
-    )
-    pool = adding.add_argument("--pool", help="only this pool (default: every pool; with --fraction: default)")
-    set_completer(pool, POOLS)
-    fraction = adding.add_argument(
-        "--fraction", nargs="+", metavar="F", help='only these fractions, as 1/4, 0.25 or "250m"'
-    )
-    set_completer(fraction, FRACTIONS)
-    adding.add_argument("--base", default="python3", help="the kernelspec to copy from (default: python3)")
-    adding.add_argument("--name", help="another name for the kernelspec (one fraction only)")
-    adding.add_argument("--display-name", metavar="TEXT", help="what the launcher shows (one fraction only)")
-    adding.add_argument(
-        "--simulate", metavar="COUNTxMEMORY", help="simulated GPUs; the kernels start a broker with them"
-    )
-    adding.add_argument(
+    adding = actions.add_parser("install", help="add kernels to the launcher", epilog=INSTALL_EPILOG)
+    adding.argument("--pool", None, "only this pool (default: every pool; with --fraction: default)", by=POOLS)
+    adding.argument("--fraction", "F", 'only these fractions, as 1/4, 0.25 or "250m"', by=FRACTIONS, nargs="+")
+    adding.argument("--base", None, "the kernelspec to copy from (default: python3)", default="python3")
+    adding.argument("--name", None, "another name for the kernelspec (one fraction only)")
+    adding.argument("--display-name", "TEXT", "what the launcher shows (one fraction only)")
+    adding.argument("--simulate", "COUNTxMEMORY", "simulated GPUs; the kernels start a broker with them")
+    adding.flag(
         "--launcher",
-        action="store_true",
-        help="kernels whose command takes the lease by itself, for VS Code and other programs that ignore kernel provisioners",
+        "kernels whose command takes the lease by itself, for VS Code and other programs that ignore kernel provisioners",
     )
     _add_place(adding, default="this environment")
-    listing = actions.add_parser(
-        "list", help="show the kernels that are installed", formatter_class=raw, allow_abbrev=False
-    )
-    listing.add_argument("--json", action="store_true", help='print {"kernels": [...]}')
+    listing = actions.add_parser("list", help="show the kernels that are installed")
+    listing.flag("--json", 'print {"kernels": [...]}')
     _add_place(listing, default="wherever Jupyter looks")
-    removing = actions.add_parser(
-        "remove", help="take kernels off the launcher", epilog=REMOVE_EPILOG, formatter_class=raw, allow_abbrev=False
-    )
-    names = removing.add_argument(
-        "names", nargs="*", metavar="NAME", help="a kernelspec's name (see `jupyter gpu kernels list`)"
-    )
-    set_completer(names, KERNELSPECS)
-    removing.add_argument("--all", action="store_true", help="every kernel that this package installed")
+    removing = actions.add_parser("remove", help="take kernels off the launcher", epilog=REMOVE_EPILOG)
+    seen = "a kernelspec's name (see `jupyter gpu kernels list`)"
+    removing.argument("names", "NAME", seen, by=KERNELSPECS, nargs="*")
+    removing.flag("--all", "every kernel that this package installed")
     _add_place(removing, default="wherever Jupyter looks")
 
 
-def _add_place(parser: argparse.ArgumentParser, default: str) -> None:
+def _add_place(parser: Parser, default: str) -> None:
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--user", action="store_true", help=f"your own kernels (default: {default})")
     place.add_argument("--sys-prefix", action="store_true", help="those of this Python environment")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fractional_gpu.client.discovery import runtime_dir, socket_path
 from fractional_gpu.commands.kernels import install_offers, simulated_devices
-from fractional_gpu.commands.terminal.arguments import checked_simulate, require_packages
+from fractional_gpu.commands.terminal.arguments import Parser, checked_simulate, require_packages
 from fractional_gpu.commands.terminal.connection import started_broker
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.render import describe_device
@@ -41,13 +41,10 @@ class _Place(NamedTuple):
     socket: str
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     parser.usage = "jupyter gpu lab [--help] [--simulate COUNTxMEMORY] [arguments of jupyter lab ...]"
-    parser.description = "Start JupyterLab with kernels on fractions of a GPU."
-    parser.epilog = EPILOG
-    parser.add_argument(
-        "--simulate", metavar="COUNTxMEMORY", help="simulated GPUs, such as 1x2GiB, with a broker of their own"
-    )
+    parser.describe("Start JupyterLab with kernels on fractions of a GPU.", EPILOG)
+    parser.argument("--simulate", "COUNTxMEMORY", "simulated GPUs, such as 1x2GiB, with a broker of their own")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from msgspec import to_builtins
 from msgspec.structs import replace
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.terminal.arguments import DEVICES, DURATIONS, FRACTIONS, LEASES, Completer, set_completer
-from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
+from fractional_gpu.commands.terminal.arguments import DEVICES, DURATIONS, FRACTIONS, LEASES, Parser
+from fractional_gpu.commands.terminal.connection import RUN_ONE, running_broker, say_if_slow
 from fractional_gpu.commands.terminal.render import describe_state, expected_wait, lease_name
 from fractional_gpu.commands.terminal.text import (
     CommandError,
@@ -49,23 +49,11 @@ from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus, Story
 if TYPE_CHECKING:
     from rich.text import Text
 
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
 _LEASE_HELP: Final = "a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)"
 _DEVICE_HELP: Final = "a GPU by its number, its id, or the beginning of one (see `jupyter gpu status`)"
 _NO_DEVICES: Final = f"and without one no GPU takes kernels or is drained; {RUN_ONE}"
-
-Argument = Callable[[argparse.ArgumentParser], None]
-"""Adds one argument to a parser."""
-
-
-def argument(name: str, *, by: Completer | Sequence[str] | None = None, **given: Any) -> Argument:  # noqa: ANN401 - argparse's own
-    """Return what adds an argument; `given` is argparse's, and a shell completes the value `by` a completer or these words."""
-
-    def add(parser: argparse.ArgumentParser) -> None:
-        action = parser.add_argument(name, **given)
-        if by is not None:
-            set_completer(action, by)
-
-    return add
 
 
 def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
@@ -85,7 +73,7 @@ def _listed(leases: Sequence[LeaseStatus]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseCommand:
+class LeaseCommand(Generic[Request, Answer]):
     """A command about one lease.
 
     `request` builds the request from the command line before the broker is contacted; it raises UsageError. `call` sends it and returns
@@ -96,19 +84,18 @@ class LeaseCommand:
     description: str
     epilog: str
     doing: str
-    call: Callable[[BrokerClient, str, Any], Any]
-    success: "Callable[[LeaseStatus, Any], str | list[Text]]"
-    request: Callable[[argparse.Namespace], Any] = lambda _: None
-    arguments: tuple[Argument, ...] = ()
+    call: Callable[[BrokerClient, str, Request], Answer]
+    success: "Callable[[LeaseStatus, Answer], str | list[Text]]"
+    request: Callable[[argparse.Namespace], Request] = lambda _: None  # type: ignore[assignment,return-value]
+    arguments: Callable[[Parser], None] = lambda _: None
     find: Callable[[str, Sequence[LeaseStatus]], LeaseStatus] = find_lease
 
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        parser.description, parser.epilog = self.description, self.epilog
-        argument("lease", metavar="LEASE", by=LEASES, help=_LEASE_HELP)(parser)
-        parser.add_argument("--json", action="store_true", help="print what the broker answers as JSON")
-        add_socket_argument(parser)
-        for add in self.arguments:
-            add(parser)
+    def configure(self, parser: Parser) -> None:
+        parser.describe(self.description, self.epilog)
+        parser.argument("lease", "LEASE", _LEASE_HELP, by=LEASES)
+        parser.flag("--json", "print what the broker answers as JSON")
+        parser.add_socket()
+        self.arguments(parser)
 
     def run(self, options: argparse.Namespace) -> int:
         request = self.request(options)
@@ -146,12 +133,12 @@ class BulkCommand:
     applies: Callable[[LeaseStatus], bool]
     success: Callable[[LeaseStatus], str]
 
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        parser.description, parser.epilog = self.description, self.epilog
-        argument("leases", nargs="*", metavar="LEASE", by=LEASES, help=_LEASE_HELP)(parser)
-        parser.add_argument("--all", action="store_true", help=f"{self.verb} every kernel of yours that can be")
-        parser.add_argument("--json", action="store_true", help='print {"leases": [...], "errors": [...]}')
-        add_socket_argument(parser)
+    def configure(self, parser: Parser) -> None:
+        parser.describe(self.description, self.epilog)
+        parser.argument("leases", "LEASE", _LEASE_HELP, by=LEASES, nargs="*")
+        parser.flag("--all", f"{self.verb} every kernel of yours that can be")
+        parser.flag("--json", 'print {"leases": [...], "errors": [...]}')
+        parser.add_socket()
 
     def run(self, options: argparse.Namespace) -> int:
         if bool(options.leases) == bool(options.all):
@@ -200,26 +187,25 @@ class BulkCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceCommand:
+class DeviceCommand(Generic[Request]):
     """A command about one device, or all of them. `request` is as in `LeaseCommand`; `check` raises CommandError after the output."""
 
     description: str
     epilog: str
-    call: Callable[[BrokerClient, str, Any], DeviceStatus]
+    call: Callable[[BrokerClient, str, Request], DeviceStatus]
     success: Callable[[DeviceStatus], str]
-    request: Callable[[argparse.Namespace], Any] = lambda _: None
-    check: Callable[[DeviceStatus, Any], None] = lambda _device, _request: None
-    arguments: tuple[Argument, ...] = ()
+    request: Callable[[argparse.Namespace], Request] = lambda _: None  # type: ignore[assignment,return-value]
+    check: Callable[[DeviceStatus, Request], None] = lambda _device, _request: None
+    arguments: Callable[[Parser], None] = lambda _: None
 
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        parser.description, parser.epilog = self.description, self.epilog
+    def configure(self, parser: Parser) -> None:
+        parser.describe(self.description, self.epilog)
         # Not required for argparse, so that its absence gets a sentence with an example.
-        argument("device", metavar="DEVICE", nargs="?", by=DEVICES, help=_DEVICE_HELP)(parser)
-        parser.add_argument("--all", action="store_true", help="all GPUs of this broker")
-        parser.add_argument("--json", action="store_true", help="print the device as JSON; with --all, a list")
-        add_socket_argument(parser)
-        for add in self.arguments:
-            add(parser)
+        parser.argument("device", "DEVICE", _DEVICE_HELP, by=DEVICES, nargs="?")
+        parser.flag("--all", "all GPUs of this broker")
+        parser.flag("--json", "print the device as JSON; with --all, a list")
+        parser.add_socket()
+        self.arguments(parser)
 
     def run(self, options: argparse.Namespace) -> int:
         request = self.request(options)
@@ -240,6 +226,11 @@ class DeviceCommand:
 
 
 _POLL_S: Final = 0.5
+
+
+def _add_pin_arguments(parser: Parser) -> None:
+    # Not required for argparse, so that its absence gets a sentence with an example.
+    parser.argument("duration", "DURATION", "how long, for example 30m or 2h", by=DURATIONS, nargs="?")
 
 
 def _pin_request(options: argparse.Namespace) -> PinRequest:
@@ -264,6 +255,12 @@ def _pin_request(options: argparse.Namespace) -> PinRequest:
 def _say_pinned(_: LeaseStatus, after: LeaseStatus) -> str:
     stays = "stays on the GPU" if after.state == "resident" else "will stay on the GPU once it is there,"
     return f"{lease_name(after)}: {stays} for {format_duration(after.pinned_ms)} from now"
+
+
+def _add_resize_arguments(parser: Parser) -> None:
+    parser.argument("fraction", "FRACTION", "the share, for example 1/2, 0.25 or 250m", by=FRACTIONS, nargs="?")
+    parser.argument("--memory", "SIZE", "device memory, for example 20GiB (default: the fraction's share)")
+    parser.argument("--wait", "DURATION", "how long to wait for room (default: 10m)", default="10m")
 
 
 def _resize_request(options: argparse.Namespace) -> ResizeRequest:
@@ -299,6 +296,11 @@ def render_story(lease: LeaseStatus, story: Story, now_ms: int, width: int | Non
 def _moment(at_ms: int, now_ms: int) -> str:
     at, now = (datetime.fromtimestamp(ms / 1000).astimezone() for ms in (at_ms, now_ms))
     return f"{at:%H:%M:%S}" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}"
+
+
+def _add_evict_arguments(parser: Parser) -> None:
+    parser.flag("--confirm", "say that the kernel's state may be lost")
+    parser.argument("--why", "TEXT", "the reason; the kernel's user is told it", default="")
 
 
 def _evict_request(options: argparse.Namespace) -> EvictRequest:
@@ -337,6 +339,12 @@ def _say_ended(before: LeaseStatus, _: None) -> str:
 class _Drain:
     request: DrainRequest
     wait_ms: int | None  # None: do not wait until the device is empty
+
+
+def _add_drain_arguments(parser: Parser) -> None:
+    parser.flag("--evict-busy", "do not wait for the cells that run there")
+    parser.argument("--deadline", "DURATION", "the GPU goes away in so long, for example 2m", by=DURATIONS)
+    parser.argument("--wait", "DURATION", "return when the GPU is empty, after so long at the latest")
 
 
 def _drain_request(options: argparse.Namespace) -> _Drain:
@@ -390,7 +398,7 @@ def _check_empty(device: DeviceStatus, drain: _Drain) -> None:
         )
 
 
-COMMANDS: Final[Mapping[str, LeaseCommand | BulkCommand | DeviceCommand]] = {
+COMMANDS: Final[Mapping[str, LeaseCommand[Any, Any] | BulkCommand | DeviceCommand[Any]]] = {
     "suspend": BulkCommand(
         description="Save the GPU memory of idle kernels in host memory and free the GPU for others.",
         epilog="""\
@@ -437,10 +445,7 @@ examples:
 
 A pool limits how long a pin may be, and how much pinned time each user has in a day. `jupyter gpu suspend` still works, and ends it.
 """,
-        arguments=(
-            # Not required for argparse, so that its absence gets a sentence with an example.
-            argument("duration", metavar="DURATION", nargs="?", by=DURATIONS, help="how long, for example 30m or 2h"),
-        ),
+        arguments=_add_pin_arguments,
         request=_pin_request,
         doing="pinning",
         call=BrokerClient.pin,
@@ -471,19 +476,7 @@ examples:
 The kernel keeps running. A larger share waits until there is room beside its neighbours: idle ones step aside, and an idle kernel may
 move to another GPU where the pool allows that. A smaller one must hold what the kernel uses.
 """,
-        arguments=(
-            argument(
-                "fraction",
-                metavar="FRACTION",
-                nargs="?",
-                by=FRACTIONS,
-                help="the share, for example 1/2, 0.25 or 250m",
-            ),
-            argument(
-                "--memory", metavar="SIZE", help="device memory, for example 20GiB (default: the fraction's share)"
-            ),
-            argument("--wait", metavar="DURATION", default="10m", help="how long to wait for room (default: 10m)"),
-        ),
+        arguments=_add_resize_arguments,
         request=_resize_request,
         doing="resizing",
         call=BrokerClient.resize,
@@ -515,13 +508,7 @@ examples:
 Without a deadline nothing is lost: what leaves is saved in host memory. Host memory is lost with its host (docs/revocation.md). It stays
 drained, over restarts of the broker too. For administrators.
 """,
-        arguments=(
-            argument("--evict-busy", action="store_true", help="do not wait for the cells that run there"),
-            argument(
-                "--deadline", metavar="DURATION", by=DURATIONS, help="the GPU goes away in so long, for example 2m"
-            ),
-            argument("--wait", metavar="DURATION", help="return when the GPU is empty, after so long at the latest"),
-        ),
+        arguments=_add_drain_arguments,
         request=_drain_request,
         call=_drain,
         success=_say_drained,
@@ -548,12 +535,8 @@ examples:
 
 The kernel keeps every variable: its state goes through host memory. One that runs a cell is not moved. A pin ends.
 """,
-        arguments=(
-            argument(
-                "--to",
-                metavar="DEVICE",
-                help="the GPU; without it, one of the pool, chosen as for a kernel that starts",
-            ),
+        arguments=lambda parser: parser.argument(
+            "--to", "DEVICE", "the GPU; without it, one of the pool, chosen as for a kernel that starts"
         ),
         request=lambda options: MoveRequest(device=options.to),
         doing="moving",
@@ -569,10 +552,7 @@ examples:
 
 Its notebook shows that the kernel died; a Jupyter server may start a fresh one in its place, which says who ended the last one and why.
 """,
-        arguments=(
-            argument("--confirm", action="store_true", help="say that the kernel's state may be lost"),
-            argument("--why", metavar="TEXT", default="", help="the reason; the kernel's user is told it"),
-        ),
+        arguments=_add_evict_arguments,
         request=_evict_request,
         doing="evicting",
         call=BrokerClient.evict,

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Generic, TypeVar
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.lease_commands import find_lease
-from fractional_gpu.commands.terminal.arguments import LEASES, set_completer
-from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
+from fractional_gpu.commands.terminal.arguments import LEASES, Parser
+from fractional_gpu.commands.terminal.connection import broker_if_running
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, Style, UsageError, line, parse_argument, say, write
 from fractional_gpu.core.units import parse_duration_ms
@@ -154,21 +154,17 @@ class LogEntry:
         return json.dumps({"time": self.time.isoformat(), "level": self.level, "text": self.text})
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show what the broker wrote into its log."
-    parser.epilog = EPILOG
-    lease = parser.add_argument(
-        "lease", nargs="?", metavar="LEASE", help="only entries that name this lease: its id or the beginning of it"
+def configure(parser: Parser) -> None:
+    parser.describe("Show what the broker wrote into its log.", EPILOG)
+    parser.argument(
+        "lease", "LEASE", "only entries that name this lease: its id or the beginning of it", by=LEASES, nargs="?"
     )
-    set_completer(lease, LEASES)
-    parser.add_argument("--follow", action="store_true", help="go on with each entry as it is written")
-    parser.add_argument(
-        "--lines", metavar="N", default=str(_LINES), help=f"the last N entries, or `{_ALL}` (default: {_LINES})"
-    )
-    parser.add_argument("--since", metavar="DURATION", help="only what was written in this time until now, such as 2h")
-    parser.add_argument("--level", choices=LEVELS, default=LEVELS[0], help="only entries of this level and above")
-    parser.add_argument("--json", action="store_true", help="print each entry as a line of JSON")
-    add_socket_argument(parser)
+    parser.flag("--follow", "go on with each entry as it is written")
+    parser.argument("--lines", "N", f"the last N entries, or `{_ALL}` (default: {_LINES})", default=str(_LINES))
+    parser.argument("--since", "DURATION", "only what was written in this time until now, such as 2h")
+    parser.argument("--level", None, "only entries of this level and above", choices=LEVELS, default=LEVELS[0])
+    parser.flag("--json", "print each entry as a line of JSON")
+    parser.add_socket()
 
 
 def run(options: argparse.Namespace) -> int:

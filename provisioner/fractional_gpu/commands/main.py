@@ -4,20 +4,17 @@ Rules: exit code 0 is success, 1 failure, 2 a wrong command line, 130 an interru
 is a defect of this package. Help must be quick, so nothing heavy is imported before a subcommand is chosen.
 """
 
-import argparse
 import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fractional_gpu import __version__
+from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.text import CommandError, say
 from fractional_gpu.protocol.errors import FractionalGPUError
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
 
 INTERRUPTED = 130
 FAILED = 1
@@ -81,26 +78,15 @@ start here:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose help raises OSError where it cannot be written: from Python 3.12 on, argparse hides such an error."""
-
-    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        """Write the help to a file (default: standard output). Raises OSError."""
-        (sys.stdout if file is None else file).write(self.format_help())
-        sys.stdout.flush()
-
-
-def _overview() -> argparse.ArgumentParser:
+def _overview() -> Parser:
     lines = "\n".join(f"  {name:<22} {entry.summary}" for name, entry in COMMANDS.items())
-    parser = _Parser(
+    parser = Parser(
         prog="jupyter gpu",
         usage="jupyter gpu [--help] [--version] COMMAND ...",
         description=f"Jupyter kernels on fractions of a GPU.\n\ncommands:\n{lines}",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("--version", action="store_true", help="show program's version number and exit")
+    parser.flag("--version", "show program's version number and exit")
     return parser
 
 
@@ -131,12 +117,10 @@ def _dispatch(arguments: Sequence[str]) -> int:
     return code
 
 
-def subcommand(name: str) -> tuple[Any, argparse.ArgumentParser]:
+def subcommand(name: str) -> tuple[Any, Parser]:
     module = importlib.import_module(f"fractional_gpu.commands.{COMMANDS[name].module}")
     command = getattr(module, "COMMANDS", {}).get(name, module)
-    parser = _Parser(
-        prog=f"jupyter gpu {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(prog=f"jupyter gpu {name}")
     command.configure(parser)
     return command, parser
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec import to_builtins
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.commands.terminal.arguments import POOLS, set_completer
-from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker
+from fractional_gpu.commands.terminal.arguments import POOLS, Parser
+from fractional_gpu.commands.terminal.connection import RUN_ONE, running_broker
 from fractional_gpu.commands.terminal.text import Style, UsageError, fitted, line, table, terminal_width, write
 from fractional_gpu.core.units import plural
 from fractional_gpu.protocol.seats import PoolKeys
@@ -32,14 +32,12 @@ configuration (`jupyter gpu broker --generate-config` explains every key). What 
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show the keys of pools, or change them while the broker runs."
-    parser.epilog = EPILOG
-    pool = parser.add_argument("pool", nargs="?", metavar="POOL", help="a pool's name; all of them without it")
-    set_completer(pool, POOLS)
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="a key and its new value")
-    parser.add_argument("--json", action="store_true", help="print the keys as JSON")
-    add_socket_argument(parser)
+def configure(parser: Parser) -> None:
+    parser.describe("Show the keys of pools, or change them while the broker runs.", EPILOG)
+    parser.argument("pool", "POOL", "a pool's name; all of them without it", by=POOLS, nargs="?")
+    parser.argument("changes", "KEY=VALUE", "a key and its new value", nargs="*")
+    parser.flag("--json", "print the keys as JSON")
+    parser.add_socket()
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from fractional_gpu import __version__
-from fractional_gpu.commands.terminal.arguments import DEVICES, POOLS, set_completer
-from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
+from fractional_gpu.commands.terminal.arguments import DEVICES, POOLS, Parser
+from fractional_gpu.commands.terminal.connection import RUN_ONE, running_broker, say_if_slow
 from fractional_gpu.commands.terminal.text import (
     CommandError,
     UsageError,
@@ -90,40 +90,37 @@ class _Ask:
         return not set(self.only) & {"user", "group", "seated"}
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show what kernels used of the GPUs, and what it costs."
-    parser.epilog = EPILOG
-    by = parser.add_argument(
+def configure(parser: Parser) -> None:
+    parser.describe("Show what kernels used of the GPUs, and what it costs.", EPILOG)
+    parser.argument(
         "--by",
+        "WHAT,...",
+        f"what to sum by, several with commas: {', '.join(USAGE_BY)} (default: user)",
+        by=_propose_by,
         default="user",
-        metavar="WHAT,...",
-        help=f"what to sum by, several with commas: {', '.join(USAGE_BY)} (default: user)",
     )
-    set_completer(by, _propose_by)
     for name, default, says in (
         ("since", None, f"from when on: {', '.join(WORDS)}, 7d, 12h, a date or a time (default: {DEFAULT})"),
         ("until", None, "until when, likewise (default: now)"),
     ):
-        set_completer(parser.add_argument(f"--{name}", default=default, metavar="WHEN", help=says), WORDS)
-    parser.add_argument("--user", help="only of this user")
-    parser.add_argument(
+        parser.argument(f"--{name}", "WHEN", says, by=WORDS, default=default)
+    parser.argument("--user", None, "only of this user")
+    parser.argument(
         "--account",
+        None,
+        "only of users of the hub, or of the machine: two with the same name are two (default: of both)",
         choices=ACCOUNTS,
-        help="only of users of the hub, or of the machine: two with the same name are two (default: of both)",
     )
-    parser.add_argument("--group", help="only of users of this group")
-    set_completer(parser.add_argument("--pool", help="only of this pool"), POOLS)
-    device = parser.add_argument("--device", help="only of this device: its number, or its id or the beginning of it")
-    set_completer(device, DEVICES)
+    parser.argument("--group", None, "only of users of this group")
+    parser.argument("--pool", None, "only of this pool", by=POOLS)
+    parser.argument("--device", None, "only of this device: its number, or its id or the beginning of it", by=DEVICES)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print rows for chargeback systems, as FOCUS 1.2 names them")
     form.add_argument("--json", action="store_true", help="print all figures as JSON, integers with units")
     form.add_argument("--html", action="store_true", help="print a page with tables and a picture")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there instead")
-    parser.add_argument(
-        "--from", dest="rows", type=Path, metavar="FILE", help="report on the rows of this file; no broker is asked"
-    )
-    add_socket_argument(parser)
+    parser.argument("--output", "FILE", "write it there instead", type=Path)
+    parser.argument("--from", "FILE", "report on the rows of this file; no broker is asked", dest="rows", type=Path)
+    parser.add_socket()
 
 
 def _propose_by(prefix: str, **_: object) -> list[str]:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict
 
 from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
 from fractional_gpu.commands.terminal.render import short_id
 from fractional_gpu.commands.terminal.text import CommandError, harmless, say
@@ -23,18 +24,13 @@ Without a broker a cell still waits for one. Begin it with %%cpu to run it all t
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Bring suspended kernels back onto the GPU without any broker, and tell what was done."
-    parser.epilog = EPILOG
-    parser.add_argument(
-        "--socket", metavar="PATH", help="the broker's (default: $JUPYTER_GPU_SOCKET, else your own socket)"
-    )
-    parser.add_argument("--config", metavar="FILE", help="the broker's configuration file (default: its last one)")
-    parser.add_argument("--state-dir", metavar="DIR", help="where the ledger is (default: as the last broker had it)")
-    parser.add_argument(
-        "--simulate", metavar="COUNTxMEMORY", help="the simulated GPUs it had (default: as the last broker had them)"
-    )
-    parser.add_argument("--json", action="store_true", help='print {"ledger", "problem", "kernels": [...]}')
+def configure(parser: Parser) -> None:
+    parser.describe("Bring suspended kernels back onto the GPU without any broker, and tell what was done.", EPILOG)
+    parser.argument("--socket", "PATH", "the broker's (default: $JUPYTER_GPU_SOCKET, else your own socket)")
+    parser.argument("--config", "FILE", "the broker's configuration file (default: its last one)")
+    parser.argument("--state-dir", "DIR", "where the ledger is (default: as the last broker had it)")
+    parser.argument("--simulate", "COUNTxMEMORY", "the simulated GPUs it had (default: as the last broker had them)")
+    parser.flag("--json", 'print {"ledger", "problem", "kernels": [...]}')
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from msgspec import to_builtins
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker, say_if_slow
+from fractional_gpu.commands.terminal.arguments import Parser
+from fractional_gpu.commands.terminal.connection import running_broker, say_if_slow
 from fractional_gpu.commands.terminal.text import (
     CommandError,
     Piece,
@@ -43,15 +44,14 @@ gets no further kernels with a GPU until it is started again. Kernels that run a
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show the seats of hub servers, or end one."
-    parser.epilog = EPILOG
-    parser.add_argument(
-        "action", nargs="?", choices=("list", "release"), default="list", help="what to do (default: list)"
+def configure(parser: Parser) -> None:
+    parser.describe("Show the seats of hub servers, or end one.", EPILOG)
+    parser.argument(
+        "action", None, "what to do (default: list)", nargs="?", choices=("list", "release"), default="list"
     )
-    parser.add_argument("seat", nargs="?", metavar="SEAT", help="with release: USER, USER/SERVER or a seat's id")
-    parser.add_argument("--json", action="store_true", help="print the seats, or the seat that was released, as JSON")
-    add_socket_argument(parser)
+    parser.argument("seat", "SEAT", "with release: USER, USER/SERVER or a seat's id", nargs="?")
+    parser.flag("--json", "print the seats, or the seat that was released, as JSON")
+    parser.add_socket()
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,7 +12,8 @@ from msgspec import to_builtins
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.http import is_service_socket
-from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
+from fractional_gpu.commands.terminal.arguments import Parser
+from fractional_gpu.commands.terminal.connection import broker_if_running
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.commands.terminal.text import shown, terminal_width
 from fractional_gpu.core.units import plural
@@ -34,14 +35,11 @@ device count all users.
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show the GPUs, and which kernels hold them or wait. Does not start a broker."
-    parser.epilog = EPILOG
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON; the fields are those of GET /v1/status, and `running`"
-    )
-    parser.add_argument("--watch", action="store_true", help="go on until Ctrl-C, with a new picture every 2 seconds")
-    add_socket_argument(parser)
+def configure(parser: Parser) -> None:
+    parser.describe("Show the GPUs, and which kernels hold them or wait. Does not start a broker.", EPILOG)
+    parser.flag("--json", "print JSON; the fields are those of GET /v1/status, and `running`")
+    parser.flag("--watch", "go on until Ctrl-C, with a new picture every 2 seconds")
+    parser.add_socket()
 
 
 def show(status: HostStatus | None, *, as_json: bool, socket: str, out: TextIO) -> str:

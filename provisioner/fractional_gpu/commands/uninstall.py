@@ -9,8 +9,6 @@
 import argparse
 import json
 import os
-import select
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -25,6 +23,8 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import SYSTEM_SOCKET, restart_command, runtime_place
 from fractional_gpu.client.http import claim_holder
 from fractional_gpu.client.state_folder import own_host_folders
+from fractional_gpu.commands.broker import check_owner, end_process
+from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, say
@@ -34,7 +34,6 @@ from fractional_gpu.jupyter.kernelspecs import delete_folder, list_installed
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 PACKAGE: Final = "jupyter-fractional-gpu"
-_END_S = 30.0
 _TEMPORARY = ("/tmp",)  # noqa: S108 - looked at, and what is found there is checked to be ours
 _SOCKET_NAME = "broker.sock"
 
@@ -62,16 +61,11 @@ class Findings:
     kept: list[Item] = field(default_factory=list)
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Remove kernelspecs, settings, state and logs of this user; the package itself stays."
-    parser.epilog = EPILOG
-    parser.add_argument("--dry-run", action="store_true", help="show what would be removed, and remove nothing")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one object: what was removed, what not and why, what stays (with --yes or --dry-run)",
-    )
+def configure(parser: Parser) -> None:
+    parser.describe("Remove kernelspecs, settings, state and logs of this user; the package itself stays.", EPILOG)
+    parser.flag("--dry-run", "show what would be removed, and remove nothing")
+    parser.flag("--yes", "do not ask")
+    parser.flag("--json", "print one object: what was removed, what not and why, what stays (with --yes or --dry-run)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -179,27 +173,10 @@ def _check_no_leases(sockets: list[str]) -> None:
 
 def _end_broker(socket: str) -> None:
     pid = claim_holder(socket)
-    if pid is None or socket == SYSTEM_SOCKET:
-        return
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        if claim_holder(socket) != pid:  # it has ended, and the pid may be another process's
-            return
-        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
-        waiting = f"waiting for the broker on {socket} (process {pid}) to end"
-        with say_if_slow(f"{waiting} ..."), select.epoll() as ends:
-            ends.register(pidfd, select.EPOLLIN)
-            if not ends.poll(_END_S):
-                raise CommandError(
-                    f"the broker on {socket} (process {pid}) did not end within {_END_S:g} s; nothing was removed"
-                )
-    except PermissionError:
-        raise CommandError(f"the broker on {socket} (process {pid}) is another user's; nothing was removed") from None
-    finally:
-        os.close(pidfd)
+    if pid is not None and socket != SYSTEM_SOCKET:
+        check_owner(socket, pid)
+        with say_if_slow(f"waiting for the broker on {socket} (process {pid}) to end ..."):
+            end_process(pid)
 
 
 def _remove(items: list[Item]) -> tuple[list[Item], dict[Path, str]]:

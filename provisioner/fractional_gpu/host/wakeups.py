@@ -6,8 +6,22 @@ The pipe can be read from the moment of the signal on, and `select` returns for 
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import FrameType
+
+Handler = Callable[[int, FrameType | None], object]
+
+
+@contextmanager
+def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
+    """Have these handlers of signals during the block. For the main thread."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """A command that is held back, run, waited for and ended by its runner, with its output in a file or with a terminal."""
 
-import argparse
 import os
 import pty
 import signal
@@ -11,6 +10,7 @@ import pytest
 
 from fractional_gpu.commands.run.process import HeldCommand, RunningCommand
 from fractional_gpu.commands.run.run import _request, configure
+from fractional_gpu.commands.terminal.arguments import Parser
 from tests.support.world import until
 
 STUBBORN = """
@@ -122,6 +122,6 @@ def test_one_that_reads_before_it_has_the_terminal_goes_on() -> None:
 
 
 def test_a_program_that_is_given_as_text_is_named_by_its_interpreter() -> None:
-    parser, command = argparse.ArgumentParser(), ["python", "-c", "x" * 5000]
+    parser, command = Parser(), ["python", "-c", "x" * 5000]
     configure(parser)
     assert _request(parser.parse_args(["--", *command]), command).label == "python"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.demo.sandbox import Sandbox, interrupt_on_termination, open_sandbox
-from fractional_gpu.commands.terminal.arguments import checked_simulate, require_packages
+from fractional_gpu.commands.terminal.arguments import Parser, checked_simulate, require_packages
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.render import describe_device
 from fractional_gpu.commands.terminal.text import CommandError, Style, fitted, line, say, table, terminal_width, write
@@ -203,17 +203,16 @@ On a machine without a GPU whose memory can be saved, a simulated one takes its 
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Two notebooks with three quarters of one GPU each take turns on it, and nothing is lost."
-    parser.epilog = EPILOG
-    parser.add_argument("--check", action="store_true", help="do not open JupyterLab at the end")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument(
+def configure(parser: Parser) -> None:
+    parser.describe("Two notebooks with three quarters of one GPU each take turns on it, and nothing is lost.", EPILOG)
+    parser.flag("--check", "do not open JupyterLab at the end")
+    parser.flag("--json", "print one JSON object instead of the table")
+    parser.argument(
         "--simulate",
-        metavar="COUNTxMEMORY",
-        help=f"use a simulated GPU (default: $JUPYTER_GPU_SIMULATE, else a real one, else {SIMULATED})",
+        "COUNTxMEMORY",
+        f"use a simulated GPU (default: $JUPYTER_GPU_SIMULATE, else a real one, else {SIMULATED})",
     )
-    parser.add_argument("--keep", action="store_true", help="leave the folder with the executed notebooks and the logs")
+    parser.flag("--keep", "leave the folder with the executed notebooks and the logs")
 
 
 def run(options: argparse.Namespace) -> int:

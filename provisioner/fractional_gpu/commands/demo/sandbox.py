@@ -5,29 +5,29 @@ in between, the kernels that are left are ended, then the broker, and then the f
 """
 
 import os
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import IN_WORKLOAD
+from fractional_gpu.commands.broker import end_process
 from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.gpu.simulated.host import destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
+from fractional_gpu.host.wakeups import handling
 from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 EXAMPLES = ("tenant-a.ipynb", "tenant-b.ipynb", "device.py")
 """The files of the demonstration."""
 FRACTION_MILLI = 750  # of which a device has room for one at a time
-_STOP_S = 30.0
 _START_S = 120.0
 _LONGEST_SOCKET = 100  # bytes; UNIX sockets take a little more
 _IDLE_EXIT = "5m"  # so that a killed demonstration does not leave its broker for ever
@@ -106,9 +106,9 @@ class Sandbox:
             except BrokerUnavailableError:
                 broker, kernels = None, []
         for pid in kernels:
-            _end(pid, signal.SIGKILL)
+            end_process(pid, signal.SIGKILL)
         if broker is not None:
-            _end(broker, signal.SIGTERM)
+            end_process(broker)
         with suppress(SimulatedHostError):  # there is none: the broker has removed it
             destroy(simulated_folder(self.socket))
 
@@ -141,22 +141,6 @@ def _run_quietly(command: list[str]) -> tuple[int, str]:
                 process.wait()
         said.seek(0)
         return code, said.read().decode(errors="replace").strip()
-
-
-def _end(pid: int, number: signal.Signals) -> None:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        with suppress(ProcessLookupError):  # it ended by itself just now
-            signal.pidfd_send_signal(descriptor, number)
-        watched = select.poll()
-        watched.register(descriptor, select.POLLIN)
-        if not watched.poll(_STOP_S * 1000):
-            raise CommandError(f"process {pid} of the demonstration does not end; see `ps {pid}`")
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -195,8 +179,7 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-@contextmanager
-def interrupt_on_termination() -> Iterator[None]:
+def interrupt_on_termination() -> AbstractContextManager[None]:
     """Treat SIGTERM and SIGHUP like Ctrl-C during the block, so that they clean up as well.
 
     Also where SIGINT itself is ignored, as a shell's script has it for a command in the background.
@@ -205,9 +188,4 @@ def interrupt_on_termination() -> Iterator[None]:
     def interrupt(_signal: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handling({signal.SIGTERM: interrupt, signal.SIGHUP: interrupt})

@@ -27,7 +27,7 @@ from fractional_gpu.commands.doctor.report import (
     render,
     write_bundle,
 )
-from fractional_gpu.commands.terminal.connection import add_socket_argument
+from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import say, terminal_width, write
 from fractional_gpu.config import Settings
@@ -53,13 +53,14 @@ Exit code 0: it works, perhaps with warnings. 1: something cannot work.
 _PROBE_HOST = "1x256MiB"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Examine the machine, the driver, the broker and Jupyter, and say what to do. Changes nothing."
-    parser.epilog = EPILOG
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--no-try", action="store_true", help="do not try a checkpoint on a process of our own")
-    parser.add_argument("--bundle", metavar="FILE", type=Path, help="write an archive for support, without secrets")
-    add_socket_argument(parser)
+def configure(parser: Parser) -> None:
+    parser.describe(
+        "Examine the machine, the driver, the broker and Jupyter, and say what to do. Changes nothing.", EPILOG
+    )
+    parser.flag("--json", "print one JSON object")
+    parser.flag("--no-try", "do not try a checkpoint on a process of our own")
+    parser.argument("--bundle", "FILE", "write an archive for support, without secrets", type=Path)
+    parser.add_socket()
 
 
 def run(options: argparse.Namespace) -> int:

@@ -50,7 +50,7 @@ from fractional_gpu.commands.measuring.tenants import (
     TooSlowError,
 )
 from fractional_gpu.commands.run.process import TIMEOUT_S, EndedError, check_program, signals_raise
-from fractional_gpu.commands.terminal.arguments import DURATIONS, FRACTIONS, POOLS, set_completer
+from fractional_gpu.commands.terminal.arguments import DURATIONS, FRACTIONS, POOLS, Parser
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import (
     CommandError,
@@ -279,39 +279,26 @@ room of the pool, and suspends your idle kernels for it, unless --may-wait. The 
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+def configure(parser: Parser) -> None:
+    parser.describe(_DESCRIPTION, _EPILOG)
     pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
-    set_completer(parser.add_argument("--pool", metavar="POOL", default=pool, help="the pool of devices"), POOLS)
-    shares = parser.add_argument(
-        "--fractions", metavar="F,...", help="shares, each on a device full of such tenants (default: all on offer)"
+    parser.argument("--pool", "POOL", "the pool of devices", by=POOLS, default=pool)
+    parser.argument(
+        "--fractions", "F,...", "shares, each on a device full of such tenants (default: all on offer)", by=FRACTIONS
     )
-    set_completer(shares, FRACTIONS)
-    parser.add_argument(
-        "--copies", metavar="N,...", help="instead: beside so many copies, each with the largest share that fits"
+    parser.argument("--copies", "N,...", "instead: beside so many copies, each with the largest share that fits")
+    parser.argument(
+        "--beside", "COMMAND", "beside this program instead of copies; repeatable", action="append", default=[]
     )
-    parser.add_argument(
-        "--beside",
-        metavar="COMMAND",
-        action="append",
-        default=[],
-        help="beside this program instead of copies; repeatable",
-    )
-    parser.add_argument("--memory", metavar="SIZE", help="device memory of each (default: the fraction's share)")
-    set_completer(
-        parser.add_argument("--within", metavar="DURATION", default="5m", help="how long at most (5m)"), DURATIONS
-    )
-    parser.add_argument("--interval", metavar="PERCENT", default="5%", help="how wide an interval may be (5%%)")
-    parser.add_argument(
-        "--at-most", metavar="PERCENT", default="10%", help="how much slower a share may be that suffices (10%%)"
-    )
-    parser.add_argument(
-        "--may-wait", action="store_true", help="wait for room as other programs do, not in spare room only"
-    )
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="write an SVG picture, over the number of tenants")
-    parser.add_argument("--end-with-input", action="store_true", help=argparse.SUPPRESS)  # for %%gpu measure
-    parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program, and its arguments")
+    parser.argument("--memory", "SIZE", "device memory of each (default: the fraction's share)")
+    parser.argument("--within", "DURATION", "how long at most (5m)", by=DURATIONS, default="5m")
+    parser.argument("--interval", "PERCENT", "how wide an interval may be (5%%)", default="5%")
+    parser.argument("--at-most", "PERCENT", "how much slower a share may be that suffices (10%%)", default="10%")
+    parser.flag("--may-wait", "wait for room as other programs do, not in spare room only")
+    parser.flag("--json", "print all figures as JSON")
+    parser.argument("--picture", "FILE", "write an SVG picture, over the number of tenants", type=Path)
+    parser.flag("--end-with-input", argparse.SUPPRESS)  # for %%gpu measure
+    parser.argument("command", "COMMAND", "the program, and its arguments", nargs=argparse.REMAINDER)
 
 
 def run(options: argparse.Namespace) -> int:

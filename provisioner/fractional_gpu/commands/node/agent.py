@@ -16,10 +16,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu.commands.node.options import add_node_options, counts_of, hook_settings
+from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.text import CommandError, UsageError, parse_argument, say
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.engines.pods import resource_of
-from fractional_gpu.host.wakeups import signal_pipe
+from fractional_gpu.host.wakeups import handling, signal_pipe
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import KUBERNETES, SLURM
 
@@ -77,40 +78,33 @@ class Ending:
 def ending() -> Iterator[Ending]:
     with signal_pipe() as wakes:
         end = Ending(wakes)
-        before = {number: signal.signal(number, end.note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
+        with handling({signal.SIGTERM: end.note, signal.SIGINT: end.note}):
             yield end
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Give the cluster's engine the numbers of this node's broker: how much more it would grant."
-    parser.epilog = EPILOG
-    parser.add_argument("--engine", choices=(SLURM, KUBERNETES), required=True, help="the cluster's engine")
-    parser.add_argument(
+def configure(parser: Parser) -> None:
+    parser.describe(
+        "Give the cluster's engine the numbers of this node's broker: how much more it would grant.", EPILOG
+    )
+    parser.argument("--engine", None, "the cluster's engine", choices=(SLURM, KUBERNETES), required=True)
+    parser.argument(
         "--node",
-        metavar="NAME",
-        help="the node's name in the engine (default: the host's short name; with kubernetes, its whole name)",
+        "NAME",
+        "the node's name in the engine (default: the host's short name; with kubernetes, its whole name)",
     )
     add_node_options(parser)
-    parser.add_argument(
+    parser.argument(
         "--hub-namespace",
-        metavar="NAMESPACE",
+        "NAMESPACE",
+        "Kubernetes: pods of this namespace state their owner (once for each hub; default: none does)",
         action="append",
-        help="Kubernetes: pods of this namespace state their owner (once for each hub; default: none does)",
     )
-    parser.add_argument(
-        "--kubeconfig",
-        metavar="FILE",
-        help="Kubernetes: how the API is reached (default: as this pod's service account)",
+    parser.argument(
+        "--kubeconfig", "FILE", "Kubernetes: how the API is reached (default: as this pod's service account)"
     )
-    parser.add_argument(
-        "--remove", action="store_true", help="Kubernetes: remove counts and summary from the node, and end"
-    )
-    parser.add_argument("--once", action="store_true", help="write once, at once, and end")
-    parser.add_argument("--json", action="store_true", help="with --once: print what was written as one JSON object")
+    parser.flag("--remove", "Kubernetes: remove counts and summary from the node, and end")
+    parser.flag("--once", "write once, at once, and end")
+    parser.flag("--json", "with --once: print what was written as one JSON object")
     for name, default, text in (
         ("--every", "2s", "how often the broker is asked"),
         ("--floor", "5s", "the least time between two writes"),
@@ -119,7 +113,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("--patience", "2m", "how long the last count stays while no broker answers"),
         ("--comment-every", "5m", "how often a job's figures are written into its AdminComment, or never"),
     ):
-        parser.add_argument(name, metavar="DURATION", default=default, help=f"{text} (default: {default})")
+        parser.argument(name, "DURATION", f"{text} (default: {default})", default=default)
 
 
 def run(options: argparse.Namespace) -> int:

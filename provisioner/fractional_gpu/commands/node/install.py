@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder, words_of
+from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.text import CommandError, UsageError
 
 if TYPE_CHECKING:
@@ -30,24 +31,23 @@ Nothing is started. docs/clusters.md has the steps, and how to uninstall.
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Write Slurm's scripts and the agent's unit for this node, and say what to change in Slurm's files."
+def configure(parser: Parser) -> None:
+    parser.describe(
+        "Write Slurm's scripts and the agent's unit for this node, and say what to change in Slurm's files.", EPILOG
     )
-    parser.epilog = EPILOG
-    parser.add_argument("--folder", metavar="DIR", type=Path, default=FOLDER, help=f"where to (default: {FOLDER})")
-    parser.add_argument("--print", action="store_true", help="print the files, and write nothing")
-    parser.add_argument("--force", action="store_true", help="replace files that differ")
-    parser.add_argument("--wrapper", action="store_true", help="write only the wrapper, which every node needs")
+    parser.argument("--folder", "DIR", f"where to (default: {FOLDER})", type=Path, default=FOLDER)
+    parser.flag("--print", "print the files, and write nothing")
+    parser.flag("--force", "replace files that differ")
+    parser.flag("--wrapper", "write only the wrapper, which every node needs")
     only = "only its jobs may have shares: others cost slurmctld no question (default: all; several: once for each)"
-    parser.add_argument("--partition", metavar="NAME", action="append", default=[], help=only)
+    parser.argument("--partition", "NAME", only, action="append", default=[])
     for name, metavar, kind, text in (
         ("--slurm-bin", "DIR", str, "where Slurm's commands are (default: where this shell finds squeue)"),
         ("--node", "NAME", str, "the node's name in Slurm (default: the host's short name)"),
         ("--devices", "N", int, "how many GPUs the node has (default: as in slurm.conf, or 1)"),
         ("--promise", "TIMES", int, "the pool's oversubscription (default: as in slurm.conf, or 4)"),
     ):
-        parser.add_argument(name, metavar=metavar, type=kind, help=text)
+        parser.argument(name, metavar, text, type=kind)
     add_node_options(parser)
 
 

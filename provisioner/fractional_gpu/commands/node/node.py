@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from fractional_gpu.commands.node import agent, install
 from fractional_gpu.commands.node.options import add_node_options, hook_settings
+from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.text import CommandError
 
 EPILOG = """\
@@ -50,18 +51,17 @@ Exit code 0: it works, perhaps with warnings. 1: something cannot work. Run it a
 """
 
 
-def _add_worker_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Start the checkpoint worker for a broker in another container, which then needs no privileges."
+def _add_worker_arguments(parser: Parser) -> None:
+    parser.describe(
+        "Start the checkpoint worker for a broker in another container, which then needs no privileges.", _WORKER_EPILOG
     )
-    parser.epilog = _WORKER_EPILOG
-    parser.add_argument("--socket", metavar="PATH", required=True, help="where the broker connects")
-    parser.add_argument(
+    parser.argument("--socket", "PATH", "where the broker connects", required=True)
+    parser.argument(
         "--backend",
-        metavar="KIND",
-        default="nvidia",
-        help="the devices: nvidia, simulated (those of the broker that connects), or the kind of another package, as the broker's "
+        "KIND",
+        "the devices: nvidia, simulated (those of the broker that connects), or the kind of another package, as the broker's "
         "device_kind (default: nvidia)",
+        default="nvidia",
     )
 
 
@@ -76,19 +76,17 @@ def _run_worker(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_hook_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_hook_arguments(parser: Parser) -> None:
     begins = parser.prog.endswith("prolog")
-    parser.description = (
+    parser.describe(
         "Slurm's Prolog: register the share of the job that begins as a seat at this node's broker."
         if begins
-        else "Slurm's Epilog: end the seat of the job that has ended, and remove its files."
+        else "Slurm's Epilog: end the seat of the job that has ended, and remove its files.",
+        _HOOK_EPILOG,
     )
-    parser.epilog = _HOOK_EPILOG
     add_node_options(parser)
-    parser.add_argument(
-        "--check", action="store_true", help="only say whether Slurm's commands answer in this environment"
-    )
-    parser.add_argument("--log", metavar="FILE", type=Path, help="write the log there (default: the system's log)")
+    parser.flag("--check", "only say whether Slurm's commands answer in this environment")
+    parser.argument("--log", "FILE", "write the log there (default: the system's log)", type=Path)
 
 
 def _run_hook(options: argparse.Namespace) -> int:
@@ -122,15 +120,14 @@ def _logger(name: str, file: Path | None) -> Callable[[str], None]:
     return to_system if file is None else to_file
 
 
-def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Examine Slurm's configuration, the scripts, the broker and the agent of this node."
-    parser.epilog = _DOCTOR_EPILOG
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--everywhere", action="store_true", help="only check that every node has the wrapper")
-    parser.add_argument(
-        "--folder", metavar="DIR", type=Path, default=install.FOLDER, help=f"of the scripts (default: {install.FOLDER})"
+def _add_doctor_arguments(parser: Parser) -> None:
+    parser.describe(
+        "Examine Slurm's configuration, the scripts, the broker and the agent of this node.", _DOCTOR_EPILOG
     )
-    parser.add_argument("--node", metavar="NAME", help="the node's name in Slurm (default: the host's short name)")
+    parser.flag("--json", "print one JSON object")
+    parser.flag("--everywhere", "only check that every node has the wrapper")
+    parser.argument("--folder", "DIR", f"of the scripts (default: {install.FOLDER})", type=Path, default=install.FOLDER)
+    parser.argument("--node", "NAME", "the node's name in Slurm (default: the host's short name)")
     add_node_options(parser)
 
 
@@ -141,7 +138,7 @@ def _run_doctor(options: argparse.Namespace) -> int:
 
 
 class _Action(NamedTuple):
-    configure: Callable[[argparse.ArgumentParser], None]
+    configure: Callable[[Parser], None]
     run: Callable[[argparse.Namespace], int]
     summary: str
 
@@ -170,15 +167,11 @@ ACTIONS: dict[str, _Action] = {
 }
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Run and set up what a cluster's node needs beside the broker. For administrators."
-    parser.epilog = EPILOG
+def configure(parser: Parser) -> None:
+    parser.describe("Run and set up what a cluster's node needs beside the broker. For administrators.", EPILOG)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, entry in ACTIONS.items():
-        action = actions.add_parser(
-            name, help=entry.summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
-        entry.configure(action)
+        entry.configure(actions.add_parser(name, help=entry.summary))
 
 
 def run(options: argparse.Namespace) -> int:

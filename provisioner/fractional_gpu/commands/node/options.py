@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.text import UsageError
 
 if TYPE_CHECKING:
@@ -16,38 +17,35 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}", re.ASCII)
 RESERVED = ("gpu", "shard", "mps", "gres")
 
 
-def add_node_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--socket", metavar="PATH", default=SOCKET, help=f"the broker's socket (default: {SOCKET})")
-    parser.add_argument(
-        "--seats",
-        metavar="DIR",
-        type=Path,
-        help="where the files of jobs' seats lie (default: `seats` beside the socket)",
+def add_node_options(parser: Parser) -> None:
+    parser.argument("--socket", "PATH", f"the broker's socket (default: {SOCKET})", default=SOCKET)
+    parser.argument(
+        "--seats", "DIR", "where the files of jobs' seats lie (default: `seats` beside the socket)", type=Path
     )
-    parser.add_argument(
+    parser.argument(
         "--pool",
-        metavar="POOL[=COUNT]",
+        "POOL[=COUNT]",
+        f"a pool, and the name of its count in the engine (default: default={COUNT}); several pools: once for each",
         action="append",
-        help=f"a pool, and the name of its count in the engine (default: default={COUNT}); several pools: once for each",
     )
-    parser.add_argument(
+    parser.argument(
         "--shards",
-        metavar="POOL",
+        "POOL",
+        "Slurm's gres/shard is used too: a job's shards are a share of this pool, pinned to the GPU that Slurm chose",
         default="",
-        help="Slurm's gres/shard is used too: a job's shards are a share of this pool, pinned to the GPU that Slurm chose",
     )
-    parser.add_argument(
+    parser.flag(
         "--no-groups",
-        action="store_true",
-        help="Slurm runs without proctrack/cgroup: a job's processes are then known by its user alone, and two jobs of one user "
+        "Slurm runs without proctrack/cgroup: a job's processes are then known by its user alone, and two jobs of one user "
         "are not told apart",
     )
-    parser.add_argument(
+    parser.argument(
         "--short-memory",
+        None,
+        "a share whose data the job's memory (--mem) cannot hold: make it smaller, give none, or give it although its kernels may "
+        "keep others from the GPU (default: fit)",
         choices=("fit", "refuse", "allow"),
         default="fit",
-        help="a share whose data the job's memory (--mem) cannot hold: make it smaller, give none, or give it although its kernels may "
-        "keep others from the GPU (default: fit)",
     )
 
 

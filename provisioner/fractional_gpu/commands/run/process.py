@@ -16,8 +16,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Final
@@ -28,7 +28,7 @@ from fractional_gpu.commands.terminal.connection import watch_silence
 from fractional_gpu.commands.terminal.progress import WaitLine
 from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.commands.terminal.text import say as write
-from fractional_gpu.host.wakeups import drain, signal_pipe
+from fractional_gpu.host.wakeups import Handler, drain, handling, signal_pipe
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with
 from fractional_gpu.jupyter.kernel_process import identity_of
 from fractional_gpu.protocol.errors import BrokerUnavailableError
@@ -115,17 +115,9 @@ class HeldCommand:
         self._child.wait()
 
 
-@contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """Note the signals that are to be passed on before there is a command to pass them to, in place of ending for them."""
-    noted: list[int] = []
-    numbers = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = {number: signal.signal(number, lambda got, _frame: noted.append(got)) for number in numbers}
-    try:
-        yield noted
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+def unless_ignored(numbers: Iterable[int], handler: Handler) -> dict[int, Handler]:
+    """Return this handler for signals, without those that are ignored (`nohup`, a shell's background job)."""
+    return {number: handler for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
 
 
 class RunningCommand:
@@ -144,10 +136,9 @@ class RunningCommand:
 
         `passed_on` is called with the number of each signal after it was passed on, `continued` when the runner gets SIGCONT.
         """
-        with signal_pipe() as wakes:
-            handlers = {number: self._install(number) for number in (*PASSED_ON, signal.SIGCONT, signal.SIGCHLD)}
-            # Ignored, it does not stop this process when it changes the terminal's group.
-            handlers[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        handlers = unless_ignored((*PASSED_ON, signal.SIGCONT), self._note)
+        # SIGTTOU: ignored, it does not stop this process when it changes the terminal's group.
+        with signal_pipe() as wakes, handling({**handlers, signal.SIGCHLD: self._note, signal.SIGTTOU: signal.SIG_IGN}):
             try:
                 self._give_terminal()
                 self._pending[:0] = noted
@@ -159,15 +150,6 @@ class RunningCommand:
                 return int(self._child.returncode)
             finally:
                 self._take_terminal()
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
-
-    def _install(self, number: int) -> "signal._HANDLER":
-        """Install our handler unless the signal is ignored (`nohup`, a shell's background job); return the one before."""
-        handler = signal.getsignal(number)
-        if handler is not signal.SIG_IGN or number == signal.SIGCHLD:
-            signal.signal(number, self._note)
-        return handler
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._pending.append(number)
@@ -293,20 +275,13 @@ class EndedError(Exception):
         self.number = number
 
 
-@contextmanager
-def signals_raise() -> Iterator[None]:
+def signals_raise() -> AbstractContextManager[None]:
     """Let the signals that end a program raise EndedError in the main thread, unless they are ignored."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise EndedError(number)
 
-    numbers = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    return handling(unless_ignored(ENDING, end))
 
 
 def attach(lease: KernelLease, pid: int, *, served: bool = False) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 
 from fractional_gpu.commands.run.process import (
     ENDING,
+    PASSED_ON,
     TIMEOUT_S,
     CannotRunError,
     EndedError,
@@ -22,14 +23,15 @@ from fractional_gpu.commands.run.process import (
     check_program,
     command_environment,
     die_of,
-    noted_signals,
     signals_raise,
+    unless_ignored,
     wait_for_gpu,
 )
 from fractional_gpu.commands.run.supervisor import Supervisor, say
-from fractional_gpu.commands.terminal.arguments import DURATIONS, FRACTIONS, set_completer
+from fractional_gpu.commands.terminal.arguments import DURATIONS, FRACTIONS, Parser
 from fractional_gpu.commands.terminal.text import UsageError, parse_argument
 from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
+from fractional_gpu.host.wakeups import handling
 from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, lease_label, take_lease
 from fractional_gpu.protocol.errors import FractionalGPUError
@@ -58,37 +60,30 @@ While it neither uses the GPU nor, with --serve, has a connection, it may be sus
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+def configure(parser: Parser) -> None:
+    parser.describe(_DESCRIPTION, _EPILOG)
     fraction = os.environ.get("JUPYTER_GPU_DEFAULT_FRACTION")
-    set_completer(
-        parser.add_argument("--fraction", metavar="FRACTION", default=fraction, help="the share (default: 1/4)"),
-        FRACTIONS,
-    )
+    parser.argument("--fraction", "FRACTION", "the share (default: 1/4)", by=FRACTIONS, default=fraction)
     pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
-    parser.add_argument("--pool", metavar="POOL", default=pool, help="the pool of devices (default: default)")
-    parser.add_argument(
-        "--memory", metavar="SIZE", help="device memory, for example 20GiB (default: the fraction's share)"
-    )
-    parser.add_argument("--devices", metavar="N", default="1", help="so many whole GPUs, 1 to 8 (default: 1)")
-    parser.add_argument("--priority", metavar="N", default="0", help="higher goes first, within the pool's limit")
-    parser.add_argument("--name", metavar="TEXT", default="", help="its name in `jupyter gpu status`")
-    parser.add_argument(
+    parser.argument("--pool", "POOL", "the pool of devices (default: default)", default=pool)
+    parser.argument("--memory", "SIZE", "device memory, for example 20GiB (default: the fraction's share)")
+    parser.argument("--devices", "N", "so many whole GPUs, 1 to 8 (default: 1)", default="1")
+    parser.argument("--priority", "N", "higher goes first, within the pool's limit", default="0")
+    parser.argument("--name", "TEXT", "its name in `jupyter gpu status`", default="")
+    parser.argument(
         "--serve",
-        metavar="PORT",
+        "PORT",
+        "a TCP port that it serves: in use while a connection is open, and back at the first one; may be repeated",
         action="append",
         default=[],
-        help="a TCP port that it serves: in use while a connection is open, and back at the first one; may be repeated",
     )
-    set_completer(
-        parser.add_argument(
-            "--wait",
-            metavar="DURATION",
-            help="how long to wait for the GPU before the start (default: as long as it takes)",
-        ),
-        DURATIONS,
+    parser.argument(
+        "--wait",
+        "DURATION",
+        "how long to wait for the GPU before the start (default: as long as it takes)",
+        by=DURATIONS,
     )
-    parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program, and its arguments")
+    parser.argument("command", "COMMAND", "the program, and its arguments", nargs=argparse.REMAINDER)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -99,7 +94,9 @@ def run(options: argparse.Namespace) -> int:
         _wait_ms(options.wait),
     )
     check_program(command)
-    with noted_signals() as noted:  # one that comes just when the command begins is the command's
+    noted: list[int] = []
+    # A signal that comes just when the command begins is the command's.
+    with handling(unless_ignored(PASSED_ON, lambda number, _frame: noted.append(number))):
         try:
             with signals_raise():
                 lease, held, environment = _prepare(command, request, wait_ms, served=bool(ports))

@@ -1,14 +1,18 @@
-"""Arguments that several commands have: how a shell completes them, and what is checked first. Light, because every command imports it."""
+"""What commands' arguments are added with, how a shell completes them, and checks that several share. Light: every command imports it."""
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.gpu.simulated.host import parse_devices
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 Completer = Callable[..., Any]
 
@@ -16,9 +20,43 @@ DURATIONS = ("15m", "30m", "1h", "2h")
 FRACTIONS = ("1/8", "1/4", "1/2", "3/4", "1")
 
 
-def set_completer(action: argparse.Action, by: Completer | Sequence[str]) -> None:
-    """Set how a shell completes the argument: by a completer or from words. Other values stay allowed."""
-    action.completer = by if callable(by) else _words(by)  # type: ignore[attr-defined]
+class Parser(argparse.ArgumentParser):
+    """A command's parser: texts are shown as they are written, and options may not be shortened."""
+
+    def __init__(self, **given: Any) -> None:  # noqa: ANN401 - argparse's own
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **given)
+
+    def describe(self, description: str, epilog: str) -> None:
+        self.description, self.epilog = description, epilog
+
+    def argument(
+        self,
+        name: str,
+        metavar: str | None,
+        help: str,  # noqa: A002 - argparse's name
+        *,
+        by: Completer | Sequence[str] | None = None,
+        **given: Any,  # noqa: ANN401 - argparse's own
+    ) -> None:
+        """Add an argument. A shell completes it by a completer or from words; other values stay allowed."""
+        action = self.add_argument(name, metavar=metavar, help=help, **given)
+        if by is not None:
+            action.completer = by if callable(by) else _words(by)  # type: ignore[attr-defined]
+
+    def flag(self, name: str, help: str) -> None:  # noqa: A002 - argparse's name
+        self.add_argument(name, action="store_true", help=help)
+
+    def add_socket(self) -> None:
+        self.argument(
+            "--socket",
+            "PATH",
+            "the broker's socket (default: $JUPYTER_GPU_SOCKET, else the machine's broker, else your own)",
+        )
+
+    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
+        """Write the help, by default to standard output. Raises OSError, which argparse hides from Python 3.12 on."""
+        (sys.stdout if file is None else file).write(self.format_help())
+        sys.stdout.flush()
 
 
 def _words(words: Sequence[str]) -> Completer:

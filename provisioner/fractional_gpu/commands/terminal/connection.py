@@ -1,6 +1,5 @@
 """The connection of commands to the broker: one that runs, or one that crashed and is started again. No command here starts a first one."""
 
-import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,14 +15,6 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 NO_KERNELS = "so there are no kernels on a GPU; it starts with the first kernel that wants one"
 RUN_ONE = "run one with `jupyter gpu broker`, or name another's socket with --socket"
-
-
-def add_socket_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--socket",
-        metavar="PATH",
-        help="the broker's socket (default: $JUPYTER_GPU_SOCKET, else the machine's broker, else your own)",
-    )
 
 
 def broker_if_running(socket: str | None = None) -> BrokerClient | None:
