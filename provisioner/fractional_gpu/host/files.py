@@ -55,6 +55,15 @@ def temporary_folder() -> Path:
     return next(usable, Path(_TEMPORARY[0]))
 
 
+def file_identity(file: Path | int) -> tuple[int, int] | None:
+    """Return the device and inode that a path (links not followed) or a descriptor refers to; None: no file, or it cannot be seen."""
+    try:
+        status = os.fstat(file) if isinstance(file, int) else file.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def make_private_folder(folder: Path) -> None:
     """Make the folder, and those missing above it, for this user alone (0700), as Jupyter relies on that. Raises OSError."""
     try:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, astuple, replace
-from os import PathLike, close, fstat, lstat
+from os import PathLike, close
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -31,6 +31,7 @@ from fractional_gpu.core.forecasts.habits import HabitKey, Share, ShareDay
 from fractional_gpu.core.metering.turns import Turn
 from fractional_gpu.core.metering.usage import FIGURES, Usage, UsageRow
 from fractional_gpu.core.model import LeaseState
+from fractional_gpu.host.files import file_identity
 from fractional_gpu.ledger import opening
 from fractional_gpu.ledger.records import (
     LeaseRecord,
@@ -190,34 +191,21 @@ class Ledger:
         """
         with self._mutex:
             connection, path = self._require(), self.path
-            held, taken = fstat(self._lock_descriptor), self._found()
-            if taken[_LOCK] != (held.st_dev, held.st_ino):
+            taken = self._found()
+            if taken[_LOCK] != file_identity(self._lock_descriptor):
                 lock = opening.lock(path)
                 close(self._lock_descriptor)
                 self._lock_descriptor = lock
-            try:
+            remedy = "check its folder and the room on its disk"
+            with opening.explained(path, "was deleted and cannot be written again", remedy):
                 opening.copy_whole(path, connection)
                 if taken[""] not in (None, self._files[""]):
                     path.rename(path.with_name(f"{path.name}.found-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"))
-            except (sqlite3.Error, OSError) as error:
-                raise opening.ledger_error(
-                    path,
-                    f"was deleted and cannot be written again: {error}",
-                    "check its folder and the room on its disk",
-                ) from error
             self._is_written_out = True
 
     def _found(self) -> dict[str, tuple[int, int] | None]:
         """Return the device and inode that each name of the ledger's files refers to, None for a missing file."""
-        found: dict[str, tuple[int, int] | None] = {}
-        for suffix in _FILES:
-            try:
-                status = lstat(self.path.with_name(self.path.name + suffix))
-            except OSError:
-                found[suffix] = None
-            else:
-                found[suffix] = (status.st_dev, status.st_ino)
-        return found
+        return {suffix: file_identity(self.path.with_name(self.path.name + suffix)) for suffix in _FILES}
 
     def close(self) -> None:
         """Close the file and release its lock for the next broker. A second call does nothing."""
@@ -230,9 +218,8 @@ class Ledger:
             finally:
                 connection, self._connection = self._connection, None
                 try:
-                    connection.close()
-                except sqlite3.Error as error:
-                    raise opening.ledger_error(self.path, f"could not be closed: {error}", "check its disk") from error
+                    with opening.explained(self.path, "could not be closed", "check its disk"):
+                        connection.close()
                 finally:
                     close(self._lock_descriptor)
 

@@ -16,6 +16,7 @@ import os
 import shlex
 import sqlite3
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from fractional_gpu.host.files import open_own, sync_folder
@@ -37,6 +38,17 @@ def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerErr
             "takes the kernels that live back, suspended ones too"
         )
     return LedgerError(f"the ledger {path} {wrong}; {remedy}")
+
+
+@contextlib.contextmanager
+def explained(path: Path, wrong: str, remedy: str | None = None) -> Iterator[None]:
+    """Raise what the system or SQLite refuses as a LedgerError, with the reason after `wrong`."""
+    try:
+        yield
+    except OSError as error:
+        raise ledger_error(path, f"{wrong}: {error.strerror}", remedy) from error
+    except sqlite3.Error as error:
+        raise ledger_error(path, f"{wrong}: {error}", remedy) from error
 
 
 def set_aside_command(path: Path) -> str:
@@ -65,23 +77,20 @@ def lock(path: Path) -> int:
     """Create the folder if it is missing, take the lock beside `path` and return its descriptor. Raises LedgerError."""
     _check_folder(path)
     beside = path.with_name(path.name + ".lock")
-    try:
+    with explained(path, f"cannot be locked: {beside.name}", "check the folder's owner and mode"):
         descriptor = open_own(beside, os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise ledger_error(
-            path, f"cannot be locked: {beside.name}: {error.strerror}", "check the folder's owner and mode"
-        ) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+        with explained(path, "cannot be locked", "keep the state_dir on a local disk"):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+                who = f"pid {holder}" if holder.isdigit() else "another process"
+                remedy = "stop that broker first, or give this one another state_dir"
+                raise LedgerInUseError(str(ledger_error(path, f"is in use by {who}", remedy))) from None
+    except LedgerError:
         os.close(descriptor)
-        who = f"pid {holder}" if holder.isdigit() else "another process"
-        remedy = "stop that broker first, or give this one another state_dir"
-        raise LedgerInUseError(str(ledger_error(path, f"is in use by {who}", remedy))) from None
-    except OSError as error:
-        os.close(descriptor)
-        raise ledger_error(path, f"cannot be locked: {error.strerror}", "keep the state_dir on a local disk") from error
+        raise
     with contextlib.suppress(OSError):  # a full disk; the pid is for people only
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
@@ -90,28 +99,25 @@ def lock(path: Path) -> int:
 
 def connect(path: Path) -> sqlite3.Connection:
     """Open a sound ledger, or create it if there is none. The lock must be held. Raises LedgerError."""
-    try:
+    with explained(path, "cannot be examined", "check the owner and mode of its folder"):
         if os.path.lexists(path.with_name(path.name + WHOLE)):
             adopt_whole(path)
-        found = os.lstat(path)
-    except FileNotFoundError:
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            found = None
+    if found is None:
         _create(path)
-    except OSError as error:
-        raise ledger_error(
-            path, f"cannot be examined: {error.strerror}", "check the owner and mode of its folder"
-        ) from error
     else:
         _check_file(path, found)
     connection = connect_existing(path)
     try:
-        _check_contents(path, connection)
-        _prepare(path, connection)
+        with explained(path, "cannot be read"):
+            _check_contents(path, connection)
+            _prepare(path, connection)
     except LedgerError:
         connection.close()
         raise
-    except sqlite3.Error as error:
-        connection.close()
-        raise ledger_error(path, f"cannot be read: {error}") from error
     return connection
 
 
@@ -124,10 +130,7 @@ def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
 
     Raises sqlite3.Error or OSError; then there is no `.whole`.
     """
-    unfinished = path.with_name(f".{path.name}.new")
-    for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
-        leftover.unlink(missing_ok=True)
-    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    unfinished, descriptor = _new_file(path)
     try:
         connection.execute("VACUUM INTO ?", (str(unfinished),))
         os.fsync(descriptor)
@@ -151,21 +154,15 @@ def adopt_whole(path: Path) -> None:
 def connect_existing(path: Path, mode: str = "rw") -> sqlite3.Connection:
     """Open an existing file: both modes (`rw`, `ro`) fail for a missing one. Raises LedgerError."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
-    try:
+    with explained(path, "cannot be opened"):
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-    except sqlite3.Error as error:
-        raise ledger_error(path, f"cannot be opened: {error}") from error
 
 
 def _check_folder(path: Path) -> None:
     folder = path.parent
-    try:
+    with explained(path, f"has no usable folder: {folder}", "choose another state_dir"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except OSError as error:
-        raise ledger_error(
-            path, f"has no usable folder: {folder}: {error.strerror}", "choose another state_dir"
-        ) from error
     if found.st_uid not in {0, os.geteuid()}:
         raise ledger_error(
             path, f"is in a folder of uid {found.st_uid}", "choose a state_dir that belongs to the broker's own user"
@@ -180,21 +177,14 @@ def _check_folder(path: Path) -> None:
 
 def _check_names(path: Path) -> None:
     """Check that neither the ledger nor its logs have a second name: a write would change that file, too. Raises LedgerError."""
-    for one in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "-journal"))):
-        if (names := _names(one)) > 1:
+    for one in (path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm", "-journal")):
+        names = os.lstat(one).st_nlink if os.path.lexists(one) else 0
+        if names > 1:
             raise ledger_error(
                 path,
                 f"would change another file: {one.name} has {names} names (hard links)",
                 f"`find / -samefile {one}` lists them; remove the other ones, or move this one away",
             )
-
-
-def _names(path: Path) -> int:
-    """Return the number of names (hard links) of the file, 0 if there is none."""
-    try:
-        return os.lstat(path).st_nlink
-    except FileNotFoundError:
-        return 0
 
 
 def _check_file(path: Path, found: os.stat_result) -> None:
@@ -219,19 +209,12 @@ def _check_file(path: Path, found: os.stat_result) -> None:
         )
     # Closing any descriptor of a file drops the process's POSIX locks on it, SQLite's included. This process holds the ledger's lock,
     # so it has no other connection to the file.
-    try:
+    with explained(path, "cannot be opened for writing", "check its owner and mode, and that its disk is writable"):
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise ledger_error(
-            path,
-            f"cannot be opened for writing: {error.strerror}",
-            "check its owner and mode, and that its disk is writable",
-        ) from error
     try:
-        os.fchmod(descriptor, 0o600)
-        header = os.pread(descriptor, _HEADER_BYTES, 0)
-    except OSError as error:
-        raise ledger_error(path, f"cannot be read: {error.strerror}") from error
+        with explained(path, "cannot be read"):
+            os.fchmod(descriptor, 0o600)
+            header = os.pread(descriptor, _HEADER_BYTES, 0)
     finally:
         os.close(descriptor)
     if not header:
@@ -277,20 +260,20 @@ def _create(path: Path) -> None:
             f"put the database back, or set the log aside with `{set_aside_command(path)}`; the next broker then takes the kernels that "
             "live back, suspended ones too",
         )
-    unfinished = path.with_name(f".{path.name}.new")
-    try:
-        for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
-            leftover.unlink(missing_ok=True)
-        os.close(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    with explained(path, "cannot be created", "check the folder's owner and mode and the room on its disk"):
+        unfinished, descriptor = _new_file(path)
+        os.close(descriptor)
         with contextlib.closing(connect_existing(unfinished)) as connection:
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             connection.execute("PRAGMA synchronous = FULL")
             create_tables(connection)
         unfinished.rename(path)
         sync_folder(path.parent)
-    except OSError as error:
-        raise ledger_error(
-            path, f"cannot be created: {error.strerror}", "check the folder's owner and mode and the room on its disk"
-        ) from error
-    except sqlite3.Error as error:
-        raise ledger_error(path, f"cannot be created: {error}", "check the room on its disk") from error
+
+
+def _new_file(path: Path) -> tuple[Path, int]:
+    """Create an empty private file beside the ledger; return its path and descriptor. Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.new")
+    for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
+        leftover.unlink(missing_ok=True)
+    return unfinished, os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -137,15 +137,6 @@ def cap_mib(arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, memory_mib: i
     return memory_mib
 
 
-def fraction_for(arbiter: Arbiter, pool: PoolSpec, used_mib: int) -> tuple[int, int]:
-    """Return the smallest fraction that the pool offers whose share holds so much memory, and that share, MiB. Raises NoRoomError."""
-    leasable_mib = min(_sizes(arbiter, pool))
-    for milli in sorted({*pool.fractions_milli, 1000}):
-        if leasable_mib * milli // 1000 >= max(1, used_mib):
-            return milli, leasable_mib * milli // 1000
-    return 1000, max(leasable_mib, used_mib)
-
-
 def guaranteed_mib(
     arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, reserve_mib: int, request_mib: int | None
 ) -> int | None:

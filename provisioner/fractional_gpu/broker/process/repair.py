@@ -26,7 +26,7 @@ from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.process.restarting import make_socket_folder
 from fractional_gpu.client.discovery import restart_file, spare_restart_file
 from fractional_gpu.client.state_folder import make_state_folder, state_folder
-from fractional_gpu.host.files import open_own
+from fractional_gpu.host.files import file_identity, open_own
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
@@ -45,7 +45,7 @@ class BrokerLock:
 
     def take(self, *, wait: bool = False) -> bool:
         """Lock the file that has the name now, and return whether that succeeded. With `wait`, block until it does."""
-        if _identity(self._path) != _identity(self._descriptor):
+        if file_identity(self._path) != file_identity(self._descriptor):
             os.close(self._descriptor)
             self._descriptor = self._open()
         try:
@@ -79,9 +79,9 @@ class Repair:
         """Note which files are this broker's. To be called when all are made."""
         socket = str(self._socket)
         paths = (self._socket, Path(f"{socket}.lock"), restart_file(socket), spare_restart_file(socket))
-        self._made = {path: made for path in paths if (made := _identity(path))}
+        self._made = {path: made for path in paths if (made := file_identity(path))}
         self._log = self._socket.with_name("broker.log")
-        self._has_log = _identity(self._log) is not None  # it has other files when it is full: only its name counts
+        self._has_log = file_identity(self._log) is not None  # it has other files when it is full: only its name counts
 
     async def run(self) -> None:
         """Return when the broker is to end: with `is_due`, or because it is not needed any more."""
@@ -92,7 +92,7 @@ class Repair:
             if not gone:
                 pause_s = _LOOK_S
                 continue
-            self.lost_folder = _identity(self._socket.parent) is None
+            self.lost_folder = file_identity(self._socket.parent) is None
             if self.lost_folder and not self._is_needed():
                 log.info("the folder of the socket %s was deleted and no lease is left: the broker stops", self._socket)
                 return
@@ -109,15 +109,15 @@ class Repair:
             return
 
     def remove_socket(self) -> None:
-        if _identity(self._socket) == self._made.get(self._socket, ()):
+        if file_identity(self._socket) == self._made.get(self._socket, ()):
             with suppress(OSError):
                 self._socket.unlink()
 
     def _gone(self) -> str:
         for path, made in self._made.items():
-            if _identity(path) != made:
+            if file_identity(path) != made:
                 return str(path)
-        if self._has_log and _identity(self._log) is None:
+        if self._has_log and file_identity(self._log) is None:
             return str(self._log)
         ledger = self._writer.ledger
         return "" if ledger.is_in_place() else f"the ledger {ledger.path}"
@@ -130,11 +130,3 @@ class Repair:
             folder = ledger.path.parent
             make_state_folder(str(self._socket), None if folder == state_folder(str(self._socket)) else folder)
             await self._writer.write_out()
-
-
-def _identity(file: Path | int) -> tuple[int, int] | None:
-    try:
-        status = os.lstat(file) if isinstance(file, Path) else os.fstat(file)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
