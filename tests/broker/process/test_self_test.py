@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.process.driver_start import SelfTest
+from fractional_gpu.broker.process.driver_start import DriverStart
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceLost, DeviceSeen, Event
@@ -54,7 +54,7 @@ class World:
     async def found(self) -> str:
         """What the self-test finds."""
         async with self.worker() as worker:
-            return await SelfTest(cast("Broker", self), cast("Swaps", self.swaps), worker, self.specs).run()
+            return await DriverStart(worker, self.specs).self_test(cast("Broker", self), cast("Swaps", self.swaps))
 
     @property
     def why_not(self) -> str:

@@ -38,71 +38,17 @@ from fractional_gpu.gpu.simulated.host import choose_directory, create, destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.gpu.worker_link import WorkerLink
 
-DRIVER_REFUSES: Final = frozenset({GPUErrorCode.NOT_PERMITTED, GPUErrorCode.NOT_SUPPORTED})
-
-
 log = logging.getLogger(__name__)
 
+DRIVER_REFUSES: Final = frozenset({GPUErrorCode.NOT_PERMITTED, GPUErrorCode.NOT_SUPPORTED})
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
 _ORPHAN_PATIENCE_S: Final = 2.0
 _SELF_TEST_S: Final = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class SelfTest:
-    """A broker's test of checkpointing at its start, on real devices that no kernel uses yet.
-
-    The checkpoint worker is the only part that needs privileges, and the driver shows only on a real CUDA process whether it has them. A
-    refusal for good becomes the devices' `why_not` in `specs`, where the sampler reads it. Any other failure proves nothing.
-    """
-
-    broker: Broker
-    swaps: Swaps
-    worker: WorkerLink
-    specs: MutableMapping[str, DeviceSpec]
-
-    async def run(self) -> str:
-        """Make the test if a device is idle; return the result, a sentence for the log. Cancellation kills the process."""
-        device_id = self._idle_device()
-        if device_id is None:
-            return "checkpointing was not tried: no device is free for it"
-        result = await try_checkpoint(
-            self.worker, self.broker.monitor, device_id, exempt_pids=self.broker.enforcement.exempt_pids
-        )
-        if result.before_mib:
-            # It was counted under the pid that it has here, so the device counts kernels under their pids, too.
-            self.swaps.inspector.counts_processes = True
-        if result.code in DRIVER_REFUSES:
-            self._give_up(result.wrong)
-        outcome = result.wrong or f"it works, and took {sum(result.phases_us.values()) / 1e6:.2f} s"
-        return f"checkpointing was tried on a process of our own: {outcome}"
-
-    def _idle_device(self) -> str | None:
-        """Return a device that can be checkpointed and is mostly free; None while there are kernels, which may need the memory."""
-        if self.broker.kernels:
-            return None
-        for device_id, spec in self.specs.items():
-            if not spec.why_not and self.broker.used_mib.get(device_id, 0) < spec.memory_mib // 2:
-                return device_id
-        return None
-
-    def _give_up(self, sentence: str) -> None:
-        views = {device.device_id: device for device in self.broker.arbiter.devices()}
-        for device_id, spec in list(self.specs.items()):
-            if spec.why_not:
-                continue
-            self.specs[device_id] = replace(spec, why_not=sentence)
-            view = views.get(device_id)
-            if view is None or not view.lost:  # the event would call a lost device found; it is sent when it is back
-                stranger_mib = view.stranger_mib if view is not None else 0
-                self.broker.dispatch(
-                    DeviceSeen(at_ms=now_ms(), device=self.specs[device_id], stranger_mib=stranger_mib)
-                )
-
-
 class DriverStart:
-    """Starts the worker of one broker. `specs`: the broker's devices by id, whose `why_not` it keeps up to date."""
+    """Starts the worker of one broker. `specs`: the broker's devices by id, whose `why_not` it keeps up to date for the sampler."""
 
     def __init__(self, worker: WorkerLink, specs: MutableMapping[str, DeviceSpec]) -> None:
         self.off = ""  # the reason why nothing can be suspended now, a sentence; empty: no reason is known
@@ -114,17 +60,15 @@ class DriverStart:
         self._pending = True  # neither started nor refused for good
 
     async def begin(self) -> str:
-        """Make the first attempt and return `off`. Blocks for as long as the driver takes to start, a minute at most.
-
-        Cancellation stops the waiting.
-        """
+        """Make the first attempt and return `off`. Takes as long as the driver's start, a minute at most."""
         if all(spec.why_not for spec in self._specs.values()):
             self._pending = False
             self.off = next((spec.why_not for spec in self._specs.values()), "no device can be checkpointed")
             log.warning("no kernel can be suspended, all stay resident: %s", self.off)
         elif await self._is_alone():
             await self._attempt()
-            self._describe()
+            for device_id, spec in self._as_found.items():
+                self._specs[device_id] = replace(spec, why_not=spec.why_not or self.off)
         return self.off
 
     async def run(self, broker: Broker, swaps: Swaps) -> None:
@@ -138,17 +82,41 @@ class DriverStart:
         await asyncio.Event().wait()  # a service of the broker: its end would end the broker
 
     async def try_checkpoint(self, broker: Broker, swaps: Swaps) -> None:
-        """Run the self-test on NVIDIA's devices if the driver works. At the start this comes before the API: a kernel waits for it.
-
-        Cancellation kills its process.
-        """
+        """Run the self-test on NVIDIA's devices if the driver works. At the start this comes before the API: a kernel waits for it."""
         if self._pending or self.off or broker.monitor.kind != NVIDIA:
             return
         try:
             async with asyncio.timeout(_SELF_TEST_S):
-                log.info("%s", await SelfTest(broker, swaps, self._worker, self._specs).run())
+                log.info("%s", await self.self_test(broker, swaps))
         except TimeoutError:
             log.warning("checkpointing was tried on a process of our own, which took more than %g s", _SELF_TEST_S)
+
+    async def self_test(self, broker: Broker, swaps: Swaps) -> str:
+        """Try a checkpoint on a device that is mostly free; return the result, a sentence for the log. Cancellation kills the process.
+
+        The checkpoint worker is the only part that needs privileges, and the driver shows only on a real CUDA process whether it has them.
+        A refusal for good becomes the devices' `why_not`. Any other failure proves nothing.
+        """
+        idle = (
+            device_id
+            for device_id, spec in self._specs.items()
+            if not spec.why_not and broker.used_mib.get(device_id, 0) < spec.memory_mib // 2
+        )
+        device_id = next(idle, None)
+        if device_id is None or broker.kernels:  # which may need the memory
+            return "checkpointing was not tried: no device is free for it"
+        result = await try_checkpoint(
+            self._worker, broker.monitor, device_id, exempt_pids=broker.enforcement.exempt_pids
+        )
+        if result.before_mib:
+            # It was counted under the pid that it has here, so the device counts kernels under their pids, too.
+            swaps.inspector.counts_processes = True
+        if result.code in DRIVER_REFUSES:
+            for one, spec in list(self._specs.items()):
+                if not spec.why_not:
+                    self._tell(broker, one, result.wrong)
+        outcome = result.wrong or f"it works, and took {sum(result.phases_us.values()) / 1e6:.2f} s"
+        return f"checkpointing was tried on a process of our own: {outcome}"
 
     async def _is_alone(self) -> bool:
         """Wait a moment for the worker of a killed broker to end, and return whether it has. It completes an operation without a broker."""
@@ -181,49 +149,41 @@ class DriverStart:
         try:
             await self._worker.start()
         except GPUError as error:
-            self._failed(error)
+            news, self._error = str(error) != self._error, str(error)
+            if error.code in DRIVER_REFUSES:
+                self._pending, self.off = False, self._error
+            else:
+                # An absolute time stays true for as long as the sentence stands in status.
+                at = time.strftime("%H:%M:%S %Z", time.localtime(time.time() + self._pause_s))
+                self.off = f"{self._error} (attempt {self._attempts}; the next one is at {at})"
+            level = logging.WARNING if news else logging.INFO
+            log.log(level, "no kernel can be suspended, all stay resident: %s", self.off)
         else:
             if self.off:
                 log.info("the CUDA driver works now, after %d attempts: kernels can be suspended", self._attempts)
             self._pending, self.off = False, ""
 
-    def _failed(self, error: GPUError) -> None:
-        news, self._error = str(error) != self._error, str(error)
-        if error.code in DRIVER_REFUSES:
-            self._pending, self.off = False, self._error
-        else:
-            # An absolute time stays true for as long as the sentence stands in status.
-            at = time.strftime("%H:%M:%S %Z", time.localtime(time.time() + self._pause_s))
-            self.off = f"{self._error} (attempt {self._attempts}; the next one is at {at})"
-        log.log(
-            logging.WARNING if news else logging.INFO, "no kernel can be suspended, all stay resident: %s", self.off
-        )
-
-    def _describe(self) -> list[str]:
-        changed = []
-        for device_id, spec in self._as_found.items():
-            told = replace(spec, why_not=spec.why_not or self.off)
-            if told != self._specs[device_id]:
-                self._specs[device_id] = told
-                changed.append(device_id)
-        return changed
-
     def _publish(self, broker: Broker, swaps: Swaps, before: str) -> None:
         """Replace the reason `before` by the present one in swaps, devices and leases."""
         swaps.inspector.off = self.off
-        views = {view.device_id: view for view in broker.arbiter.devices()}
-        for device_id in self._describe():
-            view = views[device_id]
-            if not view.lost:  # else the event would call it found; the sampler tells the new reason when it is
-                spec = self._specs[device_id]
-                broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec, stranger_mib=view.stranger_mib))
+        for device_id, spec in self._as_found.items():
+            why_not = spec.why_not or self.off
+            if why_not != self._specs[device_id].why_not:
+                self._tell(broker, device_id, why_not)
         for kernel, lease in broker.views():
-            if (
-                before and lease.unsuspendable_reason == before
-            ):  # its suspend was under way when the devices got their reason
+            # Its suspend was under way when the devices got their reason.
+            if before and lease.unsuspendable_reason == before:
                 broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id))
         if not self.off:
             broker.operations.look_now()  # what only the driver knows can be found out from now on
+
+    def _tell(self, broker: Broker, device_id: str, why_not: str) -> None:
+        """Give a device its reason. A lost device is told when it is back: the event would call it found."""
+        spec = self._specs[device_id] = replace(self._specs[device_id], why_not=why_not)
+        view = next((one for one in broker.arbiter.devices() if one.device_id == device_id), None)
+        if view is None or not view.lost:
+            stranger_mib = view.stranger_mib if view is not None else 0
+            broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec, stranger_mib=stranger_mib))
 
 
 # Terminals, server logs and JupyterLab's dialogs show this: an environment variable works for all of them.
@@ -287,7 +247,14 @@ def open_backend(
             raise BackendError(str(error)) from None
         name = f"simulated:{folder}"
     monitor = open_monitor(name)
-    memory = _memory_server(folder) if folder is not None and os.geteuid() == 0 else None
+    memory = None
+    if folder is not None and os.geteuid() == 0:
+        try:
+            memory = DeviceMemoryServer(folder)
+        except OSError as error:
+            log.warning(
+                "simulated device memory is charged to the processes that use it: %s cannot serve (%s)", folder, error
+            )
     try:
         devices = _awaited(monitor) if patient and simulate is None else _found(monitor)
         for sentence in getattr(monitor, "warnings", ()):
@@ -299,22 +266,10 @@ def open_backend(
         monitor.close()
 
 
-def _memory_server(folder: Path) -> DeviceMemoryServer | None:
-    """Begin to reserve device memory for the users of a shared host; None where that cannot be: it is charged to their processes then."""
-    try:
-        return DeviceMemoryServer(folder)
-    except OSError as error:
-        log.warning(
-            "simulated device memory is charged to the processes that use it: %s cannot serve (%s)", folder, error
-        )
-        return None
-
-
 def _found(monitor: Monitor) -> tuple[DeviceInfo, ...]:
     devices = tuple(monitor.devices())
     if not devices:
-        why = getattr(monitor, "why_none", "") or "the driver reports none"
-        raise NoDeviceError(why)
+        raise NoDeviceError(getattr(monitor, "why_none", "") or "the driver reports none")
     return devices
 
 
