@@ -431,7 +431,7 @@ def kills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OomKills:
     monkeypatch.setattr(survivors, "smallest_limit", lambda _pid: Headroom(LIMIT_MIB, "the test's group"))
     monkeypatch.setattr(survivors, "was_killed", lambda _identity: None)
     made = OomKills()
-    made.see(made.look({1, 2}, 0.0))
+    made.look({1, 2}, 0.0)
     return made
 
 
@@ -455,16 +455,6 @@ def test_where_the_log_can_be_read_it_decides_which_kernel_it_was(
     assert bool(kills.account_for(kernel(ended))) is told
 
 
-def test_a_kernel_that_came_since_a_look_began_is_not_forgotten(kills: OomKills, tmp_path: Path) -> None:
-    look = kills.look({1, 2}, 1.0)
-    kills.follow(3, 1.0)
-    kills.see(look)
-    kills.see(kills.look({1, 3}, 2.0))
-    (tmp_path / "memory.events").write_text("oom_kill 1\n")
-    assert kills.account_for(kernel(2)) == "", "it is nobody's kernel any more"
-    assert kills.account_for(kernel(3)) == "the test's group"
-
-
 def test_two_kills_at_once_account_for_two(kills: OomKills, tmp_path: Path) -> None:
     (tmp_path / "memory.events").write_text("oom_kill 2\n")
     assert kills.account_for(kernel(1)) == kills.account_for(kernel(2)) == "the test's group"
@@ -474,14 +464,14 @@ def test_two_kills_at_once_account_for_two(kills: OomKills, tmp_path: Path) -> N
 def test_an_old_kill_accounts_for_no_kernel(kills: OomKills, tmp_path: Path, age_s: int, *, told: bool) -> None:
     (tmp_path / "memory.events").write_text("oom_kill 1\n")
     for second in range(1, age_s + 1):
-        kills.see(kills.look({1, 2}, float(second)))
+        kills.look({1, 2}, float(second))
     assert bool(kills.account_for(kernel(1))) is told
 
 
 def test_a_group_that_is_gone_or_cannot_be_read_accounts_for_nothing(kills: OomKills, tmp_path: Path) -> None:
     (tmp_path / "memory.events").unlink()
     assert kills.account_for(kernel(1)) == ""
-    kills.see(kills.look({2, 3}, 20.0))
+    kills.look({2, 3}, 20.0)
     assert kills.account_for(kernel(2)) == kills.account_for(kernel(3)) == ""
 
 

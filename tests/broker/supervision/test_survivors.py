@@ -163,11 +163,11 @@ class LeavesBehind(World):
         raise AssertionError(f"{identity} has not ended")
 
 
-@pytest.mark.parametrize("module", [survivors_module, kernel_module], ids=["waits for its end", "watches it"])
+@pytest.mark.parametrize("module", [ending, kernel_module], ids=["waits for its end", "watches it"])
 async def test_what_is_left_is_found_though_no_descriptor_is_free_at_first(
     module: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(survivors_module, "_MOMENT_S", 0.1 if module is survivors_module else 0.0)
+    monkeypatch.setattr(survivors_module, "_MOMENT_S", 0.1 if module is ending else 0.0)
     failures = iter([OSError(errno.EMFILE, "Too many open files")])
 
     def opened(identity: ProcessIdentity) -> int:

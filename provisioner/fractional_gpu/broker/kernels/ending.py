@@ -39,7 +39,7 @@ async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]]
     for _ in range(_ROUNDS):
         if not found:
             return
-        await _signal_and_wait(found, number, max(0.0, deadline_s - time.monotonic()))
+        await wait_for_end(found, max(0.0, deadline_s - time.monotonic()), number)
         # Every later round kills: what is left then outlived the grace, or was started after the first round.
         number, deadline_s = signal.SIGKILL, time.monotonic() + GRACE_S
         found = await left()
@@ -50,27 +50,31 @@ async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]]
         )
 
 
-async def _signal_and_wait(processes: Sequence[ProcessIdentity], number: signal.Signals, patience_s: float) -> None:
-    """Signal exactly these and wait until they have ended, but not longer. Raises ConflictError for one that we may not signal."""
+async def wait_for_end(
+    processes: Sequence[ProcessIdentity], patience_s: float, number: signal.Signals | None = None
+) -> None:
+    """Wait until exactly these have ended, but not longer; with `number`, signal them first.
+
+    Raises ConflictError for one that we may not signal.
+    """
     pidfds: dict[int, asyncio.Event] = {}
     loop = asyncio.get_running_loop()
     try:
         for identity in processes:
             try:
                 pidfd = open_pidfd(identity)
+                pidfds[pidfd] = ended = asyncio.Event()
+                loop.add_reader(pidfd, ended.set)
+                if number is not None:
+                    signal.pidfd_send_signal(pidfd, number)
             except ProcessLookupError:
                 continue  # it has ended
-            pidfds[pidfd] = ended = asyncio.Event()
-            loop.add_reader(pidfd, ended.set)
-            try:
-                signal.pidfd_send_signal(pidfd, number)
-            except ProcessLookupError:
-                pass
             except PermissionError:
-                raise ConflictError(
-                    f"the broker's user may not end process {identity.pid}; a broker that runs as root may",
-                    reason="not-permitted",
-                ) from None
+                if number is not None:
+                    raise ConflictError(
+                        f"the broker's user may not end process {identity.pid}; a broker that runs as root may",
+                        reason="not-permitted",
+                    ) from None
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 for ended in pidfds.values():

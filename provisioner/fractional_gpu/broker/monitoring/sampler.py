@@ -20,7 +20,6 @@ from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.monitoring.host_memory import HostMemoryPressure
 from fractional_gpu.broker.monitoring.utilisation import Reading, UtilisationMeter
 from fractional_gpu.broker.supervision.enforcement import Owner
-from fractional_gpu.broker.supervision.survivors import KillsSeen
 from fractional_gpu.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
 from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError
@@ -50,7 +49,6 @@ class _Sample:
     snapshot: Snapshot | None
     pressed: set[str]  # leases
     sensors: dict[str, DeviceSensors]
-    kills: KillsSeen
     utilisation: Reading
 
 
@@ -159,7 +157,6 @@ class Sampler:
             snapshot=self._broker.scans.take() if others else None,
             pressed=self._pressure(saved, time.monotonic()),
             sensors={device_id: self._sensors(device_id) for device_id, use in uses.items() if use is not None},
-            kills=self._broker.oom_kills.look(known, time.monotonic()),
             utilisation=utilisation,
         )
 
@@ -177,7 +174,7 @@ class Sampler:
         used_mib = {device_id: use.used_mib for device_id, use in sample.uses.items() if use is not None}
         broker.used_mib.update(used_mib)
         broker.sensors = dict(sample.sensors)
-        broker.oom_kills.see(sample.kills)
+        broker.oom_kills.look({identity.pid for _, identity in self._live()}, time.monotonic())
         # MiB by lease and device; "" has what processes of no lease use.
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():

@@ -13,7 +13,6 @@
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.broker.clock import now_ms
-from fractional_gpu.broker.kernels.ending import end_processes
+from fractional_gpu.broker.kernels.ending import end_processes, wait_for_end
 from fractional_gpu.broker.kernels.kernel import Kernel, Survivor
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector
 from fractional_gpu.broker.lanes import SWAPS
@@ -32,7 +31,7 @@ from fractional_gpu.core.events import LeaseReleased, LeftBehind
 from fractional_gpu.core.model import AfterKernel, LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceUse, GPUError
 from fractional_gpu.host.memory import kill_count, kill_counter, smallest_limit, was_killed
-from fractional_gpu.host.process import ProcessIdentity, is_alive, open_pidfd, owner_uid, read_command, read_stat
+from fractional_gpu.host.process import ProcessIdentity, is_alive, owner_uid, read_command, read_stat
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import ConflictError
 
@@ -193,7 +192,7 @@ class Survivors:
         left, unfreed = await self._look(kernel, root)
         passed_s = time.monotonic() - begun_s
         if left and passed_s < _MOMENT_S:
-            await _wait_for_end([one.identity for one in left], _MOMENT_S - passed_s)
+            await wait_for_end([one.identity for one in left], _MOMENT_S - passed_s)
             return None
         if left:
             return False if self.keep(kernel, left) else None
@@ -414,27 +413,6 @@ def _described_all(identities: Iterable[ProcessIdentity], host: HostSnapshot) ->
     return found
 
 
-async def _wait_for_end(processes: list[ProcessIdentity], patience_s: float) -> None:
-    """Wait until one of the processes has ended, but not longer."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    pidfds: list[int] = []
-    try:
-        for identity in processes:
-            try:
-                pidfd = open_pidfd(identity)
-            except (ProcessLookupError, PermissionError):
-                return
-            pidfds.append(pidfd)
-            loop.add_reader(pidfd, ended.set)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                await ended.wait()
-    finally:
-        for pidfd in pidfds:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-
-
 def _log_failure(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("what a kernel left behind could not be found out", exc_info=error)
@@ -453,7 +431,7 @@ _WINDOW_S: Final = 15.0
 
 
 @dataclass(slots=True)
-class Counter:
+class _Counter:
     """One group's counter. `accounted` kills are old, or belong to a kernel that is known to have ended by one."""
 
     limited_by: str
@@ -462,54 +440,32 @@ class Counter:
     latest_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillsSeen:
-    """What one look found: counters by group, groups by kernel's pid, and pids of which there are none any more."""
-
-    files: Mapping[int, Path]
-    counters: Mapping[Path, Counter]
-    gone: frozenset[int]
-
-
 class OomKills:
     def __init__(self) -> None:
         self._files: dict[int, Path] = {}  # by a kernel's pid
-        self._counters: dict[Path, Counter] = {}
+        self._counters: dict[Path, _Counter] = {}
 
     def follow(self, pid: int, now_s: float) -> None:
-        """Count kills in a new kernel's group from now on: the kernel may be killed before the next look."""
-        self.see(self.look({*self._files, pid}, now_s))
+        """Count kills in a kernel's group from now on."""
+        try:
+            file = kill_counter(pid)
+            if file not in self._counters:
+                count = kill_count(file)
+                self._counters[file] = _Counter(smallest_limit(pid).limited_by, count, count, now_s)
+            self._files[pid] = file
+        except (OSError, ValueError) as error:
+            log.debug("the out-of-memory counter of process %d cannot be read: %s", pid, error)
 
-    def look(self, pids: Collection[int], now_s: float) -> KillsSeen:
-        """Read the counters of the groups of these kernels; changes nothing, and may run in a thread. Hand the answer to `see`."""
-        known = dict(self._files)
-        files = {pid: file for pid, file in known.items() if pid in pids}
-        counters: dict[Path, Counter] = {}
-        for pid in set(pids) - files.keys():
-            try:
-                file = files[pid] = kill_counter(pid)
-                if file not in self._counters and file not in counters:
-                    count = kill_count(file)
-                    counters[file] = Counter(smallest_limit(pid).limited_by, count, count, now_s)
-            except (OSError, ValueError) as error:
-                files.pop(pid, None)
-                log.debug("the out-of-memory counter of process %d cannot be read: %s", pid, error)
-        for file in set(files.values()) - counters.keys():
-            counter = self._counters.get(file)
-            if counter is not None and now_s - counter.latest_s >= _WINDOW_S:
-                count = _count(file, counter.latest)
-                counters[file] = Counter(counter.limited_by, max(counter.accounted, counter.latest), count, now_s)
-        return KillsSeen(files=files, counters=counters, gone=frozenset(known.keys() - set(pids)))
-
-    def see(self, seen: KillsSeen) -> None:
-        """Apply what `look` found. Kernels that came or ended since it began stay as they are."""
-        self._files = {pid: file for pid, file in {**seen.files, **self._files}.items() if pid not in seen.gone}
-        for file, counter in seen.counters.items():
-            known = self._counters.get(file)
-            if known is not None:  # a kernel may have ended meanwhile
-                counter.accounted = max(counter.accounted, known.accounted)
-            self._counters[file] = counter
-        self._counters = {file: self._counters[file] for file in set(self._files.values()) if file in self._counters}
+    def look(self, pids: Collection[int], now_s: float) -> None:
+        """Note which kernels live (by pid), and which kills are so old that they account for none."""
+        self._files = {pid: file for pid, file in self._files.items() if pid in pids}
+        for pid in set(pids) - self._files.keys():
+            self.follow(pid, now_s)
+        self._counters = {file: self._counters[file] for file in set(self._files.values())}
+        for file, counter in self._counters.items():
+            if now_s - counter.latest_s >= _WINDOW_S:
+                counter.accounted = max(counter.accounted, counter.latest)
+                counter.latest, counter.latest_s = _count(file, counter.latest), now_s
 
     def account_for(self, identity: ProcessIdentity) -> str:
         """Return what was full, for a kernel that has just ended by the killer, as far as is known; "" for any other."""
