@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
-from fractional_gpu.broker.accounting.turns import Turns
+from fractional_gpu.broker.accounting.metering import Turns
 from fractional_gpu.core import events
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import LeaseRequested

@@ -62,7 +62,6 @@ ALLOWED = {
     "provisioner/fractional_gpu/broker/accounting/budgets.py": "budgets run over days, weeks and months of the calendar",
     "provisioner/fractional_gpu/broker/accounting/habits.py": "which day a sample of use belongs to, for advice",
     "provisioner/fractional_gpu/broker/accounting/metering.py": "which hour a stretch of time is booked in; what to show",
-    "provisioner/fractional_gpu/broker/accounting/turns.py": "at what date a cell ran, for a later simulation",
     "provisioner/fractional_gpu/broker/api/account_routes.py": "what to show: today and this month",
     "provisioner/fractional_gpu/commands/report.py": "what to show: which days `this-month` and its like are",
     "provisioner/fractional_gpu/core/metering/observed.py": "as in the next one",

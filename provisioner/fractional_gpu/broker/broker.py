@@ -19,8 +19,7 @@ from msgspec import structs
 
 from fractional_gpu.broker.accounting.counters import UsageCounters
 from fractional_gpu.broker.accounting.habits import ShareHabits
-from fractional_gpu.broker.accounting.metering import Metering
-from fractional_gpu.broker.accounting.turns import Turns
+from fractional_gpu.broker.accounting.metering import Metering, Turns
 from fractional_gpu.broker.clock import DeadlineClock, now_ms, wall_ms
 from fractional_gpu.broker.cost import Account, Costs
 from fractional_gpu.broker.kernels.connection import connection_from_json
@@ -221,8 +220,7 @@ class Broker:
             kernel.facts = structs.replace(kernel.facts, suspends=kernel.facts.suspends + 1)
         elif change.new is LeaseState.RESIDENT and change.old is LeaseState.RESUMING:
             kernel.facts = structs.replace(kernel.facts, resumes=kernel.facts.resumes + 1)
-        view = self.arbiter.lease(change.lease_id)
-        if view is not None:
+        if (view := self.arbiter.lease(change.lease_id)) is not None:
             if change.new is LeaseState.RESIDENT:
                 kernel.checkpoint.homes = view.device_ids
                 if kernel.launch.command:
@@ -297,15 +295,11 @@ class Broker:
     def suspend_finished(self, kernel: Kernel) -> None:
         self.contexts.suspended(kernel)
         view = self.arbiter.lease(kernel.lease_id)
-        if (
-            view is not None
-            and view.state is LeaseState.SUSPENDED
-            and kernel.executing
-            and self.arbiter.waits(kernel.lease_id)
-        ):
+        state = view.state if view is not None else LeaseState.ENDED
+        if state is LeaseState.SUSPENDED and kernel.executing and self.arbiter.waits(kernel.lease_id):
             # Preempted: the arbiter has filed its ticket. If its cell ends without the GPU, the ticket is withdrawn.
             kernel.cell.ticket_by_broker = kernel.requests.waiters == 0
-        if view is not None and view.state is LeaseState.NO_CONTEXT and kernel.cell.unused and kernel.link is not None:
+        if state is LeaseState.NO_CONTEXT and kernel.cell.unused and kernel.link is not None:
             kernel.link.send(GateVerb.NOTICE, sentence=_SHARE_UNUSED, urgent=True)
         self.sync_busy_state(kernel)
 
@@ -354,19 +348,17 @@ class Broker:
                     environment[name] += f",{value}"
         view = self.arbiter.lease(lease_id)
         if view is not None:
-            environment["JUPYTER_GPU_MEMORY_MIB"] = str(self._limit_mib(view))
+            # On each of its devices it may use no more than is reserved for it.
+            follows_use = self.reserves_by_use(view.spec.pool) and view.reserved_mib > 0
+            limit_mib = view.reserved_mib if follows_use else view.spec.reserve_mib
+            environment["JUPYTER_GPU_MEMORY_MIB"] = str(limit_mib)
             if (pool := self.arbiter.pools().get(view.spec.pool)) is not None:
                 held = [device for device in self.arbiter.devices() if device.device_id in device_ids]
-                environment |= sharing_environment(pool, view.spec, self._limit_mib(view), held)
+                environment |= sharing_environment(pool, view.spec, limit_mib, held)
         if device_ids and device_ids[0] in self.devices:
             environment["JUPYTER_GPU_DEVICE_MIB"] = str(self.devices[device_ids[0]].memory_mib)
             environment["JUPYTER_GPU_CONTEXT_MIB"] = str(self.contexts.context_mib(lease_id, device_ids))
         return environment
-
-    def _limit_mib(self, view: LeaseView) -> int:
-        """Return what the kernel may use on each of its devices now: never more than is reserved for it."""
-        by_use = self.reserves_by_use(view.spec.pool)
-        return view.reserved_mib if by_use and view.reserved_mib else view.spec.reserve_mib
 
     def reserves_by_use(self, pool: str) -> bool:
         policy = self.arbiter.pools().get(pool)
@@ -377,13 +369,14 @@ class Broker:
 
         Raises ProcessLookupError if it is gone, ValueError for a bad connection.
         """
-        if kernel.launch.command:
-            self._follow_command(kernel, identity, connection)
-            return
-        checked = connection_from_json(json.loads(connection))
+        checked = None if kernel.launch.command else connection_from_json(json.loads(connection))
         kernel.watch_process(identity, partial(self.process_gone, kernel, identity))
         self.oom_kills.follow(identity.pid, time.monotonic())
         kernel.connection = connection
+        if checked is None:
+            self.watch_runner(kernel)
+            self.sync_busy_state(kernel)
+            return
         context = self._context_for(kernel, identity)
         if context is not None:
             kernel.iopub = IOPubWatch(
@@ -414,13 +407,6 @@ class Broker:
             log.warning("lease %s: %s", kernel.lease_id[:8], kernel.unheard)
             self.record_line(kernel.lease_id, "iopub.no-permission", kernel.unheard)
             return None
-
-    def _follow_command(self, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
-        kernel.watch_process(identity, partial(self.process_gone, kernel, identity))
-        self.oom_kills.follow(identity.pid, time.monotonic())
-        kernel.connection = connection
-        self.watch_runner(kernel)
-        self.sync_busy_state(kernel)
 
     def watch_runner(self, kernel: Kernel) -> None:
         kernel.watch_runner(partial(self._runner_ended, kernel))
@@ -454,7 +440,7 @@ class Broker:
         self.survivors.kernel_ended(kernel, identity)
 
     def process_unwatched(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """Handle that a process which the arbiter knows could not be watched: it has to end there, too."""
+        """End at the arbiter, too, a process that could not be watched."""
         kernel.identity = identity
         self.process_gone(kernel, identity)
 
@@ -472,11 +458,8 @@ class Broker:
     def _ended_by_oom(self, kernel: Kernel, full: str) -> None:
         """Write why the kernel ended into its story, and for the kernel that comes after it."""
         view = self.arbiter.lease(kernel.lease_id)
-        saved = (
-            f", with the {format_memory(view.saved_mib)} that were saved from the GPU"
-            if view and view.saved_mib
-            else ""
-        )
+        saved_mib = view.saved_mib if view is not None else 0
+        saved = f", with the {format_memory(saved_mib)} that were saved from the GPU" if saved_mib else ""
         sentence = (
             "Host memory ran out, and the system's out-of-memory killer ended this kernel, as far as can be seen. "
             f"What was full: {full}. Its variables are lost{saved}. Keep less in memory at once, or ask for a higher limit."
@@ -521,12 +504,11 @@ class Broker:
         at_ms = now_ms()
         if kernel.signs.get(sign, at_ms) <= at_ms:
             kernel.signs[sign] = at_ms + _SIGN_AGAIN_MS
-            until_ms = at_ms + within_ms
             self.dispatch(
                 Expected(
                     at_ms=at_ms,
                     lease_id=kernel.lease_id,
-                    until_ms=until_ms,
+                    until_ms=at_ms + within_ms,
                     sign=sign,
                     confidence_milli=confidence_milli,
                 )
@@ -551,8 +533,7 @@ class Broker:
         used_mib = await self._inspector.used_mib(kernel)
         view = self.arbiter.lease(kernel.lease_id)
         if view is not None and view.state in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
-            measured = LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=used_mib)
-            self.dispatch(measured)
+            self.dispatch(LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=used_mib))
 
     def request_on_behalf(self, kernel: Kernel) -> None:
         """File a ticket on behalf of a kernel that cannot request the GPU, or did not."""

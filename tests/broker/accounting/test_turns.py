@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from fractional_gpu.broker.accounting.turns import Turns
+from fractional_gpu.broker.accounting.metering import Turns
 from fractional_gpu.core.events import BusyChanged
 from tests.core.driving import Hand, pool
 from tests.support.counted import calls_of

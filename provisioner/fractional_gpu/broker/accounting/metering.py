@@ -7,7 +7,6 @@
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,10 +21,11 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect, Granted, LeaseEnded, StateChanged
-from fractional_gpu.core.events import Event, Expected, LeaseRecovered
+from fractional_gpu.core.events import BusyChanged, Event, Expected, LeaseRecovered, Wanted
 from fractional_gpu.core.metering.meter import Meter
 from fractional_gpu.core.metering.observed import tell
 from fractional_gpu.core.metering.tariffs import SLICE_MS, LocalTime, Tariff
+from fractional_gpu.core.metering.turns import TurnRecorder
 from fractional_gpu.core.metering.usage import UsageRow
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceSensors
@@ -36,6 +36,7 @@ from fractional_gpu.ledger.ledger import METER, Ledger
 log = logging.getLogger(__name__)
 
 _WRITE_S: Final = 60.0
+_LEAST_TURN_MS: Final = 100
 _REST_WRITES: Final = 10  # while no lease lives, one of so many writes is done
 _MOVED = {
     (LeaseState.SUSPENDING, LeaseState.SUSPENDED),
@@ -120,13 +121,13 @@ class Metering:
 
         A lease that was not measured in this time, because its cells were too short for a figure, counts with what is learnt of it.
         """
-        at_ms, wall = self._clocks.now(), self._clocks.wall()
+        at_ms, wall_ms = self._clocks.now(), self._clocks.wall()
         learnt = {view.spec.lease_id: view.demand_milli for view in self._arbiter.leases() if view.demand_milli}
         work = learnt | dict(utilisation)
         for device_id, one in sensors.items():
             self.meter.read_energy(
                 at_ms,
-                wall,
+                wall_ms,
                 device_id,
                 counter_mj=one.energy_mj,
                 power_mw=one.power_mw,
@@ -192,11 +193,53 @@ class Metering:
 
 
 def _read_state(ledger: Ledger) -> _State:
-    text = ledger.kept(METER)
-    if text is None:
-        return _State()
     try:
-        return msgspec.json.decode(text, type=_State)
-    except (msgspec.DecodeError, json.JSONDecodeError) as error:
+        return msgspec.json.decode(ledger.kept(METER) or "{}", type=_State)
+    except msgspec.DecodeError as error:
         log.warning("the state of the last meter cannot be used: %s", error)
         return _State()
+
+
+class Turns:
+    """Writes down the turns of one broker's leases on their devices, for `jupyter gpu simulate --from-ledger`; for its loop.
+
+    Those that took less than `_LEAST_TURN_MS`, wait included, are left out: requests of front ends, and cells that use no GPU.
+    """
+
+    def __init__(
+        self,
+        arbiter: Arbiter,
+        writer: LedgerWriter,
+        *,
+        now: Callable[[], int] = now_ms,
+        wall: Callable[[], int] = wall_ms,
+    ) -> None:
+        self._recorder = TurnRecorder()
+        self._arbiter = arbiter
+        self._writer = writer
+        self._now = now
+        self._wall = wall
+
+    def saw(self, event: Event, effects: Sequence[Effect]) -> None:
+        touched = {getattr(event, "lease_id", "")}
+        touched |= {one.lease_id for one in effects if isinstance(one, StateChanged | LeaseEnded | Granted)}
+        for lease_id in touched - {""}:
+            view = self._arbiter.lease(lease_id)
+            holding = self._arbiter.holding(lease_id)
+            use, busy = (view.demand_milli, view.busy) if view is not None else (0, False)
+            asks = lease_id == getattr(event, "lease_id", "") and (
+                isinstance(event, Wanted) or (isinstance(event, BusyChanged) and event.busy)
+            )
+            waits = busy or self._arbiter.waits(lease_id)
+            self._recorder.saw(event.at_ms, lease_id, holding, asks=asks, busy=waits, use_milli=use)
+
+    def write(self) -> None:
+        shift = self._wall() - self._now()  # from the arbiter's clock to dates
+        fresh, self._recorder.turns = self._recorder.turns, []
+        rows = [
+            replace(one, asked_ms=one.asked_ms + shift, begun_ms=one.begun_ms + shift, ended_ms=one.ended_ms + shift)
+            for one in fresh
+            if one.ended_ms - one.asked_ms >= _LEAST_TURN_MS
+        ]
+        if rows:
+            self._writer.submit(partial(self._writer.ledger.add_turns, rows), again=True)
