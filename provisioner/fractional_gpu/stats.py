@@ -1,12 +1,8 @@
 """Medians, percentiles and the 95 % intervals of medians, without assumptions about distributions. Figures in, figures out.
 
-Times of programs have long tails and drift with the machine's load. So: medians, never means, and the interval of a median is that of the
-sign test: the order statistics between which the true median lies with the stated probability, whatever the distribution. With fewer than
-six samples nothing can be said, so the interval is infinite.
-
-Samples that scatter symmetrically about their middle say more: `centre_estimate` has the interval of Wilcoxon's signed-rank test (Hodges
-and Lehmann, 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section 3.3). For normal noise it is narrower by about
-a fifth.
+Times of programs have long tails and drift with the machine's load: so medians, never means, with the interval of the sign test. Samples
+that scatter symmetrically about their middle say more: `centre_estimate` has the narrower interval of Wilcoxon's signed-rank test (Hodges
+and Lehmann, 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section 3.3).
 """
 
 import math
@@ -23,10 +19,7 @@ _MOST_EXACT = 50  # samples: beyond, the rank sum is so close to normal that cou
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value and the interval that contains the true one with a probability of at least CONFIDENCE.
-
-    An end is infinite where there are too few samples to say anything: fewer than six, for a median.
-    """
+    """A value and the interval that has the true one with at least CONFIDENCE; infinite where too few samples say anything."""
 
     value: float
     low: float
@@ -73,8 +66,7 @@ def median_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 def _skipped(count: int, confidence: float) -> int | None:
     """Return how many samples to leave out at each end, at most; None if even all of them are too few.
 
-    Each sample is below the median with probability 1/2, so the number of those that are is binomial: the median lies outside the
-    interval when at most `skipped` are on one side.
+    The number of samples below the median is binomial: the median lies outside the interval when at most `skipped` are on one side.
     """
     allowed = (1 - confidence) / 2
     skipped, tail = -1, 0.0
@@ -89,10 +81,9 @@ def _skipped(count: int, confidence: float) -> int | None:
 def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     """Return the centre of samples that scatter symmetrically about it, with its interval. Raises ValueError without any.
 
-    The value is that of Hodges and Lehmann, the median of the averages of all pairs (each sample with itself, too), and the interval is
-    that of Wilcoxon's signed-rank test: averages between which the true centre lies with the stated probability. Ties make it more likely.
-    Samples that are far off widen this interval, but hardly that of the sign test: the narrower one counts, the latter with the median.
-    The samples must be independent, and their distribution symmetric; that of differences of two alike quantities is.
+    The value is the median of the averages of all pairs (each sample with itself, too), and the interval lies between two such averages.
+    Samples that are far off widen it, but hardly that of the sign test: the narrower one counts, the latter with the median. The samples
+    must be independent, and their distribution symmetric; that of differences of two alike quantities is.
     """
     by_sign = median_estimate(samples, confidence)
     averages = sorted((one + other) / 2 for one, other in combinations_with_replacement(sorted(samples), 2))
@@ -107,8 +98,8 @@ def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) ->
 def _skipped_averages(count: int, confidence: float) -> int | None:
     """Return how many averages of pairs to leave out at each end, at most; None if even all of them are too few.
 
-    As many averages lie below the true centre as the ranks of the samples below it add up to. Each rank is below with probability 1/2, so
-    that sum is distributed as that of a random part of 1 to `count`: the centre lies outside when the sum is at most `skipped`.
+    As many lie below the true centre as the ranks of the samples below it add up to: that sum is distributed as that of a random part of 1
+    to `count`.
     """
     allowed = (1 - confidence) / 2
     if count <= _MOST_EXACT:

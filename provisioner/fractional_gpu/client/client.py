@@ -1,16 +1,10 @@
 """The client of the lease API, for kernels, provisioners, spawners and commands. Synchronous.
 
-Rules:
-
 - Every error is one of `fractional_gpu.protocol.errors`; BrokerUnavailableError when no broker answers, the connection
-  breaks or a wait takes too long.
-- Several threads may use a client at once. Each call has its own connection, which ends with it. A call that `close` gave up sends
-  nothing more.
-- An interrupt (KeyboardInterrupt, a generator that is closed) closes the connection it interrupts: the broker sees
-  the hang-up, and withdraws a ticket.
-- After a fork the child leaves its parent's connections alone.
-- When the broker refuses a request because of a rate limit, the call repeats it after the time that the broker states,
-  for up to `timeout_s`.
+  breaks or a wait takes too long. A call that is refused because of a rate limit is repeated, for up to `timeout_s`.
+- Several threads may use a client at once. Each call has its own connection, which ends with it, and sends nothing more once `close` gave
+  it up. After a fork the child leaves its parent's connections alone.
+- An interrupt (KeyboardInterrupt, a generator that is closed) closes the connection: the broker sees the hang-up, and withdraws a ticket.
 """
 
 import threading
@@ -344,8 +338,7 @@ def _encode(route: Route[Any, Any], request: Any, about: str) -> tuple[str, byte
     before, placeholder, after = route.path.partition("{")
     target = before + quote(about, safe="") + after.partition("}")[2] if placeholder else before
     if route.method == "GET":
-        fields = {} if request is None else changed_fields(request)
-        if fields:
+        if fields := {} if request is None else changed_fields(request):
             target += "?" + urlencode(
                 {name: int(one) if isinstance(one, bool) else one for name, one in fields.items()}
             )

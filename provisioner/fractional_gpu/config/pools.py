@@ -40,10 +40,7 @@ COMMON_KEYS = (
 
 
 class Pool(HasTraits):
-    """A pool as configured. Durations in milliseconds, memory in MiB, fractions, prices and shares in thousandths.
-
-    Settings with `to` are the arbiter's; the others are for a hub's users and for what is charged.
-    """
+    """A pool as configured. Durations in ms, memory in MiB, fractions, prices and shares in thousandths. With `to`: the arbiter's."""
 
     # fmt: off
     devices = Setting(
@@ -391,10 +388,7 @@ def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> l
 def assign(
     pools: Sequence[Pool], where: str, devices: Sequence[DeviceSpec], managed: Sequence[DeviceSpec]
 ) -> tuple[PoolSpec, ...]:
-    """Give the pools their devices, in the order of the devices. `managed` are those of `devices` that may be used.
-
-    Raises ConfigError for a device that is unknown, not managed or in two pools, and for a pool that gets none.
-    """
+    """Give the pools their devices, in order; `managed` are those of `devices` that may be used. Raises ConfigError."""
     usable = {device.device_id for device in managed}
     owner: dict[str, str] = {}
     for pool in pools:

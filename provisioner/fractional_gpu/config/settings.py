@@ -1,13 +1,10 @@
 """The settings of a broker: each is declared once, with what parses it, its default, an example and its help.
 
-They are read from files that say `c.GPUBroker.NAME = VALUE`, and from the command line. Loading checks everything that does not depend on
-the machine's devices; `managed` and `pool_specs` check the rest.
-
 - Without an explicit file, every `jupyter_gpu_config.py` along Jupyter's configuration path is read, the system's first and the user's
-  last, so that the user's wins. An explicit file is the only one, and it must be there.
-- A setting that is in no file has its default; the command line wins over the files.
+  last, so that the user's wins; the command line wins over the files.
 - An unknown class or setting is an error with a suggestion; traitlets would only warn.
 - A configuration is a program: a file that every user may write to is not run.
+- Loading checks everything that does not depend on the machine's devices; `managed` and `pool_specs` check the rest.
 """
 
 import grp
@@ -38,10 +35,7 @@ SECTION = "GPUBroker"
 
 
 class Settings(HasTraits):
-    """A broker's settings. Memory in MiB, durations in milliseconds, fractions in milli-GPU; None: as the help says of an empty value.
-
-    `files` are those that were read.
-    """
+    """A broker's settings. Memory in MiB, durations in ms, fractions in milli-GPU; None: see the help. `files`: those that were read."""
 
     # fmt: off
     state_dir = Setting(
@@ -275,19 +269,13 @@ class Settings(HasTraits):
         return total_mib * amount // 1000 if is_share else min(amount, total_mib)
 
     def overhead_mib(self, memory_mib: int, *, simulated: bool) -> int:
-        """Return the memory of a device with `memory_mib` that no lease may have.
-
-        On a real device: what the driver takes, and the margin that the largest restore leaves free.
-        """
+        """Return the memory of a device that no lease may have: the driver's, and the margin that the largest restore leaves free."""
         if self.device_overhead is not None:
             return self.device_overhead
         return 0 if simulated else DRIVER_MIB + restore_margin_mib(memory_mib)
 
     def managed(self, devices: Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
-        """Return those of the host's `devices` (all, in the order of their numbers) that this broker manages.
-
-        Raises ConfigError for a configured device that the host lacks.
-        """
+        """Return those of the host's `devices`, in the order of their numbers, that this broker manages. Raises ConfigError."""
         if self.devices is None:
             return tuple(devices)
         found = [pools.find_devices(self.where("devices"), one, devices) for one in self.devices]
@@ -295,10 +283,7 @@ class Settings(HasTraits):
         return tuple(device for device in devices if device.device_id in chosen)
 
     def pool_specs(self, devices: Sequence[DeviceSpec]) -> tuple[PoolSpec, ...]:
-        """Return the pools with their devices. `devices` are all of the host's, in the order of their numbers.
-
-        Raises ConfigError for a device that is unknown or in two pools, and for a pool without devices, unless the host has none.
-        """
+        """Return the pools with their devices; `devices` are all of the host's, in the order of their numbers. Raises ConfigError."""
         return pools.assign(self.pools, self.where("pools"), devices, self.managed(devices))
 
 
@@ -312,10 +297,7 @@ def load(
     *,
     origin: str = "the command line",
 ) -> Settings:
-    """Return the settings from the files and from `overrides` (names of traits; None: not given), which come from `origin`.
-
-    Raises ConfigError that names the file, the line or key, the value and what is allowed.
-    """
+    """Return the settings of the files and of `overrides` (None: not given), which come from `origin`. Raises ConfigError."""
     files = _search() if config_file is None else (Path(config_file).absolute(),)
     written: dict[str, tuple[object, str]] = {}
     for file in files:

@@ -77,10 +77,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 class Setting(TraitType[G, Any]):
-    """A setting: what parses it, its default and another value as they are written, and its help.
-
-    Its attribute has the parsed value. `to`: the fields of the arbiter's `PoolSpec` that have it.
-    """
+    """A setting: its parser, its default and an example as written, its help, and `to`: the fields of `PoolSpec` that have it."""
 
     def __init__(
         self,

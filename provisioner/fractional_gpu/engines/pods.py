@@ -1,12 +1,10 @@
 """Kubernetes' pods and nodes as they are read, and the words of our domain there, `fractional-gpu.jupyter.org`.
 
-A pod asks for a share by an extended resource in requests and limits: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU of
-that pool, in thousandths. The scheduler counts it, and quotas may limit it. So the resource decides; annotations only explain:
+An extended resource decides: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU of that pool. Annotations only explain:
 
 - `.../pool`, `.../fraction`: pool and share, for people. Where they are given, they must agree with the resource.
 - `.../owner`, `.../server`: the hub's user and server, believed in the namespaces that the agent is given as a hub's.
-- `.../seat`, `.../usage`: written by the agent, if it may: whether the pod has its seat, and what it used.
-- `.../summary`, of nodes: what the node has, has given and could still give (`protocol.nodes`).
+- `.../seat`, `.../usage`, of nodes `.../summary` (`protocol.nodes`): written by the agent, if it may.
 """
 
 import re

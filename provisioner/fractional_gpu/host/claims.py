@@ -1,14 +1,9 @@
-"""A host-wide claim of a device, which ends with its holder.
+"""A host-wide claim of a device, which ends with its holder: a listening UNIX socket in the abstract namespace.
 
-The rules:
-- A claim is a listening UNIX socket in the abstract namespace: the kernel allows one per name and removes it when the
-  holder ends in any way. No file is left behind, and no cleaner can remove it from a living holder.
-- The credentials a refused claimant reads are those of the process that claimed: claim in the process that stays,
-  not in one that forks and leaves.
-- The abstract namespace belongs to the network namespace: containers with a network of their own do not see each
-  other's claims, so give a device to one of them only.
-- A claim prevents mistakes: two brokers on one device. It is no defence against a local user who takes the name on
-  purpose; the refusal names that user.
+- The kernel allows one per name and removes it when the holder ends in any way; no cleaner can remove it before.
+- The credentials a refused claimant reads are those of the process that claimed: claim in the process that stays.
+- The namespace belongs to the network namespace: give a device to one only of the containers with a network of their own.
+- A claim prevents mistakes. It is no defence against a local user who takes the name on purpose; the refusal names that user.
 """
 
 import contextlib

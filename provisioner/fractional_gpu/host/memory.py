@@ -1,15 +1,11 @@
 """Host memory: how much a process may still take, and which process the system's killer takes first.
 
-The rules:
 - Saved device memory lands in the process's own memory: it counts against every control group above that process.
-- The headroom is the minimum of the system's available memory and of the room below each limit on the way to the root,
-  each less a margin: a process that fills its limit to the last byte is killed by its next allocation.
-- Memory that the kernel reclaims without writing (inactive file cache) does not count as used. Swap does not count as
-  room.
-- Version 1 and version 2 of control groups are read, also side by side. If the group's path is not visible below
-  the mount (a container shows only a part of the hierarchy), the limit of the mounted part counts.
-- Within a control group namespace (a container's) the hierarchy is read whole where it is mounted whole, too (`control_groups`).
-- A limit that exists but cannot be read is an error, never "no limit".
+- The headroom is the minimum of the system's available memory and of the room below each limit on the way to the root, each less a margin:
+  a process that fills its limit to the last byte is killed by its next allocation. Inactive file cache does not count as used, and swap
+  not as room.
+- Version 1 and version 2 of control groups are read, also side by side. If the group's path is not visible below the mount (a container
+  shows only a part of the hierarchy), the limit of the mounted part counts. A limit that cannot be read is an error, never "no limit".
 - Processes that take memory together share the room of each limit above them: their needs are added up, limit by limit.
 """
 

@@ -1,11 +1,8 @@
 """Processes in namespaces of their own: which pid a process means, and work in another network namespace.
 
-The rules:
 - The operating system reports a socket's peer by the pid that it has here (SO_PEERCRED). A pid in a message counts in the peer's own pid
   namespace: `NSpid` in /proc/PID/status has a process's pid in each namespace that it is in, from here inwards.
-- Two namespaces are the same if their files in /proc/PID/ns are (device and inode).
-- A thread that enters a network namespace stays in it, and so does each thread that it starts: `in_network` runs one function in a
-  thread of its own, which ends with it.
+- A thread that enters a network namespace stays in it, and so does each thread that it starts.
 - A namespace is opened before its process is identified: afterwards the pid may be reused, and the descriptor cannot.
 - No path is resolved below another process's root (/proc/PID/root): a link there that begins with `/` leads into the caller's own files.
 """

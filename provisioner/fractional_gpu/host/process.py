@@ -1,13 +1,9 @@
 """Processes: their identity, the tree that belongs to a kernel, and ipykernel's command line.
 
-The identity is such that a reused pid is never taken for the earlier process.
-
-The rules:
-- An identity is (boot id, pid, start time): a pid alone may belong to another process by now.
+- An identity is (boot id, pid, start time): a pid alone may belong to another process by now. Before an operation on a pid, open its pidfd
+  and check the identity again: from then on the pid cannot be reused.
 - Only thread-group leaders have an identity here: /proc also has a folder for each thread id, as if it were a process.
-- A zombie is not alive: its memory, its CUDA state included, is gone. (A leader that exited before its threads
-  looks like one and is none: the threads keep the memory.)
-- Before an operation on a pid, open its pidfd and check the identity again: from then on the pid cannot be reused.
+- A zombie is not alive: its memory, its CUDA state included, is gone, unless it exited before its threads, which keep it.
 - Nothing is guessed: PermissionError is passed on, and only "no such process" counts as dead.
 - A process chooses the size of its environment, its command line and its mappings: prctl(PR_SET_MM) makes them gigabytes long. They are
   read with `pieces` only, which stops after 8 MiB, and never on an event loop.

@@ -1,13 +1,10 @@
 """The Slurm job or the Kubernetes pod that a process belongs to, by its control group, and that group's memory limit and life.
 
-The rules:
 - Only root and the engine's own daemons move processes into these groups, and a process cannot leave its own: the group is the proof.
-- A path counts from the hierarchy's root. A user may make groups of any name below a group that was delegated to the user, so a name
-  deeper down proves nothing.
+  Paths count from the hierarchy's root: a name deeper down, in a group that was delegated to a user, proves nothing.
 - Known are Slurm's groups of version 1 (`/slurm/uid_1000/job_12/step_0`, with several daemons on a machine `/slurm_NODE/...`) and of
   version 2 (`/system.slice/slurmstepd.scope/job_12/...`), and those of Kubernetes by systemd's driver and by cgroupfs', also within kind.
 - A reader in a cgroup namespace of its own sees the groups above its own as `/..`: such a path is read from there on.
-- A group that several hierarchies of version 1 have counts as existing as long as one of them has it.
 """
 
 import re

@@ -1,10 +1,10 @@
 """JSON of the messages: the broker decodes requests strictly, a client decodes replies leniently.
 
-- A request has exactly the fields of its message, with values of exactly their types, and bounded strings, depth and number of values. Any
-  bytes give a message, BadRequestError or RequestTooLargeError.
-- A reply may have fields that this version does not know: a newer broker may say more. A known field with a value of another type is
-  an InternalBrokerError here; further inside it would end a thread of a kernel, far from the reason.
-- A client sends only the fields of a request that differ from their defaults: an older broker need not know the others.
+A request has exactly the fields of its message, with values of exactly their types, and bounded strings, depth and number of values; any
+bytes give a message, BadRequestError or RequestTooLargeError. A known field of a reply with a value of another type is an
+InternalBrokerError here: further inside it would end a thread of a kernel, far from the reason.
+
+Versions of one protocol number work together: a client sends only the fields that differ from their defaults, and ignores unknown ones.
 """
 
 from collections.abc import Iterable, Mapping

@@ -93,10 +93,7 @@ class PinRequest(Struct, frozen=True, kw_only=True):
 
 
 class ExpectRequest(Struct, frozen=True, kw_only=True):
-    """A sign that the kernel's next cell comes within so many milliseconds. Of the cell itself nothing is told.
-
-    `sign`: focus, scroll, typing, hover, completion, inspection, widget or other. How often each is right is learnt.
-    """
+    """A sign of a coming cell: focus, scroll, typing, hover, completion, inspection, widget or other. Nothing tells of the cell."""
 
     sign: str = "other"
     within_ms: int = 60_000
@@ -151,20 +148,13 @@ class AcquireRequest(Struct, frozen=True, kw_only=True):
 
 
 class ResumeRequest(Struct, frozen=True, kw_only=True):
-    """Make a lease resident.
-
-    With `if_blocked` only for a suspended process that is in the middle of something and did not ask for the GPU: it may be blocked in a
-    GPU call. The wait ends, without a resume, as soon as the process is idle.
-    """
+    """Make a lease resident. `if_blocked`: only while its suspended process is in the middle of something that did not ask for it."""
 
     if_blocked: bool = False
 
 
 class LeaseNews(Struct, frozen=True, kw_only=True):
-    """A line of a command's stream: its state, or something that its user should read. `worked`: see LeaseStatus.working.
-
-    `worked` says whether the device has counted work of its processes since they were last brought back.
-    """
+    """A line of a command's stream: its state, whether the device counted work since it was last brought back, or a notice."""
 
     state: str = ""
     worked: bool = False

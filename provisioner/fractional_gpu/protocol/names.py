@@ -23,10 +23,7 @@ CAUSE = "X-Cause"
 
 
 def describe_unprintable(name: str) -> str:
-    """Describe the first character that could control what shows the name (control and direction marks); empty: there is none.
-
-    The description is printable itself: `U+202E (right-to-left override)`.
-    """
+    """Return the first character that could control what shows the name, as `U+202E (right-to-left override)`; empty: none."""
     import unicodedata  # noqa: PLC0415 - kernels import this module, and check no names
 
     for character in name:

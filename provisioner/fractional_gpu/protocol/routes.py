@@ -87,10 +87,7 @@ class NoteRequest(Struct, frozen=True, kw_only=True):
 
 
 class Route(Struct, Generic[Request, Reply], frozen=True):
-    """One method of one path.
-
-    Messages that a kernel rarely needs are named by their module and class, and imported when they are used.
-    """
+    """One method of one path. Messages that kernels rarely need are named by module and class, and imported when they are used."""
 
     name: str
     method: str
