@@ -19,7 +19,7 @@ from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summa
 from fractional_gpu_hub.engines import slurm, slurm_commands
 
 _POOL = PoolSummary(
-    name="default", devices=1, total_milli=1000, held_milli=0, free_milli=1000, device_mib=8192, count="jgpu:open"
+    name="default", devices=1, total_milli=1000, held_milli=0, admissible_milli=1000, device_mib=8192, count="jgpu:open"
 )
 _made: list["_Spawner"] = []
 

@@ -116,7 +116,9 @@ def test_it_writes_once_and_then_on_change() -> None:
     world.run(agent, 20)
     assert world.counts == {"jgpu": 1500}
     summary = parse_summary(world.summary)
-    assert [(pool.count, pool.free_milli, pool.wait_p95_ms) for pool in summary.pools] == [("jgpu:open", 1500, 2000)]
+    assert [(pool.count, pool.admissible_milli, pool.wait_p95_ms) for pool in summary.pools] == [
+        ("jgpu:open", 1500, 2000)
+    ]
 
 
 def test_an_unchanged_summary_is_renewed_before_it_is_stale() -> None:
@@ -171,7 +173,7 @@ def test_without_a_broker_the_count_stays_for_a_while_and_is_then_lowered() -> N
     assert world.counts == {"jgpu": 300}
     summary = parse_summary(world.summary)
     assert summary.problem == "the node's broker does not answer"
-    assert [pool.free_milli for pool in summary.pools] == [0]
+    assert [pool.admissible_milli for pool in summary.pools] == [0]
     world.broker_down = False
     world.run(agent, 20)
     assert world.counts == before

@@ -23,7 +23,7 @@ from tests.support.stopping import stop
 
 PATIENCE_S = 60
 POOL = PoolSummary(
-    name="default", devices=1, total_milli=1000, held_milli=0, free_milli=1000, fraction_milli=250,
+    name="default", devices=1, total_milli=1000, held_milli=0, admissible_milli=1000, fraction_milli=250,
     fractions_milli=[250, 500], device_mib=400, count="jgpu:open",
 )  # fmt: skip
 

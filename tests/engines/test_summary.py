@@ -16,7 +16,7 @@ POOLS = st.builds(
     devices=NUMBERS,
     total_milli=NUMBERS,
     held_milli=NUMBERS,
-    free_milli=NUMBERS,
+    admissible_milli=NUMBERS,
     waiting=NUMBERS,
     wait_p50_ms=NUMBERS,
     wait_p95_ms=NUMBERS,
@@ -61,7 +61,7 @@ def test_any_other_text_is_refused_with_one_sentence(text: str) -> None:
         ('{"at_s":1,"problem":"\\u001b[2J"}', "printable"),
         ('{"at_s":1,"pools":[' + "[" * 60 + "]" * 60 + "]}", "not the summary"),
         (
-            '{"at_s":1,"pools":[{"name":"a","devices":1,"total_milli":1,"held_milli":1.5,"free_milli":1}]}',
+            '{"at_s":1,"pools":[{"name":"a","devices":1,"total_milli":1,"held_milli":1.5,"admissible_milli":1}]}',
             "got `float`",
         ),
         ('{"at_s":1' + " " * MAX_SUMMARY + "}", "more than 4096 bytes"),

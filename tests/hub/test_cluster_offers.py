@@ -24,7 +24,7 @@ TERMS = Terms(now_s=NOW_S, stale_after_s=100)
 def node(where: str = "n1", **more: Any) -> NodePool:  # noqa: ANN401 - fields
     given = {
         "name": "default", "devices": 2, "device_mib": 1000, "total_milli": 2000, "held_milli": 500,
-        "free_milli": 1500, "fractions_milli": [250, 500], "at_s": NOW_S,
+        "admissible_milli": 1500, "fractions_milli": [250, 500], "at_s": NOW_S,
     }  # fmt: skip
     return NodePool(node=where, **{**given, **more})
 
@@ -37,7 +37,7 @@ def page(nodes: Sequence[NodePool]) -> str:
 
 
 def test_the_page_says_what_all_nodes_have_together() -> None:
-    text = page([node("n1"), node("n2", free_milli=0, held_milli=2000, waiting=3)])
+    text = page([node("n1"), node("n2", admissible_milli=0, held_milli=2000, waiting=3)])
     assert "2 nodes with 4 GPUs; 2.5 of 4 GPUs are held, 1.5 can be had at once; 3 kernels wait for a GPU." in text
     assert "starts at once on 1 of 2 nodes" in text
     assert 'value="default/250" required aria-describedby="gpu-default-250-hint" checked' in text, (
@@ -68,7 +68,7 @@ NODES = st.lists(
         node,
         st.sampled_from(["n1", "n2", "n3"]),
         name=st.sampled_from(["a", "b"]),
-        free_milli=st.integers(0, 4000),
+        admissible_milli=st.integers(0, 4000),
         fractions_milli=st.lists(st.sampled_from([125, 250, 500, 1000]), unique=True, min_size=1),
         at_s=st.floats(NOW_S - 1000, NOW_S + 1000),
         why_not=st.sampled_from(["", "down"]),
@@ -86,7 +86,7 @@ def test_a_share_is_free_only_where_a_fresh_node_that_is_up_admits_it(nodes: lis
                 for there in nodes
                 if there.name == pool.pool
                 and one.fraction_milli in there.fractions_milli
-                and there.free_milli >= one.fraction_milli
+                and there.admissible_milli >= one.fraction_milli
                 and not there.why_not
                 and not TERMS.is_stale(there)
             ]

@@ -38,7 +38,7 @@ NOW_S = 1_000_000.0
 
 def pool(node: str, **more: object) -> NodePool:
     given: dict[str, object] = {
-        "name": "default", "devices": 2, "device_mib": 81920, "total_milli": 2000, "held_milli": 1250, "free_milli": 750,
+        "name": "default", "devices": 2, "device_mib": 81920, "total_milli": 2000, "held_milli": 1250, "admissible_milli": 750,
         "fractions_milli": [250], "waiting": 2, "wait_p50_ms": 3000, "wait_p95_ms": 20000, "at_s": NOW_S - 60, "simulated": True,
     }  # fmt: skip
     return NodePool(node=node, **{**given, **more})  # type: ignore[arg-type]
@@ -97,7 +97,9 @@ def test_a_node_says_what_it_has_and_how_old_that_is() -> None:
 def test_slurms_nodes_and_jobs_become_the_page() -> None:
     summary = NodeSummary(
         at_s=int(NOW_S),
-        pools=[PoolSummary(name="a", devices=1, total_milli=1000, held_milli=250, free_milli=750, count="jgpu:open")],
+        pools=[
+            PoolSummary(name="a", devices=1, total_milli=1000, held_milli=250, admissible_milli=750, count="jgpu:open")
+        ],
     )
     nodes = [
         f"NodeName=n1 State=MIXED Extra={encode_summary(summary)}",

@@ -128,7 +128,13 @@ SUMMARY = encode_summary(
         at_s=1,
         pools=[
             PoolSummary(
-                name="default", devices=1, total_milli=1000, held_milli=0, free_milli=500, count="jgpu", device_mib=8
+                name="default",
+                devices=1,
+                total_milli=1000,
+                held_milli=0,
+                admissible_milli=500,
+                count="jgpu",
+                device_mib=8,
             )
         ],
     )
@@ -144,7 +150,7 @@ def test_a_node_has_its_summary_its_address_and_its_partitions() -> None:
     found = node()
     assert (found.name, found.address, found.partitions) == ("n1", "10.0.0.1", frozenset({"gpu", "all"}))
     (pool,) = found.pools
-    assert (pool.free_milli, pool.device_mib, pool.fractions_milli, pool.why_not) == (
+    assert (pool.admissible_milli, pool.device_mib, pool.fractions_milli, pool.why_not) == (
         500,
         8,
         [],

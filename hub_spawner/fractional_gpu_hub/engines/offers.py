@@ -153,7 +153,7 @@ def _pool(name: str, nodes: list[NodePool], terms: Terms) -> ClusterPoolOffer:
 
 
 def _free(node: NodePool, terms: Terms) -> int:
-    return 0 if node.why_not or terms.is_stale(node) else node.free_milli
+    return 0 if node.why_not or terms.is_stale(node) else node.admissible_milli
 
 
 def _why_none(nodes: list[NodePool]) -> str:

@@ -127,7 +127,7 @@ def cluster_view(snapshot: ClusterSnapshot, viewer: Viewer, *, now_s: float | No
 
 def _summary(cluster: Cluster, servers: Sequence[ClusterServer], viewer: Viewer, terms: Terms) -> str:
     pools = [pool for node in cluster.nodes for pool in node.pools if not pool.why_not]
-    free = sum(pool.free_milli for pool in pools if not terms.is_stale(pool))
+    free = sum(pool.admissible_milli for pool in pools if not terms.is_stale(pool))
     parts = [
         plural(len(cluster.nodes), "node"),
         f"{devices_of(sum(pool.held_milli for pool in pools))} of {devices_of(sum(pool.total_milli for pool in pools))} GPUs held",
@@ -174,7 +174,7 @@ def _row(node: ClusterNode, pool: NodePool, terms: Terms) -> dict[str, Any]:
         "gpus_note": f"{format_memory(pool.device_mib)} each" if pool.device_mib else "",
         "held": f"{devices_of(pool.held_milli)} of {devices_of(pool.total_milli)} held",
         "level": min(100, 100 * pool.held_milli // max(1, pool.total_milli)),
-        "free": f"{devices_of(pool.free_milli)} GPUs at once" if usable else "none",
+        "free": f"{devices_of(pool.admissible_milli)} GPUs at once" if usable else "none",
         "queue": plural(pool.waiting, "kernel") if pool.waiting else "none",
         "queue_note": _wait(pool),
         "state": node.state,

@@ -4,14 +4,13 @@ Slurm takes a comment on a job that runs. Once the job has ended only the accoun
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR, Usage
-
-__all__ = ["JobFigures", "figures_of", "sentence_of"]
+from fractional_gpu.protocol.status import SeatStatus
 
 Job = TypeVar("Job")
 _DAY_S = 86_400
@@ -27,49 +26,37 @@ class JobFigures:
     written: str = ""
 
 
-def figures_of(client: SeatClient, jobs: Mapping[Job, JobFigures]) -> dict[Job, dict[str, Usage]]:
-    """Return the figures of each job or pod, by currency. One question for each user. Raises FractionalGPUError."""
+def note_leases(client: SeatClient, figures: dict[Job, JobFigures], seats: Mapping[Job, SeatStatus]) -> None:
+    """Remember the leases that draw on these seats now. Raises FractionalGPUError."""
+    jobs = {seat.seat_id: job for job, seat in seats.items()}
+    for lease in client.status().leases:
+        job = jobs.get(lease.spec.seat)
+        if job is not None:
+            new = JobFigures(owner=seats[job].owner, since_s=int(time.time()))
+            figures.setdefault(job, new).leases.add(lease.lease_id)
+
+
+def sentences_of(client: SeatClient, jobs: Mapping[Job, JobFigures]) -> dict[Job, str]:
+    """Return the comment about each job or pod. One question for each user. Raises FractionalGPUError."""
     sums: dict[Job, dict[str, Usage]] = {job: {} for job in jobs}
     for owner in sorted({one.owner for one in jobs.values()}):
         of = {lease: job for job, one in jobs.items() if one.owner == owner for lease in one.leases}
-        if not of:
-            continue
         since_s = min(one.since_s for one in jobs.values() if one.owner == owner)
         report = client.usage(["lease"], since_s - _DAY_S, int(time.time()) + _DAY_S, {"user": owner})
         for entry in report.entries:
             job = of.get(entry.of.get("lease", ""))
             if job is not None:
                 sums[job].setdefault(entry.currency, Usage()).add(entry.usage)
-    return sums
+    return {job: _sentence(one, sums[job]) for job, one in jobs.items()}
 
 
-def sentence_of(job: JobFigures, sums: Mapping[str, Usage]) -> str:
+def _sentence(job: JobFigures, sums: Mapping[str, Usage]) -> str:
     """Return the comment: `jupyter-gpu: kernels=2 reserved=1.250h busy=0.310h suspended=0.800h energy=0.0420kWh cost=0.62EUR`."""
     total = Usage()
     for usage in sums.values():
         total.add(usage)
-    words = [f"kernels={len(job.leases)}"]
-    words += [
-        f"{name}={share / SHARE_HOUR:.3f}h"
-        for name, share in (
-            ("reserved", total.reserved_share),
-            ("busy", total.busy_share),
-            ("suspended", total.suspended_share),
-        )
-    ]
+    shares = (("reserved", total.reserved_share), ("busy", total.busy_share), ("suspended", total.suspended_share))
+    words = [f"kernels={len(job.leases)}", *(f"{name}={share / SHARE_HOUR:.3f}h" for name, share in shares)]
     words.append(f"energy={total.energy_mj / MJ_PER_KWH:.4f}kWh")
-    words += [_cost(usage.charge_milli, currency) for currency, usage in sorted(sums.items()) if currency]
+    words += [f"cost={sums[currency].charge_milli / 1000:.2f}{currency}" for currency in sorted(sums) if currency]
     return "jupyter-gpu: " + " ".join(words)
-
-
-def _cost(milli: int, currency: str) -> str:
-    return f"cost={milli / 1000:.2f}{currency}"
-
-
-def leases_by_seat(client: SeatClient, seats: Iterable[str]) -> dict[str, set[str]]:
-    """Return the leases of each of these seats that live now. Raises FractionalGPUError."""
-    found: dict[str, set[str]] = {seat: set() for seat in seats}
-    for lease in client.status().leases:
-        if lease.spec.seat in found:
-            found[lease.spec.seat].add(lease.lease_id)
-    return found

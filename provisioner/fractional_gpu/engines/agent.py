@@ -17,17 +17,19 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import structs
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.core.nodes.counts import NodeShares, count_of, count_without_broker
+from fractional_gpu.core.nodes.counts import count_of, count_without_broker, rounded_memory_mib, rounded_wait_ms
 from fractional_gpu.core.nodes.pacing import Pacing, PacingRules, spread
 from fractional_gpu.engines.engine import Engine, EngineError, NodeRecord, NodeWrite
-from fractional_gpu.engines.summary import says_the_same, summary_of, summary_without_broker
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.nodes import Capacity, NodeSummary, PoolCapacity, encode_summary
+from fractional_gpu.protocol.nodes import Capacity, NodeSummary, PoolCapacity, PoolShares, PoolSummary, encode_summary
 from fractional_gpu.protocol.status import SeatStatus
 
-__all__ = ["Agent", "AgentRules", "Observation"]
+__all__ = ["Agent", "AgentRules"]
 
 _MS = 1_000_000  # nanoseconds
 _LONGEST_LOOK_MS = 60_000
@@ -46,16 +48,8 @@ class AgentRules:
     pacing: PacingRules = field(default_factory=PacingRules)
     look_ms: int = 30_000  # how often the engine's record is read
     heartbeat_ms: int = 300_000  # how often an unchanged summary is written anew
-    refuses_beyond: bool = (
-        True  # the engine refuses requests that no node's count covers, in place of letting them wait
-    )
+    refuses_beyond: bool = True  # the engine refuses a request that no node's count covers; else it waits
     patience_ms: int = 120_000  # how long the last count stays without a broker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    capacity: Capacity
-    seats: list[SeatStatus]
 
 
 class Agent:
@@ -88,104 +82,101 @@ class Agent:
         self._wall_s = wall_s
         self._pacing: Pacing[NodeWrite] = Pacing(rules.pacing, seed)
         self._seed = seed
-        self._seen: Observation | None = None
+        self._capacity: Capacity | None = None  # as the broker said last
+        self._seats: list[SeatStatus] = []
         self._silent_since_ms: int | None = None
+        self._kept_ms: int | None = None
         self._record: NodeRecord | None = None
-        self._looked_ms: int | None = None
+        self._look_ms = -1  # when the record is read next
         self._look_failures = 0
         self._looks = 0
-        self._kept_ms: int | None = None
-        self._look_pause_ms = 0
         self._written: NodeSummary | None = None  # what was written last, ...
         self._written_ms = 0  # ... and when
         self._next: NodeSummary | None = None  # what the next write publishes
-        self._counts: dict[str, int] = {}  # that were written last
+        self._counts: Mapping[str, int] = {}  # that were written last
         self._said: dict[str, str] = {}
-
-    # -- steps -------------------------------------------------------------------------------------------------------------
 
     def step(self) -> int:
         """Do what is due, and return after how many milliseconds something may be due again (the broker aside)."""
         now = self._clock_ms()
-        self._observe(now)
-        if self._look_is_due(now):
+        try:
+            self._ask_broker(now)
+            self._silent_since_ms = None
+            self._tell("broker", "")
+        except FractionalGPUError as error:
+            if self._silent_since_ms is None:
+                self._silent_since_ms = now
+            self._tell("broker", f"the broker does not answer: {error}")
+        if now >= self._look_ms:
             self._look(now)
         if self._record is not None:
             self._pacing.want(now, self._wanted(now, self._record))
             if self._pacing.due(now) is not None:
                 self._write(now)
-        times = [due for due in (self._pacing.next_ms(), self._next_look_ms()) if due is not None]
-        return max(0, min(times) - self._clock_ms()) if times else 0
+        write_ms = self._pacing.next_ms()
+        return max(0, min(self._look_ms, self._look_ms if write_ms is None else write_ms) - self._clock_ms())
 
     def once(self) -> NodeWrite:
-        """Observe, read and write at once, whatever the pace. Raises FractionalGPUError where the broker or the engine does not answer."""
+        """Ask, read and write at once, whatever the pace. Raises FractionalGPUError where the broker or the engine does not answer."""
         now = self._clock_ms()
-        with closing(self._connect()) as client:
-            self._seen = Observation(capacity=client.capacity(), seats=client.seats().seats)
-            if self._after_look is not None:
-                self._after_look(client, self._seen.seats)
-        self._record = self._engine.read_node()
-        wanted = self._wanted(now, self._record)
-        self._engine.write_node(wanted, self._record)
+        self._ask_broker(now)
+        record = self._engine.read_node()
+        wanted = self._wanted(now, record)
+        self._engine.write_node(wanted, record)
         return wanted
 
-    # -- the broker --------------------------------------------------------------------------------------------------------
-
-    def _observe(self, now: int) -> None:
-        try:
-            with closing(self._connect()) as client:
-                self._seen = Observation(capacity=client.capacity(), seats=client.seats().seats)
-                self._silent_since_ms = None
-                self._tell("broker", "")
-                if self._after_look is not None and (
-                    self._kept_ms is None or now >= self._kept_ms + self._rules.look_ms // 3
-                ):
-                    self._kept_ms = now
-                    self._after_look(client, self._seen.seats)
-        except FractionalGPUError as error:
-            if self._silent_since_ms is None:
-                self._silent_since_ms = now
-            self._tell("broker", f"the broker does not answer: {error}")
+    def _ask_broker(self, now: int) -> None:
+        with closing(self._connect()) as client:
+            self._capacity, self._seats = client.capacity(), client.seats().seats
+            is_due = self._kept_ms is None or now >= self._kept_ms + self._rules.look_ms // 3
+            if self._after_look is not None and is_due:
+                self._kept_ms = now
+                self._after_look(client, self._seats)
 
     def _wanted(self, now: int, record: NodeRecord) -> NodeWrite:
-        """Return what the engine should have, by the last observation."""
-        counts = self._wanted_counts(now, record)
-        summary = self._wanted_summary(now)
+        """Return what the engine should have, by what the broker said last."""
+        summary, written = self._wanted_summary(now), self._written
         fresh = now - self._written_ms < self._rules.heartbeat_ms
-        if fresh and self._written is not None and says_the_same(summary, self._written):
-            summary = self._written
+        if fresh and written is not None and summary == structs.replace(written, at_s=summary.at_s):
+            summary = written
         self._next = summary
-        return NodeWrite(counts=counts, summary=encode_summary(summary))
+        return NodeWrite(counts=self._wanted_counts(now, record), summary=encode_summary(summary))
 
     def _wanted_counts(self, now: int, record: NodeRecord) -> dict[str, int]:
         known = {pool: name for pool, name in self._rules.counts.items() if name in record.counts}
-        missing = sorted(set(self._rules.counts.values()) - set(known.values()))
-        self._tell("counts", self._about_missing(missing) if missing else "")
+        missing = ", ".join(sorted(set(self._rules.counts.values()) - set(known.values())))
+        self._tell(
+            "counts",
+            f"the node has no {missing} in the engine: its counts are not written, only the summary; `jupyter gpu node doctor` says "
+            "what to add"
+            if missing
+            else "",
+        )
         counts = {}
-        pools = {pool.name: pool for pool in self._seen.capacity.pools} if self._seen is not None else {}
+        pools = {pool.name: pool for pool in self._capacity.pools} if self._capacity is not None else {}
         for pool, name in known.items():
-            in_use = record.in_use.get(name, 0)
-            if self._silent_since_ms is not None or self._seen is None:
-                silent_ms = now - (self._silent_since_ms if self._silent_since_ms is not None else now)
-                last = self._counts.get(name)
+            there, in_use = pools.get(pool), record.in_use.get(name, 0)
+            if self._silent_since_ms is not None or self._capacity is None:
                 counts[name] = count_without_broker(
-                    last,
+                    self._counts.get(name),
                     in_use,
-                    silent_ms=silent_ms,
+                    silent_ms=now - self._silent_since_ms if self._silent_since_ms is not None else 0,
                     patience_ms=self._rules.patience_ms,
-                    least_milli=self._least(pools.get(pool)),
+                    least_milli=self._least(there),
                 )
                 continue
-            there = pools.get(pool)
             self._tell(
                 f"pool {pool}", "" if there else f"the broker has no pool {pool!r}: its count {name} is what is in use"
             )
-            shares = NodeShares(
-                seated_milli=self._seated(pool),
-                admissible_milli=there.admissible_milli if there is not None else 0,
-                in_use_milli=in_use,
-            )
-            counts[name] = count_of(shares, least_milli=self._least(there)) if there is not None else in_use
+            counts[name] = in_use
+            if there is not None:
+                seated = sum(seat.fraction_milli for seat in self._seats if seat.pool == pool and self._is_ours(seat))
+                counts[name] = count_of(
+                    seated_milli=seated,
+                    admissible_milli=there.admissible_milli,
+                    in_use_milli=in_use,
+                    least_milli=self._least(there),
+                )
         return {name: min(count, record.most.get(name, count)) for name, count in counts.items()}
 
     def _least(self, pool: PoolCapacity | None) -> int:
@@ -194,45 +185,22 @@ class Agent:
             return 0
         return max(pool.fractions_milli) if pool is not None and pool.fractions_milli else _WHOLE
 
-    def _about_missing(self, names: list[str]) -> str:
-        return (
-            f"the node has no {', '.join(names)} in the engine: its counts are not written, only the summary; "
-            "`jupyter gpu node doctor` says what to add"
-        )
-
-    def _seated(self, pool: str) -> int:
-        """Return what this engine's jobs hold of the pool by their seats, milli-GPU."""
-        return sum(
-            seat.fraction_milli
-            for seat in (self._seen.seats if self._seen is not None else ())
-            if seat.pool == pool and self._is_ours(seat)
-        )
-
     def _wanted_summary(self, now: int) -> NodeSummary:
+        problem = "" if self._capacity is not None else "the node's broker has not answered yet"
         if self._silent_since_ms is not None and now - self._silent_since_ms >= self._rules.patience_ms:
-            return summary_without_broker(self._written, "the node's broker does not answer", self._wall_s())
-        if self._seen is None:
-            return summary_without_broker(self._written, "the node's broker has not answered yet", self._wall_s())
-        return summary_of(self._seen.capacity, {**self._rules.counts, **self._rules.asked}, self._wall_s())
-
-    # -- the engine --------------------------------------------------------------------------------------------------------
-
-    def _next_look_ms(self) -> int | None:
-        if self._looked_ms is None:
-            return None
-        return self._looked_ms + self._look_pause_ms
-
-    def _look_is_due(self, now: int) -> bool:
-        due = self._next_look_ms()
-        return due is None or now >= due
+            problem = "the node's broker does not answer"
+        if self._capacity is not None and not problem:
+            return summary_of(self._capacity, {**self._rules.counts, **self._rules.asked}, self._wall_s())
+        last = self._written or NodeSummary(at_s=0)
+        nothing_free = [structs.replace(pool, admissible_milli=0) for pool in last.pools]
+        return NodeSummary(at_s=self._wall_s(), simulated=last.simulated, pools=nothing_free, problem=problem)
 
     def _look(self, now: int) -> bool:
         """Read the node's record; return whether it could be read."""
-        self._looked_ms = now
         self._looks += 1
         pause_ms = self._rules.look_ms
         try:
-            self._record = self._engine.read_node()
+            record = self._record = self._engine.read_node()
             self._look_failures = 0
         except EngineError as error:
             self._look_failures += 1
@@ -240,16 +208,11 @@ class Agent:
             self._tell("engine", str(error))
             return False
         finally:  # agents that were started together do not read together for long
-            self._look_pause_ms = pause_ms - spread(self._seed + self._looks, pause_ms // 4)
-        counts = {
-            name: self._record.counts.get(name, -1)
-            for name in self._rules.counts.values()
-            if name in self._record.counts
-        }
-        seen = NodeWrite(counts=counts, summary=self._record.summary)
+            self._look_ms = now + pause_ms - spread(self._seed + self._looks, pause_ms // 4)
+        counts = {name: record.counts[name] for name in self._rules.counts.values() if name in record.counts}
         if self._counts and counts != self._counts:
             self._tell("reset", f"the counts were changed to {_shown(counts)} by another: they are written again")
-        self._pacing.saw(now, seen)
+        self._pacing.saw(now, NodeWrite(counts=counts, summary=record.summary))
         return True
 
     def _write(self, now: int) -> None:
@@ -271,10 +234,9 @@ class Agent:
         self._tell("engine", "")
         self._tell("reset", "")
         if wanted.counts != self._counts:
-            self._say(
-                f"{_shown(wanted.counts)} (in use: {_shown({name: record.in_use.get(name, 0) for name in wanted.counts})})"
-            )
-        self._counts = dict(wanted.counts)
+            in_use = {name: record.in_use.get(name, 0) for name in wanted.counts}
+            self._say(f"{_shown(wanted.counts)} (in use: {_shown(in_use)})")
+        self._counts = wanted.counts
         self._written, self._written_ms = self._next, now
 
     def _tell(self, about: str, what: str) -> None:
@@ -290,3 +252,25 @@ class Agent:
 
 def _shown(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name}:{count}" for name, count in sorted(counts.items())) or "no counts"
+
+
+def summary_of(capacity: Capacity, counts: Mapping[str, str], at_s: int) -> NodeSummary:
+    """Return what is published of those pools that the engine counts, in steps coarse enough that small changes are no news.
+
+    `counts`: the name by which jobs ask for each pool's thousandths.
+    """
+    pools = []
+    for pool in capacity.pools:
+        if pool.name in counts:
+            fields: dict[str, Any] = {name: getattr(pool, name) for name in PoolShares.__struct_fields__}
+            pools.append(
+                PoolSummary(
+                    **fields,
+                    devices=len(pool.devices),
+                    wait_p50_ms=rounded_wait_ms(round(pool.wait_p50_s * 1000)),
+                    wait_p95_ms=rounded_wait_ms(round(pool.wait_p95_s * 1000)),
+                    count=counts[pool.name],
+                )
+            )
+    memory_mib = rounded_memory_mib(capacity.host_memory_left_mib)
+    return NodeSummary(at_s=at_s, simulated=capacity.simulated, memory_left_mib=memory_mib, pools=pools)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.engines.accounting import JobFigures, figures_of, leases_by_seat, sentence_of
+from fractional_gpu.engines.accounting import JobFigures, note_leases, sentences_of
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
 from fractional_gpu.engines.hooks import HookSettings, register_late
-from fractional_gpu.engines.job_seats import JobSeat, SeatFiles, job_of
+from fractional_gpu.engines.job_seats import SeatFiles, job_of
 from fractional_gpu.engines.slurm import Slurm
 from fractional_gpu.protocol.status import SeatStatus
 
@@ -86,12 +86,10 @@ class JobKeeper:
                 self._said = str(error)
                 self._say(f"the jobs of this node cannot be examined: {error}")
 
-    # -- seats -------------------------------------------------------------------------------------------------------------
-
     def _keep_seats(self, now: int, client: SeatClient, seats: list[SeatStatus]) -> None:
-        seated = {job for seat in seats if (job := job_of(seat)) is not None}
-        missing = [wanted for wanted in self._files.wanted() if wanted.job_id not in seated]
-        old = [seat for seat in seats if (job_of(seat) is not None and seat.age_ms >= self._rules.young_ms)]
+        jobs = {seat.seat_id: job for seat in seats if (job := job_of(seat)) is not None}
+        missing = [wanted for wanted in self._files.wanted() if wanted.job_id not in jobs.values()]
+        old = [seat.seat_id for seat in seats if seat.seat_id in jobs and seat.age_ms >= self._rules.young_ms]
         if not missing and not old:
             return
         if not missing and self._asked_ms is not None and now < self._asked_ms + self._rules.jobs_ms:
@@ -99,43 +97,32 @@ class JobKeeper:
         self._asked_ms = now
         running = {job.job_id for job in self._slurm.jobs() if not job.has_ended}
         for wanted in missing:
-            self._register_or_forget(client, wanted, running)
-        for seat in old:
-            job = job_of(seat)
-            if job is not None and job not in running:
-                client.release_seat(seat.seat_id)
+            if wanted.job_id in running:
+                register_late(self._settings, client, wanted, self._say)
+            else:
+                self._files.remove(wanted.job_id)
+        for seat_id in old:
+            if (job := jobs[seat_id]) not in running:
+                client.release_seat(seat_id)
                 self._files.remove(job)
                 self._say(f"job {job} has ended: its seat, which its Epilog left, has ended, too")
-
-    def _register_or_forget(self, client: SeatClient, wanted: JobSeat, running: set[int]) -> None:
-        if wanted.job_id in running:
-            register_late(self._settings, client, wanted, self._say)
-        else:
-            self._files.remove(wanted.job_id)
-
-    # -- figures -----------------------------------------------------------------------------------------------------------
 
     def _keep_figures(self, now: int, client: SeatClient, seats: list[SeatStatus], comment_ms: int) -> None:
         ours = {job: seat for seat in seats if (job := job_of(seat)) is not None}
         if any(seat.kernels for seat in ours.values()):
-            leases = leases_by_seat(client, [seat.seat_id for seat in ours.values()])
-            for job, seat in ours.items():
-                if leases[seat.seat_id]:
-                    known = self._figures.setdefault(job, JobFigures(owner=seat.owner, since_s=int(time.time())))
-                    known.leases |= leases[seat.seat_id]
+            note_leases(client, self._figures, ours)
         ended = [job for job in self._figures if job not in ours]
         due = self._commented_ms is None or now >= self._commented_ms + comment_ms
         if not self._figures or not (due or ended):
             return
         if due:
             self._commented_ms = now
-        sums = figures_of(client, self._figures)
+        texts = sentences_of(client, self._figures)
         if ended:
-            self._keep_last_figures(now, {job: sentence_of(self._figures[job], sums[job]) for job in ended})
+            self._keep_last_figures(now, {job: texts[job] for job in ended})
         for job, figures in self._figures.items() if due else ():
-            text = sentence_of(figures, sums[job])
-            if text != figures.written and self._slurm.comment(job, text):
-                figures.written = text
+            if texts[job] != figures.written and self._slurm.comment(job, texts[job]):
+                figures.written = texts[job]
 
     def _keep_last_figures(self, now: int, texts: Mapping[int, str]) -> None:
         """Keep the comments of jobs that have ended for the accounting database, if there is one."""

@@ -294,9 +294,6 @@ class SeatFiles:
         paths = (self._wanted_path(job_id), self._environment_path(job_id), self.seat_path(job_id))
         return any(path.exists() for path in paths)
 
-    def has_seat(self, job_id: int) -> bool:
-        return self.seat_path(job_id).exists()
-
     def remove(self, job_id: int) -> None:
         for path in (self._wanted_path(job_id), self._environment_path(job_id), self.seat_path(job_id)):
             with suppress(FileNotFoundError):

@@ -9,14 +9,13 @@ The rules:
   seat is `NAMESPACE/POD`. The groups of a seat are `kubernetes` and `kubernetes:NAMESPACE`, by which pools have terms.
 """
 
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing, suppress
 from typing import Final
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.engines import pods
-from fractional_gpu.engines.accounting import JobFigures, figures_of, leases_by_seat, sentence_of
+from fractional_gpu.engines.accounting import JobFigures, note_leases, sentences_of
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
 from fractional_gpu.engines.pods import Pod
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
@@ -204,21 +203,14 @@ class PodNotes:
     def _usage(self, client: SeatClient, uids: Collection[str]) -> dict[str, str]:
         """Return the meter's figures of each pod with a seat, as a sentence."""
         seats = {
-            seat.seat_id: seat
+            seat.workload.id: seat
             for seat in client.seats().seats
             if seat.workload is not None and seat.workload.engine == KUBERNETES and seat.workload.id in uids
         }
-        for seat_id, leases in leases_by_seat(client, seats).items():
-            seat = seats[seat_id]
-            if leases and seat.workload is not None:
-                known = self._figures.setdefault(
-                    seat.workload.id, JobFigures(owner=seat.owner, since_s=int(time.time()))
-                )
-                known.leases |= leases
+        note_leases(client, self._figures, seats)
         for gone in self._figures.keys() - set(uids):
             del self._figures[gone]
-        sums = figures_of(client, self._figures)
-        return {uid: sentence_of(known, sums[uid]) for uid, known in self._figures.items()}
+        return sentences_of(client, self._figures)
 
 
 def in_use(found: Iterable[Pod]) -> dict[str, int]:

@@ -23,22 +23,26 @@ _Name = Annotated[str, Meta(max_length=MAX_NAME)]
 _OUTSIDE_WORDS = re.compile(r"[^!-~]|[='`]")
 
 
-class PoolSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One pool of a node. Shares in milli-GPU, waits in milliseconds."""
+class PoolShares(Struct, frozen=True, kw_only=True):
+    """What a pool has, has given, and could still give. Shares in milli-GPU (thousandths of a device)."""
 
     name: _Name
-    devices: _Number
-    total_milli: _Number
+    total_milli: _Number  # 1000 for each of its devices
     held_milli: _Number  # by seats, and by leases without a seat
-    free_milli: _Number  # how much more would be granted now
-    waiting: _Number = 0  # kernels that wait for a device
-    wait_p50_ms: _Number = (
-        0  # forecast for the cells of one more seat of the default share: half of them wait so long at most ...
-    )
-    wait_p95_ms: _Number = 0  # ... and 95 of 100
-    fraction_milli: _Number = 0  # the default share
+    # How much more is granted now such that the forecast wait stays within `wait_bound`, for any division of it into fractions on offer
+    admissible_milli: _Number
+    waiting: _Number = 0  # leases in the queue for a device
+    fraction_milli: _Number = 0  # the default share on offer, for one more seat of which waits are forecast
     fractions_milli: Annotated[list[_Number], Meta(max_length=32)] = []  # on offer; empty: any
     device_mib: _Number = 0  # memory that leases may have of the pool's smallest device
+
+
+class PoolSummary(PoolShares, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pool of a node, as it is published."""
+
+    devices: _Number
+    wait_p50_ms: _Number = 0  # forecast for the cells of one more seat: half of them wait so long at most ...
+    wait_p95_ms: _Number = 0  # ... and 95 of 100
     count: _Name = ""  # what a job asks the engine for thousandths by: `jgpu:open` in Slurm (`--gres=jgpu:open:250`)
 
 
@@ -96,28 +100,14 @@ def _escaped(found: re.Match[str]) -> str:
     return f"\\u{code:04x}"
 
 
-# What a host could still give: read by node agents of Slurm and Kubernetes, and by people. It names no user.
+class PoolCapacity(PoolShares, frozen=True, kw_only=True):
+    """One pool of a host, as its broker answers."""
 
-
-class PoolCapacity(Struct, frozen=True, kw_only=True):
-    """What a pool has, has given, and could still give. Shares in milli-GPU (thousandths of a device), waits in seconds."""
-
-    name: str
     devices: list[str]  # UUIDs, without those that are lost or being emptied
-    total_milli: int  # 1000 for each of these devices
-    held_milli: int  # seats, and leases without a seat
-    # How much more is granted now such that the forecast wait stays within `wait_bound`, for any division of it into fractions on offer
-    admissible_milli: int
-    waiting: int  # leases in the queue for a device
-    wait_p50_s: (
-        float  # forecast for the cells of one more seat of `fraction_milli`: half of them wait so long at most ...
-    )
+    wait_p50_s: float  # forecast for the cells of one more seat: half of them wait so long at most ...
     wait_p95_s: float  # ... and 95 of 100 so long
-    fraction_milli: int  # the size of that seat: the default on offer
-    fractions_milli: list[int]  # on offer; empty: any
     wait_target_ms: int  # what counts as waiting too long ...
     wait_bound_milli: int  # ... and how many of a thousand cells may
-    device_mib: int = 0  # memory that leases may have of the smallest of these devices
 
 
 class Capacity(Struct, frozen=True, kw_only=True):

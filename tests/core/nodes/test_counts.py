@@ -3,13 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.core.nodes.counts import (
-    NodeShares,
-    count_of,
-    count_without_broker,
-    rounded_memory_mib,
-    rounded_wait_ms,
-)
+from fractional_gpu.core.nodes.counts import count_of, count_without_broker, rounded_memory_mib, rounded_wait_ms
 
 SHARES = st.integers(0, 100_000)
 
@@ -18,7 +12,7 @@ SHARES = st.integers(0, 100_000)
 def test_the_count_covers_what_is_in_use_and_gives_no_more_than_what_is_admissible(
     seated: int, admissible: int, in_use: int
 ) -> None:
-    count = count_of(NodeShares(seated_milli=seated, admissible_milli=admissible, in_use_milli=in_use))
+    count = count_of(seated_milli=seated, admissible_milli=admissible, in_use_milli=in_use)
     assert count >= in_use
     assert count - in_use <= admissible
 
@@ -26,25 +20,25 @@ def test_the_count_covers_what_is_in_use_and_gives_no_more_than_what_is_admissib
 @given(SHARES, SHARES, SHARES)
 def test_a_seat_that_is_registered_changes_no_count(seated: int, share: int, others: int) -> None:
     """A job's share is in use by the engine's books before its seat is: the count is the same before and after."""
-    before = NodeShares(seated_milli=seated, admissible_milli=others + share, in_use_milli=seated + share)
-    after = NodeShares(seated_milli=seated + share, admissible_milli=others, in_use_milli=seated + share)
-    assert count_of(before) == count_of(after)
+    before = {"seated_milli": seated, "admissible_milli": others + share, "in_use_milli": seated + share}
+    after = {"seated_milli": seated + share, "admissible_milli": others, "in_use_milli": seated + share}
+    assert count_of(**before) == count_of(**after)
 
 
 @given(SHARES, SHARES)
 def test_books_that_forgot_what_is_in_use_admit_no_more(seated: int, admissible: int) -> None:
     """After `scontrol reconfigure` Slurm's books may say less than what jobs hold."""
-    right = NodeShares(seated_milli=seated, admissible_milli=admissible, in_use_milli=seated)
-    wrong = NodeShares(seated_milli=seated, admissible_milli=admissible, in_use_milli=seated // 2)
-    assert count_of(right) - seated == count_of(wrong) - seated // 2 == admissible
+    right = {"seated_milli": seated, "admissible_milli": admissible, "in_use_milli": seated}
+    wrong = {"seated_milli": seated, "admissible_milli": admissible, "in_use_milli": seated // 2}
+    assert count_of(**right) - seated == count_of(**wrong) - seated // 2 == admissible
 
 
 @given(SHARES, SHARES, SHARES, SHARES)
 def test_a_count_is_never_below_the_largest_share_on_offer(
     seated: int, admissible: int, in_use: int, least: int
 ) -> None:
-    shares = NodeShares(seated_milli=seated, admissible_milli=admissible, in_use_milli=in_use)
-    assert count_of(shares, least_milli=least) == max(least, count_of(shares))
+    shares = {"seated_milli": seated, "admissible_milli": admissible, "in_use_milli": in_use}
+    assert count_of(**shares, least_milli=least) == max(least, count_of(**shares))
     assert count_without_broker(None, in_use, silent_ms=0, patience_ms=1, least_milli=least) == max(least, in_use)
 
 

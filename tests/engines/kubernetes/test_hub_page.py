@@ -42,7 +42,7 @@ def api(hub: list[dict[str, Any]]) -> Iterator[ApiServer]:
 def summary_of(*, at_s: float | None = None, problem: str = "") -> dict[str, str]:
     """Return the annotation that a node's agent publishes."""
     pool = PoolSummary(
-        name="default", devices=2, device_mib=81920, total_milli=2000, held_milli=250, free_milli=1750, waiting=3
+        name="default", devices=2, device_mib=81920, total_milli=2000, held_milli=250, admissible_milli=1750, waiting=3
     )
     when = int(time.time() if at_s is None else at_s)
     return {SUMMARY: encode_summary(NodeSummary(at_s=when, pools=[pool], problem=problem))}
@@ -84,7 +84,7 @@ async def test_a_node_without_a_summary_or_with_a_damaged_one_is_said_to_be_so(a
     found = {node.name: node for node in (await read(api)).nodes}
     assert set(found) == {"good", "bare", "damaged", "newer", "brokerless", "cordoned", "gone"}
     (pool,) = found["good"].pools
-    assert (pool.devices, pool.held_milli, pool.free_milli, pool.waiting, pool.why_not) == (2, 250, 1750, 3, "")
+    assert (pool.devices, pool.held_milli, pool.admissible_milli, pool.waiting, pool.why_not) == (2, 250, 1750, 3, "")
     assert (found["good"].state, found["good"].problem) == ("in service", "")
     assert (found["bare"].pools, found["bare"].problem) == ([], "no agent has published its GPUs yet")
     assert (found["damaged"].pools, "not the summary of a node's agent" in found["damaged"].problem) == ([], True)

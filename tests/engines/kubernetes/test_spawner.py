@@ -34,7 +34,7 @@ def node_of(
         device_mib=81920,
         total_milli=2000,
         held_milli=250,
-        free_milli=3000,
+        admissible_milli=3000,
         fraction_milli=250,
         fractions_milli=[125, 250, 500, 1000],
         count=RESOURCE,

@@ -190,7 +190,7 @@ def check_node(slurm: Slurm, counts: list[str], *, shards: bool) -> Iterator[Fin
     if summary.problem:
         yield warning("agent", f"the agent says: {summary.problem}", "systemctl status jupyter-gpu")
     else:
-        free = ", ".join(f"{pool.name}: {format_gpus(pool.free_milli)}" for pool in summary.pools)
+        free = ", ".join(f"{pool.name}: {format_gpus(pool.admissible_milli)}" for pool in summary.pools)
         yield ok("agent", f"the agent's last summary says what is free: {free or 'no pools'}")
 
 

@@ -18,22 +18,14 @@ Without a broker nothing is forecast. The last count stays for a while, since a 
 what is in use remains, so that no further job starts on a node that cannot serve it.
 """
 
-from dataclasses import dataclass
 
+def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, least_milli: int = 0) -> int:
+    """Return the engine's count, milli-GPU, at least `least_milli`.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeShares:
-    """Shares of one pool of a node, in milli-GPU."""
-
-    seated_milli: int  # by seats of the engine's jobs
-    admissible_milli: int  # beside all seats
-    in_use_milli: int  # by the engine's own books
-
-
-def count_of(shares: NodeShares, *, least_milli: int = 0) -> int:
-    """Return the engine's count, milli-GPU, at least `least_milli`."""
-    unseated = max(0, shares.in_use_milli - shares.seated_milli)
-    return max(least_milli, shares.in_use_milli + max(0, shares.admissible_milli - unseated))
+    `seated_milli`: by seats of the engine's jobs; `admissible_milli`: beside all seats; `in_use_milli`: by the engine's own books.
+    """
+    unseated = max(0, in_use_milli - seated_milli)
+    return max(least_milli, in_use_milli + max(0, admissible_milli - unseated))
 
 
 def count_without_broker(
