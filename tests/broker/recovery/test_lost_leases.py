@@ -271,9 +271,7 @@ async def test_files_follow_the_leases_and_are_put_back(socket: Path) -> None:
         assert [found.state for found in read_lease_files(files.folder)] == [L.SUSPENDED]
         path.unlink()
         files.folder.rmdir()
-        files._changed |= files._missing({"one.json"})
-        files._start_writing()
-        await files.flushed()
+        await files.repair()
         assert read_lease_files(files.folder) == [replace(record, state=L.SUSPENDED)]
         files.drop("one")
         await files.close()
@@ -303,7 +301,7 @@ async def test_a_file_that_cannot_be_written_is_written_later(socket: Path, capl
         assert "not up to date" in caplog.text
         files.folder.unlink()
         files.put(record_of("two", process))
-        await files.flushed()
+        await files.repair()
         assert {record.spec.lease_id for record in read_lease_files(files.folder)} == {"one", "two"}
     await files.close()
 
@@ -321,11 +319,10 @@ async def test_a_folder_that_another_has_replaced_is_noticed_though_the_file_see
     with carrier("one", socket) as process:
         files.put(record_of("one", process))
         await files.flushed()
-        assert files._missing({"one.json"}) == set()
+        await files.repair()
+        assert not caplog.text
         foreign = True
-        files._changed |= files._missing({"one.json"})
-        files._start_writing()
-        await files.flushed()
+        await files.repair()
         assert "1 second records are not up to date: it lies below another user's folder" in caplog.text
     await files.close()
 

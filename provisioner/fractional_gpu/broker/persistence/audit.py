@@ -119,16 +119,16 @@ class AuditLog:
             raise
         try:
             yield act
-        except (FractionalGPUError, LedgerError) as error:
-            act.refused(error.reason if isinstance(error, FractionalGPUError) else "ledger", str(error))
-            await self._write_failed(act, act.outcome)
-            raise
-        except (asyncio.CancelledError, StreamClosedError):
-            await self._write_failed(act, "withdrawn")
-            raise
         except BaseException as error:
-            act.refused("failed", type(error).__name__)
-            await self._write_failed(act, "failed")
+            outcome = "refused"
+            if isinstance(error, FractionalGPUError | LedgerError):
+                act.refused(error.reason if isinstance(error, FractionalGPUError) else "ledger", str(error))
+            elif isinstance(error, asyncio.CancelledError | StreamClosedError):
+                outcome = "withdrawn"
+            else:
+                outcome = "failed"
+                act.refused("failed", type(error).__name__)
+            await self._write_failed(act, outcome)
             raise
         await self._write_outcome(act, act.outcome, f"{what} was answered ({act.outcome})")
 
@@ -179,7 +179,7 @@ class AuditLog:
                 reason="audit-log",
             ) from error
 
-    # -- in the thread -------------------------------------------------------------------------------------------------------
+    # In the thread
 
     def _write(self, line: bytes) -> None:
         """Append a line and synchronize it with the disk; an empty line only tests whether that is possible. Raises OSError."""

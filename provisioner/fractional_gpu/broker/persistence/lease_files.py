@@ -4,7 +4,7 @@
 A broker whose ledger is lost restores the leases of living kernels from these files. The kernels' processes cannot supply pool, size,
 priority and seat: they write their environment themselves.
 
-- A thread writes; no decision and no grant waits for it. Several changes of a lease in the meantime are one write.
+- A thread writes; no decision and no grant waits for it.
 - A file is replaced in one step and not synchronised: it matters only while its process lives, and no process survives a reboot.
 - `run` writes a missing or failed file again within seconds. The file of an ended lease is removed.
 - A file counts only if it belongs to this user and no other user may write to it, and only for the process that it names
@@ -23,7 +23,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Final, TypeVar
@@ -65,40 +65,36 @@ class LeaseFiles:
         self.folder = folder
         self._check_above = check_above
         self._wanted: dict[str, bytes] = {}  # by name: what the file should contain
-        self._changed: set[str] = set()  # names of files that may differ from that
+        self._failed: set[str] = set()  # names of files that could not be written; for the thread
+        self._logged = ""  # the last failure; for the thread
         self._thread = StartedThreads(1, "lease-files")
-        self._writing: asyncio.Task[None] | None = None
-        self._logged = ""  # the last failure
 
     def put(self, record: LeaseRecord | SeatRecord) -> None:
         name = record.spec.lease_id + _LEASE if isinstance(record, LeaseRecord) else record.seat_id + _SEAT
         text = msgspec.json.encode(record)
         if self._wanted.get(name) != text:
             self._wanted[name] = text
-            self._changed.add(name)
-            self._start_writing()
+            self._thread.submit(self._write, {name: text})
 
     def drop(self, lease_id: str, suffix: str = _LEASE) -> None:
-        name = lease_id + suffix
-        self._wanted.pop(name, None)
-        self._changed.add(name)
-        self._start_writing()
+        self._wanted.pop(lease_id + suffix, None)
+        self._thread.submit(self._write, {lease_id + suffix: None})
 
     def drop_seat(self, seat_id: str) -> None:
         self.drop(seat_id, _SEAT)
 
     async def run(self) -> None:
-        """Write missing files again, every two seconds, until cancelled."""
-        loop = asyncio.get_running_loop()
+        """Write missing and failed files again, every two seconds, until cancelled."""
         while True:
             await asyncio.sleep(_EVERY_S)
-            self._changed |= await loop.run_in_executor(self._thread, self._missing, set(self._wanted))
-            self._start_writing()
+            await self.repair()
+
+    async def repair(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._repair, dict(self._wanted))
 
     async def flushed(self) -> None:
         """Return when everything submitted before was written, or failed. Cancellation stops the waiting only."""
-        while self._writing is not None:
-            await asyncio.shield(self._writing)
+        await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
 
     async def close(self) -> None:
         """Write what is due and stop. The folder goes with its last file."""
@@ -107,25 +103,7 @@ class LeaseFiles:
         with suppress(OSError):
             self.folder.rmdir()
 
-    def _start_writing(self) -> None:
-        if self._changed and self._writing is None:
-            self._writing = asyncio.get_running_loop().create_task(self._write_changed())
-
-    async def _write_changed(self) -> None:
-        loop = asyncio.get_running_loop()
-        failed: set[str] = set()
-        try:
-            await asyncio.sleep(0)  # the same decision's other changes go into this batch
-            while self._changed:
-                batch = {name: self._wanted.get(name) for name in self._changed}
-                self._changed.clear()
-                failed |= await loop.run_in_executor(self._thread, self._write, batch)
-        finally:
-            self._writing = None
-            self._changed |= failed  # tried again by `run`
-
-    def _write(self, batch: dict[str, bytes | None]) -> set[str]:
-        failed: set[str] = set()
+    def _write(self, batch: Mapping[str, bytes | None]) -> None:
         problem = ""
         for name, text in batch.items():
             try:
@@ -134,25 +112,23 @@ class LeaseFiles:
                     (self.folder / name).unlink(missing_ok=True)
                 else:
                     _replace(self.folder, name, text)
-            except OSError as error:
-                failed.add(name)
-                problem = f"{self.folder}: {error.strerror}"
-            except BrokerUnavailableError as error:
-                failed.add(name)
-                problem = str(error)
+            except (OSError, BrokerUnavailableError) as error:
+                self._failed.add(name)
+                problem = f"{self.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            else:
+                self._failed.discard(name)
         if problem and problem != self._logged:
-            log.warning("%d second records are not up to date: %s; retrying", len(failed), problem)
-        self._logged = problem
-        return failed
+            log.warning("%d second records are not up to date: %s; retrying", len(self._failed), problem)
+        if problem or not self._failed:
+            self._logged = problem
 
-    def _missing(self, wanted: set[str]) -> set[str]:
-        """Return the files that are not there: all of them, while another user may have made what is seen in their place."""
+    def _repair(self, wanted: Mapping[str, bytes]) -> None:
         try:
             self._check_above()
-            names = set(os.listdir(self.folder))  # noqa: PTH208 - names are enough
+            there = set(os.listdir(self.folder))  # noqa: PTH208 - names are enough
         except (OSError, BrokerUnavailableError):
-            names = set()
-        return wanted - names
+            there = set()  # another user may have made what is seen in their place
+        self._write({name: wanted.get(name) for name in (wanted.keys() - there) | self._failed})
 
 
 def write_lease_file(folder: Path, record: LeaseRecord) -> None:

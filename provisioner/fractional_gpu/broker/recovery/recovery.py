@@ -6,14 +6,14 @@ finished forward or undone, whichever is safe, and a lease about which that cann
 
 import logging
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import zmq
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import CheckpointState, Ending, Kernel, PendingRequests, Survivor
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
 from fractional_gpu.broker.swap.swap import Swaps, Truth
@@ -34,20 +34,6 @@ _HOMELESS = (
 )
 
 
-async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
-    """Bring every live lease of the ledger, and those that it `lost`, back into the arbiter.
-
-    Pools and devices must be known to the arbiter already.
-    """
-    operations = {operation.lease_id: operation for operation in ledger.open_operations()}
-    begun_s = time.monotonic()
-    records = [*ledger.live_leases(), *lost]
-    await take_over(broker, swaps, records, operations)
-    log.info("found %d leases in %.3f s", len(records), time.monotonic() - begun_s)
-    for orphan in operations.values():
-        broker.writer.submit(partial(ledger.finish, orphan.operation_id, "lease gone", wall_ms()))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
     record: LeaseRecord
@@ -57,22 +43,29 @@ class _Found:
     truth: Truth | None  # None: unknown
 
 
-async def take_over(
-    broker: Broker,
-    swaps: Swaps,
-    records: Sequence[LeaseRecord],
-    operations: MutableMapping[str, OperationRecord] | None = None,
-) -> None:
-    """Bring these leases into the arbiter as what they really are. Their open operations are taken out of `operations`."""
-    operations = {} if operations is None else operations
+async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
+    """Bring every live lease of the ledger, and those that it `lost`, back into the arbiter as what they really are.
+
+    Pools and devices must be known to the arbiter already.
+    """
+    operations = {operation.lease_id: operation for operation in ledger.open_operations()}
+    begun_s = time.monotonic()
+    records = [*ledger.live_leases(), *lost]
     broker.kernels.update({record.spec.lease_id: kernel_of(record) for record in records})
-    host = await _snapshot(swaps)
+    host = None  # one snapshot for all leases; without it each takes its own, and may be unknown
+    try:
+        host = await swaps.inspector.take()
+    except GPUError as error:
+        log.warning("the devices do not answer: %s", error)
     found = [
         await _examine(broker, swaps, record, operations.pop(record.spec.lease_id, None), host) for record in records
     ]
     # Only now, and all at once: an arbiter that knows of only some leases would give the room of the others away.
     for one in found:
         _introduce(broker, one)
+    log.info("found %d leases in %.3f s", len(records), time.monotonic() - begun_s)
+    for orphan in operations.values():
+        broker.operations.end(orphan.operation_id, "lease gone")
 
 
 async def _examine(
@@ -96,6 +89,7 @@ def _introduce(broker: Broker, found: _Found) -> None:
     record = found.record
     kernel = broker.kernels[record.spec.lease_id]
     state, device_id, saved_mib = _believe(record, found.truth, found.saved_mib)
+    pin_left_ms = record.pinned_until_ms - broker.deadlines.now_ms() if record.pinned_until_ms else 0
     kernel.measurement.has_used = saved_mib > 0
     identity, kernel.identity = kernel.identity if state is not LeaseState.UNATTACHED else None, None
     log.info("lease %s: found %s (was %s)", kernel.lease_id[:8], state, record.state)
@@ -110,14 +104,14 @@ def _introduce(broker: Broker, found: _Found) -> None:
             busy=identity is not None,  # its messages have not been heard yet: doubt counts as busy
             device_ids=next((known for known in (record.device_ids, record.home_ids) if known[:1] == (device_id,)), ()),
             sentence=_HOMELESS if state is LeaseState.SUSPENDED and device_id is None else "",
-            pinned_until_ms=_pinned_until_ms(broker, record),
+            pinned_until_ms=now_ms() + pin_left_ms if pin_left_ms > 0 else 0,
         )
     )
     if found.left and state is not LeaseState.UNATTACHED:
         if not broker.survivors.keep(kernel, found.left):
             broker.survivors.kernel_ended(kernel, kernel.ending.root)
     elif identity is not None:
-        follow_found(broker, kernel, identity, record.connection)
+        _follow_found(broker, kernel, identity, record.connection)
     elif kernel.ending.released or state is not LeaseState.UNATTACHED:
         broker.survivors.kernel_ended(kernel, kernel.ending.root)
     else:
@@ -141,24 +135,13 @@ async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: 
     return left
 
 
-async def _snapshot(swaps: Swaps) -> HostSnapshot | None:
-    """Take one snapshot for all leases; None if that fails: then each lease takes its own, and may be unknown."""
-    try:
-        return await swaps.inspector.take()
-    except GPUError as error:
-        log.warning("the devices do not answer: %s", error)
-        return None
-
-
-def follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
+def _follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
     """Watch a process that was found, even if its messages cannot be heard. One that is gone has ended."""
     try:
         try:
             broker.follow(kernel, identity, connection)
-        except (
-            ValueError,
-            zmq.ZMQError,
-        ) as error:  # another broker took what this one does not, or there is no socket left
+        except (ValueError, zmq.ZMQError) as error:
+            # Another broker took what this one does not, or there is no socket left.
             log.warning("lease %s: its kernel cannot be heard and counts as busy: %s", kernel.lease_id[:8], error)
             kernel.watch_process(identity, partial(broker.process_gone, kernel, identity))
             kernel.connection = connection
@@ -197,8 +180,3 @@ def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[
         device_id = truth.device_id or record.device_id
         return (LeaseState.RESIDENT, device_id, 0) if device_id else (LeaseState.QUARANTINED, None, saved_mib)
     return truth.state, truth.device_id or record.device_id, truth.saved_mib
-
-
-def _pinned_until_ms(broker: Broker, record: LeaseRecord) -> int:
-    left_ms = record.pinned_until_ms - broker.deadlines.now_ms()
-    return now_ms() + left_ms if record.pinned_until_ms and left_ms > 0 else 0

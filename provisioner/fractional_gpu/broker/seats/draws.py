@@ -18,6 +18,7 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.seats.offers import HISTORY_DAYS, LAST_SEATS, PoolForecasts
 from fractional_gpu.broker.seats.rules import SeatUsage, check_seat_usage, total_usage
+from fractional_gpu.broker.seats.workloads import Workloads
 from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import SeatRecord, UsageRecord
@@ -31,18 +32,11 @@ class SeatDraws:
     """Checks what leases draw on the `seats`, a live mapping by id. With `required`, no kernel starts without a seat."""
 
     def __init__(
-        self,
-        broker: Broker,
-        seats: Mapping[str, SeatRecord],
-        check_workload: Callable[[SeatRecord, int, str], None],
-        of_pod: Callable[[int], SeatRecord | None],
-        *,
-        required: bool,
+        self, broker: Broker, seats: Mapping[str, SeatRecord], workloads: Workloads, *, required: bool
     ) -> None:
         self._broker = broker
         self._seats = seats
-        self._check_workload = check_workload
-        self._of_pod = of_pod
+        self._workloads = workloads
         self._required = required
 
     def apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
@@ -64,7 +58,7 @@ class SeatDraws:
             raise
 
     def _apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
-        if not request.seat and (of_pod := self._of_pod(peer.credentials.pid)) is not None:
+        if not request.seat and (of_pod := self._workloads.of_pod(peer.credentials.pid)) is not None:
             return self._drawn(peer, request, spec, of_pod)
         if not request.seat:
             if self._required:
@@ -87,7 +81,7 @@ class SeatDraws:
         """Return the lease with the terms of a seat that the peer may use. Raises ForbiddenError or NoRoomError."""
         if seat.uid is not None and peer.credentials.uid not in {seat.uid, 0}:
             raise ForbiddenError("this seat belongs to another user of the machine", reason="wrong-uid")
-        self._check_workload(seat, peer.credentials.pid, "the process that asks")
+        self._workloads.check(seat, peer.credentials.pid, "the process that asks")
         asked = SeatUsage(fraction_milli=spec.fraction_milli * spec.devices, memory_mib=spec.reserve_mib * spec.devices)
         check_seat_usage(
             seat, spec.pool, request.priority, asked, self.seat_usage(seat.seat_id), earlier=self._earlier(seat)
@@ -106,7 +100,7 @@ class SeatDraws:
     def check_process(self, view: LeaseView, pid: int) -> None:
         """Check that a process belongs to the workload of its lease's seat. Raises ForbiddenError."""
         if (seat := self._seats.get(view.spec.seat)) is not None:
-            self._check_workload(seat, pid, f"process {pid}")
+            self._workloads.check(seat, pid, f"process {pid}")
 
     def check_resize(self, kernel: Kernel, fraction_milli: int, reserve_mib: int) -> None:
         """Check that the seat has room for another size of an existing lease. Raises NoRoomError or ForbiddenError."""
@@ -129,7 +123,7 @@ class SeatDraws:
         if spec.allowed_devices != seat.allowed_devices:
             raise ForbiddenError("it was given other devices", reason="seat-devices")
         if kernel.identity is not None:
-            self._check_workload(seat, kernel.identity.pid, "its kernel")
+            self._workloads.check(seat, kernel.identity.pid, "its kernel")
         check_seat_usage(seat, spec.pool, spec.priority, self.lease_usage(kernel, spec), self.seat_usage(seat.seat_id))
 
     def of_token(self, token: str | None) -> str | None:
@@ -241,6 +235,7 @@ class UsageRecorder:
     def sample(self) -> None:
         step_ms = min(max(0, self._now() - self._last_ms), _LONGEST_STEP_MS)
         self._last_ms = self._now()
+        day = self._wall() // _DAY_MS
         seen: dict[tuple[str, str], tuple[bool, int]] = {}
         for kernel, view in self._broker.views():
             if kernel.identity is None:
@@ -250,15 +245,18 @@ class UsageRecorder:
             was_busy, mib = seen.get(key, (False, 0))
             seen[key] = (was_busy or busy, mib + (view.used_mib if busy else 0))
         for (owner, pool), (busy, mib) in seen.items():
-            self._count(owner, pool, step_ms, busy=busy, mib=mib)
-
-    def _count(self, owner: str, pool: str, step_ms: int, *, busy: bool, mib: int) -> None:
-        day = self._wall() // _DAY_MS
-        busy_ms = step_ms if busy else 0
-        more = UsageRecord(
-            owner=owner, pool=pool, day=day, live_ms=step_ms, busy_ms=busy_ms, busy_mib_ms=busy_ms * mib, peak_mib=mib
-        )
-        _add(self._unwritten, more)
+            busy_ms = step_ms if busy else 0
+            more = UsageRecord(
+                owner=owner,
+                pool=pool,
+                day=day,
+                live_ms=step_ms,
+                busy_ms=busy_ms,
+                busy_mib_ms=busy_ms * mib,
+                peak_mib=mib,
+            )
+            known = self._unwritten.get((owner, pool, day))
+            self._unwritten[owner, pool, day] = more if known is None else known + more
 
     def write(self) -> None:
         """Write what was counted since the last write, and pass it to the forecasts, which forget what is older than they need."""
@@ -268,9 +266,3 @@ class UsageRecorder:
         self._forecasts.forget(self._wall() // _DAY_MS - HISTORY_DAYS)
         for usage in fresh:
             self._broker.writer.submit(partial(self._broker.writer.ledger.add_usage, usage), again=True)
-
-
-def _add(usage: dict[tuple[str, str, int], UsageRecord], more: UsageRecord) -> None:
-    key = (more.owner, more.pool, more.day)
-    known = usage.get(key)
-    usage[key] = more if known is None else known + more

@@ -22,6 +22,7 @@ from fractional_gpu.broker.seats.rules import (
     is_of_same_server,
     percent,
 )
+from fractional_gpu.broker.services.status import times
 from fractional_gpu.config.pools import Pool
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.model import DeviceView, PoolSpec, ReserveBy, Span
@@ -42,11 +43,8 @@ from fractional_gpu.protocol.seats import FractionOffer, OfferRequest, Offers, P
 
 HISTORY_DAYS = 28
 LAST_SEATS = 200  # of each pool, from which the wait for a place is worked out
-_FIRST_SEATS_MS = (
-    30 * 60_000,
-    2 * 3_600_000,
-    8 * 3_600_000,
-)  # assumed until one has ended: a short look, an afternoon, a working day
+# Assumed until one has ended: a short look, an afternoon, a working day.
+_FIRST_SEATS_MS = (30 * 60_000, 2 * 3_600_000, 8 * 3_600_000)
 ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # what a page offers of a pool that gives any
 
 
@@ -99,8 +97,6 @@ class PoolForecasts:
         if known is None:
             known = self._sums[who] = reduce(add, days.values())
         return estimated_usage(live_ms=known.live_ms, busy_ms=known.busy_ms, busy_mib_ms=known.busy_mib_ms, prior=prior)
-
-    # -- room ----------------------------------------------------------------------------------------------------------------
 
     def memory_mib(
         self, pool: PoolSpec, fraction_milli: int, asked_mib: int | None, allowed: Collection[str] | None = None
@@ -193,8 +189,6 @@ class PoolForecasts:
             and (allowed is None or one.device_id in allowed)
         ]
 
-    # -- what users see --------------------------------------------------------------------------------------------------
-
     def expected(self, pool: str, position: int, seats: int) -> Span | None:
         """Return the wait of the request at this position, with its bounds: `worked_out`, as such forecasts turned out before."""
         found = self.worked_out(pool, position, seats)
@@ -261,14 +255,7 @@ class PoolForecasts:
             terms=charge_terms(hub.tariff) if hub.price is not None else "",
             fractions=[
                 self._fraction_offer(
-                    SeatRequest(
-                        owner=request.owner,
-                        groups=request.groups,
-                        server=request.server,
-                        hub=request.hub,
-                        pool=pool.name,
-                        fraction_milli=milli,
-                    ),
+                    SeatRequest(**structs.asdict(request), pool=pool.name, fraction_milli=milli),
                     pool,
                     seats,
                     waiting,
@@ -295,9 +282,7 @@ class PoolForecasts:
             free=free,
             sentence="",
             why_not=why_not,
-            expected_ms=None if expected is None else expected.expected_ms,
-            low_ms=None if expected is None else expected.low_ms,
-            high_ms=None if expected is None else expected.high_ms,
+            **times(expected),
             at_once_milli=0
             if isinstance(where, PoolFull)
             else self._at_once_milli(request, pool, memory_mib, seats, where),

@@ -148,8 +148,6 @@ class Revocations:
         text = msgspec.json.encode(self._ended).decode()
         self._broker.writer.submit(partial(self._broker.writer.ledger.keep, _NAME, text))
 
-    # -- the end -------------------------------------------------------------------------------------------------------------
-
     def _end_processes(self, lease_id: str) -> None:
         kernel = self._broker.kernels.get(lease_id)
         if kernel is not None and not kernel.requests.evictions:

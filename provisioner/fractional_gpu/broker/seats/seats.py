@@ -12,17 +12,17 @@
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 
 from msgspec import structs
 
 from fractional_gpu.broker.accounting.budgets import BudgetKeeper
 from fractional_gpu.broker.broker import Broker, token_digest
-from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.clock import now_ms, wall_ms, within
 from fractional_gpu.broker.persistence.lease_files import read_seat_files
 from fractional_gpu.broker.seats.capacity import HostCapacity
 from fractional_gpu.broker.seats.draws import SeatDraws, UsageRecorder
@@ -40,7 +40,7 @@ from fractional_gpu.broker.seats.rules import (
     total_usage,
 )
 from fractional_gpu.broker.seats.workloads import Workloads
-from fractional_gpu.broker.services.status import Viewer
+from fractional_gpu.broker.services.status import Viewer, times
 from fractional_gpu.config.hub import GroupTerms
 from fractional_gpu.config.pools import Pool
 from fractional_gpu.config.settings import Settings
@@ -63,6 +63,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST_TTL_MS = 24 * 3_600_000
 _LONGEST_WAIT_MS = 3_600_000
+_DAY_S = 24 * 3600
 _MOST_SEATS = 10_000
 _MOST_WAITING = 2000
 
@@ -95,9 +96,7 @@ class Seats:
         self._waiting: dict[str, list[_Waiter]] = {}
         self._changed = asyncio.Event()
         self.workloads = Workloads(broker, self._seats, gone=self._workload_gone, changed=self._keep)
-        self.draws = SeatDraws(
-            broker, self._seats, self.workloads.check, self.workloads.of_pod, required=settings.seats_required
-        )
+        self.draws = SeatDraws(broker, self._seats, self.workloads, required=settings.seats_required)
         self.forecasts = PoolForecasts(broker, settings)
         self._capacity = HostCapacity(broker, self.forecasts, default_milli=settings.first_fraction)
         self.budgets = BudgetKeeper(broker, broker.writer, settings.budgets, self.forecasts.hub)
@@ -106,8 +105,6 @@ class Seats:
         self._usage_recorder = UsageRecorder(broker, self.forecasts)
         self.revocations = Revocations(broker)
         self.pools = PoolEditor(broker, settings, self._pool_changed, self._capacity.fitting)
-
-    # -- what is there -----------------------------------------------------------------------------------------------------
 
     def recover(self, ledger: Ledger) -> None:
         """Restore the seats and the usage of users from the ledger. `run` ends the seats that expired in the meantime.
@@ -179,9 +176,7 @@ class Seats:
             fraction_milli=waiter.request.fraction_milli,
             memory_mib=waiter.memory_mib,
             waited_ms=now_ms() - waiter.since_ms,
-            expected_ms=None if expected is None else expected.expected_ms,
-            low_ms=None if expected is None else expected.low_ms,
-            high_ms=None if expected is None else expected.high_ms,
+            **times(expected),
             passed_over=waiter.passed_over,
         )
 
@@ -204,33 +199,25 @@ class Seats:
         waiting = {pool: len(line) for pool, line in self._waiting.items()}
         kept = {pool for pool in waiting if not self._lets_pass(pool)}
         offers = self.forecasts.offers(request, self.live(), waiting, kept)
-        return structs.replace(
-            offers, pools=[self._with_advice(request, self._with_budget(request, one)) for one in offers.pools]
-        )
+        return structs.replace(offers, pools=[self._with_advice_and_budget(request, one) for one in offers.pools])
 
     def _share(self, seat_id: str) -> Share | None:
         """Return the share of a seat; None: it is unknown."""
         seat = self._seats.get(seat_id)
         return Share(seat.fraction_milli, seat.memory_mib) if seat is not None else None
 
-    def _with_advice(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
-        """Return the offer with what is suggested for the user's servers by what they have used."""
-        advice = self._broker.habits.of_seats(offer.pool, request.owner)
-        return offer if advice is None else structs.replace(offer, advice=advice.brief)
-
-    def _with_budget(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
-        """Return the offer with what is left of the user's budgets; with none left, it may be none."""
-        party = Party(offer.pool, request.owner, self._group(offer.pool, request.groups), seated=True)
+    def _with_advice_and_budget(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
+        """Return the offer with advice by past use, and with what is left of the user's budgets; with none left, it may be none."""
+        spec, hub = self._pool(offer.pool)
+        terms = hub.terms(request.groups)
+        group = counted_group(terms[0] if terms is not None else "", request.groups, spec)
+        party = Party(offer.pool, request.owner, group or self.budgets.group_of(request.groups), seated=True)
         left = "; ".join(f"{one.left_text} of {one.text} left" for one in self.budgets.status(party))
-        return structs.replace(offer, budget=left, why_not=offer.why_not or self.budgets.refusal(party))
-
-    def _group(self, pool: str, groups: Sequence[str]) -> str:
-        """Return the group that a seat of a user of these groups counts for; empty: none."""
-        spec, hub = self._pool(pool)
-        terms = hub.terms(groups)
-        return counted_group(terms[0] if terms is not None else "", groups, spec) or self.budgets.group_of(groups)
-
-    # -- giving and ending ---------------------------------------------------------------------------------------------------
+        why_not = offer.why_not or self.budgets.refusal(party)
+        advice = self._broker.habits.of_seats(offer.pool, request.owner)
+        if advice is not None:
+            offer = structs.replace(offer, advice=advice.brief)
+        return structs.replace(offer, budget=left, why_not=why_not)
 
     async def take(self, request: SeatRequest) -> AsyncGenerator[SeatProgress, None]:
         """Yield why the request waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the request.
@@ -253,10 +240,10 @@ class Seats:
             check_limits(request, group, pool, self._others(request), self._revoked(request))
             self.forecasts.check_ever(request, pool, hub, memory_mib)
         except (ForbiddenError, NoRoomError) as error:
-            yield self._limited(request, error)
+            yield self._refused(request, error.reason, str(error))
             return
         waiter = _Waiter(request, group, terms, memory_mib)
-        async with contextlib.aclosing(self._wait_in_line(waiter)) as line:
+        async with aclosing(self._wait_in_line(waiter)) as line:
             async for progress in line:
                 yield progress
 
@@ -279,7 +266,7 @@ class Seats:
                     yield await self._hand_out(waiter, waiter.seat)
                     return
                 if waiter.refused is not None:
-                    yield self._limited(request, waiter.refused)
+                    yield self._refused(request, waiter.refused.reason, str(waiter.refused))
                     return
                 position = line.index(waiter) + 1
                 if full is None or position > 1:
@@ -287,7 +274,9 @@ class Seats:
                         "seat-queue", f"{_others_wait(position - 1)} before you for a place in pool {request.pool!r}"
                     )
                 if last_look or hub.when_full == "refuse":
-                    yield self._refused(request, hub, full)
+                    waited = " and no seat became free in time" if hub.when_full == "wait" and request.wait_ms else ""
+                    remedy = "try again later, or choose a smaller fraction or another pool"
+                    yield self._refused(request, full.reason, f"{full.sentence}{waited}; {remedy}")
                     return
                 expected = self._expected(waiter, position, first=told is None)
                 progress = SeatProgress(
@@ -295,17 +284,13 @@ class Seats:
                     reason=full.reason,
                     sentence=full.sentence,
                     position=position,
-                    expected_ms=None if expected is None else expected.expected_ms,
-                    low_ms=None if expected is None else expected.low_ms,
-                    high_ms=None if expected is None else expected.high_ms,
+                    **times(expected),
                 )
                 if progress != told:
                     yield progress
                     told = progress
                 # Memory and habits change without an event: check again after a while.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(PULSE_S, max(0.0, (deadline_ms - now_ms()) / 1000))):
-                        await changed.wait()
+                await within(min(PULSE_S, (deadline_ms - now_ms()) / 1000), changed)
         finally:
             if waiter in line:
                 line.remove(waiter)
@@ -397,16 +382,9 @@ class Seats:
         return not any(self._is_kept_for(waiter, pool, hub) for waiter in self._waiting.get(pool_name, ()))
 
     @staticmethod
-    def _refused(request: SeatRequest, hub: Pool, full: PoolFull) -> SeatProgress:
-        waited = " and no seat became free in time" if hub.when_full == "wait" and request.wait_ms else ""
-        sentence = f"{full.sentence}{waited}; try again later, or choose a smaller fraction or another pool"
-        log.warning("no seat for %r: %s (%s)", request.owner, sentence, full.reason)
-        return SeatProgress(kind=ProgressKind.REFUSED, reason=full.reason, sentence=sentence)
-
-    @staticmethod
-    def _limited(request: SeatRequest, error: ForbiddenError | NoRoomError) -> SeatProgress:
-        log.warning("no seat for %r: %s (%s)", request.owner, error, error.reason)
-        return SeatProgress(kind=ProgressKind.REFUSED, reason=error.reason, sentence=str(error))
+    def _refused(request: SeatRequest, reason: str, sentence: str) -> SeatProgress:
+        log.warning("no seat for %r: %s (%s)", request.owner, sentence, reason)
+        return SeatProgress(kind=ProgressKind.REFUSED, reason=reason, sentence=sentence)
 
     def _reserve(self, waiter: _Waiter, hub: Pool, device_id: str | None) -> None:
         """Make the seat, so that no other request gets its room, and start to write it. An older seat of the same server ends."""
@@ -554,12 +532,7 @@ class Seats:
                 if seat.expires_ms is not None and seat.expires_ms <= now:
                     self._end(seat, "expired")
             due = min((seat.expires_ms - now for seat in self.live() if seat.expires_ms is not None), default=None)
-            changed = self._changed
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if due is None else max(0.05, due / 1000)):
-                    await changed.wait()
-
-    # -- helpers -------------------------------------------------------------------------------------------------------------
+            await within(_DAY_S if due is None else max(0.05, due / 1000), self._changed)
 
     def _pool(self, name: str) -> tuple[PoolSpec, Pool]:
         pool = self._broker.arbiter.pools().get(name)

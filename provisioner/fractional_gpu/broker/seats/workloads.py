@@ -15,6 +15,7 @@ from typing import Final
 from msgspec import structs
 
 from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import within
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.host.process import boot_id
 from fractional_gpu.host.workload import (
@@ -126,11 +127,7 @@ class Workloads:
         while True:
             self._look_soon.clear()
             await self._look()
-            try:
-                async with asyncio.timeout(_EVERY_S):
-                    await self._look_soon.wait()
-            except TimeoutError:
-                continue
+            await within(_EVERY_S, self._look_soon)
 
     async def _look(self) -> None:
         seats = [seat for seat in self._seats.values() if seat.workload is not None]

@@ -18,7 +18,7 @@ from fractional_gpu.broker.kernels.ending import end_processes
 from fractional_gpu.broker.kernels.kernel import Kernel, Request
 from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.lanes import SWAPS
-from fractional_gpu.broker.services.status import HAD_ITS_TURN, full_lease_status, revoked_sentence, view_of
+from fractional_gpu.broker.services.status import explain, full_lease_status, revoked_sentence, times, view_of
 from fractional_gpu.core.events import BusyChanged, MoveRequested, SuspendRequested, Unwanted, Wanted
 from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState, LeaseView
@@ -113,11 +113,7 @@ class Residency:
         if (failure := _failure(view)) is not None:
             return Progress(kind=ProgressKind.REFUSED, reason=failure[0], sentence=failure[1])
         ticket = self._broker.ticket(kernel.lease_id)
-        reason, sentence = (ticket.reason, ticket.sentence) if ticket is not None else (view.reason, view.sentence)
-        expected = ticket.expected if ticket is not None else None
-        if view.at_gate:
-            reason, sentence = "wait.turn", HAD_ITS_TURN
-            expected = self._broker.arbiter.gate_wait(kernel.lease_id, now_ms())
+        reason, sentence, expected = explain(self._broker, view)
         if time.monotonic() >= deadline_s:
             return Progress(
                 kind=ProgressKind.REFUSED, reason="timeout", sentence=f"no GPU within the time allowed: {sentence}"
@@ -136,9 +132,7 @@ class Residency:
             reason=reason,
             sentence=sentence,
             position=ticket.position if ticket is not None else None,
-            expected_ms=expected.expected_ms if expected is not None else None,
-            low_ms=expected.low_ms if expected is not None else None,
-            high_ms=expected.high_ms if expected is not None else None,
+            **times(expected),
             turn_ms=None if turns_end_ms is None else max(0, turns_end_ms - now_ms()),
             slowdown_brief=self._broker.arbiter.slowdown(kernel.lease_id).brief,
         )

@@ -17,7 +17,7 @@ from fractional_gpu.broker.clock import now_ms, within
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.recovery.lost_leases import lost_sentence
 from fractional_gpu.core.handlers.overrides import REVOKED
-from fractional_gpu.core.model import DeviceView, LeaseView
+from fractional_gpu.core.model import DeviceView, LeaseView, Span
 from fractional_gpu.core.units import format_duration
 from fractional_gpu.gpu.interface import DeviceSensors
 from fractional_gpu.protocol.errors import NotFoundError
@@ -41,15 +41,24 @@ _MINUTE_MS = 60_000
 _OF_VIEW = {field.name for field in fields(DeviceView)} & set(DeviceStatus.__struct_fields__) - {"pool"}
 
 
-def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus:
-    ticket = broker.ticket(kernel.lease_id)
-    expected = ticket.expected if ticket is not None else None
-    reason, sentence = (ticket.reason, ticket.sentence) if ticket is not None else (view.reason, view.sentence)
+def explain(broker: Broker, view: LeaseView) -> tuple[str, str, Span | None]:
+    """Return why the lease is as it is, or waits: the reason, a sentence, and the forecast of its wait."""
     if view.at_gate:
-        reason, sentence = "wait.turn", HAD_ITS_TURN
-        expected = broker.arbiter.gate_wait(kernel.lease_id, now_ms())
-    elif view.revoked:
-        reason, sentence = REVOKED.code, revoked_sentence(view)
+        return "wait.turn", HAD_ITS_TURN, broker.arbiter.gate_wait(view.spec.lease_id, now_ms())
+    if view.revoked:
+        return REVOKED.code, revoked_sentence(view), None
+    ticket = broker.ticket(view.spec.lease_id)
+    return (view.reason, view.sentence, None) if ticket is None else (ticket.reason, ticket.sentence, ticket.expected)
+
+
+def times(expected: Span | None) -> dict[str, Any]:
+    """Return a forecast as the fields of a message."""
+    return {} if expected is None else {one.name: getattr(expected, one.name) for one in fields(Span)}
+
+
+def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus:
+    reason, sentence, expected = explain(broker, view)
+    ticket = broker.ticket(kernel.lease_id)
     device = broker.devices.get(view.device_id or "")
     pool = broker.arbiter.pools().get(view.spec.pool)
     return LeaseStatus(
@@ -57,6 +66,8 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         now_ms=now_ms(),
         reason=reason,
         sentence=sentence,
+        position=ticket.position if ticket is not None else None,
+        expected=expected,
         **structs.asdict(kernel.facts),
         kind=COMMAND if kernel.launch.command else KERNEL,
         pid=kernel.identity.pid if kernel.identity and not kernel.ending.survivors else None,
@@ -70,8 +81,6 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
             LeftProcess(pid=one.identity.pid, command=one.command, used_mib=one.used_mib)
             for one in kernel.ending.survivors
         ],
-        position=ticket.position if ticket is not None else None,
-        expected=expected,
         slowdown=broker.arbiter.slowdown(kernel.lease_id),
         foresight=str(pool.foresight) if pool is not None else "",
         budget=kernel.budget,

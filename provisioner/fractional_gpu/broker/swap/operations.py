@@ -12,12 +12,11 @@ import json
 import logging
 import time
 from collections.abc import Coroutine, Iterable
-from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.clock import now_ms, wall_ms, within
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.effects import LookAgain, Resume, Shrink, Suspend
 from fractional_gpu.core.events import (
@@ -191,9 +190,7 @@ class Operations:
         """Look until the truth is known or the lease has moved on. A process that failed is reported once, and looked at again."""
         reported = ""
         for attempt in count():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)]):
-                    await self._look_now.wait()
+            await within(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)], self._look_now)
             try:
                 await self._swaps.worker.wait_for_previous_worker()
                 kernel, view = self._broker.kernels.get(effect.lease_id), self._broker.arbiter.lease(effect.lease_id)
