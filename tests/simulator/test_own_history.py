@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.simulation.own_history import read_history, recorded_waits, sessions_of
+from fractional_gpu.commands.simulation.sessions import read_history, recorded_waits, sessions_of
 from fractional_gpu.ledger import Ledger
 from tests.support.own_history import ledger_of
 

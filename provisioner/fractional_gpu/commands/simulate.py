@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu import __version__
-from fractional_gpu.commands.simulation.load import read_trace
-from fractional_gpu.commands.simulation.machine import MOST_DEVICES, MachineOptions, read_machine
-from fractional_gpu.commands.simulation.own_history import compared, compared_text, read_history, recorded_waits
-from fractional_gpu.commands.simulation.revocation import read_revocation, revocation_text
+from fractional_gpu.commands.simulation.machine import (
+    MOST_DEVICES,
+    MachineOptions,
+    check_pools,
+    read_meter,
+    read_revocation,
+)
 from fractional_gpu.commands.simulation.scenario import (
     MOST_IN_A_HOST,
     USUAL_P95_WAIT,
@@ -22,7 +25,14 @@ from fractional_gpu.commands.simulation.scenario import (
     read_scenario,
 )
 from fractional_gpu.commands.simulation.scenario import configure as configure_scenario
-from fractional_gpu.commands.simulation.usage import check_pools, read_meter, usage_figures, usage_table
+from fractional_gpu.commands.simulation.sessions import read_history, read_trace, recorded_waits
+from fractional_gpu.commands.simulation.tables import (
+    compared,
+    compared_text,
+    revocation_text,
+    usage_figures,
+    usage_table,
+)
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, fitted, line, say, table, terminal_width, write
 from fractional_gpu.config import ConfigError
@@ -81,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(scenario: Scenario, options: argparse.Namespace) -> int:
-    machine = read_machine(scenario)
+    machine = MachineOptions(scenario)
     trace = read_trace(scenario)
     check_pools(scenario, trace)
     meter, revocation = read_meter(scenario, machine), read_revocation(scenario)

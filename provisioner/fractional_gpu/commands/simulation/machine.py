@@ -1,40 +1,53 @@
-"""On what `jupyter gpu simulate` runs sessions: one host, or several."""
+"""On what `jupyter gpu simulate` runs sessions: one host, or several; the meter of what they use, and what goes away."""
 
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fractional_gpu.commands.simulation.scenario import Scenario
 from fractional_gpu.commands.terminal.text import UsageError
 from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_memory_mib
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms
 from fractional_gpu.simulator.fleet import Way
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import Signs
 from fractional_gpu.simulator.machine import Host, SwapSpeed
+from fractional_gpu.simulator.metering import Metering, Power, RunMeter
+from fractional_gpu.simulator.revocation import Revocation, lifetimes_of
+from fractional_gpu.simulator.traces import Session
 
 MOST_DEVICES = 8192
 _DEVICES = re.compile(r"(\d{1,4})x(.{1,20})", re.ASCII)
 _HOSTS = re.compile(r"\s*(\d{1,4}|\?)x\(([^()]*)\)", re.ASCII)
+_POWER = re.compile(r"(\d{1,4})-(\d{1,4})", re.ASCII)
 _FORM = (
     "COUNTx(COUNTxMEMORY) such as '4x(8x80GiB)' or '4x(8x80GiB),2x(6x80GiB,2x40GiB)' is, and with --find-devices '?x(8x80GiB)', "
     f"at most {MOST_DEVICES} GPUs in all"
 )
 
 
-@dataclass(frozen=True, slots=True)
 class MachineOptions:
-    """What was said about the machine. `shapes` are the MiB of the GPUs of each host, or with `--find-devices` those of one host."""
+    """What the scenario says about the machine. Raises UsageError, ConfigError.
 
-    scenario: Scenario
-    shapes: tuple[tuple[int, ...], ...]
-    several: bool  # hosts, by --hosts
-    settings: Settings | None
-    way: Way  # how sessions are given their hosts, where no engine does that
-    engine: EngineDoor | None = None  # what the engine that gives jobs their hosts knows of these
+    `shapes` are the MiB of the GPUs of each host, or with `--find-devices` those of one host.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.settings = _policy(scenario.policy) if scenario.policy is not None else None
+        self.shapes = [tuple(_devices("--devices", scenario.devices))]
+        self.several = scenario.hosts is not None  # hosts, by --hosts
+        if scenario.hosts is not None:
+            self.shapes = _hosts(scenario.hosts, scenario.gpus_per_host)
+        self.engine = EngineDoor(scenario.door) if scenario.has_engine else None
+        if scenario.place is None and self.engine is None:
+            self.way = Way(rule=DoorRule(scenario.door))
+        else:  # behind an engine, the way says how its hosts run
+            processes = scenario.processes or len(os.sched_getaffinity(0))
+            self.way = Way(rule=scenario.place or DoorRule.FIT, seed=scenario.seed, processes=processes)
 
     @property
     def terms(self) -> WaitTerms:
@@ -48,7 +61,7 @@ class MachineOptions:
         """Return the hosts; with a count so many of the first shape, or one host with so many GPUs of the first size."""
         shapes = self.shapes
         if count is not None:
-            shapes = shapes[:1] * count if self.several else ((shapes[0][0],) * count,)
+            shapes = shapes[:1] * count if self.several else [(shapes[0][0],) * count]
         made = {shape: self._host(shape) for shape in dict.fromkeys(shapes)}
         return tuple(made[shape] for shape in shapes)
 
@@ -91,30 +104,6 @@ class MachineOptions:
             request_percent=scenario.request,
             patience_ms=scenario.growth_patience,
         )
-
-
-def _way(scenario: Scenario) -> Way:
-    """Return how sessions are given their hosts; behind an engine, how its hosts run."""
-    if scenario.place is None and not scenario.has_engine:
-        return Way(rule=DoorRule(scenario.door))
-    processes = scenario.processes or len(os.sched_getaffinity(0))
-    return Way(rule=scenario.place or DoorRule.FIT, seed=scenario.seed, processes=processes)
-
-
-def read_machine(scenario: Scenario) -> MachineOptions:
-    """Return what the scenario says about the machine. Raises UsageError, ConfigError."""
-    settings = _policy(scenario.policy) if scenario.policy is not None else None
-    one = tuple(_devices("--devices", scenario.devices))
-    shapes = _hosts(scenario.hosts, scenario.gpus_per_host) if scenario.hosts is not None else [one]
-    engine = EngineDoor(scenario.door) if scenario.has_engine else None
-    return MachineOptions(
-        scenario,
-        tuple(shapes),
-        several=scenario.hosts is not None,
-        settings=settings,
-        way=_way(scenario),
-        engine=engine,
-    )
 
 
 def _hosts(text: str, most: int) -> list[tuple[int, ...]]:
@@ -166,3 +155,50 @@ def _policy(path: str) -> Settings:
         return load(path)
     except ConfigError as error:
         raise ConfigError(f"--policy: {error}") from error
+
+
+def read_meter(scenario: Scenario, machine: MachineOptions) -> RunMeter | None:
+    """Return the meter of the run, if one is asked for. Raises UsageError."""
+    if not scenario.meter and scenario.usage is None:
+        return None
+    match = _POWER.fullmatch(scenario.power.strip())
+    idle, peak = (int(match[1]), int(match[2])) if match else (1, 0)
+    if idle > peak:
+        raise UsageError(f"power={scenario.power[:40]!r} is not allowed; IDLE-PEAK in W, such as 75-700, is")
+    settings = machine.settings
+    return RunMeter(
+        Metering(
+            tariffs={pool.name: pool.tariff for pool in settings.pools} if settings is not None else {},
+            power=Power(idle_mw=idle * 1000, peak_mw=peak * 1000),
+            noise_percent=scenario.power_noise,
+            measured_percent=scenario.measured_use,
+            seed=scenario.seed,
+        )
+    )
+
+
+def check_pools(scenario: Scenario, trace: list[Session]) -> None:
+    """Refuse what runs all sessions in one pool if some name another. Raises UsageError."""
+    pool = next((session.pool for session in trace if session.pool), None)
+    for name in ("baselines", "find_devices", "place"):
+        if pool is not None and getattr(scenario, name):
+            raise UsageError(
+                f"{name} knows the default pool only, and sessions run in pool {pool!r}, too; leave one of the two out"
+            )
+
+
+def read_revocation(scenario: Scenario) -> Revocation | None:
+    """Return what goes away; None: nothing does. Raises UsageError."""
+    if scenario.revoke is None:
+        return None
+    try:
+        lifetimes = lifetimes_of(scenario.revoke)
+    except SimulationError as error:
+        raise UsageError(f"revoke: {error}") from error
+    return Revocation(
+        lifetimes=lifetimes,
+        whole_hosts=scenario.revoke_what == "hosts",
+        notice_ms=scenario.revoke_notice,
+        replace_ms=scenario.revoke_replace,
+        seed=scenario.seed,
+    )

@@ -1,0 +1,107 @@
+"""What `jupyter gpu simulate` prints beside the figures of a run: what leases used, what would be lost, and what a ledger had recorded."""
+
+from typing import TYPE_CHECKING, Any
+
+from fractional_gpu.commands.terminal.text import fitted, table
+from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR, Usage
+from fractional_gpu.core.units import plural
+from fractional_gpu.simulator.felt import Spread
+from fractional_gpu.simulator.metering import RunMeter
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+def usage_figures(meter: RunMeter) -> dict[str, dict[str, Any]]:
+    """Return what `--json` says under `usage`: the sums of each pool, and the part of them that no lease had."""
+    found: dict[str, dict[str, Any]] = {}
+    for pool, (currency, usage) in meter.totals().items():
+        unheld = Usage()
+        for row in meter.rows:
+            if row.party.pool == pool and not row.key.lease_id:
+                unheld.add(row.usage)
+        found[pool] = {
+            "device_hours": round(usage.occupied_us / 3.6e9, 3),
+            "unheld_device_hours": round(unheld.occupied_us / 3.6e9, 3),
+            "reserved_gpu_hours": round(usage.reserved_share / SHARE_HOUR, 3),
+            "held_gpu_hours": round(usage.held_share / SHARE_HOUR, 3),
+            "busy_gpu_hours": round(usage.busy_share / SHARE_HOUR, 3),
+            "suspended_gpu_hours": round(usage.suspended_share / SHARE_HOUR, 3),
+            "energy_kwh": round(usage.energy_mj / MJ_PER_KWH, 3),
+            "unheld_energy_kwh": round(unheld.energy_mj / MJ_PER_KWH, 3),
+            "charged": round(usage.charge_milli / 1000, 3),
+            "charged_if_resident": round(usage.resident_milli / 1000, 3),
+            "charged_for_whole_devices": round(usage.whole_milli / 1000, 3),
+            "currency": currency,
+        }
+    return found
+
+
+def usage_table(figures: dict[str, dict[str, Any]], width: int | None = None) -> "list[Text]":
+    """Return the same as a table, a pool a column. `width`: of the terminal, in characters."""
+
+    def shown(value: object) -> str:
+        return f"{value:,.2f}" if isinstance(value, float) else str(value) or "-"
+
+    names = list(next(iter(figures.values()), {}))
+    rows = [[name, *(shown(pool[name]) for pool in figures.values())] for name in names]
+    return table(["", *figures], rows, indent="", width=width, figures_from=1)
+
+
+def revocation_text(figures: dict[str, Any], width: int | None = None) -> "list[Text]":
+    """Return the figures, with a table in which a way to use the notice is a row. `width`: of the terminal, in characters."""
+    there = figures["on_them"]
+    header = ("not saved by the deadline", "kernels", "GiB", "busy GPU hours", "value")
+    rows = [
+        (
+            name,
+            f"{loss['kernels']:,}",
+            f"{loss['gib']:,.1f}",
+            f"{loss['busy_gpu_hours']:,.2f}",
+            f"{loss['value_percent']:.1f} %",
+        )
+        for name, loss in figures["unsaved"].items()
+    ]
+    before = (
+        f"{plural(figures['devices'], 'device')} went away, after {plural(figures['notices'], 'notice')}; "
+        f"on them were {plural(there['kernels'], 'kernel')} with "
+        f"{there['gib']:,.1f} GiB and the work of {there['busy_gpu_hours']:,.2f} busy GPU hours"
+    )
+    after = []
+    if (lost := figures.get("lost_with_the_hosts")) is not None:
+        after.append(
+            f"With the hosts' memory all of it is lost, in every order, and what was suspended before: "
+            f"{plural(lost['kernels'], 'kernel')} with "
+            f"{lost['gib']:,.1f} GiB and the work of {lost['busy_gpu_hours']:,.2f} busy GPU hours. A snapshot of the hosts would keep what "
+            "is not in the table."
+        )
+    return [
+        *fitted([before], width),
+        *table(header, rows, indent="", width=width, figures_from=1),
+        *fitted(after, width),
+    ]
+
+
+def compared(recorded: Spread, simulated: Spread) -> dict[str, object]:
+    """Return the recorded waits beside those of the run, s, and the percent of cells that waited in each.
+
+    `mean_error_s`: the mean distance of the two distributions, quantile by quantile (the Wasserstein distance).
+    """
+    steps = range(1, 100)
+    apart = [abs(recorded.percentile_ms(one) - simulated.percentile_ms(one)) for one in steps]
+    return {
+        "wait_s": recorded.summary(),
+        "waited_percent": recorded.nonzero_percent(),
+        "mean_error_s": round(sum(apart) / len(apart) / 1000, 3),
+    }
+
+
+def compared_text(recorded: Spread, simulated: Spread) -> list[str]:
+    """Return the same as lines."""
+    lines = [
+        f"waits {name}: median {one.percentile_ms(50) / 1000:g} s, p95 {one.percentile_ms(95) / 1000:g} s, "
+        f"p99 {one.percentile_ms(99) / 1000:g} s; {one.nonzero_percent():g} % of the cells waited"
+        for name, one in (("recorded", recorded), ("simulated", simulated))
+    ]
+    off = compared(recorded, simulated)["mean_error_s"]
+    return [*lines, f"apart by {off:g} s in the mean over the percentiles"]
