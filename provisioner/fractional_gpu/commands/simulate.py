@@ -167,7 +167,6 @@ def _fewest(
 
 
 def _goal(scenario: Scenario) -> Goal:
-    """Return what `--find-devices` must reach."""
     goal = Goal(p95_wait_ms=scenario.p95_wait, p99_wait_ms=scenario.p99_wait, p95_late_ms=scenario.p95_late)
     return goal if goal != Goal() else Goal(p95_wait_ms=USUAL_P95_WAIT)
 
@@ -262,6 +261,12 @@ def _devices_of(hosts: Sequence[Host]) -> str:
 
 def _about(scenario: Scenario, trace: Sequence[Session], hosts: Sequence[Host]) -> About:
     """Return what the page of a run says about it. Raises CommandError for a configuration file that can no longer be read."""
+    policy = None
+    if scenario.policy is not None:
+        try:
+            policy = Path(scenario.policy).read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise CommandError(f"{scenario.policy} cannot be read: {error.strerror}") from error
     sizes = Counter(device.memory_mib for host in hosts for device in host.devices)
     counted = " and ".join(f"{plural(count, 'device')} of {format_memory(mib)}" for mib, count in sizes.items())
     return About(
@@ -270,16 +275,9 @@ def _about(scenario: Scenario, trace: Sequence[Session], hosts: Sequence[Host]) 
         whole_gpus=gpus_reserved_at_once(trace),
         command=scenario.command(),
         version=__version__,
-        policy=_text_of(Path(scenario.policy)) if scenario.policy is not None else None,
+        policy=policy,
         hours_of_day=scenario.users is not None,
     )
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise CommandError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _writing(path: Path, write: Callable[[], object]) -> None:
@@ -289,20 +287,17 @@ def _writing(path: Path, write: Callable[[], object]) -> None:
         raise CommandError(f"{error.filename or path} cannot be written: {error.strerror}") from error
 
 
-# -- printing ---------------------------------------------------------------------------------------------------------
-
-
 def _table(results: Sequence[Result], width: int | None) -> "list[Text]":
-    """Return the figures side by side, a run a column."""
     header = ["", *(result.name for result in results)]
     rows: list[list[str]] = []
-    for key, value in results[0].as_json().items():
+    figures: list[dict[str, Any]] = [result.as_json() for result in results]
+    for key, value in figures[0].items():
         if key == "forecast_error":
             rows += _errors(results)
         elif isinstance(value, dict):
-            rows.extend([f"{key} {part}", *(_shown(_part(one, key, part)) for one in results)] for part in value)
+            rows.extend([f"{key} {part}", *(_shown(one[key][part]) for one in figures)] for part in value)
         else:
-            rows.append([key, *(_shown(one.as_json()[key]) for one in results)])
+            rows.append([key, *(_shown(one[key]) for one in figures)])
     return table(header, rows, indent="", width=width, figures_from=1)
 
 
@@ -319,11 +314,6 @@ def _errors(results: Sequence[Result]) -> list[list[str]]:
             shown = [f"{100 * error[figure]:.0f} %" if error and error["count"] else "-" for error in errors]
             rows.append([f"{what} {words}", *shown])
     return rows
-
-
-def _part(result: Result, key: str, part: str) -> object:
-    value = result.as_json()[key]
-    return value[part] if isinstance(value, dict) else value
 
 
 def _shown(value: object) -> str:

@@ -42,8 +42,6 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a table: what it is of, and a text for each column."""
-
     names: tuple[str, ...]
     cells: tuple[str, ...]
     kind: str = ""  # `rest`: what no lease held; `total`

@@ -115,7 +115,6 @@ def body(
 
 
 def _sums(report: UsageReport) -> list[tuple[str, str]]:
-    """Return the totals in words: hours, amounts, what suspending has saved, energy."""
     said: list[tuple[str, str]] = []
     whole = rolled_up(
         [UsageEntry(of={}, currency="", usage=one.usage, carbon_mg=one.carbon_mg) for one in report.entries], []
@@ -229,7 +228,6 @@ def _drawn(days: Sequence[Day]) -> Svg:
 
 
 def period_text(report: UsageReport, zone: tzinfo | None = None) -> str:
-    """Return the time of the report for people. No zone: the machine's."""
     return f"{moment_text(report.since_s, zone)} to {moment_text(report.until_s, zone)}"
 
 

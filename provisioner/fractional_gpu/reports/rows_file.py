@@ -34,8 +34,6 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RowsFile(msgspec.Struct, frozen=True):
-    """A file's rows, and the time that it is of, seconds since 1970."""
-
     format: str
     version: int
     begins_s: int

@@ -6,7 +6,7 @@ though no question names it. The pool's own part has none.
 A sum of a finer report's entries (`rolled_up`) is what the coarser report says, to the last unit: all figures are integers that add up.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, tzinfo
 from functools import lru_cache
 from operator import attrgetter
@@ -52,15 +52,16 @@ def summed(
     Rows have the columns of `columns_for(by)`, `currency`, and `hour` for times.
     """
     named = with_account(by)
-    sums = _Sums(named)
     text = lru_cache(maxsize=None)(time_text)  # rows are many, and hours few
-    for key, usage in rows:
-        hour_s = int(key.get("hour", 0))
-        values = tuple(text(one, hour_s, zone) if one in TIMES else _column(key, one) for one in named)
-        sums.add(
-            values, str(key["currency"]), usage, carbon_of(usage.energy_mj, hour_s) if carbon_of is not None else 0
-        )
-    return sums.entries()
+
+    def parts() -> Iterator[tuple[tuple[str, ...], str, Usage, int]]:
+        for key, usage in rows:
+            hour_s = int(key.get("hour", 0))
+            values = tuple(text(one, hour_s, zone) if one in TIMES else _column(key, one) for one in named)
+            carbon_mg = carbon_of(usage.energy_mj, hour_s) if carbon_of is not None else 0
+            yield values, str(key["currency"]), usage, carbon_mg
+
+    return _added_up(named, parts())
 
 
 def _column(key: Mapping[str, str | int], name: str) -> str:
@@ -88,10 +89,13 @@ def columns_of(row: UsageRow) -> dict[str, str | int]:
 def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEntry]:
     """Return the sums of a finer report's entries. Days are found in hours, months in both. Raises KeyError if they are not as fine."""
     named = with_account(by)
-    sums = _Sums(named)
-    for entry in entries:
-        sums.add(tuple(_value(entry.of, name) for name in named), entry.currency, entry.usage, entry.carbon_mg)
-    return sums.entries()
+    return _added_up(
+        named,
+        (
+            (tuple(_value(entry.of, name) for name in named), entry.currency, entry.usage, entry.carbon_mg)
+            for entry in entries
+        ),
+    )
 
 
 def periods_of(entries: Iterable[UsageEntry], zone: tzinfo | None = None) -> dict[str, tuple[int, int]]:
@@ -120,28 +124,21 @@ def _value(of: Mapping[str, str], name: str) -> str:
     return next(of[finer] for finer in TIMES if finer in of)[: _LENGTHS[name]]
 
 
-class _Sums:
-    """Adds up, and returns entries in the order of their values."""
-
-    def __init__(self, by: Sequence[str]) -> None:
-        self._by = tuple(by)
-        self._figures: dict[tuple[str, ...], list[int]] = {}  # those of FIGURES, then the carbon, mg
-
-    def add(self, values: tuple[str, ...], currency: str, usage: Usage, carbon_mg: int) -> None:
-        key = (*values, currency)
+def _added_up(by: Sequence[str], parts: Iterable[tuple[tuple[str, ...], str, Usage, int]]) -> list[UsageEntry]:
+    """Add up figures by values of `by` and currency, and return entries in the order of these. Parts end with the carbon, mg."""
+    sums: dict[tuple[str, ...], list[int]] = {}
+    for values, currency, usage, carbon_mg in parts:
         more = (*_figures_of(usage), carbon_mg)
-        known = self._figures.get(key)
-        self._figures[key] = (
+        known = sums.get((*values, currency))
+        sums[*values, currency] = (
             list(more) if known is None else [one + other for one, other in zip(known, more, strict=True)]
         )
-
-    def entries(self) -> list[UsageEntry]:
-        return [
-            UsageEntry(
-                of=dict(zip(self._by, key[:-1], strict=True)),
-                currency=key[-1],
-                usage=Usage(**dict(zip(FIGURES, figures, strict=False))),
-                carbon_mg=figures[-1],
-            )
-            for key, figures in sorted(self._figures.items())
-        ]
+    return [
+        UsageEntry(
+            of=dict(zip(by, key[:-1], strict=True)),
+            currency=key[-1],
+            usage=Usage(**dict(zip(FIGURES, figures, strict=False))),
+            carbon_mg=figures[-1],
+        )
+        for key, figures in sorted(sums.items())
+    ]

@@ -115,7 +115,6 @@ class _Base:
         self._felt = self.figures.felt
 
     def result(self) -> Result:
-        """Run to the end."""
         for session in self.trace:
             self._moments.at(session.open_ms, partial(self._comes, _Kernel(session)))
         self._moments.run(self._account, until=lambda: bool(self._felt.hopeless))
@@ -123,7 +122,6 @@ class _Base:
         return self.figures
 
     def _account(self, at_ms: int) -> None:
-        """Count what was held and busy since the last moment."""
         passed, held = at_ms - self._now_ms, self._held()
         if passed:
             self.figures.timeline.add(self._now_ms, held, self._busy, self._waiting)
@@ -143,7 +141,6 @@ class _Base:
         self._open(kernel)
 
     def _closes(self, kernel: _Kernel) -> None:
-        """Count a session that is over."""
         self.figures.closed_ms = self._now_ms
         self._note("closes", kernel)
         self._ended += 1
@@ -155,7 +152,6 @@ class _Base:
             self.record.moment(kernel.host, kind, self._now_ms, kernel.session.session_id, **about)
 
     def _note_cell(self, kind: str, kernel: _Kernel) -> None:
-        """Write a moment of the kernel's next cell to the record."""
         if kind != "begins":
             self._note(kind, kernel, cell=kernel.next_cell)
             return
@@ -167,18 +163,15 @@ class _Base:
         return tuple(self.hosts[kernel.host].devices[device].device_id for device in kernel.devices)
 
     def _takes(self, kernel: _Kernel, host: int, devices: Sequence[int], mib: int) -> None:
-        """Give the kernel devices, with so much memory on each of them."""
         kernel.host, kernel.devices = host, tuple(devices)
         self._note("takes", kernel, device_ids=self._ids(kernel), mib=mib)
 
     def _use(self, kernel: _Kernel, mib: int) -> None:
-        """Let the kernel have so much memory on each of its devices from now on."""
         if mib != kernel.memory_mib and kernel.devices:
             self._note("memory", kernel, device_ids=self._ids(kernel), mib=mib - kernel.memory_mib)
         kernel.memory_mib = mib
 
     def _gives(self, kernel: _Kernel) -> None:
-        """Take the kernel's devices from it."""
         self._use(kernel, 0)
         self._note("gives", kernel)
         kernel.devices = ()
@@ -198,8 +191,6 @@ class _Base:
 
 
 class _Whole(_Base):
-    """Whole GPUs for each session."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self._free = [list(range(len(host.devices))) for host in self.hosts]
@@ -377,8 +368,6 @@ class _Sharing(_Base):
 
 
 class _Fractions(_Sharing):
-    """A fraction for each session, from open to close."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self._free = [
@@ -455,8 +444,6 @@ class _Fractions(_Sharing):
 
 
 class _TimeSlice(_Sharing):
-    """All sessions share the devices."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self._sizes = [[device.memory_mib for device in host.devices] for host in self.hosts]

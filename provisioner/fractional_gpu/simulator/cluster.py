@@ -98,7 +98,6 @@ class Node:
         user.busy_ms += sum(cell.duration_ms for cell in session.cells if cell.gpus)
 
     def admissible_milli(self, now_ms: int) -> int:
-        """Return how many thousandths more the node would give away."""
         pool = self.host.pools[0]
         places, counts = self._places(now_ms), {}
         for milli in pool.fractions_milli or _ANY_FRACTIONS:
@@ -150,7 +149,6 @@ LOOK_MS = 60_000  # how often all counts are written while jobs wait: what is kn
 
 
 def later(session: Session, by_ms: int) -> Session:
-    """Return the session as it runs if it begins so much later."""
     if not by_ms:
         return session
     cells = tuple(replace(cell, start_ms=cell.start_ms + by_ms) for cell in session.cells)

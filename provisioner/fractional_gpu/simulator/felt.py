@@ -30,7 +30,6 @@ class Spread:
 
     @classmethod
     def of(cls, times_ms: Iterable[int]) -> "Spread":
-        """Return the times, sorted."""
         return cls(tuple(sorted(times_ms)))
 
     def percentile_ms(self, percent: int) -> int:
@@ -38,7 +37,6 @@ class Spread:
         return nearest_rank(self.ordered, percent)
 
     def nonzero(self) -> "Spread":
-        """Return the times that are not zero."""
         return Spread(tuple(time_ms for time_ms in self.ordered if time_ms))
 
     def nonzero_percent(self) -> float:
@@ -46,7 +44,6 @@ class Spread:
         return round(100 * len(self.nonzero().ordered) / len(self.ordered), 3) if self.ordered else 0.0
 
     def summary(self) -> dict[str, float]:
-        """Return the percentiles in seconds."""
         named = {f"p{percent}": self.percentile_ms(percent) / 1000 for percent in _PERCENTS}
         return {**named, "max": self.percentile_ms(100) / 1000}
 
@@ -74,17 +71,14 @@ class Goal:
     p95_late_ms: int | None = None
 
     def waits(self) -> list[tuple[int, int]]:
-        """Return the limits of the cells' waits: percent, ms."""
         limits = ((95, self.p95_wait_ms), (99, self.p99_wait_ms))
         return [(percent, limit_ms) for percent, limit_ms in limits if limit_ms is not None]
 
     def doors(self) -> list[tuple[int, int]]:
-        """Return the limits of the sessions' waits at the door: percent, ms."""
         return self.waits() + ([(95, self.p95_late_ms)] if self.p95_late_ms is not None else [])
 
 
 def too_long(what: str, percent: int, limit_ms: int) -> str:
-    """Return the sentence about a limit that is not kept."""
     return f"more than {100 - percent} % of the {what} are longer than {limit_ms / 1000:g} s"
 
 
@@ -144,7 +138,6 @@ class Felt:
 
     @property
     def wait_limits_ms(self) -> list[int]:
-        """The goal's limits of the cells' waits, ms."""
         return [allowance.limit_ms for allowance in self._waits]
 
     def overdue(self, limit: int) -> None:
@@ -161,14 +154,12 @@ class Felt:
                 self.hopeless = allowance.sentence
 
     def entered(self, wait_ms: int) -> None:
-        """Count a session that begins after so long a wait at the door, ms."""
         self.doors_ms.append(wait_ms)
         for allowance in self._doors:
             if allowance.spent(wait_ms):
                 self.hopeless = allowance.sentence
 
     def ended(self, user: str, late_ms: int, alone_ms: int) -> None:
-        """Count a cell of `user` that takes `alone_ms` alone and ends so much later, ms."""
         self._is_late(user, late_ms, stretch_milli(late_ms, alone_ms))
 
     def add(self, other: "Felt", host: int) -> None:
@@ -201,13 +192,11 @@ class Lateness:
 
     @classmethod
     def of(cls, felt: Felt) -> "Lateness":
-        """Return the users that ended a GPU cell."""
         late = tuple(Spread.of(felt.late_ms[user]) for user in sorted(felt.late_ms))
         return cls(late, tuple(Spread.of(felt.stretch_milli[user]) for user in sorted(felt.stretch_milli)))
 
     @property
     def cells(self) -> Spread:
-        """The lateness of all cells."""
         return Spread.of(late_ms for user in self.users for late_ms in user.ordered)
 
     def percentile_of_users_ms(self, percent: int) -> int:

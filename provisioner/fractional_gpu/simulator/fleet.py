@@ -44,8 +44,6 @@ SUMS = (
 
 
 class PlaceRule(StrEnum):
-    """How hosts are chosen beforehand."""
-
     RANDOM = "random"
     COUNT = "count"
     USE = "use"
@@ -171,8 +169,6 @@ class _Open:
 
 @dataclass(slots=True)
 class _User:
-    """What is known of a user so far."""
-
     open: dict[str, _Open] = field(default_factory=dict)
     lived_ms: int = 0  # of closed sessions
     opened_ms: int = 0  # the sum of the openings of those that are open

@@ -82,15 +82,11 @@ def _asked(kinds: Sequence[Host], session: Session) -> list[LeaseSpec | None]:
 
 
 class DoorRule(StrEnum):
-    """How the door chooses."""
-
     FIT = "fit"
     MOST_FREE = "most-free"
 
 
 class Door:
-    """Gives each session that opens its host."""
-
     def __init__(self, hosts: Sequence[Host], trace: Sequence[Session], rule: DoorRule = DoorRule.FIT) -> None:
         self._rule = rule
         self._leases = Leases(hosts, trace)

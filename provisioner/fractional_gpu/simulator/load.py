@@ -30,8 +30,6 @@ class Habit(StrEnum):
 
 
 class Pace(StrEnum):
-    """How long cells on a GPU take, and how many there are."""
-
     LONG = "long"
     SHORT = "short"
 
@@ -172,7 +170,6 @@ _Machine = tuple[int, int]  # how many GPUs a session uses, and the MiB that it 
 
 
 def _draw(rng: random.Random, points: _Points) -> float:
-    """Return a value by its quantile function."""
     at = rng.random()
     right = min(len(points) - 1, bisect_right([probability for probability, _ in points], at))
     (low, small), (high, large) = points[right - 1], points[right]
@@ -436,7 +433,6 @@ class _HabitDay(_UserDay):
         return [*made, self._look()] if self._habit is Habit.BUILDERS else made
 
     def _class(self, begins: int) -> Session:
-        """Return the session of a member of a class: none of its cells ends after the class."""
         arrives = self.stream("joint", "work")
         opens, ends = begins + round(_MINUTE_MS * arrives.random()), begins + _CLASS_MS
         cells = self._cells("work", opens, ends)

@@ -91,11 +91,9 @@ class SwapSpeed:
     restore_mib_per_s: int = 4_000
 
     def save_ms(self, mib: int) -> int:
-        """Return how long a checkpoint of so many MiB takes, ms."""
         return self.fixed_ms + -(-mib * 1000 // self.save_mib_per_s)
 
     def restore_ms(self, mib: int) -> int:
-        """Return how long a restore of so many MiB takes, ms."""
         return self.fixed_ms + -(-mib * 1000 // self.restore_mib_per_s)
 
 

@@ -54,8 +54,6 @@ class Metering:
 
 
 class RunMeter:
-    """Meters one run."""
-
     def __init__(self, settings: Metering) -> None:
         self.settings = settings
         self.hosts: list[HostMeter] = []
@@ -64,7 +62,6 @@ class RunMeter:
         self.rows: list[UsageRow] = []  # of the run, once it is finished
 
     def begin(self, hosts: Sequence[Host]) -> None:
-        """Begin at 0 with all devices of all hosts."""
         self.hosts = [HostMeter(number, host, Meter(), self.settings) for number, host in enumerate(hosts)]
 
     def advance(self, at_ms: int) -> None:
@@ -115,8 +112,6 @@ class _Device:
 
 
 class HostMeter:
-    """The meter of one host, and its devices' counters."""
-
     def __init__(self, number: int, host: Host, meter: Meter, settings: Metering) -> None:
         self.number, self.meter = number, meter
         self._settings = settings
@@ -161,7 +156,6 @@ class HostMeter:
             del self._held[lease_id]
 
     def moved(self, at_ms: int, lease_id: str, mib: int) -> None:
-        """Count what a swap has moved at its end, MiB."""
         self.meter.moved(BEGINS_MS + at_ms, lease_id, mib)
 
     def works(self, at_ms: int, device_ids: Iterable[str], used: Mapping[str, tuple[int, int]]) -> None:
@@ -177,7 +171,6 @@ class HostMeter:
         return _Work(milli, round(self._swing_mw * milli * factor) // _MILLI)
 
     def drawn_uj(self, device_id: str) -> int:
-        """Return what a device has really drawn since the beginning, µJ."""
         return self._devices[device_id].drawn_uj
 
     def read(self, at_ms: int) -> None:

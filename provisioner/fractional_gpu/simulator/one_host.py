@@ -115,12 +115,10 @@ class Kernel:
 
     @property
     def cell(self) -> Cell:
-        """The cell that is asked for or runs."""
         return self.session.cells[self.next_cell]
 
     @property
     def total_mib(self) -> int:
-        """What it holds in all."""
         return self.memory_mib * self.spec.devices
 
 
@@ -139,7 +137,6 @@ class HostRun:
         self._wake_version = 0
 
     def begin(self) -> None:
-        """Show the arbiter its machine."""
         self.send(HostMemorySeen(at_ms=0, budget_mib=self.host.host_memory_mib))
         for device in self.host.devices:
             self.send(DeviceSeen(at_ms=0, device=device))
@@ -148,15 +145,12 @@ class HostRun:
 
     @property
     def now_ms(self) -> int:
-        """The time of the run."""
         return self._run.moments.now_ms
 
     def at(self, at_ms: int, act: Callable[[], None]) -> None:
-        """Plan what happens then."""
         self._run.moments.at(at_ms, act)
 
     def after(self, wait_ms: int, act: Callable[[], None]) -> None:
-        """Plan what happens so much later than now."""
         self._run.moments.at(self.now_ms + wait_ms, act)
 
     def send(self, event: Event) -> None:
@@ -201,7 +195,6 @@ class HostRun:
         kernel.early_mib = 0
 
     def count_over(self, kernel: Kernel) -> None:
-        """Count the session's lease no more."""
         if not kernel.over:
             kernel.over = True
             self.over += 1
@@ -290,7 +283,6 @@ class HostRun:
         self.send(Expected(at_ms=self.now_ms, lease_id=kernel.spec.lease_id, until_ms=until_ms, sign=Sign.TYPING))
 
     def _next(self, kernel: Kernel) -> None:
-        """Execute the next cell, or close the notebook."""
         if kernel.next_cell < len(kernel.session.cells):
             self.ask(kernel)
             return
@@ -314,11 +306,9 @@ class HostRun:
     # Cells: the memory that one takes, how long it runs beside its neighbours, and what is measured of it.
 
     def asks(self, kernel: Kernel) -> bool:
-        """Return whether the kernel's next cell asks for the GPU."""
         return bool(kernel.cell.gpus) or self.host.every_cell_asks
 
     def ask(self, kernel: Kernel) -> None:
-        """Ask for the kernel's next cell: it runs now, or waits."""
         cell = kernel.cell
         kernel.asked_ms = self.now_ms
         self.note("asked", kernel, cell=kernel.next_cell)
@@ -354,7 +344,6 @@ class HostRun:
         self.done(kernel)
 
     def granted(self, kernel: Kernel, grant: Granted) -> None:
-        """Let the cell of a kernel that waits begin."""
         kernel.reserved_mib = grant.reserved_mib or kernel.spec.reserve_mib
         if kernel.waiting:
             kernel.waiting = False
@@ -461,7 +450,6 @@ class HostRun:
         self.done(kernel)
 
     def preempt(self, kernel: Kernel) -> None:
-        """Stop the cell of a kernel that is saved, if it has one that runs or grows: the cell waits."""
         if kernel.running is None and not kernel.growing:
             return
         self.result.preemptions += 1
@@ -470,20 +458,6 @@ class HostRun:
             kernel.unfinished = self._stop(kernel)
             self.accounts.waiting += 1
         kernel.growing, kernel.waiting = False, True
-
-    def lose(self, kernel: Kernel) -> bool:
-        """Fail the cell of a kernel whose process is lost, if one had begun; return whether one had. The caller tells `done`."""
-        has_begun = kernel.growing or kernel.unfinished is not None
-        if kernel.running is not None:
-            self._stop(kernel)
-            has_begun = True
-        elif has_begun:
-            self._begins(kernel)
-        if has_begun:
-            kernel.unfinished, kernel.growing, kernel.waiting = None, False, False
-            self.note("failed", kernel, cell=kernel.next_cell)
-            self.send(BusyChanged(at_ms=self.now_ms, lease_id=kernel.spec.lease_id, busy=False))
-        return has_begun
 
     def _stop(self, kernel: Kernel) -> Running:
         """Take the running cell off its device, which may speed up the others there."""
@@ -560,7 +534,6 @@ class HostRun:
         )
 
     def resume(self, kernel: Kernel, effect: Resume) -> None:
-        """Begin to restore a kernel on its devices."""
         self.result.resumes += 1
         kernel.reserved_mib, kernel.resume_fails = effect.reserve_mib, self._fails(kernel)
         if kernel.resume_fails:
@@ -615,7 +588,6 @@ class HostRun:
     # Devices that leave the host with what is on them, and others in their places.
 
     def announce(self, device_ids: Sequence[str], deadline_ms: int) -> None:
-        """Let the arbiter know that the devices go away."""
         for device_id in device_ids:
             self.send(DeviceDrained(at_ms=self.now_ms, device_id=device_id, deadline_ms=deadline_ms))
 
@@ -628,7 +600,6 @@ class HostRun:
         ]
 
     def holders(self, device_ids: Sequence[str]) -> list[Holder]:
-        """Return the kernels that hold memory on the devices."""
         return [self._holder(kernel) for kernel in self._there(device_ids) if kernel.memory_mib]
 
     def _holder(self, kernel: Kernel) -> Holder:
@@ -676,7 +647,15 @@ class HostRun:
     def _lose_process(self, kernel: Kernel) -> None:
         """End a kernel's process, and begin another: a cell that had begun has failed; one that waits for its first turn waits on."""
         lease_id = kernel.spec.lease_id
-        has_begun = self.lose(kernel)
+        has_begun = kernel.running is not None or kernel.growing or kernel.unfinished is not None
+        if kernel.running is not None:
+            self._stop(kernel)
+        elif has_begun:
+            self._begins(kernel)
+        if has_begun:
+            kernel.unfinished, kernel.growing, kernel.waiting = None, False, False
+            self.note("failed", kernel, cell=kernel.next_cell)
+            self.send(BusyChanged(at_ms=self.now_ms, lease_id=lease_id, busy=False))
         self.drop_memory(kernel)
         self.count_vain(kernel)
         kernel.memory_mib, kernel.worked_ms, kernel.life = 0, 0, kernel.life + 1

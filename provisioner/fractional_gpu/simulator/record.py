@@ -91,7 +91,6 @@ class EventLog:
         self.write(line)
 
     def moment(self, host: int, kind: str, at_ms: int, session_id: str, **about: object) -> None:
-        """Record a moment that no event carries."""
         self.write({"world": kind, "host": host, "at_ms": at_ms, "session": session_id, **about})
 
     def write(self, line: dict[str, object]) -> None:

@@ -82,7 +82,6 @@ class Result:
     forecast_error: dict[str, dict[str, float]] = field(default_factory=dict)  # by kind of forecast
 
     def as_json(self) -> dict[str, object]:
-        """Return what `--json` prints."""
         return {
             "sessions": self.sessions,
             "cells": self.cells,
@@ -136,7 +135,6 @@ class Result:
         return ""
 
     def finish(self, trace: Sequence[Session]) -> None:
-        """Compute the figures that follow from the whole run."""
         felt = self.felt
         self.waits, self.doors = Spread.of(chain(*felt.waits_ms.values())), Spread.of(felt.doors_ms)
         self.host_p95_ms = tuple(sorted(Spread.of(waits).percentile_ms(95) for waits in felt.waits_ms.values()))
@@ -204,18 +202,15 @@ class Accounts:
         self._accounted_ms = now_ms
 
     def finish(self) -> None:
-        """Close the timeline at its end."""
         self.result.timeline.add(self._accounted_ms, self._devices_held, self.running_gpus, self.waiting)
 
     def hold(self, host: int, device_ids: Iterable[str]) -> None:
-        """Count a reservation on the devices from now on."""
         holders = self._holders[host]
         for device_id in device_ids:
             self._devices_held += holders[device_id] == 0
             holders[device_id] += 1
 
     def let_go(self, host: int, device_ids: Iterable[str]) -> None:
-        """Count one reservation less on the devices."""
         holders = self._holders[host]
         for device_id in device_ids:
             holders[device_id] -= 1
@@ -235,6 +230,5 @@ class Accounts:
         self.result.moved_mib += abs(mib)
 
     def drop_saved(self, host: int, mib: int) -> None:
-        """Count `mib` of the host's memory as free again."""
         self._host_mib[host] -= mib
         self.result.host_peak_mib = max(self.result.host_peak_mib, self._host_mib[host])

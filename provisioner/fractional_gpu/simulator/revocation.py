@@ -37,7 +37,6 @@ class Lifetimes:
     revoked: tuple[int, ...]
 
     def draw_ms(self, random: Random) -> int:
-        """Return the lifetime of a server, ms: at most 24 hours."""
         until = list(accumulate(self.revoked))
         hour = bisect_right(until, random.randrange(self.servers))
         offset_ms = random.randrange(HOUR_MS)
@@ -160,14 +159,12 @@ class Loss:
     value: int = 0
 
     def add(self, one: Holder) -> None:
-        """Count a kernel."""
         self.kernels += 1
         self.mib += one.mib
         self.work += one.work
         self.value += one.value
 
     def as_json(self, there: "Loss") -> dict[str, object]:
-        """Return the figures, with their share of what was there."""
         return {
             "kernels": self.kernels,
             "gib": round(self.mib / 1024, 3),
@@ -188,7 +185,6 @@ class RevocationFigures:
     saved_before: Loss = field(default_factory=Loss)  # suspended already, and lost with the host
 
     def as_json(self) -> dict[str, object]:
-        """Return what `--json` prints under `revocation`."""
         figures: dict[str, object] = {
             "notices": self.notices,
             "devices": self.devices,
@@ -217,7 +213,6 @@ class HostRevocations:
         self._groups = [tuple(host.devices)] if revocation.whole_hosts else [(device_id,) for device_id in host.devices]
 
     def begin(self) -> None:
-        """Let all devices begin their lives now."""
         for group in self._groups:
             self._live(group, 0)
 

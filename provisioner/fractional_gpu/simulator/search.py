@@ -75,7 +75,6 @@ def devices_for_sessions(trace: Sequence[Session], host: Host) -> int:
 
 
 def gpus_reserved_at_once(trace: Sequence[Session]) -> int:
-    """Return the most GPUs that open sessions would have reserved at the same time."""
     return _most_at_once((session.open_ms, session.close_ms, 1000 * session.gpus) for session in trace)
 
 

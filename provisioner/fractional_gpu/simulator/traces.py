@@ -18,10 +18,6 @@ from typing import TypeVar
 
 from fractional_gpu.simulator import TraceError
 
-# -- tables ------------------------------------------------------------------------------------------------------------
-# Reads CSV files. Errors say which file, which line, what was there and what is allowed.
-
-
 _LARGEST = 10**15
 _Row = TypeVar("_Row")
 
@@ -79,9 +75,6 @@ def number(row: dict[str, str], column: str, *, most: float = float(_LARGEST)) -
     return value
 
 
-# -- traces ------------------------------------------------------------------------------------------------------------
-
-
 _CELLS = ("session", "user", "start_s", "duration_s", "gpus", "gpu_mib", "gpu_util")
 _SESSIONS = ("session", "user", "open_s", "close_s", "gpus", "gpu_mib")
 _FURTHER = ("priority", "asked_mib", "group", "pool")
@@ -127,7 +120,6 @@ class Session:
 
     @property
     def most_gpus(self) -> int:
-        """The most GPUs that one of its cells uses."""
         return max((cell.gpus for cell in self.cells), default=0)
 
 
@@ -184,7 +176,6 @@ def _session(row: dict[str, str], cells: Iterable[Cell], known: dict[str, Sessio
 
 
 def write_sessions(trace: Sequence[Session], sessions: Path, cells: Path) -> None:
-    """Write a trace in the two files' format."""
     with sessions.open("w", newline="", encoding="utf-8") as file:
         out = csv.writer(file)
         further = [name for name in _FURTHER if any(getattr(one, name) for one in trace)]

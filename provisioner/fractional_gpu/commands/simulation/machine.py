@@ -51,7 +51,6 @@ class MachineOptions:
 
     @property
     def terms(self) -> WaitTerms:
-        """The waits that the default pool allows."""
         if self.settings is None:
             return WaitTerms()
         pool = self.settings.first_pool
@@ -150,7 +149,6 @@ def _devices(option: str, text: str) -> list[int]:
 
 
 def _policy(path: str) -> Settings:
-    """Read the broker's configuration file. Raises ConfigError."""
     try:
         return load(path)
     except ConfigError as error:
@@ -158,7 +156,6 @@ def _policy(path: str) -> Settings:
 
 
 def read_meter(scenario: Scenario, machine: MachineOptions) -> RunMeter | None:
-    """Return the meter of the run, if one is asked for. Raises UsageError."""
     if not scenario.meter and scenario.usage is None:
         return None
     match = _POWER.fullmatch(scenario.power.strip())

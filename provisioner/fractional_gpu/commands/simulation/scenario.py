@@ -8,7 +8,7 @@ import argparse
 import shlex
 import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, get_type_hints
 
@@ -32,25 +32,20 @@ _LONGEST: Final = {"lunch": ("4h", 4 * 3_600_000), "revoke_notice": ("1h", 3_600
 class Duration(int):
     """Milliseconds, written like `30s`."""
 
+    parse: Callable[[str], int] = staticmethod(parse_duration_ms)
     text: str
 
     @classmethod
     def of(cls, text: str) -> Self:
-        found = cls(parse_duration_ms(text))
+        found = cls(cls.parse(text))
         found.text = text
         return found
 
 
-class Size(int):
+class Size(Duration):
     """MiB, written like `20GiB`."""
 
-    text: str
-
-    @classmethod
-    def of(cls, text: str) -> Self:
-        found = cls(parse_memory_mib(text))
-        found.text = text
-        return found
+    parse = staticmethod(parse_memory_mib)
 
 
 USUAL_P95_WAIT: Final = Duration.of("3s")
@@ -144,7 +139,6 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     revoke_replace: Annotated[Duration, _help("until another is there")] = Duration.of("87s")
 
     def load(self) -> Load:
-        """What the synthetic users do."""
         return Load(
             habit=self.habit,
             pace=self.pace,
@@ -333,7 +327,6 @@ def _text(value: Any) -> str:  # noqa: ANN401 - any value of TOML
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments. What is not given stays None, so that the scenario's own value counts."""
     add = parser.add_argument
     add("--scenario", type=Path, metavar="FILE", help="a file in TOML with any of the keys below")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="one of the keys below (repeatable)")
