@@ -209,10 +209,7 @@ _AboutALease = (
 
 
 class Arbiter:
-    """See the module. At most `parallel_swaps` operations run at a time; `check` asserts law 1 for the devices an event granted.
-
-    `forecasts`: what an earlier arbiter learnt; this one goes on learning.
-    """
+    """See the module. `check` asserts law 1 for granted devices; `forecasts`: what an earlier arbiter learnt, this one goes on learning."""
 
     def __init__(
         self,
@@ -389,11 +386,7 @@ class Arbiter:
         return changes.take_effects()
 
     def run_deferred_work(self) -> None:
-        """Learn from the last event, forecast the waits that began in it, and prepare for the next one.
-
-        None of this changes what that event decided, so a driver calls it once the effects are on their way. Otherwise the next `handle`
-        does it first; decisions are the same either way.
-        """
+        """Learn from the last event and forecast waits. This changes no decision: drivers call it once the effects are on their way."""
         if not self._deferred_work_done:
             self._deferred_work_done = True
             if self._changes.forecast_recorder.run_deferred_work():

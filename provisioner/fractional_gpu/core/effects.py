@@ -81,10 +81,7 @@ class CloseGate(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrink(Effect):
-    """Make the idle kernel give cached device memory back, as host memory is too short to save all it holds.
-
-    Answer with `Shrunk` and the same generation in any case.
-    """
+    """Make the idle kernel give cached device memory back, as host memory is short. Always answered with `Shrunk`."""
 
     lease_id: str
     generation: int

@@ -61,10 +61,7 @@ class PoolConfigured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemorySeen(Event):
-    """Host memory that suspended state may take in all, MiB: what is saved already counts against it.
-
-    Where more is saved than that, leases are brought back early until it fits.
-    """
+    """Host memory that suspended state may take in all, MiB, the saved included. Beyond it leases come back early until it fits."""
 
     budget_mib: int
 
@@ -297,10 +294,7 @@ class SuspendOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemoryNeeded(Event):
-    """A suspend under way counted what it would save: `need_mib`, more than is reserved on the host for it.
-
-    The arbiter reserves so much where the host has the difference left, and nothing more otherwise, or where the operation is over.
-    """
+    """A suspend under way counted that it would save `need_mib`, more than is reserved; the arbiter reserves it if the host has it."""
 
     lease_id: str
     operation_id: int
@@ -342,10 +336,7 @@ class ResumeFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthFound(Event):
-    """The answer to `LookAgain`: what a quarantined lease really is (resident, suspended, unarmed, unattached).
-
-    Quarantined with a sentence: the driver says that it failed, and the search for another answer goes on.
-    """
+    """The answer to `LookAgain`: what a quarantined lease really is. Quarantined with a sentence: the driver failed, the search goes on."""
 
     lease_id: str
     generation: int

@@ -114,10 +114,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """A device as the arbiter knows it.
-
-    `memory_mib` is the whole memory; `overhead_mib` is what no lease may have (driver, margin).
-    """
+    """A device as the arbiter knows it: its whole memory, and `overhead_mib` that no lease may have (driver, margin)."""
 
     device_id: str  # UUID
     name: str

@@ -74,10 +74,7 @@ class SeatLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatDevice:
-    """A device that seats may be placed on: what leases may have of it, and the seats on it.
-
-    `kind`: suspended kernels may resume on any device of that kind; empty: on this one only.
-    """
+    """A device for seats, and those on it. `kind`: suspended kernels may resume on any device of it; empty: on this one only."""
 
     device_id: str
     capacity_mib: int
@@ -243,10 +240,7 @@ def wait_chance_with(load: SeatLoad, places: Sequence[SeatDevice], device_id: st
 
 
 def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDevice | None, int]:
-    """Return the device on which the fewest cells find no room with one more seat, and that chance (millionths).
-
-    None where the seat is larger than every device.
-    """
+    """Return the device on which the fewest cells find no room with one more seat, and that chance (millionths); None: it fits nowhere."""
     groups = [each for each in _groups(places) if each.takes(load)]
     chances = [(each.wait_chance(load), number) for number, each in enumerate(groups)]
     if not chances:

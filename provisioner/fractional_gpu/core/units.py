@@ -20,10 +20,7 @@ _LARGEST = 10**18  # whole numbers past this are not sizes or durations, and Pyt
 
 
 def restore_margin_mib(saved_mib: int) -> int:
-    """Return what must stay free on a device beside saved state that is restored there, MiB.
-
-    A restore without room is fatal to the process. How much more than was counted it takes has not been measured on hardware.
-    """
+    """Return what must stay free beside state that is restored, MiB: a restore without room is fatal. Not measured on hardware."""
     return max(_LEAST_MARGIN_MIB, saved_mib // _MARGIN_PARTS)
 
 
@@ -110,10 +107,7 @@ def format_duration(ms: int) -> str:
 
 
 def format_rough(ms: int) -> str:
-    """Return a duration in coarse steps.
-
-    A forecast is less exact than `format_duration`, and a line that counts down in coarse steps changes rarely.
-    """
+    """Return a duration in coarse steps: a forecast is not exact, and a line that counts down changes rarely."""
     seconds = max(0, ms) / 1000
     if seconds < 1:
         return f"{_UNDER} 1 s"

@@ -193,10 +193,7 @@ class Accounts:
         return self._virtual_ms_now(self.of(lease), now_ms), _virtual_ms(mine, lease.spec.weight)
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
-        """Return the sums of the weights of the owners that contend in the lease's pool, and of its owner's leases that do.
-
-        Both are at least its own.
-        """
+        """Return the sums of the weights of the owners that contend in the lease's pool, and of its owner's leases that do."""
         pool, account = lease.spec.pool, self.of(lease)
         owners = self._contending_weight.get(pool)
         if owners is None:

@@ -184,9 +184,8 @@ class Books:
     def _fitting_mib(self, lease: Lease, each_mib: int) -> int:
         """Return what must be reserved on each device for a lease that may have so much there, saved or reserved.
 
-        A kernel that grew into the overhead of its device, or whose devices had less overhead before, has more than such a device leases,
-        and must be able to come back. All that the device leases is reserved for it then; as no other lease is there, the rest fits into
-        the overhead.
+        A kernel that grew into the overhead of its device has more than that leases, and must be able to come back: all that it leases is
+        reserved.
         """
         if not lease.saved_mib:
             return each_mib

@@ -112,10 +112,7 @@ class BucketKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BucketShape:
-    """Buckets of different owners, in a pool that shares by virtual time, that agree in all but the owner.
-
-    A pass that can begin nothing for any bucket it has not visited records that here, once for all of them.
-    """
+    """Buckets that agree in all but the owner, in a pool that shares by virtual time: what holds for all is recorded once."""
 
     devices: tuple[str, ...] | None = None  # that can serve them, until a device or pool changes
     buckets: dict[int, "Bucket"] = field(default_factory=dict)  # by number
@@ -411,11 +408,7 @@ class Lease:
 
     @property
     def host_need_mib(self) -> int:
-        """What its suspend is expected to save, and what must be left on the host before it begins.
-
-        That is what it was last measured to use, on all its devices together; what it holds, if that is not known; and at least what
-        an earlier suspend found to be there. If that is too little, its suspend finds out before the point of no return.
-        """
+        """What its suspend is expected to save: its use as last measured, else what it holds; at least what an earlier suspend found."""
         need_mib, floor_mib = self.used_mib, self.shrink.host_floor_mib
         if not need_mib:  # it has a reservation, so something is reserved for its state, too
             need_mib = 1 if self.is_measured else max(1, self.held_mib * len(self.device_ids))
@@ -425,10 +418,9 @@ class Lease:
     def host_margin_mib(self) -> int:
         """What is reserved beside `host_need_mib` where the host has that much left, so that a low estimate costs no attempt.
 
-        A lease may use more when it is locked than when it was last measured: small allocations, what a context or a library takes when
-        it is first used (`HOST_MARGIN_MIB`), what grows with the data (one part in `HOST_MARGIN_PARTS`), and, while it is busy, as much
-        growth as between the last two measurements. What was counted under locks (`host_floor_mib`), or when nothing but its data was
-        left, needs no margin. With it the estimate stays within what the lease holds.
+        A lease may use more when it is locked than when it was last measured: small allocations (`HOST_MARGIN_MIB`), what grows with the
+        data (one part in `HOST_MARGIN_PARTS`), and, while it is busy, the growth between two measurements. What was counted under locks
+        (`host_floor_mib`), or when nothing but its data was left, needs no margin.
         """
         need_mib = self.host_need_mib
         if self.shrink.succeeded or need_mib == self.shrink.host_floor_mib:

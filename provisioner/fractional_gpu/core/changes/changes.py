@@ -267,10 +267,7 @@ class Changes:
             self.books.set_target(lease, ())
 
     def is_known_unservable(self, lease: Lease) -> bool:
-        """Return whether the ticket's bucket is already known to be unservable; if so, record why the ticket waits.
-
-        Nothing that matters has happened since the pass that found no room for the tickets ahead, so there is none for this one either.
-        """
+        """Return whether the ticket's bucket is known to be unservable, as nothing has happened since; if so, record why it waits."""
         bucket, ticket = lease.bucket, lease.ticket
         if bucket is None or ticket is None or not bucket.is_closed(self.books.passes) or bucket.members[0] is lease:
             return False
@@ -361,11 +358,7 @@ class Changes:
         return able and lease.shrink.is_requested
 
     def begin_suspend(self, lease: Lease, reason: str, sentence: str, *, beneficiary: Lease | None = None) -> None:
-        """Begin a suspend. A busy lease is preempted. `beneficiary`: the lease that needs the room.
-
-        The caller has checked that the host has `host_need_mib` left. What it has beyond that is taken for the margin, until the end of
-        the suspend. Raises ValueError without that check: what does not fit is not saved.
-        """
+        """Begin a suspend; a busy lease is preempted, for `beneficiary`. Raises ValueError unless the host has `host_need_mib` left."""
         left_mib, need_mib = self.books.host_left_mib, lease.host_need_mib
         if need_mib > left_mib:
             raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory, {left_mib} MiB are left")
@@ -405,10 +398,7 @@ class Changes:
         return operation
 
     def finish_operation(self, reported: Operation) -> tuple[Lease, int] | None:
-        """Free the swap channel of an operation that reports its result; return its lease, and how long it took, ms.
-
-        None if the result is stale. A report of an unknown operation frees no channel: another operation may still use it.
-        """
+        """Free the swap channel of a finished operation; return its lease and how long it took, ms. None if it is stale or unknown."""
         operation = self.operations.get(reported.operation_id)
         known = operation == reported
         if known:

@@ -119,11 +119,7 @@ class QueueWaitForecast:
         return waits
 
     def gate_wait(self, lease: Lease) -> Span | None:
-        """Return how long the lease's next cell still waits at its closed gate; None: it does not wait there.
-
-        The upper end is when the gate opens, which it does not while all swap channels are in use. If the lease leaves before that, its
-        cell has a ticket with a wait of its own.
-        """
+        """Return how long the lease's next cell waits at its closed gate, at most until that opens; None: it does not wait there."""
         if lease.gate.ticket is None:
             return None
         opens_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms) - self._books.now_ms
@@ -155,10 +151,7 @@ class _Play:
         return self._channels[0]
 
     def play(self, line: Sequence[Lease]) -> list[_Wait | None]:
-        """Serve the tickets; return the wait of each; None where it cannot be forecast.
-
-        First, in order, those that need nothing of a busy lease, and those for which room is kept; then the others, in order.
-        """
+        """Serve the tickets that need nothing of a busy lease, or have room kept, then the others; return each wait, None: no forecast."""
         found: dict[int, _Wait | None] = {}
         for patient in (False, True):
             for place, lease in enumerate(line):
@@ -203,10 +196,7 @@ class _Play:
         return (max(way.room_ms, self._channels[0]) + sum(ms for _, ms in way.swaps) // at_once, way.room_ms)
 
     def _swap(self, ways: Sequence[_Way], lease: Lease) -> int:
-        """Play the suspends and the lease's resume through the swap channels; return when the lease is in.
-
-        A channel that would wait for a cell to end is assumed to do something else meanwhile.
-        """
+        """Play the suspends and the resume through the channels, none of which waits for a cell's end; return when the lease is in."""
         channels, done_ms = self._channels, max(way.room_ms for way in ways)
         for at_ms, takes_ms in sorted(swap for way in ways for swap in way.swaps):
             free_ms = channels[0]

@@ -52,10 +52,8 @@ class Verdict(StrEnum):
 class Risk:
     """What a share would have meant. `short_milli`: how likely the next day is short of memory at most, thousandths.
 
-    `unknown_days`: days that were at the end of a smaller share's memory: whether this one would have sufficed was not seen.
-
-    `slowed_milli`: how many times as long as alone cells would have taken beside neighbours that use all the rest, thousandths; 0: no use
-    was measured.
+    `unknown_days`: days at the end of a smaller share's memory: whether this one would have sufficed was not seen. `slowed_milli`: how many
+    times as long as alone cells would have taken beside neighbours that use all the rest, thousandths; 0: no use was measured.
     """
 
     share: Share
@@ -238,8 +236,7 @@ def _slowed(share_milli: int, use: Sequence[tuple[int, int]], *, bounded: bool) 
 def _growth_milli(days: Sequence[ShareDay]) -> int:
     """Return by how much the peaks will have grown in `HORIZON_DAYS`, thousandths of the largest; 0: they do not grow, or too few days.
 
-    The slope is the median of the slopes between all pairs of days (Theil 1950, Sen 1968). It counts if the test of Mann (1945) and Kendall
-    finds a trend at the level of 1 %: peaks that differ from day to day without one are no growth.
+    The median of the slopes between all pairs of days (Theil 1950, Sen 1968), if the test of Mann (1945) and Kendall finds a trend at 1 %.
     """
     peaks: dict[int, int] = {}
     for one in days:

@@ -74,10 +74,7 @@ class Histogram:
 
 
 def shaped_weights(scale: Scale, points: Sequence[tuple[int, int]], total: int) -> list[int]:
-    """Return weights (together about `total`) of a distribution given by points (value, permille that is less), both growing.
-
-    Between two points the share grows evenly over the buckets. What the last point leaves of the 1000 is in the last bucket.
-    """
+    """Return weights, about `total` together, of a distribution by points (value, permille that is less); the last bucket has the rest."""
     places = [_place(scale, value) for value, _ in points]
     shares = [share for _, share in points]
     sums = [total * _between(places, shares, index << 10) // 1000 for index in range(scale.size)]
@@ -294,10 +291,7 @@ class LeaseDurations:
 
 
 def rest_ms(totals: Sequence[int], elapsed_ms: int, permille: int) -> int:
-    """Return the quantile (in thousandths) of the remaining time of something that has lasted `elapsed_ms`.
-
-    What has lasted longer than anything known is assumed to last about as long again (half of such cases longer, half shorter).
-    """
+    """Return the quantile of the remaining time of what has lasted `elapsed_ms`; beyond anything known, about as long again."""
     total = totals[-1]
     gone = weight_below(DURATIONS, totals, elapsed_ms)
     left = total - gone
@@ -307,10 +301,7 @@ def rest_ms(totals: Sequence[int], elapsed_ms: int, permille: int) -> int:
 
 
 def leave_after_ms(totals: Sequence[int], *, hold: int, back: int) -> int:
-    """Return after how long it costs least, on average, to stop waiting for an end: see `idling`. Times are tried in octaves.
-
-    Waiting costs `hold` for each ms, and an end that comes later costs `back`.
-    """
+    """Return after how long it costs least to stop waiting for an end: waiting costs `hold` a ms, a later end `back`. See `idling`."""
     total = totals[-1]
     after = [total - one for one in totals[_OCTAVE - 1 : -1 : _OCTAVE]]
     # Twice what is waited up to each time: between two of them, ends are spread evenly.
@@ -405,10 +396,7 @@ class DecayedMean:
 
 
 class HoldCosts:
-    """What cells lose because idle leases hold memory that they need: ms, for each MiB and ms for which it is held.
-
-    Both sums fade with the number of cells, not with time: a quiet night does not make the morning look quiet.
-    """
+    """What cells lose because idle leases hold memory that they need: ms per MiB and ms held. It fades with cells, not with time."""
 
     __slots__ = ("held", "lost")
 

@@ -282,11 +282,7 @@ class Forecasts:
     # -- cells and gaps -------------------------------------------------------------------------------------------------
 
     def cell_began(self, lease_id: str, at_ms: int, device_name: str = "") -> None:
-        """Note that a cell of the lease began on a device of this kind, which ends the gap before it.
-
-        Called again before the cell's end (the lease was let in after a wait, or brought back after it was preempted), it only
-        sets the beginning anew: a wait is no part of a cell.
-        """
+        """Note that a cell of the lease began on such a device, which ends the gap before it; again (after a wait), it begins anew."""
         lease = self._leases.get(lease_id)
         if lease is None:
             lease = self._leases[lease_id] = _Lease()
@@ -311,11 +307,7 @@ class Forecasts:
         lease.began_ms, lease.ended_ms = None, at_ms
 
     def settle(self) -> None:
-        """Compare the cells that have ended with their forecasts.
-
-        The rest of a running cell is forecast over and over. What counts is the moment at which it had run for half of the expected time,
-        which is known when the cell begins; a shorter cell is not judged.
-        """
+        """Compare the cells that have ended with their forecasts at the moment when half of the expected time was over."""
         ended, self._ended = self._ended, []
         for lease_id, totals, device_name, lasted_ms in ended:
             whole = _cell_span(totals, 0)
@@ -327,10 +319,7 @@ class Forecasts:
                 )
 
     def gap_left_ms(self, lease_id: str, now_ms: int) -> int:
-        """Return the time until the lease's next cell that half of such gaps take, ms; 0 while one runs.
-
-        At most about 12 days, which also stands for never. Costs a few searches of a short list.
-        """
+        """Return the median time until the lease's next cell, ms, at most about 12 days; 0 while one runs."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return rest_ms(self._gaps.totals, 0, 500)
@@ -347,10 +336,7 @@ class Forecasts:
         )
 
     def cell_left_ms(self, lease_id: str, now_ms: int) -> int:
-        """Return what is left of the lease's cell in half of such cells, ms; 0 if none runs.
-
-        Cheap: what was worked out holds for an eighth of the time that the cell has run, and a second at least.
-        """
+        """Return the median of what is left of the lease's cell, ms; 0 if none runs. Kept for an eighth of the time that it has run."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.began_ms is None:
             return 0
@@ -392,10 +378,7 @@ class Forecasts:
     # -- slowdowns ------------------------------------------------------------------------------------------------------
 
     def slowdown_span(self, lease_id: str, device_name: str, others: int, model_milli: int) -> Span:
-        """Return how many times as long as alone a cell takes beside so many busy neighbours, thousandths (also those of the span).
-
-        `model_milli`: what `rules.contention` makes of the neighbours.
-        """
+        """Return how many times as long as alone a cell takes beside busy neighbours, thousandths; `model_milli`: by `rules.contention`."""
         span = self._slowdowns.span(lease_id, device_name, others, model_milli)
         stated = self.record.stated(SLOWDOWN, device_name, span)
         low, high = max(_WHOLE_MILLI, stated.low_ms), max(_WHOLE_MILLI, stated.high_ms)
@@ -435,10 +418,7 @@ class Forecasts:
         return FIRST_DEMAND_MILLI if known is None else known.milli
 
     def demand_seen(self, lease_id: str, pool: str, milli: int, *, most_milli: int | None = None) -> int:
-        """Learn from a sample of the lease's utilisation while it was busy, thousandths; return its demand.
-
-        `most_milli`: neighbours may have left it no more, so the sample only shows that it needs from `milli` to so much.
-        """
+        """Learn from a sample of a busy lease's use, thousandths: from `milli` to `most_milli` on a full device; return its demand."""
         before = self.demand_milli(lease_id, pool)
         if most_milli is not None:
             if milli <= before <= most_milli:
@@ -556,19 +536,13 @@ class Forecasts:
         return Span(expected_ms=middle, low_ms=low, high_ms=high)
 
     def wait_ended(self, expected: WaitSpan, waited_ms: int) -> None:
-        """Learn from a wait that ended in what was waited for, and take the forecast's error down.
-
-        `waited_ms` counts from the moment of the forecast. Leave out waits that were given up: see `wait_given_up`.
-        """
+        """Learn from a wait, `waited_ms` from the forecast on, that ended in what was waited for."""
         span = self._corrected(expected.kind, expected.basis_ms)
         self.record.judge(WAIT, f"{expected.kind} {expected.device_name}", span, waited_ms, stated=expected)
         self._correct(expected, waited_ms)
 
     def wait_given_up(self, expected: WaitSpan, waited_ms: int) -> None:
-        """Learn from a wait that was given up after it had outlasted its forecast: it would have been longer still.
-
-        If only waits that end were learnt from, the forecasts of a pool in which some hardly ever end would stay short.
-        """
+        """Learn from a wait given up after it had outlasted its forecast: without these, forecasts would stay short."""
         if waited_ms > expected.high_ms:
             name, span = f"{expected.kind} {expected.device_name}", self._corrected(expected.kind, expected.basis_ms)
             self.record.outlasted(WAIT, name, span, waited_ms)

@@ -113,10 +113,7 @@ class UseRecorder:
         return HabitKey(pool, owner, seated, HabitKind.NOTEBOOK, label)
 
     def observe(self, at_ms: int, day: int, holder: str, key: HabitKey, sample: Sample | None) -> None:
-        """Take note of a sample of a lease or seat; None: it holds no memory on a device, or has ended.
-
-        The time since its last sample counts as what that one said: busy until now, with the use that is known now.
-        """
+        """Take note of a sample (None: no memory on a device, or ended); the time since the last one counts as what that one said."""
         last = self._last.pop(holder, None)
         if last is not None and 0 < at_ms - last.at_ms <= _LONGEST_SAMPLE_MS:
             now = last.sample if sample is None or sample.share != last.sample.share else sample

@@ -45,10 +45,7 @@ class TrackRecord:
     def judge(
         self, kind: str, name: str, span: Span, happened: int, *, lease_id: str = "", stated: Span | None = None
     ) -> None:
-        """Compare a forecast with what happened, and learn about its bounds.
-
-        `span`: as estimated; `stated`: as it was stated, where that was some time ago.
-        """
+        """Compare a forecast with what happened, and learn about its bounds. `stated`: as it was stated, where that was some time ago."""
         stated = stated or self.stated(kind, name, span)
         self._accuracy[kind].compare(stated, happened)
         if self.watch is not None:

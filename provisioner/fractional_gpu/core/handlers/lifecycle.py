@@ -293,11 +293,7 @@ class Lifecycle:
             self._changes.file_ticket(lease)
 
     def left_behind(self, lease: Lease, what: str) -> None:
-        """Keep what the lease holds, as processes of its tree outlive the kernel and still have device memory.
-
-        They use the device without a cell, so the lease counts as busy and takes turns where the pool preempts. No cell can want saved
-        state any more, so that gets a ticket.
-        """
+        """Keep what the lease holds for processes of its ended kernel: it counts as busy, and saved state gets a ticket."""
         changes = self._changes
         if not (lease.held_mib or lease.saved_mib) or lease.state is LeaseState.UNATTACHED:
             return
@@ -372,10 +368,7 @@ class Lifecycle:
         return not self._changes.is_known_unservable(lease)
 
     def unwanted(self, lease: Lease, *, interrupted: bool = False) -> bool:
-        """Withdraw the ticket, as no cell waits any more. Returns whether any decision depends on it.
-
-        A preempted cell still waits, a claim to grow stays, and so does the ticket of what a kernel left behind.
-        """
+        """Withdraw the ticket, unless a preempted cell, a claim to grow or a left process waits; return whether a decision needs that."""
         ticket = lease.ticket
         self._books.set_let_in(lease, let_in=False)
         self._books.parked.pop(lease.lease_id, None)

@@ -108,10 +108,10 @@ class Resizer:
     # -- by use ----------------------------------------------------------------------------------------------------------
 
     def measured(self, lease: Lease) -> bool:
-        """Where reservations follow use, the lease's does, now that its use was measured. Returns whether anything changed.
+        """Where reservations follow use, the lease's does now; return whether anything changed.
 
-        It grows before the headroom is half used up, or would be by the next measurement, and shrinks only where that gives back as much
-        as the headroom.
+        It grows before the headroom is half used up, or would be by the next measurement, and shrinks only where that gives back a
+        headroom.
         """
         if self._books.reserves_cap(lease):
             return False

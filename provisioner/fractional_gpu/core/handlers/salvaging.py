@@ -82,10 +82,7 @@ class Salvage:
                     yield lease
 
     def _hasten_retry(self, lease: Lease) -> None:
-        """Shorten the pause after a suspend that failed, so that the next attempt can end before the deadline.
-
-        Repeated in later events this changes nothing: a later moment gives a later time for the next attempt.
-        """
+        """Shorten the pause after a failed suspend, so that the next attempt can end before the deadline. Repeated, it changes nothing."""
         retries, now_ms = lease.retries, self._changes.now_ms
         if retries.suspend_after_ms <= now_ms:
             return

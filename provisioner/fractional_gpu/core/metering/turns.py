@@ -35,10 +35,7 @@ class TurnRecorder:
     def saw(
         self, at_ms: int, lease_id: str, holding: Holding | None, *, asks: bool = False, busy: bool, use_milli: int = 0
     ) -> None:
-        """Take note of what a lease is after an event.
-
-        `asks`: the event says that a cell needs the device; `busy`: one runs or waits now; `use_milli`: what is learnt of the lease's use.
-        """
+        """Take note of a lease after an event that `asks` for the device; `busy`: a cell runs or waits; `use_milli`: as learnt."""
         if asks and lease_id not in self._begun:
             self._asked.setdefault(lease_id, at_ms)
         if holding is not None and holding.working:

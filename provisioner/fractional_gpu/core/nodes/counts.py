@@ -31,10 +31,7 @@ def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, lea
 def count_without_broker(
     last: int | None, in_use_milli: int, *, silent_ms: int, patience_ms: int, least_milli: int = 0
 ) -> int:
-    """Return the count while no broker answers: the last one, or, after `patience_ms`, what is in use; at least `least_milli`.
-
-    `last`: the count that was written last; None: none was.
-    """
+    """Return the count while no broker answers: the last written, or after `patience_ms` what is in use; at least `least_milli`."""
     if last is None or silent_ms >= patience_ms:
         return max(least_milli, in_use_milli, 0)
     return max(least_milli, last, in_use_milli, 0)

@@ -100,10 +100,7 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
 def victims_of_same_user(
     books: Books, lease: Lease, milli: int, hint: Callable[[int], None]
 ) -> tuple[Lease, ...] | None:
-    """Return idle leases of the same user (group) whose leaving brings the lease within its limits; None: there are not enough.
-
-    Leases that are leaving count already. `hint` is called with the time when another one may be suspended.
-    """
+    """Return idle leases of the same user (group) whose leaving brings the lease within its limits, or None; `hint` gets the next time."""
     chosen: dict[str, Lease] = {}
     for _, account, excess, _ in _excess_milli(books, lease, milli):
         left = excess - sum(

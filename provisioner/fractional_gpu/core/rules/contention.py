@@ -40,10 +40,7 @@ def room_milli(books: Books, newcomer: Lease) -> int:
 
 
 def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
-    """Return how full of busy leases the device would be for a newcomer: less is better; `FULL` and up: beyond its pool's bound.
-
-    `room_milli`: what is left to neighbours; `leaving` make room for it.
-    """
+    """Return how full of busy leases the device would be for a newcomer with `room_milli` left; `FULL` and up: beyond the pool's bound."""
     busy_milli, resting_milli = device.demand_milli + device.coming_milli, device.resting_milli
     for lease in leaving:
         busy_milli -= lease.counted_milli
@@ -102,10 +99,7 @@ def beside(want_milli: int, others: Sequence[Lease]) -> int:
 
 
 def crowding_ms(books: Books, lease: Lease) -> int:
-    """Return what the lease's next cell and those beside it lose because idle leases hold memory elsewhere, ms; for one device only.
-
-    That is what they would lose least where there was room, less what they would lose least where idle leases could have made some.
-    """
+    """Return what the lease's next cell and those beside it lose because idle leases hold memory of less busy devices, ms."""
     here = books.devices.get(lease.occupied_ids[0]) if lease.count == 1 and lease.occupied_ids else None
     if here is None or not spreads(books, lease):
         return 0

@@ -125,10 +125,7 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def overtakes_at_ms(books: Books, first: Lease, second: Lease) -> int | None:
-    """Return when the second of two tickets precedes the first by virtual time; None: time alone does not bring that about.
-
-    Virtual times are rounded down, so the result may be a little early, and the caller asks again then.
-    """
+    """Return when the second of two tickets precedes the first by virtual time, maybe a little early; None: time alone does not do it."""
     sooner, later = _clock(books, first, second), _clock(books, second, first)
     closes = _closes(sooner, later)
     if closes <= 0:

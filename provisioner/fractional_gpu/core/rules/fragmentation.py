@@ -88,10 +88,7 @@ class DeviceChoice:
         return self.spoilt((place,)), place[1]
 
     def spoilt(self, places: Sequence[Place]) -> int:
-        """Return how much that is usable now would be so no more if the lease had these devices, in MiB times the weight of the asks.
-
-        The devices are of one kind, and the lease fits on each.
-        """
+        """Return what is no more usable if the lease has these devices (of one kind, where it fits): MiB times the weight of the asks."""
         mix, need_mib = self._mix, self._need_mib
         spoilt = sum([mix.usable(free_mib) - mix.usable(free_mib - need_mib) for _, free_mib in places])
         for mib, devices, weight in mix.several:

@@ -74,10 +74,7 @@ class _DeviceCapacity:
 
 
 class Capacity:
-    """The capacity of all devices in one pass, MiB. What a ticket was promised is gone for those behind it.
-
-    Sums are kept ready. After a change to the books of a device the caller calls `refresh`.
-    """
+    """The capacity of all devices in one pass, MiB, less what was promised. After a change to a device the caller calls `refresh`."""
 
     def __init__(self, books: Books, victims: Victims) -> None:
         self._books = books
@@ -143,11 +140,7 @@ class Capacity:
         return False
 
     def pick(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
-        """Return where the need fits for the lease; None if it fits nowhere.
-
-        In a pool that spreads, a device where busy leases leave more compute to the lease comes first (`contention`). Of several such
-        devices, `fragmentation` chooses.
-        """
+        """Return where the need fits, or None: where compute is left, in a pool that spreads (`contention`), then by `fragmentation`."""
         by_id = self._devices
         fitting = [
             (device_id, free_mib) for device_id in devices if (free_mib := by_id[device_id].free_mib) >= need_mib
@@ -235,10 +228,7 @@ class Capacity:
         also: tuple[Lease, ...] = (),
         between_cells: bool = False,
     ) -> Plan | Reason | None:
-        """Return how to make room at least cost, or why that fails for want of host memory, or None.
-
-        `also` leave in any case. `between_cells`: plan with busy leases that leave at the end of their cells.
-        """
+        """Return how to make room at least cost, why host memory forbids it, or None. `also` leave; `between_cells`: busy ones may, too."""
         plans: dict[str, tuple[Lease, ...]] = {}
         busy, host_mib = between_cells or self._victims.may_preempt_busy(lease), self._host_left_mib
         taken = self.planned | self.asked_to_yield if between_cells else self.planned
@@ -397,10 +387,7 @@ class Capacity:
         return [lease.lease_id for lease in holders if lease.occupancy is OccupancyKind.SUSPENDING]
 
     def promise(self, plan: Plan, need_mib: int, *, firm: bool) -> None:
-        """Promise a ticket the room that its plan makes, and keep of what is free only what the ticket needs beside that.
-
-        `firm`: keep all that the ticket needs, as the plan may fail and the ticket must not be passed over again.
-        """
+        """Promise a ticket the room of its plan, and keep of what is free only what it needs beside that; all of it if `firm`."""
         for victim in plan.victims:
             self.planned.add(victim.lease_id)
             self._planned_host_mib += victim.host_need_mib

@@ -250,10 +250,7 @@ class KeptRoom:
         self._kept.update((lease.lease_id, device_id) for device_id in device_ids)
 
     def keep_owed(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
-        """Keep room for a ticket that was passed over K times, and on one more device for every K times since.
-
-        The devices stay the same while they can serve the ticket, so that the room there can grow to what is needed.
-        """
+        """Keep room for a ticket that was passed over K times, on one more device for every K times since; the devices stay the same."""
         need_mib, capacity, most = ticket_need_mib(lease), self._capacity, self._books.policy(lease).max_passed_over
         owed = lease.count + max(0, ticket.passed_over - most) // max(1, most)
         if len(ticket.kept_on) == owed and all(

@@ -154,10 +154,7 @@ class QueuePass:
         return self._order.turns(buckets)
 
     def _mark_due_by_wait(self) -> None:
-        """Mark tickets due that waited for longer than their shares explain, in pools that share by virtual time.
-
-        Room is kept for them, too: neighbours that leave and come back one by one would never all be gone at once.
-        """
+        """Mark tickets due that waited longer than their shares explain; room is kept, as neighbours may never all be gone at once."""
         now_ms, first_ms = self._books.now_ms, 0
         for bucket in list(self._queue.buckets.values()):
             key = bucket.key
@@ -190,10 +187,7 @@ class QueuePass:
         return not self._capacity.any_free(books.devices)
 
     def _close_unvisited(self, bucket: Bucket) -> bool:
-        """Where nothing can begin, close a bucket whose tickets need room and keep none; return whether it is such a bucket.
-
-        `_visit` comes to the same. With a bucket for each owner, building the heap would cost more than all visits.
-        """
+        """Close a bucket that can only wait, where nothing can begin, as `_visit` would at a higher cost; return whether it is one."""
         key, lease = bucket.key, bucket.members[0]
         if key.room_kept or key.targets or key.milli or not key.need_mib or lease.lease_id in self._overdue:
             return False
@@ -205,10 +199,7 @@ class QueuePass:
         return True
 
     def _skip_rest(self) -> bool:
-        """Skip all tickets to come if they can only wait for the swap channel, in any order; return whether that is so.
-
-        Visits would find the same for each. They are needed where a ticket may fit, keep room, or be promised some.
-        """
+        """Skip all tickets to come if they can only wait for the swap channel; return whether that is so."""
         if self._unshaped or self._overdue or self._order.has_urgent:
             return False
         if self._unskippable_version == self._capacity.version:
@@ -257,20 +248,14 @@ class QueuePass:
                 self._keep_waiting(lease, ticket_of(lease), allowed_devices(self._books, lease))
 
     def _mark_due_by_promise(self) -> None:
-        """Mark tickets due that leases begin to leave for, in pools that share by virtual time.
-
-        A lease that leaves would often precede the ticket again by its virtual time, and take the room back.
-        """
+        """Mark tickets due that leases begin to leave for: one that leaves would often precede the ticket again by its virtual time."""
         for lease in self._promised:
             if lease.ticket is not None and not lease.ticket.is_due and self._books.shares_by_time(lease):
                 lease.ticket.is_due = True
                 self._queue.rebucket(lease)
 
     def _recheck_at_overtaking(self) -> None:
-        """Ask for a pass when the virtual time of a waiting ticket overtakes that of the next one: then that one may fit.
-
-        While the swap channel is in use no lease is made to leave, and the pass after the swap looks at it anyway.
-        """
+        """Ask for a pass when the virtual time of a waiting ticket overtakes that of the next one: then that one may fit."""
         if not self._changes.channel_free:
             return
         waiting = [one for one in self._by_share if one[1].bucket is not None]
@@ -471,10 +456,7 @@ class QueuePass:
         return bool(self._keepers % _KEEPERS_BETWEEN_CHECKS) or not self._capacity.is_exhausted(devices)
 
     def _gather_kept_room(self, lease: Lease, ticket: Ticket) -> None:
-        """Have idle leases leave the devices where room is kept for a ticket, one by one: they may never all be idle at once.
-
-        Only on devices where the room would suffice if all leases left that ever may.
-        """
+        """Have idle leases leave the devices where room is kept, one by one, where all that ever may leave would suffice."""
         if len(ticket.kept_on) < lease.count or not self._changes.channel_free:
             return
         need_mib = ticket_need_mib(lease)

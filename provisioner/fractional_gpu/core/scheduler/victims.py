@@ -69,20 +69,14 @@ def victim_ranking(books: Books, device: Device) -> VictimRanking:
 
 
 def busy_candidates(books: Books, found: VictimRanking) -> Collection[tuple[int, Lease]]:
-    """Return the busy leases on a device that can be saved, and when each has had its minimum residency (`preemptible_from_ms`).
-
-    `found` is the up-to-date ranking of the device.
-    """
+    """Return the busy leases on the device of this ranking that can be saved, and when each has had its minimum residency."""
     if found.swaps_learnt != books.forecasts.swaps_learnt:
         _renew_working(books, found)
     return found.busy.values()
 
 
 def yield_candidates(books: Books, found: VictimRanking, priority: int) -> YieldCandidates:
-    """Return the busy leases on a device that may be asked to leave at the end of their cells for a ticket of this priority.
-
-    First those that were asked already, then the lowest priorities, then the least cost. `found` is the up-to-date ranking of the device.
-    """
+    """Return the busy leases that may be asked to leave for a ticket of this priority: those asked before, then by priority and cost."""
     leases, now_ms = busy_candidates(books, found), books.now_ms
     if found.highest_priority > priority:
         return _yielders(books, [one for one in leases if one[1].spec.priority <= priority])
