@@ -313,7 +313,11 @@ def test_notebooks_for_which_another_share_is_suggested_are_listed_below_the_tab
     assert "1/8 GPU" in text
     assert "would have been short of memory on 0 of 10 days" in " ".join(text.split())
     (advice,) = json.loads(said("--socket", live.socket, "--json", "--by", "notebook", "--user", me))["advice"]
-    assert (advice["notebook"], advice["verdict"], advice["suggested"]["milli"]) == ("train.ipynb", "smaller", 125)
+    assert (advice["notebook"], advice["figures"]["verdict"], advice["figures"]["risk"]["share"][0]) == (
+        "train.ipynb",
+        "smaller",
+        125,
+    )
     assert "Advice" not in said("--socket", live.socket, "--by", "user"), (
         "notebooks' names are shown where they are asked for"
     )

@@ -1,10 +1,9 @@
 """Samples of what a broker says, for tests of what is shown."""
 
-from msgspec.structs import replace
-
+from fractional_gpu.core.forecasts.advice import Advice, Risk, Verdict
+from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.core.metering.usage import HOUR_MS, SHARE_HOUR, Usage
-from fractional_gpu.protocol.accounts import BudgetStatus, Cost, UsageEntry
-from fractional_gpu.protocol.advice import ShareAdvice, ShareRisk
+from fractional_gpu.protocol.accounts import BudgetStatus, Cost, ShareAdvice, UsageEntry
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, Neighbour, UsagePoint
 from tests.support.statuses import a_status
 
@@ -42,21 +41,24 @@ LEASE = a_status(
     ],
 )
 
-_RISK = ShareRisk(milli=125, memory_mib=10240, short_days=0, unknown_days=0, days=12, short_milli=71, slowed_milli=1000)
+_RISK = Risk(share=Share(125, 10240), short_days=0, unknown_days=0, days=12, short_milli=71, slowed_milli=1000)
 ADVICE = ShareAdvice(
     pool="default",
     owner="me",
     notebook="train.ipynb",
-    verdict="smaller",
-    present=replace(_RISK, milli=250, memory_mib=20480),
-    suggested=_RISK,
-    days=12,
-    peak_mib=8192,
-    busy_ms=3_600_000,
-    held_ms=7_200_000,
-    gaps=20,
-    use_milli=150,
-    growth_milli=0,
+    figures=Advice(
+        verdict=Verdict.SMALLER,
+        present=_RISK,
+        risk=_RISK,
+        smaller=None,
+        days=12,
+        peak_mib=8192,
+        busy_ms=3_600_000,
+        held_ms=7_200_000,
+        gaps=20,
+        use_milli=150,
+        growth_milli=0,
+    ),
     sentence="1/8 GPU (10 GiB) would suffice: at most 8 GiB of 20 GiB was used on 12 days",
     brief="1/8 GPU (10 GiB) would have been enough on 12 of 12 days",
 )

@@ -4,8 +4,8 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
+from fractional_gpu.core.forecasts.advice import Advice
 from fractional_gpu.core.metering.usage import Usage
-from fractional_gpu.protocol.advice import ShareAdvice
 from fractional_gpu.protocol.limits import MAX_NAME
 
 USAGE_BY: Final = ("hour", "day", "month", "user", "group", "pool", "device", "notebook", "lease")
@@ -46,6 +46,18 @@ class UsageEntry(Struct, frozen=True, kw_only=True):
     carbon_mg: int = 0  # CO2 for the energy, by the carbon that is configured
 
 
+class ShareAdvice(Struct, frozen=True, kw_only=True):
+    """What is suggested about the share of a notebook, or of a server (no notebook); nothing is changed by it."""
+
+    pool: str
+    owner: str
+    seated: bool = False  # the owner is a hub's user, not one of the machine
+    notebook: str
+    figures: Advice
+    sentence: str = ""  # all of that for people; empty: nothing is suggested
+    brief: str = ""
+
+
 class UsageReport(Struct, frozen=True, kw_only=True):
     """Sums of what leases used, sorted by what they are summed by. The pool's own part has the user, group, notebook and lease ""."""
 
@@ -58,9 +70,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     devices: dict[str, str] = {}  # names, by id, of those that the broker has now
     carbon: str = ""  # where the carbon figures come from, a sentence; empty: there are none
     note: str = ""  # what is missing, a sentence
-    advice: list[
-        ShareAdvice
-    ] = []  # where it is asked for: what is suggested for the reader's notebooks, for administrators for all
+    advice: list[ShareAdvice] = []  # where it is asked for: about the reader's notebooks, for administrators about all
     visible: str = "own"  # whose figures users may see by the broker's setting `usage_visible`: `own`, `group` or `all`
     periods: dict[str, tuple[int, int]] = {}  # when the days and months of `entries` begin and end, seconds since 1970
 

@@ -6,7 +6,7 @@ What the arbiter knows of a lease is in them as it is (`core.model`). Kernels do
 from msgspec import Struct
 
 from fractional_gpu.core.model import LeaseSpec, LeaseView, Slowdown, Span
-from fractional_gpu.protocol.advice import ShareAdvice
+from fractional_gpu.protocol.accounts import ShareAdvice
 from fractional_gpu.protocol.messages import KERNEL, Workload
 
 

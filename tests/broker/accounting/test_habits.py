@@ -13,7 +13,7 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.core.events import Attached, LeaseMeasured, LeaseRequested
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Sample, Share
 from fractional_gpu.ledger import Ledger
-from fractional_gpu.protocol.advice import ShareAdvice
+from fractional_gpu.protocol.accounts import ShareAdvice
 from tests.core.driving import Hand, device, spec
 from tests.support.counted import calls_of
 
@@ -87,8 +87,9 @@ def world(tmp_path: Path) -> Iterator[World]:
 def test_a_notebook_that_uses_little_is_told_which_share_would_do(world: World) -> None:
     world.work(8, 60)
     advice = world.advice()
-    assert (advice.verdict, advice.suggested.milli, advice.peak_mib, advice.days) == ("smaller", 125, 60, 8)
-    assert (advice.held_ms, advice.busy_ms) == (8 * 20 * 60_000,) * 2
+    figures = advice.figures
+    assert (figures.verdict, figures.risk.share.milli, figures.peak_mib, figures.days) == ("smaller", 125, 60, 8)
+    assert (figures.held_ms, figures.busy_ms) == (8 * 20 * 60_000,) * 2
     assert advice.sentence.startswith("1/8 GPU (125 MiB) would suffice")
     assert world.hand.arbiter.lease("a").spec.fraction_milli == KEPT.milli, "nothing is changed by it"  # type: ignore[union-attr]
 
@@ -111,8 +112,8 @@ def test_days_beyond_the_window_are_forgotten_on_disk_too(world: World) -> None:
 
 def test_a_share_that_is_full_gets_a_larger_one(world: World) -> None:
     world.work(4, 590)  # of 600
-    advice = world.advice()
-    assert (advice.verdict, advice.suggested.milli, advice.suggested.unknown_days) == ("larger", 1000, 4)
+    figures = world.advice().figures
+    assert (figures.verdict, figures.risk.share.milli, figures.risk.unknown_days) == ("larger", 1000, 4)
 
 
 def test_a_suspended_lease_holds_nothing(world: World) -> None:
@@ -211,7 +212,7 @@ def test_a_servers_kernels_count_together(world: World) -> None:
             one.observe(minute * 60_000 + number * DAY_MS, number, "s", key, sample)
     advice = world.habits.of_seats("p", "me")
     assert advice is not None
-    assert (advice.verdict, advice.suggested.milli) == ("smaller", 125)
+    assert (advice.figures.verdict, advice.figures.risk.share.milli) == ("smaller", 125)
     assert advice.brief == "1/8 GPU (125 MiB) would have been enough on 8 of 8 days"
 
 

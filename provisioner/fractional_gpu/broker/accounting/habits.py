@@ -16,12 +16,12 @@ from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.forecasts.advice import Advice, Given, Risk, Verdict, advise
+from fractional_gpu.core.forecasts.advice import Advice, Given, Verdict, advise
 from fractional_gpu.core.forecasts.advice_words import brief, sentence
 from fractional_gpu.core.forecasts.habits import WINDOW_DAYS, HabitKey, HabitKind, Sample, Share, UseRecorder
 from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView, PoolSpec, Sharing
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.protocol.advice import ShareAdvice, ShareRisk
+from fractional_gpu.protocol.accounts import ShareAdvice
 
 log = logging.getLogger(__name__)
 
@@ -182,39 +182,14 @@ class ShareHabits:
 
 
 def _message(key: HabitKey, advice: Advice) -> ShareAdvice:
-    followed = advice.follow_up
     return ShareAdvice(
         pool=key.pool,
         owner=key.owner,
         seated=key.seated,
         notebook=key.label,
-        verdict=advice.verdict.value,
-        present=_risk(advice.present),
-        suggested=_risk(advice.risk),
-        smaller=_risk(advice.smaller) if advice.smaller is not None else None,
-        days=advice.days,
-        peak_mib=advice.peak_mib,
-        busy_ms=advice.busy_ms,
-        held_ms=advice.held_ms,
-        gaps=advice.gaps,
-        use_milli=advice.use_milli,
-        growth_milli=advice.growth_milli,
-        taken_days=followed.days if followed is not None else 0,
-        taken_full_days=followed.full_days if followed is not None else 0,
+        figures=advice,
         sentence=sentence(advice),
         brief=brief(advice),
-    )
-
-
-def _risk(risk: Risk) -> ShareRisk:
-    return ShareRisk(
-        milli=risk.share.milli,
-        memory_mib=risk.share.memory_mib,
-        short_days=risk.short_days,
-        unknown_days=risk.unknown_days,
-        days=risk.days,
-        short_milli=risk.short_milli,
-        slowed_milli=risk.slowed_milli,
     )
 
 
