@@ -6,13 +6,14 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
-from fractional_gpu.broker.swap.checkpointability import Checkpointability
+from fractional_gpu.broker.swap.checkpointability import why_not_checkpointable
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.gpu.interface import DeviceUse, ProcessKind, ProcessState
@@ -67,9 +68,9 @@ async def test_members_of_a_collective_are_left_alone_and_a_single_process_is_no
     with ExitStack() as stack:
         pids = [stack.enter_context(mapping(segment, "remove")) for _ in range(2)]
         members = [identify(pid) for pid in pids]
-        why = await Checkpointability(Arbiter()).refusal(kernel, members, NOTHING)
+        why = await why_not_checkpointable(Arbiter(), kernel, members, NOTHING)
         assert f"{min(pids)}, {max(pids)} share memory of NCCL" in why
-        assert await Checkpointability(Arbiter()).refusal(kernel, members[:1], NOTHING) == ""
+        assert await why_not_checkpointable(Arbiter(), kernel, members[:1], NOTHING) == ""
 
 
 class MpsDevice(Driver):
@@ -82,7 +83,7 @@ async def test_a_client_of_the_mps_server_is_refused_before_anything_is_locked()
     driver = MpsDevice()
     async with kernel_of(1, {"close": "closed", "shrink": "done"}) as (kernel, _, (pid,)):
         driver.has_context(pid, ProcessState.RUNNING, 300)
-        swaps = swaps_of(driver, check=Checkpointability(Arbiter()).refusal)
+        swaps = swaps_of(driver, check=partial(why_not_checkpointable, Arbiter()))
         outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.IMPOSSIBLE
     assert f"process {pid} computes through the MPS server" in sentence
@@ -110,7 +111,7 @@ async def test_an_injected_profiler_is_seen_and_a_linked_interface_is_not_one(
 ) -> None:
     kernel = Kernel(lease_id="lease", uid=0, token_sha256="")
     with mapping(tmp_path / library) as pid:
-        why = await Checkpointability(Arbiter()).refusal(kernel, [identify(pid)], NOTHING)
+        why = await why_not_checkpointable(Arbiter(), kernel, [identify(pid)], NOTHING)
     assert bool(why) is attached
     assert (f"a profiler or debugger is attached to process {pid}" in why) is attached
 
@@ -131,5 +132,5 @@ def started_with(environment: dict[str, str]) -> Iterator[int]:
 async def test_a_profiler_that_the_driver_was_told_to_load_is_seen() -> None:
     kernel = Kernel(lease_id="lease", uid=0, token_sha256="")
     with started_with({"CUDA_INJECTION64_PATH": "/opt/mine/libprofile.so"}) as pid:
-        why = await Checkpointability(Arbiter()).refusal(kernel, [identify(pid)], NOTHING)
+        why = await why_not_checkpointable(Arbiter(), kernel, [identify(pid)], NOTHING)
     assert "(CUDA_INJECTION64_PATH=/opt/mine/libprofile.so)" in why

@@ -19,7 +19,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
-from functools import partial
 
 import zmq
 
@@ -211,13 +210,11 @@ class LeaseService:
                 raise NoRoomError(effect.sentence, reason=effect.reason)
         self.seats.budgets.lease_admitted(kernel)
         self.seats.workloads.tell(spec.lease_id, spec.seat)
-        record = broker.records.save_second_record(kernel)
-        if record is not None:
-            try:
-                await broker.writer.run(partial(broker.writer.ledger.save_lease, record))
-            except LedgerError:
-                await self.broker.survivors.release(kernel)
-                raise
+        try:
+            await broker.records.write(kernel)
+        except LedgerError:
+            await broker.survivors.release(kernel)
+            raise
         evicted = self._evictions.successor(kernel)
         if evicted:
             kernel.notices.append(evicted)
@@ -351,9 +348,7 @@ class LeaseService:
                 self._check_reservation(kernel, identity)
         elif kernel.launch.command:
             self.broker.watch_runner(kernel)
-        record = self.broker.records.save_second_record(kernel)
-        if record is not None:
-            await self.broker.writer.run(partial(self.broker.writer.ledger.save_lease, record))
+        await self.broker.records.write(kernel)
         return full_lease_status(self.broker, kernel)
 
     @staticmethod

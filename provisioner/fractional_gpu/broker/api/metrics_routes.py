@@ -95,6 +95,8 @@ class _ByTCP(web.RequestHandler):
         self._registry = registry
 
     def get(self) -> None:
+        if self.request.path != "/metrics":
+            raise web.HTTPError(404)
         encode, content_type = choose_encoder(self.request.headers.get("Accept", ""))
         self.set_header("Content-Type", content_type)
         self.set_header("Server", "jupyter-fractional-gpu")
@@ -139,12 +141,8 @@ def listen(registry: CollectorRegistry, address: tuple[str, int]) -> HTTPServer 
         remedy = "free the port or change c.GPUBroker.metrics_address"
         log.error("cannot serve metrics on %s, port %d: %s; %s", host, port, error, remedy)  # noqa: TRY400 - a traceback adds nothing
         return None
-    application = web.Application(
-        [("/metrics", _ByTCP, {"registry": registry})],
-        default_handler_class=_Missing,
-        default_handler_args={"registry": registry},
-        log_function=_ignore_request,
-    )
+    # Scrapes, one every few seconds, stay out of the log.
+    application = web.Application([(".*", _ByTCP, {"registry": registry})], log_function=lambda _handler: None)
     server = _LimitedServer(
         application,
         max_header_size=_MOST_BYTES,
@@ -156,15 +154,6 @@ def listen(registry: CollectorRegistry, address: tuple[str, int]) -> HTTPServer 
     server.add_socket(PausingListener.of(listener))
     log.info("serving metrics on %s, port %d", host, port)
     return server
-
-
-class _Missing(_ByTCP):
-    def prepare(self) -> None:
-        raise web.HTTPError(404)
-
-
-def _ignore_request(_handler: web.RequestHandler) -> None:
-    """Keep scrapes, one every few seconds, out of the log."""
 
 
 class BooksCollector(Collector):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from fractional_gpu.broker.clock import DeadlineClock, now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
@@ -266,7 +266,6 @@ def _log_failure(done: asyncio.Future[None]) -> None:
         log.error("the ledger was not written: %s", error)
 
 
-# -- lease records -----------------------------------------------------------------------------------------------------
 # Writes each lease, as it is, into the ledger and into its second record.
 #
 # A kernel may use a device only once the ledger has its reservation there: the next broker would give away a reservation that only the
@@ -299,6 +298,11 @@ class LeaseRecords:
             kernel.on_disk.unreserved_saves += 1
         done = self._writer.submit(partial(self._writer.ledger.save_lease, record))
         done.add_done_callback(partial(self._saved, kernel, device_ids, kernel.on_disk.unreserved_saves, limit))
+
+    async def write(self, kernel: Kernel) -> None:
+        """Write the lease as it stands; return when it is on the disk. Raises LedgerError."""
+        if (record := self.save_second_record(kernel)) is not None:
+            await self._writer.run(partial(self._writer.ledger.save_lease, record))
 
     def _saved(
         self,
@@ -371,7 +375,6 @@ class LeaseRecords:
             await self.files.close()
 
 
-# -- history -----------------------------------------------------------------------------------------------------------
 # Records a lease over time, for `%gpu history`: a point for each change of its state, and for larger changes of its memory.
 #
 # A change of memory is a point if it exceeds `_STEP_MIB` and a twentieth of the last value, and if the last point is older than two
@@ -384,8 +387,7 @@ _PAUSE_MS = 2000
 _PARTS = 200
 
 
-@dataclass(slots=True)
-class _Point:
+class _Point(NamedTuple):
     first_ms: int
     last_ms: int
     state: str
@@ -420,7 +422,6 @@ def _is_worth_a_point(last: _Point, view: LeaseView, at_ms: int) -> bool:
     return abs(view.used_mib - last.used_mib) >= max(_STEP_MIB, last.used_mib // 20)
 
 
-# -- forecast store ----------------------------------------------------------------------------------------------------
 # Saves forecasts and sizes of CUDA contexts in the ledger every few minutes and at the broker's end, and loads them at its start.
 #
 # They are estimates: if they cannot be read, the broker starts with its priors and logs that.

@@ -46,7 +46,7 @@ from fractional_gpu.broker.recovery.lost_leases import lost_kernels, lost_senten
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.services.revocation_notice import RevocationNotice
 from fractional_gpu.broker.supervision.survivors import AbandonedLeases
-from fractional_gpu.broker.swap.checkpointability import Checkpointability
+from fractional_gpu.broker.swap.checkpointability import why_not_checkpointable
 from fractional_gpu.broker.swap.suspend import SwapTimes
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.config import Settings
@@ -185,7 +185,7 @@ class BrokerRun:
             checkpoint_s=settings.checkpoint_deadline / 1000,
         )
         overhead_mib = {name: spec.overhead_mib for name, spec in specs.items()}
-        check = Checkpointability(arbiter).refusal
+        check = partial(why_not_checkpointable, arbiter)
         swaps = Swaps(self.backend.monitor, worker, times, overhead_mib, check=check, off=off)
 
         # The broker: the arbiter with all that executes its effects.

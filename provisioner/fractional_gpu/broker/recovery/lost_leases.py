@@ -187,13 +187,13 @@ REMEDY: Final = (
 
 def living_records(folder: Path, ledger: Ledger | None) -> list[LeaseRecord]:
     """Return the second records of leases that live and that the ledger, if there is one, does not know. Blocks. Raises LedgerError."""
-    found = []
-    for record in read_lease_files(folder):
-        identity = record.identity
-        is_known = ledger is not None and ledger.has_lease(record.spec.lease_id)
-        if not is_known and identity is not None and still_carries(identity, record.uid, record.spec.lease_id):
-            found.append(record)
-    return found
+    return [
+        record
+        for record in read_lease_files(folder)
+        if not (ledger is not None and ledger.has_lease(record.spec.lease_id))
+        and record.identity is not None
+        and still_carries(record.identity, record.uid, record.spec.lease_id)
+    ]
 
 
 def take_records(folder: Path, ledger: Ledger) -> list[LeaseRecord]:

@@ -54,16 +54,13 @@ class PoolForecasts:
     def __init__(self, broker: Broker, settings: Settings) -> None:
         self._broker = broker
         self._settings = settings
-        self._hubs = {pool.name: pool for pool in settings.pools}
+        self.hubs = {pool.name: pool for pool in settings.pools}
         self._usage: dict[tuple[str, str], dict[int, UsageRecord]] = {}  # by owner and pool, then by day
         self._sums: dict[tuple[str, str], UsageRecord] = {}  # of the days, where they were needed since they changed
         self.lasted_ms: dict[str, list[int]] = {}  # by pool: how long the last seats lasted, the latest end first
 
     def hub(self, pool: str) -> Pool:
-        return self._hubs.get(pool) or Pool()
-
-    def pool_changed(self, pool: Pool) -> None:
-        self._hubs[pool.name] = pool
+        return self.hubs.get(pool) or Pool()
 
     def learn(self, usage: Sequence[UsageRecord]) -> None:
         for one in usage:

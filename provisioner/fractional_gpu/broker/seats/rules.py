@@ -18,7 +18,6 @@ from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.config.hub import GroupTerms
 from fractional_gpu.config.pools import POOL_KEYS, Pool
-from fractional_gpu.config.settings import Settings
 from fractional_gpu.config.values import config_error
 from fractional_gpu.core.events import PoolConfigured
 from fractional_gpu.core.model import LeaseView, Limits, PoolSpec
@@ -270,7 +269,7 @@ log = logging.getLogger(__name__)
 
 
 class PoolEditor:
-    """The pools of one broker; for its loop. `changed` is called with each changed pool.
+    """Changes the `pools` of one broker; for its loop. `changed` is called with each changed pool.
 
     `note` returns a sentence that administrators should read about a pool, or "".
     """
@@ -278,13 +277,13 @@ class PoolEditor:
     def __init__(
         self,
         broker: Broker,
-        settings: Settings,
+        pools: dict[str, Pool],
         changed: Callable[[Pool], None],
         note: Callable[[PoolSpec], str],
     ) -> None:
         self._broker = broker
-        self._configured = {pool.name: pool for pool in settings.pools}
-        self._pools = dict(self._configured)
+        self._configured = dict(pools)
+        self._pools = pools
         self._changed = changed
         self._note = note
 

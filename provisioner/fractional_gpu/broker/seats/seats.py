@@ -104,7 +104,7 @@ class Seats:
         broker.habits.seat_share = self._share
         self._usage_recorder = UsageRecorder(broker, self.forecasts)
         self.revocations = Revocations(broker)
-        self.pools = PoolEditor(broker, settings, self._pool_changed, self._capacity.fitting)
+        self.pools = PoolEditor(broker, self.forecasts.hubs, self._pool_changed, self._capacity.fitting)
 
     def recover(self, ledger: Ledger) -> None:
         """Restore the seats and the usage of users from the ledger. `run` ends the seats that expired in the meantime.
@@ -542,7 +542,6 @@ class Seats:
         return pool, self.forecasts.hub(name)
 
     def _pool_changed(self, pool: Pool) -> None:
-        self.forecasts.pool_changed(pool)
         self._broker.metering.set_tariff(pool.name, pool.tariff)
         self._notify()  # waiting requests check again
 

@@ -36,42 +36,29 @@ _INJECTED = (  # how the libraries' names begin
 _INJECTION = "CUDA_INJECTION64_PATH"
 
 
-class Checkpointability:
-    """Checks kernels before they are suspended. `refusal` is the `CheckpointCheck` of the broker's swaps."""
-
-    def __init__(self, arbiter: Arbiter) -> None:
-        self._arbiter = arbiter
-        self._without_tools: set[ProcessIdentity] = (
-            set()
-        )  # checked already: a tool is injected when CUDA starts, or never
-
-    async def refusal(self, kernel: Kernel, processes: Collection[ProcessIdentity], host: HostSnapshot) -> str:
-        """Return why these CUDA processes of the kernel cannot be checkpointed, a sentence; empty if nothing speaks against it."""
-        view = self._arbiter.lease(kernel.lease_id)
-        if view is not None and view.unsuspendable_reason:
-            return view.unsuspendable_reason
-        pids = [process.pid for process in processes]
-        clients = {one.pid for use in host.uses.values() for one in use.processes if one.kind is ProcessKind.MPS}
-        if own_clients := clients.intersection(pids):
-            return f"process {min(own_clients)} computes through the MPS server, whose clients the driver cannot checkpoint"
-        unknown = set(processes) - self._without_tools
-        if not unknown and len(pids) < _FEWEST_MEMBERS:
-            return ""  # reading what a process has mapped takes milliseconds
-        if why_not := await SWAPS.run(_find_obstacle, pids, sorted(one.pid for one in unknown)):
-            return why_not
-        self._without_tools = {one for one in self._without_tools if one in host.processes} | unknown
-        return ""
+async def why_not_checkpointable(
+    arbiter: Arbiter, kernel: Kernel, processes: Collection[ProcessIdentity], host: HostSnapshot
+) -> str:
+    """Return why these CUDA processes of the kernel cannot be checkpointed, a sentence; empty if nothing speaks against it."""
+    view = arbiter.lease(kernel.lease_id)
+    if view is not None and view.unsuspendable_reason:
+        return view.unsuspendable_reason
+    pids = sorted(process.pid for process in processes)
+    clients = {one.pid for use in host.uses.values() for one in use.processes if one.kind is ProcessKind.MPS}
+    if own_clients := clients.intersection(pids):
+        return f"process {min(own_clients)} computes through the MPS server, whose clients the driver cannot checkpoint"
+    return await SWAPS.run(_find_obstacle, pids)
 
 
-def _find_obstacle(pids: list[int], unknown: list[int]) -> str:
+def _find_obstacle(pids: list[int]) -> str:
     if len(pids) >= _FEWEST_MEMBERS:
         members = [pid for pid in pids if maps(pid, lambda path: path.startswith(_NCCL_SEGMENT))]
         if len(members) >= _FEWEST_MEMBERS:
             return (
-                f"its processes {', '.join(map(str, sorted(members)))} share memory of NCCL: checkpointing one member of a collective "
+                f"its processes {', '.join(map(str, members))} share memory of NCCL: checkpointing one member of a collective "
                 "hangs the others"
             )
-    return next((why_not for pid in unknown if (why_not := _injected(pid))), "")
+    return next((why_not for pid in pids if (why_not := _injected(pid))), "")
 
 
 def _injected(pid: int) -> str:
