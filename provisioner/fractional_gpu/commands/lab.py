@@ -15,13 +15,11 @@ from typing import NamedTuple
 from fractional_gpu.client.discovery import runtime_dir, socket_path
 from fractional_gpu.commands.kernels import install_offers, simulated_devices
 from fractional_gpu.commands.terminal.arguments import Parser, checked_simulate, require_packages
-from fractional_gpu.commands.terminal.connection import started_broker
+from fractional_gpu.commands.terminal.connection import LONGEST_SOCKET, started_broker
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.render import describe_device
 from fractional_gpu.commands.terminal.text import CommandError, say
 from fractional_gpu.protocol.status import HostStatus
-
-_LONGEST_SOCKET = 100  # bytes; UNIX sockets take a little more
 
 EPILOG = """\
 examples:
@@ -80,7 +78,7 @@ def _locate(simulate: str | None) -> _Place:
     folder = runtime_dir() / f"simulated-{re.sub('[^A-Za-z0-9]+', '-', simulate).lower()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     socket = str(folder / "broker.sock")
-    if len(os.fsencode(socket)) > _LONGEST_SOCKET:
+    if len(os.fsencode(socket)) > LONGEST_SOCKET:
         raise CommandError(f"{socket} is too long a path for a socket; set JUPYTER_RUNTIME_DIR to a shorter folder")
     return _Place(folder / "lab", socket)
 

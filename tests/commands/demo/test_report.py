@@ -2,27 +2,32 @@
 
 from dataclasses import replace
 
-from fractional_gpu.commands.demo.demo import DemoDevice, DemoKernel, render_report, report_as_json
+from fractional_gpu.commands.demo.demo import DemoKernel, render_report, report_as_json
 from fractional_gpu.commands.terminal.text import plain
+from fractional_gpu.protocol.status import HostStatus
+from tests.commands.pictures import a_device, a_host, a_lease
+from tests.support.statuses import changed
 
-DEVICE = DemoDevice(name="Simulated GPU", simulated=True, memory_mib=1024)
+
+def host_of(name: str, memory_mib: int = 1024, *, simulated: bool = True) -> HostStatus:
+    return a_host(simulated=simulated, devices=[a_device(name=name, memory_mib=memory_mib)])
+
+
+HOST = host_of("Simulated GPU")
 TENANT_A = DemoKernel(
     name="tenant-a",
     kernelspec="fractional-gpu-default-750",
-    fraction_milli=750,
-    state="suspended",
-    suspends=5,
-    resumes=4,
+    lease=a_lease(fraction_milli=750, state="suspended", suspends=5, resumes=4),
     moved_s=1.25,
     compared_bytes=576 * 2**20,
     state_intact=True,
 )
-TENANT_B = replace(TENANT_A, name="tenant-b", state="resident", suspends=4, moved_s=1.0)
+TENANT_B = replace(TENANT_A, name="tenant-b", lease=changed(TENANT_A.lease, state="resident", suspends=4), moved_s=1.0)
 
 
 def test_the_table() -> None:
     assert (
-        plain(render_report(DEVICE, [TENANT_A, TENANT_B]))
+        plain(render_report(HOST, [TENANT_A, TENANT_B]))
         == """\
 Simulated GPU, 1 GiB
   KERNEL    GPU  STATE       SUSPENDED  RESUMED  MOVING  COMPARED  INTACT
@@ -34,7 +39,7 @@ Together they asked for 1.5 GPUs, and every byte is where it was.
 
 
 def test_the_object_for_programs() -> None:
-    assert report_as_json(DEVICE, [TENANT_A]) == {
+    assert report_as_json(HOST, [TENANT_A]) == {
         "device": {"name": "Simulated GPU", "simulated": True, "memory_mib": 1024},
         "kernels": [
             {
@@ -51,21 +56,20 @@ def test_the_object_for_programs() -> None:
 
 def test_lost_state_is_not_ok_and_the_table_shouts() -> None:
     lost = replace(TENANT_B, state_intact=False)
-    assert report_as_json(DEVICE, [TENANT_A, lost])["ok"] is False
-    text = plain(render_report(DEVICE, [TENANT_A, lost]))
+    assert report_as_json(HOST, [TENANT_A, lost])["ok"] is False
+    text = plain(render_report(HOST, [TENANT_A, lost]))
     assert "NO" in text
     assert text.endswith("Something is wrong: tenant-b lost state.\n")
 
 
 def test_a_demonstration_that_moved_nothing_shows_nothing_and_is_not_ok() -> None:
-    for still in (replace(TENANT_A, suspends=0), replace(TENANT_A, resumes=0)):
-        assert report_as_json(DEVICE, [still])["ok"] is False
+    for lease in (changed(TENANT_A.lease, suspends=0), changed(TENANT_A.lease, resumes=0)):
+        still = replace(TENANT_A, lease=lease)
+        assert report_as_json(HOST, [still])["ok"] is False
 
 
 def test_a_device_is_always_said_to_be_simulated_and_how_big_it_is() -> None:
-    first_lines = [
-        render_report(replace(DEVICE, name=name), [TENANT_A])[0].plain for name in ("SIM-1", "Simulated GPU 1 GiB")
-    ]
+    first_lines = [render_report(host_of(name), [TENANT_A])[0].plain for name in ("SIM-1", "Simulated GPU 1 GiB")]
     assert first_lines == ["SIM-1, simulated, 1 GiB", "Simulated GPU 1 GiB"]
-    real = DemoDevice(name="NVIDIA L4", simulated=False, memory_mib=24_576)
+    real = host_of("NVIDIA L4", 24_576, simulated=False)
     assert render_report(real, [TENANT_A])[0].plain == "NVIDIA L4, 24 GiB"

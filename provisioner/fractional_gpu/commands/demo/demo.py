@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.demo.sandbox import Sandbox, interrupt_on_termination, open_sandbox
@@ -25,7 +26,7 @@ from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.gpu.open import open_monitor
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.names import state_words
-from fractional_gpu.protocol.status import LeaseStatus
+from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -34,56 +35,53 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoDevice:
-    """The GPU that was shared. Memory in MiB."""
-
-    name: str
-    simulated: bool
-    memory_mib: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DemoKernel:
-    """The result of one kernel. `state` is the lease's at the end; `moved_s` seconds its memory was on the move."""
+    """The result of one kernel: its lease at the end, and what its notebook found."""
 
     name: str
     kernelspec: str
-    fraction_milli: int
-    state: str
-    suspends: int
-    resumes: int
-    moved_s: float
+    lease: LeaseStatus
+    moved_s: float  # its memory was on the move
     compared_bytes: int
     state_intact: bool
 
 
 def find_problems(kernels: Sequence[DemoKernel]) -> list[str]:
     wrong = [f"{kernel.name} lost state" for kernel in kernels if not kernel.state_intact]
-    still = [kernel for kernel in kernels if not kernel.suspends or not kernel.resumes]
     return wrong + [
-        f"{kernel.name} was suspended {kernel.suspends} and resumed {plural(kernel.resumes, 'time')}: nothing was shown"
-        for kernel in still
+        f"{one.name} was suspended {one.lease.suspends} and resumed {plural(one.lease.resumes, 'time')}: nothing was shown"
+        for one in kernels
+        if not one.lease.suspends or not one.lease.resumes
     ]
 
 
-def report_as_json(device: DemoDevice, kernels: Sequence[DemoKernel]) -> dict[str, Any]:
-    shown = ("kernelspec", "fraction_milli", "suspends", "resumes", "state_intact")
+def report_as_json(host: HostStatus, kernels: Sequence[DemoKernel]) -> dict[str, Any]:
+    device = host.devices[0]
     return {
-        "device": asdict(device),
-        "kernels": [{name: getattr(kernel, name) for name in shown} for kernel in kernels],
+        "device": {"name": device.name, "simulated": host.simulated, "memory_mib": device.memory_mib},
+        "kernels": [
+            {
+                "kernelspec": one.kernelspec,
+                "fraction_milli": one.lease.spec.fraction_milli,
+                "suspends": one.lease.suspends,
+                "resumes": one.lease.resumes,
+                "state_intact": one.state_intact,
+            }
+            for one in kernels
+        ],
         "ok": not find_problems(kernels),
     }
 
 
-def render_report(device: DemoDevice, kernels: Sequence[DemoKernel], width: int | None = None) -> "list[Text]":
+def render_report(host: HostStatus, kernels: Sequence[DemoKernel], width: int | None = None) -> "list[Text]":
     header = ("KERNEL", "GPU", "STATE", "SUSPENDED", "RESUMED", "MOVING", "COMPARED", "INTACT")
     rows = [
         (
             kernel.name,
-            format_fraction(kernel.fraction_milli),
-            state_words(kernel.state),
-            plural(kernel.suspends, "time"),
-            plural(kernel.resumes, "time"),
+            format_fraction(kernel.lease.spec.fraction_milli),
+            state_words(kernel.lease.state),
+            plural(kernel.lease.suspends, "time"),
+            plural(kernel.lease.resumes, "time"),
             f"{kernel.moved_s:.1f} s",
             format_memory(kernel.compared_bytes // 2**20),
             "yes" if kernel.state_intact else ("NO", Style.WRONG),
@@ -91,20 +89,15 @@ def render_report(device: DemoDevice, kernels: Sequence[DemoKernel], width: int 
         for kernel in kernels
     ]
     wrong = find_problems(kernels)
-    asked = sum(kernel.fraction_milli for kernel in kernels)
+    asked = sum(kernel.lease.spec.fraction_milli for kernel in kernels)
     good = f"Together they asked for {format_gpus(asked)}, and every byte is where it was."
     conclusion = line(("Something is wrong", Style.WRONG), f": {'; '.join(wrong)}.") if wrong else line(good)
+    device = host.devices[0]  # the sandbox's broker has exactly one
     return [
-        line(describe_device(device.name, device.memory_mib, simulated=device.simulated)),
+        line(describe_device(device.name, device.memory_mib, simulated=host.simulated)),
         *table(header, rows, width=width),
         *fitted([conclusion], width),
     ]
-
-
-# Follows leases while the demonstration runs: prints each change of state, and adds up how long their memory was on the move.
-#
-# `LeaseTracker` is pure: statuses of leases in, sentences out. `LeaseMonitor` feeds it from the broker in a thread of its own. A status
-# says for how long a lease has been in its state, so the begin of each state is exact although the broker is polled.
 
 
 INTERVAL_S = 0.05
@@ -119,7 +112,10 @@ class _Seen:
 
 
 class LeaseTracker:
-    """Follows leases through their states. `names` maps kernel ids to names for people; other leases are ignored."""
+    """Follows leases through their states. `names` maps kernel ids to names for people; other leases are ignored.
+
+    A status says for how long a lease has been in its state, so the begin of each state is exact although the broker is polled.
+    """
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
@@ -152,39 +148,6 @@ def _news(lease: LeaseStatus) -> str:
     if lease.state == "suspended":
         return f"suspended, {format_memory(lease.lease.saved_mib)} now in host memory"
     return state_words(lease.state)
-
-
-class LeaseMonitor:
-    """Polls the broker in a thread until `stop`, or the end of the `with` block. `tell` gets each sentence, in that thread."""
-
-    def __init__(self, socket: str, tracker: LeaseTracker, tell: Callable[[str], None]) -> None:
-        self._socket = socket
-        self._tracker = tracker
-        self._tell = tell
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="gpu-demo-monitor", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        client = BrokerClient(self._socket)
-        try:
-            while not self._over.wait(INTERVAL_S):
-                for sentence in self._tracker.feed(time.monotonic(), client.status().leases):
-                    self._tell(sentence)
-        except FractionalGPUError as error:
-            self._tell(f"cannot watch any more: {error}")
-        finally:
-            client.close()
 
 
 SIMULATED = "1x1GiB"
@@ -223,45 +186,37 @@ def run(options: argparse.Namespace) -> int:
         if options.keep:
             say(f"the folder {sandbox.root} stays when this ends", sys.stderr, flush=True)
         with Progress("two notebooks take turns on one GPU", blocks=True, silent=True) as progress:
-            broker, device = _prepare(sandbox, simulate, progress.say)
+            broker = _prepare(sandbox, simulate, progress.say)
+            host = broker.status()
+            sandbox.install_kernels(simulated=host.simulated)
             kernels = _run_notebooks(sandbox, broker, progress)
         if options.json:
-            print(json.dumps(report_as_json(device, kernels)), flush=True)
+            print(json.dumps(report_as_json(host, kernels)), flush=True)
         else:
-            write(render_report(device, kernels, terminal_width(sys.stdout)), flush=True)
+            write(render_report(host, kernels, terminal_width(sys.stdout)), flush=True)
         if not options.check:
             _open_lab(sandbox)
     return 1 if find_problems(kernels) else 0
 
 
-def _prepare(sandbox: Sandbox, simulate: str | None, tell: Callable[[str], None]) -> "tuple[BrokerClient, DemoDevice]":
-    setup = None if simulate else _set_up_real(sandbox, tell)
-    if setup is None:
+def _prepare(sandbox: Sandbox, simulate: str | None, tell: Callable[[str], None]) -> BrokerClient:
+    broker = None if simulate else _set_up_real(sandbox, tell)
+    if broker is None:
         simulate = simulate or SIMULATED
         tell(f"Using a simulated GPU ({simulate}): its bytes are real and are really moved, its speed says nothing.")
         os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # for a broker that has to be started again
-        setup = _setup_of(sandbox.start_broker(simulate=simulate, device=0))
-    sandbox.install_kernels(simulated=setup[1].simulated)
-    return setup
+        broker = sandbox.start_broker(simulate=simulate, device=0)
+    return broker
 
 
-def _setup_of(broker: BrokerClient) -> "tuple[BrokerClient, DemoDevice]":
-    status = broker.status()
-    device = status.devices[0]  # the sandbox's broker has exactly one
-    return (broker, DemoDevice(name=device.name, simulated=status.simulated, memory_mib=device.memory_mib))
-
-
-def _set_up_real(sandbox: Sandbox, tell: Callable[[str], None]) -> "tuple[BrokerClient, DemoDevice] | None":
+def _set_up_real(sandbox: Sandbox, tell: Callable[[str], None]) -> BrokerClient | None:
     """Start the broker on the first suitable real GPU. None if there is none, after telling why."""
     if importlib.util.find_spec("torch") is None:
         tell("torch, which the notebooks use on a real GPU, is not installed here.")
         return None
     try:
-        monitor = open_monitor("nvidia")
-        try:
+        with closing(open_monitor("nvidia")) as monitor:
             devices = monitor.devices()
-        finally:
-            monitor.close()
     except GPUError as error:
         tell(f"The GPUs of this machine cannot be used: {error}")
         return None
@@ -272,7 +227,7 @@ def _set_up_real(sandbox: Sandbox, tell: Callable[[str], None]) -> "tuple[Broker
             tell(f"{device.name} cannot be shared: {device.why_not}")
             continue
         try:
-            return _setup_of(sandbox.start_broker(simulate=None, device=device.device_id))
+            return sandbox.start_broker(simulate=None, device=device.device_id)
         except CommandError as error:
             tell(f"{device.name} cannot be used: {error}")
     return None
@@ -289,13 +244,29 @@ def _run_notebooks(sandbox: Sandbox, broker: BrokerClient, progress: Progress) -
     notebooks = [read_notebook(sandbox.notebooks / name, sandbox.root / f"{name}.log") for name in NOTEBOOKS]
     tracker = LeaseTracker({notebook.kernel_id: notebook.name for notebook in notebooks})
     kernels: list[DemoKernel] = []
-    with LeaseMonitor(sandbox.socket, tracker, tell) as monitor:
+    over = threading.Event()
 
-        def finish() -> None:
-            monitor.stop()  # what becomes of kernels that are shut down is no part of the demonstration
-            kernels.extend(_results_of(notebooks, broker, tracker))
+    def watch() -> None:
+        try:
+            with BrokerClient(sandbox.socket) as client:
+                while not over.wait(INTERVAL_S):
+                    for sentence in tracker.feed(time.monotonic(), client.status().leases):
+                        tell(sentence)
+        except FractionalGPUError as error:
+            tell(f"cannot watch any more: {error}")
 
+    def finish() -> None:
+        over.set()  # what becomes of kernels that are shut down is no part of the demonstration
+        watcher.join()
+        kernels.extend(_results_of(notebooks, broker, tracker))
+
+    watcher = threading.Thread(target=watch, name="gpu-demo-monitor", daemon=True)
+    watcher.start()
+    try:
         asyncio.run(run_in_turns(notebooks, tell, finish, progress.counter("cells")))
+    finally:
+        over.set()
+        watcher.join()
     for notebook in notebooks:
         save(notebook, sandbox.root / "executed")
     return kernels
@@ -317,10 +288,7 @@ def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, track
             DemoKernel(
                 name=notebook.name,
                 kernelspec=notebook.kernelspec,
-                fraction_milli=lease.spec.fraction_milli,
-                state=lease.state,
-                suspends=lease.suspends,
-                resumes=lease.resumes,
+                lease=lease,
                 moved_s=tracker.moved_s(notebook.kernel_id),
                 compared_bytes=int(result["bytes"]),
                 state_intact=result["intact"] is True,

@@ -18,6 +18,7 @@ from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import IN_WORKLOAD
 from fractional_gpu.commands.broker import end_process
+from fractional_gpu.commands.terminal.connection import LONGEST_SOCKET
 from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.gpu.simulated.host import destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
@@ -29,7 +30,6 @@ EXAMPLES = ("tenant-a.ipynb", "tenant-b.ipynb", "device.py")
 """The files of the demonstration."""
 FRACTION_MILLI = 750  # of which a device has room for one at a time
 _START_S = 120.0
-_LONGEST_SOCKET = 100  # bytes; UNIX sockets take a little more
 _IDLE_EXIT = "5m"  # so that a killed demonstration does not leave its broker for ever
 _CONFIG = """\
 c.GPUBroker.devices = [{device!r}]
@@ -154,7 +154,7 @@ def open_sandbox(*, keep: bool) -> Iterator[Sandbox]:
         if not keep:
             stack.callback(shutil.rmtree, root)
         sandbox = Sandbox(root)
-        if len(os.fsencode(sandbox.socket)) > _LONGEST_SOCKET:
+        if len(os.fsencode(sandbox.socket)) > LONGEST_SOCKET:
             raise CommandError(
                 f"the temporary folder {root.parent} has too long a path for a socket; set TMPDIR to a shorter one"
             )

@@ -14,6 +14,7 @@ from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 NO_KERNELS = "so there are no kernels on a GPU; it starts with the first kernel that wants one"
+LONGEST_SOCKET = 100  # bytes of its path; UNIX sockets take a little more
 RUN_ONE = "run one with `jupyter gpu broker`, or name another's socket with --socket"
 
 
