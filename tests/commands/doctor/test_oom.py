@@ -9,8 +9,6 @@ import pytest
 
 from fractional_gpu.commands.doctor.machine import check_oom, check_swap
 from fractional_gpu.commands.doctor.report import Finding, Severity
-from fractional_gpu.commands.doctor.setup import broker_pid
-from tests.support.fake_broker import FakeBroker
 
 BROKER = 77
 ALL = "         0          0 4294967295\n"
@@ -128,10 +126,3 @@ def test_this_machine_is_read_and_told_truly() -> None:
     found = [one for one in check_oom(None) if one.check == "oom"][-1]
     assert (found.severity is Severity.OK) is may
     assert list(check_swap())
-
-
-def test_the_process_of_the_broker_that_serves_is_found(tmp_path: Path) -> None:
-    assert broker_pid(str(tmp_path / "b.sock")) is None
-    assert broker_pid(None) is None
-    with FakeBroker(str(tmp_path / "b.sock")) as broker:
-        assert broker_pid(broker.path) is not None

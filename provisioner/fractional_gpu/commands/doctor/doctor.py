@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from fractional_gpu.client.http import claim_holder
 from fractional_gpu.commands.doctor import machine, setup, slurm
 from fractional_gpu.commands.doctor.report import (
     Finding,
@@ -119,9 +120,9 @@ class Subject:
     def settings(self) -> Settings | None:
         return self.configuration[0]
 
-    @cached_property
+    @property
     def broker_pid(self) -> int | None:
-        return setup.broker_pid(self.socket)
+        return None if self.socket is None else claim_holder(self.socket)
 
     def check_devices(self) -> Iterator[Finding]:
         tries = not self.options.no_try

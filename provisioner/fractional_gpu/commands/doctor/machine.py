@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple
@@ -269,20 +269,20 @@ def _killed_together(proc: Path) -> Iterator[Finding]:
 
 
 def _other_killers(proc: Path) -> Iterator[Finding]:
+    for pid, name in _named_processes(proc):
+        if name in _OTHER_KILLERS:
+            yield note(
+                "oom",
+                f"{name} runs (process {pid}) and kills before the system does: {_OTHER_KILLERS[name]}",
+                "for systemd-oomd: ManagedOOMPreference=omit for the kernels' units" if name == "systemd-oomd" else "",
+            )
+
+
+def _named_processes(proc: Path) -> Iterator[tuple[int, str]]:
     for folder in proc.iterdir():
         if folder.name.isdigit():
-            try:
-                name = (folder / "comm").read_text(errors="replace").strip()
-            except OSError:  # it ended, or is hidden from this user
-                continue
-            if name in _OTHER_KILLERS:
-                yield note(
-                    "oom",
-                    f"{name} runs (process {folder.name}) and kills before the system does: {_OTHER_KILLERS[name]}",
-                    "for systemd-oomd: ManagedOOMPreference=omit for the kernels' units"
-                    if name == "systemd-oomd"
-                    else "",
-                )
+            with suppress(OSError):  # it ended, or is hidden from this user
+                yield int(folder.name), (folder / "comm").read_text(errors="replace").strip()
 
 
 def _fields(file: Path) -> Iterator[tuple[str, str]]:
@@ -370,16 +370,7 @@ def check_nvidia(
 
 
 def mps_processes(proc: Path = PROC) -> list[int]:
-    found = []
-    for folder in proc.iterdir():
-        if folder.name.isdigit():
-            try:
-                command = (folder / "comm").read_text(errors="replace")
-            except OSError:  # it ended, or is hidden from this user
-                continue
-            if command.startswith(_MPS):
-                found.append(int(folder.name))
-    return sorted(found)
+    return sorted(pid for pid, name in _named_processes(proc) if name.startswith(_MPS))
 
 
 def _driver(nvml: ModuleType, read_level: Callable[[], int | None]) -> Iterator[Finding]:

@@ -127,6 +127,13 @@ def render(findings: Sequence[Finding], next_step: str = "", width: int | None =
     return [*table((), rows, indent="", width=room, least=_LEAST_CELLS), line(), line(conclusion), *end]
 
 
+def installed_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def clean(text: str) -> str:
     """Return the text without the user's name and home folder, and without what looks like a secret."""
     home = str(Path.home())
@@ -141,11 +148,7 @@ def clean(text: str) -> str:
 def write_bundle(path: Path, findings: Sequence[Finding], socket: str | None) -> list[str]:
     """Write the archive, mode 0600, and return the names of what is in it. Raises CommandError if it cannot be written."""
     versions = {"python": platform.python_version(), "system": platform.platform()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
+    versions |= {name: installed_version(name) or "not installed" for name in _PACKAGES}
     files = {
         "doctor.json": as_json(findings),
         "versions.json": json.dumps(versions, indent=1),

@@ -25,7 +25,7 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.http import is_service_socket
 from fractional_gpu.client.state_folder import LEDGER_NAMES, filesystem_type, is_network, node_name, state_folder
-from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
+from fractional_gpu.commands.doctor.report import Finding, installed_version, note, ok, problem, warning
 from fractional_gpu.commands.terminal.connection import broker_if_running, kernels_of
 from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.units import format_fraction, format_memory, plural
@@ -37,8 +37,6 @@ from fractional_gpu.jupyter.kernelspecs import InstalledSpec, list_installed, pl
 from fractional_gpu.ledger.opening import other_schema, set_aside_command
 from fractional_gpu.ledger.schema import APPLICATION_ID, SCHEMA
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.limits import PROTOCOL_VERSION
-from fractional_gpu.protocol.messages import Pong
 from fractional_gpu.protocol.status import ForecastError
 
 _PACKAGES: Final = ("jupyter_client", "ipykernel", "jupyterlab", "jupyterhub", "nvidia-ml-py", "cuda-bindings")
@@ -47,11 +45,7 @@ _LOAD: Final = "no kernelspec of ours can start"
 
 def check_versions() -> Iterator[Finding]:
     found = [f"jupyter-fractional-gpu {__version__}", f"Python {platform.python_version()}"]
-    for name in _PACKAGES:
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
+    found += [f"{name} {version}" for name in _PACKAGES if (version := installed_version(name))]
     yield ok("versions", ", ".join(found))
     names = {entry.name for entry in metadata.entry_points(group="jupyter_client.kernel_provisioners")}
     if "fractional-gpu-provisioner" not in names:
@@ -83,11 +77,6 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
         return None, [problem("configuration", str(error), "mend it: no broker starts before that")]
     files = ", ".join(str(file) for file in settings.files) or "no jupyter_gpu_config.py: everything has its default"
     return settings, [ok("configuration", f"{files}; pools: {', '.join(pool.name for pool in settings.pools)}")]
-
-
-# The doctor's checks of the broker: whether one answers on the socket, and whether its ledger is readable.
-#
-# Nothing is changed: no first broker is started, and the ledger is opened for reading only, without its lock.
 
 
 _LIMITS: Final = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_DATA", "RLIMIT_FSIZE")
@@ -130,26 +119,8 @@ def _check_place(path: str) -> Iterator[Finding]:
         )
 
 
-def broker_pid(socket: str | None) -> int | None:
-    try:
-        client = broker_if_running(socket) if socket is not None else None
-        if client is not None:
-            with closing(client):
-                return client.ping().pid
-    except FractionalGPUError:
-        pass  # `check_broker` says what is wrong with it
-    return None
-
-
 def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
-    pong: Pong = client.ping()
-    if pong.protocol != PROTOCOL_VERSION:
-        yield problem(
-            "broker",
-            f"the broker on {path} (version {pong.version}) speaks protocol {pong.protocol}, this side {PROTOCOL_VERSION}",
-            "install the same version on both sides, and restart the older one",
-        )
-        return
+    pong = client.ping()
     status = client.status()
     what = (
         f"process {pong.pid}, version {pong.version}, serves on {path}: {plural(len(status.leases), 'lease')} of yours"
@@ -200,10 +171,7 @@ def inherited_findings(pid: int) -> Iterator[Finding]:
 
 
 def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
-    """Return a finding for each kind of forecast whose bounds cover far more or fewer outcomes than they promise; else one that all hold.
-
-    Kinds with fewer than `_LEAST_FORECASTS` comparisons are left out: the share of so few says little.
-    """
+    """Compare forecasts' bounds with the outcomes. Kinds with fewer than `_LEAST_FORECASTS` are left out: so few say little."""
     known = [one for one in errors if one.count >= _LEAST_FORECASTS]
     for one in known:
         off = one.covered_permille - one.stated_permille
