@@ -23,6 +23,7 @@ from fractional_gpu.commands.terminal.connection import RUN_ONE, running_broker,
 from fractional_gpu.commands.terminal.text import (
     CommandError,
     UsageError,
+    file_errors,
     fitted,
     line,
     plain,
@@ -197,7 +198,7 @@ def _from_file(options: argparse.Namespace, ask: _Ask) -> UsageReport:
         raise UsageError("--from reads a file and --socket names a broker; leave one of the two out")
     path: Path = options.rows
     try:
-        with say_if_slow(f"{path} is read and added up ..."):
+        with file_errors("read", path, "; check --from"), say_if_slow(f"{path} is read and added up ..."):
             file = rows_file.read(path.read_bytes(), str(path))
             since_s, until_s = file.begins_s, file.ends_s
             if options.since is not None or options.until is not None:
@@ -210,8 +211,6 @@ def _from_file(options: argparse.Namespace, ask: _Ask) -> UsageReport:
                 numbers = {device_id: str(number) for number, device_id in enumerate(rows_file.devices_of(file))}
                 only["device"] = _device(numbers, str(only["device"]))
             return rows_file.report_of(file, ask.grain, since_s, until_s, only)
-    except OSError as error:
-        raise CommandError(f"{path} cannot be read: {error.strerror or error}; check --from") from None
     except ValueError as error:
         raise CommandError(str(error)) from None
 

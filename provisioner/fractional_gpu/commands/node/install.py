@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder, words_of
 from fractional_gpu.commands.terminal.arguments import Parser
-from fractional_gpu.commands.terminal.text import CommandError, UsageError
+from fractional_gpu.commands.terminal.text import CommandError, UsageError, file_errors
 
 if TYPE_CHECKING:
     from fractional_gpu.engines.files import NodeFiles
@@ -64,10 +64,8 @@ def run(options: argparse.Namespace) -> int:
     files = node_files(options)
     slurm = Slurm(node)
     path = slurm.conf()
-    try:
+    with file_errors("read", path):
         confs = site_files(path)
-    except OSError as error:
-        raise CommandError(f"{error.filename} cannot be read: {error.strerror}") from error
     wrapper = path.with_name(WRAPPER)
     named = {name: confs[0].value(name) for name in SCRIPTS}
     if options.wrapper:
@@ -128,13 +126,9 @@ def _command() -> list[str]:
 def _write(path: Path, text: str, *, executable: bool) -> None:
     from fractional_gpu.host.files import replace_file  # noqa: PLC0415 - not for help texts
 
-    try:
+    mode = 0o755 if executable else 0o644
+    with file_errors("written", path, "; run this as root, or choose --folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        mode = 0o755 if executable else 0o644
         replace_file(
             path, text.encode(errors="surrogateescape"), prepare=lambda descriptor: os.fchmod(descriptor, mode)
         )
-    except OSError as error:
-        raise CommandError(
-            f"{path} cannot be written: {error.strerror}; run this as root, or choose --folder"
-        ) from error

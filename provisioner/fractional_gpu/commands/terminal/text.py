@@ -10,7 +10,8 @@ Rich is imported when a line is made, and not with this module: help, completion
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO, TypeAlias, TypeVar
@@ -207,8 +208,15 @@ def say(sentence: str, out: TextIO | None = None, *, flush: bool = False) -> Non
     print(text, file=sys.stdout if out is None else out, flush=flush)
 
 
-def write_file(path: Path, text: str, option: str) -> None:
+@contextmanager
+def file_errors(done: str, path: Path | str, advice: str = "") -> Iterator[None]:
+    """Raise CommandError for a file that cannot be `done` (read, written)."""
     try:
-        path.write_text(text, encoding="utf-8", newline="")
+        yield
     except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror or error}; check {option}") from None
+        raise CommandError(f"{error.filename or path} cannot be {done}: {error.strerror or error}{advice}") from None
+
+
+def write_file(path: Path, text: str, option: str) -> None:
+    with file_errors("written", path, f"; check {option}"):
+        path.write_text(text, encoding="utf-8", newline="")
