@@ -1,19 +1,14 @@
 """`jupyter gpu budget`: what is left of the budgets of users and groups, and giving one of them more."""
 
 import argparse
-import json
-import sys
 import time
-from contextlib import closing
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
-
-from msgspec import to_builtins
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.connection import RUN_ONE, running_broker
-from fractional_gpu.commands.terminal.text import Style, UsageError, fitted, line, terminal_width, write
+from fractional_gpu.commands.terminal.text import Style, UsageError, answer, line
 from fractional_gpu.core.metering.usage import ACCOUNTS
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, BudgetStatus
@@ -69,10 +64,7 @@ def run(options: argparse.Namespace) -> int:
     if options.account is not None and not options.user:
         raise UsageError(f"--account {options.account} goes with --user NAME: whose user that is")
     until_s = None if options.until is None else _until(options.until)
-    with (
-        running_broker(options.socket, without=NO_BUDGETS) as running,
-        closing(BrokerClient(running.socket_path)) as client,
-    ):
+    with running_broker(options.socket, without=NO_BUDGETS) as running, BrokerClient(running.socket_path) as client:
         if adds:
             kind, name = ("user", options.user) if options.user else ("group", options.group)
             asked = BudgetExtension(
@@ -82,10 +74,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             found = client.budgets()
     shown = [one for one in found.budgets if adds or _is_wanted(one, options)]
-    if options.json:
-        print(json.dumps(to_builtins(BudgetList(budgets=shown, scope=found.scope))))
-    else:
-        write(fitted(_listed(shown), terminal_width(sys.stdout)))
+    answer(options, BudgetList(budgets=shown, scope=found.scope), lambda _: _listed(shown))
     return 0
 
 

@@ -1,15 +1,10 @@
 """`jupyter gpu capacity`: what each pool of this host could still give, by the broker's forecast."""
 
 import argparse
-import json
-import sys
-from contextlib import closing
-
-from msgspec import to_builtins
 
 from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.connection import running_broker, say_if_slow
-from fractional_gpu.commands.terminal.text import fitted, terminal_width, write
+from fractional_gpu.commands.terminal.text import answer
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 from fractional_gpu.protocol.nodes import Capacity, PoolCapacity
 
@@ -30,12 +25,9 @@ def configure(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with closing(running_broker(options.socket)) as client, say_if_slow("The broker forecasts the waits ..."):
+    with running_broker(options.socket) as client, say_if_slow("The broker forecasts the waits ..."):
         capacity = client.capacity()
-    if options.json:
-        print(json.dumps(to_builtins(capacity)))
-    else:
-        write(fitted(described(capacity), terminal_width(sys.stdout)))
+    answer(options, capacity, lambda _: described(capacity))
     return 0
 
 

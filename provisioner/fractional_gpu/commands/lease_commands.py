@@ -6,7 +6,6 @@ has the one-line summaries, so that the overview of all commands does not import
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from msgspec import to_builtins
 from msgspec.structs import replace
 
 from fractional_gpu.client.client import BrokerClient
@@ -27,6 +25,7 @@ from fractional_gpu.commands.terminal.text import (
     fitted,
     line,
     parse_argument,
+    print_json,
     say,
     table,
     terminal_width,
@@ -109,7 +108,7 @@ class LeaseCommand(Generic[Request, Answer]):
             except FractionalGPUError as error:
                 raise CommandError(f"{lease_name(lease)}: {error}") from error
         if options.json:
-            print(json.dumps(to_builtins(answer if answer is not None else Done())))
+            print_json(answer if answer is not None else Done())
         elif isinstance(said := self.success(lease, answer), str):
             say(said)
         else:
@@ -150,7 +149,7 @@ class BulkCommand:
             done, refused = self._call_each(client, self._chosen(options, client.status().leases))
         if options.json:
             errors = [{"lease_id": lease.lease_id, "message": message} for lease, message in refused]
-            print(json.dumps({"leases": [to_builtins(lease) for lease in done], "errors": errors}))
+            print_json({"leases": done, "errors": errors})
         else:
             for lease in done:
                 say(f"{lease_name(lease)}: {self.success(lease)}")
@@ -216,7 +215,7 @@ class DeviceCommand(Generic[Request]):
             names = [one.device_id for one in client.status().devices] if options.all else [options.device]
             devices = [self.call(client, name, request) for name in names]
         if options.json:
-            print(json.dumps(to_builtins(devices if options.all else devices[0])))
+            print_json(devices if options.all else devices[0])
         else:
             for device in devices:
                 say(self.success(device))

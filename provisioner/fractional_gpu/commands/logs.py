@@ -216,7 +216,7 @@ def _short_id(name: str, socket: str | None) -> str:
     try:
         client = broker_if_running(socket)
         if client is not None:
-            with closing(client):
+            with client:
                 leases = client.status().leases
     except FractionalGPUError:
         pass  # the log is most needed where the broker does not answer

@@ -2,16 +2,13 @@
 
 import argparse
 import json
-import sys
-from contextlib import closing
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-from msgspec import to_builtins
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.terminal.arguments import POOLS, Parser
 from fractional_gpu.commands.terminal.connection import RUN_ONE, running_broker
-from fractional_gpu.commands.terminal.text import Style, UsageError, fitted, line, table, terminal_width, write
+from fractional_gpu.commands.terminal.text import Style, UsageError, answer, line, table
 from fractional_gpu.core.units import plural
 from fractional_gpu.protocol.seats import PoolKeys
 
@@ -42,18 +39,13 @@ def configure(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     keys = dict(_change(text) for text in options.changes)
-    running = running_broker(options.socket, without=NO_POOLS)
-    with running, closing(SeatClient(running.socket_path)) as client:
+    with running_broker(options.socket, without=NO_POOLS) as running, SeatClient(running.socket_path) as client:
         pools = [one for one in client.pools().pools if options.pool in {None, one.pool}]
         if pools and keys:
             pools = [client.change_pool(options.pool, keys)]
     if not pools:
         raise UsageError(f"there is no pool {options.pool!r}; `jupyter gpu pool` lists them")
-    if options.json:
-        print(json.dumps({"pools": [to_builtins(one) for one in pools]}))
-    else:
-        for number, pool in enumerate(pools):
-            write([*([line()] if number else []), *_said(pool, terminal_width(sys.stdout))])
+    answer(options, {"pools": pools}, lambda width: _said(pools, width))
     return 0
 
 
@@ -72,18 +64,17 @@ def _change(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _said(pool: PoolKeys, width: int | None) -> "list[Text]":
-    count = len(pool.devices)
-    rows = [
-        (key, _value(value, ("  (changed since the broker was started)" if key in pool.changed else "")))
-        for key, value in pool.keys.items()
-    ]
-    note = [f"  note: {pool.note}"] if pool.note else []
-    return [
-        line(f"pool {pool.pool}, {plural(count, 'device')}"),
-        *table((), rows, width=width),
-        *fitted(note, width),
-    ]
+def _said(pools: Sequence[PoolKeys], width: int | None) -> "list[Text]":
+    lines: list[Text] = []
+    for pool in pools:
+        rows = [
+            (key, _value(value, ("  (changed since the broker was started)" if key in pool.changed else "")))
+            for key, value in pool.keys.items()
+        ]
+        lines += [line()] if lines else []
+        lines += [line(f"pool {pool.pool}, {plural(len(pool.devices), 'device')}"), *table((), rows, width=width)]
+        lines += [line(f"  note: {pool.note}")] if pool.note else []
+    return lines
 
 
 def _value(value: object, mark: str) -> "Text":

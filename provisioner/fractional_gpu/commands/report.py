@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import tzinfo
 from itertools import chain
@@ -175,7 +174,7 @@ def _period(options: argparse.Namespace, now_s: int, zone: tzinfo | None = None)
 
 def _from_broker(options: argparse.Namespace, ask: _Ask) -> UsageReport:
     since_s, until_s = _period(options, int(time.time()))
-    with closing(running_broker(options.socket, without=_WITHOUT_BROKER)) as client:
+    with running_broker(options.socket, without=_WITHOUT_BROKER) as client:
         only: dict[str, str] = {name: str(value) for name, value in ask.only.items()}
         if "device" in only:
             devices = {one.device_id: str(one.index) for one in client.status().devices}

@@ -1,29 +1,13 @@
 """`jupyter gpu seats`: lists the seats of a hub's servers, and ends one that its hub did not give back."""
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING
-
-from msgspec import to_builtins
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.connection import running_broker, say_if_slow
-from fractional_gpu.commands.terminal.text import (
-    CommandError,
-    Piece,
-    Style,
-    UsageError,
-    fitted,
-    line,
-    say,
-    table,
-    terminal_width,
-    write,
-)
+from fractional_gpu.commands.terminal.text import CommandError, Piece, Style, UsageError, answer, line, table
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 from fractional_gpu.protocol.messages import KUBERNETES, SLURM
 from fractional_gpu.protocol.status import SeatStatus
@@ -59,22 +43,16 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(
             "say which seat: `jupyter gpu seats release SEAT`, where SEAT is USER, USER/SERVER or a seat's id"
         )
-    with running_broker(options.socket) as running, closing(SeatClient(running.socket_path)) as client:
+    with running_broker(options.socket) as running, SeatClient(running.socket_path) as client:
         listing = client.seats()
         if options.seat is None:
-            if options.json:
-                print(json.dumps(to_builtins(listing)))
-            else:
-                write(_listed(listing.seats, listing.waiting, terminal_width(sys.stdout)))
+            answer(options, listing, lambda width: _listed(listing.seats, listing.waiting, width))
             return 0
         seat = find_seat(options.seat, listing.seats)
         with say_if_slow(f"ending the seat of {_name(seat)} ..."):
             client.release_seat(seat.seat_id)
-    if options.json:
-        print(json.dumps({"released": to_builtins(seat)}))
-        return 0
     kept = f"; suspended, with all variables: {plural(seat.kernels, 'kernel')}" if seat.kernels else ""
-    say(f"the seat of {_name(seat)} ({_share(seat)}) has ended{kept}")
+    answer(options, {"released": seat}, lambda _: [f"the seat of {_name(seat)} ({_share(seat)}) has ended{kept}"])
     return 0
 
 
@@ -106,8 +84,7 @@ def _listed(seats: Sequence[SeatStatus], waiting: dict[str, int], width: int | N
             rows.append(("", (seat.warning, Style.ATTENTION)))
     lines = table((), rows, indent="", width=width)
     for pool, count in waiting.items():
-        said = f"pool {pool}: {count} server{'s wait' if count > 1 else ' waits'} for a seat"
-        lines += fitted([said], width)
+        lines.append(line(f"pool {pool}: {count} server{'s wait' if count > 1 else ' waits'} for a seat"))
     return lines or [line("no server has a seat")]
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -158,7 +158,7 @@ def _check_no_leases(sockets: list[str]) -> None:
     for socket in sockets:
         named: list[str] = []
         try:
-            with closing(BrokerClient(socket)) as client:
+            with BrokerClient(socket) as client:
                 named = [lease.spec.label or lease.lease_id for lease in client.status().leases]
         except BrokerUnavailableError as error:
             if claim_holder(socket) is not None:

@@ -97,7 +97,7 @@ def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
         return path, [*shared, problem("broker", stopped, "an administrator starts it: systemctl status jupyter-gpu")]
     if client is None:
         return path, [*shared, note("broker", f"none runs on {path}: it starts with the first kernel that wants a GPU")]
-    with closing(client):
+    with client:
         try:
             return path, [*shared, *_check_answers(client, path)]
         except FractionalGPUError as error:

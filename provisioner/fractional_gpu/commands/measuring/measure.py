@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from importlib.util import find_spec
@@ -313,7 +312,7 @@ def run(options: argparse.Namespace) -> int:
             Progress("measuring", blocks=True, silent=True, within_s=plan.within_s) as progress,
         ):
             seat = own_seat()
-            with closing(ensure_broker(timeout_s=TIMEOUT_S, token=seat.token if seat is not None else None)) as client:
+            with ensure_broker(timeout_s=TIMEOUT_S, token=seat.token if seat is not None else None) as client:
                 measurement = Measurement(
                     plan, client, Path(folder), lambda text: progress.say(f"jupyter gpu measure: {text}")
                 )

@@ -7,6 +7,8 @@ Rich decides about colours, by NO_COLOR, FORCE_COLOR, TTY_COMPATIBLE and TERM (d
 Rich is imported when a line is made, and not with this module: help, completion and `jupyter gpu run` do without it.
 """
 
+import argparse
+import json
 import re
 import shutil
 import sys
@@ -206,6 +208,24 @@ def say(sentence: str, out: TextIO | None = None, *, flush: bool = False) -> Non
     """Write sentences, a line each, to `out` (None: standard output), so that no name in them can control a terminal."""
     text = "\n".join(map(harmless, sentence.split("\n")))
     print(text, file=sys.stdout if out is None else out, flush=flush)
+
+
+def print_json(document: object) -> None:
+    """Print a record, or lists and dictionaries with records, as one line of JSON."""
+    from msgspec import to_builtins  # noqa: PLC0415 - not for help texts
+
+    print(json.dumps(to_builtins(document)))
+
+
+def answer(
+    options: argparse.Namespace, document: object, lines: "Callable[[int | None], Iterable[Text | str]]"
+) -> None:
+    """Print the document as JSON with `--json`, else lines for a terminal, whose width `lines` gets."""
+    if options.json:
+        print_json(document)
+    else:
+        width = terminal_width(sys.stdout)
+        write(fitted(lines(width), width))
 
 
 @contextmanager
