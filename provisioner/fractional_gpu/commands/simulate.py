@@ -98,7 +98,9 @@ def _run(scenario: Scenario, options: argparse.Namespace) -> int:
     if scenario.write_trace is not None:
         sessions, cells = map(Path, scenario.write_trace)
         _writing(sessions, lambda: write_sessions(trace, sessions, cells))
-    goal = _goal(scenario)
+    goal = Goal(p95_wait_ms=scenario.p95_wait, p99_wait_ms=scenario.p99_wait, p95_late_ms=scenario.p95_late)
+    if goal == Goal():
+        goal = Goal(p95_wait_ms=USUAL_P95_WAIT)
     hosts = machine.hosts()
     if scenario.find_devices:
         result = _fewest("fractional", machine, trace, goal, lambda hosts: _simulate(hosts, trace, machine, goal))
@@ -164,11 +166,6 @@ def _fewest(
     each, most = len(host.devices), min(MOST_DEVICES // len(host.devices), len(trace))
     start = -(-_start(name, trace, host) // each)
     return fewest(lambda count: run(machine.hosts(count)), goal, max(1, most), start=start, counted="hosts")
-
-
-def _goal(scenario: Scenario) -> Goal:
-    goal = Goal(p95_wait_ms=scenario.p95_wait, p99_wait_ms=scenario.p99_wait, p95_late_ms=scenario.p95_late)
-    return goal if goal != Goal() else Goal(p95_wait_ms=USUAL_P95_WAIT)
 
 
 def _baseline(

@@ -18,16 +18,12 @@ from fractional_gpu.reports.columns import decimals
 from fractional_gpu.reports.periods import bounds
 from fractional_gpu.reports.sums import ACCOUNT, rolled_up
 
-FOCUS_VERSION: Final = "1.2"
 NO_CURRENCY: Final = "XXX"
 """ISO 4217's code for no currency: FOCUS allows no empty one."""
-PUBLISHER: Final = "jupyter-fractional-gpu"
-PARTY: Final = ("user", "group", "pool")
 _USERS: Final = {"": "user", "machine": "user", "hub": "hub-user"}
 """How the id of a user begins, by account: a hub's user and one of the machine with the same name are billed apart."""
 _HOURS: Final = "GPU-Hours"
 _PLACES: Final = 6
-_GRAM: Final = 1000  # mg
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 COLUMNS: Final = (
     "BilledCost", "BillingAccountId", "BillingAccountName", "BillingAccountType", "BillingCurrency", "BillingPeriodEnd",
@@ -45,15 +41,14 @@ _MEASURED: Final[dict[str, tuple[_Figure, int]]] = {
     "x_BusyGpuHours": (lambda one: one.usage.busy_share, SHARE_HOUR),
     "x_SuspendedGpuHours": (lambda one: one.usage.suspended_share, SHARE_HOUR),
     "x_EnergyKwh": (lambda one: one.usage.energy_mj, MJ_PER_KWH),
-    "x_CarbonGrams": (lambda one: one.carbon_mg, _GRAM),
+    "x_CarbonGrams": (lambda one: one.carbon_mg, 1000),
 }
 
 
 def grain(by: Sequence[str]) -> list[str]:
     """Return by what the rows are: the hour or the day, the party, and what else is asked but for coarser times."""
     time = "hour" if "hour" in by else "day"
-    more = [one for one in ("device", "notebook", "lease") if one in by]
-    return [time, *PARTY, *more]
+    return [time, "user", "group", "pool", *(one for one in ("device", "notebook", "lease") if one in by)]
 
 
 def as_csv(report: UsageReport, by: Sequence[str], *, provider: str) -> str:
@@ -108,7 +103,7 @@ def _row(report: UsageReport, entry: UsageEntry, provider: str) -> dict[str, str
         "ListCost": cost,
         "PricingUnit": _HOURS,
         "ProviderName": provider,
-        "PublisherName": PUBLISHER,
+        "PublisherName": "jupyter-fractional-gpu",
         **_resource(report, of),
         "ServiceCategory": "Compute",
         "ServiceName": "GPU notebooks",

@@ -12,10 +12,6 @@ from fractional_gpu.core.metering.usage import ACCOUNTS, MJ_PER_KWH, SHARE_HOUR
 from fractional_gpu.protocol.accounts import BudgetStatus, ShareAdvice, UsageEntry, UsageReport
 from fractional_gpu.reports.sums import ACCOUNT, of_leases, of_no_lease, rolled_up
 
-SHORT_ID: Final = 8
-NO_LEASE: Final = "no lease"
-TOTAL: Final = "total"
-ALL: Final = "all kernels"
 SCOPES: Final = {
     "own": "Your own figures",
     "group": "The figures of your group",
@@ -84,7 +80,9 @@ def tabulated(report: UsageReport, by: Sequence[str], *, only: Callable[[Column]
     finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))
     parts, rest = rolled_up(of_leases(finer), by), rolled_up(of_no_lease(finer), [])
     totals = rolled_up(report.entries, [])
-    columns = tuple(one for one in _columns(report, totals) if only is None or only(one))
+    priced = [AMOUNT] if any(one.currency for one in totals) else []
+    columns = [*HOURS, BUSY_PERCENT, *priced, *RESOURCES, *([CARBON] if report.carbon else [])]
+    columns = [one for one in columns if only is None or only(one)]
     named = names_of(report)
     lines: list[Line] = []
     closing: list[Line] = []
@@ -94,20 +92,15 @@ def tabulated(report: UsageReport, by: Sequence[str], *, only: Callable[[Column]
         for number, entry in enumerate(mine):
             shown = tuple(texts[number] for texts in cells)
             if entry in rest:
-                lines.append(Line(_first(NO_LEASE, by), shown, "rest"))
+                lines.append(Line(_first("no lease", by), shown, "rest"))
             else:
-                lines.append(Line(tuple(named(one, entry) for one in by) or (ALL,), shown))
-        closing.append(Line(_first(TOTAL, by), tuple(texts[-1] for texts in cells), "total"))
-    return Table(tuple(by) or ("",), columns, (*lines, *closing))
+                lines.append(Line(tuple(named(one, entry) for one in by) or ("all kernels",), shown))
+        closing.append(Line(_first("total", by), tuple(texts[-1] for texts in cells), "total"))
+    return Table(tuple(by) or ("",), tuple(columns), (*lines, *closing))
 
 
 def _first(name: str, by: Sequence[str]) -> tuple[str, ...]:
     return (name, *([""] * (len(by) - 1)))
-
-
-def _columns(report: UsageReport, totals: Sequence[UsageEntry]) -> tuple[Column, ...]:
-    priced = any(one.currency for one in totals)
-    return (*HOURS, BUSY_PERCENT, *((AMOUNT,) if priced else ()), *RESOURCES, *((CARBON,) if report.carbon else ()))
 
 
 def _shown(column: Column, parts: Sequence[UsageEntry], total: UsageEntry) -> list[str]:
@@ -151,8 +144,14 @@ def names_of(report: UsageReport) -> Callable[[str, UsageEntry], str]:
     is_mixed = len({one.of.get(ACCOUNT, "") for one in report.entries if one.of.get("user")}) > 1
 
     def name(column: str, entry: UsageEntry) -> str:
-        text, account = name_text(report, column, entry.of[column]), entry.of.get(ACCOUNT, "")
-        return f"{text} ({account})" if is_mixed and column == "user" and account else text
+        value, account = entry.of[column], entry.of.get(ACCOUNT, "")
+        if not value:
+            return {"device": "on no device", "group": "no group"}.get(column, "-")
+        if column == "device":
+            return f"{report.devices[value]} ({value})" if report.devices.get(value) else value
+        if column == "lease":
+            return value[:8]
+        return f"{value} ({account})" if is_mixed and column == "user" and account else value
 
     return name
 
@@ -166,15 +165,6 @@ def budget_names(budgets: Sequence[BudgetStatus]) -> Callable[[BudgetStatus], st
         return f"{budget.kind} {budget.name}{account}"
 
     return name
-
-
-def name_text(report: UsageReport, column: str, value: str) -> str:
-    """Return a value of a column for people: names of devices, short ids of leases, or that there is none."""
-    if not value:
-        return {"device": "on no device", "group": "no group"}.get(column, "-")
-    if column == "device":
-        return f"{report.devices[value]} ({value})" if report.devices.get(value) else value
-    return value[:SHORT_ID] if column == "lease" else value
 
 
 def advice_names(advice: Sequence[ShareAdvice]) -> Callable[[ShareAdvice], str]:

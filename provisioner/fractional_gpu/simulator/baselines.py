@@ -21,7 +21,7 @@ from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevi
 from fractional_gpu.simulator.record import EventLog, recording
 from fractional_gpu.simulator.result import Result, begin_result
 from fractional_gpu.simulator.simulation import Progress
-from fractional_gpu.simulator.traces import Session
+from fractional_gpu.simulator.traces import Cell, Session
 
 BASELINES = ("reservation", "cull", "static-fraction", "mps-pack", "whole-gpu-suspend", "time-slice")
 WAITING = frozenset(BASELINES) - {"time-slice"}  # those in which more devices mean shorter waits
@@ -91,6 +91,10 @@ class _Kernel:
     memory_mib: int = 0  # on each of them
 
     @property
+    def cell(self) -> Cell:
+        return self.session.cells[self.next_cell]
+
+    @property
     def first(self) -> tuple[int, int]:
         """Its host and first device: whose neighbours slow it down."""
         return self.host, self.devices[0]
@@ -151,13 +155,9 @@ class _Base:
         if self.record is not None:
             self.record.moment(kernel.host, kind, self._now_ms, kernel.session.session_id, **about)
 
-    def _note_cell(self, kind: str, kernel: _Kernel) -> None:
-        if kind != "begins":
-            self._note(kind, kernel, cell=kernel.next_cell)
-            return
-        cell = kernel.session.cells[kernel.next_cell]
-        ids, util_percent = (self._ids(kernel), cell.util_percent) if cell.gpus else ((), 0)
-        self._note(kind, kernel, cell=kernel.next_cell, device_ids=ids, util_percent=util_percent)
+    def _note_begin(self, kernel: _Kernel) -> None:
+        ids, util_percent = (self._ids(kernel), kernel.cell.util_percent) if kernel.cell.gpus else ((), 0)
+        self._note("begins", kernel, cell=kernel.next_cell, device_ids=ids, util_percent=util_percent)
 
     def _ids(self, kernel: _Kernel) -> tuple[str, ...]:
         return tuple(self.hosts[kernel.host].devices[device].device_id for device in kernel.devices)
@@ -260,14 +260,14 @@ class _Whole(_Base):
             self._closes(kernel)
             self._give_back(kernel)
             return
-        self._note_cell("asked", kernel)
+        self._note("asked", kernel, cell=kernel.next_cell)
         if len(kernel.devices) < kernel.session.gpus:
             self._ask(kernel, self._run)
         else:
             self._run(kernel)
 
     def _run(self, kernel: _Kernel) -> None:
-        cell = kernel.session.cells[kernel.next_cell]
+        cell = kernel.cell
         kernel.visit += 1
         if cell.gpus:
             self._use(kernel, cell.gpu_mib)
@@ -275,12 +275,12 @@ class _Whole(_Base):
             self._felt.ended(kernel.session.user, kernel.door_ms + kernel.wait_ms, cell.duration_ms)
             kernel.door_ms = kernel.wait_ms = 0
             self._busy += cell.gpus
-        self._note_cell("begins", kernel)
+        self._note_begin(kernel)
         self._after(cell.duration_ms, partial(self._done, kernel))
 
     def _done(self, kernel: _Kernel) -> None:
-        self._note_cell("ends", kernel)
-        self._busy -= kernel.session.cells[kernel.next_cell].gpus
+        self._note("ends", kernel, cell=kernel.next_cell)
+        self._busy -= kernel.cell.gpus
         kernel.next_cell += 1
         self._watch_idle(kernel)
         self._think(kernel, partial(self._next, kernel))
@@ -301,46 +301,24 @@ class _Sharing(_Base):
         host, device = kernel.first
         return self._shared[host][device]
 
-    def _begin_cell(self, kernel: _Kernel) -> None:
-        cell = kernel.session.cells[kernel.next_cell]
-        kernel.asked_ms = self._now_ms
-        self._note_cell("begins", kernel)
-        if not cell.gpus:
-            self._after(cell.duration_ms, partial(self._ends_without_gpu, kernel))
-            return
-        self._busy += cell.gpus
-        self._running[kernel.session.session_id] = kernel
-        running = Running(kernel.session.session_id, cell.util_percent, cell.duration_ms * UNSHARED, self._now_ms)
-        self._plan(self._device(kernel).begin(running))
-
     def _plan(self, ends: Sequence[tuple[int, Running]]) -> None:
         for at_ms, running in ends:
             self._moments.at(at_ms, partial(self._ends, running, running.version))
-
-    def _ends_without_gpu(self, kernel: _Kernel) -> None:
-        self._note_cell("ends", kernel)
-        self._done(kernel)
 
     def _ends(self, running: Running, version: int) -> None:
         if running.version != version:
             return
         kernel = self._running.pop(running.session_id)
-        self._note_cell("ends", kernel)
-        cell = kernel.session.cells[kernel.next_cell]
+        cell = kernel.cell
         self._busy -= cell.gpus
         late_ms = kernel.door_ms + self._now_ms - kernel.asked_ms - cell.duration_ms
         self._felt.ended(kernel.session.user, late_ms, cell.duration_ms)
         kernel.door_ms = 0
         self._plan(self._device(kernel).finish(running.session_id, self._now_ms)[1])
-        self._done(kernel)
+        self._done(kernel, "ends")
 
-    def _fails(self, kernel: _Kernel) -> None:
-        """End a cell that needs more memory than it may have."""
-        self.figures.out_of_memory += 1
-        self._note_cell("failed", kernel)
-        self._done(kernel)
-
-    def _done(self, kernel: _Kernel) -> None:
+    def _done(self, kernel: _Kernel, how: str) -> None:
+        self._note(how, kernel, cell=kernel.next_cell)
         kernel.next_cell += 1
         self._think(kernel, partial(self._next, kernel))
 
@@ -349,15 +327,24 @@ class _Sharing(_Base):
             self._closes(kernel)
             self._close(kernel)
             return
-        cell = kernel.session.cells[kernel.next_cell]
-        self._note_cell("asked", kernel)
-        if cell.gpus:
-            self._felt.waited(0, host=kernel.host)
-            if not self._may_use(kernel, cell.gpu_mib):
-                self._fails(kernel)
-                return
-            self._use(kernel, cell.gpu_mib)
-        self._begin_cell(kernel)
+        cell = kernel.cell
+        kernel.asked_ms = self._now_ms
+        self._note("asked", kernel, cell=kernel.next_cell)
+        if not cell.gpus:
+            self._note_begin(kernel)
+            self._after(cell.duration_ms, partial(self._done, kernel, "ends"))
+            return
+        self._felt.waited(0, host=kernel.host)
+        if not self._may_use(kernel, cell.gpu_mib):
+            self.figures.out_of_memory += 1
+            self._done(kernel, "failed")
+            return
+        self._use(kernel, cell.gpu_mib)
+        self._note_begin(kernel)
+        self._busy += cell.gpus
+        self._running[kernel.session.session_id] = kernel
+        running = Running(kernel.session.session_id, cell.util_percent, cell.duration_ms * UNSHARED, self._now_ms)
+        self._plan(self._device(kernel).begin(running))
 
     def _may_use(self, kernel: _Kernel, mib: int) -> bool:
         """Return whether a kernel may have so much memory on each of its devices."""

@@ -1,14 +1,7 @@
-"""What a user feels of sharing: waits, waits at the door, and lateness.
+"""What a user feels of sharing: waits of cells, waits at the door, lateness and stretch, which docs/simulator.md defines.
 
-- The wait of a cell is the time from asking to running.
-- A session waits at the door where it may not begin before it has its devices. That wait is no wait of a cell.
-- The lateness of a cell is how much later it ends than it would end alone: its wait, what contention with its neighbours adds to its
-  run time, and the time for which it is preempted. A wait at the door counts in the lateness of the session's first GPU cell.
-- The stretch of a cell is how many times as long it takes as it would alone: its lateness beside its run time. A second is nothing to a
-  cell of an hour and doubles a cell of a second, so a run time below ten seconds counts as ten: the bounded slowdown of Feitelson,
-  Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
-
-All are of GPU cells only; times in ms, stretches in thousandths. A cell that fails for want of memory has a wait only.
+All are of GPU cells only; times in ms, stretches in thousandths. A cell that fails for want of memory has a wait only. The stretch is the
+bounded slowdown of Feitelson, Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
 """
 
 from collections.abc import Iterable, Sequence
@@ -89,9 +82,8 @@ USERS_TOO_LATE = "more than 5 % of the users have a lateness whose 95th percenti
 class _Allowance:
     """How many times may still be longer than a limit if their percentile is to keep it.
 
-    The percentile p of n times (nearest rank) keeps a limit exactly if at most n - ceil(n p) of them are longer. Times are only added, and
-    n can only be smaller than what the trace has, where sessions are lost or cells fail, which allows for fewer. So once more than
-    floor(N (1 - p)) of at most N times are longer, no rest of the run can bring the percentile back.
+    The percentile p of n times (nearest rank) keeps a limit exactly if at most n - ceil(n p) of them are longer, and times are only added.
+    So once more than floor(N (1 - p)) of at most N times are longer, no rest of the run can bring the percentile back.
     """
 
     limit_ms: int

@@ -236,25 +236,7 @@ _FORMAT, _VERSION = "jupyter-gpu-usage", 1
 
 
 def write_usage(path: Path, meter: RunMeter, hosts: Sequence[Host]) -> None:
-    """Write the rows of a finished run. The same run gives the same bytes. Raises OSError."""
-    head = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "begins_s": BEGINS_MS // 1000,
-        "ends_s": (BEGINS_MS + meter.ended_ms) // 1000,
-        "pools": _pools(meter, hosts),
-    }
-    rows = ",\n".join(json.dumps(row_as_json(row)) for row in meter.rows)
-    path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}\n', encoding="utf-8")
-
-
-def row_as_json(row: UsageRow) -> dict[str, object]:
-    """Return the row as plain data; figures that are 0 are left out."""
-    figures = {name: value for name in FIGURES if (value := getattr(row.usage, name))}
-    return {"key": row.key._asdict(), "party": asdict(row.party), "figures": figures}
-
-
-def _pools(meter: RunMeter, hosts: Sequence[Host]) -> dict[str, dict[str, Any]]:
+    """Write the rows of a finished run, without figures that are 0. The same run gives the same bytes. Raises OSError."""
     pools: dict[str, dict[str, Any]] = {}
     for number, host in enumerate(hosts):
         prefix = f"host-{number}/" if len(hosts) > 1 else ""
@@ -262,4 +244,16 @@ def _pools(meter: RunMeter, hosts: Sequence[Host]) -> dict[str, dict[str, Any]]:
             tariff = asdict(meter.settings.tariffs.get(pool.name, Tariff()))
             known = pools.setdefault(pool.name, {"devices": [], "tariff": tariff})
             known["devices"] += [prefix + device_id for device_id in pool.devices]
-    return pools
+    head = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "begins_s": BEGINS_MS // 1000,
+        "ends_s": (BEGINS_MS + meter.ended_ms) // 1000,
+        "pools": pools,
+    }
+    rows = []
+    for row in meter.rows:
+        figures = {name: value for name in FIGURES if (value := getattr(row.usage, name))}
+        rows.append(json.dumps({"key": row.key._asdict(), "party": asdict(row.party), "figures": figures}))
+    lines = ",\n".join(rows)
+    path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")

@@ -1,13 +1,6 @@
 """One host in virtual time: its arbiter, its devices, and the sessions that live there.
 
-- A session's kernel is gated. A GPU cell is asked for: the kernel is busy from then on, `Wanted` goes out unless the lease is resident,
-  and the cell runs once granted. The next cell comes as long after it as in the trace: a wait delays everything behind it.
-- A wait is the time from asking to running, the restore included; cells that found their kernel resident count with zero.
-  What else a user feels is in `felt`.
-- A swap takes a fixed time and the bytes over the bandwidth. One that fails takes the fixed time and changes nothing.
-- A cell of a suspended kernel that touches no GPU runs without asking.
-- A cell that needs more than is reserved (where a pool reserves by use) takes what it may and waits for more; if none comes for
-  `patience_ms` it fails as out of memory, and at once if it needs more than its cap.
+docs/simulator.md says what is assumed: of asking, thinking, swaps, sharing, preemption and growing. What a user feels is in `felt`.
 """
 
 import random

@@ -197,55 +197,51 @@ class RevocationFigures:
         return figures
 
 
+@dataclass(frozen=True, slots=True)
 class HostRevocations:
     """Takes the devices of one host away, one by one or all at once, for as long as `goes_on` says."""
 
-    def __init__(
-        self,
-        revocation: Revocation,
-        number: int,
-        host: "HostRun",
-        figures: RevocationFigures,
-        goes_on: Callable[[], bool],
-    ) -> None:
-        self._revocation, self._number, self._host = revocation, number, host
-        self._figures, self._goes_on = figures, goes_on
-        self._groups = [tuple(host.devices)] if revocation.whole_hosts else [(device_id,) for device_id in host.devices]
+    revocation: Revocation
+    number: int
+    host: "HostRun"
+    figures: RevocationFigures
+    goes_on: Callable[[], bool]
 
     def begin(self) -> None:
-        for group in self._groups:
+        devices = tuple(self.host.devices)
+        for group in [devices] if self.revocation.whole_hosts else [(device_id,) for device_id in devices]:
             self._live(group, 0)
 
     def _random(self, group: tuple[str, ...], life: int, what: str) -> Random:
-        return Random(f"{self._revocation.seed}/{what}/{self._number}/{group[0]}/{life}")  # noqa: S311 - a workload
+        return Random(f"{self.revocation.seed}/{what}/{self.number}/{group[0]}/{life}")  # noqa: S311 - a workload
 
     def _live(self, group: tuple[str, ...], life: int) -> None:
-        ends_ms = self._host.now_ms + self._revocation.lifetimes.draw_ms(self._random(group, life, "lifetime"))
-        notice_ms = max(self._host.now_ms, ends_ms - self._revocation.notice_ms)
-        self._host.at(notice_ms, partial(self._notice, group, life, ends_ms))
+        ends_ms = self.host.now_ms + self.revocation.lifetimes.draw_ms(self._random(group, life, "lifetime"))
+        notice_ms = max(self.host.now_ms, ends_ms - self.revocation.notice_ms)
+        self.host.at(notice_ms, partial(self._notice, group, life, ends_ms))
 
     def _notice(self, group: tuple[str, ...], life: int, ends_ms: int) -> None:
-        if not self._goes_on():
+        if not self.goes_on():
             return
-        there = self._host.holders(group)
-        free_ms, left_mib = self._host.swap_room()
+        there = self.host.holders(group)
+        free_ms, left_mib = self.host.swap_room()
         random, saved = self._random(group, life, "order"), dict[str, frozenset[str]]()
         for name, order in OTHERS.items():
             found = order(there, random)
             saved[name] = saved_in(found, free_ms=free_ms, deadline_ms=ends_ms, host_left_mib=left_mib)
         saved[NO_NOTICE] = frozenset()
-        if self._revocation.notice_ms:
-            self._host.announce(group, ends_ms)
-        self._host.at(ends_ms, partial(self._gone, group, life, there, saved))
+        if self.revocation.notice_ms:
+            self.host.announce(group, ends_ms)
+        self.host.at(ends_ms, partial(self._gone, group, life, there, saved))
 
     def _gone(
         self, group: tuple[str, ...], life: int, there: Sequence[Holder], saved: dict[str, frozenset[str]]
     ) -> None:
-        counted = [one for one in there if not self._host.kernels[one.lease_id].over]
-        unsaved, lost_with_host = self._host.take_away(group, whole_host=self._revocation.whole_hosts)
+        counted = [one for one in there if not self.host.kernels[one.lease_id].over]
+        unsaved, lost_with_host = self.host.take_away(group, whole_host=self.revocation.whole_hosts)
         left = {one.lease_id for one in unsaved}
         saved[OURS] = frozenset(one.lease_id for one in counted if one.lease_id not in left)
-        figures = self._figures
+        figures = self.figures
         figures.notices += 1
         figures.devices += len(group)
         for one in counted:
@@ -257,8 +253,8 @@ class HostRevocations:
         for one in lost_with_host:
             if one.lease_id not in known:
                 figures.saved_before.add(one)
-        self._host.at(self._host.now_ms + self._revocation.replace_ms, partial(self._back, group, life))
+        self.host.at(self.host.now_ms + self.revocation.replace_ms, partial(self._back, group, life))
 
     def _back(self, group: tuple[str, ...], life: int) -> None:
-        self._host.give_back(group)
+        self.host.give_back(group)
         self._live(group, life + 1)

@@ -1,11 +1,4 @@
-"""Session traces: the cells of each notebook session, and when it was open, in two CSV files.
-
-Cells: `session,user,start_s,duration_s,gpus,gpu_mib,gpu_util`, one row per executed cell; `start_s` and `duration_s` are
-those of an unshared machine, in seconds from the trace's start; `gpus` 0 does not touch the GPU; `gpu_mib` is what the kernel holds
-during and after the cell; `gpu_util` is in percent. Sessions: `session,user,open_s,close_s,gpus,gpu_mib`, what was reserved and when; the
-columns `priority` (a whole number, 0 if there is none) and `asked_mib` may follow: the memory for which the session asks, MiB on each
-GPU, where that is not what it needs (0: it is). So may `group`, the group of its user, and `pool`, the pool that it runs in (empty: the
-default pool).
+"""Session traces: the cells of each notebook session, and when it was open, in two CSV files (docs/simulator.md has their columns).
 
 In memory everything is an integer: milliseconds, MiB, percent.
 """

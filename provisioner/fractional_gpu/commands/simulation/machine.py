@@ -37,7 +37,12 @@ class MachineOptions:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.settings = _policy(scenario.policy) if scenario.policy is not None else None
+        self.settings: Settings | None = None
+        if scenario.policy is not None:
+            try:
+                self.settings = load(scenario.policy)
+            except ConfigError as error:
+                raise ConfigError(f"--policy: {error}") from error
         self.shapes = [tuple(_devices("--devices", scenario.devices))]
         self.several = scenario.hosts is not None  # hosts, by --hosts
         if scenario.hosts is not None:
@@ -146,13 +151,6 @@ def _devices(option: str, text: str) -> list[int]:
         except ValueError as error:
             raise UsageError(f"{option}: {error}") from error
     return sizes
-
-
-def _policy(path: str) -> Settings:
-    try:
-        return load(path)
-    except ConfigError as error:
-        raise ConfigError(f"--policy: {error}") from error
 
 
 def read_meter(scenario: Scenario, machine: MachineOptions) -> RunMeter | None:
