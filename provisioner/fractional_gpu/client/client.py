@@ -307,8 +307,7 @@ class BrokerClient:
                     with closing(Connection(self.socket_path, timeout_s)) as connection:
                         call.use(connection)
                         connection.send(route.method, target, self.token, body, self._headers)
-                        connection.set_timeout(silence_s)
-                        connection.read_head()
+                        connection.read_head(silence_s)
                         if connection.status >= 300:
                             raise _error(connection)
                         if not route.lines:

@@ -227,25 +227,19 @@ def _start_once(client: "BrokerClient", timeout_s: float, command: tuple[list[st
         _start(path, timeout_s, command)
         return
     try:
-        while _is_locked(folder) and time.monotonic() < deadline_s:  # a starter that is stopped keeps the lock
-            time.sleep(_LOCK_PAUSE_S)
+        with contextlib.suppress(OSError):  # a filesystem without locks
+            while time.monotonic() < deadline_s:  # a starter that is stopped keeps the lock
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(_LOCK_PAUSE_S)
         if not _answers(client, timeout_s):
             _start(path, timeout_s, command)
     finally:
         with contextlib.suppress(OSError):
             fcntl.flock(folder, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
         os.close(folder)
-
-
-def _is_locked(folder: int) -> bool:
-    """Lock the folder and return False, or return True if another starter holds the lock. Where locks do not work: False."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a filesystem without locks
-        return False
-    return False
 
 
 def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]] | None = None) -> None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 
 from fractional_gpu.protocol.errors import (
     BadRequestError,
@@ -69,15 +68,14 @@ def not_answering(path: str, seconds: float, pid: int | None) -> str:
         remedy = f"that process is stopped; `kill -CONT {pid}` lets it go on"
     elif "\nState:\tt" in status:
         remedy = "a debugger holds that process; it goes on when the debugger lets it"
-    elif is_service_socket(path):
-        remedy = (
-            "the machine may be overloaded, or the broker hangs; then an administrator restarts it with "
-            "`systemctl restart jupyter-gpu`, which loses nothing of any kernel"
-        )
     else:
+        restart = (
+            "an administrator restarts it with `systemctl restart jupyter-gpu`"
+            if is_service_socket(path)
+            else f"restart it with `jupyter gpu broker --restart --socket {path}`"
+        )
         remedy = (
-            "the machine may be overloaded, or the broker hangs; then restart it with "
-            f"`jupyter gpu broker --restart --socket {path}`, which loses nothing of any kernel"
+            f"the machine may be overloaded, or the broker hangs; then {restart}, which loses nothing of any kernel"
         )
     who = f"the GPU broker at {path}{f' (process {pid})' if pid is not None else ''}"
     return f"{who} did not answer within {seconds:g} s: {remedy}"
@@ -116,17 +114,13 @@ class Connection:
         with suppress(OSError):  # already closed: no thread is blocked
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def set_timeout(self, timeout_s: float | None) -> None:
-        """Bound each following wait, in seconds."""
-        self._socket.settimeout(timeout_s)
-
     def send(
         self,
         method: str,
         target: str,
         token: str | None,
         body: bytes | None,
-        headers: Mapping[str, str] = MappingProxyType({}),
+        headers: Mapping[str, str],
     ) -> None:
         """Send one request; `headers` are further ones, each one line of printable ASCII.
 
@@ -160,8 +154,9 @@ class Connection:
         except OSError as error:
             raise self._broken(error) from error
 
-    def read_head(self) -> None:
-        """Read the reply's status line and headers. Raises BrokerUnavailableError, InternalBrokerError."""
+    def read_head(self, timeout_s: float) -> None:
+        """Read status line and headers; `timeout_s` bounds each wait from now on. Raises BrokerUnavailableError, InternalBrokerError."""
+        self._socket.settimeout(timeout_s)
         version, status, *_ = [*self._line().split(None, 2), b"", b""]
         if version != b"HTTP/1.1" or len(status) != 3 or not status.isdigit():
             raise InternalBrokerError(f"what answers at {self.path} is not a broker: it does not speak HTTP/1.1")
@@ -200,7 +195,6 @@ class Connection:
             yield rest
 
     def _parts(self) -> Iterator[bytes]:
-        """Yield the pieces of the body as they arrive."""
         if self._headers.get("transfer-encoding", "").lower() != "chunked":
             yield self._exactly(self._size(self._headers.get("content-length", ""), 10))
             return

@@ -155,7 +155,6 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether this user can write to the folder, or make it."""
     for one in (folder, *folder.parents):
         if os.path.lexists(one):
             return os.access(one, os.W_OK | os.X_OK)

@@ -102,11 +102,8 @@ def format_amount(unit: Unit, amount: int, currency: str = "") -> str:
     """Return an amount for people: `12.5 GPU hours`, `3.20 kWh`, `7.25 EUR`."""
     match unit:
         case Unit.SHARE:
-            return (
-                f"{amount / SHARE_HOUR:.4g} GPU hours"
-                if amount < SHARE_HOUR
-                else f"{amount / SHARE_HOUR:,.1f} GPU hours"
-            )
+            hours = amount / SHARE_HOUR
+            return f"{hours:.4g} GPU hours" if hours < 1 else f"{hours:,.1f} GPU hours"
         case Unit.ENERGY:
             return f"{amount / MJ_PER_KWH:,.2f} kWh"
         case Unit.MONEY:

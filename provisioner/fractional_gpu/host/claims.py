@@ -73,8 +73,6 @@ class NameClaim:
 
 
 class DeviceClaim(NameClaim):
-    """A claim of a device. Get one from `DeviceClaim.claim`."""
-
     @classmethod
     def claim(cls, device_id: str) -> Self:
         """Claim the device for this process. Raises DeviceClaimedError, and ValueError for an id that cannot name a claim."""

@@ -145,7 +145,6 @@ def replace_file(
 
 
 def write_all(descriptor: int, content: bytes) -> None:
-    """Write everything, in as many writes as it takes. Raises OSError."""
     left = memoryview(content)
     while left:
         left = left[os.write(descriptor, left) :]
@@ -159,14 +158,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# Points at which a test may kill this process, block the thread that reaches them, or have a write fail.
+# Points before and after each step that changes the world, the books or the ledger, at which a test may kill this process, block a thread,
+# or have a write fail.
 #
-# - They lie before and after each step that changes the world, the books or the ledger.
 # - Off unless `JUPYTER_GPU_FAILPOINTS` names a file when the process starts: then `reach` costs one comparison.
 # - The file has one line: the name of a point, the number of the time it is reached, and `kill`, `hang` or `fail`, such as
 #   `ledger.begin.before 2 kill`. It is removed first, so that a restarted process lives on.
-# - Each point that is reached is appended to the same path with `.reached`, one name a line: a list of the points to try. The times are
-#   counted there, over all processes with the variable; removing that file starts the count again.
+# - Each point that is reached is appended to the same path with `.reached`: there the times are counted, over all processes.
 
 
 VARIABLE = "JUPYTER_GPU_FAILPOINTS"

@@ -28,8 +28,6 @@ _MARGIN_LEAST_MIB: Final = 64
 
 
 class _Files(NamedTuple):
-    """The files of a memory control group."""
-
     limits: tuple[str, ...]  # the first one is never exceeded
     used: str
     reclaimable: str  # in memory.stat
@@ -231,10 +229,14 @@ def _bytes(file: Path) -> int | None:
 
 def _stat(file: Path, name: str) -> int:
     try:
-        text = file.read_text(encoding="ascii")
+        return _counted(file, name)
     except (FileNotFoundError, NotADirectoryError):
         return 0
-    for line in text.splitlines():
+
+
+def _counted(file: Path, name: str) -> int:
+    """Return a figure in a file of names and figures, 0 where it is not among them."""
+    for line in file.read_text(encoding="ascii").splitlines():
         key, _, value = line.partition(" ")
         if key == name:
             return int(value)
@@ -243,14 +245,11 @@ def _stat(file: Path, name: str) -> int:
 
 # The system's out-of-memory killer: which process it takes first, and whether it has killed one.
 #
-# The rules:
-# - The killer takes the process with the most memory, including swapped-out memory. A process's adjustment is added, in thousandths of the
+# - The killer takes the process with the most memory, swapped-out memory included. A process's adjustment is added, in thousandths of the
 #   memory that is full: the machine's, or a control group's. -1000 exempts a process; nothing here goes below `LEAST`.
-# - A user may raise the adjustment of own processes, and lower it again down to the value that a privileged process set last (else 0).
-#   Below that floor it takes CAP_SYS_RESOURCE. The floor cannot be read, only found by trying.
-# - A child inherits the adjustment, and the floor.
-# - An adjustment is written through a descriptor of the process's file in /proc, after its identity was checked: never to another process
-#   with that pid.
+# - A user may lower the adjustment of own processes down to the value that a privileged process set last (else 0). That floor, which
+#   children inherit, cannot be read, only found by trying; below it takes CAP_SYS_RESOURCE.
+# - An adjustment is written through a descriptor of the process's file in /proc, after its identity was checked.
 
 
 KERNEL_MESSAGES: Final = Path("/dev/kmsg")
@@ -297,11 +296,7 @@ def kill_counter(pid: int, *, proc: Path = PROC) -> Path:
 
 def kill_count(counter: Path) -> int:
     """Return how many processes the killer has ended so far, 0 where the kernel is too old to count. Raises OSError, ValueError."""
-    for line in counter.read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(" ")
-        if name == "oom_kill":
-            return int(value)
-    return 0
+    return _counted(counter, "oom_kill")
 
 
 def was_killed(identity: ProcessIdentity, *, messages: Path = KERNEL_MESSAGES) -> bool | None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
-from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, read_of
+from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, read_of, status_field
 from fractional_gpu.host.threads import StartedThreads
 
 T = TypeVar("T")
@@ -44,11 +44,7 @@ def own_namespace(kind: str, *, proc: Path = PROC) -> NamespaceId:
 
 def nested_pids(pid: int, *, proc: Path = PROC) -> list[int]:
     """Return the process's pids, from the namespace of /proc to its own. Raises ProcessLookupError."""
-    for line in read_of(pid, "status", proc=proc).split(b"\n"):
-        name, _, value = line.partition(b":")
-        if name == b"NSpid":
-            return [int(one) for one in value.split()]
-    return [pid]  # a kernel without pid namespaces
+    return [int(one) for one in status_field(read_of(pid, "status", proc=proc), b"NSpid").split()]
 
 
 def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:

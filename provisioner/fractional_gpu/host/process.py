@@ -102,7 +102,7 @@ def parse_stat(raw: bytes) -> ProcessStat:
 
 
 def parse_uid(status: bytes) -> int:
-    return int(_status_field(status, b"Uid").split()[0])
+    return int(status_field(status, b"Uid").split()[0])
 
 
 def boot_id(*, proc: Path = PROC) -> str:
@@ -111,7 +111,6 @@ def boot_id(*, proc: Path = PROC) -> str:
 
 
 def read_stat(pid: int, *, proc: Path = PROC) -> ProcessStat:
-    """Return the parsed /proc/PID/stat. Raises ProcessLookupError when there is no such process."""
     return parse_stat(read_of(pid, "stat", proc=proc))
 
 
@@ -264,10 +263,10 @@ def read_of(pid: int, name: str, *, proc: Path = PROC) -> bytes:
 
 def thread_group(pid: int, *, proc: Path = PROC) -> int:
     """Return the process that a thread, or a process, with this number belongs to. Raises ProcessLookupError and PermissionError."""
-    return int(_status_field(read_of(pid, "status", proc=proc), b"Tgid"))
+    return int(status_field(read_of(pid, "status", proc=proc), b"Tgid"))
 
 
-def _status_field(status: bytes, name: bytes) -> bytes:
+def status_field(status: bytes, name: bytes) -> bytes:
     # A process chooses its own name, and the kernel escapes only line feeds in it. splitlines() also splits at other characters.
     for line in status.split(b"\n"):
         key, _, value = line.partition(b":")
@@ -278,16 +277,11 @@ def _status_field(status: bytes, name: bytes) -> bytes:
 
 # Which processes belong to a kernel, and which files they have mapped.
 #
-# The rules:
-# - A tree is the root, its descendants, the members of the sessions that any of them leads, and processes of the root's
-#   user with the marker (the lease's id) in the environment they were started with; and the same again for each of these.
-# - One pass over /proc serves any number of trees. A process that exits during the pass is left out, and one that starts
-#   may be missed: a caller that needs certainty (a new CUDA process after a lock) scans again.
-# - A process that was once seen in a tree belongs to it for good: after a double fork, in a session of its own and with
-#   another environment, it still has the memory that was reserved for its kernel.
-# - A process is read through a descriptor of its folder in /proc, which stays with that process: facts of two
-#   processes that had the same pid one after the other are never mixed.
-# - An environment that may not be read carries no marker.
+# - A tree is the root, its descendants, the members of the sessions that any of them leads, and processes of the root's user with the
+#   marker (the lease's id) in the environment they were started with; and the same again for each of these.
+# - One pass over /proc serves any number of trees. One that starts meanwhile may be missed: who needs certainty scans again.
+# - A process that was once seen in a tree belongs to it for good: it still has the memory that was reserved for its kernel.
+# - A process is read through a descriptor of its folder in /proc: facts of two that had the same pid are never mixed.
 
 
 _DEEPEST = 64  # generations
@@ -362,7 +356,6 @@ class Snapshot:
         }
 
     def started(self, uid: int, since: int) -> list[ProcessIdentity]:
-        """Return the processes of a user that started at that tick since boot or later."""
         return [
             process.identity
             for process in self._by_pid.values()
@@ -475,9 +468,7 @@ def _look(pid: int, boot: str, markers: _Markers | None, path: str) -> _Seen | N
     return _Seen(identity, stat.ppid, stat.session, uid, value, stat.stopped_or_traced, stat.forked)
 
 
-# The files that a process has mapped into its memory or holds open, by path.
-#
-# A removed file counts under its old path. A process that may not be read, or has exited, has none.
+# The files that a process has mapped or holds open. A removed file counts under its old path; a process that may not be read has none.
 
 
 _DELETED: Final = " (deleted)"
@@ -516,9 +507,7 @@ def _path(line: str) -> str:
     return fields[5].removesuffix(_DELETED) if len(fields) == 6 else ""
 
 
-# How a command line starts ipykernel, and whether it loads our extension.
-#
-# The provisioner reads the commands of kernelspecs; a broker that lost its ledger reads those of living processes.
+# How a command line starts ipykernel: of kernelspecs, and of living processes where the ledger is lost.
 
 
 EXTENSION: Final = "fractional_gpu_kernel"  # `-m EXTENSION MODULE` is `-m MODULE` with our extension
