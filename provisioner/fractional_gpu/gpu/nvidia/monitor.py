@@ -30,6 +30,7 @@
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -96,9 +97,8 @@ _SETTLE_US: Final = 1_000_000  # the longest period of a sample
 _AHEAD_US: Final = 1_000_000  # the samples' clock may be so far ahead of this machine's
 _FULL: Final = 100  # percent: no sane sample has more
 _AT_WORK: Final = 10  # percent: a device that shows so much has processes that work
-_NO_SAMPLES: Final = frozenset(
-    {_SUCCESS, _NOT_FOUND}
-)  # where the driver has no samples, pynvml raises an error with the code of success
+# If the driver has no samples, pynvml raises an error with the code of success.
+_NO_SAMPLES: Final = frozenset({_SUCCESS, _NOT_FOUND})
 _READS: Final = 3
 _MIG: Final = "MIG-"  # an instance's id begins so
 _ON_MIG: Final = "it is a MIG instance, on which the driver cannot checkpoint"
@@ -125,6 +125,8 @@ class NvidiaMonitor:
     `nvml` stands in for pynvml in tests, `bindings` for the check of cuda-bindings, `clock` for the machine's clock.
     """
 
+    kind: Final = "nvidia"
+
     def __init__(
         self,
         *,
@@ -136,67 +138,46 @@ class NvidiaMonitor:
         self._steps = 0  # how often the wall clock was set
         self._steps_known: dict[str, int] = {}  # by device: `_steps` at its last reading
         self._steps_measured: dict[str, int] = {}  # the same, at the last reading of utilisation
-        self._ambiguous: dict[
-            str, set[tuple[int, int]]
-        ] = {}  # by device: pid and stamp of the samples around the last step
+        # by device: pid and stamp of the samples around the last step
+        self._ambiguous: dict[str, set[tuple[int, int]]] = {}
         self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
         self._bindings = bindings
         self._starting = threading.Lock()
         self._started = False
         self._handles: dict[str, object] = {}  # by device id; replaced at each shutdown
-        self._why_none = ""
+        self.why_none = ""  # why the last `devices()` was empty, a sentence
+        self.warnings: tuple[
+            str, ...
+        ] = ()  # sentences about the driver and the devices that the last `devices()` found
         self._why_no_move = ""
-        self._warnings: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> str:
-        """`nvidia`."""
-        return "nvidia"
-
-    @property
-    def why_none(self) -> str:
-        """Why the last `devices()` was empty, a sentence; empty if it was not."""
-        return self._why_none
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Sentences for an administrator about the driver and the devices that the last `devices()` found."""
-        return self._warnings
 
     def devices(self) -> list[DeviceInfo]:
-        """Return the devices that respond, by index. Raises GPUError when the driver is there but fails."""
         if not self._start():
             return []
-        try:
+        with self._translated("listing the devices"):
             version: str = self._nvml.nvmlSystemGetDriverVersion()
             count: int = self._nvml.nvmlDeviceGetCount()
-        except self._nvml.NVMLError as error:
-            raise self._error(error, "listing the devices") from error
-        self._warnings = driver_warnings(version)
+        self.warnings = driver_warnings(version)
         self._why_no_move = moving_refusal(version)
         refusal = driver_refusal(version) or self._bindings()
         found = [device for index in range(count) for device in self._describe(index, refusal)]
         if any(device.why_not == _ON_MIG for device in found):  # instances have no index of their own
             found = [replace(device, index=index) for index, device in enumerate(found)]
         if found:
-            self._why_none = ""
+            self.why_none = ""
         elif count:
-            self._why_none = (
+            self.why_none = (
                 f"none of the {count} NVIDIA devices can be used: they do not answer, are not this user's, have no memory of "
                 "their own, or are in MIG mode without an instance; `nvidia-smi -L` and `dmesg` tell more"
             )
         else:
-            self._why_none = "NVIDIA's driver is loaded but sees no device"
+            self.why_none = "NVIDIA's driver is loaded but sees no device"
         return found
 
     def use(self, device_id: str) -> DeviceUse:
-        """Return which processes use the device. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST, NOT_PERMITTED and others)."""
-        if not self._start():
-            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self._why_none}")
-        try:
+        self._must_start(device_id)
+        with self._translated(f"reading device {device_id}"):
             return self._read(device_id, partial(self._use, device_id))
-        except self._nvml.NVMLError as error:
-            raise self._error(error, f"reading device {device_id}") from error
 
     def _use(self, device_id: str, handle: object) -> DeviceUse:
         # An administrator may switch the mode on while no process uses the device. NVML goes on to answer for the whole of it.
@@ -223,51 +204,42 @@ class NvidiaMonitor:
         )
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
-        """Return which processes worked on the device since then; None for MIG instances and devices without samples. Raises GPUError."""
         if device_id.startswith(_MIG) or not self._start():
             return None
         was_set = self._was_set(device_id, self._steps_known)
         offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
-        worked_us: dict[int, int] = {}
-        try:
+        with self._translated(f"reading who works on device {device_id}"):
             samples = self._read(device_id, partial(self._samples, max(0, since_us + offset_us)))
-            if was_set:
-                self._ambiguous[device_id] = {(sample.pid, sample.stamp_us) for sample in samples}
-                self._steps_known[device_id] = self._steps
-            ambiguous = self._ambiguous.get(device_id, set())
-            for sample in samples:
-                stamp_us = sample.stamp_us - offset_us
-                if (sample.pid, sample.stamp_us) in ambiguous:
-                    continue
-                if stamp_us <= now_us + _AHEAD_US and sample.is_sane and any(sample.rates):
-                    at_us = min(stamp_us, now_us) - _SAMPLE_LATE_US
-                    worked_us[sample.pid] = max(at_us, worked_us.get(sample.pid, 0))
-        except self._nvml.NVMLError as error:
-            if error.value in {*_UNAVAILABLE, _NO_PERMISSION}:
-                return None
-            raise self._error(error, f"reading who works on device {device_id}") from error
+        if samples is None:
+            return None
+        if was_set:
+            self._ambiguous[device_id] = {(sample.pid, sample.stamp_us) for sample in samples}
+            self._steps_known[device_id] = self._steps
+        ambiguous = self._ambiguous.get(device_id, set())
+        worked_us: dict[int, int] = {}
+        for sample in samples:
+            stamp_us = sample.stamp_us - offset_us
+            if (sample.pid, sample.stamp_us) in ambiguous:
+                continue
+            if stamp_us <= now_us + _AHEAD_US and sample.is_sane and any(sample.rates):
+                at_us = min(stamp_us, now_us) - _SAMPLE_LATE_US
+                worked_us[sample.pid] = max(at_us, worked_us.get(sample.pid, 0))
         worked_us = {pid: at_us for pid, at_us in worked_us.items() if at_us > since_us}
         return DeviceActivity(known_until_us=now_us - _SAMPLE_LATE_US, settle_us=_SETTLE_US, worked_us=worked_us)
 
     def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation | None:
-        """Return how much of the device each process used since then; None for MIG instances. Raises GPUError.
-
-        Nothing is known by process of a period in which the wall clock was set.
-        """
         if device_id.startswith(_MIG) or not self._start():
             return None
         was_set = self._was_set(device_id, self._steps_measured)
         offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
-        try:
-            samples = self._read(device_id, partial(self._samples_if_any, max(0, since_us + offset_us)))
+        with self._translated(f"reading the utilisation of device {device_id}"):
+            samples = self._read(device_id, partial(self._samples, max(0, since_us + offset_us)))
             busy_percent = self._read(device_id, self._busy_percent)
-        except self._nvml.NVMLError as error:
-            raise self._error(error, f"reading the utilisation of device {device_id}") from error
         if samples is None and busy_percent is None:
             return None
         self._steps_measured[device_id] = self._steps
         until_us, by_pid = now_us - _SAMPLE_LATE_US, None
-        if samples is not None and not was_set:
+        if samples is not None and not was_set:  # else a sample's time is not known
             newest_us = now_us + _AHEAD_US
             sane = [one for one in samples if one.is_sane and since_us < one.stamp_us - offset_us <= newest_us]
             if sane or (busy_percent or 0) < _AT_WORK:  # else it works for processes that the driver does not show here
@@ -287,18 +259,14 @@ class NvidiaMonitor:
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps
 
-    def _samples_if_any(self, since_us: int, handle: object) -> list[_Sample] | None:
-        """Return the same samples; None where the device has none or this user may not read them."""
+    def _samples(self, since_us: int, handle: object) -> list[_Sample] | None:
+        """Return the samples of listed processes that the driver stamped since then, by the wall clock; None if there cannot be any."""
         try:
-            return self._samples(since_us, handle)
+            samples = self._read_samples(since_us, handle)
         except self._nvml.NVMLError as error:
             if error.value in {*_UNAVAILABLE, _NO_PERMISSION}:
                 return None
             raise
-
-    def _samples(self, since_us: int, handle: object) -> list[_Sample]:
-        """Return the samples of listed processes that the driver stamped since then, by the wall clock."""
-        samples = self._read_samples(since_us, handle)
         listed = (
             {_process_of(one.pid) for _, processes in self._processes(handle) for one in processes} if samples else ()
         )
@@ -328,17 +296,11 @@ class NvidiaMonitor:
         return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return utilisation, temperature, power and energy; None for what the device does not report. Raises GPUError.
-
-        Power is the mean of the last second on devices since Ampere (but not on GA100: there it is of the moment); energy is since the
-        driver was loaded, on devices since Volta.
-        """
-        if not self._start():
-            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self._why_none}")
-        try:
+        # Power is the mean of the last second on devices since Ampere (but not on GA100: there it is of the moment); energy is since the
+        # driver was loaded, on devices since Volta.
+        self._must_start(device_id)
+        with self._translated(f"reading the sensors of device {device_id}"):
             return self._read(device_id, partial(self._sensors, device_id))
-        except self._nvml.NVMLError as error:
-            raise self._error(error, f"reading the sensors of device {device_id}") from error
 
     def _sensors(self, device_id: str, handle: object) -> DeviceSensors:
         whole = not device_id.startswith(_MIG)
@@ -368,17 +330,16 @@ class NvidiaMonitor:
         handles[device_id] = handle
         return found
 
-    def _optional(self, call: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever this call of NVML gives
+    def _optional(self, call: str, *arguments: object, **more: object) -> Any:  # noqa: ANN401 - whatever this call of NVML gives
         """Return the reading; None where the device or the library does not have it, or this user may not read it."""
         try:
-            return getattr(self._nvml, call)(*arguments)
+            return getattr(self._nvml, call)(*arguments, **more)
         except self._nvml.NVMLError as error:
             if error.value in {*_UNAVAILABLE, _NO_PERMISSION, _INVALID_ARGUMENT}:
                 return None
             raise
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
-        """Return the variable that shows a kernel this device only, or none."""
         return {"CUDA_VISIBLE_DEVICES": device_id or ""}
 
     def close(self) -> None:
@@ -389,33 +350,35 @@ class NvidiaMonitor:
                 self._handles = {}
                 self._nvml.nvmlShutdown()
 
+    def _must_start(self, device_id: str) -> None:
+        if not self._start():
+            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self.why_none}")
+
     def _start(self) -> bool:
         with self._starting:
             if not self._started:
                 try:
                     self._nvml.nvmlInit()
                 except self._nvml.NVMLError as error:
-                    self._why_none = _WHY_NONE.get(error.value, f"NVIDIA's driver does not start: {error}")
+                    self.why_none = _WHY_NONE.get(error.value, f"NVIDIA's driver does not start: {error}")
                     return False
                 self._started = True
             return True
 
     def _describe(self, index: int, refusal: str) -> list[DeviceInfo]:
         """Return the device, or its MIG instances; nothing for one that is left out."""
-        try:
-            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-            if self._has_mig_instances(handle):
-                return [self._info(instance, index, _ON_MIG) for instance in self._instances(handle)]
-            self._warn_if_unshared(handle, index)
-            return [self._info(handle, index, refusal)]
-        except self._nvml.NVMLError as error:
-            if error.value in _LEFT_OUT:
-                return []
-            raise self._error(error, f"reading the device with index {index}") from error
-
-    def _warn_if_unshared(self, handle: object, index: int) -> None:
-        if why := sharing_refusal(index, self._optional("nvmlDeviceGetComputeMode", handle)):
-            self._warnings += (f"{why}; {sharing_advice(index)}",)
+        with self._translated(f"reading the device with index {index}"):
+            try:
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+                if self._has_mig_instances(handle):
+                    return [self._info(instance, index, _ON_MIG) for instance in self._instances(handle)]
+                if why := sharing_refusal(index, self._optional("nvmlDeviceGetComputeMode", handle)):
+                    self.warnings += (f"{why}; {sharing_advice(index)}",)
+                return [self._info(handle, index, refusal)]
+            except self._nvml.NVMLError as error:
+                if error.value in _LEFT_OUT:
+                    return []
+                raise
 
     def _info(self, handle: object, index: int, why_not: str) -> DeviceInfo:
         total, _ = self._memory(handle)
@@ -431,13 +394,8 @@ class NvidiaMonitor:
         )
 
     def _has_mig_instances(self, handle: object) -> bool:
-        try:
-            current, _pending = self._nvml.nvmlDeviceGetMigMode(handle)
-        except self._nvml.NVMLError as error:
-            if error.value in _UNAVAILABLE:  # most devices have no such mode
-                return False
-            raise
-        return bool(current)
+        modes = self._optional("nvmlDeviceGetMigMode", handle)  # now, and after the next reset; most devices have none
+        return modes is not None and bool(modes[0])
 
     def _instances(self, handle: object) -> Iterator[object]:
         """Yield the MIG instances of a device; their numbers may have gaps."""
@@ -450,35 +408,25 @@ class NvidiaMonitor:
 
     def _memory(self, handle: object) -> tuple[int, int]:
         """Return the memory that processes can have and that they have, bytes."""
-        try:
-            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle, version=self._nvml.nvmlMemory_v2)
-            total, used = memory.total - memory.reserved, memory.used
-        except self._nvml.NVMLError as error:
-            if error.value not in _UNAVAILABLE:
-                raise
-            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-            total, used = memory.total, memory.used
-        return int(total), int(used)
+        memory = self._optional("nvmlDeviceGetMemoryInfo", handle, version=self._nvml.nvmlMemory_v2)
+        if memory is not None:
+            return int(memory.total - memory.reserved), int(memory.used)
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        return int(memory.total), int(memory.used)
 
     def _processes(self, handle: object) -> Iterator[tuple[ProcessKind, list[Any]]]:
         """Yield the processes by kind, the kind that decides first: clients of MPS are in the list of compute processes, too."""
-        yield ProcessKind.MPS, self._listed("nvmlDeviceGetMPSComputeRunningProcesses", handle)
+        yield ProcessKind.MPS, self._optional("nvmlDeviceGetMPSComputeRunningProcesses", handle) or []
         yield ProcessKind.COMPUTE, list(self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-        yield ProcessKind.GRAPHICS, self._listed("nvmlDeviceGetGraphicsRunningProcesses", handle)
+        yield ProcessKind.GRAPHICS, self._optional("nvmlDeviceGetGraphicsRunningProcesses", handle) or []
 
-    def _listed(self, call: str, handle: object) -> list[Any]:
-        """Return a list of processes; empty where device or driver do not have it."""
+    @contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
         try:
-            return list(getattr(self._nvml, call)(handle))
+            yield
         except self._nvml.NVMLError as error:
-            if error.value in _UNAVAILABLE:
-                return []
-            raise
-
-    def _error(self, error: Exception, doing: str) -> GPUError:
-        number = getattr(error, "value", None)
-        code = _CODES.get(number, GPUErrorCode.UNKNOWN) if isinstance(number, int) else GPUErrorCode.UNKNOWN
-        return GPUError(code, f"{doing} failed: {error} (NVML error {number})")
+            code = _CODES.get(error.value, GPUErrorCode.UNKNOWN)
+            raise GPUError(code, f"{doing} failed: {error} (NVML error {error.value})") from error
 
 
 def _process_of(number: int) -> int:
