@@ -100,7 +100,7 @@ def test_a_name_that_another_user_took_keeps_nobody_from_the_claim(
     assert theirs.take()
     fcntl.flock(theirs.descriptors()[0], fcntl.LOCK_UN)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    monkeypatch.setattr(claims, "_holder", lambda _address: (1, 54321))
+    monkeypatch.setattr(claims, "holder", lambda _address: (1, 54321))
     assert ours.take()
     for claim in (ours, theirs):
         claim.close()

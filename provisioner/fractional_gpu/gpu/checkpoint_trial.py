@@ -59,7 +59,7 @@ async def try_checkpoint(
         result.wrong, result.code = str(error), error.code
     except TimeoutError:
         result.wrong = "the process did not answer in time"
-    except (OSError, RuntimeError, _ProbeError) as error:  # RuntimeError: there is no thread to watch the process
+    except (OSError, RuntimeError) as error:  # RuntimeError: also where there is no thread to watch the process
         result.wrong = str(error)
     return result
 
@@ -81,11 +81,11 @@ async def _move_out_and_back(
     result.phases_us["restore"] = await worker.restore(identity, None, _COPY_S)
     result.phases_us["unlock"] = await worker.unlock(identity)
     if process.stdin is None:
-        raise _ProbeError("the process has no standard input")
+        raise RuntimeError("the process has no standard input")
     process.stdin.write(b"\n")  # it compares its memory with what it wrote
     answer = await _read_line(process, _ANSWER_S)
     if answer != "intact":
-        raise _ProbeError(f"its memory was not the same afterwards ({answer or 'it ended'})")
+        raise RuntimeError(f"its memory was not the same afterwards ({answer or 'it ended'})")
 
 
 async def _used_mib(monitor: Monitor, device_id: str, identity: ProcessIdentity) -> int | None:
@@ -109,7 +109,7 @@ async def _probe_process(
     try:
         answer = await _read_line(process, _START_S)
         if answer != "ready":
-            raise _ProbeError(f"no device memory could be had for it: {answer.removeprefix('failed: ') or 'it ended'}")
+            raise RuntimeError(f"no device memory could be had for it: {answer.removeprefix('failed: ') or 'it ended'}")
         yield process
     finally:
         exempt_pids.discard(process.pid)
@@ -120,10 +120,6 @@ async def _probe_process(
 
 async def _read_line(process: asyncio.subprocess.Process, limit_s: float) -> str:
     if process.stdout is None:
-        raise _ProbeError("the process has no standard output")
+        raise RuntimeError("the process has no standard output")
     async with asyncio.timeout(limit_s):
         return (await process.stdout.readline()).decode(errors="replace").strip()
-
-
-class _ProbeError(Exception):
-    """The probe process ended or gave an unexpected answer; the sentence says which."""

@@ -20,16 +20,12 @@ class GPUErrorCode(StrEnum):
     NOT_READY = "not-ready"  # 600: lock timed out, process still running
     NOT_PERMITTED = "not-permitted"  # 800
     NOT_SUPPORTED = "not-supported"  # 801
-    SYSTEM_NOT_READY = (
-        "system-not-ready"  # 802: a service that the driver depends on still starts (an HGX host's fabric manager)
-    )
+    SYSTEM_NOT_READY = "system-not-ready"  # 802: a service of the driver still starts (an HGX host's fabric manager)
     NO_SUCH_PROCESS = "no-such-process"
     WRONG_IDENTITY = "wrong-identity"  # the pid is alive but is another process
     NO_SUCH_DEVICE = "no-such-device"
     DEVICE_LOST = "device-lost"
-    TARGET_STOPPED = (
-        "target-stopped"  # the process is stopped (SIGSTOP) or held by a debugger: it cannot answer the driver
-    )
+    TARGET_STOPPED = "target-stopped"  # the process is stopped (SIGSTOP) or held by a debugger, and cannot answer
     WORKER_HUNG = "worker-hung"  # the worker did not answer in time and was replaced
     WORKER_DIED = "worker-died"
     WORKER_BUSY = "worker-busy"  # the worker of an earlier broker still runs; nothing was done
@@ -69,9 +65,7 @@ class DeviceInfo:
     simulated: bool
     checkpointable: bool
     why_not: str = ""  # a sentence; empty if checkpointable
-    why_no_move: str = (
-        ""  # why state that was saved there cannot be restored on another device, a sentence; empty: it can
-    )
+    why_no_move: str = ""  # why its saved state cannot be restored on another device, a sentence; empty: it can
 
 
 class ProcessKind(StrEnum):

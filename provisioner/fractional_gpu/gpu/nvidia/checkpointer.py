@@ -74,14 +74,12 @@ _HINTS: Final[Mapping[tuple[str, GPUErrorCode], str]] = {
     ("checkpoint", GPUErrorCode.NOT_SUPPORTED): (
         f"it uses what cannot be saved (managed memory, memory shared with other processes, MPS or MIG); {_UNSOUND}"
     ),
-    (
-        "restore",
-        GPUErrorCode.OUT_OF_MEMORY,
-    ): "the device had no room for its state, and the driver gives no second chance",
-    (
-        "restore",
-        GPUErrorCode.OPERATING_SYSTEM,
-    ): "its state cannot be brought back, as after an earlier restore that failed",
+    ("restore", GPUErrorCode.OUT_OF_MEMORY): (
+        "the device had no room for its state, and the driver gives no second chance"
+    ),
+    ("restore", GPUErrorCode.OPERATING_SYSTEM): (
+        "its state cannot be brought back, as after an earlier restore that failed"
+    ),
 }
 _GENERAL_HINTS: Final[Mapping[GPUErrorCode, str]] = {
     GPUErrorCode.NOT_INITIALIZED: "it is not a CUDA process",
@@ -140,10 +138,6 @@ class NvidiaCheckpointer:
         return ""
 
     def state(self, pid: int) -> ProcessState:
-        """Return the driver's state of the process: GONE if there is none, NO_CONTEXT if CUDA does not know it.
-
-        Raises GPUError when the driver knows the process and refuses its state.
-        """
         try:
             _check(pid)
         except GPUError as error:
@@ -176,7 +170,6 @@ class NvidiaCheckpointer:
         self._do("lock", "cuCheckpointProcessLock", pid, arguments)
 
     def checkpoint(self, pid: int) -> None:
-        """LOCKED -> CHECKPOINTED. Raises GPUError; the process may then be unsound, except after ILLEGAL_STATE."""
         self._do("checkpoint", "cuCheckpointProcessCheckpoint", pid, None)
 
     def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
@@ -189,7 +182,6 @@ class NvidiaCheckpointer:
         self._do("restore", "cuCheckpointProcessRestore", pid, self._pairs(moving) if moving else None)
 
     def unlock(self, pid: int) -> None:
-        """LOCKED -> RUNNING. Raises GPUError."""
         self._do("unlock", "cuCheckpointProcessUnlock", pid, None)
 
     def _pairs(self, moving: Mapping[str, str]) -> object:

@@ -30,8 +30,8 @@ from fractional_gpu.gpu.simulated.processes import (
     Process,
     current_key,
     find_process,
-    open_file,
     open_gate,
+    opened,
     operation_lock,
     processes_of,
     read_gate,
@@ -75,12 +75,9 @@ class SimulatedCheckpointer:
         self._store.close()
 
     def state(self, pid: int) -> ProcessState:
-        """Return the process's state, after undoing a killed operation. Raises GPUError."""
         return translated(lambda: self._state_or_fault(pid))
 
     def lock(self, pid: int, timeout_ms: int) -> None:
-        """RUNNING -> LOCKED once the calls in flight are done. Raises GPUError NOT_READY when they take longer."""
-
         def act(process: Process) -> None:
             if not shut_gate(self._store, process.key, timeout_ms / 1000):
                 raise GPUError(
@@ -91,15 +88,12 @@ class SimulatedCheckpointer:
         self._run("lock", pid, act, turn_s=timeout_ms / 1000)
 
     def checkpoint(self, pid: int) -> None:
-        """LOCKED -> CHECKPOINTED: the bytes move from the device to host memory. Raises GPUError."""
         self._run("checkpoint", pid, self._save)
 
     def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
-        """CHECKPOINTED -> LOCKED, on the device that `moves` names for the old one. Without room the process fails."""
         self._run("restore", pid, lambda process: self._bring_back(process, moves or {}))
 
     def unlock(self, pid: int) -> None:
-        """LOCKED -> RUNNING. Raises GPUError."""
         self._run("unlock", pid, lambda process: open_gate(self._store, process.key))
 
     def _state_or_fault(self, pid: int) -> ProcessState:
@@ -176,14 +170,8 @@ class SimulatedCheckpointer:
             raise GPUError(GPUErrorCode.NO_SUCH_PROCESS, "the process ended its context or died during the operation")
         return process
 
-    def _device(self, device_id: str) -> Device:
-        for device in self._store.devices():
-            if device.device_id == device_id:
-                return device
-        raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no simulated device {device_id!r}")
-
     def _check_device(self, process: Process) -> None:
-        if process.phase != "saved" and self._device(process.device).lost:
+        if process.phase != "saved" and self._store.device(process.device).lost:
             raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {process.device} is lost")
 
     def _save(self, process: Process) -> None:
@@ -214,9 +202,12 @@ class SimulatedCheckpointer:
 
     def _target(self, process: Process, moves: Mapping[str, str]) -> Device:
         for old, new in moves.items():
-            self._device(old)
-            self._device(new)
-        source, target = self._device(process.device), self._device(moves.get(process.device, process.device))
+            self._store.device(old)
+            self._store.device(new)
+        source, target = (
+            self._store.device(process.device),
+            self._store.device(moves.get(process.device, process.device)),
+        )
         if target.name != source.name:
             raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"{source.name} and {target.name} are not alike")
         if target.lost:
@@ -270,21 +261,6 @@ def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int 
 
     `charged_to`: the process to whose control group the target's memory is charged; None: it is charged to this process's.
     """
-    reading = open_file(source.parent, source.name, os.O_RDONLY)
-    try:
-        writing = open_file(target.parent, target.name, os.O_WRONLY | os.O_CREAT)
-        try:
-            os.ftruncate(writing, 0)
-            if charged_to is not None:
-                charge(charged_to, writing, list(_extents(reading, size)))
-            _copy_extents(reading, writing, size, mib_s)
-        finally:
-            os.close(writing)
-    finally:
-        os.close(reading)
-
-
-def _copy_extents(reading: int, writing: int, size: int, mib_s: int) -> None:
     began, chunk = time.monotonic(), _CHUNK
     if mib_s:
         chunk = max(1 << 16, min(_CHUNK, mib_s * MIB // _SLICES_PER_S))
@@ -293,13 +269,24 @@ def _copy_extents(reading: int, writing: int, size: int, mib_s: int) -> None:
         if mib_s:
             time.sleep(max(0.0, began + position / (mib_s * MIB) - time.monotonic()))
 
-    for start, hole in _extents(reading, size):
-        for offset in range(start, hole, chunk):
-            end = min(hole, offset + chunk)
-            _copy_range(reading, writing, offset, end)
-            keep_pace(end)
-    os.ftruncate(writing, size)
-    keep_pace(size)
+    flags = os.O_WRONLY | os.O_CREAT
+    with (
+        opened(source.parent, source.name, os.O_RDONLY) as reading,
+        opened(target.parent, target.name, flags) as writing,
+    ):
+        os.ftruncate(writing, 0)
+        if charged_to is not None:
+            charge(charged_to, writing, list(_extents(reading, size)))
+        for start, hole in _extents(reading, size):
+            position = os.lseek(writing, start, os.SEEK_SET)
+            while position < hole:
+                moved = os.sendfile(writing, reading, position, min(chunk, hole - position))
+                if moved == 0:
+                    raise OSError("device memory is shorter than recorded")
+                position += moved
+                keep_pace(position)
+        os.ftruncate(writing, size)
+        keep_pace(size)
 
 
 def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
@@ -316,12 +303,3 @@ def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
             return
         hole = min(size, os.lseek(descriptor, start, os.SEEK_HOLE))
         yield start, hole
-
-
-def _copy_range(reading: int, writing: int, offset: int, end: int) -> None:
-    os.lseek(writing, offset, os.SEEK_SET)
-    while offset < end:
-        moved = os.sendfile(writing, reading, offset, end - offset)
-        if moved == 0:
-            raise OSError("device memory is shorter than recorded")
-        offset += moved

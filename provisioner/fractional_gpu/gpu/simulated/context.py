@@ -35,8 +35,8 @@ from fractional_gpu.gpu.simulated.processes import (
     find_process,
     forget,
     lock_file,
-    open_file,
     open_gate,
+    opened,
     operation_lock,
     own_key,
     reap,
@@ -61,6 +61,7 @@ from fractional_gpu.gpu.simulated.store import MIB, Device, SimulatedHostError, 
 _FIRST_POLL_S: Final = 0.001
 _LAST_POLL_S: Final = 0.02
 _LOOK_EVERY_S: Final = 0.1
+_GONE: Final = "this process's simulated context is gone: restart the kernel"
 
 
 class SimulatedCudaError(RuntimeError):
@@ -169,13 +170,19 @@ class Gate:
 
     def _look(self) -> None:
         """Raise if the process failed; undo a lock operation whose process died."""
-        process = find_process(self._store, self._key)
-        if process is None:
-            raise SimulatedCudaError("this process's simulated context is gone: restart the kernel")
-        if process.phase == "failed":
-            raise SimulatedCudaError(process.fatal)
+        _living(self._store, self._key)
         if os.pread(self._file, 1, 0) == WANTED:
             settle_if_abandoned(self._store, self._key)
+
+
+def _living(store: Store, key: str) -> Process:
+    """Return the process. Raises SimulatedCudaError if it has failed or has no context any more."""
+    process = find_process(store, key)
+    if process is None:
+        raise SimulatedCudaError(_GONE)
+    if process.phase == "failed":
+        raise SimulatedCudaError(process.fatal)
+    return process
 
 
 def _interrupted() -> KeyboardInterrupt:
@@ -191,18 +198,17 @@ def shut_gate(store: Store, key: str, timeout_s: float) -> bool:
     Raises FileNotFoundError when the process was reaped.
     """
     folder = store.process_folder(key)
-    descriptor = open_file(folder, "gate", os.O_RDONLY)
     shut = False
-    try:
-        write_gate(folder, WANTED)
-        shut = lock_file(descriptor, fcntl.LOCK_EX, timeout_s)
-    finally:
-        # The byte first: closing the descriptor releases the file lock.
-        if shut:
-            write_gate(folder, CLOSED)
-        else:
-            open_gate(store, key)
-        os.close(descriptor)
+    with opened(folder, "gate", os.O_RDONLY) as descriptor:
+        try:
+            write_gate(folder, WANTED)
+            shut = lock_file(descriptor, fcntl.LOCK_EX, timeout_s)
+        finally:
+            # The byte first: closing the descriptor releases the file lock.
+            if shut:
+                write_gate(folder, CLOSED)
+            else:
+                open_gate(store, key)
     return shut
 
 
@@ -250,41 +256,29 @@ class Context:
             self.store = Store(directory)
         except SimulatedHostError as error:
             raise SimulatedCudaError(str(error)) from error
-        key = own_key(self.store)
-        if key is None:
-            self.store.close()
-            raise SimulatedCudaError("this process cannot be found in /proc: the simulated GPU needs it mounted")
-        self.key = key
         self._begun = False
         try:
-            device = self._find(wanted)
+            self.key = own_key(self.store)
+            device = self.store.device(wanted)
             context_bytes = self.store.settings().context_mib * MIB
             self._admitted(context_bytes, device.device_id, lambda db: self._begin(db, device, context_bytes))
             uninterruptible = os.environ.get("JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE", "") not in ("", "0")
-            self.gate = Gate(self.store, key, uninterruptible=uninterruptible)
-            self.load = Load(self.store, key)
+            self.gate = Gate(self.store, self.key, uninterruptible=uninterruptible)
+            self.load = Load(self.store, self.key)
         except sqlite3.IntegrityError:
             self.store.close()
             raise SimulatedCudaError(
                 "this process has a simulated context already, made by another copy of this module or about to end: "
                 "restart the kernel"
             ) from None
-        except BaseException:
+        except BaseException as error:
             if self._begun:
-                forget(self.store, [key])
+                forget(self.store, [self.key])
             self.store.close()
+            if isinstance(error, SimulatedHostError):
+                raise SimulatedCudaError(str(error)) from error
             raise
         self.discarded: deque[int] = deque()  # allocations whose buffer was collected while the process was held
-
-    def _find(self, wanted: str) -> Device:
-        devices = self.store.devices()
-        for device in devices:
-            if wanted in (device.device_id, str(device.index)):
-                return device
-        known = ", ".join(device.device_id for device in devices)
-        raise SimulatedCudaError(
-            f"there is no simulated device {wanted!r} in {self.store.directory}; there are: {known}"
-        )
 
     def _begin(self, db: sqlite3.Connection, device: Device, context_bytes: int) -> None:
         db.execute(
@@ -297,9 +291,8 @@ class Context:
         if self.store.shared:
             folder.chmod(0o711)  # others find the file with what this process's work uses, by its name
         (folder / "operation").touch(mode=0o600)
-        gate = os.open(folder / "gate", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.write(gate, OPEN)
-        os.close(gate)
+        (folder / "gate").touch(mode=0o600)
+        (folder / "gate").write_bytes(OPEN)
         (folder / WORK).touch(mode=0o600)
         os.utime(folder / WORK, ns=(0, 0))
 
@@ -309,7 +302,7 @@ class Context:
 
     def device(self) -> Device:
         """Return the device the process is on now; a restore may have moved it."""
-        return self._find(self._process().device)
+        return self.store.device(_living(self.store, self.key).device)
 
     def memory_info(self) -> tuple[int, int]:
         """Return free and total bytes of the device, without regard to the process's own cap."""
@@ -327,11 +320,8 @@ class Context:
             cursor = db.execute("INSERT INTO allocations (process, bytes) VALUES (?, ?)", (self.key, n_bytes))
             added = int(cursor.lastrowid or 0)
             db.execute("UPDATE processes SET bytes = bytes + ? WHERE key=?", (n_bytes, self.key))
-            file = os.open(self.path(added), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                os.ftruncate(file, n_bytes)
-            finally:
-                os.close(file)
+            self.path(added).touch(mode=0o600, exist_ok=False)
+            os.truncate(self.path(added), n_bytes)
 
         self._admitted(n_bytes, None, record)
         if self.store.shared:
@@ -375,7 +365,7 @@ class Context:
 
         `seconds`: what it takes alone, if known; `milli`: what it uses of the device, thousandths.
         """
-        piece = self.load.begin(seconds, milli, self._process().device)
+        piece = self.load.begin(seconds, milli, _living(self.store, self.key).device)
         try:
             yield piece
         finally:
@@ -383,16 +373,7 @@ class Context:
 
     def go_on(self) -> None:
         """Go on with the work under way: other processes' work may slow it down from now on. Raises SimulatedCudaError."""
-        process = self._process()
-        if process.phase == "failed":
-            raise SimulatedCudaError(process.fatal)
-        self.load.go_on(process.device)
-
-    def _process(self) -> Process:
-        process = find_process(self.store, self.key)
-        if process is None:
-            raise SimulatedCudaError("this process's simulated context is gone: restart the kernel")
-        return process
+        self.load.go_on(_living(self.store, self.key).device)
 
     def destroy(self) -> None:
         """End the context and release everything, unless an operation moves it now (then it is reaped later)."""
@@ -426,9 +407,7 @@ class Context:
         if device is None:
             row = db.execute("SELECT device, phase, fatal FROM processes WHERE key=?", (self.key,)).fetchone()
             if row is None or row[1] != "device":
-                raise SimulatedCudaError(
-                    row[2] if row else "this process's simulated context is gone: restart the kernel"
-                )
+                raise SimulatedCudaError(row[2] if row else _GONE)
             device = str(row[0])
         name, memory_mib, lost = db.execute(
             "SELECT name, memory_mib, lost FROM devices WHERE id=?", (device,)

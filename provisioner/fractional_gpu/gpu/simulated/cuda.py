@@ -50,9 +50,8 @@ _SLICE_S: Final = 0.05
 
 _lock = threading.Lock()
 _context: Context | None = None
-_parents: list[
-    Context
-] = []  # contexts of the parent process; after a fork its open database may not even be closed here
+# Contexts of the parent process: after a fork its open database may not even be closed here.
+_parents: list[Context] = []
 
 
 class Buffer:
@@ -96,21 +95,12 @@ class Buffer:
         """Copy `n_bytes` (default: all from `offset`) from the device. Raises ValueError outside of the buffer."""
         length = self.n_bytes - offset if n_bytes is None else n_bytes
         self._check_range(length, offset)
-        with self._mine().gate.call():
-            descriptor = os.open(self._path(), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                parts = []
-                while length > 0:
-                    part = os.pread(descriptor, length, offset)
-                    if not part:
-                        raise SimulatedCudaError(
-                            f"device memory is shorter than the buffer at byte {offset}: this is a defect"
-                        )
-                    parts.append(part)
-                    offset, length = offset + len(part), length - len(part)
-            finally:
-                os.close(descriptor)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        with self._mine().gate.call(), self._path().open("rb") as file:
+            file.seek(offset)
+            data = file.read(length)
+        if len(data) < length:
+            raise SimulatedCudaError("device memory is shorter than the buffer: this is a defect")
+        return data
 
     def fill(self, pattern: bytes) -> None:
         """Fill the whole buffer with repetitions of `pattern`, as one call."""
@@ -123,11 +113,8 @@ class Buffer:
 
     def sha256(self) -> str:
         """Return the hexadecimal SHA-256 of the contents, read as one call."""
-        digest = hashlib.sha256()
         with self._mine().gate.call(), self._path().open("rb") as file:
-            while part := file.read(_CHUNK):
-                digest.update(part)
-        return digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def free(self) -> None:
         """Free the memory. Idempotent."""
@@ -156,11 +143,10 @@ class Buffer:
             raise ValueError(f"bytes {offset} to {offset + length} are outside of this buffer of {self.n_bytes} bytes")
 
     def _write(self, view: memoryview, offset: int) -> None:
-        descriptor = os.open(self._path(), os.O_WRONLY | os.O_CLOEXEC)
         try:
-            while view:
-                written = os.pwrite(descriptor, view, offset)
-                view, offset = view[written:], offset + written
+            with self._path().open("r+b") as file:
+                file.seek(offset)
+                file.write(view)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -168,8 +154,6 @@ class Buffer:
                 f"this machine has no room left for the simulated GPU's contents in {self._context.store.directory}: "
                 "free something, or start the broker with a smaller --simulate"
             ) from error
-        finally:
-            os.close(descriptor)
 
 
 def is_available() -> bool:

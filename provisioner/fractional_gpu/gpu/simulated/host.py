@@ -111,7 +111,11 @@ def create(directory: str | Path, devices: str, *, shared: bool = False) -> Simu
             db.execute(verb + " INTO meta VALUES ('namespace', ?)", (own_namespace(),))
             if present != sizes:
                 if living:
-                    raise SimulatedHostError(_occupied(path, present, sizes, living))
+                    pids = ", ".join(str(pid) for pid in living[:8])
+                    raise SimulatedHostError(
+                        f"the simulated host in {path} has devices of {present} MiB and processes that use them ({pids}); it cannot "
+                        f"become {sizes} MiB: end those processes first, or ask for the devices it has"
+                    )
                 db.execute("DELETE FROM devices")
                 rows = [(f"SIM-{uuid.uuid4()}", index, _name(mib), mib) for index, mib in enumerate(sizes)]
                 db.executemany("INSERT INTO devices (id, idx, name, memory_mib) VALUES (?, ?, ?, ?)", rows)
@@ -137,7 +141,7 @@ def lose_device(directory: str | Path, device_id: str) -> None:
     """Make the device fall off the bus: its memory is gone, and its processes have failed for good."""
     fatal = f"the simulated device {device_id} was lost, and what this process held on it: restart the kernel"
     with closing(Store(directory)) as store:
-        _check_device(store, device_id)
+        store.device(device_id)
         with store.transaction() as db:
             db.execute("UPDATE devices SET lost=1 WHERE id=?", (device_id,))
             keys = [row[0] for row in db.execute(f"SELECT key FROM processes WHERE {ON_DEVICE}", (device_id,))]  # noqa: S608
@@ -151,7 +155,7 @@ def lose_device(directory: str | Path, device_id: str) -> None:
 def return_device(directory: str | Path, device_id: str) -> None:
     """Bring a lost device back, empty. Processes that failed with it stay failed."""
     with closing(Store(directory)) as store:
-        _check_device(store, device_id)
+        store.device(device_id)
         with store.transaction() as db:
             db.execute("UPDATE devices SET lost=0 WHERE id=?", (device_id,))
 
@@ -182,19 +186,3 @@ def _open_to_users(path: Path) -> None:
 def _name(mib: int) -> str:
     size = f"{mib // 1024} GiB" if mib % 1024 == 0 else f"{mib} MiB"
     return f"Simulated GPU {size}"
-
-
-def _occupied(path: Path, present: list[int], wanted: list[int], living: list[int]) -> str:
-    pids = ", ".join(str(pid) for pid in living[:8])
-    return (
-        f"the simulated host in {path} has devices of {present} MiB and processes that use them ({pids}); it cannot become "
-        f"{wanted} MiB: end those processes first, or ask for the devices it has"
-    )
-
-
-def _check_device(store: Store, device_id: str) -> None:
-    known = [device.device_id for device in store.devices()]
-    if device_id not in known:
-        raise SimulatedHostError(
-            f"there is no simulated device {device_id!r} in {store.directory}; there are: {', '.join(known)}"
-        )

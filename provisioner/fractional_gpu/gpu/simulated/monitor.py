@@ -21,11 +21,13 @@ from fractional_gpu.gpu.interface import (
 )
 from fractional_gpu.gpu.simulated.load import WHOLE, used_milli
 from fractional_gpu.gpu.simulated.processes import WORK, Process, is_dead, reap, settle_if_abandoned, swapping, users_of
-from fractional_gpu.gpu.simulated.store import MIB, SimulatedHostError, Store
+from fractional_gpu.gpu.simulated.store import MIB, NoSuchDeviceError, SimulatedHostError, Store
 from fractional_gpu.host.clock import since_boot_us
 
 _SETTLE_US: Final = 100_000  # a thread between two pieces of work begins the next one within this time
 _RECENT_US: Final = 1_000_000
+_IDLE_MW: Final = 75_000  # what a device draws at all times; this and the next one are about an H200's
+_PEAK_MW: Final = 700_000  # what it draws when all of it is used
 _REAP_S: Final = 10.0
 
 UNABLE: Final = "the simulated driver was told that it cannot checkpoint"
@@ -45,12 +47,16 @@ def translated(function: Callable[[], _Result]) -> _Result:
     """Call the function; an error of the host's folder becomes the driver's OPERATING_SYSTEM."""
     try:
         return function()
+    except NoSuchDeviceError as error:
+        raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, str(error)) from error
     except (OSError, sqlite3.Error, SimulatedHostError) as error:
         raise GPUError(GPUErrorCode.OPERATING_SYSTEM, f"the simulated GPU host failed: {error}") from error
 
 
 class SimulatedMonitor:
     """Reads the devices of a simulated host. Raises GPUError NOT_INITIALIZED when there is none in the folder."""
+
+    kind: Final = "simulated"
 
     def __init__(self, directory: str | Path) -> None:
         self._store = open_store(directory)
@@ -60,13 +66,7 @@ class SimulatedMonitor:
             str, tuple[int, int]
         ] = {}  # by device: when its energy was counted last, and how much it was, microjoules
 
-    @property
-    def kind(self) -> str:
-        """Always `simulated`."""
-        return "simulated"
-
     def devices(self) -> list[DeviceInfo]:
-        """Return the devices, lost ones too. Raises GPUError."""
         able = bool(translated(self._store.settings).checkpointable)
         return [
             DeviceInfo(
@@ -82,11 +82,9 @@ class SimulatedMonitor:
         ]
 
     def use(self, device_id: str) -> DeviceUse:
-        """Return which processes use the device, MiB rounded up. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
         return translated(lambda: self._use(device_id))
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity:
-        """Return which processes had work on the device since then. Raises GPUError OPERATING_SYSTEM."""
         now_us = since_boot_us()
         worked_us = {}
         for process in translated(lambda: users_of(self._store, device_id)):
@@ -99,7 +97,6 @@ class SimulatedMonitor:
         return DeviceActivity(known_until_us=now_us, settle_us=_SETTLE_US, worked_us=worked_us)
 
     def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation:
-        """Return how much of the device each process used since then. Raises GPUError OPERATING_SYSTEM."""
         now_us = since_boot_us()
         by_pid = {
             process.pid: used_milli(self._store, process, since_us * 1000, now_us * 1000)
@@ -117,36 +114,30 @@ class SimulatedMonitor:
         Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST, OPERATING_SYSTEM).
         """
         translated(lambda: self._check(device_id))
-        settings = translated(self._store.settings)
-        range_mw = settings.peak_mw - settings.idle_mw
         now_us = since_boot_us()
         use_milli = self.utilisation(device_id, now_us - _RECENT_US).device_milli or 0
         since_us, drawn_uj = self._drawn.get(device_id, (self._opened_us, 0))
         used_milli = self.utilisation(device_id, since_us).device_milli or 0
-        drawn_uj += (now_us - since_us) * (1000 * settings.idle_mw + range_mw * used_milli) // 1_000_000
+        drawn_uj += (now_us - since_us) * (1000 * _IDLE_MW + (_PEAK_MW - _IDLE_MW) * used_milli) // 1_000_000
         self._drawn[device_id] = now_us, drawn_uj
-        power_mw = settings.idle_mw + range_mw * use_milli // 1000
+        power_mw = _IDLE_MW + (_PEAK_MW - _IDLE_MW) * use_milli // 1000
         return DeviceSensors(busy_percent=use_milli // 10, power_mw=power_mw, energy_mj=drawn_uj // 1000)
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
-        """Return where the simulated host is and, once there is one, the device."""
         environment = {"JUPYTER_GPU_SIMULATED_DIR": str(self._store.directory)}
         if device_id is not None:
             environment["JUPYTER_GPU_SIMULATED_DEVICE"] = device_id
         return environment
 
     def close(self) -> None:
-        """Close the database. Idempotent."""
         self._store.close()
 
     def _check(self, device_id: str) -> int:
-        """Return the device's memory, MiB. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
-        found = self._store.query("SELECT lost, memory_mib FROM devices WHERE id=?", device_id)
-        if not found:
-            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no simulated device {device_id!r}")
-        if found[0][0]:
+        """Return the device's memory, MiB. Raises GPUError DEVICE_LOST."""
+        device = self._store.device(device_id)
+        if device.lost:
             raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {device_id} is lost")
-        return int(found[0][1])
+        return device.memory_mib
 
     def _use(self, device_id: str) -> DeviceUse:
         memory_mib = self._check(device_id)

@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from fractional_gpu.gpu.simulated.store import Store, own_namespace
+from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store, own_namespace
 from fractional_gpu.host.process import boot_id, parse_stat, read_file, read_of, read_stat
 
 OPEN: Final = b"O"  # calls pass
@@ -83,12 +83,12 @@ def current_key(pid: int) -> str | None:
     return f"{_inner_pid(pid)}-{stat.start_time}-{boot()}{_WITHIN}{namespace}"
 
 
-def own_key(store: Store) -> str | None:
-    """Return this process's key in the store, None if /proc does not show it."""
+def own_key(store: Store) -> str:
+    """Return this process's key in the store. Raises SimulatedHostError if /proc does not show it."""
     try:
         start = parse_stat(read_file("/proc/self/stat")).start_time
     except (FileNotFoundError, ProcessLookupError):
-        return None
+        raise SimulatedHostError("this process is not in /proc: the simulated GPU needs it mounted") from None
     key = f"{os.getpid()}-{start}-{boot()}"
     return key if own_namespace() == store.home_namespace() else f"{key}{_WITHIN}{own_namespace()}"
 
@@ -182,6 +182,16 @@ def open_file(folder: Path, name: str, flags: int) -> int:
     return file
 
 
+@contextmanager
+def opened(folder: Path, name: str, flags: int) -> Iterator[int]:
+    """Open such a file for the block."""
+    descriptor = open_file(folder, name, flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def _names(folder: Path, ending: str) -> list[str]:
     """Return the names of the files in a process's folder that end so. Raises FileNotFoundError when the process was reaped."""
     there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -204,29 +214,20 @@ def _remove(folder: Path, names: list[str]) -> None:
 def _empty(folder: Path, names: list[str]) -> None:
     """Give the memory of these files back; the files stay, the next restore writes into them."""
     for name in names:
-        file = open_file(folder, name, os.O_WRONLY)
-        try:
+        with opened(folder, name, os.O_WRONLY) as file:
             os.ftruncate(file, 0)
-        finally:
-            os.close(file)
 
 
 def read_gate(folder: Path) -> bytes:
     """Return the gate's byte. Raises FileNotFoundError when the process was reaped."""
-    descriptor = open_file(folder, "gate", os.O_RDONLY)
-    try:
+    with opened(folder, "gate", os.O_RDONLY) as descriptor:
         return os.pread(descriptor, 1, 0)
-    finally:
-        os.close(descriptor)
 
 
 def write_gate(folder: Path, value: bytes) -> None:
     """Set the gate's byte, in place: its file is also the lock of the calls in flight. Raises FileNotFoundError."""
-    descriptor = open_file(folder, "gate", os.O_WRONLY)
-    try:
+    with opened(folder, "gate", os.O_WRONLY) as descriptor:
         os.pwrite(descriptor, value, 0)
-    finally:
-        os.close(descriptor)
 
 
 def open_gate(store: Store, key: str) -> None:
@@ -244,11 +245,8 @@ def operation_lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
 
     Raises FileNotFoundError when the process was reaped. The kernel releases the lock when the holder dies.
     """
-    descriptor = open_file(folder, "operation", os.O_RDONLY)
-    try:
+    with opened(folder, "operation", os.O_RDONLY) as descriptor:
         yield lock_file(descriptor, fcntl.LOCK_EX, timeout_s)
-    finally:
-        os.close(descriptor)
 
 
 def lock_file(descriptor: int, kind: int, timeout_s: float) -> bool:
@@ -306,26 +304,14 @@ def forget(store: Store, keys: list[str]) -> None:
 
 
 def empty_trash(store: Store) -> None:
-    """Remove what `forget` moved aside. Several processes may do it at once; after a kill the next one does the rest."""
-    for folder in store.trash.iterdir():
-        if not store.may_tidy(folder):
-            continue
-        if store.shared:  # whatever its user put there
-            _remove_tree(folder)
-            continue
-        with suppress(FileNotFoundError):
-            for file in folder.iterdir():
-                file.unlink(missing_ok=True)
-            folder.rmdir()
-
-
-def _remove_tree(entry: Path) -> None:
-    """Remove what a user's process left, links as links. What cannot be removed now is left to the next one."""
-    with suppress(FileNotFoundError):
-        if entry.is_symlink() or not entry.is_dir():
-            entry.unlink()
-        else:
-            shutil.rmtree(entry, ignore_errors=True)  # follows no link
+    """Remove what `forget` moved aside, links as links. Several processes may do it at once; the next one does what is left."""
+    for entry in store.trash.iterdir():
+        if store.may_tidy(entry):
+            with suppress(FileNotFoundError):
+                if entry.is_symlink() or not entry.is_dir():
+                    entry.unlink()
+                else:
+                    shutil.rmtree(entry, ignore_errors=True)  # follows no link
 
 
 def reap(store: Store) -> None:

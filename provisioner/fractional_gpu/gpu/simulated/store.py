@@ -32,7 +32,6 @@ SOCKET: Final = "memory.sock"  # of a shared host: see `device_memory`
 _KEY: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z@-]{0,99}")
 _BUSY_S: Final = 60.0
 _LEFT: Final = 128 * MIB  # of a file system
-_MOST_MW: Final = 10_000_000
 
 SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -56,28 +55,25 @@ class SimulatedHostError(Exception):
     """The simulated host cannot be opened, created or changed as asked; the message says what to do."""
 
 
+class NoSuchDeviceError(SimulatedHostError):
+    """The simulated host has no such device."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How the simulated hardware behaves. Bandwidths in MiB/s (0: unlimited), latency in ms, context in MiB, power in mW."""
+    """How the simulated hardware behaves. Bandwidths in MiB/s (0: unlimited), latency in ms, context in MiB."""
 
     checkpoint_mib_s: int = 0
     restore_mib_s: int = 0
     latency_ms: int = 0
     context_mib: int = 32
     checkpointable: int = 1  # 0: as a driver that is too old, on every device
-    idle_mw: int = 75_000  # what a device draws at all times; this and the next one are about an H200's
-    peak_mw: int = 700_000  # what it draws when all of it is used
 
     def __post_init__(self) -> None:
         """Raise SimulatedHostError for what is not a whole number of at least 0."""
         for name, value in asdict(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise SimulatedHostError(f"setting {name}={value!r} is not allowed; give a whole number, 0 or more")
-        if not self.idle_mw <= self.peak_mw <= _MOST_MW:
-            raise SimulatedHostError(
-                f"settings idle_mw={self.idle_mw}, peak_mw={self.peak_mw} are not allowed; a device draws at least as much when it is "
-                f"used, and {_MOST_MW} mW at most"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +167,15 @@ class Store:
         """Return the devices, by index."""
         rows = self.query("SELECT id, idx, name, memory_mib, lost FROM devices ORDER BY idx")
         return [Device(device_id=r[0], index=r[1], name=r[2], memory_mib=r[3], lost=bool(r[4])) for r in rows]
+
+    def device(self, name: str) -> Device:
+        """Return the device with this id or index. Raises NoSuchDeviceError."""
+        devices = self.devices()
+        for device in devices:
+            if name in (device.device_id, str(device.index)):
+                return device
+        known = ", ".join(device.device_id for device in devices)
+        raise NoSuchDeviceError(f"there is no simulated device {name!r} in {self.directory}; there are: {known}")
 
     def home_namespace(self) -> str:
         """Return the pid namespace in which the host was made, where keys need not name it."""
