@@ -32,6 +32,8 @@ _SPEC_MANAGER = "fractional_gpu.SeatKernelSpecManager"
 class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
     """Adds a choice of GPU to a spawner. The classes for brokers and engines say where offers and seats come from."""
 
+    _gpu_progress_below = True  # whether the spawner's own progress follows
+
     gpu_no_offers = "No GPU can be chosen now: the GPU broker does not answer. Try again in a moment."
 
     gpu_allow_without: Bool[bool, bool | int] = Bool(
@@ -194,13 +196,14 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return arguments
 
     async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield this mixin's events from the beginning, to each viewer, then the spawner's own."""
+        """Yield the start's events from the beginning, to each viewer, then the spawner's own."""
         async with contextlib.aclosing(self._gpu_progress.follow()) as events:
             async for event in events:
                 yield event
-        async with contextlib.aclosing(super().progress()) as events:
-            async for event in events:
-                yield event
+        if self._gpu_progress_below:
+            async with contextlib.aclosing(super().progress()) as events:
+                async for event in events:
+                    yield event
 
 
 def check_options(spawner: GPUChoiceMixin, options: object) -> None:

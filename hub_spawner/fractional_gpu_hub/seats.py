@@ -29,7 +29,6 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.status import SeatStatus
 
-# -- spawn outcome -----------------------------------------------------------------------------------------------------
 # What a hub shows of a spawn: the error that stopped it, the progress of the start, and the metrics.
 #
 # An error has a reason for the hub's metrics, a sentence for its API, and HTML for the page, in JupyterHub 5 and 6.

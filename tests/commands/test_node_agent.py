@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.commands.node.agent import _Rounds, ending
+from fractional_gpu.commands.node.agent import _keep_pods, ending
 
 PATIENCE_S = 30.0
 
@@ -52,20 +52,20 @@ def patience() -> Iterator[None]:
 @pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_agent_at_whatever_moment_of_its_wait_it_comes(number: signal.Signals) -> None:
-    with ending() as end:
-        lines = lines_of(lambda: end.wait(0))
+    with ending() as ended:
+        lines = lines_of(lambda: ended(0))
     assert lines
     for line in range(1, lines + 1):
-        with ending() as end:
-            lines_of(lambda: end.wait(2 * PATIENCE_S), line, lambda: os.kill(os.getpid(), number))
-            assert end.is_set()
+        with ending() as ended:
+            lines_of(lambda: ended(2 * PATIENCE_S), line, lambda: os.kill(os.getpid(), number))
+            assert ended(0)
 
 
 def test_its_end_gives_the_signals_back() -> None:
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
-    with ending() as end:
-        assert [signal.getsignal(number) for number in numbers] == [end.note, end.note]
+    with ending():
+        assert [signal.getsignal(number) for number in numbers] != before
     assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -85,19 +85,17 @@ class Changed(threading.Event):
 
 
 def test_a_pod_that_changes_while_the_agent_looks_is_seen_in_the_next_round() -> None:
-    changed, kept = Changed(), list[object]()
-    cluster: Any = SimpleNamespace(changed=changed, pods=list)
+    changed, kept, rounds = Changed(), list[object](), list[int]()
+    engine: Any = SimpleNamespace(changed=changed, pods=list)
     seats: Any = SimpleNamespace(keep=kept.append, outcomes={})
     notes: Any = SimpleNamespace(write=lambda *_: None)
     connect: Any = lambda: SimpleNamespace(close=lambda: None)  # noqa: E731 - a stand-in
-    agent: Any = None
-    rounds = _Rounds(cluster, agent, seats, notes, connect)
-    rounds._keep_seats()
-    assert len(kept) == 1
-    changed.late = True
-    rounds._keep_seats()
-    assert len(kept) == 1, "nothing had changed when it looked"
-    rounds._keep_seats()
-    assert len(kept) == 2
-    rounds._keep_seats()
-    assert len(kept) == 2, "seen once"
+    agent: Any = SimpleNamespace(step=lambda: 0)
+
+    def ended(_: float) -> bool:
+        rounds.append(len(kept))
+        changed.late = len(rounds) == 2
+        return len(rounds) == 5
+
+    _keep_pods(engine, agent, seats, notes, connect, ended=ended, every_s=0)
+    assert rounds == [0, 1, 1, 2, 2], "late in the second round, seen in the third, once"

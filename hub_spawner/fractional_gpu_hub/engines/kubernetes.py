@@ -15,7 +15,6 @@ Rules:
 
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Final
 
@@ -35,18 +34,6 @@ from fractional_gpu_hub.seats import spawn_error
 _VOLUME: Final = "jupyter-gpu-run"
 _USERS: Final = 100  # the group of that name in Jupyter's own images, to which their files belong
 _MIB: Final = 2**20
-_NOTHING: Final = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodTerms:
-    """What every pod with a share gets. `owner`, `server`: the hub's names; `uid`: None leaves the pod's own."""
-
-    owner: str
-    server: str
-    socket: str
-    runtime_class: str = ""
-    uid: int | None = None
 
 
 class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[misc] # untyped
@@ -102,7 +89,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         """,
     )
     gpu_profile: Unicode[str, str | bytes] = Unicode(
-        _NOTHING,
+        "none",
         config=True,
         help="""With `gpu_in_profiles`: the GPU of servers, as POOL/THOUSANDTHS, or `none`. For `kubespawner_override`.
 
@@ -118,13 +105,12 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         """,
     )
 
+    _gpu_progress_below = False  # `gpu_queue` has it
     _gpu_readers: ClassVar[dict[str, NodeReader[ClusterNode]]] = {}  # by selector
 
     @default("allow_privilege_escalation")
     def _gpu_allow_privilege_escalation_default(self) -> bool:
         return False
-
-    # -- offers ------------------------------------------------------------------------------------------------------------------
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
         """Return the pools of all nodes, as their agents published them. Raises EngineError. Cancelled: nothing has changed."""
@@ -164,32 +150,21 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         """Yield the events of the pod while it starts; what the scheduler says of a share that no node has, in our words."""
         async with contextlib.aclosing(KubeSpawner.progress(self)) as events:
             async for event in events:
-                yield waiting_sentence(str(event.get("message", "")), self._gpu_words())
-
-    async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of the start, to each viewer. Those of `kubespawner` are among them (`gpu_queue`)."""
-        async with contextlib.aclosing(self._gpu_progress.follow()) as events:
-            async for event in events:
-                yield event
-
-    # -- the pod -----------------------------------------------------------------------------------------------------------------
+                message = str(event.get("message", ""))
+                if f"Insufficient {pods.DOMAIN}/" in message:
+                    message = (
+                        f"No node has {self._gpu_words()} free now: your server waits in the cluster's queue, and starts when one has "
+                        f"({message})"
+                    )
+                yield message
 
     async def get_pod_manifest(self) -> Any:  # noqa: ANN401 - kubespawner's
         """Return the pod, with the share that was chosen. Raises the error that stops the spawn where it would have privileges."""
         pod = await super().get_pod_manifest()
         refuse_other_shares(pod)
-        allocation = self.gpu_allocation
-        if allocation is None:
+        if self.gpu_allocation is None:
             return pod
-        uid = self.gpu_first_uid + int(self.user.id) if self.gpu_first_uid else None
-        terms = PodTerms(
-            owner=self.user.name,
-            server=self.name,
-            socket=self.gpu_socket,
-            runtime_class=self.gpu_runtime_class,
-            uid=uid,
-        )
-        give_share(pod, allocation, terms)
+        self._gpu_give_share(pod, self.gpu_allocation)
         if wrong := privilege_of(pod):
             raise spawn_error(
                 f"this hub's settings give users' pods {wrong}, which would make every user an administrator of the node and its GPU "
@@ -198,14 +173,26 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
             )
         return pod
 
-
-def waiting_sentence(message: str, wanted: str) -> str:
-    """Return what an event of a pod means for its user. `wanted`: what the pod asks for."""
-    if f"Insufficient {pods.DOMAIN}/" not in message:
-        return message
-    return (
-        f"No node has {wanted} free now: your server waits in the cluster's queue, and starts when one has ({message})"
-    )
+    def _gpu_give_share(self, pod: Any, has: Allocation) -> None:  # noqa: ANN401 - V1Pod
+        server = pod.spec.containers[0]
+        pod.metadata.annotations = {
+            **(pod.metadata.annotations or {}),
+            pods.POOL: has.pool,
+            pods.FRACTION: f"{has.fraction_milli}m",
+            pods.OWNER: self.user.name,
+            pods.SERVER: self.name,
+        }
+        _give_resources(server, has)
+        _give_environment(server, has, self.gpu_socket)
+        folder = str(PurePosixPath(self.gpu_socket).parent)
+        source = client.V1HostPathVolumeSource(path=folder, type="Directory")
+        volumes = [volume for volume in pod.spec.volumes or () if _field(volume, "name") != _VOLUME]
+        pod.spec.volumes = [*volumes, client.V1Volume(name=_VOLUME, host_path=source)]
+        mounts = [mount for mount in server.volume_mounts or () if _field(mount, "mount_path", "mountPath") != folder]
+        server.volume_mounts = [*mounts, client.V1VolumeMount(name=_VOLUME, mount_path=folder, read_only=True)]
+        if self.gpu_runtime_class and not pod.spec.runtime_class_name:
+            pod.spec.runtime_class_name = self.gpu_runtime_class
+        _restrict(pod, self.gpu_first_uid + int(self.user.id) if self.gpu_first_uid else None)
 
 
 def _containers(pod: Any) -> list[Any]:  # noqa: ANN401 - V1Pod
@@ -225,31 +212,6 @@ def refuse_other_shares(pod: Any) -> None:  # noqa: ANN401 - V1Pod
                 )
 
 
-def give_share(pod: Any, has: Allocation, terms: PodTerms) -> None:  # noqa: ANN401 - V1Pod
-    """Give the pod its share. The first container is the server."""
-    server = pod.spec.containers[0]
-    annotations = dict(pod.metadata.annotations or {})
-    annotations[pods.POOL] = has.pool
-    annotations[pods.FRACTION] = f"{has.fraction_milli}m"
-    annotations[pods.OWNER] = terms.owner
-    annotations[pods.SERVER] = terms.server
-    pod.metadata.annotations = annotations
-    _give_resources(server, has)
-    _give_environment(server, has, terms)
-    folder = str(PurePosixPath(terms.socket).parent)
-    pod.spec.volumes = [volume for volume in pod.spec.volumes or () if _field(volume, "name") != _VOLUME]
-    pod.spec.volumes.append(
-        client.V1Volume(name=_VOLUME, host_path=client.V1HostPathVolumeSource(path=folder, type="Directory"))
-    )
-    server.volume_mounts = [
-        mount for mount in server.volume_mounts or () if _field(mount, "mount_path", "mountPath") != folder
-    ]
-    server.volume_mounts.append(client.V1VolumeMount(name=_VOLUME, mount_path=folder, read_only=True))
-    if terms.runtime_class and not pod.spec.runtime_class_name:
-        pod.spec.runtime_class_name = terms.runtime_class
-    _restrict(pod, terms.uid)
-
-
 def _give_resources(server: Any, has: Allocation) -> None:  # noqa: ANN401 - V1Container
     limits, requests = dict(server.resources.limits or {}), dict(server.resources.requests or {})
     resource = pods.resource_of(has.pool)
@@ -266,9 +228,9 @@ def _bytes(quantity: object) -> int:
     return 0 if quantity is None else pods.whole_quantity(int(quantity) if isinstance(quantity, float) else quantity)
 
 
-def _give_environment(server: Any, has: Allocation, terms: PodTerms) -> None:  # noqa: ANN401 - V1Container
+def _give_environment(server: Any, has: Allocation, socket: str) -> None:  # noqa: ANN401 - V1Container
     ours = {
-        "JUPYTER_GPU_SOCKET": terms.socket,
+        "JUPYTER_GPU_SOCKET": socket,
         "JUPYTER_GPU_POD_SHARE": f"{has.pool}/{has.fraction_milli}",  # which kernels the launcher shows
         "JUPYTER_GPU_DEFAULT_POOL": has.pool,
         "JUPYTER_GPU_DEFAULT_FRACTION": f"{has.fraction_milli}m",

@@ -14,7 +14,6 @@ Rules:
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
@@ -88,6 +87,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     req_partition: str
     req_options: str
     batchspawner_singleuser_cmd: str
+    _gpu_progress_below = False  # batchspawner's says less, and does not end after a failure
 
     gpu_partitions: "Dict[str, str]" = Dict(
         key_trait=Unicode(),
@@ -171,8 +171,6 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             )
         return value
 
-    # -- offers --------------------------------------------------------------------------------------------------------------
-
     async def gpu_nodes(self) -> Sequence[NodePool]:
         """Return the pools of all nodes of their partitions, as the agents published them. Raises EngineError."""
         nodes = await NODES.read(self.gpu_nodes_cache)
@@ -191,8 +189,6 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             return str(self.gpu_gres)
         counts = (there.count for node in NODES.last for there in node.pools if there.name == pool and there.count)
         return next(counts, "jgpu:open")
-
-    # -- the request ---------------------------------------------------------------------------------------------------------
 
     def gpu_request(self, allocation: Allocation | None) -> list[str]:
         """Return the words for `sbatch` that ask for the share, or for a server without one."""
@@ -295,8 +291,6 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             raise spawn_error_of(error) from None
         except EngineError as error:
             self.log.warning("Jobs that an earlier start of %s may have left are not known: %s", self._log_name, error)
-
-    # -- start, poll, stop -----------------------------------------------------------------------------------------------------
 
     async def _gpu_start_server(self) -> Any:  # noqa: ANN401 - as the spawner below
         start = asyncio.ensure_future(super()._gpu_start_server())
@@ -411,8 +405,6 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         super().load_state(state)
         self._gpu_begun = bool(self.job_id)
 
-    # -- progress ------------------------------------------------------------------------------------------------------------
-
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
         """Yield why the job waits, and when Slurm expects to start it, whenever that changes."""
         said = ""
@@ -426,12 +418,6 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             if sentence != said and not job.has_ended:
                 said = sentence
                 yield sentence
-
-    async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the start's events from the beginning, to each viewer. batchspawner's own say less, and do not end after a failure."""
-        async with contextlib.aclosing(self._gpu_progress.follow()) as events:
-            async for event in events:
-                yield event
 
 
 def _for_sbatch(environment: Mapping[str, str]) -> dict[str, str]:

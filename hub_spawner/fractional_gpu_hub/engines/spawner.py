@@ -89,8 +89,6 @@ class EngineGPUMixin(GPUChoiceMixin):
             raise TraitError(f"c.EngineGPUMixin.gpu_base_memory: {error}") from None
         return str(proposal["value"])
 
-    # -- for the spawner of each engine to define --------------------------------------------------------------------------------
-
     async def gpu_nodes(self) -> Sequence[NodePool]:
         """Return the pools of all nodes, as their agents published them. Raises EngineError. Cancelled: nothing has changed."""
         raise NotImplementedError
@@ -103,8 +101,6 @@ class EngineGPUMixin(GPUChoiceMixin):
         nothing: tuple[str, ...] = ()
         for sentence in nothing:
             yield sentence
-
-    # -- offers ------------------------------------------------------------------------------------------------------------------
 
     @property
     def gpu_allocation(self) -> Allocation | None:
@@ -162,8 +158,6 @@ class EngineGPUMixin(GPUChoiceMixin):
         has = self._gpu_allocation
         return f"{format_fraction(has.fraction_milli)} GPU of pool {has.pool}" if has is not None else "no GPU"
 
-    # -- the start ---------------------------------------------------------------------------------------------------------------
-
     async def _gpu_start_server(self) -> Any:  # noqa: ANN401 - as the spawner below
         follower = asyncio.ensure_future(self._gpu_follow_queue())
         try:
@@ -183,8 +177,6 @@ class EngineGPUMixin(GPUChoiceMixin):
                     self._gpu_progress.add(min(_MOST, _QUEUED + self._gpu_progress.count), sentence)
         except FractionalGPUError as error:
             self.log.warning("Nothing is known of the wait of %s: %s", self._log_name, error)
-
-    # -- state -------------------------------------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, Any]:
         """Return what must outlive the hub."""

@@ -70,8 +70,6 @@ class ConfigFile:
         """Return the value that Slurm takes; "" without one."""
         return self.of_key(key)[-1].value(key) if self.of_key(key) else ""
 
-    # -- changes -----------------------------------------------------------------------------------------------------------
-
     def set(self, key: str, value: str) -> None:
         """Change the value of a key, or add it."""
         if not (found := self.of_key(key)):

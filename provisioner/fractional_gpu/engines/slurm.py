@@ -128,8 +128,6 @@ class Slurm:
         self.node = node
         self._timeout_s = timeout_s
 
-    # -- the node ----------------------------------------------------------------------------------------------------------
-
     def read_node(self) -> NodeRecord:
         """Return what jobs may have of each GRES with an open and a closed type, what they have, and the summary in `Extra`."""
         record = self.fields()
@@ -172,8 +170,6 @@ class Slurm:
     def names(self, expression: str) -> list[str]:
         """Return the nodes of an expression such as `gpu[01-08]`."""
         return self.call("scontrol", "show", "hostnames", expression).split()
-
-    # -- jobs --------------------------------------------------------------------------------------------------------------
 
     def job(self, job_id: int) -> SlurmJob | None:
         """Return a job; None: Slurm does not know it any more."""

@@ -11,7 +11,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -52,34 +51,15 @@ SIGTERM ends it; the counts stay as they are.
 """
 
 
-class Ending:
-    """Whether SIGTERM or SIGINT has come. For the main thread.
-
-    The handler runs in the thread that waits, so it takes no lock: that of an Event could be that thread's own. The wait is for a pipe
-    that the system's handler writes to: a signal that comes just before the wait ends it, too.
-    """
-
-    def __init__(self, wakes: int) -> None:
-        """`wakes`: the end of the pipe that can be read once a signal has come."""
-        self._wakes = wakes
-        self._come = False
-
-    def note(self, _number: int, _frame: FrameType | None) -> None:
-        self._come = True
-
-    def is_set(self) -> bool:
-        return self._come
-
-    def wait(self, seconds: float) -> None:
-        select.select([self._wakes], [], [], seconds)
-
-
 @contextmanager
-def ending() -> Iterator[Ending]:
-    with signal_pipe() as wakes:
-        end = Ending(wakes)
-        with handling({signal.SIGTERM: end.note, signal.SIGINT: end.note}):
-            yield end
+def ending() -> Iterator[Callable[[float], bool]]:
+    """Yield a wait for so many seconds, which ends and returns True once SIGTERM or SIGINT has come. For the main thread."""
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        """Let the system write to the pipe: that is all that is needed."""
+
+    with signal_pipe() as wakes, handling(dict.fromkeys((signal.SIGTERM, signal.SIGINT), note)):
+        yield lambda seconds: bool(select.select([wakes], [], [], seconds)[0])
 
 
 def configure(parser: Parser) -> None:
@@ -155,9 +135,10 @@ def _run_slurm(options: argparse.Namespace) -> int:
     if options.once:
         return _write_once(agent, node, options)
     _say(f"agent of node {node}: pools {', '.join(f'{pool} as {count}' for pool, count in counts.items())}")
-    with ending() as end:
-        while not end.is_set():
-            end.wait(min(every_ms, max(_LEAST_EVERY_MS, agent.step())) / 1000)
+    pause_s = 0.0
+    with ending() as ended:
+        while not ended(pause_s):
+            pause_s = min(every_ms, max(_LEAST_EVERY_MS, agent.step())) / 1000
     _say("ended; the counts stay as they are")
     return 0
 
@@ -206,7 +187,6 @@ def _say(line: str) -> None:
 _SEATS_S = 10.0  # seats are compared with pods at least so often: a broker without its ledger has forgotten them
 _NOTES_S = 60.0  # how often pods are annotated
 _LISTED_S = 60.0  # for the pods to be listed, with --once
-_LEAST_S = 0.05
 
 
 def _run_kubernetes(options: argparse.Namespace) -> int:
@@ -251,53 +231,46 @@ def _run_kubernetes(options: argparse.Namespace) -> int:
             seats.keep(engine.pods())
             return _write_once(agent, node, options)
         _say(f"agent of node {node}: pools {', '.join(pools)}")
-        with ending() as end:
-            _Rounds(engine, agent, seats, PodNotes(engine.annotate_pod, _say), connect).run(end, every_s)
+        with ending() as ended:
+            _keep_pods(engine, agent, seats, PodNotes(engine.annotate_pod, _say), connect, ended=ended, every_s=every_s)
     _say("ended; the counts stay as they are")
     return 0
 
 
-@dataclass(slots=True)
-class _Rounds:
-    """What the agent does again and again: seats as soon as pods change, counts at their own pace, annotations now and then."""
-
-    engine: "KubernetesEngine"
-    agent: "Agent"
-    seats: "PodSeats"
-    notes: "PodNotes"
-    connect: "Callable[[], SeatClient]"
-    _kept_s: float = float("-inf")
-    _noted_s: float = float("-inf")
-
-    def run(self, end: Ending, every_s: float) -> None:
-        while not end.is_set():
-            self._keep_seats()
-            pause_s = min(every_s, max(_LEAST_S, self.agent.step() / 1000))
-            # A signal sets `end` only; it is seen after this pause.
-            self.engine.changed.wait(pause_s)
-
-    def _keep_seats(self) -> None:
-        now = time.monotonic()
-        changed = self.engine.changed.is_set()
+def _keep_pods(
+    engine: "KubernetesEngine",
+    agent: "Agent",
+    seats: "PodSeats",
+    notes: "PodNotes",
+    connect: "Callable[[], SeatClient]",
+    *,
+    ended: Callable[[float], bool],
+    every_s: float,
+) -> None:
+    """Keep seats as soon as pods change, counts at their own pace, and annotations now and then."""
+    kept_s = noted_s = float("-inf")
+    while not ended(0):
+        now, changed = time.monotonic(), engine.changed.is_set()
         if changed:  # else a change that comes just now would be forgotten
-            self.engine.changed.clear()
+            engine.changed.clear()
         try:
-            if changed or now - self._kept_s >= _SEATS_S:
-                self.seats.keep(self.engine.pods())
-                self._kept_s = now
-            if now - self._noted_s >= _NOTES_S or changed:
-                with closing(self.connect()) as client:
-                    self.notes.write(client, self.engine.pods() or (), self.seats.outcomes)
-                self._noted_s = now
+            if changed or now - kept_s >= _SEATS_S:
+                seats.keep(engine.pods())
+                kept_s = now
+            if changed or now - noted_s >= _NOTES_S:
+                with closing(connect()) as client:
+                    notes.write(client, engine.pods() or (), seats.outcomes)
+                noted_s = now
         except FractionalGPUError:
             # The broker does not answer, which the agent's step says; the seats are compared again in the next round.
-            self._kept_s = self._noted_s = float("-inf")
+            kept_s = noted_s = float("-inf")
+        engine.changed.wait(min(every_s, max(_LEAST_EVERY_MS, agent.step()) / 1000))
 
 
 def _await_pods(engine: "KubernetesEngine") -> None:
     end = time.monotonic() + _LISTED_S
     while engine.pods() is None:
-        engine.changed.wait(_LEAST_S)
+        engine.changed.wait(_LEAST_EVERY_MS / 1000)
         if time.monotonic() > end:
             raise CommandError(f"the API server did not list this node's pods within {_LISTED_S:g} s")
 
