@@ -21,7 +21,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter, Histogram
+from prometheus_client import Counter, Histogram
 from tornado import web
 
 from fractional_gpu.client.following import AsyncClient
@@ -29,16 +29,7 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.status import SeatStatus
 
-# What a hub shows of a spawn: the error that stopped it, the progress of the start, and the metrics.
-#
-# An error has a reason for the hub's metrics, a sentence for its API, and HTML for the page, in JupyterHub 5 and 6.
-#
-# Metrics are on the hub's own `/hub/metrics`: spawns by their outcome, and how long servers waited for a seat. JupyterHub shows everything
-# in the global registry of prometheus_client, so they are there as soon as a spawner is imported, and once in a process, however often
-# this module is imported or reloaded. Labels are never users or servers: pools are those that gave a seat, and a reason is a code of the
-# broker's or of this package; of more than 64 different ones the rest are `other`.
-
-
+# An error that stops a spawn has a reason for the hub's metrics, a sentence for its API, and HTML for the page, in JupyterHub 5 and 6.
 try:
     from jupyterhub.spawner import SpawnException
 except ImportError:  # JupyterHub 5
@@ -133,41 +124,23 @@ class ProgressLog:
             await changed.wait()
 
 
-_MOST_REASONS = 64
 _WAITS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-HUB_METRICS = (
-    (
-        "counter",
-        "jupyter_gpu_hub_spawns_total",
-        ("outcome", "reason"),
-        "Servers that were asked for: `gpu` and `without` were started, `refused` and `failed` were not (with the reason's code)",
-    ),
-    (
-        "histogram",
-        "jupyter_gpu_hub_seat_wait_seconds",
-        ("pool",),
-        "From the wish for a seat to the seat, of servers that got one",
-    ),
+# JupyterHub shows the global registry of prometheus_client on its own `/hub/metrics`. No label is a user or a server: pools are those that
+# gave a seat, and a reason is a code of the broker's or of this package, or an error's class.
+SPAWNS = Counter(
+    "jupyter_gpu_hub_spawns_total",
+    "Servers that were asked for: `gpu` and `without` were started, `refused` and `failed` were not (with the reason's code)",
+    ("outcome", "reason"),
 )
-"""Kind, name, labels and help of each, for docs/metrics.md."""
-
-
-# What another import of this module has registered already; prometheus_client has no public way to find it.
-_KNOWN: Any = REGISTRY._names_to_collectors  # noqa: SLF001
-_SPAWNS, _SEAT_WAIT = (about[1:] for about in HUB_METRICS)
-SPAWNS: Counter = _KNOWN.get(_SPAWNS[0]) or Counter(_SPAWNS[0], _SPAWNS[2], _SPAWNS[1])
-SEAT_WAIT: Histogram = _KNOWN.get(_SEAT_WAIT[0]) or Histogram(
-    _SEAT_WAIT[0], _SEAT_WAIT[2], _SEAT_WAIT[1], buckets=_WAITS_S
+SEAT_WAIT = Histogram(
+    "jupyter_gpu_hub_seat_wait_seconds",
+    "From the wish for a seat to the seat, of servers that got one",
+    ("pool",),
+    buckets=_WAITS_S,
 )
-_reasons: set[str] = set()
 
 
 def spawn_ended(outcome: str, reason: str = "") -> None:
-    if reason not in _reasons:
-        if len(_reasons) >= _MOST_REASONS:
-            reason = "other"
-        else:
-            _reasons.add(reason)
     SPAWNS.labels(outcome=outcome, reason=reason).inc()
 
 

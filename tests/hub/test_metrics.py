@@ -1,6 +1,5 @@
-"""What a hub says of its GPUs: spawns by what became of them, and the waits for seats; once, however often it is loaded."""
+"""What a hub says of its GPUs: spawns by what became of them, and the waits for seats."""
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 from prometheus_client import REGISTRY
 from tornado import web
 
-from fractional_gpu_hub import seats
 from tests.broker.live import LiveBroker, live_broker
 from tests.hub.test_mixin import Mixed, hub_starts, hub_stops, spawner
 
@@ -61,19 +59,3 @@ async def test_a_broker_that_does_not_answer_is_a_refusal_of_its_own(live: LiveB
     one = spawner(live)
     one.gpu_socket = "/nowhere/broker.sock"
     assert await moved_by(one, outcome="refused", reason="broker", pool="default", fraction="1/4") == 1
-
-
-def test_it_is_registered_once_however_often_it_is_loaded() -> None:
-    before, spawned = seats.SPAWNS, spawns("gpu")
-    again = importlib.reload(seats)
-    again.spawn_ended("gpu")
-    assert again.SPAWNS is before
-    assert spawns("gpu") == spawned + 1
-
-
-def test_there_are_only_so_many_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seats, "_reasons", {f"known-{number}" for number in range(64)})
-    before = spawns("refused", "other")
-    seats.spawn_ended("refused", "one more")
-    assert spawns("refused", "other") == before + 1
-    assert spawns("refused", "one more") == 0

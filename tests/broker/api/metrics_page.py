@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from fractional_gpu.broker.accounting.counters import POOL_METRICS, USER_METRICS
 from fractional_gpu.broker.api.metrics_routes import BOOK_METRICS
 from fractional_gpu.broker.metrics import COUNTED, PREFIX, Metric
-from fractional_gpu_hub.seats import HUB_METRICS
+from fractional_gpu_hub.seats import SEAT_WAIT, SPAWNS
 from tests.support.paths import ROOT
 
 __all__ = ["PAGE", "names", "written"]
@@ -16,8 +16,8 @@ _TABLES = {
     "usage": POOL_METRICS,
     "users": USER_METRICS,
     "hub": tuple(
-        Metric(kind, name.removeprefix(PREFIX).removesuffix("_total"), text, labels)
-        for kind, name, labels, text in HUB_METRICS
+        Metric(one._type, one._name.removeprefix(PREFIX), one._documentation, one._labelnames)
+        for one in (SPAWNS, SEAT_WAIT)
     ),
 }
 
