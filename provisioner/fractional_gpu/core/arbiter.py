@@ -4,11 +4,8 @@
 clock (time arrives on the event), does no I/O, and counts in integers; the same events give the same effects, bit for bit.
 
 Operations (suspend, resume) take time. They are effects with an operation id and the lease's generation, and come back as events with the
-same two. The result of an operation whose lease has moved on frees its swap channel and is otherwise recorded and ignored; a result that
-names no operation under way is only recorded.
-
-Events about leases that do not exist (any more) are ignored, because the driver's view is always a little out of date. An event that
-cannot be true (a lease recovered in the middle of an operation) raises ValueError before anything changes.
+same two; a result whose lease has moved on frees its swap channel, and nothing more. Events about leases that do not exist (any more) are
+ignored, because the driver's view is always a little out of date. An event that cannot be true raises ValueError before anything changes.
 """
 
 from fractional_gpu.core.books.books import Books

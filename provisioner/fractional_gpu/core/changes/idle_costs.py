@@ -1,13 +1,11 @@
 """What cells lose because idle leases hold memory, learnt pool by pool, and the idle leases that leave sooner, or later, for it.
 
-At each grant two things are learnt (`HoldCosts`): what the ticket's wait cost because idle leases were saved for it (`wait_prices`), and
-what the cell that gets room loses beside busy neighbours because idle leases hold the memory of a less busy device (`crowding_ms`); and
-what idle leases held since the last grant. `idling` says what follows for one lease.
+At each grant it is learnt (`HoldCosts`) what the ticket's wait cost because idle leases were saved for it (`wait_prices`), what the cell
+that gets room loses beside busy neighbours because idle leases hold the memory of a less busy device (`crowding_ms`), and what idle leases
+held since. `idling` says what follows for one lease; all are looked at again when the loss has changed, not at each grant.
 
-A ticket for N of the D devices of its pool counts only as far as its wait is a long one, and by the part (D - 2N) / D. A ticket for half
-of the devices or more has no choice between them: it waits for busy leases as a rule, and idle ones that have left before spare it little.
-
-When the loss has changed, the idle leases of the pool are looked at again: not at each grant, as there may be hundreds of them.
+A ticket for N of the D devices of its pool counts only as far as its wait is a long one, and by the part (D - 2N) / D: one for half of the
+devices or more waits for busy leases as a rule, and idle ones that have left before spare it little.
 """
 
 from fractional_gpu.core.books.books import Books

@@ -2,19 +2,15 @@
 
 **What a device gives back.** Each device has free memory and a list of returns, one for each lease there: an idle lease gives its memory
 back when it may be suspended, a busy one when its cell is expected to end or it may be preempted, one that is being suspended when that
-is done. A lease that cannot be suspended gives nothing back, nor does one for which
-host memory has no room, or whose last suspend failed.
+is done; one that cannot be suspended, never.
 
-**The play.** Tickets are served in order. Each takes the device where it can be brought in first: it uses what is free and the earliest
-returns, waits for the swaps ahead of it and its own, and then gives its memory back after a cell of its own. Swap channels are a heap of
-the times at which each has nothing more to do. First come the tickets that need nothing of a busy lease or that room is kept for, then
-the others, as the arbiter lets small tickets pass.
-
-**Correction.** The result is only the basis of a forecast. `Forecasts.wait_span` corrects it by how such results turned out before; that
-covers what is left out here (tickets overtake each other; two cells seldom end at the same time).
+**The play.** Tickets are served in order: first those that need nothing of a busy lease or that room is kept for, then the others, as the
+arbiter lets small tickets pass. Each takes the device where it can be brought in first, waits for the swaps ahead of it and its own, and
+gives its memory back after a cell of its own. Swap channels are a heap of the times at which each has nothing more to do.
 
 **Bounds.** The first `MOST_AHEAD` tickets are played, each on the `MOST_DEVICES` devices that have most to give, with `MOST_HOLDERS` leases
-each. A ticket further back waits in proportion. What a device gives back is computed anew only after a change there, or a second.
+each. A ticket further back waits in proportion. What a device gives back is computed anew only after a change there, or a second. What is
+left out here (tickets overtake each other) `Forecasts.wait_span` corrects by how such results turned out before.
 """
 
 from bisect import insort

@@ -1,22 +1,16 @@
 """Advice about shares: from what a notebook used, which of the shares on offer suffices, and how often it would have been short.
 
-**Memory.** A share fits if on every day of the record the peak, with a margin, is within its memory. The margin is a twentieth, or what
-the peaks will have grown by in two weeks if that is more. On a day that came to the end of its share's memory, more may have been needed
-than was seen: it counts as short for that share and every smaller one, and as unknown for every larger one. How likely the next day is to
-be short is at most about (short + unknown + 1) / (days + 2), Laplace's rule of succession, which is not 0 after any number of days
-without one.
+**Memory.** A share fits if on every day of the record the peak, with a margin (a twentieth, or the growth of two weeks if that is more), is
+within its memory. A day that came to the end of its share's memory counts as short for that share and smaller ones, and as unknown for
+larger ones. The next day is short with at most about (short + unknown + 1) / (days + 2), Laplace's rule of succession.
 
-**Compute.** With time slices a share does not bound what a cell uses of a device, but beside neighbours that use all the rest of it (1 less
-the share) a cell takes longer, by the model of `time_slicing`. The mean of that over the time in cells is an upper bound of the slowdown. A
-share that bounds it by more than a fifth is not suggested, unless the present one does, too. With MPS the share is a bound: what a cell
-uses beyond it takes as many times longer.
+**Compute.** With time slices, beside neighbours that use all the rest of a device, a cell takes longer by the model of `time_slicing`: the
+mean over the time in cells bounds the slowdown. A share that bounds it by more than a fifth is not suggested, unless the present one does,
+too. With MPS the share is a bound: what a cell uses beyond it takes as many times longer.
 
-**What follows.** Nothing is changed by this. A smaller share is suggested only if it would have been short on no day, and only after a
-week of days; what is smaller still is shown with its risk. A larger one is suggested where the present share was full on a day: what was
-needed then is not known, so it has twice the memory at least, and that which `peaks` predicts for the next two weeks. It is suggested,
-too, where growth goes beyond the present share, or (with MPS) that slows cells down. After too short a record nothing is suggested.
-Advice that was taken is followed up: days with the share that was advised are told apart, and those on which it was full rule it out for
-as long as they are in the record.
+**What follows.** Nothing is changed by this. A smaller share is suggested only if it would have been short on no day of at least a week. A
+larger one, of at least twice the memory and what `peaks` predicts, where the present share was full on a day, where growth goes beyond it,
+or (with MPS) where it slows cells down. Days with a share that was advised are told apart, and those on which it was full rule it out.
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,11 @@
 """What the leases of a pool ask for, learnt on line: the mix of sizes.
 
-A size is the memory that a lease reserves on each of its devices, and on how many devices. The mix counts each ask, whenever a lease files
-a ticket for room: first starts and resumes alike. Leases that reserve by use do not count, as their sizes change. After `_MEMORY` asks
-every weight loses a quarter, so that about four times as many count and older ones fade. At most `MOST_SIZES` sizes are known; a new one
-takes the place of the rarest.
+A size is the memory that a lease reserves on each of its devices, and on how many devices. Each ticket for room counts, but for leases that
+reserve by use, whose sizes change. After `_MEMORY` asks every weight loses a quarter, so that older ones fade. At most `MOST_SIZES` sizes
+are known; a new one takes the place of the rarest.
 
-`usable` says how much of some free memory the mix can use: what a device could give to asks of each size, in the mean over the asks. That
-is what `fragmentation` chooses devices by. It is answered from a table, which is made anew when a new size came or one ask in `_NEWS_PARTS`
-is new. So the answers hold for many decisions.
+`usable` says how much of some free memory the mix can use: what a device could give to asks of each size, in the mean over the asks.
+`fragmentation` chooses devices by that. Its table is made anew when a new size came or one ask in `_NEWS_PARTS` is new.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,16 +1,11 @@
 """Expectations of cells: signs that a suspended kernel's next cell is near, and how much they are worth.
 
-A front end that sees a person come back to a notebook tells so, and the kernel when a completion or a widget's message reaches it. The
-lease's own rhythm is a sign, too: kernels whose cells come every so often are expected when the next one is likely.
+A front end that sees a person come back to a notebook tells so, and the kernel when a completion or a widget's message reaches it; the
+lease's own rhythm is a sign, too. An expectation is what the signs of one lease say together, until its time is over, when all were wrong,
+or a cell comes, when all were right. That is learnt for each lease and kind of sign, whatever was done for it. A suspend that was asked for
+is taken at its word: no sign brings the lease back, only a cell.
 
-**An expectation** is what the signs of one lease say together. It lives until its time is over, unless a cell comes first: then all its
-signs were right, else all were wrong. How often a kind of sign was right is learnt for each lease, whether or not anything was done
-for it, so a sign that deceives loses its weight and can win it back.
-
-A suspend that was asked for is taken at its word: no sign brings the lease back, only a cell.
-
-**What is done** for an expected lease is in `foresight`: it comes back early. On its device, it is a dear victim, and is not
-suspended for being idle while it is expected.
+What is done for an expected lease is in `foresight`: it comes back early. On its device, it is a dear victim, and not suspended for idling.
 """
 
 from fractional_gpu.core.books.records import Expectation, Lease

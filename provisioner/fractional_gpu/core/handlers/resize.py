@@ -1,13 +1,11 @@
 """Another size for an existing lease, and the memory caps of its processes.
 
-A smaller size applies at once, if what the lease uses fits. A larger one applies at once while the lease is on no device. Otherwise the
-lease's claim waits in the queue like any ticket and is served where the lease is: idle neighbours leave for it, or the lease, if it is
-idle and may move, goes where there is room. A claim outlives the lease's own suspend, at the end of which it applies. A newer request
-replaces it.
+A smaller size applies at once, if what the lease uses fits; so does a larger one while the lease is on no device. Otherwise the claim waits
+in the queue like any ticket, through the lease's own suspend, too: idle neighbours leave for it, or the lease, if it is idle and may move,
+goes where there is room. A newer request replaces it.
 
-Where reservations follow use, they keep ahead of it. Beyond the pool's headroom they have room for as much growth as there was between the
-last two measurements, and at most for another headroom. So a kernel that grows steadily, by less than the headroom from one measurement
-to the next, stays within its reservation even if one of them is missed.
+Where reservations follow use, they keep ahead of it: beyond the pool's headroom by as much growth as there was between the last two
+measurements, and at most by another headroom. So a kernel that grows steadily stays within its reservation even if one is missed.
 """
 
 from dataclasses import dataclass, replace

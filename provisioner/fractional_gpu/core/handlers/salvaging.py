@@ -3,14 +3,11 @@
 `rules.salvage` says what is saved, in which order and from when on; the plan is made anew in every event, so a cell that ends, a swap that
 takes longer than predicted or a second device changes it at once. Pins do not protect from it, nor does minimum residency.
 
-- While it is time, swap channels are for leases on such devices first. Another swap begins only if the next planned suspend can wait
-  for its end.
-- What is told to a user (`UserTold`) is told once: that the kernel cannot be saved in time, with what to do, and that its cell will be
-  interrupted for the save. A lease that can be saved after all is saved; that is in its story, like any suspend.
-- A suspend that failed is tried again soon: after a second, twice as long each time, but never after more than half of the time in which
-  the save can still begin. That bounds the attempts, and the last of them comes when there is just time for it. The pool's
-  `retry_refused` does not delay it.
-- From the deadline on the device is drained like any other: if it is still there, what is on it leaves as ever.
+- Swap channels are for leases on such devices first: another swap begins only if the next planned suspend can wait for its end.
+- A user is told once (`UserTold`) that the kernel cannot be saved in time, or that its cell will be interrupted for the save.
+- A suspend that failed is tried again after a second, twice as long each time, but never after more than half of the time in which the
+  save can still begin: the last attempt comes when there is just time for it. The pool's `retry_refused` does not delay it.
+- From the deadline on the device is drained like any other.
 """
 
 from collections.abc import Iterator

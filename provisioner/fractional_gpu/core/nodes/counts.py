@@ -4,18 +4,12 @@ The engine gives away what its count leaves beside what is in use by its own boo
 
     what is in use by its books + what the pool's forecast admits - what is given away already and has no seat yet
 
-- Seats of others (a hub beside the engine, a user of the machine) are not in the engine's books; what they hold is missing from what is
-  admitted.
-- A job to which the engine has given its share, and whose seat is not registered yet, is in the books and not among the seats.
-- Books may say less than the seats: Slurm forgets part of what is in use when its configuration is read again. What counts is how much more
-  it would give away, so the books decide.
+Seats of others (a hub, a user of the machine) are not in the books; what they hold is missing from what is admitted. Where the books say
+less than the seats (Slurm forgets part when its configuration is read again), they decide all the same: they are what it gives away by.
 
 Slurm refuses a job that asks for more than the count of any node, and holds one that waits already, for good. So the count is never
-below `least_milli`, the largest share on offer: where less is in use, one job may start that is not admitted. What the pool may promise
-bounds it.
-
-Without a broker nothing is forecast. The last count stays for a while, since a broker restarts within seconds; after that only
-what is in use remains, so that no further job starts on a node that cannot serve it.
+below `least_milli`, the largest share on offer: where less is in use, one job may start that is not admitted, within what the pool may
+promise. Without a broker the last count stays for a while, since a broker restarts within seconds; then only what is in use remains.
 """
 
 

@@ -1,12 +1,8 @@
-"""When a node agent writes its state: on change, with jitter, at most once in a while.
+"""When a node agent writes its state: a cluster has hundreds of agents and one controller.
 
-A cluster has hundreds of agents and one controller. So:
-
-- Only a state that differs from what the engine has is written.
-- A change waits for a random part of `jitter_ms`, so that agents that saw the same event do not write together, and until `floor_ms`
-  after the last attempt.
-- Further changes meanwhile do not postpone the write; it takes the state of its time.
-- A failed write is repeated after twice as long each time, up to `longest_retry_ms`, with jitter.
+Only a state that differs from what the engine has is written, after a random part of `jitter_ms`, so that agents that saw the same event do
+not write together, and not before `floor_ms` after the last attempt. Further changes do not postpone the write; it takes the state of its
+time. A failed write is repeated after twice as long each time, up to `longest_retry_ms`, with jitter.
 
 Laws: between two attempts lies at least `floor_ms`; while writes succeed, a wanted state that lasts is written within
 `floor_ms + jitter_ms` of its first appearance. Times are milliseconds of any clock that does not go back.

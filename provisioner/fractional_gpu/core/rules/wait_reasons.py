@@ -1,14 +1,12 @@
 """Why a ticket waits: a code, a sentence, and the leases in the way.
 
-A pass over the queue computes only the code (`reason_code`), at little cost and only for tickets visited by themselves. The sentence and
-the blockers are computed when they are read (`wait_reason`), as of the last pass. The reason comes from the first of these that has one:
-the state of the ticket's lease, the pass for this ticket, a pause after a failed resume, the pass for its bucket, the room on its
-devices.
+A pass over the queue computes only the code (`reason_code`). The sentence and the blockers are computed when they are read (`wait_reason`),
+as of the last pass: from the state of the ticket's lease, the pass for this ticket, a pause after a failed resume, the pass for its bucket,
+or the room on its devices, in this order.
 
-The sentence describes the leases in the way with one clause each: what they do, and until when. A kernel of the same owner is named by
-its label. A kernel of another owner is "another user's kernel", and what the driver or its process said about it is left out. The same
-rule holds for `neighbours` in a lease's status. The owner is named only
-for processes that an ended kernel left behind, as the owner may not know of them.
+The sentence has a clause for each lease in the way: what it does, and until when. A kernel of the same owner is named by its label; another
+one is "another user's kernel", and what its driver or process said is left out, as in `neighbours` of a lease's status. An owner is named
+only for processes that an ended kernel left behind, as the owner may not know of them.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,8 @@
 """Emptying whole devices: idle leases that are spread over several devices are moved together.
 
-A device with nothing on it can be switched off, given back or lent to others; one with a single idle lease cannot. In a pool that says so
-(`empty_devices`), the idle leases of a device move to fuller ones of its kind, one after another, if all of them can: a partly emptied
-device is worth nothing. Among fuller devices with busy leases, `fragmentation` chooses.
-
-Only leases move that have been idle for a while, are not expected, and take no longer to move than the pool allows for early swaps; and
-only while no ticket of the pool waits. Leases move to fuller devices only, so none moves back.
+In a pool that says so (`empty_devices`), the idle leases of a device move to fuller ones of its kind, so that none moves back, if all of
+them can: a partly emptied device is worth nothing. Among fuller devices with busy leases, `fragmentation` chooses. Only leases move that
+have been idle for a while, are not expected, and take no longer than the pool allows for early swaps; and while no ticket of it waits.
 """
 
 from collections.abc import Iterable
