@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from tests.support.paths import ROOT, SOURCES
 
 FOREIGN = {
@@ -18,8 +16,6 @@ FOREIGN = {
 }  # fmt: skip
 """Names of other programs and libraries that our code does not use."""
 NAME = re.compile(r"`(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*)(?:\(\))?`")
-ENTRY = re.compile(r"(?:^- |; )`(\w+)`: ", re.MULTILINE)
-"""How the docstring of a package lists its modules."""
 
 
 def files() -> list[Path]:
@@ -67,13 +63,3 @@ def test_what_is_named_exists() -> None:
         if name not in known()
     ]
     assert not wrong, "docstrings or comments name what is not there:\n" + "\n".join(wrong)
-
-
-def packages() -> list[Path]:
-    return [file for file in files() if file.name == "__init__.py" and ENTRY.search(file.read_text(encoding="utf-8"))]
-
-
-@pytest.mark.parametrize("file", packages(), ids=lambda file: str(file.parent.relative_to(ROOT)))
-def test_a_package_that_lists_its_modules_lists_all_of_them(file: Path) -> None:
-    modules = {path.stem for path in file.parent.glob("*.py")} - {"__init__"}
-    assert set(ENTRY.findall(ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "")) == modules

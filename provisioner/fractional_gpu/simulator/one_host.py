@@ -54,7 +54,7 @@ from fractional_gpu.simulator.load import SIGN_MS
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
 from fractional_gpu.simulator.metering import RunMeter
 from fractional_gpu.simulator.record import EventLog
-from fractional_gpu.simulator.result import Accounts, Result
+from fractional_gpu.simulator.result import Accounts
 from fractional_gpu.simulator.revocation import Holder
 from fractional_gpu.simulator.traces import Cell, Session
 
@@ -66,24 +66,23 @@ _REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """What the hosts of a run share. `over` is told of the end of a session's lease."""
+    """What the hosts of a run share. `over` is told of the end of a session's lease, and `ended` of each session that is over."""
 
     moments: Moments
-    result: Result
     accounts: Accounts
     watch: Watch | None
     record: EventLog | None
     meter: RunMeter | None
     over: Callable[[int, LeaseSpec], None]
+    ended: Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """One session as it stands. `ended` is called when it is over."""
+    """One session as it stands."""
 
     session: Session
     spec: LeaseSpec
-    ended: Callable[[], None]
     state: LeaseState | None = None
     device_ids: tuple[str, ...] = ()
     reserved_mib: int = 0  # on each of its devices: what it may use there
@@ -120,7 +119,7 @@ class HostRun:
 
     def __init__(self, number: int, host: Host, run: RunState) -> None:
         self.number, self.host, self._run = number, host, run
-        self.result, self.accounts, self.felt = run.result, run.accounts, run.result.felt
+        self.accounts, self.result, self.felt = run.accounts, run.accounts.result, run.accounts.result.felt
         self.meter = run.meter.hosts[number] if run.meter is not None else None
         self.arbiter = Arbiter(parallel_swaps=host.parallel_swaps)
         self.kernels: dict[str, Kernel] = {}
@@ -246,12 +245,12 @@ class HostRun:
 
     # Sessions: a person opens a notebook, thinks, gives signs, asks for the next cell, and closes it.
 
-    def open(self, session: Session, lease: LeaseSpec, ended: Callable[[], None]) -> None:
-        """Begin a session here; `ended` is called when it is over."""
-        kernel = self.kernels[session.session_id] = Kernel(session, lease, ended)
+    def open(self, session: Session, lease: LeaseSpec) -> None:
+        """Begin a session here."""
+        kernel = self.kernels[session.session_id] = Kernel(session, lease)
         self.send(LeaseRequested(at_ms=self.now_ms, spec=lease))
         if kernel.over:
-            ended()
+            self._run.ended()
             return
         self.felt.entered(0)  # a lease is given at once; its cells wait
         self.send(Attached(at_ms=self.now_ms, lease_id=lease.lease_id, gated=True))
@@ -285,7 +284,7 @@ class HostRun:
         self.drop_memory(kernel)
         self.send(ProcessExited(at_ms=self.now_ms, lease_id=kernel.spec.lease_id))
         self.send(LeaseReleased(at_ms=self.now_ms, lease_id=kernel.spec.lease_id))
-        kernel.ended()
+        self._run.ended()
 
     def done(self, kernel: Kernel) -> None:
         """Schedule the next cell, or the end, as long after this one as in the trace."""
@@ -317,14 +316,10 @@ class HostRun:
             self._grow(kernel)
             return
         kernel.waiting = True
-        self._watch_wait(kernel)
-        self.send(Wanted(at_ms=self.now_ms, lease_id=kernel.spec.lease_id))
-
-    def _watch_wait(self, kernel: Kernel) -> None:
-        """Count the cell against the goal as soon as its wait exceeds a limit, and not only when it begins."""
-        if kernel.cell.gpus:
+        if cell.gpus:  # count it against the goal as soon as its wait exceeds a limit, and not only when it begins
             for limit, limit_ms in enumerate(self.felt.wait_limits_ms):
-                self.at(self.now_ms + limit_ms + 1, partial(self._overdue, kernel, kernel.next_cell, limit))
+                self.after(limit_ms + 1, partial(self._overdue, kernel, kernel.next_cell, limit))
+        self.send(Wanted(at_ms=self.now_ms, lease_id=kernel.spec.lease_id))
 
     def _overdue(self, kernel: Kernel, cell: int, limit: int) -> None:
         unbegun = kernel.unfinished is None and (kernel.waiting or kernel.growing)

@@ -49,10 +49,6 @@ def simulate(
     accounts = Accounts(result, hosts)
     if meter is not None:
         meter.begin(hosts)
-    state = RunState(
-        moments=moments, result=result, accounts=accounts, watch=watch, record=record, meter=meter, over=gate.closed
-    )
-    runs = [HostRun(number, host, state) for number, host in enumerate(hosts)]
     ended = 0
 
     def ends() -> None:
@@ -61,11 +57,22 @@ def simulate(
         if progress is not None:
             progress(ended, len(trace))
 
+    state = RunState(
+        moments=moments,
+        accounts=accounts,
+        watch=watch,
+        record=record,
+        meter=meter,
+        over=gate.closed,
+        ended=ends,
+    )
+    runs = [HostRun(number, host, state) for number, host in enumerate(hosts)]
+
     def opens(session: Session) -> None:
         host, lease = gate.choose(session)
         if record is not None:
             record.moment(host, "placed", moments.now_ms, session.session_id)
-        runs[host].open(session, lease, ends)
+        runs[host].open(session, lease)
 
     def passing(at_ms: int) -> None:
         accounts.advance(at_ms)
