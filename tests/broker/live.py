@@ -23,11 +23,12 @@ from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.routes import make_server
 from fractional_gpu.broker.api.server import Server
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
-from fractional_gpu.broker.process.run import configuration, make_arbiter
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter, load_forecasts
+from fractional_gpu.broker.process.run import configuration
 from fractional_gpu.broker.swap.suspend import SwapTimes
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.config import load
+from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.gpu.open import open_monitor
 from fractional_gpu.gpu.simulated.host import create, destroy
@@ -120,7 +121,8 @@ class LiveBroker:
         self.loop = asyncio.get_running_loop()
         devices = monitor.devices()
         by_id = {device.device_id: device for device in devices}
-        self.broker = Broker(make_arbiter(self.disk), monitor, swaps, LedgerWriter(self.disk), devices=by_id)
+        arbiter = Arbiter(first_operation_id=self.disk.next_operation_id(), forecasts=load_forecasts(self.disk))
+        self.broker = Broker(arbiter, monitor, swaps, LedgerWriter(self.disk), devices=by_id)
         specs = [DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib) for one in devices]
         for event in configuration(settings, specs, specs, host_budget_mib=4096):
             self.broker.dispatch(event)

@@ -16,7 +16,7 @@ import pytest
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.process.driver_start import Backend
-from fractional_gpu.broker.process.run import configuration, device_specs, make_arbiter
+from fractional_gpu.broker.process.run import configuration, device_specs
 from fractional_gpu.commands.main import main
 from fractional_gpu.config import load
 from fractional_gpu.core import events
@@ -106,8 +106,8 @@ async def _answers(broker: Broker, run: Path) -> tuple[list[str], list[str], lis
 
 async def _broker_of(folder: Path) -> Broker:
     driver = Driver()
-    arbiter, writer = make_arbiter(ledger := Ledger.open(folder / "ledger.sqlite")), LedgerWriter(ledger)
-    return Broker(arbiter, cast("Monitor", driver), swaps_of(driver), writer)
+    writer = LedgerWriter(Ledger.open(folder / "ledger.sqlite"))
+    return Broker(Arbiter(), cast("Monitor", driver), swaps_of(driver), writer)
 
 
 @pytest.mark.parametrize("compute", ["spread", "pack"])

@@ -1,11 +1,13 @@
 """Without a broker, too, nothing is restored to find out whether there is room."""
 
+from pathlib import Path
 from typing import cast
 
 import pytest
 
 from fractional_gpu.broker.process.driver_start import Backend
-from fractional_gpu.broker.process.rescue import _bring_back, _Found
+from fractional_gpu.broker.process.rescue import _Found, _Rescuer
+from fractional_gpu.config import Settings
 from fractional_gpu.gpu.interface import DeviceInfo, ProcessState
 from tests.broker.driver import DEVICE, Driver, kernel_of, swaps_of
 
@@ -29,7 +31,8 @@ async def test_what_nobody_wrote_down_comes_back_only_to_an_empty_device(saved_m
         driver.has_context(1, ProcessState.RUNNING, 900)
         found = _Found(kernel=kernel, label="", device_id=DEVICE, saved_mib=saved_mib)
         backend = cast("Backend", OneDevice(driver))
-        assert (await _bring_back(swaps_of(driver), backend, found))[0] == "no-room"
+        rescuer = _Rescuer(swaps_of(driver), cast("Settings", None), backend, Path())
+        assert (await rescuer.bring_back(found))[0] == "no-room"
         assert driver.calls == []
         del driver.states[1], driver.mib[1]
-        assert await _bring_back(swaps_of(driver), backend, found) == ("restored", "its memory is on the device again")
+        assert await rescuer.bring_back(found) == ("restored", "its memory is on the device again")

@@ -28,6 +28,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from fractional_gpu.broker.clock import within
 from fractional_gpu.broker.cost import Account
 from fractional_gpu.broker.kernels.connection import Connection
 from fractional_gpu.core.model import Sign
@@ -317,7 +318,8 @@ class IOPubWatch:
             await self._become_certain()
             patience_s = _SILENCE_S
             while self._certain:
-                if await self._wait_for_message(patience_s):
+                self._message_came.clear()
+                if await within(patience_s, self._message_came):
                     patience_s = _SILENCE_S
                     continue
                 for shell in set(self._busy.values()):
@@ -332,18 +334,9 @@ class IOPubWatch:
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
                     while not (self._certain or self._rejoined):
-                        await self._wait_for_message(None)
+                        self._message_came.clear()
+                        await self._message_came.wait()
             patience_s = _PROBE_PATIENCE_S if self._rejoined else min(2 * patience_s, _LONGEST_PATIENCE_S)
-
-    async def _wait_for_message(self, patience_s: float | None) -> bool:
-        """Return whether a message came, or the connection broke, within the patience."""
-        self._message_came.clear()
-        try:
-            async with asyncio.timeout(patience_s):
-                await self._message_came.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def _probe(self, shell: str) -> None:
         probe = uuid.uuid4().hex

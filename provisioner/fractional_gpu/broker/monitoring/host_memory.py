@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from fractional_gpu.broker.clock import within
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.files import replace_file
 from fractional_gpu.host.memory import (
@@ -160,9 +161,7 @@ class OomProtection:
             if self._broker.changes != seen or self._is_due():
                 seen = self._broker.changes
                 await self.apply()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_SWEEP_S):
-                    await anything_changed.wait()
+            await within(_SWEEP_S, anything_changed)
             await asyncio.sleep(_SHORTEST_S)
 
     async def apply(self) -> None:

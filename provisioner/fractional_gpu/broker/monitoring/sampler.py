@@ -9,11 +9,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.clock import now_ms
+from fractional_gpu.broker.clock import now_ms, within
 from fractional_gpu.broker.kernels.connection import OPEN_LINE_S
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import members_of
@@ -84,12 +83,9 @@ class Sampler:
 
     async def _pause(self, anything_changed: asyncio.Event) -> None:
         """Wait until the next look: a moment while anything happens, for a kernel may soon need a ticket; at rest until the next sample."""
-        if not any(kernel.cell.executing_since_s is not None for kernel in self._broker.kernels.values()):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_BUSY_INTERVAL_S):
-                    await anything_changed.wait()
-            if not anything_changed.is_set():
-                return
+        cell_runs = any(kernel.cell.executing_since_s is not None for kernel in self._broker.kernels.values())
+        if not cell_runs and not await within(_BUSY_INTERVAL_S, anything_changed):
+            return
         await asyncio.sleep(_STEP_S)
 
     async def refresh(self) -> None:

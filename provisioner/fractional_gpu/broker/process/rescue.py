@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fractional_gpu.broker.clock import wall_ms
 from fractional_gpu.broker.kernels.connection import is_command
@@ -133,16 +134,12 @@ def _as_told_last(options: BrokerOptions) -> BrokerOptions:
         return options
     try:
         told = json.loads(command[0][-1])
-        said = {name: str(told[name]) for name in _TOLD if name in told}
+        said: dict[str, Any] = {
+            name: str(told[name]) for name in _TOLD if name in told and getattr(options, name) is None
+        }
     except (ValueError, TypeError):
         return options  # started by something else than our own broker
-    return replace(
-        options,
-        config_file=options.config_file or said.get("config_file"),
-        simulate=options.simulate or said.get("simulate"),
-        state_dir=options.state_dir or said.get("state_dir"),
-        worker_socket=options.worker_socket or said.get("worker_socket"),
-    )
+    return replace(options, **said)
 
 
 def _take_place(socket: str, stack: ExitStack) -> None:
@@ -181,9 +178,8 @@ def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_Found]
         for record in records
     ]
     known = {record.spec.lease_id for record in records}
-    for one in reversed(
-        carriers(None if os.getuid() == 0 else os.getuid(), socket)
-    ):  # the oldest one's record is the last
+    uid = None if os.getuid() == 0 else os.getuid()
+    for one in reversed(carriers(uid, socket)):  # the oldest one's record is the last
         if one.lease_id not in known and (ledger is None or not ledger.has_lease(one.lease_id)):
             kernel = Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="", identity=one.identity)
             found.append(_Found(kernel=kernel, label="", device_id=None, saved_mib=None, carrier=one))
@@ -203,19 +199,13 @@ async def _rescue_all(
     times = SwapTimes(gate_s=0, lock_s=settings.lock_timeout / 1000, checkpoint_s=settings.checkpoint_deadline / 1000)
     swaps = Swaps(backend.monitor, worker, times)
     swaps.connect(roots=lambda: [one.kernel.identity for one in found if one.kernel.identity is not None])
+    rescuer = _Rescuer(swaps, settings, backend, files)
     try:
         async with asyncio.timeout(_ORPHAN_PATIENCE_S):
             await worker.wait_for_previous_worker()
         done: list[Rescued] = []
-        writer = _RecordWriter(swaps, settings, backend, files)
         for one in found:
-            rescued = await _rescue_one(swaps, backend, one)
-            if rescued is not None:
-                if one.carrier is not None and await writer.write(one.carrier, rescued):
-                    sentence = (
-                        f"{rescued.sentence}; its record was lost and is written again: its next cell brings it back"
-                    )
-                    rescued = replace(rescued, outcome="saved", sentence=sentence)
+            if (rescued := await rescuer.rescue(one)) is not None:
                 done.append(rescued)
                 if ledger is not None and rescued.outcome != "running":
                     ledger.record(one.kernel.lease_id, wall_ms(), f"rescue.{rescued.outcome}", rescued.sentence)
@@ -230,77 +220,85 @@ async def _rescue_all(
         turn.close()
 
 
-async def _rescue_one(swaps: Swaps, backend: Backend, one: _Found) -> Rescued | None:
-    kernel = one.kernel
-    truth = await swaps.truth(kernel, one.device_id, one.saved_mib or 0)
-    if truth is None:
-        outcome, sentence = "unknown", "the driver does not say what it is; try again in a moment"
-    elif truth.state is LeaseState.UNATTACHED:
-        return None
-    elif truth.state is LeaseState.QUARANTINED:
-        outcome, sentence = "failed", truth.sentence
-    elif truth.state is LeaseState.SUSPENDED:
-        outcome, sentence = await _bring_back(swaps, backend, one)
-    else:
-        outcome, sentence = "running", "it was not suspended"
-    return Rescued(
-        lease_id=kernel.lease_id,
-        label=one.label,
-        pid=kernel.identity.pid if kernel.identity is not None else None,
-        outcome=outcome,
-        saved_mib=one.saved_mib,
-        sentence=sentence,
-    )
-
-
-async def _bring_back(swaps: Swaps, backend: Backend, one: _Found) -> tuple[str, str]:
-    device_id = one.device_id or _safe_device(backend)
-    if device_id is None:
-        return (
-            "no-room",
-            "on which of the devices it was is not known, so all of them must be empty: shut other kernels down and try again",
-        )
-    if not one.saved_mib and backend.monitor.use(device_id).processes:
-        return (
-            "no-room",
-            "how much it needs is not known, so its device must be empty: shut other kernels down and try again",
-        )
-    effect = Resume(
-        lease_id=one.kernel.lease_id,
-        operation_id=0,
-        generation=0,
-        device_id=device_id,
-        from_device_id=one.device_id,
-        reserve_mib=one.saved_mib or 0,
-    )
-    outcome, sentence = await swaps.resume(one.kernel, effect, one.saved_mib or 0, _no_journal)
-    match outcome:
-        case ResumeOutcome.RESTORED:
-            size = format_memory(one.saved_mib) if one.saved_mib else "its memory"
-            return "restored", f"{size} is on the device again"
-        case ResumeOutcome.NOT_STARTED:
-            return "no-room", sentence
-        case ResumeOutcome.UNKNOWN:
-            return "failed", sentence
-
-
 @dataclass(frozen=True, slots=True)
-class _RecordWriter:
+class _Rescuer:
     swaps: Swaps
     settings: Settings
     backend: Backend
     files: Path
-    written: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)  # leases
     without_memory: Counter[int] = field(default_factory=Counter)  # by user
 
-    async def write(self, one: Carrier, rescued: Rescued) -> bool:
-        """Write the kernel's record; return whether it is one whose memory waits for room. Raises GPUError, OSError."""
+    async def rescue(self, one: _Found) -> Rescued | None:
+        """Bring one kernel back and write its record, if that was lost; None: its process has ended. Raises GPUError, OSError."""
+        kernel = one.kernel
+        truth = await self.swaps.truth(kernel, one.device_id, one.saved_mib or 0)
+        if truth is None:
+            outcome, sentence = "unknown", "the driver does not say what it is; try again in a moment"
+        elif truth.state is LeaseState.UNATTACHED:
+            return None
+        elif truth.state is LeaseState.QUARANTINED:
+            outcome, sentence = "failed", truth.sentence
+        elif truth.state is LeaseState.SUSPENDED:
+            outcome, sentence = await self.bring_back(one)
+        else:
+            outcome, sentence = "running", "it was not suspended"
+        if one.carrier is not None and await self._write_record(one.carrier, kernel, outcome):
+            outcome = "saved"
+            sentence = f"{sentence}; its record was lost and is written again: its next cell brings it back"
+        return Rescued(
+            lease_id=kernel.lease_id,
+            label=one.label,
+            pid=kernel.identity.pid if kernel.identity is not None else None,
+            outcome=outcome,
+            saved_mib=one.saved_mib,
+            sentence=sentence,
+        )
+
+    async def bring_back(self, one: _Found) -> tuple[str, str]:
+        """Restore a suspended kernel if that is safe; return the outcome and a sentence."""
+        monitor, devices = self.backend.monitor, self.backend.devices
+        device_id = one.device_id
+        # A kernel whose device is unknown finds its own: safe is the only device, or, where all are empty, any.
+        if device_id is None and (
+            len(devices) == 1 or not any(monitor.use(one.device_id).processes for one in devices)
+        ):
+            device_id = devices[0].device_id
+        if device_id is None:
+            return (
+                "no-room",
+                "on which of the devices it was is not known, so all of them must be empty: shut other kernels down and try again",
+            )
+        if not one.saved_mib and monitor.use(device_id).processes:
+            return (
+                "no-room",
+                "how much it needs is not known, so its device must be empty: shut other kernels down and try again",
+            )
+        effect = Resume(
+            lease_id=one.kernel.lease_id,
+            operation_id=0,
+            generation=0,
+            device_id=device_id,
+            from_device_id=one.device_id,
+            reserve_mib=one.saved_mib or 0,
+        )
+        outcome, sentence = await self.swaps.resume(one.kernel, effect, one.saved_mib or 0, _no_journal)
+        match outcome:
+            case ResumeOutcome.RESTORED:
+                size = format_memory(one.saved_mib) if one.saved_mib else "its memory"
+                return "restored", f"{size} is on the device again"
+            case ResumeOutcome.NOT_STARTED:
+                return "no-room", sentence
+            case ResumeOutcome.UNKNOWN:
+                return "failed", sentence
+
+    async def _write_record(self, one: Carrier, kernel: Kernel, outcome: str) -> bool:
+        """Write the kernel's record; return whether it is one whose memory waits for room."""
         command = command_of(one)
-        is_saved = rescued.outcome not in ("restored", "running")
+        is_saved = outcome not in ("restored", "running")
         if not (command.is_kernel or is_saved):
             return False  # some program that a kernel left behind
         host = await self.swaps.inspector.take()
-        kernel = Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="", identity=one.identity)
         pids = {identity.pid for identity in self.swaps.inspector.tree(kernel, host)}
         used_mib = sum(host.used_mib(pid) for pid in pids)
         where = host.homes(pids) or (tuple(host.uses) if len(host.uses) == 1 else ())
@@ -323,51 +321,41 @@ class _RecordWriter:
                 return False
         self.written.add(one.lease_id)
         runs, served = is_command(command.connection)
-        write_lease_file(
-            self.files,
-            LeaseRecord(
-                spec=LeaseSpec(
-                    lease_id=one.lease_id,
-                    pool=pool.name,
-                    owner=account_name(one.uid),
-                    uid=one.uid,
-                    fraction_milli=milli,
-                    reserve_mib=reserve_mib,
-                    request_mib=reserve_mib if pool.reserve_by is ReserveBy.USE else None,
-                    devices=max(1, len(where)),
-                    group=user_group(one.uid, pool),
-                    gated=command.gated,
-                    label=command.label,
-                ),
-                state=state,
-                generation=0,
-                device_ids=where,
-                saved_mib=0,  # unknown
+        record = LeaseRecord(
+            spec=LeaseSpec(
+                lease_id=one.lease_id,
+                pool=pool.name,
+                owner=account_name(one.uid),
                 uid=one.uid,
-                token_sha256="",  # unknown: the broker learns it from the kernel's own process
-                connection=command.connection,
-                created_ms=wall_ms(),
-                launch=Launch(
-                    language="python" if command.ipykernel else "",
-                    ipykernel=command.ipykernel,
-                    had_process=True,
-                    command=runs,
-                    served=served,
-                ),
-                facts=KernelFacts(kernel_id=command.kernel_id),
-                identity=one.identity,
-                home_ids=where,
+                fraction_milli=milli,
+                reserve_mib=reserve_mib,
+                request_mib=reserve_mib if pool.reserve_by is ReserveBy.USE else None,
+                devices=max(1, len(where)),
+                group=user_group(one.uid, pool),
+                gated=command.gated,
+                label=command.label,
             ),
+            state=state,
+            generation=0,
+            device_ids=where,
+            saved_mib=0,  # unknown
+            uid=one.uid,
+            token_sha256="",  # unknown: the broker learns it from the kernel's own process
+            connection=command.connection,
+            created_ms=wall_ms(),
+            launch=Launch(
+                language="python" if command.ipykernel else "",
+                ipykernel=command.ipykernel,
+                had_process=True,
+                command=runs,
+                served=served,
+            ),
+            facts=KernelFacts(kernel_id=command.kernel_id),
+            identity=one.identity,
+            home_ids=where,
         )
-        return rescued.outcome == "no-room"
-
-
-def _safe_device(backend: Backend) -> str | None:
-    """Return a device for a kernel whose own device is unknown: the only one, or, where all are empty, any; the kernel finds its own."""
-    devices = backend.devices
-    if len(devices) == 1 or not any(backend.monitor.use(device.device_id).processes for device in devices):
-        return devices[0].device_id
-    return None
+        write_lease_file(self.files, record)
+        return outcome == "no-room"
 
 
 async def _no_journal(_phase: str, _identities: Iterable[ProcessIdentity], _mib: int) -> None:

@@ -1,7 +1,4 @@
-"""One life of a broker: `BrokerRun` makes its parts from the settings, the devices and the open ledger, serves, and shuts down.
-
-`_make_parts` is the place that shows which part is made with which, and what runs beside the API.
-"""
+"""One life of a broker: `BrokerRun` makes its parts from the settings, the devices and the open ledger, serves, and shuts down."""
 
 import asyncio
 import logging
@@ -88,11 +85,6 @@ def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]
     return settings.managed(everything)
 
 
-def make_arbiter(ledger: Ledger) -> Arbiter:
-    """Return the arbiter of a broker: it goes on where the one before it stopped learning. Raises LedgerError."""
-    return Arbiter(first_operation_id=ledger.next_operation_id(), forecasts=load_forecasts(ledger))
-
-
 def configuration(
     settings: Settings, everything: Sequence[DeviceSpec], managed: Iterable[DeviceSpec], *, host_budget_mib: int
 ) -> Iterator[Event]:
@@ -170,54 +162,17 @@ class BrokerRun:
         settings, ledger = self.settings, self.ledger
         ACCOUNTS.unknown = settings.account_of_unknown_uids
         specs = {spec.device_id: spec for spec in self.specs}
-
-        # The checkpoint worker, and the operations that use it.
-        turn = WorkerClaim.open(Path(f"{self.socket}.worker"))
-        end.callback(turn.close)
-        worker = WorkerLink(self.backend.name, claim=turn, service=self.worker_socket)
-        end.push_async_callback(worker.close)
-        driver = DriverStart(worker, specs)
-        off = await driver.begin()
-        arbiter = make_arbiter(ledger)
-        times = SwapTimes(
-            gate_s=settings.gate_timeout / 1000,
-            lock_s=settings.lock_timeout / 1000,
-            checkpoint_s=settings.checkpoint_deadline / 1000,
-        )
-        overhead_mib = {name: spec.overhead_mib for name, spec in specs.items()}
-        check = partial(why_not_checkpointable, arbiter)
-        swaps = Swaps(self.backend.monitor, worker, times, overhead_mib, check=check, off=off)
-
-        # The broker: the arbiter with all that executes its effects.
         files = LeaseFiles(
             lease_folder(self.socket, simulated=self.backend.simulated), partial(make_socket_folder, self.socket)
         )
-        broker = self.broker = Broker(
-            arbiter,
-            self.backend.monitor,
-            swaps,
-            LedgerWriter(ledger, limit_bytes=settings.ledger_limit * 2**20),
-            devices={device.device_id: device for device in self.backend.devices if device.device_id in specs},
-            files=files,
-            context_sizes=load_context_sizes(ledger),
-        )
+        driver, swaps = await self._make_broker(specs, files, end)
+        broker = self.broker
         total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
         budget_mib = settings.host_budget_mib(total_mib)
         sampler = Sampler(broker, specs, HostBudget(budget_mib, total_mib))
         self._configure(budget_mib)
-
-        # Leases that live, whether the ledger knows them or not. A sample shows what they use before any request is answered.
-        records = await asyncio.to_thread(take_records, files.folder, ledger)
-        for record in records:
-            log.warning("lease %s is not in the ledger: taken back from its second record", record.spec.lease_id[:8])
-        uid = None if self.everyone else os.getuid()
-        known = {record.spec.lease_id for record in records}
-        broker.lost = await ATTACHING.run(lost_kernels, uid, self.socket, ledger, known)
-        if sentence := lost_sentence(broker.lost):
-            log.warning("%s", sentence)
-        await recover(broker, swaps, ledger, records)
-        broker.scans.kernels = broker.kernels
-        await sampler.sample()
+        await self._take_back_leases(files, swaps)
+        await sampler.sample()  # what leases use is known before any request is answered
         await driver.try_checkpoint(broker, swaps)
 
         # The API.
@@ -228,7 +183,6 @@ class BrokerRun:
         self.repair = Repair(
             self.socket, broker.writer, is_needed=lambda: settings.idle_exit is None or self.has_leases()
         )
-
         self.server.add_socket(self._bind())
         self.repair.begin()
         if settings.metrics_address is not None:
@@ -255,6 +209,51 @@ class BrokerRun:
             deadline_ms, drains = settings.revocation_deadline, settings.revocation_drains
             work.append(RevocationNotice(broker, source, deadline_ms, drains=drains).run())
         return work
+
+    async def _make_broker(
+        self, specs: dict[str, DeviceSpec], files: LeaseFiles, end: AsyncExitStack
+    ) -> tuple[DriverStart, Swaps]:
+        """Make the checkpoint worker, the operations that use it, and the arbiter with all that executes its effects."""
+        settings, ledger = self.settings, self.ledger
+        turn = WorkerClaim.open(Path(f"{self.socket}.worker"))
+        end.callback(turn.close)
+        worker = WorkerLink(self.backend.name, claim=turn, service=self.worker_socket)
+        end.push_async_callback(worker.close)
+        driver = DriverStart(worker, specs)
+        off = await driver.begin()
+        arbiter = Arbiter(first_operation_id=ledger.next_operation_id(), forecasts=load_forecasts(ledger))
+        times = SwapTimes(
+            gate_s=settings.gate_timeout / 1000,
+            lock_s=settings.lock_timeout / 1000,
+            checkpoint_s=settings.checkpoint_deadline / 1000,
+        )
+        overhead_mib = {name: spec.overhead_mib for name, spec in specs.items()}
+        check = partial(why_not_checkpointable, arbiter)
+        swaps = Swaps(self.backend.monitor, worker, times, overhead_mib, check=check, off=off)
+        self.broker = Broker(
+            arbiter,
+            self.backend.monitor,
+            swaps,
+            LedgerWriter(ledger, limit_bytes=settings.ledger_limit * 2**20),
+            devices={device.device_id: device for device in self.backend.devices if device.device_id in specs},
+            files=files,
+            context_sizes=load_context_sizes(ledger),
+        )
+        return driver, swaps
+
+    async def _take_back_leases(self, files: LeaseFiles, swaps: Swaps) -> None:
+        """Restore the leases that live, whether the ledger knows them or not."""
+        broker, ledger = self.broker, self.ledger
+        records = await asyncio.to_thread(take_records, files.folder, ledger)
+        for record in records:
+            log.warning("lease %s is not in the ledger: taken back from its second record", record.spec.lease_id[:8])
+        uid = None if self.everyone else os.getuid()
+        known = {record.spec.lease_id for record in records}
+        broker.lost = await ATTACHING.run(lost_kernels, uid, self.socket, ledger, known)
+        if sentence := lost_sentence(broker.lost):
+            log.warning("%s", sentence)
+        await recover(broker, swaps, ledger, records)
+        broker.scans.kernels = broker.kernels
 
     async def _shut_down(self, tasks: Sequence[asyncio.Task[object]]) -> None:
         broker = self.broker

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from fractional_gpu.broker.clock import within
 from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import members_of
@@ -315,9 +316,7 @@ class GpuActivity:
                     await self._look(watched)
                 except OSError as error:  # a shortage: the next look may succeed
                     log.error("the devices' work could not be read: %s", error)  # noqa: TRY400 - the sentence says it
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._pause_s() if watched else _QUIET_INTERVAL_S):
-                    await self._news.wait()
+            if await within(self._pause_s() if watched else _QUIET_INTERVAL_S, self._news):
                 await asyncio.sleep(_SHORTEST_S)
 
     async def is_quiet(self, kernel: Kernel) -> bool:

@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from fractional_gpu.broker.clock import now_ms
+from fractional_gpu.broker.clock import now_ms, within
 from fractional_gpu.broker.kernels.ending import end_processes, wait_for_end
 from fractional_gpu.broker.kernels.kernel import Kernel, Survivor
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector
@@ -123,9 +123,7 @@ class Survivors:
     def __init__(self, broker: "Broker", inspector: ProcessInspector) -> None:
         self.uncounted_mib: dict[str, int] = {}  # by device: what it holds beyond what it charges to processes, at rest
         self.unfreed: dict[str, int] = {}  # the same for devices that did not free what an ended process had
-        self.sampled = (
-            asyncio.Event()
-        )  # set when the arbiter has the next sample of the devices; a new one for each sample
+        self.sampled = asyncio.Event()  # set with the arbiter's next sample of the devices; then there is a new one
         self._broker = broker
         self._inspector = inspector
         self._ends: set[asyncio.Task[None]] = set()
@@ -240,10 +238,7 @@ class Survivors:
         )
         for device_id in device_ids:
             self.unfreed.setdefault(device_id, self.uncounted_mib.get(device_id, 0))
-        sampled = self.sampled
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_SAMPLED_S):
-                await sampled.wait()
+        await within(_SAMPLED_S, self.sampled)
 
     def unfreed_mib(self, device_id: str, use: DeviceUse) -> int:
         """Return what the device still counts of processes that ended long ago; while no kernel ends, remember what is normal there."""
