@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fractional_gpu.broker.monitoring.host_memory import HostBudget, HostMemoryPressure
+from fractional_gpu.broker.monitoring.host_memory import HostMemoryPressure, host_budget_mib
 from fractional_gpu.core.events import HostPressureSeen
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.memory import Headroom
@@ -22,12 +22,11 @@ from tests.broker.monitoring.test_sampler import LEASE, World
     ],
 )
 def test_the_budget_leaves_the_machine_some_room(room_mib: int, saved_mib: int, budget_mib: int) -> None:
-    budget = HostBudget(8_000, 50_000, room=lambda: Headroom(room_mib, "the test"))
-    assert budget(saved_mib) == budget_mib
+    assert host_budget_mib(8_000, 50_000, saved_mib, lambda: Headroom(room_mib, "the test")) == budget_mib
 
 
 def test_a_small_machine_keeps_something_free_too() -> None:
-    assert HostBudget(1_000, 1_000, room=lambda: Headroom(300, "the test"))(0) == 44
+    assert host_budget_mib(1_000, 1_000, 0, lambda: Headroom(300, "the test")) == 44
 
 
 def rooms(**mib: int) -> set[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.monitoring import watchdog
-from fractional_gpu.broker.monitoring.watchdog import EXIT_HUNG, Watchdog
+from fractional_gpu.broker.monitoring import watchdog as module
+from fractional_gpu.broker.monitoring.watchdog import EXIT_HUNG, watchdog
 
 DEADLINE_S = 60.0
 HOUR_S = 3600.0
@@ -27,7 +27,7 @@ def log_file(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def undebugged(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest itself loads pdb."""
-    monkeypatch.setattr(watchdog, "_DEBUGGERS", frozenset())
+    monkeypatch.setattr(module, "_DEBUGGERS", frozenset())
 
 
 class Clock:
@@ -71,7 +71,7 @@ def test_a_blocked_loop_is_ended_with_the_stacks_of_its_threads_in_the_log(log_f
     ends = Ends()
 
     async def blocked() -> None:
-        with Watchdog(500, end=ends):
+        with watchdog(500, end=ends):
             a_recognizable_place(lambda: ends.ended.wait(DEADLINE_S))
 
     asyncio.run(blocked())
@@ -83,7 +83,7 @@ def test_a_blocked_loop_is_ended_with_the_stacks_of_its_threads_in_the_log(log_f
 
 async def test_a_loop_that_answers_between_long_steps_stays() -> None:
     ends, clock = Ends(), Clock(0.2)
-    with Watchdog(1000, end=ends, clock=clock):  # looks ten times in the limit
+    with watchdog(1000, end=ends, clock=clock):  # looks ten times in the limit
         for _ in range(8):
             clock.await_looks(3)
             await asyncio.sleep(0)
@@ -92,7 +92,7 @@ async def test_a_loop_that_answers_between_long_steps_stays() -> None:
 
 async def test_time_in_which_the_watchdog_itself_did_not_run_does_not_count() -> None:
     ends, clock = Ends(), Clock(HOUR_S)
-    with Watchdog(1000, end=ends, clock=clock):
+    with watchdog(1000, end=ends, clock=clock):
         for _ in range(3):
             clock.await_looks(3)  # hours went by, and it looked three times
             await asyncio.sleep(0)
@@ -100,9 +100,9 @@ async def test_time_in_which_the_watchdog_itself_did_not_run_does_not_count() ->
 
 
 async def test_a_loop_that_a_debugger_holds_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_is_debugged", lambda: True)
+    monkeypatch.setattr(module, "_is_debugged", lambda: True)
     ends, clock = Ends(), Clock(0.2)
-    with Watchdog(1000, end=ends, clock=clock):
+    with watchdog(1000, end=ends, clock=clock):
         clock.await_looks(20)
     assert ends.codes == []
 
@@ -119,10 +119,10 @@ async def test_a_loop_that_goes_on_while_its_stacks_are_written_stays(monkeypatc
         assert "went on" in sentence
         loop.call_soon_threadsafe(told.set)
 
-    monkeypatch.setattr(watchdog, "_write_stacks", write_slowly)
-    monkeypatch.setattr(watchdog, "_write", write)
+    monkeypatch.setattr(module, "_write_stacks", write_slowly)
+    monkeypatch.setattr(module, "_write", write)
     ends = Ends()
-    with Watchdog(500, end=ends):
+    with watchdog(500, end=ends):
         a_recognizable_place(lambda: writing.wait(DEADLINE_S))
         loop.call_soon(answered.set)
         await told.wait()
@@ -131,5 +131,5 @@ async def test_a_loop_that_goes_on_while_its_stacks_are_written_stays(monkeypatc
 
 async def test_without_a_limit_nothing_watches() -> None:
     before = set(threading.enumerate())
-    with Watchdog(None, end=Ends()):
+    with watchdog(None, end=Ends()):
         assert set(threading.enumerate()) <= before

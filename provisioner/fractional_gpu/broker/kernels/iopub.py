@@ -124,7 +124,7 @@ class IOPubWatch:
         self._busy: dict[str, str] = {}  # message id -> the shell that handles it
         self._cells: set[str] = set()  # those of them that run cells
         self._probes: dict[str, str] = {}  # our own message id -> the shell that was probed
-        self._certain = False
+        self.is_certain = False
         self._doubt_since_s = time.monotonic()
         self._message_came = asyncio.Event()
         self._iopub: zmq.asyncio.Socket = self._socket(context, zmq.SUB)
@@ -143,16 +143,12 @@ class IOPubWatch:
 
     @property
     def busy(self) -> bool:
-        return not self._certain or bool(self._busy)
+        return not self.is_certain or bool(self._busy)
 
     @property
     def doubt_s(self) -> float:
         """For how long the kernel has not answered, so that whether it is busy is unknown, seconds."""
-        return 0.0 if self._certain else time.monotonic() - self._doubt_since_s
-
-    @property
-    def is_certain(self) -> bool:
-        return self._certain
+        return 0.0 if self.is_certain else time.monotonic() - self._doubt_since_s
 
     @property
     def executing(self) -> bool:
@@ -161,7 +157,7 @@ class IOPubWatch:
     @property
     def runs_cell(self) -> bool:
         """Whether a cell is being run, or may be: not only a completion, a tooltip, or a message of a widget or debugger."""
-        return not self._certain or not self._cells.isdisjoint(self._busy)
+        return not self.is_certain or not self._cells.isdisjoint(self._busy)
 
     @property
     def handled(self) -> frozenset[str]:
@@ -210,8 +206,8 @@ class IOPubWatch:
 
     def _lose_certainty(self) -> None:
         """Be in doubt: what was not heard may say that the kernel is busy."""
-        if self._certain:
-            self._certain, self._doubt_since_s = False, time.monotonic()
+        if self.is_certain:
+            self.is_certain, self._doubt_since_s = False, time.monotonic()
             self._message_came.set()
             self._changed()
 
@@ -278,10 +274,7 @@ class IOPubWatch:
     def _apply_status(self, about: _Header, state: str) -> Sign | None:
         """Evaluate a status message about the message with this header; return the sign that this one is."""
         if state == "starting":
-            self._busy.clear()
-            self._cells.clear()
-            self._doubt_since_s = time.monotonic() if self._certain else self._doubt_since_s
-            self._certain = False  # of the new incarnation nothing is known yet
+            self._forget()  # of the new incarnation nothing is known yet
         elif state == "idle":
             self._busy.pop(about.msg_id, None)
             self._cells.discard(about.msg_id)
@@ -292,11 +285,15 @@ class IOPubWatch:
             if about.msg_type == "execute_request":
                 self._cells.add(about.msg_id)
             if len(self._busy) > _MOST_BUSY:
-                self._busy.clear()
-                self._cells.clear()
-                self._certain, self._doubt_since_s = False, time.monotonic()
+                self._forget()
             return SIGNS.get(about.msg_type)
         return None
+
+    def _forget(self) -> None:
+        self._busy.clear()
+        self._cells.clear()
+        if self.is_certain:
+            self.is_certain, self._doubt_since_s = False, time.monotonic()
 
     def _clear_shell(self, shell: str) -> None:
         """Clear what this shell was doing when it was probed: a shell answers in order, so all of that is over."""
@@ -304,7 +301,7 @@ class IOPubWatch:
         self._cells.intersection_update(self._busy)
         self._probes = {msg_id: asked for msg_id, asked in self._probes.items() if asked != shell}
         if shell == _MAIN:
-            self._certain = True
+            self.is_certain = True
 
     def _sign(self, parts: list[bytes]) -> bytes:
         digest = hmac.new(self._connection.key, digestmod=self._connection.digest)
@@ -317,7 +314,7 @@ class IOPubWatch:
         while True:
             await self._become_certain()
             patience_s = _SILENCE_S
-            while self._certain:
+            while self.is_certain:
                 self._message_came.clear()
                 if await within(patience_s, self._message_came):
                     patience_s = _SILENCE_S
@@ -328,12 +325,12 @@ class IOPubWatch:
 
     async def _become_certain(self) -> None:
         patience_s = _PROBE_PATIENCE_S
-        while not self._certain:
+        while not self.is_certain:
             self._rejoined = False
             await self._probe(_MAIN)
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
-                    while not (self._certain or self._rejoined):
+                    while not (self.is_certain or self._rejoined):
                         self._message_came.clear()
                         await self._message_came.wait()
             patience_s = _PROBE_PATIENCE_S if self._rejoined else min(2 * patience_s, _LONGEST_PATIENCE_S)

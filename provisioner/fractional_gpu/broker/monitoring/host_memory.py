@@ -45,17 +45,15 @@ _FILLED_MIB_S: Final = 8192.0
 _LONGEST_S: Final = 10.0  # until a group is read again, however much room it has
 
 
-class HostBudget:
-    """What saved state may take in all, MiB: the configured budget, and no more than leaves the machine some room."""
+def host_budget_mib(
+    configured_mib: int, total_mib: int, saved_mib: int, room: Callable[[], Headroom] = system_headroom
+) -> int:
+    """Return what saved state may take in all now, MiB: what is configured, and no more than leaves the machine some room.
 
-    def __init__(self, configured_mib: int, total_mib: int, room: Callable[[], Headroom] = system_headroom) -> None:
-        self._configured_mib = configured_mib
-        self._kept_free_mib = max(_KEPT_FREE_LEAST_MIB, total_mib // KEPT_FREE_PARTS)
-        self._room = room
-
-    def __call__(self, saved_mib: int) -> int:
-        """Return the budget now. What it is below `saved_mib` should go back to devices. Raises OSError, ValueError."""
-        return max(0, min(self._configured_mib, saved_mib + self._room().mib - self._kept_free_mib))
+    What it is below `saved_mib` should go back to devices. Raises OSError, ValueError.
+    """
+    kept_free_mib = max(_KEPT_FREE_LEAST_MIB, total_mib // KEPT_FREE_PARTS)
+    return max(0, min(configured_mib, saved_mib + room().mib - kept_free_mib))
 
 
 class HostMemoryPressure:

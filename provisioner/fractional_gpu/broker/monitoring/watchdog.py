@@ -17,11 +17,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from fractional_gpu.host.threads import start
 
@@ -31,62 +30,54 @@ _TICKS = 10  # at least, in the limit
 _DEBUGGERS = frozenset({"pdb", "pydevd", "debugpy"})
 
 
-class Watchdog:
-    """Watches the running loop while its block lasts. `limit_ms`: how long the loop may stand still, milliseconds; None: for ever.
+@contextmanager
+def watchdog(
+    limit_ms: int | None, *, end: Callable[[int], None] = os._exit, clock: Callable[[], float] = time.monotonic
+) -> Iterator[None]:
+    """Watch the running loop while the block lasts. `limit_ms`: how long the loop may stand still, milliseconds; None: for ever.
 
     `end` is called with the exit status; `clock` returns monotonic seconds.
     """
+    if limit_ms is None:
+        yield
+        return
+    over = threading.Event()
+    watch = partial(_watch, asyncio.get_running_loop(), limit_ms / 1000, over, end, clock)
+    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
+    start(thread)
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
-    def __init__(
-        self,
-        limit_ms: int | None,
-        *,
-        end: Callable[[int], None] = os._exit,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._limit_s = None if limit_ms is None else limit_ms / 1000
-        self._end = end
-        self._clock = clock
-        self._over = threading.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Self:
-        if self._limit_s is not None:
-            self._loop = asyncio.get_running_loop()
-            self._thread = threading.Thread(
-                target=self._run, args=(self._loop, self._limit_s), name="watchdog", daemon=True
-            )
-            start(self._thread)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
-        tick_s = min(_LONGEST_TICK_S, limit_s / _TICKS)
-        still_s, looked_s = 0.0, self._clock()
-        answered = _probe(loop)
-        while not self._over.wait(tick_s):
-            now_s = self._clock()
-            # This thread was stopped, or got no processor, in what a tick took beyond two ticks; so was the loop.
-            passed_s, looked_s = min(now_s - looked_s, 2 * tick_s), now_s
-            if answered.is_set():
-                still_s, answered = 0.0, _probe(loop)
-            elif _is_debugged():
-                still_s = 0.0
-            else:
-                still_s += passed_s
-            if still_s >= limit_s:
-                _write_stacks(still_s)
-                if not answered.wait(tick_s):
-                    self._end(EXIT_HUNG)
-                    return
-                _write(f"the event loop went on after {still_s:.0f} s: the broker serves on")
+def _watch(
+    loop: asyncio.AbstractEventLoop,
+    limit_s: float,
+    over: threading.Event,
+    end: Callable[[int], None],
+    clock: Callable[[], float],
+) -> None:
+    tick_s = min(_LONGEST_TICK_S, limit_s / _TICKS)
+    still_s, looked_s = 0.0, clock()
+    answered = _probe(loop)
+    while not over.wait(tick_s):
+        now_s = clock()
+        # This thread was stopped, or got no processor, in what a tick took beyond two ticks; so was the loop.
+        passed_s, looked_s = min(now_s - looked_s, 2 * tick_s), now_s
+        if answered.is_set():
+            still_s, answered = 0.0, _probe(loop)
+        elif _is_debugged():
+            still_s = 0.0
+        else:
+            still_s += passed_s
+        if still_s >= limit_s:
+            _write_stacks(still_s)
+            if not answered.wait(tick_s):
+                end(EXIT_HUNG)
+                return
+            _write(f"the event loop went on after {still_s:.0f} s: the broker serves on")
 
 
 def _probe(loop: asyncio.AbstractEventLoop) -> threading.Event:

@@ -24,9 +24,9 @@ from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import check_pools
 from fractional_gpu.broker.lanes import ATTACHING, start_lanes
-from fractional_gpu.broker.monitoring.host_memory import HostBudget, OomProtection
+from fractional_gpu.broker.monitoring.host_memory import OomProtection, host_budget_mib
 from fractional_gpu.broker.monitoring.sampler import Sampler
-from fractional_gpu.broker.monitoring.watchdog import Watchdog
+from fractional_gpu.broker.monitoring.watchdog import watchdog
 from fractional_gpu.broker.persistence.audit import AuditLog
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, lease_folder
 from fractional_gpu.broker.persistence.ledger_writer import (
@@ -142,7 +142,7 @@ class BrokerRun:
                 if self.ready is not None:
                     self.ready.write("ready")
                     self.ready.close()
-                with Watchdog(self.settings.hang_limit):
+                with watchdog(self.settings.hang_limit):
                     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
                         task.result()  # raise what it raised: a broker without its sampler, say, must not go on
@@ -169,7 +169,7 @@ class BrokerRun:
         broker = self.broker
         total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
         budget_mib = settings.host_budget_mib(total_mib)
-        sampler = Sampler(broker, specs, HostBudget(budget_mib, total_mib))
+        sampler = Sampler(broker, specs, partial(host_budget_mib, budget_mib, total_mib))
         self._configure(budget_mib)
         await self._take_back_leases(files, swaps)
         await sampler.sample()  # what leases use is known before any request is answered
