@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.effects import CapBreached
+from fractional_gpu.core.model import Breach, LeaseState
 from fractional_gpu.protocol.messages import AcquireRequest, LeaseReply, Progress
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 
@@ -85,8 +86,8 @@ def test_its_runner_follows_its_state_and_reads_its_notices(live: LiveBroker) ->
 
 
 async def notice(live: LiveBroker, lease: LeaseReply) -> None:
-    kernel = live.broker.kernels[lease.lease_id]
-    live.broker.enforcement._notify(kernel, "it is over its cap", after_restart=False)
+    breach = CapBreached(lease_id=lease.lease_id, action=Breach.WARN, sentence="it is over its cap")
+    live.broker.enforcement.breached(breach)
 
 
 async def goes_away(live: LiveBroker, lease: LeaseReply) -> None:

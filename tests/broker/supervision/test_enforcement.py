@@ -80,7 +80,7 @@ def test_a_stranger_that_came_back_has_its_patience_anew() -> None:
         world.see(stranger.pid)
         world.passes(PATIENCE_S / 2)
         world.passes(PATIENCE_S, stranger.pid)
-        assert world.enforcement._terminated == set()
+        assert not any(one.terminated for one in world.enforcement._unwanted.values())
 
 
 @pytest.mark.parametrize("why", ["only shown", "draws", "a lease's", "carries a lease"])
@@ -94,7 +94,7 @@ def test_whoever_may_be_there_is_left_alone(why: str) -> None:
             world.now_s += PATIENCE_S
             world.see(pid, kind=kind, lease_of=lease_of)
         assert is_running(other)
-        assert world.enforcement._terminated == set()
+        assert world.enforcement._unwanted == {}
         assert [one.pid for one in world.enforcement.strangers[DEVICE]] == ([] if lease_of else [pid])
 
 

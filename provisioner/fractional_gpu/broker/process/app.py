@@ -63,16 +63,7 @@ _SOON = "1s"  # how long a broker whose folder was deleted stays after its last 
 def run_broker(options: BrokerOptions) -> int:
     """Serve until SIGTERM, SIGINT or idle exit. Returns the exit status; failures go to stderr."""
     options = resolved(options)
-    socket = options.socket or socket_path()
-    try:
-        make_socket_folder(socket, service=options.service)  # before anything is written there
-    except FractionalGPUError as error:
-        sentence = str(error)
-    except OSError as error:
-        sentence = cannot_run(socket, error)
-    else:
-        sentence = _serve(options, socket, ready=None)
-    if sentence:
+    if sentence := _serve(options, options.socket or socket_path(), ready=None):
         sys.stderr.write(f"jupyter gpu broker: {sentence}\n")
         return 1
     return 0
@@ -116,6 +107,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
     again: tuple[BrokerOptions, int] | None = None
     with ExitStack() as stack:
         try:
+            make_socket_folder(socket, service=options.service)  # before anything is written there
             kept = _kept_claim()
             lock = BrokerLock(socket)
             stack.callback(lock.close)

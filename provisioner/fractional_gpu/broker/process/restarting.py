@@ -30,6 +30,7 @@ from fractional_gpu.host.workload import own_workload, serves_whole_host
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 
 log = logging.getLogger(__name__)
+_COMMAND = (sys.executable, "-P", "-m", "fractional_gpu.broker")
 
 # What decides where the broker finds its code, its configuration and its folders, and what its devices are. `broker.json` keeps these only:
 # the environment of a starter has secrets, such as JUPYTER_TOKEN.
@@ -69,7 +70,11 @@ def write_restart_files(options: BrokerOptions, socket: str) -> None:
 
     Raises OSError if the one beside the socket cannot be written.
     """
-    text = json.dumps(_content(options, socket)).encode()
+    # A starter wants to know at once whether a broker serves, so it must not stand by.
+    started = asdict(replace(options, detach=False, stand_by=False, socket=socket))
+    argument = json.dumps({name: value for name, value in started.items() if value is not None})
+    content = {"argv": [*_COMMAND, "--detach", argument], "env": kept_environment(os.environ)}
+    text = json.dumps(content).encode()
     replace_file(restart_file(socket), text)
     try:
         make_state_folder(socket)
@@ -83,23 +88,6 @@ def remove_restart_files(socket: str) -> None:
     for path in (restart_file(socket), spare_restart_file(socket)):
         with suppress(OSError):
             path.unlink()
-
-
-def _content(options: BrokerOptions, socket: str) -> dict[str, object]:
-    # A starter wants to know at once whether a broker serves, so it must not stand by.
-    started = replace(options, detach=False, stand_by=False)
-    argument = {name: value for name, value in asdict(started).items() if value is not None}
-    return {
-        "argv": [
-            sys.executable,
-            "-P",
-            "-m",
-            "fractional_gpu.broker",
-            "--detach",
-            json.dumps({**argument, "socket": socket}),
-        ],
-        "env": kept_environment(os.environ),
-    }
 
 
 def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -116,7 +104,8 @@ def resolved(options: BrokerOptions) -> BrokerOptions:
     """Return the options with absolute paths and with the values from the environment. Raises BrokerUnavailableError."""
     # A detached broker runs in /.
     config_file = str(Path(options.config_file).absolute()) if options.config_file else None
-    socket = options.socket or (_service_socket() if options.service else socket_path())
+    service = options.service and not os.environ.get("JUPYTER_GPU_SOCKET")
+    socket = options.socket or (SYSTEM_SOCKET if service else socket_path())
     return replace(
         options,
         config_file=config_file,
@@ -143,10 +132,6 @@ def start_detached(options: BrokerOptions) -> int:
     process.wait()
     where = Path(socket).with_name("broker.err")
     return _failed(said or f"the broker ended at once; {where} may say why")
-
-
-def _service_socket() -> str:
-    return os.environ.get("JUPYTER_GPU_SOCKET") or SYSTEM_SOCKET
 
 
 def serves_everyone(socket: str) -> bool:
@@ -204,26 +189,18 @@ def _started(options: BrokerOptions, socket: str) -> tuple[str, subprocess.Popen
     """Start the process and return what it reports: "ready", or a sentence. Raises OSError."""
     reader, writer = os.pipe()
     with os.fdopen(reader) as report:
-        try:
-            log_file = open_own(Path(socket).with_name("broker.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            try:
-                argument = json.dumps({**asdict(options), "ready_fd": writer})
-                process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "fractional_gpu.broker", argument],
-                    env=driver_environment.cleaned(
-                        {name: os.environ[name] for name in os.environ.keys() - NOT_INHERITED}
-                    ),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_file,
-                    stderr=log_file,
-                    pass_fds=(writer,),
-                    start_new_session=True,
-                    cwd="/",
-                )
-            finally:
-                os.close(log_file)
-        finally:
-            os.close(writer)
+        errors, flags = Path(socket).with_name("broker.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with os.fdopen(writer, "w"), os.fdopen(open_own(errors, flags), "w") as log_file:
+            process = subprocess.Popen(
+                [*_COMMAND, json.dumps({**asdict(options), "ready_fd": writer})],
+                env=driver_environment.cleaned({name: os.environ[name] for name in os.environ.keys() - NOT_INHERITED}),
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                pass_fds=(writer,),
+                start_new_session=True,
+                cwd="/",
+            )
         return report.read().strip(), process
 
 

@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.broker.clock import within
@@ -44,6 +45,15 @@ Owner = tuple[str, ProcessIdentity]
 _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 
+@dataclass(slots=True)
+class _Unwanted:
+    """A stranger that is to be ended: since when it is there, whether it got SIGTERM, and whether the broker's user may signal it."""
+
+    since_s: float
+    terminated: bool = False
+    permitted: bool = True
+
+
 class Enforcement:
     """Compares what leases and strangers really use with what they may. `clock` in seconds, for tests."""
 
@@ -53,9 +63,7 @@ class Enforcement:
         self._broker = broker
         self._clock = clock
         self._users: dict[str, set[ProcessIdentity]] = {}  # by lease: its processes that use a device
-        self._unwanted: dict[ProcessIdentity, float] = {}  # strangers to be ended, and since when they are there
-        self._terminated: set[ProcessIdentity] = set()  # strangers that got SIGTERM
-        self._not_permitted: set[ProcessIdentity] = set()  # strangers that the broker's user may not signal
+        self._unwanted: dict[ProcessIdentity, _Unwanted] = {}
 
     def see(
         self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner], processes: Snapshot | None
@@ -65,7 +73,7 @@ class Enforcement:
         `processes`: as they were then; None if no process but kernels themselves uses a device.
         """
         self._users = {}
-        unwanted: dict[ProcessIdentity, float] = {}
+        unwanted: dict[ProcessIdentity, _Unwanted] = {}
         for device_id, use in uses.items():
             users = use.processes if use is not None else ()
             for process in users:
@@ -76,12 +84,10 @@ class Enforcement:
             self.strangers[device_id] = [_described(process) for process in strangers]
             if strangers and self._refuses(device_id):
                 for identity in self._foreign(strangers, processes):
-                    unwanted[identity] = self._unwanted.get(identity, self._clock())
+                    unwanted[identity] = self._unwanted.get(identity) or _Unwanted(self._clock())
         self._unwanted = unwanted
-        self._terminated &= set(unwanted)
-        self._not_permitted &= set(unwanted)
-        for identity, since_s in unwanted.items():
-            self._end_stranger(identity, self._clock() - since_s)
+        for identity, stranger in unwanted.items():
+            self._end_stranger(identity, stranger)
 
     def breached(self, breach: CapBreached) -> None:
         kernel = self._broker.kernels.get(breach.lease_id)
@@ -92,14 +98,10 @@ class Enforcement:
             alive = [one for one in self._users.get(breach.lease_id, set()) if not self._signal(one, signal.SIGKILL)]
             if alive:
                 sentence += f" (the broker's user may not end process {alive[0].pid})"
-        self._notify(kernel, sentence, after_restart=breach.action is Breach.KILL)
-
-    @staticmethod
-    def _notify(kernel: Kernel, sentence: str, *, after_restart: bool) -> None:
         if kernel.launch.command:
             kernel.notices.append(sentence)  # its runner prints it
             kernel.notify()
-        elif after_restart:
+        elif breach.action is Breach.KILL:
             kernel.notices.append(sentence)  # for the kernel that comes after this one
         elif kernel.link is not None:
             kernel.link.send(GateVerb.NOTICE, sentence=sentence)
@@ -124,16 +126,13 @@ class Enforcement:
         lease_id = processes.marker(pid) if processes is not None else None
         return pid in self.exempt_pids or command.startswith(_SERVERS) or lease_id in self._broker.kernels
 
-    def _end_stranger(self, identity: ProcessIdentity, there_s: float) -> None:
-        if there_s < PATIENCE_S or identity in self._not_permitted:
-            return
+    def _end_stranger(self, identity: ProcessIdentity, stranger: _Unwanted) -> None:
+        there_s = self._clock() - stranger.since_s
         number = signal.SIGKILL if there_s >= 2 * PATIENCE_S else signal.SIGTERM
-        if number is signal.SIGTERM and identity in self._terminated:
+        if there_s < PATIENCE_S or not stranger.permitted or (number is signal.SIGTERM and stranger.terminated):
             return
-        self._terminated.add(identity)
         log.warning("process %d uses a device that is refused to strangers: %s", identity.pid, number.name)
-        if not self._signal(identity, number):
-            self._not_permitted.add(identity)
+        stranger.terminated, stranger.permitted = True, self._signal(identity, number)
 
     @staticmethod
     def _signal(identity: ProcessIdentity, number: signal.Signals) -> bool:
