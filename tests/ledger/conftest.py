@@ -9,7 +9,8 @@ import pytest
 
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.host.process import ProcessIdentity
-from fractional_gpu.ledger import LeaseRecord, Ledger, OperationRecord
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LeaseRecord, OperationRecord
 from tests.support.records import a_record, changed
 
 _LEASE = a_record(

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.ledger import Ledger
-from fractional_gpu.ledger.ledger import METER
+from fractional_gpu.ledger.ledger import METER, Ledger
 
 _WRITER = """
 import sys
 from fractional_gpu.core.model import LeaseSpec, LeaseState
-from fractional_gpu.ledger import LeaseRecord, Ledger, OperationRecord
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LeaseRecord, OperationRecord
 from fractional_gpu.ledger.records import Launch
 ledger = Ledger.open(sys.argv[1])
 number = ledger.next_operation_id() - 1
@@ -60,7 +60,7 @@ def test_everything_acknowledged_survives_a_kill(path: Path, acknowledged: int) 
 _METER = """
 import sys
 from fractional_gpu.core.metering.usage import Party, Usage, UsageRow
-from fractional_gpu.ledger import Ledger
+from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.ledger import METER
 ledger = Ledger.open(sys.argv[1])
 number = int(ledger.kept(METER) or 0)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, RecordError
 from fractional_gpu.ledger import ledger as ledger_module
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LeaseRecord, LedgerError, OperationRecord, RecordError
 from fractional_gpu.protocol.status import StoryLine, UsagePoint
 from tests.support.records import a_record
 

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, opening, schema
+from fractional_gpu.ledger import opening, schema
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LeaseRecord, LedgerError, OperationRecord
 
 _NOBODY = 65534
 _OPEN_AS = """
 import os, sys
-from fractional_gpu.ledger import Ledger, LedgerError
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LedgerError
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresgid(*[int(sys.argv[2])] * 3)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fractional_gpu.ledger import Ledger
+from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.status import UsagePoint
 
 

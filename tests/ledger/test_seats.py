@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from fractional_gpu.ledger import Ledger, RecordError, SeatRecord, UsageRecord
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import RecordError, SeatRecord, UsageRecord
 
 _SEAT = SeatRecord(
     seat_id="s1",

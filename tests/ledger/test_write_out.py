@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.core.metering.usage import Party, Usage, UsageKey, UsageRow
-from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, opening
-from fractional_gpu.ledger.records import LedgerInUseError
+from fractional_gpu.ledger import opening
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LeaseRecord, LedgerError, LedgerInUseError
 
 _FILES = ["", "-wal", "-shm", ".lock"]
 

@@ -19,7 +19,8 @@ from fractional_gpu.broker.process.app import run_broker
 from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.broker.process.restarting import BrokerOptions
 from fractional_gpu.client.discovery import ensure_broker, runtime_dir
-from fractional_gpu.ledger import Ledger, LedgerError
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from tests.broker.live import BECOME_NOBODY
 from tests.support.world import World, new_world

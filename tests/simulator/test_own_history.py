@@ -8,7 +8,7 @@ import pytest
 
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.simulation.sessions import read_history, recorded_waits, sessions_of
-from fractional_gpu.ledger import Ledger
+from fractional_gpu.ledger.ledger import Ledger
 from tests.support.own_history import ledger_of
 
 MACHINE = "--devices 4x80GiB"

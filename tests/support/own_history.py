@@ -13,7 +13,7 @@ from fractional_gpu.core import events
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import LeaseRequested
 from fractional_gpu.core.model import LeaseSpec, LeaseState
-from fractional_gpu.ledger import Ledger
+from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord
 from tests.support.records import a_record
 

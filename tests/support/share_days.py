@@ -5,7 +5,7 @@ from getpass import getuser
 from pathlib import Path
 
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Share, ShareDay
-from fractional_gpu.ledger import Ledger
+from fractional_gpu.ledger.ledger import Ledger
 
 __all__ = ["days_of_little_use", "keep_days"]
 

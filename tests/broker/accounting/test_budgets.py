@@ -17,7 +17,8 @@ from fractional_gpu.core.events import Event
 from fractional_gpu.core.metering.budgets import LAST_PRIORITY, Budget, Consequence, Subject, Unit, WindowKind
 from fractional_gpu.core.metering.usage import Party, Usage, UsageRow
 from fractional_gpu.core.model import LeaseState, LeaseView
-from fractional_gpu.ledger import Ledger, LedgerError
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import NoRoomError
 from tests.core.driving import Hand
 

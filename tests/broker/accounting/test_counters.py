@@ -13,7 +13,7 @@ from fractional_gpu.broker.metrics import PREFIX
 from fractional_gpu.core.events import Attached, BusyChanged, LeaseRequested, Wanted
 from fractional_gpu.core.metering.usage import Party, Usage, UsageKey, UsageRow
 from fractional_gpu.core.model import LeaseSpec, LeaseState
-from fractional_gpu.ledger import Ledger
+from fractional_gpu.ledger.ledger import Ledger
 from tests.broker.accounting.test_metering import MINUTE, SECOND, World
 
 Counted = Mapping[tuple[str, ...], float]

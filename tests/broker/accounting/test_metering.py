@@ -17,8 +17,8 @@ from fractional_gpu.core.metering.tariffs import LocalTime, Tariff
 from fractional_gpu.core.metering.usage import Usage
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceSensors
-from fractional_gpu.ledger import Ledger, LedgerError
-from fractional_gpu.ledger.ledger import METER
+from fractional_gpu.ledger.ledger import METER, Ledger
+from fractional_gpu.ledger.records import LedgerError
 from tests.core.driving import Hand, spec
 
 EUR = Tariff(currency="EUR", price_milli=1000)

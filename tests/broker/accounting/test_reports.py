@@ -16,7 +16,7 @@ import pytest
 from fractional_gpu.broker.accounting.reports import Question, Reader, UsageReports
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, Party, Usage, UsageKey, UsageRow
-from fractional_gpu.ledger import Ledger
+from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.accounts import UsageEntry
 
 T = TypeVar("T")

@@ -16,7 +16,8 @@ from fractional_gpu.broker.process.run import BrokerRun
 from fractional_gpu.core.metering.turns import Turn
 from fractional_gpu.core.metering.usage import Party, Usage, UsageKey, UsageRow
 from fractional_gpu.core.model import LeaseSpec, LeaseState
-from fractional_gpu.ledger import LeaseRecord, Ledger, OperationRecord, SeatRecord, UsageRecord
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LeaseRecord, OperationRecord, SeatRecord, UsageRecord
 from fractional_gpu.protocol.status import UsagePoint
 from tests.broker.live import live_broker
 from tests.support.records import a_record

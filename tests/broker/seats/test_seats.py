@@ -27,8 +27,7 @@ from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.commands.terminal.text import plain
 from fractional_gpu.core.events import DeviceSeen
 from fractional_gpu.core.model import DeviceSpec
-from fractional_gpu.ledger import UsageRecord
-from fractional_gpu.ledger.records import LedgerError, SeatRecord
+from fractional_gpu.ledger.records import LedgerError, SeatRecord, UsageRecord
 from fractional_gpu.protocol.codec import decode_reply
 from fractional_gpu.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
 from fractional_gpu.protocol.messages import DrainRequest, LeaseRequest, ProgressKind

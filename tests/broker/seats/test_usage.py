@@ -14,7 +14,8 @@ from fractional_gpu.config import load
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.seat_packing import PRIOR_USAGE
 from fractional_gpu.core.seat_packing import Usage as SeatUsage
-from fractional_gpu.ledger import Ledger, UsageRecord
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import UsageRecord
 from tests.support.counted import calls_of
 
 DAY_MS = 86_400_000
