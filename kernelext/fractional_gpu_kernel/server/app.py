@@ -6,11 +6,9 @@ import logging
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from jupyter_events import EventLogger
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 from jupyter_server.extension.application import ExtensionApp
-from jupyter_server.serverapp import ServerApp
 from msgspec import to_builtins
 from tornado import web
 
@@ -111,9 +109,8 @@ def _kernel_of(status: LeaseStatus) -> dict[str, Any]:
 #     POST /jupyter-fractional-gpu/kernels/KERNEL/ACTION     suspend, resume, pin {"minutes": 30}, unpin: as `%gpu` does
 #     POST /jupyter-fractional-gpu/kernels/KERNEL/expect     {"sign": "typing"}: its next cell is near; of the cell nothing is told
 #
-# Requests are signed in, authorised for `kernels` and XSRF-checked, as for each of Jupyter's own routes. An action ends when the browser
-# closes the connection, which withdraws the ticket of a resume that waits. Errors are JSON with `message` and `reason`, with the broker's
-# own status.
+# Requests are signed in, authorised for `kernels` and XSRF-checked. An action ends when the browser closes the connection, which withdraws
+# the ticket of a resume that waits. Errors are JSON with `message` and `reason`, with the broker's own status.
 
 _MOST_ACTIONS = 16  # under way at once: each has a thread of its own
 _LONGEST_PIN_MIN = 7 * 24 * 60
@@ -123,21 +120,42 @@ _KERNEL = r"/jupyter-fractional-gpu/kernels/(?P<kernel_id>[\w-]{1,200})/"
 Action = Callable[[BrokerClient, str], LeaseStatus | None]
 
 
-def handlers(app: "FractionalGPUApp") -> list[tuple[str, type[APIHandler], dict[str, Any]]]:
-    shared = {"app": app}
-    return [
-        (r"/jupyter-fractional-gpu/state", _State, shared),
-        (_KERNEL + "advice", _Advice, shared),
-        (_KERNEL + "(?P<action>[a-z]{1,20})", _Action, shared),
-    ]
-
-
 class _Handler(APIHandler):
     auth_resource = "kernels"
+    under_way = 0  # calls of all requests
+    _call: asyncio.Task[LeaseStatus | None] | None = None
 
     def initialize(self, app: "FractionalGPUApp") -> None:
         super().initialize()
         self.app = app
+
+    def on_connection_close(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+        super().on_connection_close()
+
+    async def _answer(
+        self, kernel_id: str, name: str, write: Callable[[LeaseStatus | None], Mapping[str, object]]
+    ) -> None:
+        """Call the broker about a kernel, and send what `write` makes of what it returned, or the refusal."""
+        try:
+            action = BrokerClient.lease if name == "advice" else _action(name, self.get_json_body() or {})
+            lease = self.app.lease_of(kernel_id)
+            if _Handler.under_way >= _MOST_ACTIONS:
+                raise ConflictError(f"{_MOST_ACTIONS} actions are under way on this server; wait for one to end")
+            token = self.app.token_of(kernel_id)
+            client = AsyncClient(lambda: unstarted_broker(token=token).because_of(f"`{name}` in JupyterLab"))
+            _Handler.under_way += 1
+            try:
+                self._call = asyncio.create_task(client.call(lambda one: action(one, lease.lease_id)))
+                await asyncio.wait([self._call])
+                answer = write(None if self._call.cancelled() else self._call.result())
+            finally:
+                _Handler.under_way -= 1
+        except FractionalGPUError as error:
+            self.set_status(error.status)
+            answer = {"message": str(error), "reason": error.reason}
+        await self.finish(json.dumps(answer))
 
 
 class _State(_Handler):
@@ -147,56 +165,22 @@ class _State(_Handler):
         await self.finish(json.dumps(self.app.state()))
 
 
-class _Call(_Handler):
-    """A call to the broker about one kernel."""
-
-    under_way = 0  # of all requests
-    _call: asyncio.Task[LeaseStatus | None] | None = None
-
-    def on_connection_close(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
-        super().on_connection_close()
-
-    async def _answer(self, kernel_id: str, name: str) -> LeaseStatus | None:
-        """Make the call and return what it returned; None, with the refusal sent, where it was refused."""
-        try:
-            action = BrokerClient.lease if name == "advice" else _action(name, self.get_json_body() or {})
-            lease = self.app.lease_of(kernel_id)
-            if _Call.under_way >= _MOST_ACTIONS:
-                raise ConflictError(f"{_MOST_ACTIONS} actions are under way on this server; wait for one to end")
-            token = self.app.token_of(kernel_id)
-            client = AsyncClient(lambda: unstarted_broker(token=token).because_of(f"`{name}` in JupyterLab"))
-            _Call.under_way += 1
-            try:
-                self._call = asyncio.create_task(client.call(lambda one: action(one, lease.lease_id)))
-                await asyncio.wait([self._call])
-                return None if self._call.cancelled() else self._call.result()
-            finally:
-                _Call.under_way -= 1
-        except FractionalGPUError as error:
-            self.set_status(error.status)
-            await self.finish(json.dumps({"message": str(error), "reason": error.reason}))
-            return None
-
-
-class _Action(_Call):
+class _Action(_Handler):
     @web.authenticated
     @authorized
     async def post(self, kernel_id: str, action: str) -> None:
-        lease = await self._answer(kernel_id, action)
-        if not self._finished:
-            await self.finish(json.dumps({} if lease is None else {"state": lease.state, "sentence": lease.sentence}))
+        await self._answer(
+            kernel_id, action, lambda lease: {} if lease is None else {"state": lease.state, "sentence": lease.sentence}
+        )
 
 
-class _Advice(_Call):
+class _Advice(_Handler):
     @web.authenticated
     @authorized
     async def get(self, kernel_id: str) -> None:
-        lease = await self._answer(kernel_id, "advice")
-        if not self._finished:
-            advice = lease.advice if lease is not None else None
-            await self.finish(json.dumps({"sentence": advice.sentence if advice is not None else ""}))
+        await self._answer(
+            kernel_id, "advice", lambda lease: {"sentence": lease.advice.sentence if lease and lease.advice else ""}
+        )
 
 
 def _action(name: str, body: object) -> Action:
@@ -239,18 +223,7 @@ class FractionalGPUApp(ExtensionApp):
     name = "jupyter_fractional_gpu"
     load_other_extensions = True
 
-    @property
-    def _server(self) -> ServerApp:
-        if self.serverapp is None:
-            raise RuntimeError("the extension was not loaded into a server")
-        return self.serverapp
-
-    @property
-    def _events(self) -> EventLogger:
-        events: EventLogger | None = self._server.event_logger
-        if events is None:
-            raise RuntimeError("the server has no event stream yet")
-        return events
+    serverapp: Any
 
     def initialize_settings(self) -> None:
         self._status: HostStatus | None = None
@@ -258,13 +231,16 @@ class FractionalGPUApp(ExtensionApp):
         self._following: asyncio.Task[None] | None = None
         self._complaint = ""
         for schema in (STATE_SCHEMA, NOTICE_SCHEMA):
-            self._events.register_event_schema(dict(schema))
+            self.serverapp.event_logger.register_event_schema(dict(schema))
 
     def initialize_handlers(self) -> None:
-        self.handlers.extend(handlers(self))
+        shared = {"app": self}
+        self.handlers.append((r"/jupyter-fractional-gpu/state", _State, shared))
+        self.handlers.append((_KERNEL + "advice", _Advice, shared))
+        self.handlers.append((_KERNEL + "(?P<action>[a-z]{1,20})", _Action, shared))
 
     async def _start_jupyter_server_extension(self, _serverapp: Any) -> None:  # noqa: ANN401 - jupyter_server's signature
-        self._events.add_listener(schema_id=_KERNEL_ACTIONS, listener=self._kernel_acted)
+        self.serverapp.event_logger.add_listener(schema_id=_KERNEL_ACTIONS, listener=self._kernel_acted)
         self._following = asyncio.create_task(follow(AsyncClient(_broker), self._take, self._lost))
 
     async def stop_extension(self) -> None:
@@ -273,7 +249,7 @@ class FractionalGPUApp(ExtensionApp):
             await asyncio.gather(self._following, return_exceptions=True)
 
     def state(self) -> dict[str, Any]:
-        return state(self._status, set(self._server.kernel_manager.list_kernel_ids()))
+        return state(self._status, set(self.serverapp.kernel_manager.list_kernel_ids()))
 
     def lease_of(self, kernel_id: str) -> LeaseStatus:
         """Return the lease of a kernel of this server. Raises NotFoundError, or ConflictError for one without a lease."""
@@ -286,12 +262,7 @@ class FractionalGPUApp(ExtensionApp):
         raise ConflictError(f"this kernel has no GPU lease now; to get one {RESTART}", reason="no-lease")
 
     def token_of(self, kernel_id: str) -> str | None:
-        """Return the lease's token if the kernel's provisioner holds it, else the token of this server's seat.
-
-        A token allows what the uid alone does not.
-
-        Raises FractionalGPUError for a seat that cannot be read.
-        """
+        """Return the lease's token if the kernel's provisioner holds it, else that of this server's seat. Raises FractionalGPUError."""
         token: str | None = getattr(self._provisioner(kernel_id), "gpu_token", None)
         seat = own_seat() if token is None else None
         return token if seat is None else seat.token
@@ -299,17 +270,10 @@ class FractionalGPUApp(ExtensionApp):
     def _provisioner(self, kernel_id: str) -> object:
         if not self._is_ours(kernel_id):
             return None
-        return getattr(self._server.kernel_manager.get_kernel(kernel_id), "provisioner", None)
+        return getattr(self.serverapp.kernel_manager.get_kernel(kernel_id), "provisioner", None)
 
     def _is_ours(self, kernel_id: str) -> bool:
-        return kernel_id in self._server.kernel_manager
-
-    async def _until_ours(self, kernel_id: str) -> None:
-        """Wait for up to 5 s until the kernel manager lists a kernel: it does so a moment after its event `start`."""
-        for _ in range(_LISTING_STEPS):
-            if self._is_ours(kernel_id):
-                return
-            await asyncio.sleep(_LISTING_STEP_S)
+        return kernel_id in self.serverapp.kernel_manager
 
     def _take(self, status: HostStatus) -> None:
         self._status, self._complaint = status, ""
@@ -328,13 +292,16 @@ class FractionalGPUApp(ExtensionApp):
         now = self.state()
         if now != self._emitted:
             self._emitted = now
-            self._events.emit(schema_id=STATE_ID, data=now)
+            self.serverapp.event_logger.emit(schema_id=STATE_ID, data=now)
 
     async def _kernel_acted(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ANN401, ARG002 - jupyter_events' signature
         """A kernel has started, restarted or ended: the set of this server's kernels changed, and some kernels have a notice."""
         kernel_id, action = data.get("kernel_id", ""), data["action"]
         if action == "start" and data.get("status") == "success":
-            await self._until_ours(kernel_id)
+            for _ in range(_LISTING_STEPS):  # the kernel manager lists it a moment after this event
+                if self._is_ours(kernel_id):
+                    break
+                await asyncio.sleep(_LISTING_STEP_S)
         self._emit_state()
         provisioner = self._provisioner(kernel_id)
         notice = getattr(provisioner, "gpu_notice", None)
@@ -343,4 +310,4 @@ class FractionalGPUApp(ExtensionApp):
         if data.get("status") == "error" and action == "restart":
             notice = f"The kernel could not be restarted: {data['msg']}"
         if notice:
-            self._events.emit(schema_id=NOTICE_ID, data={"kernel_id": kernel_id, "sentence": notice})
+            self.serverapp.event_logger.emit(schema_id=NOTICE_ID, data={"kernel_id": kernel_id, "sentence": notice})
