@@ -21,7 +21,7 @@ from fractional_gpu.protocol.routes import NOTE, NoteRequest
 from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_kernel.cells.acquire import RefusedError
 from fractional_gpu_kernel.display.chart import HistoryView
-from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish, resizing
+from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish
 from fractional_gpu_kernel.display.views import StatusView, StoryView, TopView
 from fractional_gpu_kernel.magics.arguments import (
     ALWAYS,
@@ -42,15 +42,11 @@ if TYPE_CHECKING:
 
 # Changes of the size of this kernel's lease: `%gpu resize`, and the burst of one cell (`%%gpu`).
 #
-# Rules:
-#
 # - A larger share is requested before the cell passes the gate, so that a cell that waits for room holds nothing that others need;
-#   frameworks are limited to the larger share once the broker has reserved it. A smaller one goes the other way round: first the
-#   frameworks are limited to it and give their caches back, then the broker may give the room away.
+#   frameworks are limited to it once the broker has reserved it. For a smaller one, frameworks first are limited and give caches back.
 # - Bursts may be nested, and may overlap in subshells: the lease has the largest requested share, and goes back to what it was before the
 #   first burst when the last one has ended.
 # - What cannot be given back (more is still in use, or no broker answers) is reported, and tried again at the end of each later cell.
-
 
 _WAIT_MS = 3_600_000  # for room; an interrupt ends it at any moment
 _GIVE_BACK_S = 10.0
@@ -146,40 +142,31 @@ class Resizer:
         free_caches()
         burst = target != own  # another burst goes on: the broker must know that this share ends with this process
         request = ResizeRequest(fraction_milli=target.milli, memory_mib=target.memory_mib, wait_ms=0, burst=burst)
-        failure = self._try(request)
-        if not failure:
-            with self._lock:
-                if not self._bursts:
-                    self._own = None
-        elif shows:
-            memory = f", {format_memory(target.memory_mib)}" if target.memory_mib is not None else ""
-            text = (
-                f"The larger share of this cell is not given back yet: {failure.rstrip('.')}. It is tried again at the end of each cell; "
-                f"this kernel's own share is {format_fraction(target.milli)} GPU{memory}."
-            )
-            publish(self._kernel.shell, Sentence(text))
-
-    def _try(self, request: ResizeRequest) -> str:
-        """Resize without waiting; returns "" or why not."""
         try:
             self._take(_limit_mib(self._resize(request, None, timeout_s=_GIVE_BACK_S, revive=False)))
-        except FractionalGPUError as error:
-            return str(error)
-        except KeyboardInterrupt:
-            return "it was interrupted"
-        return ""
+        except (FractionalGPUError, KeyboardInterrupt) as error:
+            failure = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error).rstrip(".")
+            memory = f", {format_memory(target.memory_mib)}" if target.memory_mib is not None else ""
+            text = (
+                f"The larger share of this cell is not given back yet: {failure}. It is tried again at the end of each cell; "
+                f"this kernel's own share is {format_fraction(target.milli)} GPU{memory}."
+            )
+            if shows:
+                publish(self._kernel.shell, Sentence(text))
+            return
+        with self._lock:
+            if not self._bursts:
+                self._own = None
 
     def _resize(
         self, request: ResizeRequest, line: LiveLine | None, *, timeout_s: float = 30.0, revive: bool = True
     ) -> LeaseStatus:
-        lease_id = self._settings.lease_id
         return call_broker(
             self._settings,
-            lambda client: client.resize(lease_id, request),
+            lambda client: client.resize(self._settings.lease_id, request),
             timeout_s=timeout_s,
             revive=revive,
             line=line,
-            describe=resizing,
         )
 
 
@@ -262,8 +249,10 @@ class Actions:
     def stop(self) -> None:
         self._pins.stop()
 
+    def _say(self, sentence: str) -> None:
+        publish(self._shell, Sentence(sentence))
+
     def help(self, _: argparse.Namespace) -> None:
-        """Show the list; help about one command is the parser's."""
         raise HelpRequested(overview())
 
     def status(self, _: argparse.Namespace) -> None:
@@ -272,7 +261,7 @@ class Actions:
         except BrokerUnavailableError as error:
             without = "is not on the GPU; the next cell starts the broker again"
             now = "is on the GPU and goes on working" if self._gate.is_open else without
-            publish(self._shell, Sentence(f"{error}. Meanwhile this kernel {now}."))
+            self._say(f"{error}. Meanwhile this kernel {now}.")
         else:
             publish(self._shell, StatusView(status))
 
@@ -285,13 +274,12 @@ class Actions:
         publish(self._shell, HistoryView(history, last_ms))
 
     def cost(self, _: argparse.Namespace) -> None:
-        """Show what the kernel and its user used, and what it costs."""
         from fractional_gpu_kernel.display.cost import CostView  # noqa: PLC0415 - few kernels ask
 
         try:
             cost = self._read(lambda client: client.cost(self._settings.lease_id))
         except BrokerUnavailableError as error:
-            publish(self._shell, Sentence(f"{error}. What this kernel costs is shown when a broker serves again."))
+            self._say(f"{error}. What this kernel costs is shown when a broker serves again.")
         else:
             publish(self._shell, CostView(cost))
 
@@ -303,7 +291,6 @@ class Actions:
         publish(self._shell, StoryView(story, int(lines)))
 
     def request(self, arguments: argparse.Namespace) -> None:
-        """Have this share, and be on a GPU."""
         milli, memory_mib = size("%gpu request", arguments.fraction, arguments.memory)
         if (pool := arguments.pool) is not None:
             own = self._read(lambda client: client.lease(self._settings.lease_id)).spec.pool
@@ -382,19 +369,13 @@ class Actions:
             self._pins.stop()
             more = ""
         where = "" if status.state == "resident" else " It counts when the kernel is on the GPU: %gpu resume."
-        publish(
-            self._shell,
-            Sentence(
-                f"Pinned for {format_rough(status.pinned_ms)}{more}: not suspended for others or for being idle. "
-                f"%gpu unpin ends it.{where}"
-            ),
-        )
+        pinned = f"Pinned for {format_rough(status.pinned_ms)}{more}: not suspended for others or for being idle."
+        self._say(f"{pinned} %gpu unpin ends it.{where}")
 
     def unpin(self, _: argparse.Namespace) -> None:
         self._pins.stop()
-        lease_id = self._settings.lease_id
-        call_broker(self._settings, lambda client: client.because_of("`%gpu unpin`").unpin(lease_id), revive=True)
-        publish(self._shell, Sentence("Not pinned: this kernel may be suspended when it is idle."))
+        self._steer(lambda client: client.because_of("`%gpu unpin`").unpin(self._settings.lease_id))
+        self._say("Not pinned: this kernel may be suspended when it is idle.")
 
     def note(self, arguments: argparse.Namespace) -> None:
         lease_id, text = self._settings.lease_id, "" if arguments.clear else arguments.text
@@ -402,21 +383,16 @@ class Actions:
             status = self._read(lambda client: client.lease(lease_id))
         else:
             request = NoteRequest(note=text)
-            status = call_broker(
-                self._settings,
-                lambda client: client.because_of("`%gpu note`").call(NOTE, request, lease_id),
-                revive=True,
-            )
-        said = (
-            f"The note of this kernel: {status.note}"
-            if status.note
-            else "This kernel has no note; %gpu note TEXT writes one."
-        )
-        publish(self._shell, Sentence(said))
+            status = self._steer(lambda client: client.because_of("`%gpu note`").call(NOTE, request, lease_id))
+        none = "This kernel has no note; %gpu note TEXT writes one."
+        self._say(f"The note of this kernel: {status.note}" if status.note else none)
 
     def _pin(self, duration_ms: int) -> LeaseStatus:
         request = PinRequest(duration_ms=duration_ms)
-        return call_broker(self._settings, lambda client: client.pin(self._settings.lease_id, request), revive=True)
+        return self._steer(lambda client: client.pin(self._settings.lease_id, request))
+
+    def _steer(self, call: Callable[["BrokerClient"], LeaseStatus]) -> LeaseStatus:
+        return call_broker(self._settings, call, revive=True)
 
     def _read(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - what the call returns
         """Make a call that only reads: it starts no broker."""

@@ -41,12 +41,10 @@ class Argument(NamedTuple):
 
     @property
     def is_option(self) -> bool:
-        """Whether it is written with its name."""
         return self.name.startswith("--")
 
     @property
     def is_flag(self) -> bool:
-        """Whether it takes no value."""
         return self.is_option and not self.metavar
 
 
@@ -217,17 +215,15 @@ def parse(line: str) -> argparse.Namespace:
     if name in ("-h", "--help"):
         raise HelpRequested(overview())
     if name == MEASURE.name:  # the cell magic without a cell
-        _Parser(MEASURE_NAME, MEASURE).parse_args(words)
+        _parser(name).parse_args(words)
         raise ArgumentsError(
             "%gpu measure needs a cell: write %%gpu measure as the first line of the cell to be measured"
         )
     if name == "note" and words and words[0] not in ("-h", "--help", "--clear"):
         words = ["--", " ".join(words)]  # the text needs no quotes
-    found = _Parser(f"%gpu {name}", _command(name)).parse_args(words)
-    if name == "help" and found.command == MEASURE.name:
-        _Parser(MEASURE_NAME, MEASURE).print_help()
+    found = _parser(name).parse_args(words)
     if name == "help" and found.command:
-        _Parser(f"%gpu {found.command}", _command(found.command)).print_help()
+        _parser(found.command).print_help()
     found.name = name
     return found
 
@@ -242,7 +238,7 @@ def parse_burst(line: str) -> argparse.Namespace:
 
 def parse_measure(line: str) -> argparse.Namespace:
     """Return the options of a `%%gpu measure` line. Raises ArgumentsError or HelpRequested."""
-    return _Parser(MEASURE_NAME, MEASURE).parse_args(_words(MEASURE_NAME, line)[1:])
+    return _parser(MEASURE.name).parse_args(_words(MEASURE_NAME, line)[1:])
 
 
 def size(prog: str, fraction: str | None, memory: str | None) -> tuple[int | None, int | None]:
@@ -264,27 +260,24 @@ def duration_ms(prog: str, text: str, *, also: str = "") -> int:
         read_ms = 0
     if not read_ms:
         words = f", or {also}" if also else ""
-        raise ArgumentsError(
-            f"{prog}: {text[:50]!r} is not a duration greater than 0; allowed: one such as 30s, 10m or 1h{words}"
-        )
+        allowed = f"allowed: one such as 30s, 10m or 1h{words}"
+        raise ArgumentsError(f"{prog}: {text[:50]!r} is not a duration greater than 0; {allowed}")
     return read_ms
 
 
 def overview() -> str:
-    """Return the list of everything there is."""
     rows = [(f"%gpu {_signature(command)}", command.summary) for command in COMMANDS.values()]
     width = max(len(words) for words, _ in rows)
     rows += [("%%gpu FRACTION", BURST.summary), (f"{MEASURE_NAME} [OPTIONS]", MEASURE.summary)]
     rows.append(("%%cpu", "run this cell without waiting for the GPU (it must not use it)"))
-    return "\n".join(
-        [*(f"{words:<{width}}  {summary}" for words, summary in rows), "", "%gpu COMMAND --help says more about one."]
-    )
+    lines = [f"{words:<{width}}  {summary}" for words, summary in rows]
+    return "\n".join([*lines, "", "%gpu COMMAND --help says more about one."])
 
 
 def _signature(command: Command) -> str:
     words = [command.name]
     for argument in command.arguments:
-        text = " ".join(word for word in (argument.name if argument.is_option else "", argument.metavar) if word)
+        text = f"{argument.name} {argument.metavar}".rstrip() if argument.is_option else argument.metavar
         words.append(text if argument.required else f"[{text}]")
     return " ".join(words)
 
@@ -296,9 +289,11 @@ def _words(prog: str, line: str) -> list[str]:
         raise ArgumentsError(f"{prog}: {line[:100]!r} cannot be split into words: {error}") from None
 
 
-def _command(name: str) -> Command:
+def _parser(name: str) -> _Parser:
+    if name == MEASURE.name:
+        return _Parser(MEASURE_NAME, MEASURE)
     if name in COMMANDS:
-        return COMMANDS[name]
+        return _Parser(f"%gpu {name}", COMMANDS[name])
     import difflib  # noqa: PLC0415 - for slips only
 
     close = difflib.get_close_matches(name, COMMANDS, 1)
@@ -306,32 +301,22 @@ def _command(name: str) -> Command:
     raise ArgumentsError(f"%gpu {name[:50]} is not known; allowed: {', '.join(COMMANDS)}.{hint}")
 
 
-# Completion of `%gpu` and `%%gpu`. Values that only the broker knows (the fractions and the pools on offer) are read once a minute at most,
-# with a short timeout: a completion that blocks is worse than one with the usual proposals.
-
+# Completion. What only the broker knows (the fractions and the pools on offer) is read once a minute at most, with a short timeout: a
+# completion that blocks is worse than one with the usual proposals.
 
 _LINE = re.compile(r"\s*(%%?)gpu\s(.*)", re.DOTALL)
 _TIMEOUT_S = 0.3
 _KEEP_S = 60.0
 
 
-class Completions(NamedTuple):
-    """What is proposed for the `fragment` before the cursor."""
-
-    fragment: str
-    texts: list[str]
-
-
 class Completer:
-    """Proposes for one kernel."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._host: HostStatus | None = None
         self._read_s = -_KEEP_S
 
-    def complete(self, line: str) -> Completions | None:
-        """Return what may stand at the end of `line`, the text of its line up to the cursor; None: not ours."""
+    def complete(self, line: str) -> tuple[str, list[str]] | None:
+        """Return the fragment at the end of `line`, the text up to the cursor, and what may stand there; None: not ours."""
         match = _LINE.fullmatch(line)
         if match is None:
             return None
@@ -345,7 +330,7 @@ class Completer:
             proposed = self._proposals(COMMANDS.get(words[0], Command("", "")), words[1:], fragment)
         else:
             proposed = list(COMMANDS)
-        return Completions(fragment, [text for text in proposed if text.startswith(fragment)])
+        return fragment, [text for text in proposed if text.startswith(fragment)]
 
     def _proposals(self, command: Command, words: list[str], fragment: str) -> list[str]:
         options = {argument.name: argument for argument in command.arguments if argument.is_option}

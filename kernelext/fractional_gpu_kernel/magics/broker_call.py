@@ -1,14 +1,13 @@
 """Calls to the broker from `%gpu`: at once, from the thread that runs the cell, or when the cell has ended.
 
-At once (`call_broker`): the call is made in a separate thread; the cell's thread waits on a queue (as in `cells.acquire`), so an interrupt
-works at any moment, in asynchronous cells too. It closes the connection, and the broker takes back what it had not begun. A broker that
-does not answer is reported within 5 s: on the live line, if there is one, else as an error.
+At once (`call_broker`): a separate thread makes the call; the cell's thread waits on a queue (as in `cells.acquire`), so an interrupt works
+at any moment. It closes the connection, and the broker takes back what it had not begun. A broker that does not answer is reported within
+5 s: on the live line, if there is one, else as an error.
 
-When the cell has ended (`AfterCell`): the kernel is busy with the very message that carries the cell, and a broker suspends, or moves,
-only an idle kernel. So such a command leaves a note; when the cell has ended and its event loop has gone on, a thread makes the call (the
-broker waits a moment for the kernel to become idle), and the result takes the note's place. A subshell has a loop of its own: a command
-in it does not wait for the main shell, whose cell may stand at a breakpoint. Of two commands that contradict each other the later one
-wins: it withdraws the earlier one, of the same cell or of an earlier one, as long as the broker has not begun.
+When the cell has ended (`AfterCell`): a broker suspends, or moves, only an idle kernel, and the kernel is busy with this very cell. So the
+command leaves a note; when the cell has ended and its event loop has gone on, a thread makes the call, and the result takes the note's
+place. A subshell has a separate loop: a command in it does not wait for the main shell, whose cell may stand at a breakpoint. Of two
+commands that contradict each other the later one counts.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from fractional_gpu.client.client import SilenceWatch
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, InternalBrokerError
 from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_kernel.cells.acquire import INTERRUPTED, POLL_S, QUIET_S, interrupts_to
-from fractional_gpu_kernel.display.lines import LiveLine
+from fractional_gpu_kernel.display.lines import LiveLine, resizing
 from fractional_gpu_kernel.settings import Settings, explain
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 _AGAIN_S = 0.2
 T = TypeVar("T")
-Describe = Callable[[LeaseStatus], str]
 
 
 def call_broker(
@@ -42,11 +40,10 @@ def call_broker(
     timeout_s: float = 30.0,
     revive: bool = False,
     line: LiveLine | None = None,
-    describe: Describe | None = None,
 ) -> T:
     """Return what `call` returns. `revive`: start a broker first if none answers.
 
-    With `line` and `describe`, the lease's status is shown while the answer takes longer than a moment.
+    `line` shows how this kernel waits for its new share while the answer takes longer than a moment.
     Raises FractionalGPUError, or KeyboardInterrupt when interrupted, which closes the connection.
     """
     notes: SimpleQueue[object] = SimpleQueue()
@@ -66,32 +63,30 @@ def call_broker(
             loud_from = time.monotonic() + QUIET_S
             news: object = None
             while news is not asked:
+                quiet_s = loud_from - time.monotonic()
+                if quiet_s <= 0:
+                    silence.start()
+                    if line is not None:
+                        follower.start()
                 try:
-                    news = notes.get(timeout=max(0.0, min(POLL_S, loud_from - time.monotonic())) or POLL_S)
+                    news = notes.get(timeout=quiet_s if quiet_s > 0 else POLL_S)
                 except Empty:
-                    if time.monotonic() >= loud_from:
-                        silence.start()
-                        if line is not None and describe is not None:
-                            follower.start()
                     continue
                 if news == INTERRUPTED:
                     raise KeyboardInterrupt
-                if isinstance(news, BrokerUnavailableError) and line is None:
-                    raise news
-                if line is not None:
-                    _show(line, news, describe)
+                if isinstance(news, BrokerUnavailableError):
+                    if line is None:
+                        raise news
+                    line.show(
+                        f"{news}. It goes on by itself when the broker answers again. Interrupt the kernel to stop waiting."
+                    )
+                elif isinstance(news, LeaseStatus) and line is not None:
+                    line.show(resizing(news))
         finally:
             silence.stop()
             asked.hang_up()
             follower.hang_up()
     return asked.result()
-
-
-def _show(line: LiveLine, news: object, describe: Describe | None) -> None:
-    if isinstance(news, BrokerUnavailableError):
-        line.show(f"{news}. It goes on by itself when the broker answers again. Interrupt the kernel to stop waiting.")
-    elif isinstance(news, LeaseStatus) and describe is not None:
-        line.show(describe(news))
 
 
 class _Asking(Generic[T]):
@@ -174,8 +169,9 @@ class AfterCell:
         An earlier request of this kind is withdrawn for this `command`.
         """
         self.withdraw(kind, command)
-        self._newest[kind] = request = _DeferredRequest(self._shell, self._settings, calls, failed, command)
-        request.begin(note)
+        self._newest[kind] = _DeferredRequest(
+            self._shell, self._settings, calls, note=note, failed=failed, command=command
+        )
 
     def withdraw(self, kind: str, command: str) -> None:
         """Withdraw the request that the `command` contradicts, unless the broker has begun it."""
@@ -185,24 +181,30 @@ class AfterCell:
 
 
 class _DeferredRequest:
-    def __init__(self, shell: Any, settings: Settings, calls: Sequence[Call], failed: str, command: str) -> None:  # noqa: ANN401 - as above
+    def __init__(
+        self,
+        shell: Any,  # noqa: ANN401 - as above
+        settings: Settings,
+        calls: Sequence[Call],
+        *,
+        note: str,
+        failed: str,
+        command: str,
+    ) -> None:
         self._shell = shell
         self._settings = settings
         self._calls = calls
         self._failed = failed
         self._command = command
-        self._line = LiveLine(shell)
-        self._context = contextvars.copy_context()  # so that the result lands in this cell
-        self._shell_thread: int | None = None  # where the cell runs; None: not in a shell's event loop
         self._lock = threading.Lock()
         self._withdrawn = self._is_over = False
         self._client: BrokerClient | None = None
-
-    def begin(self, note: str) -> None:
+        self._line = LiveLine(shell)
         self._line.show(note)
-        self._context = contextvars.copy_context()
+        self._context = contextvars.copy_context()  # so that the result lands in this cell
+        # Where the cell runs; None: not in a shell's event loop.
         self._shell_thread = None if _running_loop() is None else threading.get_ident()
-        self._shell.events.register("post_execute", self._after_cell)
+        shell.events.register("post_execute", self._after_cell)
 
     def withdraw(self, command: str) -> None:
         with self._lock:

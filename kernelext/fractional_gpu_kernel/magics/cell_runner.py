@@ -99,7 +99,6 @@ def _wait_for_device() -> None:
 
 
 def _make_shell(module: ModuleType) -> None:
-    """Make IPython's shell for code that uses magics, `!commands` or `get_ipython()`."""
     from IPython.core.interactiveshell import InteractiveShell  # noqa: PLC0415 - most code needs none of it
     from traitlets.config import Config  # noqa: PLC0415 - as above
 

@@ -1,4 +1,4 @@
-"""`%gpu`, `%%gpu` and `%%cpu` as IPython knows them. Their work is in `actions` and `resize`, which are imported for the first one.
+"""`%gpu`, `%%gpu` and `%%cpu` as IPython knows them. Their work is in `actions`, which is imported for the first one.
 
 A cell made of `%gpu` lines never waits for the GPU and is never marked as running, so the gate can be shut beneath it.
 """
@@ -115,8 +115,9 @@ class Magics:
             found = self.completer.complete(context.text_until_cursor)
         if found is None:
             return {"completions": [], "suppress": False}
-        texts = [SimpleCompletion(text=text, type="magic") for text in found.texts]
-        return {"completions": texts, "suppress": True, "matched_fragment": found.fragment}
+        fragment, proposed = found
+        texts = [SimpleCompletion(text=text, type="magic") for text in proposed]
+        return {"completions": texts, "suppress": True, "matched_fragment": fragment}
 
     def _check_not_forked(self) -> None:
         if self._kernel.gate.is_inert:

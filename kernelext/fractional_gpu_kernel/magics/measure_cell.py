@@ -1,11 +1,8 @@
 """`%%gpu measure`: which share of a GPU suffices for the code of a cell. Imported for the first one.
 
-The code runs in processes of their own, under leases of their own, as `jupyter gpu measure` makes them: copies need a process each. So it
-never runs in this kernel, and finds none of its variables; `--setup` names the cells that make them, by their execution numbers.
-
-The measurement is a child in a session of its own: an interrupt of the kernel reaches it through here only, and it ends when its standard
-input does, with the kernel. The kernel's own lease is not used, and its cell counts as one that needs no GPU; but what that lease holds
-of a device is no spare room.
+The code runs in separate processes with separate leases, as `jupyter gpu measure` makes them, and finds no variables of this kernel;
+`--setup` names the cells that make them. The measurement is a child in a separate session: an interrupt of the kernel reaches it through
+here only, and it ends when its standard input does, with the kernel.
 """
 
 import argparse
@@ -43,8 +40,6 @@ _WRONG_WORDS, _INTERRUPTED = 2, 128 + signal.SIGINT
 
 
 class MeasurementView(View):
-    """What a measurement found: remarks and sentences, and the table of all figures."""
-
     def __init__(self, found: Mapping[str, Any]) -> None:
         self._sentences = [*found["remarks"], *found["sentences"]]
         self._table = list(found["table"])

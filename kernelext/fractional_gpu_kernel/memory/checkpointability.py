@@ -2,17 +2,14 @@
 
 Nothing is imported for this. What is found, and when:
 
-- At their first call: functions that allocate managed memory, rmm's choice of a memory resource (which cuDF and Polars' GPU engine make
-  for their users), and functions that make a framework subscribe to NVIDIA's profiling interface (CUPTI). They are wrapped when their
-  package is imported. Whether a framework lets go of CUPTI afterwards cannot be seen, so the process counts as profiled until it ends.
-- Before a suspend: the chain of rmm's current memory resource, torch with a pluggable allocator (which may do anything), fbgemm_gpu's
-  operators for tensors in managed memory, and variables that make a framework use it.
-- Before a suspend: a library that `CUDA_INJECTION64_PATH` makes the driver load (Nsight Systems, Nsight Compute), if it is loaded. The
-  broker also searches all processes of the kernel for the libraries of these tools (`fractional_gpu.broker.swap.checkpointability`).
+- At their first call: functions that allocate managed memory or choose rmm's memory resource, and functions that make a framework
+  subscribe to NVIDIA's profiling interface (CUPTI). Whether it lets go of CUPTI afterwards cannot be seen: the process counts as profiled
+  until it ends.
+- Before a suspend: rmm's current memory resource, torch with a pluggable allocator, fbgemm_gpu's operators for tensors in managed memory,
+  variables that make a framework use it, and a profiler's library that a variable makes the driver load (Nsight Systems, Nsight Compute).
 
-What does not count: `libcupti` among the loaded libraries (torch and JAX link it, used or not), and `cudaProfilerStart` by any name
-(`torch.cuda.profiler`, `cupy.cuda.profiler`, `numba.cuda.profile_start`), which does nothing unless a tool is injected. Code that calls
-the driver or the runtime directly (ctypes, an extension module) is not seen.
+What does not count: `libcupti` among the loaded libraries (torch and JAX link it, used or not), and `cudaProfilerStart` by any name, which
+does nothing unless a tool is injected. Code that calls the driver directly (ctypes, an extension module) is not seen.
 """
 
 import os
@@ -46,8 +43,7 @@ def _plugs_allocator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return given and sys.modules.keys().isdisjoint(_SAVEABLE_ALLOCATORS)
 
 
-# Their pools are made by the driver's virtual memory calls: vLLM's sleep mode, and torch_memory_saver. They are reported to combine with
-# checkpoints.
+# Their pools (vLLM's sleep mode) are made by the driver's virtual memory calls, and are reported to combine with checkpoints.
 _SAVEABLE_ALLOCATORS = ("vllm.cumem_allocator", "torch_memory_saver")
 _BNB = "bitsandbytes.functional"
 _RMM = _cannot_save("managed memory through rmm")
@@ -78,8 +74,6 @@ _VARIABLES = (  # that make a package use managed memory: the values that say so
     ("GGML_CUDA_ENABLE_UNIFIED_MEMORY", (), ("llama_cpp",)),
     ("FLAGS_use_cuda_managed_memory", ("1", "true", "yes", "on", "t", "y"), ("paddle",)),
 )
-
-
 _INJECTIONS = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
 
 
@@ -150,8 +144,6 @@ class CheckpointBlockers:
 def _is_managed(resource: Any) -> bool:  # noqa: ANN401 - one of rmm's memory resources
     """Whether a memory resource of rmm, or one that it gets its memory from, allocates managed memory."""
     for _ in range(_MOST_RESOURCES):
-        if resource is None:
-            return False
         if "Managed" in type(resource).__name__:
             return True
         resource = getattr(resource, "upstream_mr", None)
@@ -165,9 +157,8 @@ def _rmm() -> str:
 
 def _torch() -> str:
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "pluggable":
-        return ""
-    return _PLUGGED
+    plugged = torch and torch.cuda.is_initialized() and torch.cuda.get_allocator_backend() == "pluggable"
+    return _PLUGGED if plugged else ""
 
 
 def _fbgemm() -> str:
