@@ -2,26 +2,24 @@
 
 Two threads take part in a wait:
 
-- The thread that is to run the cell calls `Acquirer.wait_for_gpu`. It blocks on a queue of notes, never on a socket, and so stays
-  interruptible: on the main thread SIGINT puts a note into the queue (`SimpleQueue.put` may be called from a signal handler), and the
-  handler that was there before is back when the wait is over. This also works within an asynchronous cell, whose own handler is looked at
-  only when the event loop runs again. The thread of a subshell gets no signals: there a wait ends with the broker's answer.
+- The thread that is to run the cell (`Acquirer.wait_for_gpu`) blocks on a queue of notes, never on a socket, and so stays interruptible:
+  on the main thread SIGINT puts a note into the queue. The thread of a subshell gets no signals: there a wait ends with the broker's
+  answer.
 - The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and passes each line on to every queue. The first cell that
   waits starts it, later ones join it, and when the last one leaves, its connection is closed, which withdraws the ticket.
 
-The notes, and what they do to the wait:
+The notes:
 
-    Progress       reason, place and forecast. A wait that takes longer than `QUIET_S` shows them in one line, which is gone before the
-                   cell's own output. With `overlap` (a pool's choice) the cell enters a shut gate; its ticket stays until the gate opens
+    Progress       reason, place and forecast, shown in one line after `QUIET_S`. With `overlap` (a pool's choice) the cell enters a shut
+                   gate; its ticket stays until the gate opens
     OPENED         the gate has been opened, by the grant or by a command of the broker: the cell enters it
-    INTERRUPTED    KeyboardInterrupt, also where it comes behind the last note of the wait
+    INTERRUPTED    KeyboardInterrupt
     RefusedError   the GPU will not come
     FREE           the main loop runs again: ends a wait in its name (`LoopWatch`)
 
-A broker that dies during the call is started again, and the call repeated; so is a call that failed by an error within the broker. The
-cell is refused after `MAX_FRUITLESS` such breaks in a row without a line in between. The wait goes on for a broker that runs and does not
-answer, or that has too many calls. A process that can make no call any more (`is_local`: no descriptors, another user) waits as long as the
-broker's commands still come through: the broker sees a busy kernel without a ticket, makes a ticket for it, and opens the gate in its turn.
+A call that broke, or failed within the broker, is repeated, with the broker started again; the cell is refused after `MAX_FRUITLESS` breaks
+in a row without a line in between. A process that can make no call any more (`is_local`) waits as long as the broker's commands still come
+through: the broker sees a busy kernel without a ticket, makes one for it, and opens the gate in its turn.
 """
 
 import contextlib
@@ -32,14 +30,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.display.lines import CellLine, LiveLine, Notices, wait_text
-from fractional_gpu_kernel.memory.limits import ImportHooks
+from fractional_gpu_kernel.memory.limits import ImportHooks, mapped_files
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, explain, is_local
 
 if TYPE_CHECKING:
@@ -93,10 +90,7 @@ class _Ticket:
 
 
 class Acquirer:
-    """Holds the ticket of one kernel while cells wait.
-
-    `is_reachable` returns whether the broker's commands reach this process, so that the broker can open the gate by itself.
-    """
+    """Holds the ticket of one kernel while cells wait. `is_reachable`: whether the broker's commands reach this process."""
 
     _watch = False
 
@@ -109,10 +103,9 @@ class Acquirer:
         self._ticket: _Ticket | None = None
 
     def wait_for_gpu(self, line: LiveLine | None, mark: object | None = None) -> None:
-        """Wait until the gate is open; a `mark` is entered as running in the same step.
+        """Wait until the gate is open; a `mark` is entered as running in the same step. `line` None: show nothing.
 
-        `line` None: show nothing. Raises RefusedError, or KeyboardInterrupt when interrupted; both withdraw the ticket unless other
-        cells wait. After an interrupt that comes with the opening the `mark` may have entered: the caller takes it away.
+        Raises RefusedError or KeyboardInterrupt. After an interrupt the `mark` may have entered: the caller takes it away.
         """
         waiter: Waiter = SimpleQueue()
         on_open = partial(waiter.put, OPENED)
@@ -155,10 +148,7 @@ class Acquirer:
         threading.Thread(target=self._run, args=(ticket,), name="gpu-acquire", daemon=True).start()
 
     def leave(self, waiter: Waiter, *, keep: bool = False) -> None:
-        """Send `waiter` no more notes; the last one to leave withdraws the ticket, unless it is to `keep` it.
-
-        Never blocks, and may be called twice.
-        """
+        """Send `waiter` no more notes; the last one to leave withdraws the ticket, unless it is to `keep` it. Never blocks."""
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
@@ -220,7 +210,7 @@ class Acquirer:
                 ticket.withdrawn.wait(_CALL_AGAIN_S)  # in which the broker may open the gate by itself
             elif isinstance(
                 failure, TooManyRequestsError
-            ):  # of this user, in whatever program: says nothing about the lease
+            ):  # of this user, in any program: says nothing about the lease
                 self._notify(ticket, _waiting("broker-silent", str(failure)))
                 ticket.withdrawn.wait(failure.retry_s)
             elif not isinstance(failure, BrokerUnavailableError | InternalBrokerError):
@@ -230,10 +220,7 @@ class Acquirer:
         return None
 
     def _call(self, ticket: _Ticket) -> RefusedError | None:
-        """One `acquire` call; another one where the broker's answer is only that this one has waited long enough.
-
-        Raises FractionalGPUError, and `LOCAL_FAILURES`.
-        """
+        """Call `acquire`, again where the answer is only that this call has waited long enough."""
         from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind  # noqa: PLC0415 - off the kernel's start
 
         client = ticket.client = self._settings.connect()
@@ -271,9 +258,8 @@ class Acquirer:
         if ticket.fruitless >= MAX_FRUITLESS:
             return RefusedError(str(failure))
         is_gone = isinstance(failure, BrokerUnavailableError)
-        self._notify(
-            ticket, _waiting("broker-starting", REVIVING) if is_gone else _waiting("broker-silent", str(failure))
-        )
+        news = _waiting("broker-starting", REVIVING) if is_gone else _waiting("broker-silent", str(failure))
+        self._notify(ticket, news)
         try:
             self._settings.revive()
         except TooManyRequestsError:
@@ -288,10 +274,9 @@ class Acquirer:
         return None
 
     def _report_silence(self, ticket: _Ticket, error: "BrokerUnavailableError | None") -> None:
-        """Notify that the broker does not answer, or, when it answers again, repeat its last line."""
         if error is not None:
             self._notify(ticket, _waiting("broker-silent", str(error)))
-        elif ticket.last is not None:
+        elif ticket.last is not None:  # it answers again
             self._notify(ticket, ticket.last)
 
     def _notify(self, ticket: _Ticket, progress: "Progress") -> None:
@@ -327,15 +312,12 @@ class Turns(Acquirer):
             line.close()
 
 
-# A task or a timer of the notebook may block the main loop of a suspended kernel: an `asyncio` task outlives the cell that started it. If
-# it uses the GPU while the kernel is suspended, its call blocks in the driver, and the main loop with it: the kernel reads no request any
-# more, so it stays idle by its messages, no cell reaches the gate, and interrupts have no effect. Only the extension's threads run on.
+# A task or a timer of the notebook outlives the cell that started it. If it uses the GPU while the kernel is suspended, its call blocks in
+# the driver, and the main loop with it: the kernel stays idle by its messages, no cell reaches the gate, and interrupts have no effect.
 #
-# The broker's keep-alives, one every `PULSE_S` seconds while the kernel is suspended, drive the watch. At one of them it hands a callback
-# to the main loop. If that has not run at the next one, and no cell holds the loop, the watch takes part in the kernel's ticket, as a
-# waiting cell does, until the gate opens or the callback runs. A task that only computes for so long looks the same, and costs a resume;
-# so does a dialog of a GUI event loop (`%gui`), which is otherwise woken for the callback.
-
+# At one of the broker's keep-alives (every `PULSE_S` seconds while the kernel is suspended) the watch hands a callback to the main loop. If
+# that has not run at the next one, and no cell holds the loop, the watch takes part in the kernel's ticket until the gate opens or the
+# callback runs. A task that only computes for so long looks the same, and costs a resume.
 
 BLOCKED = (
     "A task of this notebook blocks the kernel, perhaps in a GPU call: the kernel is not on the GPU. It asks for the GPU now; "
@@ -397,9 +379,9 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
 
 @contextlib.contextmanager
 def interrupts_to(waiter: "SimpleQueue[Any]") -> Iterator[None]:
-    """Have SIGINT put INTERRUPTED into the queue meanwhile. Does nothing outside the main thread, which alone gets signals.
+    """Have SIGINT put INTERRUPTED into the queue meanwhile, and raise KeyboardInterrupt at the end for one that nobody read.
 
-    An interrupt that comes when the wait has read its last note is raised at the end, as KeyboardInterrupt.
+    Does nothing outside the main thread, which alone gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -426,16 +408,14 @@ def _waiting(reason: str, sentence: str) -> "Progress":
     return Progress(kind=ProgressKind.WAITING, reason=reason, sentence=sentence)
 
 
-# Before its first grant a kernel sees no device: CUDA must not remember that answer. `CUDA_VISIBLE_DEVICES` is empty until then. A
-# `%%cpu` cell or start-up code that asks for a GPU rightly gets "none", but the answer can stay for the life of the process: the driver
-# reads the variable once, at `cuInit`, and torch keeps the count of devices from the first `torch.cuda.is_available()` on. So:
+# Before its first grant a kernel sees no device (`CUDA_VISIBLE_DEVICES` is empty). A `%%cpu` cell or start-up code that asks for a GPU
+# rightly gets "none", but the driver keeps that answer from `cuInit` on, and torch from its first count of devices on. So:
 #
-# - torch does not reach the driver until the grant: its two ways from Python (`torch._C._cuda_getDeviceCount`, behind `is_available` and
-#   `device_count`, and `torch._C._cuda_init`, behind everything that needs CUDA) are replaced and answer "no device" by themselves.
-# - Code that reached the driver in another way is found before the first cell with the GPU, if the driver's library is loaded by then,
-#   and that cell reports it. `cuDeviceGetCount` starts nothing. Where it returns "not initialised" and a framework is known to have
-#   searched for a GPU, `cuInit` repeats its first answer. It is not called otherwise: it would start CUDA in kernels that never use it.
-
+# - torch does not reach the driver until the grant: its two ways from Python (`torch._C._cuda_getDeviceCount` and `_cuda_init`) are
+#   replaced and answer "no device" by themselves.
+# - Code that reached the driver in another way is found before the first cell with the GPU, and that cell reports it. `cuDeviceGetCount`
+#   starts nothing. Where it returns "not initialised" and a framework is known to have searched for a GPU, `cuInit` repeats its first
+#   answer. It is not called otherwise: it would start CUDA in kernels that never use it.
 
 Function = Callable[[], Any]
 
@@ -485,7 +465,7 @@ class FirstGrant:
     def check(self) -> str:
         """Return the sentence for the user if this process will find no device, else ""."""
         self.is_due = False
-        return NO_DEVICE_KEPT if _is_loaded(_DRIVER) and _answer() == _NO_DEVICE else ""
+        return NO_DEVICE_KEPT if _answer() == _NO_DEVICE else ""
 
     def _hold(self, torch: ModuleType) -> None:
         core = getattr(torch, "_C", None)
@@ -506,18 +486,12 @@ def _not_yet() -> None:
     raise RuntimeError(_NOT_YET)
 
 
-def _is_loaded(library: str, maps: Path = Path("/proc/self/maps")) -> bool:
-    """Whether the process has mapped the driver's library. Its file has the driver's version in place of the "1"."""
-    stem = f"/{library.rpartition('.')[0]}."
-    try:
-        with maps.open(encoding="utf-8", errors="surrogateescape") as lines:
-            return any(stem in line for line in lines)
-    except OSError:
-        return False
-
-
 def _answer() -> int:
-    """Return the driver's answer to a count of devices, as CUDA's error number."""
+    """Return the driver's answer to a count of devices, as CUDA's error number; 0 if the process has not loaded it."""
+    if not any(
+        name.startswith("libcuda.so.") for name in mapped_files()
+    ):  # the file has the driver's version in place of the "1"
+        return 0
     import ctypes  # noqa: PLC0415 - off the kernel's start
 
     try:

@@ -15,10 +15,9 @@ does nothing unless a tool is injected. Code that calls the driver directly (cty
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from fractional_gpu_kernel.memory.limits import Call, ImportHooks, note_calls
+from fractional_gpu_kernel.memory.limits import Call, ImportHooks, mapped_files, note_calls
 
 _MOST_RESOURCES = 20  # of a chain of rmm's
 
@@ -178,12 +177,12 @@ def _unified() -> str:
     return ""
 
 
-def injected(maps: Path = Path("/proc/self/maps")) -> str:
+def injected() -> str:
     """Return why the process cannot be saved if a variable of the environment injected a profiler's library into it, else ""."""
     for variable in _INJECTIONS:
-        if path := os.environ.get(variable):
-            library = Path(path).resolve().name
-            with maps.open(encoding="utf-8", errors="surrogateescape") as lines:
-                if any(line.rstrip("\n").rpartition("/")[2] == library for line in lines):
-                    return f"the profiler {library} is attached to it ({variable}), and the driver cannot save a process with it"
+        path = os.environ.get(variable)
+        if path and (library := os.path.basename(os.path.realpath(path))) in mapped_files():  # noqa: PTH119 - cheap to import
+            return (
+                f"the profiler {library} is attached to it ({variable}), and the driver cannot save a process with it"
+            )
     return ""

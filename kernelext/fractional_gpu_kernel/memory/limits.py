@@ -1,19 +1,17 @@
 """Memory limits of frameworks' own allocators, what those hold, and giving caches back: when a framework has been imported.
 
-A lease's cap counts everything that is charged to its process tree, the CUDA context included. A framework limits only what its own
-allocator takes, so its limit is the cap less the context, whose size the broker has measured and sends with each grant. The broker sees
-what allocates past these limits.
+A lease's cap includes the CUDA context. A framework limits only what its own allocator takes, so its limit is the cap less the context,
+whose size the broker has measured and sends with each grant. The broker sees what allocates past these limits.
 
 - JAX and CuPy read environment variables: set at load and at each grant, unless the user has set them. JAX refuses its two names at once,
   and reads its own once: a changed limit needs a restart of the kernel.
-- TensorFlow has a variable only for growing as needed. Its call for a limit has to come before TensorFlow starts CUDA, excludes
-  `set_memory_growth`, which many notebooks call, and renames devices: it is left to the user.
-- torch has a call, `torch.cuda.set_per_process_memory_fraction`, which would initialise CUDA. Right after torch is imported, the call is
-  put into torch's own queue of things to do when CUDA is initialised. Child processes get a variable, if the installed torch reads it.
+- TensorFlow has a variable only for growing as needed. Its call for a limit excludes `set_memory_growth`, which many notebooks call, and
+  renames devices: it is left to the user.
+- torch has a call, `torch.cuda.set_per_process_memory_fraction`, which would initialise CUDA: it is put into torch's own queue of things
+  to do when CUDA is initialised. Child processes get a variable, if the installed torch reads it.
 - What plans by the size of the device (accelerate, transformers, vLLM) asks torch, and torch answers with the limit.
-- In torch's older releases that call makes a context on the device, and may leave that device current; newer releases only note a number.
-  So the current device is limited when CUDA is initialised, all others when their first allocation has been seen, and at once if the first
-  limit made no context (`TorchLimits`).
+- In torch's older releases that call makes a context on the device, and may leave that device current. So the current device is limited
+  when CUDA is initialised, all others when their first allocation has been seen, and at once if the first limit made no context.
 - A limit that changes reaches loaded torch and CuPy on the kernel's main loop while no cell runs, or before the next cell.
 """
 
@@ -32,17 +30,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from fractional_gpu_kernel.extension import LeasedKernel
 
-# Callbacks when packages are imported and when their functions are called. The user's cells import frameworks, long after this extension
-# was loaded. `ImportHooks` is an entry of `sys.meta_path`: for each module that is imported it costs one dictionary lookup; the import of
-# a watched module ends with a callback.
-
-
 Callback = Callable[[ModuleType], None]
 _MARK = "__noted_by_jupyter_gpu__"  # of a wrapped function: wrappers of others that copy its attributes carry it, too
 
 
 class ImportHooks:
-    """Calls back at the end of imports. One object serves a process: two would unwrap each other's loaders."""
+    """Calls back at the end of imports, as an entry of `sys.meta_path`. One serves a process: two would unwrap each other's loaders."""
 
     def __init__(self) -> None:
         self._callbacks: dict[str, list[Callback]] = {}
@@ -125,6 +118,14 @@ def _noting(original: Callable[..., Any], call: Call, report: Callable[[str], No
     return noted
 
 
+def mapped_files() -> set[str]:
+    """Return the names of the files that this process has mapped; empty if /proc cannot be read."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        return {line.rpartition("/")[2] for line in lines}
+    return set()
+
+
 def is_half_imported(module: ModuleType) -> bool:
     """Return whether another thread, or a cell further up, is still executing the module."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
@@ -151,10 +152,7 @@ CONTEXT_MIB = 512
 
 
 def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
-    """Return what a framework's allocator may take of a cap, MiB: the cap less the context.
-
-    At least half of the cap; at least a quarter where the context was measured to be larger than `CONTEXT_MIB`.
-    """
+    """Return what a framework's allocator may take of a cap, MiB: the cap less the context, at least half (a quarter) of it."""
     least = cap_mib // 2 if context_mib <= CONTEXT_MIB else cap_mib // 4
     return max(cap_mib - max(context_mib, CONTEXT_MIB), least, 1)
 
@@ -252,10 +250,7 @@ class MemoryLimits:
             self._applied_mib = 0  # stale: checked again before each cell
 
     def refresh(self) -> None:
-        """Apply a changed limit to what is loaded. For the thread that runs cells, when `is_stale` says so.
-
-        Raises nothing of CUDA's (a device-side assert spoils the context for good): cells go on, and `is_stale` stays.
-        """
+        """Apply a changed limit to what is loaded, in the thread that runs cells. If CUDA fails, cells go on and `is_stale` stays."""
         try:
             is_applied = self._limit_loaded()
         except (RuntimeError, AttributeError):  # CUDA's errors; a module that is still being imported
@@ -364,10 +359,7 @@ def _positive(text: str | None) -> int | None:
 
 
 def reserved_mib() -> int | None:
-    """Return what the allocators of torch, CuPy and JAX hold on the process's devices, MiB; None if that is not all there may be.
-
-    For the kernel's idle main loop (CuPy calls CUDA for the current device). Raises nothing of CUDA's.
-    """
+    """Return what the allocators of torch, CuPy and JAX hold, MiB; None if that is not all there may be. Raises nothing of CUDA's."""
     if any(name in sys.modules for name in _UNCOUNTED):
         return None
     try:
@@ -413,10 +405,9 @@ def _jax_reserved() -> int | None:
     return sum(int(device.memory_stats()["pool_bytes"]) for device in client.local_devices())
 
 
-# Gives cached device memory back before a suspend: memory that is free need not be copied. Only frameworks that are loaded and have
-# initialised CUDA are called, and only on the kernel's idle main loop: a garbage collection runs finalisers, and those belong to the thread
-# that runs the user's code. It takes tens of milliseconds, and is made only if a package is loaded whose objects hold device memory.
-
+# Memory that is given back before a suspend need not be copied. Only frameworks that have initialised CUDA are called, and only on the
+# kernel's idle main loop: a garbage collection runs finalisers, and those belong to the thread that runs the user's code. It takes tens of
+# milliseconds, and is made only if a package is loaded whose objects hold device memory.
 
 _HOLDERS = frozenset([
     "torch", "cupy", "jax", "tensorflow", "numba.cuda", "paddle", "mxnet", "warp", "taichi", "pycuda.driver", "cuda.core", "rmm",
@@ -428,10 +419,7 @@ TIME_LIMIT_S = 8.0  # less than a broker waits for the answer
 
 
 def free_caches() -> str:
-    """Collect garbage that may hold device memory and empty the caching allocators; returns what was done, for the broker's log.
-
-    Raises nothing of CUDA's.
-    """
+    """Collect garbage and empty the caching allocators; returns what was done, for the broker's log. Raises nothing of CUDA's."""
     done = []
     if not _HOLDERS.isdisjoint(sys.modules):
         gc.collect()
