@@ -53,7 +53,6 @@ class LeasedKernel:
 
     def unload(self) -> None:
         self.channel.stop()
-        self.inputs.uninstall()
         self._guard.uninstall()
         self.registrations.undo()
         self.magics.stop()

@@ -1,8 +1,7 @@
 """What the extension has registered in an IPython shell, and its removal.
 
-Users and other extensions register magics, callbacks and wrappers of their own, before ours and after. `undo` leaves all of them in
-place: where ours was replaced, nothing changes, and where ours was wrapped, the wrapper stays (our function beneath it must then pass
-calls through). What ours had replaced is put back.
+`undo` leaves what users and other extensions have registered: where ours was replaced, nothing changes, and where ours was wrapped, the
+wrapper stays (our function beneath it must then pass calls through). What ours had replaced is put back.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -37,11 +36,11 @@ class Registrations:
         items.append(item)
         self._undo.append(lambda: items.remove(item) if item in items else None)
 
-    def method(self, name: str, function: Callable[..., Any]) -> None:
-        """Set a method of this one shell; without it the class's shows again."""
-        own = vars(self._shell)
+    def method(self, owner: object, name: str, function: Callable[..., Any]) -> None:
+        """Set a method of this one object; without it the class's shows again."""
+        own = vars(owner)
         before = own.get(name, _MISSING)
-        setattr(self._shell, name, function)
+        setattr(owner, name, function)
         self._undo.append(lambda: _put_back(own, name, function, before))
 
     def undo(self) -> None:

@@ -1,13 +1,11 @@
 """The lease that this kernel has, how it reaches its broker, and what a failed call means.
 
-The environment is read once, at load: a cell that changes `os.environ` does not move the kernel to another broker. The token is
-read from its file at each connection, because a broker may have renewed it; where the file was deleted, the token that was read last
-counts, and the file is put back for other programs (above all for the next server). What costs import time (the client, the
-messages) is imported for the first connection, never when the kernel starts.
+The environment is read once, at load: a cell that changes `os.environ` does not move the kernel to another broker. The token is read from
+its file at each connection; where the file was deleted, the token that was read last counts, and the file is put back for other programs
+(above all for the next server).
 
-A cell may change its process in any way: replace functions of the standard library, use up the descriptors, change the user. The threads of
-this extension keep references of their own to what they need and go on trying. What fails all the same is one of `LOCAL_FAILURES`, and is
-reported as such: starting the broker or the kernel again would not help.
+A cell may change its process in any way: replace functions of the standard library, use up the descriptors, change the user. What then
+fails is one of `LOCAL_FAILURES`: starting the broker or the kernel again would not help.
 """
 
 import os
@@ -43,20 +41,13 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         return Settings(lease_id, socket_path, token_file)
 
     def connect(self, timeout_s: float = 30.0) -> "BrokerClient":
-        """Return a client with the lease's token; nothing is sent yet.
-
-        Where the token's file is gone or damaged and was never read, the client has no token: the broker then knows the kernel by its
-        process.
-        """
+        """Return a client with the lease's token; nothing is sent yet. Without one the broker knows the kernel by its process."""
         from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415 - costs time that a starting kernel does not have
 
         return BrokerClient(self.socket_path, token=self._token(), timeout_s=timeout_s)
 
     def revive(self) -> None:
-        """Start the broker if none serves; returns when one does. Blocks up to 30 s.
-
-        Raises BrokerUnavailableError, with the reason "timeout" after 5 s for a broker that runs and does not answer.
-        """
+        """Start the broker if none serves. Raises BrokerUnavailableError, with the reason "timeout" for one that does not answer."""
         from fractional_gpu.client.discovery import ensure_broker  # noqa: PLC0415 - as above
         from fractional_gpu.client.http import ANSWER_S  # noqa: PLC0415 - as above
 

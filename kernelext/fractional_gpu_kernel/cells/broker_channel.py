@@ -2,14 +2,12 @@
 
 Two daemon threads, which begin a moment after the kernel so that they take nothing from its start:
 
-- `gpu-gate` reads the stream of commands and obeys at once what needs no round trip. It starts the other one.
+- `gpu-gate` reads the stream of commands and obeys at once what needs no round trip.
 - `gpu-answers` sends the answers on a second connection. While the gate is shut it also sends a pulse every `PULSE_S` seconds, which
   proves that Python runs, to a broker that cannot see by itself whether its stream is read.
 
 A broken stream is opened again with growing pauses, whatever a cell did to this process (`settings.LOCAL_FAILURES`), and a command that
-cannot be obeyed is answered with "busy". An answer that cannot be sent is tried again for as long as the broker waits for it; then the
-kernel's user learns, once, that the broker goes by what it sees. The channel never starts a broker: an unused kernel needs none, and a
-cell that waits starts one itself.
+cannot be obeyed is answered with "busy". The channel never starts a broker: a cell that waits starts one itself.
 """
 
 import threading
@@ -60,10 +58,7 @@ class BrokerChannel:
             client.close()
 
     def report_exempt(self, on: bool) -> None:
-        """Report that a cell that uses no GPU begins, or has ended: while there are only such cells, the kernel gets no ticket.
-
-        Never blocks.
-        """
+        """Report that a cell that uses no GPU begins, or has ended: while there are only such cells, the kernel gets no ticket."""
         if not on and not self._gate.is_exempt:
             self._answers.put((0, "done", ""))
         elif on:
@@ -223,9 +218,7 @@ class BrokerChannel:
             except FractionalGPUError as error:
                 self._discard(client)
                 client = None
-                if not is_local(
-                    error
-                ):  # the broker is gone, or no longer wants the answer; the next one sends its commands anew
+                if not is_local(error):  # the broker is gone, or no longer wants the answer
                     return None
                 why = describe(error)
             except LOCAL_FAILURES as error:

@@ -11,9 +11,8 @@ What the broker and the cells do to it; each is one step under the lock, so that
     stop_waiting      no `close` comes between
     pause, go_on      a cell that waits for input does not count as running, and enters anew when the input is there
 
-The gate is shut until the broker has granted the GPU once. After a preemption it stays shut when the running cell ends; the next cell
-asks. Where the pool lets a cell overlap with the resume of its kernel, the cell enters a shut gate, which opens later. In a forked child
-the gate is inert (always open): the lease, the connections and the threads are the parent's.
+The gate is shut until the broker has granted the GPU once. Where the pool lets a cell overlap with the resume of its kernel, the cell
+enters a shut gate, which opens later. In a forked child the gate is inert (always open).
 """
 
 import ast
@@ -78,17 +77,14 @@ class Gate:
             self._paused.discard(mark)
 
     def start_waiting(self, on_open: Callable[[], None]) -> None:
-        """A cell waits. `on_open` is called at each opening, from any thread, with the lock held: it must only leave a note."""
+        """`on_open` is called at each opening, from any thread, with the lock held: it must only leave a note."""
         with self._lock:
             self._waiting.append(on_open)
             if self.is_open:
                 on_open()
 
     def stop_waiting(self, on_open: Callable[[], None], mark: object | None, *, overlap: bool = False) -> bool:
-        """The wait is over; return whether the cell may run: the gate is open, or the cell may `overlap` with the resume.
-
-        A `mark` enters in the same step if so. False after an opening means that a `preempt` has come since.
-        """
+        """Return whether the cell may run: the gate is open, or the cell may `overlap`. A `mark` enters in the same step if so."""
         with self._lock:
             self._waiting.remove(on_open)
             may_enter = self.is_open or overlap
@@ -105,7 +101,6 @@ class Gate:
             return paused
 
     def try_to_go_on(self, marks: Iterable[object]) -> bool:
-        """Mark paused cells as running if the gate is open; return whether it is."""
         with self._lock:
             if self.is_open:
                 self._go_on(marks)
@@ -140,8 +135,8 @@ class Gate:
     def open(self, environment: Mapping[str, str], still_wanted: Callable[[], bool] | None = None) -> bool:
         """Bind the process to its device and let cells run; returns whether it did.
 
-        `still_wanted` is called with the lock held. A grant passes it: it comes on another connection than the commands, so a late one
-        could otherwise open a gate that a command has shut since.
+        A grant passes `still_wanted`: it comes on another connection than the commands, so a late one could otherwise open a gate that a
+        command has shut since.
         """
         with self._lock:
             if self.is_inert or (still_wanted is not None and not still_wanted()):
@@ -167,13 +162,11 @@ class Gate:
 
 
 # Which cells need the GPU, decided from their text after IPython's transformations, in which `%gpu`, automagic `gpu`, indentation and
-# pasted prompts all have one form. `%%cpu` and `%%gpu FRACTION` become comments in that text, so the rest of such a cell is an ordinary
-# cell: top-level `await`, the value of its last line and another cell magic all work in it.
+# pasted prompts all have one form. `%%cpu` and `%%gpu FRACTION` become comments in that text: the rest is an ordinary cell.
 #
 # A cell runs without the GPU in three cases only: all its statements are `%gpu` lines (or help about our magics) or `%%gpu measure`,
 # whose code runs in other processes; it begins with `%%cpu`; or it has only comments. In doubt a cell needs it: an unnecessary wait costs
 # seconds, while a cell that runs without the GPU it needs blocks its kernel.
-
 
 SENTINEL = "#%%cpu: this cell runs without waiting for the GPU\n"
 BURST = "#%%gpu "
@@ -243,8 +236,7 @@ def make_cell_transform(
 ) -> LinesTransform:
     """Return the line transformation that turns a leading `%%cpu` or `%%gpu ...` into its comment.
 
-    `%%gpu measure` stays a cell magic, unless the kernel never `measures`: then that cell runs as any other.
-    It stands before IPython's `cell_magic` and calls it for what follows, so that ours may stand above another cell magic.
+    It calls IPython's `cell_magic` for what follows: ours may stand above another cell magic. `measures`: `%%gpu measure` stays one.
     """
 
     def own_cell(lines: list[str]) -> list[str]:

@@ -1,23 +1,22 @@
 """Where cells meet the gate: at their beginning, at their end, and where they wait for input.
 
-IPython calls the shell's `run_cell_async`, which is wrapped: every cell passes there, synchronous, asynchronous, silent, nested, with or
-without history. Only there are a cell's beginning and end one exact pair: IPython's events are not (`post_execute` fires for blank cells
-that had no `pre_execute`, and an exception in `pre_execute` does not stop the cell).
+IPython calls the shell's `run_cell_async`, which is wrapped: every cell passes there, and only there are a cell's beginning and end one
+exact pair: IPython's events are not (`post_execute` fires for blank cells that had no `pre_execute`, and an exception in `pre_execute`
+does not stop the cell).
 
 Messages to widgets do not pass `run_cell_async`: for them `pre_execute` waits. Their callbacks cannot be stopped; after a refusal they
 run without the GPU. They do not count as running; the broker sees them busy on IOPub.
 
-A cell that waits for input (`InputRequests`) needs no GPU meanwhile: its kernel counts as idle and may be suspended. `input()`, `getpass`
-and the prompts of debuggers all end in the kernel's `raw_input` or `getpass`, which are wrapped on the instance. Only the thread that
-runs the cell counts: a prompt in a thread of the user's does not pause the cell. With the answer, if the gate was shut meanwhile, the cell
-waits as at its beginning. An interrupt instead of an answer lets the cell go on at once, for it is to end: its further calls of the GPU
-block until the broker has seen it.
+A cell that waits for input (`InputRequests`) needs no GPU meanwhile: its kernel counts as idle and may be suspended. With the answer, if
+the gate was shut meanwhile, the cell waits as at its beginning. An interrupt instead of an answer lets the cell go on at once, for it is
+to end: its further calls of the GPU block until the broker has seen it. A prompt in a thread of the user's does not pause the cell.
 """
 
 import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,7 +50,7 @@ class CellGuard:
 
     def install(self) -> None:
         self._is_installed = True
-        self._kernel.registrations.method("run_cell_async", self._wrap(self._shell.run_cell_async))
+        self._kernel.registrations.method(self._shell, "run_cell_async", self._wrap(self._shell.run_cell_async))
         self._kernel.registrations.callback("pre_execute", self._before_message)
 
     def uninstall(self) -> None:
@@ -170,7 +169,6 @@ class InputRequests:
         self._gate = kernel.gate
         self._lock = threading.Lock()
         self._asking: dict[object, str] = {}  # the request of each wait for input: cells nest
-        self._wrapped: list[str] = []
 
     @property
     def waiting(self) -> list[str]:
@@ -182,13 +180,7 @@ class InputRequests:
         for name in ("raw_input", "getpass"):
             original = getattr(kernel, name, None)
             if original is not None:
-                setattr(kernel, name, self._wrap(original))
-                self._wrapped.append(name)
-
-    def uninstall(self) -> None:
-        for name in self._wrapped:
-            delattr(self._shell.kernel, name)  # the instance's attribute: the class's method shows again
-        self._wrapped.clear()
+                self._kernel.registrations.method(kernel, name, self._wrap(original))
 
     def become_inert(self) -> None:
         self._lock = threading.Lock()
@@ -200,12 +192,9 @@ class InputRequests:
             cell = running_cell.get()
             if cell is None or cell.thread_id != threading.get_ident() or self._gate.is_inert:
                 return original(*args, **kwargs)
-            try:
+            request = ""  # of a kernel of another make: the broker takes the kernel for busy
+            with suppress(AttributeError, KeyError, TypeError):
                 request = str(self._shell.kernel.get_parent("shell")["header"]["msg_id"])
-            except (AttributeError, KeyError, TypeError):
-                request = (
-                    ""  # a kernel of another make: the broker does not know this id, and takes the kernel for busy
-                )
             # Paused first, reported then: the broker's next command already meets a gate that may be shut.
             # A task may ask when the cell that made it has ended: the mark of that cell must not enter the gate again.
             wait = object()

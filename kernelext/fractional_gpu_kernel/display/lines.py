@@ -108,11 +108,7 @@ def publish(shell: Any, view: View | None, *, display_id: str | None = None, upd
 
 
 def _as_no_result(message: dict[str, Any]) -> dict[str, Any]:
-    """Let the message belong to its cell by the request's id only.
-
-    JupyterLab's debugger inspects all variables at each message about an `execute_request`. That could use the GPU, which an idle kernel
-    may just have left.
-    """
+    # JupyterLab's debugger inspects all variables at each message about an `execute_request`, which could use the GPU of an idle kernel.
     if parent := message["parent_header"]:
         message["parent_header"] = {**parent, "msg_type": "display_data"}
     return message
@@ -134,10 +130,7 @@ _NEXT = {  # by the reason of the wait
 
 
 def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted: bool = False) -> str:
-    """Return the line of a cell that waits: reason, place in the queue, forecast, what happens next, and who would slow the cell down.
-
-    `preempted`: the cell runs already. `waited_s` is the time since the wait began, `age_s` the time since the broker sent `progress`.
-    """
+    """Return the line of a cell that waits. `preempted`: the cell runs already. `age_s`: the time since the broker sent `progress`."""
     from fractional_gpu.core.units import format_rough  # noqa: PLC0415 - off the kernel's start
 
     facts = [f"place {progress.position} in the queue"] if progress.position is not None else []
@@ -181,20 +174,16 @@ def _left(forecast: "Progress | Span", passed_ms: int) -> str:
     return late if high_ms is None or high_ms < 1000 else f"{late}, up to {format_rough(high_ms)} more"
 
 
-# Notices: sentences for the user of this kernel, from the broker and from the extension.
-#
-# Before the first cell a notice is kept and shown once above that cell's output; while a cell runs, it is kept and shown beneath it, or
-# at once in its output if it is urgent (the GPU goes away: after the cell would be too late to save something to a disk). While the kernel
-# idles, it is shown at once beneath the last cell and blanked when the next cell begins. A notice is output, not a request: it does not
-# make the kernel busy.
-#
-# Only cells that go into the history count here. Others run within another cell (`%%capture`, `run_cell`) or for a client's own use, and
-# their output is not on the user's screen. Cells of several subshells run at once, each in a separate thread: the kernel idles when the
-# last of them has ended, and an urgent notice goes to the one that began last.
-
-
 class Notices:
-    """The notices of one shell. `add` may be called from any thread."""
+    """Sentences for the user of one kernel, from the broker and from the extension; from any thread.
+
+    Before the first cell a notice is kept and shown once above that cell's output; while a cell runs, it is kept and shown beneath it, or
+    at once in its output if it is urgent (the GPU goes away). While the kernel idles, it is shown at once beneath the last cell and blanked
+    when the next cell begins.
+
+    Only cells that go into the history count here: the output of others (`%%capture`, `run_cell`) is not on the user's screen. Cells of
+    several subshells run at once: the kernel idles when the last has ended, and an urgent notice goes to the one that began last.
+    """
 
     def __init__(self, shell: Any, first: str = "") -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
@@ -211,10 +200,7 @@ class Notices:
         registrations.callback("post_run_cell", self._after_cell)
 
     def add(self, sentence: str, topic: str = "") -> None:
-        """Show a sentence now beneath the last cell, or keep it until the running one ends or the first one begins.
-
-        With a `topic` it takes the place of an earlier one with this topic that is still kept, or stands beneath the last cell.
-        """
+        """Show or keep a sentence. With a `topic` it takes the place of an earlier one that is still kept, or beneath the last cell."""
         if not sentence:
             return
         key = topic or sentence
@@ -252,7 +238,6 @@ class Notices:
             return line
 
     def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
-        """`pre_run_cell`, which IPython does not fire for silent requests."""
         if not info.store_history:
             return
         with self._lock:

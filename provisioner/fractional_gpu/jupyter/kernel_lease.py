@@ -117,21 +117,16 @@ class KernelLease:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
     def unblock(self) -> None:
-        """Resume the lease if its process may be blocked in a GPU call, where no interrupt reaches it before it is resumed.
-
-        Returns when it is resident, or not blocked. Raises the errors of the protocol.
-        """
+        """Resume the lease if its process may be blocked in a GPU call, where no interrupt arrives. Raises the errors of the protocol."""
         with BrokerClient(self.socket, token=self.token or None) as client:
             client.resume(self.lease_id, ResumeRequest(if_blocked=True))
 
 
 def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None = None) -> KernelLease:
-    """Take a new lease from the broker, which is started if none serves.
+    """Take a new lease from the broker, which is started, with the devices `simulate`, if none serves.
 
-    `timeout_s` bounds the start and each call, seconds. `simulate`: the lease is for simulated devices; a broker that is started has these.
-
-    Raises the errors of the protocol: NoRoomError, BadRequestError (no such pool or fraction), ConflictError (the broker has real devices,
-    and simulated ones are wanted), BrokerUnavailableError.
+    `timeout_s` bounds the start and each call. Raises the errors of the protocol; ConflictError: the broker has real devices, and
+    simulated ones are wanted.
     """
     return _retry_once(lambda: _take(request, timeout_s, simulate))
 
@@ -205,10 +200,9 @@ def renew_lease(
 
 
 def recall_lease(info: Mapping[str, Any]) -> KernelLease:
-    """Return the lease that `to_info` described.
+    """Return the lease that `to_info` described. Raises FractionalGPUError if it is over, or is another user's.
 
-    Where the token file is gone and the lease may still live, requests about it carry no token, as for any lease of this user; the
-    kernel's next process then gets a new lease. Raises FractionalGPUError if the lease is over, or is another user's.
+    Without the token file, requests about it carry no token, and the kernel's next process gets a new lease.
     """
     path = Path(info["token_file"])
     try:
@@ -280,10 +274,7 @@ def plain_connection(connection: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attach_request(pid: int, connection: Mapping[str, Any], argv: Sequence[str], language: str) -> AttachRequest:
-    """Describe a process that this one has started and not yet waited for: its pid cannot have been reused.
-
-    Raises ProcessGoneError.
-    """
+    """Describe a process that this one has started and not yet waited for. Raises ProcessGoneError."""
     contents = plain_connection(connection)
     if contents.get("transport") == "ipc":  # jupyter_client's path is relative to the kernel's working folder
         contents["ip"] = os.fspath(working_folder(pid) / contents["ip"])

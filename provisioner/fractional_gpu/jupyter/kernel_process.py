@@ -44,7 +44,7 @@ def working_folder(pid: int) -> Path:
 
 
 class AdoptedProcess:
-    """A process that is not our child, with the part of `subprocess.Popen` that jupyter_client uses. Its exit code is unknown."""
+    """A process that is not our child, with the part of `subprocess.Popen` that jupyter_client uses."""
 
     stdin = stdout = stderr = None
 
@@ -96,35 +96,19 @@ class AdoptedProcess:
         self.returncode = _EXIT_UNKNOWN
 
 
-# -- kernel ports ------------------------------------------------------------------------------------------------------
-# The TCP ports of a local kernel, held for it from their choice to its end.
-#
 # jupyter_client asks the system for a free port, releases it and passes the number to the kernel, which listens there a second later.
-# Meanwhile any connection of any process may get the port. The same holds whenever the kernel's process is away, as at a restart, when the
-# kernel's own clients connect again and again. The kernel then ends with "Address already in use"; the more kernels a host has, the more
-# often.
+# Meanwhile, and at each restart, any connection of any process may get the port, and the kernel then ends with "Address already in use".
 #
-# So each port is bound here, with SO_REUSEADDR and without listening, for as long as the kernel lives, restarts included. On Linux
-#
-# - the system does not hand out a bound port: neither to `connect` nor to `bind` with port 0, whatever their options;
-# - a process that sets SO_REUSEADDR may listen on it. libzmq does so, as do the servers of Go, Java and Rust: without it no kernel
-#   could be restarted on its ports, which Jupyter does;
-# - a connection to it before the kernel listens is refused, as on a free port.
-#
-# Two servers that choose at the same time get different ports, and a server that was killed leaves nothing behind. Ports outside of the
-# range that the system hands out (`ip_local_port_range`) would be no better: the administrator sets that range, it may leave none, and
-# other servers choose outside of it, too. The cost is five descriptors of the server for each kernel. A port cannot be held while a kernel
-# listens there: a kernel that an earlier server left has its ports held from its next restart on.
-
+# So each port is bound here, with SO_REUSEADDR and without listening, for as long as the kernel lives. On Linux the system does not hand
+# out a bound port, a process that sets SO_REUSEADDR (as libzmq does) may listen on it, and a connection to it before that is refused. A
+# server that was killed leaves nothing behind. The cost is five descriptors for each kernel. A port cannot be held while a kernel listens
+# there: a kernel that an earlier server left has its ports held from its next restart on.
 
 _Manager = Any  # jupyter_client's, whose ports are traits without types
 
 
 class KernelPorts:
-    """The ports of one kernel, as far as its manager was not given them.
-
-    Not for use by several threads at once.
-    """
+    """The ports of one kernel, as far as its manager was not given them."""
 
     def __init__(self, log: "Logger | LoggerAdapter[Any]") -> None:
         self._log = log
@@ -135,9 +119,8 @@ class KernelPorts:
     def secure(self, manager: _Manager) -> bool:
         """Choose the manager's ports before a launch, and hold them; a port that it was given stays as it is.
 
-        Returns False, and does nothing, where jupyter_client chooses: for another transport, for a manager that reserves no ports
-        (`cache_ports` is off), and on a system where no kernel could listen on a held port. Raises OSError if no port is free; ports
-        that were held stay held.
+        Returns False, and does nothing, where jupyter_client chooses: for another transport, for a manager with `cache_ports` off, and on
+        a system where no kernel could listen on a held port. Raises OSError if no port is free.
         """
         if manager.transport != "tcp" or not manager.cache_ports or not is_local_ip(manager.ip):
             return False

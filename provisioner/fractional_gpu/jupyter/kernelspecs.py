@@ -93,12 +93,12 @@ def install(
 ) -> list[InstalledSpec]:
     """Install one kernelspec for each fraction (milli-GPU), replacing those that were installed before.
 
-    `simulate`: the simulated devices (COUNTxMEMORY) of a broker that is started for such a kernel: the one that runs now ends when it is
-    not needed. `name` and `display_name`, for one fraction only, stand in for those that are made from pool, fraction and base.
+    `simulate`: the simulated devices (COUNTxMEMORY) of a broker that is started for such a kernel. `name` and `display_name`, for one
+    fraction only, stand in for those that are made from pool, fraction and base. Where: for this `user`, below a `prefix` (as in
+    PREFIX/share/jupyter/kernels; by default the environment's own), or into a `directory` of kernelspecs.
 
-    Where: for this `user`, below a `prefix` (as in PREFIX/share/jupyter/kernels), or into a `directory` of
-    kernelspecs; by default below the environment's own prefix. Raises BadRequestError (contradictory arguments), NotFoundError (no such
-    base) and FractionalGPUError (the folder cannot be written to, or holds another kernelspec).
+    Raises BadRequestError (contradictory arguments), NotFoundError (no such base) and FractionalGPUError (the folder cannot be written
+    to, or holds another kernelspec).
     """
     names = {milli: spec_name(pool, milli, base=base, launcher=launcher) for milli in fractions_milli}
     if not names:
@@ -159,10 +159,9 @@ def remove(
     user: bool = False,
     directory: str | None = None,
 ) -> list[InstalledSpec]:
-    """Remove kernelspecs by name (None: all of ours), shadowed ones too, and return what was removed. Running kernels are not touched.
+    """Remove kernelspecs by name (None: all of ours), shadowed ones too, and return what was removed.
 
-    Raises NotFoundError before anything is removed if a name is not one of ours, FractionalGPUError if a folder
-    cannot be removed.
+    Raises NotFoundError, before anything is removed, for a name that is not one of ours, and FractionalGPUError.
     """
     ours = list_installed(prefix=prefix, user=user, directory=directory)
     there = list(dict.fromkeys(spec.name for spec in ours))
@@ -191,8 +190,7 @@ def delete_folder(folder: Path) -> None:
 class SeatKernelSpecManager(KernelSpecManager):
     """Shows, of our kernelspecs, those that the server's seat suffices for, and none without a seat. Others are shown as usual.
 
-    For `--ServerApp.kernel_spec_manager_class`. It decides what the launcher shows only: the broker decides what a kernel gets. A
-    kernelspec that is not shown can still be started by name, and is then refused with the reason.
+    For `--ServerApp.kernel_spec_manager_class`. The broker decides what a kernel gets.
     """
 
     def find_kernel_specs(self) -> dict[str, str]:

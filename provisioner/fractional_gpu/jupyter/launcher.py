@@ -6,9 +6,8 @@ Rules:
 
 - The process *becomes* the kernel (exec), so signals, waits and exit codes are what its parent expects.
 - It takes two execs: a broker attaches only a process whose environment has the lease's id, and an environment changes only with an exec.
-  The first step takes the lease and execs the second, which attaches itself and execs the kernel.
-- The lease is tied to the process: the broker sees the process end, and ends the lease. Each start removes what earlier processes of the
-  same kernel left (a lease without a process, a token file).
+- The broker sees the process end, and ends the lease. Each start removes what earlier processes of the same kernel left (a lease without a
+  process, a token file).
 - Without a lease there is no kernel: one sentence on stderr, exit code 1.
 """
 

@@ -56,9 +56,7 @@ _NVIDIA_PATHS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
 
 class FractionalGPUProvisioner(LocalProvisioner):
-    """Starts local kernels with a lease.
-
-    One instance belongs to one kernel manager and is used by one event loop at a time.
+    """Starts the local kernels of one kernel manager with a lease.
 
     The keywords that a kernelspec's `config` brings are pool, fraction, memory, request, devices and priority.
     """
@@ -125,10 +123,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return None if self._lease is None else self._lease.token or None
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - see above
-        """Check the stanza, take or renew the lease, and put it into the command and the environment.
+        """Check the stanza, take or renew the lease, and put it into the command and the environment. Raises FractionalGPUError.
 
-        Raises FractionalGPUError with one sentence: at a first start, and for a wrong kernelspec. Cancelled, it may leave a lease
-        without a process, which the broker lets expire.
+        Cancelled, it may leave a lease without a process, which the broker lets expire.
         """
         asked, simulate = self._config()
         environment = dict(kwargs.get("env") or os.environ)
@@ -170,10 +167,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return launch
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:  # noqa: ANN401 - see above
-        """Start the process and attach it to its lease.
+        """Start the process and attach it to its lease. Cancelled, it kills the process.
 
-        Raises FractionalGPUError if the broker refuses the process at a first start; the process is killed and the lease released first.
-        At a restart the kernel is then started without a GPU. Cancelled, it kills the process.
+        Raises FractionalGPUError if the broker refuses the process at a first start; at a restart the kernel then starts without a GPU.
         """
         lease = self._launch_lease
         if lease is not None and self._is_to_be_kept:
@@ -197,14 +193,15 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return connection
 
     async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
-        """Register for the manager's last failed restart: a server may forget the kernel then without calling `cleanup`."""
         await super().post_launch(**kwargs)
-        if not self._has_death_callback and self.parent is not None:
+        if (
+            not self._has_death_callback and self.parent is not None
+        ):  # a server may forget a dead kernel without calling `cleanup`
             self.parent.add_restart_callback(self._stop_after_deaths, "dead")
             self._has_death_callback = True
 
     def _stop_after_deaths(self) -> None:
-        """Release lease and ports: the kernel died too often to be restarted automatically. A user's restart takes a new lease."""
+        """The kernel died too often to be restarted automatically. A user's restart takes a new lease."""
         self._ports.pause()
         lease, self._lease = self._lease, None
         if lease is not None:
@@ -275,17 +272,14 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return {**await super().get_provisioner_info(), **self._own_info()}
 
     def _own_info(self) -> dict[str, Any]:
-        """Return the lease and the process's identity. Raises ProcessGoneError."""
+        """Raises ProcessGoneError."""
         info: dict[str, Any] = {} if self._lease is None else {"gpu_lease": self._lease.to_info()}
         if self.process is not None:
             info["gpu_process"] = identity_of(self.process.pid)
         return info
 
     async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
-        """Take over what `get_provisioner_info` returned: the process, if it still runs, and its lease.
-
-        A lease that is over is logged and not taken over.
-        """
+        """Take over what `get_provisioner_info` returned: the process, if it still runs, and its lease."""
         await super().load_provisioner_info(provisioner_info)
         try:
             await in_thread(self._adopt, provisioner_info)
@@ -303,7 +297,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         threading.Thread(target=self._attach_adopted, name="gpu-attach", daemon=True).start()
 
     def _adopt(self, info: Mapping[str, Any]) -> None:
-        """Take over process, ports and lease. Raises ProcessGoneError."""
+        """Raises ProcessGoneError."""
         if (identity := info.get("gpu_process")) is not None:
             self.process = AdoptedProcess(identity)
         self._ports.adopt(self.connection_info)
@@ -312,9 +306,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             self._lease = recall_lease(lease)
         except FractionalGPUError as error:
-            self.log.warning(
-                "Kernel %s runs on, but this server cannot manage its GPU lease: %s", self.kernel_id, error
-            )
+            self.log.warning("Kernel %s runs on; this server cannot manage its GPU lease: %s", self.kernel_id, error)
         else:
             self._is_restart = True
 
@@ -326,9 +318,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             lease.attach_again(self._attach_request(process.pid, self.connection_info))
         except (ProcessGoneError, FractionalGPUError) as error:
-            self.log.debug(
-                "The GPU broker was not told yet that kernel %s has another server: %s", self.kernel_id, error
-            )
+            self.log.debug("The GPU broker was not told yet of the new server of kernel %s: %s", self.kernel_id, error)
 
     @property
     def is_kept(self) -> bool:
@@ -344,9 +334,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             if self._lease is not None:
                 self._lease.restore_token_file()
         except (OSError, FractionalGPUError) as error:
-            self.log.debug(
-                "The files from which the next server takes over kernel %s cannot be written: %s", self.kernel_id, error
-            )
+            self.log.debug("The record or the token of kernel %s cannot be written again: %s", self.kernel_id, error)
 
     def leave_to_next_server(self) -> None:
         """Leave kernel, lease and record to the next server."""
@@ -393,7 +381,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return "provisioner_name" in ((self.kernel_spec.metadata or {}).get("kernel_provisioner") or {})
 
     def _config(self) -> tuple[LeaseRequest, str | None]:
-        """Return the checked stanza. Raises FractionalGPUError with one sentence."""
+        """Raises FractionalGPUError with one sentence."""
         try:
             return parse_kernel_config(
                 self._stanza, default_pool=self.default_pool, default_fraction=self.default_fraction
@@ -467,7 +455,6 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
 
 def _has_gpu() -> bool:
-    """Whether the machine has NVIDIA devices that a kernel without a lease could use."""
     return any(Path(sign).exists() for sign in _NVIDIA_PATHS)
 
 
@@ -487,10 +474,8 @@ _classes: dict[type[FractionalGPUError], _Factory] = {}
 def start_error(error: FractionalGPUError, prefix: str = "") -> FractionalGPUError:
     """Return an error of the same class and reason, with `prefix` before its sentence, that is also a `tornado.web.HTTPError`.
 
-    jupyter_server and jupyter_kernel_gateway answer an exception of another package's class with "500 Unhandled error", and its text
-    stays in the log. Only an HTTPError reaches the browser: `POST /api/kernels` answers with its status and message. `POST /api/sessions`
-    (the start of a notebook) and `PATCH /api/sessions` (a change of its kernel) answer 500 and 501 for every exception, with its `str()`,
-    which is therefore the sentence alone.
+    Only an HTTPError's text reaches the browser: `POST /api/kernels` answers with its status and message, `/api/sessions` with its
+    `str()`, which is therefore the sentence alone.
     """
     return _class_for(type(error))(f"{prefix}{_sentence(error)}", error.reason)
 

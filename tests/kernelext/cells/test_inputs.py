@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fractional_gpu_kernel.cells.acquire import RefusedError
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.cells.guard import InputRequests, RunningCell, running_cell
+from fractional_gpu_kernel.registrations import Registrations
 from tests.kernelext.interrupting import interrupt_at
 from tests.kernelext.parts import a_kernel
 
@@ -41,7 +43,9 @@ class Side:
         shell = SimpleNamespace(kernel=self.kernel, display_pub=None)
         self.acquirer = SimpleNamespace(wait_for_gpu=None)
         channel = SimpleNamespace(report_inputs=self.told.append)
-        self.inputs = InputRequests(a_kernel(shell=shell, gate=self.gate, acquirer=self.acquirer, channel=channel))
+        self.registrations = Registrations(shell)
+        parts: dict[str, Any] = {"shell": shell, "registrations": self.registrations, "channel": channel}
+        self.inputs = InputRequests(a_kernel(gate=self.gate, acquirer=self.acquirer, **parts))
         self.inputs.install()
 
     def within(self, *marks: str) -> None:
@@ -70,7 +74,7 @@ def test_a_cell_is_paused_while_it_waits_and_runs_when_it_is_answered(side: Side
     assert seen == [False]
     assert side.gate.is_running
     assert side.told == [["request"], []]
-    side.inputs.uninstall()
+    side.registrations.undo()
     getattr(side.kernel, name)()
     assert len(side.told) == 2
 
