@@ -12,8 +12,7 @@ from fractional_gpu_kernel.cells.gate import Gate, make_cell_transform
 from fractional_gpu_kernel.cells.guard import CellGuard, InputRequests
 from fractional_gpu_kernel.display.lines import Notices
 from fractional_gpu_kernel.magics.magics import Magics
-from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers
-from fractional_gpu_kernel.memory.limits import ImportHooks, MemoryLimits
+from fractional_gpu_kernel.memory import CheckpointBlockers, ImportHooks, MemoryLimits
 from fractional_gpu_kernel.registrations import Registrations
 from fractional_gpu_kernel.settings import Settings
 

@@ -32,7 +32,7 @@ ROUNDS = 2
 
 PREPARE = """
 import os, subprocess, sys
-from fractional_gpu_kernel.memory import limits
+from fractional_gpu_kernel import memory as limits
 def installed(name):
     from importlib.metadata import version
     return version(name)

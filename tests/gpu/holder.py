@@ -209,7 +209,7 @@ def _act(holding: _Holding, request: dict[str, Any]) -> dict[str, Any]:
             holding.hold(request["mib"], request["cached_mib"])
             return {}
         case "shrink":
-            from fractional_gpu_kernel.memory.limits import free_caches  # noqa: PLC0415 - only here: elsewhere the kernel's side may be missing
+            from fractional_gpu_kernel.memory import free_caches  # noqa: PLC0415 - only here: elsewhere the kernel's side may be missing
 
             begun = time.perf_counter()
             did = free_caches()

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.display.lines import CellLine, LiveLine, Notices, wait_text
-from fractional_gpu_kernel.memory.limits import ImportHooks, mapped_files
+from fractional_gpu_kernel.memory import ImportHooks, mapped_files
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, explain, is_local
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from fractional_gpu_kernel.memory.limits import shrink
+from fractional_gpu_kernel.memory import shrink
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, describe, is_local
 
 if TYPE_CHECKING:

@@ -170,7 +170,7 @@ class Gate:
 
 SENTINEL = "#%%cpu: this cell runs without waiting for the GPU\n"
 BURST = "#%%gpu "
-_OWN_MAGIC = re.compile(r"run_(?:line_magic\('(?:gpu|pinfo2?)'|cell_magic\('gpu')")
+_OWN_MAGIC = r"run_(?:line_magic\('(?:gpu|pinfo2?)'|cell_magic\('gpu')"
 _COMMENT_MAY_BEGIN = ("#", " ", "\t")
 _HELP_TOPICS = ("%gpu", "%%gpu", "%%cpu")
 
@@ -183,8 +183,8 @@ def needs_gpu(transformed: str) -> bool:
         return False
     if transformed[:1] in _COMMENT_MAY_BEGIN and _is_comment(transformed):
         return False
-    # Nearly every cell ends here: parsing costs more than searching.
-    if not _OWN_MAGIC.search(transformed) or transformed.startswith(BURST):
+    # Nearly every cell ends at the first of these: each costs more than the one before.
+    if "_magic('" not in transformed or transformed.startswith(BURST) or not re.search(_OWN_MAGIC, transformed):
         return True
     try:
         body = ast.parse(transformed).body

@@ -33,7 +33,7 @@ from fractional_gpu_kernel.magics.arguments import (
     size,
 )
 from fractional_gpu_kernel.magics.broker_call import AfterCell, call_broker
-from fractional_gpu_kernel.memory.limits import MEMORY, free_caches
+from fractional_gpu_kernel.memory import MEMORY, free_caches
 from fractional_gpu_kernel.settings import Settings, explain
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from fractional_gpu.core.units import (
 )
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.status import HostStatus
-from fractional_gpu_kernel.memory.limits import DEVICE
+from fractional_gpu_kernel.memory import DEVICE
 from fractional_gpu_kernel.settings import Settings
 
 ALWAYS = "always"

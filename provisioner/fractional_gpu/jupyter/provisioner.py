@@ -193,10 +193,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return connection
 
     async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
+        """Register for the manager's last failed restart: a server may forget the kernel then without calling `cleanup`."""
         await super().post_launch(**kwargs)
-        if (
-            not self._has_death_callback and self.parent is not None
-        ):  # a server may forget a dead kernel without calling `cleanup`
+        if not self._has_death_callback and self.parent is not None:
             self.parent.add_restart_callback(self._stop_after_deaths, "dead")
             self._has_death_callback = True
 

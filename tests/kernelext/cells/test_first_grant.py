@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fractional_gpu_kernel.cells.acquire import NO_DEVICE_KEPT, FirstGrant, _has_searched
-from fractional_gpu_kernel.memory.limits import ImportHooks
+from fractional_gpu_kernel.memory import ImportHooks
 from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
 from tests.kernelext.scripted_broker import ScriptedBroker
 from tests.support.packages import write
@@ -208,7 +208,7 @@ def test_without_a_loaded_driver_nothing_is_loaded(tmp_path: Path) -> None:
     driver = built(tmp_path / "driver", 100)
     code = (
         "from fractional_gpu_kernel.cells.acquire import FirstGrant\n"
-        "from fractional_gpu_kernel.memory.limits import ImportHooks; import sys\n"
+        "from fractional_gpu_kernel.memory import ImportHooks; import sys\n"
         "grant = FirstGrant(ImportHooks()); grant.bind({'CUDA_VISIBLE_DEVICES': 'GPU-1'})\n"
         "print(grant.is_due, repr(grant.check()), grant.is_due, 'ctypes' in sys.modules, 'libcuda' in open('/proc/self/maps').read())"
     )

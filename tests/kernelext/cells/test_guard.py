@@ -10,7 +10,7 @@ import pytest
 from fractional_gpu_kernel.cells.acquire import FirstGrant
 from fractional_gpu_kernel.cells.gate import BURST, Gate
 from fractional_gpu_kernel.cells.guard import CellGuard
-from fractional_gpu_kernel.memory.limits import ImportHooks, MemoryLimits
+from fractional_gpu_kernel.memory import ImportHooks, MemoryLimits
 from fractional_gpu_kernel.registrations import Registrations
 from tests.kernelext.interrupting import interrupt_at
 from tests.kernelext.parts import a_kernel

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu_kernel.memory.limits import CONTEXT_MIB, ImportHooks, MemoryLimits
+from fractional_gpu_kernel.memory import CONTEXT_MIB, ImportHooks, MemoryLimits
 from tests.support.packages import write
 
 OLD, NEW = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from fractional_gpu_kernel.memory.limits import reserved_mib, shrink
+from fractional_gpu_kernel.memory import reserved_mib, shrink
 from tests.kernelext.parts import a_kernel
 
 MIB = 2**20
@@ -65,8 +65,8 @@ def test_it_is_the_sum_of_what_is_loaded_or_unknown(
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, held: int | None) -> tuple[str, str]:
-    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.reserved_mib", lambda: held)
-    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: "gc, torch")
+    monkeypatch.setattr("fractional_gpu_kernel.memory.reserved_mib", lambda: held)
+    monkeypatch.setattr("fractional_gpu_kernel.memory.free_caches", lambda: "gc, torch")
     answers: list[tuple[str, str]] = []
 
     def schedule(callback: object) -> bool:

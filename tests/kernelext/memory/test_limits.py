@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu_kernel.memory.limits import CONTEXT_MIB, MemoryLimits, framework_mib
+from fractional_gpu_kernel.memory import CONTEXT_MIB, MemoryLimits, framework_mib
 from tests.support.paths import PYTHONPATH
 
 TORCH = """

@@ -7,8 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers
-from fractional_gpu_kernel.memory.limits import ImportHooks, shrink
+from fractional_gpu_kernel.memory import CheckpointBlockers, ImportHooks, shrink
 from tests.kernelext.parts import a_kernel
 from tests.support.packages import CUPY, write
 
@@ -364,7 +363,7 @@ def test_a_package_of_another_version_is_no_reason_to_fail(monkeypatch: pytest.M
 
 
 def test_nothing_is_freed_where_nothing_will_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("disturbed"))
+    monkeypatch.setattr("fractional_gpu_kernel.memory.free_caches", lambda: pytest.fail("disturbed"))
     answers: list[tuple[str, str]] = []
 
     def schedule(callback: object) -> bool:

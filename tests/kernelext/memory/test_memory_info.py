@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu_kernel.memory.limits import CONTEXT_MIB, MemoryLimits
+from fractional_gpu_kernel.memory import CONTEXT_MIB, MemoryLimits
 from tests.support.packages import write
 
 MIB = 2**20

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers, injected
-from fractional_gpu_kernel.memory.limits import ImportHooks
+from fractional_gpu_kernel.memory import CheckpointBlockers, ImportHooks, injected
 from tests.support.packages import TORCH_PROFILER, write
 
 # jax 0.10.2 and 0.4.30, tensorflow 2.x, triton 3.4.0, cupti-python 13.4.0.

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fractional_gpu_kernel.memory import limits
-from fractional_gpu_kernel.memory.limits import free_caches, shrink
+from fractional_gpu_kernel import memory as limits
+from fractional_gpu_kernel.memory import free_caches, shrink
 from tests.kernelext.parts import a_kernel
 
 
@@ -50,7 +50,7 @@ def test_an_idle_loop_answers_done() -> None:
 def test_a_loop_that_waits_for_input_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, why_not: str, word: str
 ) -> None:
-    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("disturbed"))
+    monkeypatch.setattr("fractional_gpu_kernel.memory.free_caches", lambda: pytest.fail("disturbed"))
     loop, answers = Loop(), Answers()
     shrink(a_kernel(on_main_loop=loop.schedule, why_not=why_not, waiting=("request",)), answers)
     assert answers.words == [word]
@@ -58,7 +58,7 @@ def test_a_loop_that_waits_for_input_is_not_waited_for(
 
 
 def test_a_cell_that_began_meanwhile_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("disturbed"))
+    monkeypatch.setattr("fractional_gpu_kernel.memory.free_caches", lambda: pytest.fail("disturbed"))
     loop, answers = Loop(), Answers()
     kernel = a_kernel(on_main_loop=loop.schedule)
     shrink(kernel, answers)
@@ -71,7 +71,7 @@ def test_a_cell_that_began_meanwhile_is_not_disturbed(monkeypatch: pytest.Monkey
 
 
 def test_a_loop_that_is_not_free_in_time_is_busy_and_nothing_is_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("too late"))
+    monkeypatch.setattr("fractional_gpu_kernel.memory.free_caches", lambda: pytest.fail("too late"))
     loop, answers = Loop(), Answers()
     shrink(a_kernel(on_main_loop=loop.schedule), answers, 0.01)
     assert answers.came.wait(60)
@@ -83,7 +83,7 @@ def test_a_loop_that_is_not_free_in_time_is_busy_and_nothing_is_done_later(monke
 def test_a_gui_event_loop_that_runs_no_callback_is_no_reason_to_stay(
     monkeypatch: pytest.MonkeyPatch, why_not: str, word: str
 ) -> None:
-    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("too late"))
+    monkeypatch.setattr("fractional_gpu_kernel.memory.free_caches", lambda: pytest.fail("too late"))
     loop, answers = Loop(), Answers()
     shrink(a_kernel(on_main_loop=loop.schedule, why_not=why_not, has_gui_loop=lambda: True), answers, 0.01)
     assert answers.came.wait(60)

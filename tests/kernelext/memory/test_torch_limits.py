@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu_kernel.memory.limits import MemoryLimits, TorchLimits
+from fractional_gpu_kernel.memory import MemoryLimits, TorchLimits
 
 GIB = 2**30
 

@@ -33,7 +33,7 @@ from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with
 from fractional_gpu.jupyter.kernel_process import identity_of
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.messages import COMMAND, AcquireRequest, AttachRequest, Progress, ProgressKind
-from fractional_gpu_kernel.memory.limits import CONTEXT, CONTEXT_MIB, DEVICE, MEMORY, MemoryLimits, framework_mib
+from fractional_gpu_kernel.memory import CONTEXT, CONTEXT_MIB, DEVICE, MEMORY, MemoryLimits, framework_mib
 
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON: Final = (*ENDING, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
