@@ -205,7 +205,6 @@ def find_broker(socket: str) -> int | None:
 
 
 def run_stop(socket: str | None, *, restart: bool, as_json: bool) -> int:
-    """Stop the broker, with `restart` start another, and print what was done. Returns the exit code. Raises CommandError."""
     path = socket or socket_path()
     pid = find_broker(path)
     if pid is None and is_service_socket(path):
@@ -351,10 +350,7 @@ def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
 
 
 def _own_command(pid: int) -> _Command | None:
-    """Return a command that starts such a broker in the background, from the process's own command line; None: unknown.
-
-    For a broker whose record of its command (`broker.json`) is gone.
-    """
+    """Return a command that starts such a broker, for one whose record of it (`broker.json`) is gone; None: unknown."""
     try:
         words = read_command(pid)
         environment = kept_environment(read_environment(pid))

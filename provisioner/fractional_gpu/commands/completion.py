@@ -53,10 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def complete(summaries: Mapping[str, str], parser_of: ParserOf) -> None:
-    """Write the proposals for the line that the shell completes, and end the process.
-
-    `summaries`: the subcommands. `parser_of` returns a subcommand's parser.
-    """
+    """Write the proposals for the line that the shell completes, and end the process. `summaries`: the subcommands."""
     import argcomplete  # noqa: PLC0415 - only here, as said above
     from traitlets.config.argcomplete_config import get_argcomplete_cwords, increment_argcomplete_index  # noqa: PLC0415 - as above
 

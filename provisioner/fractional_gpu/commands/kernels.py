@@ -161,10 +161,7 @@ def _where_they_appear(place: Path) -> str:
 def install_offers(
     pools: Mapping[str, Sequence[int]], *, directory: str, simulated: bool, simulate: str | None = None
 ) -> list[InstalledSpec]:
-    """Make the folder of kernelspecs hold what the pools offer (milli-GPU each; none: any).
-
-    Raises what `install` and `remove` raise.
-    """
+    """Make the folder of kernelspecs hold what the pools offer (milli-GPU each; none: any)."""
     installed: list[InstalledSpec] = []
     for pool, offered in pools.items():
         installed += install(
@@ -177,7 +174,6 @@ def install_offers(
 def _remove_stale(
     offers: Mapping[str, Sequence[int]], directory: str, *, pool: str | None = None
 ) -> list[InstalledSpec]:
-    """Remove the kernelspecs (of this pool only) that are not on offer, and return them."""
     stale = [
         spec.name
         for spec in list_installed(directory=directory)

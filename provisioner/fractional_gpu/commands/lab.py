@@ -33,8 +33,6 @@ JupyterLab of this environment, run `jupyter gpu kernels install`.
 
 
 class _Place(NamedTuple):
-    """The folder of the kernelspecs, and the socket of the broker."""
-
     data: Path
     socket: str
 

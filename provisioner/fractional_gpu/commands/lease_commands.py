@@ -118,10 +118,7 @@ class LeaseCommand(Generic[Request, Answer]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BulkCommand:
-    """A command about the leases that the command line names, or about all of the user's to which it `applies`.
-
-    `interrupted` says what Ctrl-C does while the command waits.
-    """
+    """A command about the leases that are named, or all to which it `applies`. `interrupted`: what Ctrl-C does while it waits."""
 
     description: str
     epilog: str
@@ -233,7 +230,6 @@ def _add_pin_arguments(parser: Parser) -> None:
 
 
 def _pin_request(options: argparse.Namespace) -> PinRequest:
-    """Return the request. Raises UsageError: a pin lasts for more than no time, and not for ever."""
     text: str | None = options.duration
     if text is None:
         raise UsageError(

@@ -95,7 +95,6 @@ class GrowingLog(ABC, Generic[T]):
             self._file = None
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the whole lines since the last call, with their ends. A line of more than a MiB comes in pieces."""
         if not self._begun:
             self._begun = True
             for file in self.finished():
@@ -142,7 +141,6 @@ class LogEntry:
     text: str
 
     def lines(self) -> "Iterator[Text]":
-        """Yield it for people. Nothing in it can control a terminal."""
         first, *others = self.text.split("\n")
         level = (f"{self.level:<7}", _STYLES.get(self.level, ""))
         yield line(f"{self.time:%Y-%m-%d %H:%M:%S} ", level, f" {first}")
@@ -150,7 +148,6 @@ class LogEntry:
             yield line(f"    {one}")
 
     def json(self) -> str:
-        """Return it as one line of JSON; `time` is in ISO form with the offset from UTC."""
         return json.dumps({"time": self.time.isoformat(), "level": self.level, "text": self.text})
 
 
@@ -208,10 +205,7 @@ def _number(text: str) -> int | None:
 
 
 def _short_id(name: str, socket: str | None) -> str:
-    """Return how the log writes a lease's id: from the broker, where it runs and knows the lease, else as it was given.
-
-    Raises CommandError for an ambiguous name, and UsageError for one that cannot be an id.
-    """
+    """Return how the log writes a lease's id: from the broker, where it runs and knows the lease, else as it was given."""
     leases: list[LeaseStatus] = []
     try:
         client = broker_if_running(socket)
@@ -261,7 +255,6 @@ class LogReader(GrowingLog[LogEntry]):
         return older
 
     def entries(self) -> Iterator[LogEntry]:
-        """Yield the entries since the last call. What comes before the first whole entry is left out: its head was rotated away."""
         entry: LogEntry | None = None
         for raw in self.lines():
             text = raw.decode(errors="backslashreplace").rstrip("\n")

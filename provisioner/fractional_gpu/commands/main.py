@@ -23,10 +23,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _Entry(NamedTuple):
-    """A line of the overview. `module`: below this package. `passes_on`: it hands arguments that it does not know to another program.
-
-    The module, or the entry of its table `COMMANDS`, has `configure(parser)` and `run(options)`, which returns the exit code.
-    """
+    """A command: its module, which has `configure(parser)` and `run(options)`. `passes_on`: unknown arguments are for another program."""
 
     module: str
     summary: str

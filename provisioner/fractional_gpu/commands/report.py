@@ -86,7 +86,6 @@ class _Ask:
 
     @property
     def whole(self) -> bool:
-        """Whether the report is of all that the devices were used for."""
         return not set(self.only) & {"user", "group", "seated"}
 
 

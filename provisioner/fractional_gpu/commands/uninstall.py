@@ -202,7 +202,6 @@ def _remove(items: list[Item]) -> tuple[list[Item], dict[Path, str]]:
 
 
 def package_command() -> str:
-    """Return the command that removes the package from this environment, by what installed it."""
     try:
         installer = (distribution(PACKAGE).read_text("INSTALLER") or "").strip()
     except PackageNotFoundError:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoKernel:
-    """The result of one kernel: its lease at the end, and what its notebook found."""
-
     name: str
     kernelspec: str
     lease: LeaseStatus
@@ -139,7 +137,6 @@ class LeaseTracker:
         return [sentence for _, sentence in sorted(changes)]
 
     def moved_s(self, kernel_id: str) -> float:
-        """Return how long the kernel's memory was on the move, seconds, as far as it was seen; a move that is under way does not count."""
         seen = self._seen.get(kernel_id)
         return seen.moved_s if seen is not None else 0.0
 

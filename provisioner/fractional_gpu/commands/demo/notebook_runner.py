@@ -62,12 +62,7 @@ async def run_in_turns(
     finished: Callable[[], None],
     count: Callable[[int, int], None],
 ) -> None:
-    """Run all notebooks, a code cell of each in turn; `finished` is called while all the kernels are still alive.
-
-    `count` gets how many cells have run, and all. The outputs are stored in the notebooks.
-    Raises CommandError when a kernel does not start or a cell fails.
-    Cancellation shuts the kernels down, as any other end does.
-    """
+    """Run all notebooks, a code cell of each in turn; `finished` is called while the kernels are still alive. Raises CommandError."""
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(_kernel(notebook, tell)) for notebook in notebooks]
         numbered = [

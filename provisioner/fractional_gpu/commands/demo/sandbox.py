@@ -48,7 +48,6 @@ def examples_dir() -> Path:
 
 
 def sandbox_environment(root: Path, outside: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the sandbox: `outside` without the variables of another kernel or broker."""
     environment = {name: value for name, value in outside.items() if not name.startswith("JUPYTER_GPU_")}
     data = str(root / "data")
     environment |= {
@@ -78,14 +77,10 @@ class Sandbox:
             shutil.copyfile(examples_dir() / name, self.notebooks / name)
 
     def install_kernels(self, *, simulated: bool) -> None:
-        """Install the kernelspec that the notebooks name, in the sandbox only."""
         install("default", [FRACTION_MILLI], directory=str(self.root / "data" / "kernels"), simulated=simulated)
 
     def start_broker(self, *, simulate: str | None, device: int | str) -> BrokerClient:
-        """Start a broker for one device (number or UUID) and return its client.
-
-        Raises CommandError with the broker's last line when it does not start.
-        """
+        """Start a broker for one device (number or UUID). Raises CommandError with the broker's last line if it does not start."""
         config = self.root / "config" / "demo_config.py"
         config.write_text(_CONFIG.format(device=device), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach"]
@@ -114,10 +109,7 @@ class Sandbox:
 
 
 def _run_quietly(command: list[str]) -> tuple[int, str]:
-    """Run a command to its end and return its exit code and output. Raises CommandError if it takes too long.
-
-    An interrupt is raised only after the end of the command, because a half started broker could not be found and stopped.
-    """
+    """Run a command to its end, also when interrupted: a half started broker could not be found and stopped. Raises CommandError."""
     with tempfile.TemporaryFile() as said:  # not a pipe: a process that the command starts may keep its end open
         process = subprocess.Popen(
             command,
@@ -145,10 +137,7 @@ def _run_quietly(command: list[str]) -> tuple[int, str]:
 
 @contextmanager
 def open_sandbox(*, keep: bool) -> Iterator[Sandbox]:
-    """Create the folder, and replace this process's environment by the sandbox's until the block ends; then clean up.
-
-    `keep`: leave the folder where it is. Raises CommandError where the temporary folder's path is too long.
-    """
+    """Create the folder, and replace this process's environment by the sandbox's until the block ends; then clean up."""
     root = Path(tempfile.mkdtemp(prefix="jupyter-gpu-demo-"))
     with ExitStack() as stack:
         if not keep:
@@ -180,10 +169,7 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def interrupt_on_termination() -> AbstractContextManager[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C during the block, so that they clean up as well.
-
-    Also where SIGINT itself is ignored, as a shell's script has it for a command in the background.
-    """
+    """Treat SIGTERM and SIGHUP like Ctrl-C during the block, also where a shell ignores SIGINT for a command in the background."""
 
     def interrupt(_signal: int, _frame: object) -> None:
         raise KeyboardInterrupt

@@ -204,7 +204,6 @@ def _check_kind(name: str) -> Finding:
 
 
 def _try_simulated() -> list[Finding]:
-    """Try it on a temporary simulated host, not on a broker's."""
     with tempfile.TemporaryDirectory(prefix="jupyter-gpu-doctor-") as folder:
         host = Path(folder, "host")
         try:

@@ -125,7 +125,6 @@ def check_huge_pages(sys: Path = SYS) -> Iterator[Finding]:
 
 
 def check_nodes(devices: Sequence[DeviceInfo], addresses: Mapping[str, str], sys: Path = SYS) -> Iterator[Finding]:
-    """Compare each memory node with the devices that are near to it. `addresses` are PCI addresses by device id."""
     nodes = _nodes(sys)
     if len(nodes) < 2:
         yield ok("numa", "the machine has one memory node, equally near to every device")
@@ -166,7 +165,6 @@ def check_nodes(devices: Sequence[DeviceInfo], addresses: Mapping[str, str], sys
 
 
 def pci_address(nvml: ModuleType, device_id: str) -> str:
-    """Return where /sys/bus/pci has the device, "" where NVML does not report it."""
     try:
         place = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(device_id)).busId
     except (AttributeError, nvml.NVMLError):  # an old library lacks the call, a MIG instance the address
@@ -245,7 +243,6 @@ def _setting(file: Path) -> str:
 
 
 def _nodes(sys: Path) -> dict[int, int]:
-    """Return the memory of each node that has any, MiB."""
     found = {}
     for file in sys.glob("devices/system/node/node[0-9]*/meminfo"):
         total = _TOTAL.search(file.read_text(encoding="ascii"))
@@ -340,10 +337,7 @@ def check_nvidia(
     proc: Path = PROC,
     sysfs: Path = SYS,
 ) -> NvidiaReport:
-    """Return the devices and the findings.
-
-    In tests `nvml` stands in for pynvml, `bindings` for the check of cuda-bindings, `level` for `cuda_level`.
-    """
+    """In tests `nvml` stands in for pynvml, `bindings` for the check of cuda-bindings, `level` for `cuda_level`."""
     library = importlib.import_module("pynvml") if nvml is None else nvml
     monitor = NvidiaMonitor(nvml=library, bindings=bindings)
     try:
@@ -467,7 +461,6 @@ def _mps(proc: Path) -> Iterator[Finding]:
 
 
 def _read(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
-    """Return the reading, or None and the reason: not every device and library supports every call."""
     read = getattr(nvml, call, None)
     if read is None:
         return None, f"this nvidia-ml-py has no {call}"
@@ -478,10 +471,7 @@ def _read(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
 
 
 def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo]) -> TrialResult:
-    """Try it on the first device that can be checkpointed. Blocks for seconds, with a driver that hangs for minutes.
-
-    Raises nothing that a driver, a broker or a missing permission causes: those are results.
-    """
+    """Try it on the first device that can be checkpointed. Blocks for seconds, with a driver that hangs for minutes."""
     able = [device for device in devices if device.checkpointable]
     if not able:
         return TrialResult(not_tried="no device can be checkpointed")
@@ -495,7 +485,6 @@ def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo])
 
 
 def check_claims(devices: Sequence[DeviceInfo], broker: int | None) -> Iterator[Finding]:
-    """Return a warning for each device that another broker manages than this user's; `broker`: the process of that one, if it runs."""
     for device in devices:
         try:
             DeviceClaim.claim(device.device_id).close()

@@ -57,8 +57,6 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Severity(StrEnum):
-    """How much a finding matters, least first."""
-
     OK = "ok"
     NOTE = "note"  # an ordinary circumstance that a reader should know
     WARNING = "warning"  # it works, and something will be missed
@@ -135,7 +133,6 @@ def installed_version(package: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Return the text without the user's name and home folder, and without what looks like a secret."""
     home = str(Path.home())
     if len(home) > 1:
         text = text.replace(home, "~")

@@ -108,7 +108,6 @@ def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
 
 
 def _check_place(path: str) -> Iterator[Finding]:
-    """Return a warning about a socket that another host's broker would replace with its own."""
     folder = Path(path).parent
     if is_network(folder) and node_name() not in folder.name:
         yield warning(
@@ -156,7 +155,6 @@ def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
 
 
 def inherited_findings(pid: int) -> Iterator[Finding]:
-    """Return a warning about what a broker has of the program that started it and was not permitted to undo."""
     kept = []
     with suppress(PermissionError, ProcessLookupError):  # a service's limits are its administrator's choice
         if (niceness := os.getpriority(os.PRIO_PROCESS, pid)) > 0:
@@ -255,7 +253,6 @@ _ADVICE: Final = "set it to 0 where fractional kernels run, and let the pool's i
 
 
 def check_kernelspecs(settings: Settings | None, specs: Iterable[InstalledSpec] | None = None) -> Iterator[Finding]:
-    """Return findings about the launcher's entries and whether they can start. `specs` stand in for the installed ones in tests."""
     found = list(list_installed() if specs is None else specs)
     if not found:
         yield note("kernelspecs", "none installed: the launcher offers no fractions", _INSTALL)
@@ -325,7 +322,6 @@ def _import_failure(python: str) -> str:
 def check_cullers(
     *, environment: Mapping[str, str] = os.environ, folders: Iterable[str] | None = None, proc: Path = PROC
 ) -> Iterator[Finding]:
-    """Return findings about idle cullers of servers and hubs. `folders` stand in for Jupyter's configuration path in tests."""
     everywhere = jupyter_config_path() if folders is None else folders
     where = [Path(folder) for folder in everywhere if os.path.isdir(folder)]  # noqa: PTH112 - False without access
     found = [*_configured(where), *_running(proc)]

@@ -72,7 +72,6 @@ def check_accounting(slurm: Slurm, config: Mapping[str, str]) -> Iterator[Findin
 
 
 def check_scripts(config: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that this node has what Slurm runs as Prolog, Epilog and TaskProlog, and that only root can change it."""
     for path in {Path(config.get(name, "(null)")) for name in SCRIPTS} - {Path("(null)")}:
         try:
             status = path.stat()
@@ -131,7 +130,6 @@ def check_hook(script: Path, slurm: Slurm) -> Iterator[Finding]:
 
 
 def check_files(slurm: Slurm, files: NodeFiles) -> Iterator[Finding]:
-    """Check that Slurm's files give no key twice, and have all that `install` would change in them."""
     try:
         confs = site_files(slurm.conf())
         change_site(files, confs, confs[0].path.with_name(WRAPPER), slurm.node, slurm.names)

@@ -337,7 +337,6 @@ def _end_with_input() -> None:
 
 
 def _show(options: argparse.Namespace, measurement: "Measurement", *, interrupted: bool) -> int:
-    """Print what is known, and return the exit status. Raises CommandError if that is nothing."""
     plan, findings = measurement.plan, measurement.study.findings()
     if findings[0].slower is None:
         raise CommandError(
@@ -358,8 +357,6 @@ def _show(options: argparse.Namespace, measurement: "Measurement", *, interrupte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be measured. `fractions_milli` and `copies`: None where they were left out."""
-
     command: Sequence[str]
     pool: str
     fractions_milli: Sequence[int] | None
@@ -473,7 +470,6 @@ class Measurement:
 
     @property
     def until_s(self) -> float:
-        """When the time is over, by `time.monotonic`."""
         return self._began_s + self.plan.within_s
 
     def run(self) -> None:
@@ -593,7 +589,6 @@ class Measurement:
         return None
 
     def _tell(self, sentence: str) -> None:
-        """Say why an attempt was in vain, once for the attempts in a row."""
         if sentence != self._told:
             self.say(sentence)
         self._told = sentence

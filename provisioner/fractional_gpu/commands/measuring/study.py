@@ -65,10 +65,7 @@ def _parsed(line: bytes) -> Tick:
 
 
 def overlap(tenants: Sequence[Sequence[Tick]]) -> tuple[int, int]:
-    """Return the span in which all tenants work: from the last one's first report to the first one's last report, ns.
-
-    Its end is not after its beginning where they do not overlap. Raises ValueError if one has reported nothing.
-    """
+    """Return the span in which all tenants work, ns; its end is not after its beginning where they do not overlap. Raises ValueError."""
     return max(ticks[0].at_ns for ticks in tenants), min(ticks[-1].at_ns for ticks in tenants)
 
 

@@ -103,7 +103,6 @@ def node_files(options: argparse.Namespace) -> "NodeFiles":
 
 
 def _put(options: argparse.Namespace, texts: Mapping[Path, str]) -> int:
-    """Write or print files; return 1 if one was left as it is because it differs."""
     code = 0
     for path, text in texts.items():
         if options.print:

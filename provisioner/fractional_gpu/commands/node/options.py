@@ -86,7 +86,6 @@ def counts_of(words: list[str] | None) -> dict[str, str]:
 
 
 def words_of(options: argparse.Namespace) -> list[str]:
-    """Return the options as words of a command line, those that differ from their defaults."""
     words = [] if options.socket == SOCKET else ["--socket", options.socket]
     words += [] if options.seats is None else ["--seats", str(options.seats)]
     for pool in options.pool or ():

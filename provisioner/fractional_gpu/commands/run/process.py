@@ -121,8 +121,6 @@ def unless_ignored(numbers: Iterable[int], handler: Handler) -> dict[int, Handle
 
 
 class RunningCommand:
-    """The command from its start to its end. For the main thread."""
-
     def __init__(self, child: "subprocess.Popen[bytes]") -> None:
         self._child = child
         self.pid = child.pid
@@ -237,10 +235,7 @@ class RunningCommand:
 
 
 def die_of(number: int) -> int:
-    """Die of the signal that ended a command, as a shell's loop expects, and without a core dump of this process. For the main thread.
-
-    Return 128 + N in the first process of a container, which no such signal ends.
-    """
+    """Die of the signal that ended a command, without a core dump. Return 128 + N in a container's first process, which it does not end."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     with suppress(OSError):  # SIGKILL has no handlers
         signal.signal(number, signal.SIG_DFL)
@@ -268,8 +263,6 @@ _TORCH: Final = "JUPYTER_GPU_MEMORY_FRACTION"
 
 
 class EndedError(Exception):
-    """A signal ended the wait."""
-
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
@@ -302,10 +295,7 @@ def command_environment(lease: KernelLease, granted: Mapping[str, str]) -> dict[
 
 
 def wait_for_gpu(lease: KernelLease, wait_ms: int | None, say: Callable[[str], None]) -> Mapping[str, str]:
-    """Return the variables that bind the command to its device, as soon as it has one.
-
-    Raises CommandError with the reason when it is refused, and BrokerUnavailableError when no broker can be reached.
-    """
+    """Return the variables that bind the command to its device, as soon as it has one. Raises CommandError if it is refused."""
     line = WaitLine(lambda text: say(f"waiting for the GPU: {text}"))
     for attempt in range(_ATTEMPTS):
         try:

@@ -120,10 +120,7 @@ def diagnosed(family: int, port: int) -> _Connections:
 
 
 def cpu_us(pid: int) -> int:
-    """Return how long the threads of a process and of its descendants have used the CPU, microseconds.
-
-    Those that have ended count no more.
-    """
+    """Return how long the threads of a process and its descendants have used the CPU, microseconds; ended ones count no more."""
     used, left = 0, [pid] if _HAS_CHILDREN else _tree(pid)
     while left:
         process = left.pop()
@@ -142,7 +139,6 @@ _HAS_CHILDREN: Final = Path("/proc/thread-self/children").exists()  # a kernel m
 
 
 def _tree(pid: int) -> list[int]:
-    """Return the ids of the process and its descendants: all of the machine's are read for it."""
     try:
         return [one.pid for one in scan().tree(identify(pid))]
     except OSError:  # it has ended

@@ -38,7 +38,6 @@ class Parser(argparse.ArgumentParser):
         by: Completer | Sequence[str] | None = None,
         **given: Any,  # noqa: ANN401 - argparse's own
     ) -> None:
-        """Add an argument. A shell completes it by a completer or from words; other values stay allowed."""
         action = self.add_argument(name, metavar=metavar, help=help, **given)
         if by is not None:
             action.completer = by if callable(by) else _words(by)  # type: ignore[attr-defined]

@@ -19,11 +19,7 @@ RUN_ONE = "run one with `jupyter gpu broker`, or name another's socket with --so
 
 
 def broker_if_running(socket: str | None = None) -> BrokerClient | None:
-    """Return a client of the broker that runs, or None; one that ended unintentionally is started again.
-
-    Raises BrokerUnavailableError if there may be one that cannot be reached or does not answer within 5 s, or if it cannot be started
-    again.
-    """
+    """Return a client of the broker that runs, or None; one that ended unintentionally is started again. Raises BrokerUnavailableError."""
     path = socket or socket_path()
     seat = own_seat()
     client = BrokerClient(path, token=seat.token if seat is not None else None)
@@ -55,10 +51,7 @@ def kernels_of(socket: str) -> list[int]:
 
 
 def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> BrokerClient:
-    """Return a client of the broker that runs. Raises CommandError if there is none.
-
-    `without` is the end of its sentence: what follows, and what to do.
-    """
+    """Return a client of the broker that runs. Raises CommandError if there is none; its sentence ends with `without`."""
     client = broker_if_running(socket)
     if client is None:
         raise CommandError(f"no broker is running on {socket or socket_path()}, {without}")

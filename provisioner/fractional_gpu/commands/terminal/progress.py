@@ -197,7 +197,6 @@ class WaitLine:
                 self._timer.start()
 
     def stop(self) -> None:
-        """Say no more: the wait is over."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()

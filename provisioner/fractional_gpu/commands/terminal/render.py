@@ -67,10 +67,7 @@ _LEGEND = ("     ", _USED, "  used    ", _RESERVED, "  reserved    ", _OTHERS, "
 
 
 def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> "Text":
-    """Return the device's memory as a row of `cells` characters: other programs, used, reserved, free.
-
-    A part that exists gets at least one cell, as long as there are cells left.
-    """
+    """Return the device's memory as a row of `cells` characters. A part that exists gets one at least, while there are cells left."""
     used_by_leases = max(0, device.used_mib - device.stranger_mib)
     parts = (
         (_OTHERS, device.stranger_mib),

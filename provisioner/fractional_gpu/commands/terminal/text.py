@@ -149,10 +149,7 @@ def _wrapped(whole: "Text", width: int) -> "list[Text]":
 
 
 def _breaks(text: str, width: int, indent: int) -> list[int]:
-    """Return where the second line and those after it begin, in characters; each but the first has `indent` blanks before it.
-
-    Rich's own wrapping would break a word that is longer than the line, such as a path.
-    """
+    """Return where the second line and those after it begin. Rich's own wrapping would break a word such as a path."""
     from rich.cells import cell_len  # noqa: PLC0415 - as said above
 
     found: list[int] = []
@@ -170,7 +167,6 @@ def plain(lines: "Iterable[Text]") -> str:
 
 
 def _console() -> "Console":
-    """Return what rich lays out with: the size says nothing of a terminal, and nothing is written to it."""
     from rich.console import Console  # noqa: PLC0415 - as said above
 
     return Console(width=_ENDLESS, height=100, color_system=None, force_jupyter=False)
@@ -211,7 +207,6 @@ def say(sentence: str, out: TextIO | None = None, *, flush: bool = False) -> Non
 
 
 def print_json(document: object) -> None:
-    """Print a record, or lists and dictionaries with records, as one line of JSON."""
     from msgspec import to_builtins  # noqa: PLC0415 - not for help texts
 
     print(json.dumps(to_builtins(document)))
@@ -230,7 +225,6 @@ def answer(
 
 @contextmanager
 def file_errors(done: str, path: Path | str, advice: str = "") -> Iterator[None]:
-    """Raise CommandError for a file that cannot be `done` (read, written)."""
     try:
         yield
     except OSError as error:
