@@ -170,15 +170,9 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
 
 
-# `jupyter gpu broker --stop` and `--restart`: find the broker of a socket, end it, and start it again with the same options.
-#
-# The rules:
-# - The broker is the process that holds the lock beside the socket, or that listens on the socket. So it is found even if it does not
-#   answer, or if its socket or its lock file was deleted.
-# - It gets SIGTERM, and SIGKILL after `ORDERLY_S`. The kill loses nothing: kernels outlive the broker, the journal has the operation that
-#   was under way, and the checkpoint worker finishes it.
-# - A system service is refused, because systemd would start it again at once; so is another user's broker.
-
+# --stop and --restart: the broker is the process that holds the lock beside the socket, or that listens on the socket. So it is found even
+# if it does not answer, or if its files were deleted. The kill loses nothing: kernels outlive the broker, the journal has the operation
+# that was under way, and the checkpoint worker finishes it.
 
 ORDERLY_S = 30.0
 _KILLED_S = 10.0

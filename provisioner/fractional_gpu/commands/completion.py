@@ -1,11 +1,7 @@
 """`jupyter gpu completion`, and the completion itself, by argcomplete.
 
-The command prints what a shell evaluates. When Tab is pressed, the shell runs `jupyter gpu` with `_ARGCOMPLETE` in its environment
-(`jupyter` itself passes the line on), and `complete` answers. It imports only the chosen subcommand; any other start of `jupyter gpu`
-does not import this module.
-
-The values of an argument are declared where the argument is added, with `by`. Values that only a broker knows are
-requested with a short time limit: a completion that blocks is worse than none.
+The command prints what a shell evaluates. When Tab is pressed, the shell runs `jupyter gpu` with `_ARGCOMPLETE` in its environment, and
+`complete` answers, with a short time limit for what only a broker knows: a completion that blocks is worse than none.
 """
 
 import argparse

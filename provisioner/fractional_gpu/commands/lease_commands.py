@@ -1,8 +1,6 @@
 """The commands about leases and devices, as one table: suspend, resume, pin, unpin, resize, explain, move, evict, end, drain, undrain.
 
-A row of `COMMANDS` says what the help says, which arguments the command takes, which call of the client it makes and which sentence it
-prints at success. There are three kinds of rows: about one lease, about several or `--all` leases, and about one device. `commands.main`
-has the one-line summaries, so that the overview of all commands does not import this module.
+`commands.main` has the one-line summaries, so that the overview of all commands does not import this module.
 """
 
 import argparse

@@ -1,9 +1,6 @@
 """`jupyter gpu uninstall`: removes what this package has put on the machine for this user, and says how to remove the package itself.
 
-1. `_find` looks for it: kernelspecs wherever Jupyter looks, the folders of sockets and of state on this host, the simulated GPUs of those
-   brokers, and what JupyterLab keeps of its extension's settings. Configuration files are the user's own and stay; they are named.
-2. Nothing is removed while a kernel has a lease: its state may be on the host only. The command says which kernels these are.
-3. After a question, brokers without leases are ended, and everything is removed. What cannot be removed does not keep the rest.
+Nothing is removed while a kernel has a lease: its state may be on the host only. Configuration files stay; they are named.
 """
 
 import argparse

@@ -1,12 +1,8 @@
 """Checks of the machine: host memory, NVIDIA's driver and devices, and whether this user may checkpoint here. Nothing is changed.
 
-Saved device memory lands in fresh memory of the kernel's own process, and page faults are the slow part of that, as far as is known.
-Populating memory on a machine without a GPU ran at 1.65 GB/s with one thread on 4 KiB pages, and at 8.6 GB/s with two threads on huge
-ones. No figure has been measured with NVIDIA's driver: the findings say so and promise no speed.
-
-A checkpoint is tried with a worker like the broker's (`gpu.checkpoint_trial`, as by a broker at its start). While a broker manages any of
-the devices nothing is tried: two workers at a time are not safe. During the trial the devices are claimed, so that no broker starts to
-manage them.
+Page faults are the slow part of saving, as far as is known: without a GPU, memory was populated at 1.65 GB/s with one thread on 4 KiB pages
+and at 8.6 GB/s with two on huge ones. Nothing was measured with NVIDIA's driver: the findings say so and promise no speed. During the trial
+of a checkpoint the devices are claimed, and none is tried that a broker manages: two workers at a time are not safe.
 """
 
 import asyncio

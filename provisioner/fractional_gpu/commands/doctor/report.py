@@ -1,11 +1,7 @@
 """The doctor's report: findings, one line a check, as text and as JSON; and the support bundle.
 
-A check that finds nothing wrong still says what it saw. A finding above `note` says what to do. The names of checks are stable: scripts
-filter by them.
-
-The support bundle is one archive for a person who helps. It has the findings, the status of a broker that runs, the last lines of its
-logs and the versions of the packages that matter. It has no configuration files, no ledger, no token files and no notebooks. Its texts are
-cleaned first: names of notebooks and users, the home folder, and everything that may be a token or a key. Read it before you send it.
+A check that finds nothing wrong still says what it saw. The names of checks are stable: scripts filter by them. The bundle has no
+configuration files, ledger, token files or notebooks, and its texts are cleaned of names, the home folder and possible secrets.
 """
 
 import getpass

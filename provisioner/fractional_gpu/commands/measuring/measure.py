@@ -1,8 +1,7 @@
 """`jupyter gpu measure`: which share of a GPU suffices for a program, measured beside others, with how sure that is.
 
-The order: a trial run finds out whether the program reports units of work or is one by itself; then rounds of steps (`study`), each a few
-seconds with fresh processes under leases (`tenants`), until every interval is narrow enough or the time is over. What it says at the end
-is a function of the findings: sentences, a table, JSON and a picture.
+A trial run finds out whether the program reports units of work or is one by itself; then come rounds of steps (`study`), each a few seconds
+with fresh processes under leases (`tenants`), until every interval is narrow enough or the time is over.
 """
 
 import argparse
@@ -49,7 +48,7 @@ from fractional_gpu.commands.measuring.tenants import (
     TooSlowError,
 )
 from fractional_gpu.commands.run.process import TIMEOUT_S, EndedError, check_program, signals_raise
-from fractional_gpu.commands.terminal.arguments import DURATIONS, FRACTIONS, POOLS, Parser
+from fractional_gpu.commands.terminal.arguments import DURATIONS, FRACTIONS, POOLS, Parser, checked_pool, whole_number
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import (
     CommandError,
@@ -71,7 +70,6 @@ from fractional_gpu.core.units import (
     plural,
 )
 from fractional_gpu.curves import Panel, Series, curves
-from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, NoRoomError
 from fractional_gpu.protocol.status import HostStatus
 from fractional_gpu.stats import median
@@ -154,7 +152,7 @@ def verdict(findings: Sequence[Finding], most_slower: float) -> str:
 
 
 def figures(findings: Sequence[Finding], width: int | None = None) -> "list[Text]":
-    header = [
+    header = (
         "SHARE",
         "TENANTS",
         "UNITS/s",
@@ -166,7 +164,7 @@ def figures(findings: Sequence[Finding], width: int | None = None) -> "list[Text
         "ENERGY",
         "COST",
         "ROUNDS",
-    ]
+    )
     rows = [
         [
             format_fraction(one.setting.fraction_milli),
@@ -226,32 +224,25 @@ def picture(findings: Sequence[Finding]) -> str:
     ordered = [shown[tenants] for tenants in sorted(shown)]
     whole_gpu_s = alone.unit_s * alone.setting.fraction_milli / WHOLE_MILLI
 
-    def panel(title: str, ours: Sequence[float], apart: Sequence[float]) -> Panel:
-        def points(values: Sequence[float]) -> list[tuple[str, float, float]]:
-            return [("", float(one.setting.tenants), value) for one, value in zip(ordered, values, strict=True)]
-
-        return Panel(title, [Series("on one device", points(ours)), Series("on a device each", points(apart))])
-
-    rows = [
-        [
-            panel(
-                "units of work in a second, all tenants",
-                [one.device_units_s for one in ordered],
-                [one.setting.tenants / alone.unit_s for one in ordered],
-            ),
-            panel(
-                "median latency, ms", [one.median_s * 1000 for one in ordered], [alone.median_s * 1000 for _ in ordered]
-            ),
-        ],
-        [
-            panel("95th percentile, ms", [one.p95_s * 1000 for one in ordered], [alone.p95_s * 1000 for _ in ordered]),
-            panel(
-                "GPU seconds for a unit of work",
-                [one.unit_gpu_s for one in ordered],
-                [whole_gpu_s for _ in ordered],
-            ),
-        ],
+    panels: list[tuple[str, Callable[[Finding], float], Callable[[Finding], float]]] = [
+        (
+            "units of work in a second, all tenants",
+            lambda one: one.device_units_s,
+            lambda one: one.setting.tenants / alone.unit_s,
+        ),
+        ("median latency, ms", lambda one: one.median_s * 1000, lambda _: alone.median_s * 1000),
+        ("95th percentile, ms", lambda one: one.p95_s * 1000, lambda _: alone.p95_s * 1000),
+        ("GPU seconds for a unit of work", lambda one: one.unit_gpu_s, lambda _: whole_gpu_s),
     ]
+
+    def points(value: Callable[[Finding], float]) -> list[tuple[str, float, float]]:
+        return [("", float(one.setting.tenants), value(one)) for one in ordered]
+
+    drawn = [
+        Panel(title, [Series("on one device", points(ours)), Series("on a device each", points(apart))])
+        for title, ours, apart in panels
+    ]
+    rows = [drawn[:2], drawn[2:]]
     return curves(rows, across="tenants", up="see each panel", note="")
 
 
@@ -262,7 +253,7 @@ _TRIAL_PART: Final = 3  # the trial may take a third of the time
 _PASSING: Final = (DisturbedError, NoSpareRoomError, NoRoomError)  # NoRoomError: a seat, or a limit, is full now
 _RETRY_S: Final = 0.5
 _LEAST_MS: Final = 1000
-_MOST_COPIES: Final = 63
+_COPIES: Final = range(1, 64)
 _ROUNDS_WANTED: Final = 10
 _DESCRIPTION: Final = "Measure which share of a GPU suffices for a program: alone, and beside others on one device."
 _EPILOG: Final = """\
@@ -379,18 +370,17 @@ def _plan(options: argparse.Namespace) -> Plan:
     beside = [_words(text) for text in options.beside]
     for one in [command, *beside]:
         check_program(one)
-    try:
-        pool = check_pool_name(options.pool)
-    except FractionalGPUError as error:
-        raise UsageError(f"--pool: {error}") from None
     within_ms = parse_argument(parse_duration_ms, options.within)
     if within_ms < _LEAST_MS:
         raise UsageError(f"--within is {options.within}; allowed: a second or more")
+    copies = _listed(options.copies, lambda text: whole_number("--copies", text, _COPIES))
+    if copies is None and beside and options.fractions is None:
+        copies = [len(beside)]
     return Plan(
         command=command,
-        pool=pool,
+        pool=checked_pool(options.pool),
         fractions_milli=_listed(options.fractions, lambda text: parse_argument(parse_fraction_milli, text)),
-        copies=_listed(options.copies, _copies) or ([len(beside)] if beside and options.fractions is None else None),
+        copies=copies,
         beside=beside,
         memory_mib=parse_argument(parse_memory_mib, options.memory) if options.memory is not None else None,
         within_s=within_ms / 1000,
@@ -425,12 +415,6 @@ def _words(text: str) -> list[str]:
 
 def _listed(text: str | None, parse: Callable[[str], int]) -> list[int] | None:
     return None if text is None else [parse(part.strip()) for part in text.split(",")]
-
-
-def _copies(text: str) -> int:
-    if not text.isdigit() or len(text) > 2 or not 1 <= int(text) <= _MOST_COPIES:
-        raise UsageError(f"--copies has {text[:20]!r}; allowed: whole numbers from 1 to {_MOST_COPIES}, with commas")
-    return int(text)
 
 
 def _percentage(option: str, text: str) -> float:

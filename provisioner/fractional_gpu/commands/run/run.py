@@ -28,11 +28,10 @@ from fractional_gpu.commands.run.process import (
     wait_for_gpu,
 )
 from fractional_gpu.commands.run.supervisor import Supervisor, say
-from fractional_gpu.commands.terminal.arguments import DURATIONS, FRACTIONS, Parser
+from fractional_gpu.commands.terminal.arguments import DURATIONS, FRACTIONS, Parser, checked_pool, whole_number
 from fractional_gpu.commands.terminal.text import UsageError, parse_argument
 from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 from fractional_gpu.host.wakeups import handling
-from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, lease_label, take_lease
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_WAIT_S
@@ -90,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     request, ports, wait_ms = (
         _request(options, command),
-        [_number("--serve", text, _PORTS) for text in options.serve],
+        [whole_number("--serve", text, _PORTS) for text in options.serve],
         _wait_ms(options.wait),
     )
     check_program(command)
@@ -125,26 +124,22 @@ def run(options: argparse.Namespace) -> int:
 def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseRequest:
     if not command:
         raise UsageError("say what to run after --, for example: jupyter gpu run --fraction 1/4 -- python train.py")
-    devices = _number("--devices", options.devices, _DEVICES)
+    devices = whole_number("--devices", options.devices, _DEVICES)
     if devices > 1 and options.fraction not in (None, "1", os.environ.get("JUPYTER_GPU_DEFAULT_FRACTION")):
         raise UsageError(
             f"--fraction is {options.fraction} with {devices} devices; several devices are whole ones: leave --fraction out"
         )
     fraction = "1" if devices > 1 else options.fraction or "1/4"
-    try:
-        pool = check_pool_name(options.pool)
-    except FractionalGPUError as error:
-        raise UsageError(f"--pool: {error}") from None
     # The program's name, and that of the file that it is given first: arguments may be secret.
     script = next((word for word in command[1:] if not word.startswith("-")), "")
     is_file = os.path.isfile(script)  # noqa: PTH113 - a word may be a whole program, too long for a path
     names = [Path(command[0]).name, *([Path(script).name] if is_file else [])]
     return LeaseRequest(
         fraction_milli=parse_argument(parse_fraction_milli, fraction),
-        pool=pool,
+        pool=checked_pool(options.pool),
         memory_mib=parse_argument(parse_memory_mib, options.memory) if options.memory is not None else None,
         devices=devices,
-        priority=_number("--priority", options.priority, _PRIORITIES),
+        priority=whole_number("--priority", options.priority, _PRIORITIES),
         label=lease_label(options.name or " ".join(names)),
         gated=False,
         kind=COMMAND,
@@ -157,16 +152,6 @@ def _wait_ms(text: str | None) -> int | None:
         longest = format_duration(MAX_WAIT_S * 1000)
         raise UsageError(f"--wait is {text}; allowed: up to {longest}, or leave it out to wait as long as it takes")
     return wait_ms
-
-
-def _number(option: str, text: str, allowed: range) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = allowed.stop
-    if number not in allowed:
-        raise UsageError(f"{option} is {text!r}; allowed: a whole number from {allowed.start} to {allowed.stop - 1}")
-    return number
 
 
 def _prepare(

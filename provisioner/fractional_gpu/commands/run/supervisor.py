@@ -1,12 +1,7 @@
 """Keeps a running command's lease: says that the command needs the GPU, prints what the broker tells it, and outlives brokers.
 
-Two threads beside the main one, which waits for the command:
-
-- one follows the lease (its state, and notices for the user);
-- one looks for signs (`signs`), and while a connection is open, or after another sign, has a third one wait for the GPU.
-
-A broker that ended is started again only when the command needs the GPU, as a kernel does: on the GPU a command needs no broker. None of
-the threads ends the command. All are daemons, and `close` does not wait for a broker that does not answer.
+One thread follows the lease; one looks for signs that the command needs the GPU, and has a third one wait for it. A broker that ended is
+started again only when the command needs the GPU, as a kernel does. The threads are daemons and never end the command.
 """
 
 import errno

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.gpu.simulated.host import parse_devices
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
+from fractional_gpu.protocol.errors import FractionalGPUError
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -79,6 +80,25 @@ def require_packages(*names: str) -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(f"this needs {' and '.join(missing)}: pip install 'jupyter-fractional-gpu[lab]'")
+
+
+def whole_number(option: str, text: str, allowed: range) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = allowed.stop
+    if number not in allowed:
+        raise UsageError(f"{option} is {text!r}; allowed: a whole number from {allowed.start} to {allowed.stop - 1}")
+    return number
+
+
+def checked_pool(name: str) -> str:
+    from fractional_gpu.jupyter.kernel_command import check_pool_name  # noqa: PLC0415 - not for every command
+
+    try:
+        return check_pool_name(name)
+    except FractionalGPUError as error:
+        raise UsageError(f"--pool: {error}") from None
 
 
 def checked_simulate(text: str | None) -> str | None:

@@ -96,11 +96,10 @@ def table(
     least: Sequence[int] = (),
     whole: int = 0,
 ) -> "list[Text]":
-    """Return the lines of a table, its columns two spaces apart, without trailing blanks.
+    """Return the lines of a table, its columns two spaces apart; an empty `header` makes none.
 
-    An empty `header` makes none. Columns from number `figures_from` on (None: none) are aligned to the right. `least`: how wide the first
-    columns are at least, so that they stay where they are from one run to the next. With a `width` in characters the widest columns are
-    made narrower until a line fits, and their cells are broken into several lines, except in the first `whole` columns.
+    Columns from number `figures_from` on are aligned to the right. `least`: how wide the first columns are at least. With a `width` cells
+    of the widest columns are broken into several lines, except in the first `whole` columns.
     """
     from rich.table import Table  # noqa: PLC0415 - as said above
 
