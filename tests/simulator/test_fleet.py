@@ -291,18 +291,25 @@ def test_whole_gpus_that_are_suspended_are_placed_beforehand_too() -> None:
 # -- processes --------------------------------------------------------------------------------------------------------------
 
 
-def ended_early(_job: object) -> None:
+def ended_early(_link: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_an_early_end_of_a_process_is_one_sentence_and_leaves_no_process_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fleet, "_alone", ended_early)
+def test_an_early_end_of_a_process_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_serve", ended_early)
+    trace = synthetic_sessions(200, 1, 4, BUSY)  # more than a pipe takes
     with pytest.raises(
         SimulationError, match="a process that simulated a host ended early; run fewer at the same time"
     ):
-        simulate_apart([host(), host()], [], [], processes=2)
+        simulate_apart([host()] * 3, trace, spread_evenly(trace, 3), processes=2)
+    assert not multiprocessing.active_children()
+
+
+def test_what_stops_to_ask_leaves_no_process_behind() -> None:
+    runs = fleet._runs([("fractional", host(), [], None)] * 5, 2)
+    assert next(runs).devices == 1
+    assert len(multiprocessing.active_children()) == 2
+    runs.close()
     assert not multiprocessing.active_children()
 
 

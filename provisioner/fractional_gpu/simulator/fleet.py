@@ -6,20 +6,19 @@ run is the same alone as beside the others, and what comes out is what one run o
 """
 
 import multiprocessing
-import os
 import random
 import signal
-import threading
 from array import array
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heappop, heappush, merge
 from math import lcm
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 
 from fractional_gpu.core.model import LeaseSpec
 from fractional_gpu.core.seat_packing import estimated_usage
@@ -290,38 +289,65 @@ _Job = tuple[str, Host, Sequence[Session], Path | None]
 
 
 def _runs(jobs: Sequence[_Job], processes: int) -> Generator[Result, None, None]:
-    """Yield the result of each host, in their order, whichever process is quicker."""
+    """Yield the result of each host, in their order, whichever process is quicker. Closing the generator ends the processes at once.
+
+    Each process has a pipe to itself. The pool of the standard library has one for all jobs, and Python before 3.11.5 waits for ever to
+    write a large job to it when the processes are gone.
+    """
     if processes <= 1:
         yield from map(_alone, jobs)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, initializer=_begin_worker) as pool:
+    workers, links = [], SimpleQueue[Connection]()
+    for _ in range(processes):
+        link, theirs = context.Pipe()
+        workers.append(context.Process(target=_serve, args=(theirs,), daemon=True))
+        workers[-1].start()
+        theirs.close()  # so that the process's end is the end of what is read here
+        links.put(link)
+
+    def ask(job: _Job) -> Result:
+        link = links.get()
         try:
-            yield from pool.map(_alone, jobs)
-        except BrokenProcessPool as error:
+            link.send(job)
+            said: Result | SimulationError = link.recv()
+        except (EOFError, OSError):
             raise SimulationError(
                 "a process that simulated a host ended early; run fewer at the same time with --set processes=N, or on a machine with more "
                 "memory"
-            ) from error
+            ) from None
+        finally:
+            links.put(link)
+        if isinstance(said, SimulationError):
+            raise said
+        return said
+
+    with ThreadPoolExecutor(processes) as threads:
+        try:
+            yield from threads.map(ask, jobs)
+        finally:
+            for worker in workers:
+                worker.terminate()
+                worker.join()
+
+
+def _serve(link: Connection) -> None:
+    """Simulate hosts until the parent ends this process, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    with suppress(EOFError, OSError):
+        while True:
+            job = link.recv()
+            try:
+                said: Result | SimulationError = _alone(job)
+            except SimulationError as error:
+                said = error
+            link.send(said)
 
 
 def _alone(job: _Job) -> Result:
     name, host, sessions, record = job
     with recording(record, host, sessions, name=name) as log:
         return simulate(host, sessions, name=name, record=log)
-
-
-def _begin_worker() -> None:
-    """End at once with Ctrl-C, which reaches all processes of a terminal, and with the parent, for which the pool's workers do not look."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def added_up(timelines: Sequence[Timeline]) -> Timeline:
