@@ -139,19 +139,19 @@ def run(options: argparse.Namespace) -> int:
             parse_duration_ms(options.idle_exit)
         except ValueError as error:
             raise UsageError(f"--idle-exit: {error}, or never") from error
-    given = BrokerOptions(
-        socket=options.socket,
-        config_file=options.config,
-        simulate=options.simulate,
-        detach=options.detach,
-        idle_exit=options.idle_exit,
-        state_dir=options.state_dir,
-        log_level=options.log_level,
-        settings=options.settings,
-        service=options.service,
-        stand_by=options.stand_by,
-        worker_socket=options.worker_socket,
+    same = (
+        "socket",
+        "simulate",
+        "detach",
+        "idle_exit",
+        "state_dir",
+        "log_level",
+        "settings",
+        "service",
+        "stand_by",
+        "worker_socket",
     )
+    given = BrokerOptions(config_file=options.config, **{name: getattr(options, name) for name in same})
     if options.detach:
         unused = _about_unused_options(options, given)
         # What it writes comes below the bar, not into it.

@@ -15,7 +15,15 @@ from jupyter_core.paths import jupyter_data_dir, jupyter_path
 from fractional_gpu.commands.terminal.arguments import FRACTIONS, KERNELSPECS, POOLS, Parser, checked_simulate
 from fractional_gpu.commands.terminal.connection import started_broker
 from fractional_gpu.commands.terminal.progress import Progress
-from fractional_gpu.commands.terminal.text import CommandError, UsageError, say, table, terminal_width, write
+from fractional_gpu.commands.terminal.text import (
+    CommandError,
+    UsageError,
+    parse_argument,
+    say,
+    table,
+    terminal_width,
+    write,
+)
 from fractional_gpu.core.model import PoolSpec
 from fractional_gpu.core.units import format_fraction, parse_fraction_milli
 from fractional_gpu.jupyter.kernelspecs import InstalledSpec, install, list_installed, plan_of, remove
@@ -100,7 +108,8 @@ def _install(options: argparse.Namespace) -> int:
         checked_simulate(options.simulate)
         os.environ["JUPYTER_GPU_SIMULATE"] = options.simulate  # a broker that is started now reads it
     if options.fraction:
-        offers: Mapping[str, Sequence[int]] = {options.pool or "default": _fractions(options.fraction)}
+        fractions = [parse_argument(parse_fraction_milli, text, "--fraction") for text in options.fraction]
+        offers: Mapping[str, Sequence[int]] = {options.pool or "default": fractions}
         simulate = os.environ.get("JUPYTER_GPU_SIMULATE") or None
         simulated = simulate is not None
     else:
@@ -189,13 +198,6 @@ def simulated_devices(status: HostStatus) -> str | None:
         return None
     sizes = [device.memory_mib for device in sorted(status.devices, key=lambda device: device.index)]
     return ",".join(f"{len(list(same))}x{mib}MiB" for mib, same in groupby(sizes)) or None
-
-
-def _fractions(texts: Sequence[str]) -> list[int]:
-    try:
-        return [parse_fraction_milli(text) for text in texts]
-    except ValueError as error:
-        raise UsageError(f"--fraction: {error}") from error
 
 
 def _ask_broker(pool: str | None, *, must_simulate: bool) -> tuple[Mapping[str, Sequence[int]], HostStatus]:

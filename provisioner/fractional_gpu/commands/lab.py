@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from fractional_gpu.client.discovery import runtime_dir, socket_path
 from fractional_gpu.commands.kernels import install_offers, simulated_devices
@@ -32,11 +31,6 @@ JupyterLab of this environment, run `jupyter gpu kernels install`.
 """
 
 
-class _Place(NamedTuple):
-    data: Path
-    socket: str
-
-
 def configure(parser: Parser) -> None:
     parser.usage = "jupyter gpu lab [--help] [--simulate COUNTxMEMORY] [arguments of jupyter lab ...]"
     parser.describe("Start JupyterLab with kernels on fractions of a GPU.", EPILOG)
@@ -46,23 +40,23 @@ def configure(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     require_packages("jupyterlab")
     simulate = checked_simulate(options.simulate)
-    place = _locate(simulate)
+    data, socket = _locate(simulate)
     if simulate:
         os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # the broker that is started now reads it
-    with started_broker(place.socket) as broker:
+    with started_broker(socket) as broker:
         status = broker.status()
     with Progress("the kernels are prepared ...", blocks=True, silent=True):
         specs = install_offers(
             status.pools,
-            directory=str(place.data / "kernels"),
+            directory=str(data / "kernels"),
             simulated=status.simulated,
             simulate=simulated_devices(status),
         )
-    for line in _announcement(status, [spec.display_name for spec in specs], place):
+    for line in _announcement(status, [spec.display_name for spec in specs], socket):
         say(line, sys.stderr, flush=True)
     # -P: a folder in the working directory must not shadow our packages.
     command = [sys.executable, "-P", "-m", "jupyterlab", *options.passed_on]
-    os.execve(command[0], command, lab_environment(os.environ, place.data, place.socket))  # noqa: S606 - no shell wanted
+    os.execve(command[0], command, lab_environment(os.environ, data, socket))  # noqa: S606 - no shell wanted
 
 
 def lab_environment(outside: Mapping[str, str], data: Path, socket: str) -> dict[str, str]:
@@ -70,25 +64,26 @@ def lab_environment(outside: Mapping[str, str], data: Path, socket: str) -> dict
     return {**outside, "JUPYTER_PATH": path, "JUPYTER_GPU_SOCKET": socket}
 
 
-def _locate(simulate: str | None) -> _Place:
+def _locate(simulate: str | None) -> tuple[Path, str]:
+    """Return the folder of the kernelspecs, and the socket of the broker."""
     if not simulate:
-        return _Place(runtime_dir() / "lab", socket_path())
+        return runtime_dir() / "lab", socket_path()
     folder = runtime_dir() / f"simulated-{re.sub('[^A-Za-z0-9]+', '-', simulate).lower()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     socket = str(folder / "broker.sock")
     if len(os.fsencode(socket)) > LONGEST_SOCKET:
         raise CommandError(f"{socket} is too long a path for a socket; set JUPYTER_RUNTIME_DIR to a shorter folder")
-    return _Place(folder / "lab", socket)
+    return folder / "lab", socket
 
 
-def _announcement(status: HostStatus, kernels: Sequence[str], place: _Place) -> list[str]:
+def _announcement(status: HostStatus, kernels: Sequence[str], socket: str) -> list[str]:
     devices = "; ".join(
         describe_device(device.name, device.memory_mib, simulated=status.simulated) for device in status.devices
     )
     kind = "GPUs (simulated: no real GPU is involved)" if status.simulated else "GPUs"
-    watch = f"jupyter gpu status --watch --socket {place.socket}"
+    watch = f"jupyter gpu status --watch --socket {socket}"
     return [
-        f"{kind}: {devices or 'none'}; broker process {status.pid} on {place.socket}",
+        f"{kind}: {devices or 'none'}; broker process {status.pid} on {socket}",
         f"Kernels, for this JupyterLab only: {', '.join(kernels)}",
         f"Starting JupyterLab; `{watch}` in a terminal shows which kernels are on the GPU.",
     ]

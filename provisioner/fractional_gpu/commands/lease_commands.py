@@ -139,9 +139,27 @@ class BulkCommand:
             raise UsageError(
                 f"say which kernels to {self.verb}: the ids of leases, or --all (`jupyter gpu status` lists them)"
             )
+        done: list[LeaseStatus] = []
+        refused: list[tuple[LeaseStatus, str]] = []
         with running_broker(options.socket) as client:
             client.because_of(f"`jupyter gpu {self.verb}`")
-            done, refused = self._call_each(client, self._chosen(options, client.status().leases))
+            leases = client.status().leases
+            if options.all:
+                chosen = [lease for lease in leases if self.applies(lease)]
+            else:
+                named = [find_lease(name, leases) for name in options.leases]
+                chosen = list({lease.lease_id: lease for lease in named}.values())
+            with say_if_slow("", client) as progress:
+                count = progress.counter("kernels")
+                for number, lease in enumerate(chosen):
+                    progress.what = f"{self.doing} {lease_name(lease)} ... (Ctrl-C {self.interrupted})"
+                    count(number, len(chosen))
+                    try:
+                        done.append(self.call(client, lease.lease_id))
+                    except BrokerUnavailableError:  # the rest fails as well
+                        raise
+                    except FractionalGPUError as error:
+                        refused.append((lease, str(error)))
         if options.json:
             errors = [{"lease_id": lease.lease_id, "message": message} for lease, message in refused]
             print_json({"leases": done, "errors": errors})
@@ -153,31 +171,6 @@ class BulkCommand:
         for lease, message in refused:
             say(f"jupyter gpu: {lease_name(lease)}: {message}", sys.stderr)
         return 1 if refused else 0
-
-    def _chosen(self, options: argparse.Namespace, leases: Sequence[LeaseStatus]) -> list[LeaseStatus]:
-        if options.all:
-            return [lease for lease in leases if self.applies(lease)]
-        found = {lease.lease_id: lease for lease in (find_lease(name, leases) for name in options.leases)}
-        return list(found.values())
-
-    def _call_each(
-        self, client: BrokerClient, leases: Sequence[LeaseStatus]
-    ) -> tuple[list[LeaseStatus], list[tuple[LeaseStatus, str]]]:
-        """Return what was done and what was refused. Raises BrokerUnavailableError: without a broker the rest fails as well."""
-        done: list[LeaseStatus] = []
-        refused: list[tuple[LeaseStatus, str]] = []
-        with say_if_slow("", client) as progress:
-            count = progress.counter("kernels")
-            for number, lease in enumerate(leases):
-                progress.what = f"{self.doing} {lease_name(lease)} ... (Ctrl-C {self.interrupted})"
-                count(number, len(leases))
-                try:
-                    done.append(self.call(client, lease.lease_id))
-                except BrokerUnavailableError:
-                    raise
-                except FractionalGPUError as error:
-                    refused.append((lease, str(error)))
-        return done, refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,10 +321,8 @@ def _say_ended(before: LeaseStatus, _: None) -> str:
     return f"{lease_name(replace(before, left=[]))}: {processes} ended; the room is free"
 
 
-@dataclass(frozen=True, slots=True)
-class _Drain:
-    request: DrainRequest
-    wait_ms: int | None  # None: do not wait until the device is empty
+_Drain = tuple[DrainRequest, int | None]
+"""The request, and how long to wait until the device is empty, ms; None: not at all."""
 
 
 def _add_drain_arguments(parser: Parser) -> None:
@@ -343,14 +334,15 @@ def _add_drain_arguments(parser: Parser) -> None:
 def _drain_request(options: argparse.Namespace) -> _Drain:
     wait_ms = None if options.wait is None else parse_argument(parse_duration_ms, options.wait)
     deadline_ms = None if options.deadline is None else parse_argument(parse_duration_ms, options.deadline)
-    return _Drain(DrainRequest(evict_busy=options.evict_busy, deadline_in_ms=deadline_ms), wait_ms)
+    return DrainRequest(evict_busy=options.evict_busy, deadline_in_ms=deadline_ms), wait_ms
 
 
 def _drain(client: BrokerClient, name: str, drain: _Drain) -> DeviceStatus:
-    device = client.drain(name, drain.request)
-    if drain.wait_ms is not None:
+    request, wait_ms = drain
+    device = client.drain(name, request)
+    if wait_ms is not None:
         with say_if_slow(f"waiting until GPU {device.index} is empty ... (Ctrl-C stops the waiting)") as progress:
-            device = await_empty(client, device, drain.wait_ms, freed=progress.counter("MiB freed"))
+            device = await_empty(client, device, wait_ms, freed=progress.counter("MiB freed"))
     return device
 
 
@@ -384,9 +376,10 @@ def _say_drained(device: DeviceStatus) -> str:
 
 
 def _check_empty(device: DeviceStatus, drain: _Drain) -> None:
-    if drain.wait_ms is not None and device.reserved_mib:
+    _, wait_ms = drain
+    if wait_ms is not None and device.reserved_mib:
         raise CommandError(
-            f"GPU {device.index} was not empty after {format_duration(drain.wait_ms)}: {format_memory(device.reserved_mib)} are still "
+            f"GPU {device.index} was not empty after {format_duration(wait_ms)}: {format_memory(device.reserved_mib)} are still "
             "held; wait longer, or add --evict-busy"
         )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.connection import running_broker, say_if_slow
+from fractional_gpu.commands.terminal.render import server_name
 from fractional_gpu.commands.terminal.text import CommandError, Piece, Style, UsageError, answer, line, table
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 from fractional_gpu.protocol.messages import KUBERNETES, SLURM
@@ -69,7 +70,7 @@ def find_seat(word: str, seats: Sequence[SeatStatus]) -> SeatStatus:
 
 
 def _name(seat: SeatStatus) -> str:
-    return f"{seat.owner}/{seat.server}" if seat.server else seat.owner
+    return server_name(seat.owner, seat.server)
 
 
 def _share(seat: SeatStatus) -> str:

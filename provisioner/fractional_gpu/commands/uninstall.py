@@ -218,16 +218,13 @@ def _report(found: Findings, *, as_json: bool, removed: list[Item], failed: dict
     command = package_command()
     if as_json:
         listed = found.items if dry else removed
-        print(
-            json.dumps(
-                {
-                    "would_remove" if dry else "removed": [{"path": str(one.path), "what": one.what} for one in listed],
-                    "failed": [{"path": str(path), "why": why} for path, why in failed.items()],
-                    "kept": [{"path": str(one.path), "what": one.what} for one in found.kept],
-                    "package": command,
-                }
-            )
-        )
+        document = {
+            "would_remove" if dry else "removed": [{"path": str(one.path), "what": one.what} for one in listed],
+            "failed": [{"path": str(path), "why": why} for path, why in failed.items()],
+            "kept": [{"path": str(one.path), "what": one.what} for one in found.kept],
+            "package": command,
+        }
+        print(json.dumps(document))
         return
     for item in found.items if dry else removed:
         say(f"{'would remove' if dry else 'removed'} {item.path}  ({item.what})")

@@ -143,7 +143,7 @@ def test_a_round_without_its_baseline_compares_nothing() -> None:
 
 def test_a_share_that_fails_is_measured_no_more_and_says_why() -> None:
     study = Study(Setting(1000, 1), [Setting(1000, 1), Setting(500, 2), Setting(250, 4)], 0.05)
-    study.fail(Setting(250, 4), "out of memory")
+    study.failed[Setting(250, 4)] = "out of memory"
     assert Setting(250, 4) not in study.next_round()
     assert study.findings()[2].why_not == "out of memory"
     assert study.findings()[2].suffices(MOST_SLOWER) is None

@@ -477,7 +477,15 @@ def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo])
                 claims.enter_context(DeviceClaim.claim(device.device_id))
         except DeviceClaimedError as error:
             return TrialResult(not_tried=str(error))
-        return asyncio.run(_try(backend, monitor, able[0]))
+
+        async def with_worker() -> TrialResult:
+            worker = WorkerLink(backend)
+            try:
+                return await try_checkpoint(worker, monitor, able[0].device_id)
+            finally:
+                await worker.close()
+
+        return asyncio.run(with_worker())
 
 
 def check_claims(devices: Sequence[DeviceInfo], broker: int | None) -> Iterator[Finding]:
@@ -491,14 +499,6 @@ def check_claims(devices: Sequence[DeviceInfo], broker: int | None) -> Iterator[
                     str(error),
                     "no kernel of yours starts there before: ask an administrator for one that serves all users (docs/operating.md)",
                 )
-
-
-async def _try(backend: str, monitor: Monitor, device: DeviceInfo) -> TrialResult:
-    worker = WorkerLink(backend)
-    try:
-        return await try_checkpoint(worker, monitor, device.device_id)
-    finally:
-        await worker.close()
 
 
 def findings_of(result: TrialResult, *, kind: str) -> list[Finding]:

@@ -557,18 +557,18 @@ class Measurement:
                 time.sleep(_RETRY_S)
             except TooSlowError as error:
                 if time.monotonic() < self.until_s:
-                    self.study.fail(setting, str(error))
+                    self.study.failed[setting] = str(error)
                 return None
             except BrokerUnavailableError:
                 raise
             except TenantError as error:
                 # Another process may have taken the memory that a tenant was about to: once is no proof of the share's fault.
                 if setting in self._has_failed:
-                    self.study.fail(setting, str(error))
+                    self.study.failed[setting] = str(error)
                     return None
                 self._has_failed.add(setting)
             except (SilentError, TickError, FractionalGPUError) as error:  # such as what a seat refuses
-                self.study.fail(setting, str(error))
+                self.study.failed[setting] = str(error)
                 return None
         return None
 

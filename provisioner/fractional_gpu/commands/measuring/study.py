@@ -181,9 +181,6 @@ class Study:
             if alone is not None and setting != self.baseline:
                 self.quotients.setdefault(setting, []).append(sample.typical_s / alone.typical_s)
 
-    def fail(self, setting: Setting, why: str) -> None:
-        self.failed[setting] = why
-
     def is_narrow(self, setting: Setting) -> bool:
         quotients = self.quotients.get(setting, ())
         if len(quotients) < LEAST_ROUNDS:
@@ -226,7 +223,8 @@ class Study:
             unit_gpu_s=unit_s * setting.fraction_milli / WHOLE_MILLI,
             unit_price=unit_s * hour_milli / 3_600_000 if hour_milli else None,
             currency=samples[-1].currency,
-            cost=_cost(setting, self.baseline, slower) if alone and slower is not None else None,
+            # A pool charges by share and time.
+            cost=slower.value * setting.fraction_milli / self.baseline.fraction_milli if alone and slower else None,
         )
 
 
@@ -234,11 +232,6 @@ def quotient_estimate(quotients: Sequence[float]) -> Estimate:
     """Return the centre of quotients, and its interval at LOOK_CONFIDENCE. Raises ValueError without any."""
     found = centre_estimate([math.log(one) for one in quotients], LOOK_CONFIDENCE)
     return Estimate(math.exp(found.value), math.exp(found.low), math.exp(found.high))
-
-
-def _cost(setting: Setting, baseline: Setting, slower: Estimate) -> float:
-    """Return what a unit costs as a part of what it costs alone: a pool charges by share and time."""
-    return slower.value * setting.fraction_milli / baseline.fraction_milli
 
 
 def _middle(values: Sequence[float | None]) -> float | None:

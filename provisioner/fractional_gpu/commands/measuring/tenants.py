@@ -7,8 +7,8 @@ each once: nothing that waits for a GPU is overtaken, and no other lease is susp
 
 import os
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -28,7 +28,7 @@ from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, t
 from fractional_gpu.protocol.accounts import Cost
 from fractional_gpu.protocol.errors import ConflictError, FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_LAST_MS
-from fractional_gpu.protocol.messages import COMMAND, KERNEL, AcquireRequest, LeaseRequest, Progress
+from fractional_gpu.protocol.messages import COMMAND, KERNEL, AcquireRequest, LeaseRequest
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus
 from fractional_gpu_kernel.measure import FILE
 
@@ -60,8 +60,7 @@ class Tenant:
     device_id: str = ""  # once it has its place
     held: HeldCommand | None = None
     running: RunningCommand | None = None
-    _client: BrokerClient | None = None
-    _hold: Generator[Progress, None, None] | None = None
+    _kept: ExitStack = field(default_factory=ExitStack)  # its connection, and the use of its lease
 
     @property
     def ticks(self) -> Path:
@@ -79,10 +78,9 @@ class Tenant:
         except CommandError as error:
             raise NoSpareRoomError(str(error)) from None
         # In use from now on, so that a pause does not make it one of those that may be suspended.
-        self._client = BrokerClient(self.lease.socket, token=self.lease.token)
-        self._hold = self._client.hold(self.lease.lease_id, AcquireRequest())
-        next(self._hold, None)
-        self.device_id = self._client.lease(self.lease.lease_id).lease.device_id or ""
+        client = self._kept.enter_context(BrokerClient(self.lease.socket, token=self.lease.token))
+        next(self._kept.enter_context(closing(client.hold(self.lease.lease_id, AcquireRequest()))), None)
+        self.device_id = client.lease(self.lease.lease_id).lease.device_id or ""
 
     def go(self) -> None:
         assert self.held is not None  # noqa: S101 - the order of calls is this room's
@@ -100,12 +98,7 @@ class Tenant:
             self.held = None
         if self.running is not None:
             self.running.end(PATIENCE_S)
-        if self._hold is not None:
-            self._hold.close()
-            self._hold = None
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._kept.close()
         with suppress(FractionalGPUError):
             self.lease.release()
 

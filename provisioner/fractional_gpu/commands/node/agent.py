@@ -174,10 +174,7 @@ def _every_ms(options: argparse.Namespace) -> int:
 
 
 def _duration(text: str, name: str) -> int:
-    try:
-        return parse_argument(parse_duration_ms, text)
-    except CommandError as error:
-        raise UsageError(f"{name}: {error}") from None
+    return parse_argument(parse_duration_ms, text, name)
 
 
 def _say(line: str) -> None:

@@ -180,7 +180,7 @@ def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "l
 def render_seats(status: HostStatus, width: int | None = None) -> "list[Text]":
     rows = [
         (
-            _server(seat.owner, seat.server),
+            server_name(seat.owner, seat.server),
             seat.pool,
             format_fraction(seat.fraction_milli),
             format_memory(seat.memory_mib),
@@ -192,7 +192,7 @@ def render_seats(status: HostStatus, width: int | None = None) -> "list[Text]":
     lines = table(("SERVER", "POOL", "GPU", "MEMORY", "KERNELS", "SINCE"), rows, width=width) if rows else []
     for seat in status.seats:
         if seat.warning:
-            lines.append(line(f"  {_server(seat.owner, seat.server)}: ", (seat.warning, Style.ATTENTION)))
+            lines.append(line(f"  {server_name(seat.owner, seat.server)}: ", (seat.warning, Style.ATTENTION)))
     for pool in dict.fromkeys(wait.pool for wait in status.seat_queue):
         lines.append(line("  ", (f"waiting for a seat of pool {pool}:", Style.ATTENTION)))
         lines += [line(_seat_wait(wait)) for wait in status.seat_queue if wait.pool == pool]
@@ -204,10 +204,10 @@ def _seat_wait(wait: SeatWait) -> str:
     left = "" if wait.expected_ms is None else format_forecast(wait.expected_ms, wait.low_ms, wait.high_ms, more=True)
     expected = f"; {left}" if left else ""
     passed = f"; {wait.passed_over} smaller ones were given before it" if wait.passed_over else ""
-    return f"    {wait.position}. {_server(wait.owner, wait.server)}: {asked}, for {format_duration(wait.waited_ms)}{expected}{passed}"
+    return f"    {wait.position}. {server_name(wait.owner, wait.server)}: {asked}, for {format_duration(wait.waited_ms)}{expected}{passed}"
 
 
-def _server(owner: str, name: str) -> str:
+def server_name(owner: str, name: str) -> str:
     return f"{owner}/{name}" if name else owner
 
 

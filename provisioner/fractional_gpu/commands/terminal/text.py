@@ -37,11 +37,11 @@ class UsageError(CommandError):
     exit_code = 2
 
 
-def parse_argument(parse: Callable[[str], T], text: str) -> T:
+def parse_argument(parse: Callable[[str], T], text: str, option: str = "") -> T:
     try:
         return parse(text)
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(f"{option}: {error}" if option else str(error)) from None
 
 
 Piece: TypeAlias = "str | tuple[str, str] | Text"
