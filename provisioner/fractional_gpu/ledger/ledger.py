@@ -102,17 +102,11 @@ _TRIM_STORY = """
 DELETE FROM story WHERE lease_id = :lease_id
 AND line_id <= (SELECT line_id FROM story WHERE lease_id = :lease_id ORDER BY line_id DESC LIMIT 1 OFFSET :kept)
 """
-_STORY = """
-SELECT at_ms, reason, sentence
-FROM (SELECT * FROM story WHERE lease_id = ? ORDER BY line_id DESC LIMIT ?) ORDER BY line_id
-"""
+_STORY = "SELECT at_ms, reason, sentence FROM story WHERE lease_id = ? ORDER BY line_id DESC LIMIT ?"
 _ADD_POINT = """
 INSERT INTO points (lease_id, at_ms, state, used_mib, saved_mib) VALUES (:lease_id, :at_ms, :state, :used_mib, :saved_mib)
 """
-_POINTS = """
-SELECT at_ms, state, used_mib, saved_mib
-FROM (SELECT * FROM points WHERE lease_id = ? ORDER BY point_id DESC LIMIT ?) ORDER BY point_id
-"""
+_POINTS = "SELECT at_ms, state, used_mib, saved_mib FROM points WHERE lease_id = ? ORDER BY point_id DESC LIMIT ?"
 _ADD_USAGE = """
 INSERT INTO usage (owner, pool, day, live_ms, busy_ms, busy_mib_ms, peak_mib)
 VALUES (:owner, :pool, :day, :live_ms, :busy_ms, :busy_mib_ms, :peak_mib)
@@ -204,7 +198,6 @@ class Ledger:
             self._is_written_out = True
 
     def _found(self) -> dict[str, tuple[int, int] | None]:
-        """Return the device and inode that each name of the ledger's files refers to, None for a missing file."""
         return {suffix: file_identity(self.path.with_name(self.path.name + suffix)) for suffix in _FILES}
 
     def close(self) -> None:
@@ -333,9 +326,8 @@ class Ledger:
 
     def live_seats(self) -> list[SeatRecord]:
         """Return the seats that have not ended, oldest first; some may have expired in the meantime."""
-        rows = self._read(
-            "SELECT seat_id AS id, document FROM seats WHERE ended_ms IS NULL ORDER BY created_ms, seat_id"
-        )
+        statement = "SELECT seat_id AS id, document FROM seats WHERE ended_ms IS NULL ORDER BY created_ms, seat_id"
+        rows = self._read(statement)
         return [self._record(row, SeatRecord) for row in rows]
 
     def has_seat(self, seat_id: str) -> bool:
@@ -420,19 +412,16 @@ class Ledger:
         self._write("INSERT OR REPLACE INTO advised (key, day, document) VALUES (?, ?, ?)", row)
 
     def given_advice(self) -> dict[HabitKey, Given]:
-        """Return the last advice that each notebook or seat was given, without what cannot be read."""
-        return dict(
-            self._readable(self._read("SELECT key, document FROM advised"), "records of advice", HabitKey, Given)
-        )
+        rows = self._read("SELECT key, document FROM advised")
+        return dict(self._readable(rows, "records of advice", HabitKey, Given))
 
     def _readable(self, rows: Sequence[sqlite3.Row], what: str, key: type[K], document: type[T]) -> list[tuple[K, T]]:
         """Return the rows that can be read, and log how many cannot."""
         found, wrong = list[tuple[K, T]](), list[Exception]()
         for row in rows:
             try:
-                found.append(
-                    (msgspec.json.decode(row["key"], type=key), msgspec.json.decode(row["document"], type=document))
-                )
+                pair = msgspec.json.decode(row["key"], type=key), msgspec.json.decode(row["document"], type=document)
+                found.append(pair)
             except _UNREADABLE as error:
                 wrong.append(error)
         if wrong:
@@ -451,7 +440,7 @@ class Ledger:
             self._write(_TRIM_STORY, {"lease_id": lease_id, "kept": STORY_LINES})
 
     def story(self, lease_id: str, limit: int = 200) -> list[StoryLine]:
-        return [StoryLine(**dict(row)) for row in self._read(_STORY, (lease_id, max(0, limit)))]
+        return [StoryLine(**dict(row)) for row in reversed(self._read(_STORY, (lease_id, max(0, limit))))]
 
     def story_length(self, lease_id: str) -> int:
         (row,) = self._read("SELECT count(*) AS lines FROM story WHERE lease_id = ?", (lease_id,))
@@ -461,7 +450,7 @@ class Ledger:
         self._write(_ADD_POINT, {"lease_id": lease_id, **structs.asdict(point)})
 
     def points(self, lease_id: str, limit: int = 1000) -> list[UsagePoint]:
-        return [UsagePoint(**dict(row)) for row in self._read(_POINTS, (lease_id, max(0, limit)))]
+        return [UsagePoint(**dict(row)) for row in reversed(self._read(_POINTS, (lease_id, max(0, limit))))]
 
     # Drained devices, and named texts such as forecasts
 

@@ -71,8 +71,7 @@ def end_of(budget: Budget, now_s: int) -> int | None:
     return _local(begin.tm_year, begin.tm_mon, begin.tm_mday + (7 if budget.window is WindowKind.WEEK else 1))
 
 
-def _local(year: int, month: int, day: int) -> int:
-    """Return local midnight; days and months outside of their range count on."""
+def _local(year: int, month: int, day: int) -> int:  # midnight; days and months outside of their range count on
     return int(time.mktime((year, month, day, 0, 0, 0, 0, 0, -1)))
 
 
@@ -100,7 +99,6 @@ class BudgetKeeper:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is any budget."""
         return bool(self._spending.budgets)
 
     def recover(self, ledger: Ledger) -> None:

@@ -130,7 +130,6 @@ def _check_folder(folder: Path, uid: int) -> None:
 
 
 def _check_mounts(folder: Path, pid: int) -> None:
-    """Check that the folder of the kernel's sockets is the kernel's own, where it has mounts of its own."""
     try:
         same = shows_same_folder(pid, folder)
     except PermissionError:
@@ -294,7 +293,6 @@ class GateLink:
         self._line_s = min(now_s, self._line_s + seconds)
 
     async def next(self) -> GateCommand | None:
-        """Wait for the next command to write, None when the line is closed."""
         if self.closed and self._queue.empty():
             return None
         return await self._queue.get()

@@ -107,7 +107,6 @@ class Evictions:
         return sentence
 
     def failed(self, kernel: Kernel) -> None:
-        """Note that the kernel was not ended after all."""
         self._sentences.pop((kernel.uid, kernel.facts.kernel_id), None)
 
     def successor(self, kernel: Kernel) -> str:

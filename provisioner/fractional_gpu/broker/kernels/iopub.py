@@ -95,7 +95,7 @@ def _ms(seconds: float) -> int:
 
 
 def _try_rarely(socket: zmq.asyncio.Socket) -> None:
-    """Have ZeroMQ retry connections that are refused ever more rarely, for what is connected from now on."""
+    # For what is connected from now on.
     socket.reconnect_ivl, socket.reconnect_ivl_max = _ms(_RETRY_S), _ms(_LONGEST_RETRY_S)
 
 
@@ -161,7 +161,6 @@ class IOPubWatch:
 
     @property
     def handled(self) -> frozenset[str]:
-        """The ids of the messages that count as use and are being handled for certain."""
         return frozenset(self._busy)
 
     def close(self) -> None:
@@ -296,7 +295,7 @@ class IOPubWatch:
             self.is_certain, self._doubt_since_s = False, time.monotonic()
 
     def _clear_shell(self, shell: str) -> None:
-        """Clear what this shell was doing when it was probed: a shell answers in order, so all of that is over."""
+        # A shell answers in order: all that it did when it was probed is over.
         self._busy = {msg_id: by for msg_id, by in self._busy.items() if by != shell}
         self._cells.intersection_update(self._busy)
         self._probes = {msg_id: asked for msg_id, asked in self._probes.items() if asked != shell}
@@ -351,6 +350,5 @@ class IOPubWatch:
         await self._shell.send_multipart([_DELIMITER, self._sign(parts) if self._connection.key else b"", *parts])
 
     async def _drain(self) -> None:
-        """Drop the shell replies: IOPub has all that matters."""
         while True:
-            await self._next(self._shell)
+            await self._next(self._shell)  # IOPub has all that matters

@@ -134,10 +134,7 @@ class GpuWork:
 
 @dataclass(eq=False, kw_only=True)
 class Kernel:
-    """One lease's process, its connections, and what each part keeps about it.
-
-    Everything here is rebuilt from the ledger, /proc and the driver when a broker starts.
-    """
+    """One lease's process, its connections, and what each part keeps about it: rebuilt from the ledger, /proc and the driver at a start."""
 
     lease_id: str
     uid: int
@@ -266,9 +263,8 @@ class Kernel:
     @property
     def busy(self) -> bool:
         """Whether the kernel uses, or may be about to use, the GPU: by its messages, or by the device's counters."""
-        return self.in_use or (
-            self.identity is not None and self.gpu_work.working and not self.requests.suspend_waiters
-        )
+        works = self.gpu_work.working and not self.requests.suspend_waiters
+        return self.in_use or (self.identity is not None and works)
 
     @property
     def in_use(self) -> bool:
@@ -311,7 +307,7 @@ class Kernel:
 
 # What a pool's way of sharing puts into its kernels' environment, and what it needs of the machine.
 #
-# - `time-slice`: the kernel is no client of a control daemon of MPS that the host may run: its clients cannot be checkpointed.
+# - `time-slice`: the kernel must be no client of an MPS daemon that the host may run: such clients cannot be checkpointed.
 # - `mps`: the thread percentage is the fraction (a cap on multiprocessors, not a reservation), and the pinned memory limit is the memory
 #   cap, by the UUID of each device that the kernel sees: a number that it does not see would lift all limits.
 # - `mig`: the kernel may use the whole instance, whatever the fraction came to.
@@ -326,10 +322,8 @@ def sharing_environment(pool: PoolSpec, spec: LeaseSpec, limit_mib: int, held: S
     """Return what binds a kernel to its share. `limit_mib`: its cap on each device; `held`: the devices that it has so far."""
     if pool.sharing is Sharing.MPS:
         limits = ",".join(f"{device.device_id}={limit_mib}M" for device in held)
-        return {
-            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(_percent(spec)),
-            **({"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limits} if limits else {}),
-        }
+        memory = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limits} if limits else {}
+        return {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(_percent(spec)), **memory}
     if pool.sharing is Sharing.MIG and held:
         return {"JUPYTER_GPU_MEMORY_MIB": str(max(limit_mib, min(device.leasable_mib for device in held)))}
     return dict(NO_MPS) if pool.sharing is Sharing.TIME_SLICE else {}

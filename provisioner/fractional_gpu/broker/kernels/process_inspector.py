@@ -54,8 +54,7 @@ class HostSnapshot:
         return self.uses[device_id].memory_mib - self.uses[device_id].used_mib
 
     def uncounted_mib(self) -> int:
-        """Return what the devices hold beyond what they charge to processes."""
-        return sum(max(0, use.used_mib - sum(one.used_mib for one in use.processes)) for use in self.uses.values())
+        return sum(map(uncounted_mib, self.uses.values()))
 
     def is_alone(self, pids: Collection[int], device_id: str) -> bool:
         """Return whether no process but these uses the device. Raises GPUError if there is no such device."""
@@ -69,6 +68,11 @@ class HostSnapshot:
             for device_id, use in self.uses.items()
         }
         return tuple(sorted((device for device, mib in mine.items() if mib), key=lambda device: -mine[device]))
+
+
+def uncounted_mib(use: DeviceUse) -> int:
+    """Return what the device holds beyond what it charges to processes, MiB."""
+    return max(0, use.used_mib - sum(one.used_mib for one in use.processes))
 
 
 class ProcessScans:
@@ -95,7 +99,7 @@ class ProcessScans:
 
 
 class ProcessInspector:
-    """Takes snapshots of the machine, and answers from them and from the driver what a kernel's processes are.
+    """Answers from snapshots and from the driver what a kernel's processes are.
 
     `off` is why the driver cannot be asked, a sentence; while it is set, what the devices say is all that is known. `counts_processes`:
     a device is known to count CUDA processes under the pids that they have here.
@@ -112,15 +116,11 @@ class ProcessInspector:
         self._own = identify(os.getpid())
 
     async def scan_processes(self) -> Snapshot:
-        """Read /proc. Raises GPUError where the system is short of what that takes."""
         with _shortage_as_gpu_error():
             return await SWAPS.run(self.scans.take)
 
     async def take(self, device_ids: Sequence[str] | None = None, *, max_age_s: float = 0.0) -> HostSnapshot:
-        """Return a snapshot of the machine and of these devices (None: all). The pass over /proc may be `max_age_s` old.
-
-        Raises GPUError, also where the system is short of what this takes.
-        """
+        """Return a snapshot of the machine and of these devices (None: all), in which /proc may be `max_age_s` old. Raises GPUError."""
         with _shortage_as_gpu_error():
             # One waits for the system and the other for the driver: side by side.
             found, uses = await asyncio.gather(SWAPS.run(self.scans.take, max_age_s), SWAPS.run(self._uses, device_ids))
@@ -139,7 +139,6 @@ class ProcessInspector:
         return uses
 
     async def used_mib(self, kernel: Kernel) -> int:
-        """Return what the kernel's processes have on all devices now. Raises GPUError."""
         host = await self.take()
         return sum(host.used_mib(identity.pid) for identity in self.tree(kernel, host))
 
@@ -252,7 +251,6 @@ class ProcessInspector:
 
     @staticmethod
     async def _may_use_cuda(kernel: Kernel, host: HostSnapshot, identity: ProcessIdentity) -> bool:
-        """Return whether a process that cannot be asked may have CUDA state."""
         known = identity in kernel.checkpoint.sizes or host.used_mib(identity.pid) > 0
         return known or await SWAPS.run(holds_open, identity.pid, is_device_file)
 
@@ -281,7 +279,7 @@ def members_of(
 
 @contextmanager
 def _shortage_as_gpu_error() -> Iterator[None]:
-    """Turn a lack of descriptors or memory into GPUError: a step that failed, and that can be rolled back."""
+    # A lack of descriptors or memory is a step that failed, and that can be rolled back.
     try:
         yield
     except OSError as error:
@@ -296,5 +294,4 @@ def stopped_sentence(pid: int) -> str:
 
 
 def is_device_file(path: str) -> bool:
-    """Return whether this is a device file of NVIDIA's driver, which a process with a CUDA context holds open."""
-    return path.startswith("/dev/nvidia")
+    return path.startswith("/dev/nvidia")  # a process with a CUDA context holds one open

@@ -91,7 +91,6 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
 
 
 def check_kind(kind: str) -> None:
-    """Raise BadRequestError unless there is such a kind of lease."""
     if kind not in (KERNEL, COMMAND):
         raise BadRequestError(
             f"kind is {printable(kind)[:MAX_NAME]!r}; allowed: {KERNEL}, {COMMAND}", reason="bad-kind"
@@ -112,7 +111,6 @@ def user_group(uid: int, pool: PoolSpec) -> str:
 
 
 def _sizes(arbiter: Arbiter, pool: PoolSpec) -> list[int]:
-    """Return what each device of the pool can lease, MiB."""
     sizes = [device.leasable_mib for device in arbiter.devices() if device.device_id in pool.devices]
     if not sizes:
         raise NoRoomError(

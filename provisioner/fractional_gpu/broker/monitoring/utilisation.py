@@ -114,7 +114,6 @@ class UtilisationMeter:
         answer: DeviceUtilisation | None,
         owners: Mapping[int, Owner],
     ) -> int | None:
-        """Return what the lease used of one device, thousandths; None: not known."""
         if use is None or answer is None:
             return None
         lease_id = view.spec.lease_id
@@ -128,7 +127,6 @@ class UtilisationMeter:
     def _is_alone(
         self, view: LeaseView, device_id: str, processes: tuple[ProcessUse, ...], owners: Mapping[int, Owner]
     ) -> bool:
-        """Return whether no other lease is busy on the device, and no process without a lease computes there."""
         if any(one.pid not in owners and one.kind is not ProcessKind.GRAPHICS for one in processes):
             return False
         others = (other for _, other in self._broker.views() if other.spec.lease_id != view.spec.lease_id)
@@ -136,7 +134,6 @@ class UtilisationMeter:
 
 
 def _cell_of(kernel: Kernel, view: LeaseView) -> _Beginning | None:
-    """Return which cell the lease runs on its devices; None: it runs none."""
     since_s = kernel.cell.executing_since_s
     if since_s is None or view.state is not LeaseState.RESIDENT or not view.busy or kernel.requests.waiters:
         return None

@@ -189,7 +189,6 @@ class ContextLearner:
         return max(known, default=FLOOR_MIB)
 
     def suspended(self, kernel: Kernel) -> None:
-        """Learn from a suspend that is over. One that failed is ignored."""
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state is not LeaseState.SUSPENDED or kernel.identity is None or kernel.link is None:
             return
@@ -342,8 +341,7 @@ class GpuActivity:
 
     @staticmethod
     def _is_unknown(kernel: Kernel) -> bool:
-        """Return whether nothing says if the kernel works, where the device does not: a command sends no messages."""
-        return kernel.launch.command and not kernel.launch.served
+        return kernel.launch.command and not kernel.launch.served  # it sends no messages
 
     def _watched(self) -> list[tuple[Kernel, ProcessIdentity, str]]:
         found = []
@@ -424,7 +422,6 @@ class GpuActivity:
         self._conclude(kernel, working=recent or (unsettled and kernel.gpu_work.working))
 
     def _pids(self, kernel: Kernel, identity: ProcessIdentity, snapshot: Snapshot | None) -> set[int]:
-        """Return the pids of the kernel's processes; without a snapshot only the kernel's own."""
         if snapshot is None:
             return {identity.pid}
         return {identity.pid} | {one.pid for one in members_of(kernel, identity, snapshot, self._broker.roots())}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 from fractional_gpu.broker.clock import now_ms, within
 from fractional_gpu.broker.kernels.ending import end_processes, wait_for_end
 from fractional_gpu.broker.kernels.kernel import Kernel, Survivor
-from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector
+from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector, uncounted_mib
 from fractional_gpu.broker.lanes import SWAPS
 from fractional_gpu.core.events import LeaseReleased, LeftBehind
 from fractional_gpu.core.model import AfterKernel, LeaseState, LeaseView
@@ -38,10 +38,8 @@ from fractional_gpu.protocol.errors import ConflictError
 if TYPE_CHECKING:
     from fractional_gpu.broker.broker import Broker
 
-# Ends leases whose kernels no process can start again.
-#
-# A lease without a process is kept for the next process of its kernel. Only one process starts that: the lease's server, which is a
-# Jupyter server, a script that uses jupyter_client, or a launcher that becomes the kernel.
+# Ends leases whose kernels no process can start again. Only the lease's server does: a Jupyter server, a script that uses jupyter_client,
+# or a launcher that becomes the kernel.
 #
 # - The server of a lease is the process that asked for the lease, and from each `attach` on the process that attached the kernel. A server
 #   that takes over a kernel attaches it again.
@@ -202,7 +200,6 @@ class Survivors:
         return True
 
     async def _look(self, kernel: Kernel, root: ProcessIdentity | None) -> tuple[list[Survivor], list[str]]:
-        """Return what is left, and the devices that still count memory of what has ended. Raises GPUError or OSError."""
         view = self._view(kernel)
         device_ids = view.device_ids if view is not None else ()
         host = await self._inspector.take(kernel.measurement.devices_to_read(device_ids))
@@ -372,21 +369,15 @@ class Survivors:
         return pool.after_kernel if pool is not None else AfterKernel.KEEP
 
 
-def uncounted_mib(use: DeviceUse) -> int:
-    """Return what the device holds beyond what it charges to processes, MiB."""
-    return max(0, use.used_mib - sum(one.used_mib for one in use.processes))
-
-
 def described(left: tuple[Survivor, ...]) -> str:
-    """Name what is left, in a form that every user may see."""
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     return f"process {left[0].identity.pid} ({left[0].name}){more}"
 
 
 def _holds(view: LeaseView | None) -> bool:
-    return (
-        view is not None and view.state is not LeaseState.UNATTACHED and (view.reserved_mib > 0 or view.saved_mib > 0)
-    )
+    if view is None or view.state is LeaseState.UNATTACHED:
+        return False
+    return view.reserved_mib > 0 or view.saved_mib > 0
 
 
 def _is_of(pid: int, uid: int) -> bool:
