@@ -108,10 +108,12 @@ class Compared(Meter):
             BUSY: ByWeight(lambda part: part.busy_ms),
         }
 
-    def add_device(self, at_ms: int, wall_ms: int, device_id: str, pool: str, idle_mw: int | None = None) -> None:
-        super().add_device(at_ms, wall_ms, device_id, pool, idle_mw)
+    def add_device(
+        self, at_ms: int, device_id: str, pool: str, *, idle_mw: int | None = None, counter_mj: int | None = None
+    ) -> None:
+        super().add_device(at_ms, device_id, pool, idle_mw=idle_mw, counter_mj=counter_mj)
         for other in self.others.values():
-            other.add_device(at_ms, wall_ms, device_id, pool, idle_mw)
+            other.add_device(at_ms, device_id, pool, idle_mw=idle_mw, counter_mj=counter_mj)
 
     def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding) -> None:
         super().set_lease(at_ms, wall_ms, lease_id, holding)

@@ -60,7 +60,7 @@ def holding(milli: int, *, busy: bool) -> Holding:
 def test_each_division_by_hand() -> None:
     """10 s at 75 W and 225 W of work. One lease has 3/4 of the device and works 2 s, the other 1/4 and works 4 s, on twice the use."""
     meter = Compared()
-    meter.add_device(0, BEGINS_MS, "d", "p", idle_mw=75_000)
+    meter.add_device(0, "d", "p", idle_mw=75_000)
     meter.read_energy(0, BEGINS_MS, "d", counter_mj=0)
     for at_ms, large, small in ((0, True, True), (2_000, False, True), (4_000, False, False)):
         meter.set_lease(at_ms, BEGINS_MS + at_ms, HALF, holding(750, busy=large))
@@ -85,7 +85,7 @@ def test_each_division_by_hand() -> None:
 
 def test_what_no_cell_drew_is_the_pools_by_busy_time_and_the_holders_by_share() -> None:
     meter = Compared()
-    meter.add_device(0, BEGINS_MS, "d", "p")
+    meter.add_device(0, "d", "p")
     meter.read_energy(0, BEGINS_MS, "d", counter_mj=0)
     meter.set_lease(5_000, BEGINS_MS + 5_000, "a", holding(250, busy=False))
     meter.read_energy(10_000, BEGINS_MS + 10_000, "d", counter_mj=1_000_000, quiet=True)

@@ -125,7 +125,7 @@ class HostMeter:
             if tariff is not None:
                 meter.set_tariff(0, BEGINS_MS, pool.name, tariff)
             for device_id in pool.devices:
-                meter.add_device(0, BEGINS_MS, device_id, pool.name)
+                meter.add_device(0, device_id, pool.name)
         for device_id in sorted({device_id for pool in host.pools for device_id in pool.devices}):
             self._devices[device_id] = _Device(power.idle_mw)
             self._set_idle(0, device_id)

@@ -76,7 +76,7 @@ class World:
 
     def __post_init__(self) -> None:
         for device_id in DEVICES:
-            self.meter.add_device(self.at_ms, self.wall_ms, device_id, "lab")
+            self.meter.add_device(self.at_ms, device_id, "lab")
             self.read(device_id, self.counters[device_id])
 
     def read(self, device_id: str, counter: int | None, power: int | None = None, *, quiet: bool = False) -> None:
@@ -187,7 +187,7 @@ def energies(meter: Meter, at_ms: int) -> dict[str, int]:
 
 def test_idle_draw_goes_to_holders_by_share_and_work_to_those_that_work() -> None:
     meter = Meter()
-    meter.add_device(0, 0, "GPU-0", "lab", idle_mw=60_000)
+    meter.add_device(0, "GPU-0", "lab", idle_mw=60_000)
     meter.read_energy(0, 0, "GPU-0", counter_mj=0)
     meter.set_lease(0, 0, "a", holding("GPU-0", milli=250))
     meter.set_lease(0, 0, "b", holding("GPU-0", milli=750, busy=True))
@@ -198,7 +198,7 @@ def test_idle_draw_goes_to_holders_by_share_and_work_to_those_that_work() -> Non
 
 def test_work_is_divided_by_measured_use_and_by_share_where_none_was_measured() -> None:
     meter = Meter()
-    meter.add_device(0, 0, "GPU-0", "lab", idle_mw=0)
+    meter.add_device(0, "GPU-0", "lab", idle_mw=0)
     meter.read_energy(0, 0, "GPU-0", counter_mj=0)
     for lease_id, milli in {"a": 500, "b": 250, "c": 250}.items():
         meter.set_lease(0, 0, lease_id, holding("GPU-0", milli=milli, busy=True))
@@ -208,7 +208,7 @@ def test_work_is_divided_by_measured_use_and_by_share_where_none_was_measured() 
 
 def test_what_nobody_held_is_the_pools() -> None:
     meter = Meter()
-    meter.add_device(0, 0, "GPU-0", "lab")
+    meter.add_device(0, "GPU-0", "lab")
     meter.read_energy(0, 0, "GPU-0", counter_mj=0)
     meter.read_energy(10_000, 10_000, "GPU-0", counter_mj=500_000, quiet=True)
     meter.set_lease(15_000, 15_000, "a", holding("GPU-0"))
@@ -219,7 +219,7 @@ def test_what_nobody_held_is_the_pools() -> None:
 
 def test_a_stranger_above_the_idle_draw_is_nobodys_cell() -> None:
     meter = Meter()
-    meter.add_device(0, 0, "GPU-0", "lab", idle_mw=50_000)
+    meter.add_device(0, "GPU-0", "lab", idle_mw=50_000)
     meter.read_energy(0, 0, "GPU-0", counter_mj=0)
     meter.set_lease(0, 0, "a", holding("GPU-0"))
     meter.read_energy(10_000, 10_000, "GPU-0", counter_mj=4_000_000, quiet=False)
@@ -228,7 +228,7 @@ def test_a_stranger_above_the_idle_draw_is_nobodys_cell() -> None:
 
 def test_a_device_without_a_counter_is_measured_by_its_draw() -> None:
     meter = Meter()
-    meter.add_device(0, 0, "GPU-0", "lab", idle_mw=50_000)
+    meter.add_device(0, "GPU-0", "lab", idle_mw=50_000)
     meter.set_lease(0, 0, "a", holding("GPU-0", busy=True))
     assert meter.read_energy(2_000, 2_000, "GPU-0", counter_mj=None, power_mw=300_000) == 600_000
     assert energies(meter, 2_000) == {"a": 600_000}
@@ -236,7 +236,7 @@ def test_a_device_without_a_counter_is_measured_by_its_draw() -> None:
 
 def test_a_counter_that_jumps_beyond_what_a_device_can_draw_is_not_believed() -> None:
     meter = Meter()
-    meter.add_device(0, 0, "GPU-0", "lab")
+    meter.add_device(0, "GPU-0", "lab")
     meter.read_energy(0, 0, "GPU-0", counter_mj=1_000)
     assert meter.read_energy(2_000, 2_000, "GPU-0", counter_mj=10**12, power_mw=100_000) == 200_000
     assert meter.read_energy(4_000, 4_000, "GPU-0", counter_mj=10**12 + 7, power_mw=100_000) == 7
@@ -244,8 +244,7 @@ def test_a_counter_that_jumps_beyond_what_a_device_can_draw_is_not_believed() ->
 
 def test_a_next_meter_goes_on_from_the_counter_of_the_last() -> None:
     meter = Meter()
-    meter.add_device(0, 0, "GPU-0", "lab", idle_mw=50_000)
-    meter.resume_counter("GPU-0", 1_000_000)
+    meter.add_device(0, "GPU-0", "lab", idle_mw=50_000, counter_mj=1_000_000)
     assert meter.read_energy(60_000, 60_000, "GPU-0", counter_mj=5_000_000, quiet=True) == 4_000_000
 
 

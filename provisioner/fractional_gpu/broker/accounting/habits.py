@@ -8,7 +8,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -163,15 +163,12 @@ class ShareHabits:
         days = self.recorder.days(key)
         advice = advise(days, share, offers, bounded=bounded, given=self._given.get(key))
         if advice.verdict in (Verdict.SMALLER, Verdict.LARGER):
-            self._give(key, share.milli, advice.risk.share.milli)
+            given = Given(day=self._today(), before_milli=share.milli, milli=advice.risk.share.milli)
+            before = self._given.get(key)
+            if before is None or replace(before, day=given.day) != given:  # it was not suggested already
+                self._given[key] = given
+                self._writer.submit(partial(self._writer.ledger.save_given_advice, key, given))
         return _message(key, advice)
-
-    def _give(self, key: HabitKey, before_milli: int, milli: int) -> None:
-        """Write down that this was suggested, unless it was already."""
-        known = self._given.get(key)
-        if known is None or (known.before_milli, known.milli) != (before_milli, milli):
-            given = self._given[key] = Given(day=self._today(), before_milli=before_milli, milli=milli)
-            self._writer.submit(partial(self._writer.ledger.save_given_advice, key, given))
 
     def _key(self, view: LeaseView) -> HabitKey:
         spec = view.spec

@@ -91,12 +91,12 @@ class Metering:
         same_boot = state.boot_id == self._boot_id
         if same_boot:
             self._began_ms -= max(0, self._clocks.boot() - state.written_ms)
-        wall = self._wall_at(self._began_ms)
         for view in self._arbiter.devices():
-            known_mw = state.idle_mw.get(view.device_id)
-            self.meter.add_device(self._began_ms, wall, view.device_id, view.pool or "", known_mw)
-            if same_boot and view.device_id in state.counters:
-                self.meter.resume_counter(view.device_id, state.counters[view.device_id])
+            idle_mw = state.idle_mw.get(view.device_id)
+            counter_mj = state.counters.get(view.device_id) if same_boot else None
+            self.meter.add_device(
+                self._began_ms, view.device_id, view.pool or "", idle_mw=idle_mw, counter_mj=counter_mj
+            )
         for pool, tariff in tariffs.items():
             self.set_tariff(pool, tariff)
 

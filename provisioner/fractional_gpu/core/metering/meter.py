@@ -101,16 +101,15 @@ class Meter:
                     lease.carry = [0, 0, 0]
             self._tariffs[pool] = tariff
 
-    def add_device(self, at_ms: int, wall_ms: int, device_id: str, pool: str, idle_mw: int | None = None) -> None:
-        """Count the device's time for the pool from now on. `idle_mw`: its idle draw as an earlier meter learnt it."""
-        device = self._devices.get(device_id)
-        if device is None:
-            self._devices[device_id] = _Device(pool, at_ms, at_ms, idle_mw=idle_mw)
-        elif device.pool != pool:
-            self._advance(device_id, at_ms, wall_ms)
-            device.pool = pool
-            if (nobody := device.parts.get("")) is not None:
-                nobody.party = Party(pool=pool)
+    def add_device(
+        self, at_ms: int, device_id: str, pool: str, *, idle_mw: int | None = None, counter_mj: int | None = None
+    ) -> None:
+        """Count a new device's time for the pool from now on.
+
+        `idle_mw`: its idle draw as an earlier meter learnt it. `counter_mj`: what that one last read; the next reading includes the time
+        in between.
+        """
+        self._devices[device_id] = _Device(pool, at_ms, at_ms, counter_mj, idle_mw)
 
     def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding) -> None:
         """Take note of what the lease is from now on. The same again only counts the time until now."""
@@ -127,7 +126,8 @@ class Meter:
                 lease.holding = holding  # whose the devices' time is does not change
                 return
         for device_id in {*before, *holding.devices}:
-            self.add_device(at_ms, wall_ms, device_id, self._pool_of(device_id, holding))
+            if device_id not in self._devices:
+                self.add_device(at_ms, device_id, holding.party.pool)
             self._advance(device_id, at_ms, wall_ms)
         lease.holding = holding
         self._place(lease_id, before, holding)
@@ -181,10 +181,6 @@ class Meter:
         quiet = quiet and (counter_mj is not None or power_mw is not None)
         self._divide(device_id, device, drawn_mj, passed_ms, wall_ms, quiet=quiet, utilisation=utilisation or {})
         return drawn_mj
-
-    def resume_counter(self, device_id: str, counter_mj: int) -> None:
-        """Go on from what the counter said when an earlier meter last read it: the next reading includes the time in between."""
-        self._devices[device_id].counter_mj = counter_mj
 
     # -- what is asked ----------------------------------------------------------------------------------------------------
 
@@ -267,10 +263,6 @@ class Meter:
         usage.whole_milli += booked[2]
 
     # -- devices -----------------------------------------------------------------------------------------------------------
-
-    def _pool_of(self, device_id: str, holding: Holding) -> str:
-        device = self._devices.get(device_id)
-        return device.pool if device is not None else holding.party.pool
 
     def _place(self, lease_id: str, before: tuple[str, ...], holding: Holding) -> None:
         """Note on which devices the lease is from now on."""
