@@ -224,7 +224,7 @@ async def run_extension(link: GateLink, answers: Mapping[str, str | Callable[[],
 def journal(phases: list[str], then: Callable[[str], None] = lambda _: None) -> Any:  # noqa: ANN401 - swaps' Journal
     """A journal that keeps the phases and does something at each."""
 
-    async def write(phase: str, _identities: object, _mib: int) -> None:
+    async def write(phase: str) -> None:
         phases.append(phase)
         then(phase)
 

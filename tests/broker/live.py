@@ -121,7 +121,7 @@ class LiveBroker:
         self.loop = asyncio.get_running_loop()
         devices = monitor.devices()
         by_id = {device.device_id: device for device in devices}
-        arbiter = Arbiter(first_operation_id=self.disk.next_operation_id(), forecasts=load_forecasts(self.disk))
+        arbiter = Arbiter(forecasts=load_forecasts(self.disk))
         self.broker = Broker(arbiter, monitor, swaps, LedgerWriter(self.disk), devices=by_id)
         specs = [DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib) for one in devices]
         for event in configuration(settings, specs, specs, host_budget_mib=4096):

@@ -54,5 +54,5 @@ def test_nothing_is_lost_when_a_server_dies_that_keeps_its_kernels() -> None:
 
 def test_nothing_is_lost_when_a_full_disk_refuses_and_the_broker_dies_while_a_device_is_emptied() -> None:
     with new_world(SteeredStory.simulate) as world, closing(SteeredStory(world)) as story:
-        refused = (Strike(f"ledger.{write}.unfinished", action="fail") for write in ("save_lease", "begin"))
+        refused = (Strike("ledger.save_lease.unfinished", time=time, action="fail") for time in (1, 4))
         struck(story, *refused, Strike("ledger.set_drained.after"))

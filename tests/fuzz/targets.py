@@ -425,6 +425,6 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     yield "settings", b'\x0a{"gpus":2}'
     yield "kernelspec", b'{"pool":"p","fraction":"1/4","memory":"20GiB","devices":1,"priority":0}'
     yield "headers", b"0.1.0; protocol=1"
-    yield "names", b"ledger.begin.before 2 kill"
+    yield "names", b"ledger.save_lease.before 2 kill"
     yield "proc", b"0::/system.slice/slurmstepd.scope/job_12/step_0"
     yield "proc", b"7 (x) S 1 2 3 0 -1 4194304 0 0 0 0 0 0 0 0 20 0 1 0 99 0"

@@ -1,4 +1,4 @@
-"""Leases and operations to keep, and a fresh place to keep them."""
+"""Leases to keep, and a fresh place to keep them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.ledger.records import LeaseRecord, OperationRecord
+from fractional_gpu.ledger.records import LeaseRecord
 from tests.support.records import a_record, changed
 
 _LEASE = a_record(
@@ -42,17 +42,6 @@ _LEASE = a_record(
     taken_over=True,
     had_process=True,
 )
-_OPERATION = OperationRecord(
-    operation_id=1,
-    lease_id="a",
-    generation=7,
-    kind="suspend",
-    device_id="GPU-1",
-    phase="gate",
-    begun_ms=1_750_000_000_500,
-    pids="[4321]",
-    saved_mib=0,
-)
 
 
 @pytest.fixture
@@ -70,13 +59,5 @@ def ledger(path: Path) -> Iterator[Ledger]:
 def make_lease() -> Callable[..., LeaseRecord]:
     def make(lease_id: str = "a", **changes: Any) -> LeaseRecord:  # noqa: ANN401 -- any field of the record
         return changed(_LEASE, spec=replace(_LEASE.spec, lease_id=lease_id), **changes)
-
-    return make
-
-
-@pytest.fixture
-def make_operation() -> Callable[..., OperationRecord]:
-    def make(operation_id: int = 1, **changes: Any) -> OperationRecord:  # noqa: ANN401 -- any field of the record
-        return replace(_OPERATION, operation_id=operation_id, **changes)
 
     return make

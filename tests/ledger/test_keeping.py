@@ -13,12 +13,11 @@ import pytest
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.ledger import ledger as ledger_module
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.ledger.records import LeaseRecord, LedgerError, OperationRecord, RecordError
+from fractional_gpu.ledger.records import LeaseRecord, LedgerError, RecordError
 from fractional_gpu.protocol.status import StoryLine, UsagePoint
 from tests.support.records import a_record
 
 MakeLease = Callable[..., LeaseRecord]
-MakeOperation = Callable[..., OperationRecord]
 
 
 def test_leases_survive_a_restart_field_for_field(path: Path, make_lease: MakeLease) -> None:
@@ -130,67 +129,6 @@ def test_the_last_lines_of_a_story_are_kept(ledger: Ledger, monkeypatch: pytest.
         assert ledger.story_length(lease_id) == 3
 
 
-def test_an_operation_is_open_from_intent_to_outcome(
-    ledger: Ledger, make_lease: MakeLease, make_operation: MakeOperation
-) -> None:
-    ledger.save_lease(make_lease())
-    ledger.begin(make_operation())
-    ledger.step(1, "lock", at_ms=2)
-    assert ledger.open_operations() == [make_operation(phase="lock")]
-    ledger.step(1, "checkpoint", at_ms=3, pids="[1, 2]", saved_mib=512)
-    assert ledger.open_operations() == [make_operation(phase="checkpoint", pids="[1, 2]", saved_mib=512)]
-    ledger.finish(1, "saved", 4)
-    assert ledger.open_operations() == []
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"operation_id": 1},
-        {"operation_id": 2},
-        {"operation_id": 3, "lease_id": "nobody"},
-        {"operation_id": 4, "lease_id": "b", "kind": "reboot"},
-        {"operation_id": 2**64, "lease_id": "b"},
-    ],
-    ids=["id used", "lease has one open", "no such lease", "no such kind", "id too big"],
-)
-def test_an_operation_that_cannot_be_is_refused(
-    ledger: Ledger, make_lease: MakeLease, make_operation: MakeOperation, changes: dict[str, object]
-) -> None:
-    ledger.save_lease(make_lease())
-    ledger.save_lease(make_lease("b"))
-    ledger.begin(make_operation())
-    with pytest.raises(RecordError, match=f"operation {changes['operation_id']} .* cannot begin"):
-        ledger.begin(make_operation(**changes))
-    assert ledger.open_operations() == [make_operation()]
-    assert ledger.next_operation_id() == 2
-
-
-def test_only_open_operations_move(ledger: Ledger, make_lease: MakeLease, make_operation: MakeOperation) -> None:
-    ledger.save_lease(make_lease())
-    ledger.begin(make_operation())
-    ledger.finish(1, "saved", 4)
-    with pytest.raises(RecordError, match="operation 1 cannot enter 'lock'"):
-        ledger.step(1, "lock", at_ms=5)
-    with pytest.raises(RecordError, match="operation 1 cannot finish as 'aborted'"):
-        ledger.finish(1, "aborted", 5)
-    with pytest.raises(RecordError, match="operation 9 cannot finish"):
-        ledger.finish(9, "saved", 5)
-
-
-def test_operation_ids_are_never_used_twice_even_after_pruning(
-    path: Path, make_lease: MakeLease, make_operation: MakeOperation
-) -> None:
-    with Ledger.open(path) as ledger:
-        assert ledger.next_operation_id() == 1
-        ledger.save_lease(make_lease())
-        ledger.begin(make_operation(41))
-        ledger.finish(41, "saved", 10)
-        ledger.prune(before_ms=11)
-    with Ledger.open(path) as ledger:
-        assert ledger.next_operation_id() == 42
-
-
 def test_a_story_is_told_in_order_and_from_its_end(ledger: Ledger) -> None:
     for at_ms in (30, 10, 20):
         ledger.record("a", at_ms, f"r{at_ms}", f"It was {at_ms}.")
@@ -203,27 +141,18 @@ def test_a_story_is_told_in_order_and_from_its_end(ledger: Ledger) -> None:
     assert ledger.story("nobody") == []
 
 
-def test_pruning_forgets_what_is_over_and_nothing_else(
-    ledger: Ledger, make_lease: MakeLease, make_operation: MakeOperation
-) -> None:
-    for lease_id in ("live", "over", "over late", "over in doubt"):
+def test_pruning_forgets_what_is_over_and_nothing_else(ledger: Ledger, make_lease: MakeLease) -> None:
+    for lease_id in ("live", "over", "over late"):
         ledger.save_lease(make_lease(lease_id))
         ledger.record(lease_id, 5, "r", "early")
         ledger.record(lease_id, 15, "r", "late")
-    ledger.begin(make_operation(1, lease_id="live", begun_ms=1))
-    ledger.finish(1, "saved", 9)
-    ledger.begin(make_operation(2, lease_id="live", begun_ms=9))
-    ledger.begin(make_operation(3, lease_id="over in doubt", begun_ms=2))
     ledger.end_lease("over", 9, "released")
     ledger.end_lease("over late", 10, "released")
-    ledger.end_lease("over in doubt", 9, "released")
     ledger.prune(before_ms=10)
     assert [lease.spec.lease_id for lease in ledger.live_leases()] == ["live"]
-    assert [operation.operation_id for operation in ledger.open_operations()] == [2, 3]
     assert [line.sentence for line in ledger.story("live")] == ["late"]
     ended = ledger._read("SELECT lease_id FROM leases WHERE ended_ms IS NOT NULL ORDER BY lease_id")
-    assert [row["lease_id"] for row in ended] == ["over in doubt", "over late"]
-    assert [row["operation_id"] for row in ledger._read("SELECT operation_id FROM operations")] == [2, 3]
+    assert [row["lease_id"] for row in ended] == ["over late"]
 
 
 def test_a_transaction_is_kept_whole_or_not_at_all(ledger: Ledger, make_lease: MakeLease) -> None:
@@ -245,14 +174,13 @@ def test_a_transaction_is_kept_whole_or_not_at_all(ledger: Ledger, make_lease: M
 
 
 def test_a_write_that_was_refused_and_caught_does_not_spoil_its_transaction(
-    ledger: Ledger, make_lease: MakeLease, make_operation: MakeOperation
+    ledger: Ledger, make_lease: MakeLease
 ) -> None:
     with ledger.transaction():
         ledger.save_lease(make_lease())
         with pytest.raises(RecordError):
-            ledger.begin(make_operation(1, lease_id="nobody"))
+            ledger.save_lease(make_lease("b", state=LeaseState.ENDED))
     assert ledger.live_leases() == [make_lease()]
-    assert ledger.open_operations() == []
 
 
 def test_another_thread_waits_for_the_end_of_a_transaction(ledger: Ledger) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from fractional_gpu.ledger import opening, schema
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.ledger.records import LeaseRecord, LedgerError, OperationRecord
+from fractional_gpu.ledger.records import LeaseRecord, LedgerError
 
 _NOBODY = 65534
 _OPEN_AS = """
@@ -76,9 +76,9 @@ def test_a_new_ledger_is_private_and_whole(path: Path) -> None:
         assert reader.execute("PRAGMA application_id").fetchone() == (schema.APPLICATION_ID,)
 
 
-def test_writes_are_synchronous_and_foreign_keys_are_on(ledger: Ledger) -> None:
-    pragmas = {name: ledger._read(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "synchronous", "foreign_keys")}
-    assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
+def test_writes_are_synchronous(ledger: Ledger) -> None:
+    pragmas = {name: ledger._read(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "synchronous")}
+    assert pragmas == {"journal_mode": "wal", "synchronous": 2}
 
 
 def test_garbage_is_refused(path: Path) -> None:
@@ -134,15 +134,6 @@ def test_a_ledger_that_lacks_a_table_is_refused(kept: Path) -> None:
     with closing(sqlite3.connect(kept)) as writer:
         writer.execute("DROP TABLE story")
     _assert_refused_untouched(kept, "lacks the table story")
-
-
-def test_an_operation_without_its_lease_is_found(kept: Path, make_operation: Callable[..., OperationRecord]) -> None:
-    with Ledger.open(kept) as ledger:
-        ledger.begin(make_operation(lease_id="lease 1"))
-    with closing(sqlite3.connect(kept)) as writer:
-        writer.execute("DELETE FROM leases WHERE lease_id = 'lease 1'")
-        writer.commit()
-    _assert_refused_untouched(kept, "an operation belongs to no lease")
 
 
 def test_a_directory_in_its_place_is_refused(path: Path) -> None:

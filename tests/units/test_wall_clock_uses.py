@@ -40,7 +40,6 @@ ALLOWED = {
     "provisioner/fractional_gpu/broker/persistence/ledger_writer.py": "dates of points",
     "provisioner/fractional_gpu/broker/kernels/iopub.py": "the date in a message's header, which nothing reads",
     "provisioner/fractional_gpu/broker/seats/draws.py": "on which day use is booked, for reports",
-    "provisioner/fractional_gpu/broker/swap/operations.py": "dates of operations",
     "provisioner/fractional_gpu/broker/process/rescue.py": "dates of the ledger's lines",
     "provisioner/fractional_gpu/broker/process/run.py": "which ended leases are older than the 90 days for which they are remembered",
     "provisioner/fractional_gpu/broker/seats/offers.py": "an administrator's opening hours are hours of the wall clock",

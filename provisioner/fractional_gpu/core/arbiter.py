@@ -211,14 +211,11 @@ class Arbiter:
     def __init__(
         self,
         *,
-        first_operation_id: int = 1,
         parallel_swaps: int = 1,
         check: bool = True,
         forecasts: Forecasts | None = None,
     ) -> None:
-        self._changes = Changes(
-            first_operation_id=first_operation_id, parallel_swaps=parallel_swaps, forecasts=forecasts
-        )
+        self._changes = Changes(parallel_swaps=parallel_swaps, forecasts=forecasts)
         self._books = self._changes.books
         self._scheduler = Scheduler(self._changes)
         self._lifecycle = Lifecycle(

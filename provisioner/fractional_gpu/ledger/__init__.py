@@ -1,1 +1,1 @@
-"""What outlives the broker: leases, seats, operations, stories, usage."""
+"""What outlives the broker: leases, seats, stories, usage."""

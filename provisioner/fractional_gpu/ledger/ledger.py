@@ -2,8 +2,8 @@
 
 - A write is on the disk when its method returns, or inside `transaction()`, when the block ends: SQLite appends it to the write-ahead
   log (WAL) and synchronizes that at each commit (synchronous=FULL; NORMAL would lose the last commits in a power failure).
-- The journal of operations is intent -> act -> observe -> done: `begin` before the first act, `step` before each further one, `finish`
-  at the end. After a crash an open operation says what may have happened; nothing is replayed.
+- The journal of a lease's suspends and resumes is its record: its state, and what is to be saved, is written before each act. After a
+  crash it says what may have happened; nothing is replayed.
 - Any thread may call. A mutex admits one at a time, and none during another thread's transaction. `metered` alone reads past it, by a
   connection of its own: figures of a year take seconds, and grants wait for writes.
 - An ended lease stays ended; its secrets (connection, token) are erased with its end. Of one that never had a process only a count
@@ -33,14 +33,7 @@ from fractional_gpu.core.metering.usage import FIGURES, Usage, UsageRow
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.files import file_identity
 from fractional_gpu.ledger import opening
-from fractional_gpu.ledger.records import (
-    LeaseRecord,
-    LedgerError,
-    OperationRecord,
-    RecordError,
-    SeatRecord,
-    UsageRecord,
-)
+from fractional_gpu.ledger.records import LeaseRecord, LedgerError, RecordError, SeatRecord, UsageRecord
 from fractional_gpu.protocol.status import StoryLine, UsagePoint
 
 log = logging.getLogger(__name__)
@@ -60,25 +53,10 @@ ON CONFLICT (seat_id) DO UPDATE SET document = excluded.document WHERE seats.end
 _COUNT_UNSTARTED = """
 INSERT INTO unstarted (hour, uid, leases) VALUES (?, ?, 1) ON CONFLICT (hour, uid) DO UPDATE SET leases = leases + 1
 """
-_BEGIN = """
-INSERT INTO operations (operation_id, lease_id, generation, kind, device_id, phase, begun_ms, phase_ms, pids, saved_mib)
-VALUES (:operation_id, :lease_id, :generation, :kind, :device_id, :phase, :begun_ms, :begun_ms, :pids, :saved_mib)
-"""
-_STEP = """
-UPDATE operations
-SET phase = :phase, phase_ms = :at_ms, pids = coalesce(:pids, pids), saved_mib = coalesce(:saved_mib, saved_mib)
-WHERE operation_id = :operation_id AND finished_ms IS NULL
-"""
-_OPEN_OPERATIONS = """
-SELECT operation_id, lease_id, generation, kind, device_id, phase, begun_ms, pids, saved_mib
-FROM operations WHERE finished_ms IS NULL ORDER BY operation_id
-"""
 _PRUNED = {
     "metered": ("hour_s < ?", 1000),
     "usage": ("day < ?", 86_400_000),
-    # An ended lease with an open operation stays: deleting it would delete the operation, and with it what may have happened.
-    "leases": ("ended_ms < ? AND lease_id NOT IN (SELECT lease_id FROM operations WHERE finished_ms IS NULL)", 1),
-    "operations": ("finished_ms < ?", 1),
+    "leases": ("ended_ms < ?", 1),
     "story": ("at_ms < ?", 1),
     "points": ("at_ms < ?", 1),
     "turns": ("ended_ms < ?", 1),
@@ -281,41 +259,6 @@ class Ledger:
             self._write(_COUNT_UNSTARTED, (at_ms // _HOUR_MS, record.uid))
             for table in ("story", "points", "leases"):
                 self._write(f"DELETE FROM {table} WHERE lease_id = ?", (lease_id,))  # noqa: S608 - our own names
-
-    # Operations
-
-    def begin(self, operation: OperationRecord) -> None:
-        """Record the intent of an operation. Raises RecordError for a used id, an unknown lease, or a lease with an open operation."""
-        with self.transaction():
-            try:
-                self._write(_BEGIN, asdict(operation))
-            except RecordError as error:
-                raise RecordError(
-                    f"operation {operation.operation_id} ({operation.kind}) on lease {operation.lease_id} cannot begin: "
-                    f"{error}; it needs a saved lease with no open one, a new id and the kind suspend or resume"
-                ) from error
-            self._write("UPDATE counters SET value = max(value, ?) WHERE name = 'operation'", (operation.operation_id,))
-
-    def step(
-        self, operation_id: int, phase: str, *, at_ms: int, pids: str | None = None, saved_mib: int | None = None
-    ) -> None:
-        """Record the phase that begins next; None: the value stays. Raises RecordError if the operation is not open."""
-        values = {"operation_id": operation_id, "phase": phase, "at_ms": at_ms, "pids": pids, "saved_mib": saved_mib}
-        if self._write(_STEP, values) == 0:
-            raise RecordError(f"operation {operation_id} cannot enter {phase!r}: no such operation is open")
-
-    def finish(self, operation_id: int, outcome: str, at_ms: int) -> None:
-        statement = "UPDATE operations SET finished_ms = ?, outcome = ? WHERE operation_id = ? AND finished_ms IS NULL"
-        if self._write(statement, (at_ms, outcome, operation_id)) == 0:
-            raise RecordError(f"operation {operation_id} cannot finish as {outcome!r}: no such operation is open")
-
-    def open_operations(self) -> list[OperationRecord]:
-        return [OperationRecord(**dict(row)) for row in self._read(_OPEN_OPERATIONS)]
-
-    def next_operation_id(self) -> int:
-        """Return a number greater than that of any operation before, pruned ones included. The call does not use it up."""
-        (row,) = self._read("SELECT value + 1 AS next FROM counters WHERE name = 'operation'")
-        return int(row["next"])
 
     # Seats
 

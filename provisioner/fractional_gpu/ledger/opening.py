@@ -232,8 +232,6 @@ def _check_contents(path: Path, connection: sqlite3.Connection) -> None:
     (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if verdict != "ok":
         raise ledger_error(path, f"is corrupt: {' '.join(str(verdict).split())}")
-    if connection.execute("PRAGMA foreign_key_check").fetchone() is not None:
-        raise ledger_error(path, "is corrupt: an operation belongs to no lease")
 
 
 def _prepare(path: Path, connection: sqlite3.Connection) -> None:
@@ -243,7 +241,6 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
             path, "is on a file system without write-ahead logging", "keep the state_dir on a local disk"
         )
     connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA foreign_keys = ON")
     connection.execute("PRAGMA trusted_schema = OFF")
     # The first read after `journal_mode` also makes the files of the log, which `Ledger.is_in_place` looks for.
     tables = {str(name) for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}

@@ -21,7 +21,7 @@ class LedgerInUseError(LedgerError):
 
 
 class RecordError(LedgerError):
-    """The file is sound, but the write contradicts its contents (unknown operation, ended lease)."""
+    """The file is sound, but the write contradicts its contents (an ended lease)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,21 +71,6 @@ class LeaseRecord:
     @property
     def device_id(self) -> str | None:
         return self.device_ids[0] if self.device_ids else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationRecord:
-    """A suspend or resume: intent first, then each phase before it is entered."""
-
-    operation_id: int
-    lease_id: str
-    generation: int
-    kind: str  # "suspend" or "resume"
-    device_id: str
-    phase: str
-    begun_ms: int
-    pids: str  # JSON: the processes that it touches
-    saved_mib: int
 
 
 class SeatRecord(Seat, frozen=True, kw_only=True):

@@ -25,20 +25,6 @@ TABLES: Final = {
         ended_ms   INTEGER,
         end_reason TEXT
     """,
-    "operations": """
-        operation_id INTEGER PRIMARY KEY NOT NULL,
-        lease_id     TEXT NOT NULL REFERENCES leases (lease_id) ON DELETE CASCADE,
-        generation   INTEGER NOT NULL,
-        kind         TEXT NOT NULL CHECK (kind IN ('suspend', 'resume')),
-        device_id    TEXT NOT NULL,
-        phase        TEXT NOT NULL,
-        begun_ms     INTEGER NOT NULL,
-        phase_ms     INTEGER NOT NULL,
-        pids         TEXT NOT NULL,
-        saved_mib    INTEGER NOT NULL,
-        finished_ms  INTEGER,
-        outcome      TEXT
-    """,
     # Lines may be about leases that were refused and so never saved: no foreign key.
     "story": """
         line_id  INTEGER PRIMARY KEY AUTOINCREMENT NOT NULL,
@@ -46,11 +32,6 @@ TABLES: Final = {
         at_ms    INTEGER NOT NULL,
         reason   TEXT NOT NULL,
         sentence TEXT NOT NULL
-    """,
-    # Operation ids stay used after their rows are pruned.
-    "counters": """
-        name  TEXT PRIMARY KEY NOT NULL,
-        value INTEGER NOT NULL
     """,
     # `document`: a SeatRecord, likewise
     "seats": """
@@ -139,9 +120,6 @@ TABLES: Final = {
 
 _INDEXES: Final = (
     "CREATE INDEX leases_by_end ON leases (ended_ms)",
-    # One lease, one operation at a time: the file itself refuses a second one.
-    "CREATE UNIQUE INDEX operations_open ON operations (lease_id) WHERE finished_ms IS NULL",
-    "CREATE INDEX operations_by_lease ON operations (lease_id)",
     "CREATE INDEX story_by_lease ON story (lease_id, line_id)",
     "CREATE INDEX story_by_time ON story (at_ms)",
     "CREATE INDEX seats_by_end ON seats (ended_ms)",
@@ -158,7 +136,6 @@ def create_tables(connection: sqlite3.Connection) -> None:
         connection.execute(f"CREATE TABLE {name} ({columns})")
     for statement in _INDEXES:
         connection.execute(statement)
-    connection.execute("INSERT INTO counters (name, value) VALUES ('operation', 0)")
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA}")
     connection.execute("COMMIT")

@@ -347,7 +347,7 @@ async def broker_of(tmp_path: Path, driver: Driver, *processes: Process) -> Asyn
         )
         ledger.save_lease(replace(record, spec=replace(record.spec, lease_id=one.lease_id, reserve_mib=200)))
     swaps = swaps_of(driver)
-    broker = Broker(Arbiter(first_operation_id=100), cast("Monitor", driver), swaps, LedgerWriter(ledger))
+    broker = Broker(Arbiter(), cast("Monitor", driver), swaps, LedgerWriter(ledger))
     broker.dispatch(DeviceSeen(at_ms=now_ms(), device=DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)))
     broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=PoolSpec(name="default", devices=(DEVICE,))))
     broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))

@@ -17,7 +17,7 @@ from fractional_gpu.core.metering.turns import Turn
 from fractional_gpu.core.metering.usage import Party, Usage, UsageKey, UsageRow
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.ledger.records import LeaseRecord, OperationRecord, SeatRecord, UsageRecord
+from fractional_gpu.ledger.records import LeaseRecord, SeatRecord, UsageRecord
 from fractional_gpu.protocol.status import UsagePoint
 from tests.broker.live import live_broker
 from tests.support.records import a_record
@@ -69,12 +69,6 @@ def fill(ledger: Ledger) -> None:
             ledger.add_metered([UsageRow(key, Party("default", "ada"), Usage(charge_milli=1))], "{}")
         for number in range(3):
             ledger.save_lease(lease(f"live-{number}", begun_ms))
-        ledger.begin(
-            OperationRecord(
-                operation_id=1, lease_id="live-1", generation=1, kind="suspend", device_id="GPU-1", phase="lock",
-                begun_ms=begun_ms, pids="[7]", saved_mib=5,
-            )
-        )  # fmt: skip
         ledger.save_seat(seat("s"))
         ledger.add_usage(
             UsageRecord(
@@ -91,7 +85,6 @@ def charged(ledger: Ledger) -> int:
 
 def assert_what_lives_is_there(ledger: Ledger) -> None:
     assert [one.spec.lease_id for one in ledger.live_leases()] == ["live-0", "live-1", "live-2"]
-    assert [one.operation_id for one in ledger.open_operations()] == [1]
     assert [one.seat_id for one in ledger.live_seats()] == ["s"]
     assert (ledger.kept("forecasts"), ledger.drained()) == ("{}", {"GPU-2": False})
 

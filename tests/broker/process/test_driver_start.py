@@ -22,11 +22,11 @@ from fractional_gpu.core.events import Checkpointable, DeviceLost, DeviceSeen, H
 from fractional_gpu.core.model import DeviceSpec, LeaseState, LeaseView, PoolSpec
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessState
 from fractional_gpu.gpu.worker_link import WorkerLink
-from fractional_gpu.ledger.records import LeaseRecord, OperationRecord
+from fractional_gpu.ledger.records import LeaseRecord
 from tests.broker.driver import DEVICE, OTHERS, Driver, swaps_of
 from tests.broker.live import DEADLINE_S, started_for
 from tests.broker.persistence.disk import Disk
-from tests.broker.recovery.test_recovery import LEASE, UNDER_WAY, record_of
+from tests.broker.recovery.test_recovery import LEASE, record_of
 
 NOT_READY = GPUError(GPUErrorCode.SYSTEM_NOT_READY, "CUDA_ERROR_SYSTEM_NOT_READY (802)")
 TRANSIENT = [code for code in GPUErrorCode if code not in (GPUErrorCode.NOT_SUPPORTED, GPUErrorCode.NOT_PERMITTED)]
@@ -87,15 +87,12 @@ async def world_of(
     worker: Worker,
     record: LeaseRecord | None = None,
     driver: Driver | None = None,
-    operations: tuple[OperationRecord, ...] = (),
 ) -> AsyncIterator[World]:
     """A broker after its start, whose attempts go on in the background."""
     driver = Driver() if driver is None else driver
     ledger = Disk.open(tmp_path / "ledger.sqlite")
     if record is not None:
         ledger.save_lease(record)
-    for operation in operations:
-        ledger.begin(operation)
     swaps = swaps_of(driver)
     specs = {
         DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000),
@@ -103,7 +100,7 @@ async def world_of(
     }
     start = DriverStart(cast("WorkerLink", worker), specs)
     swaps.inspector.off = await start.begin()
-    broker = Broker(Arbiter(first_operation_id=100), cast("Monitor", driver), swaps, LedgerWriter(ledger))
+    broker = Broker(Arbiter(), cast("Monitor", driver), swaps, LedgerWriter(ledger))
     for spec in specs.values():
         broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec, stranger_mib=7))
     broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=PoolSpec(name="default", devices=(DEVICE,))))
@@ -189,7 +186,7 @@ async def test_what_the_driver_left_locked_waits_for_it_and_then_runs(tmp_path: 
         driver = Driver()
         driver.has_context(process["pid"], ProcessState.LOCKED, 300)
         record = record_of(process, LeaseState.SUSPENDING)
-        async with world_of(tmp_path, worker, record, driver, (UNDER_WAY,)) as world:
+        async with world_of(tmp_path, worker, record, driver) as world:
             assert world.lease().state is LeaseState.QUARANTINED
             worker.proceed.release()
             async with asyncio.timeout(DEADLINE_S):

@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +17,25 @@ from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels import process_inspector
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
+from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.recovery.recovery import recover
+from fractional_gpu.broker.swap import suspend as suspend_module
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured, ResizeRequested, Wanted
+from fractional_gpu.core.events import (
+    DeviceSeen,
+    HostMemorySeen,
+    PoolConfigured,
+    ResizeRequested,
+    SuspendRequested,
+    Wanted,
+)
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.gpu.interface import GPUErrorCode, Monitor, ProcessState
 from fractional_gpu.host.process import Snapshot
 from fractional_gpu.host.process import scan as real_scan
-from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.ledger.records import LeaseRecord, OperationRecord
-from tests.broker.driver import DEVICE, OTHERS, Driver, swaps_of
+from fractional_gpu.ledger.records import LeaseRecord
+from tests.broker.driver import DEVICE, OTHERS, Driver, Quiet, swaps_of
 from tests.broker.live import DEADLINE_S, started_for
 from tests.broker.persistence.disk import Disk
 from tests.support.records import a_record
@@ -57,17 +65,14 @@ async def recovered(
     tmp_path: Path,
     driver: Driver,
     *records: LeaseRecord,
-    operations: Sequence[OperationRecord] = (),
     full_disk: bool = False,
 ) -> AsyncIterator[Broker]:
     """A new broker that finds this in its ledger, and, with `full_disk`, can write nothing until it has found everything."""
     ledger = Disk.open(tmp_path / "ledger.sqlite")
     for record in records:
         ledger.save_lease(record)
-    for operation in operations:
-        ledger.begin(operation)
     swaps = swaps_of(driver)
-    broker = Broker(Arbiter(first_operation_id=100), cast("Monitor", driver), swaps, LedgerWriter(ledger))
+    broker = Broker(Arbiter(), cast("Monitor", driver), swaps, LedgerWriter(ledger))
     broker.dispatch(DeviceSeen(at_ms=now_ms(), device=DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)))
     broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=PoolSpec(name="default", devices=(DEVICE,))))
     broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
@@ -159,36 +164,54 @@ async def test_a_lease_whose_process_has_ended_waits_for_another(tmp_path: Path)
             assert broker.arbiter.devices()[0].reserved_mib == 0
 
 
-UNDER_WAY = OperationRecord(
-    operation_id=5, lease_id=LEASE, generation=7, kind="suspend", device_id=DEVICE, phase="checkpointing",
-    begun_ms=1, pids="[]", saved_mib=300,
-)  # fmt: skip
-
-
-async def test_an_operation_that_was_under_way_is_closed_with_what_was_found(tmp_path: Path) -> None:
+async def test_a_suspend_that_was_under_way_is_known_with_what_it_was_to_save(tmp_path: Path) -> None:
     driver = Driver()
     with started_for(LEASE) as process:
         driver.has_context(process["pid"], S.CHECKPOINTED, 0)
-        async with recovered(tmp_path, driver, record_of(process, L.SUSPENDING), operations=[UNDER_WAY]) as broker:
+        async with recovered(tmp_path, driver, record_of(process, L.SUSPENDING, saved_mib=300)) as broker:
             view = broker.arbiter.lease(LEASE)
             assert view is not None
             assert (view.state, view.saved_mib) == (L.SUSPENDED, 300)
-    with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
-        assert ledger.open_operations() == []
+
+
+async def test_a_suspend_is_on_the_disk_before_each_step_with_what_it_is_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, steps = Driver(), list[tuple[LeaseState, int]]()
+    monkeypatch.setattr(suspend_module, "shortage", lambda _needs: None)
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.RUNNING, 300)
+        async with recovered(tmp_path, driver, record_of(process, L.RESIDENT)) as broker:
+            kernel, write = broker.kernels[LEASE], broker.records.write
+            kernel.iopub = cast("IOPubWatch", Quiet())
+
+            async def noted(kernel: Kernel) -> None:
+                await write(kernel)
+                (kept,) = broker.writer.ledger.live_leases()
+                steps.append((kept.state, kept.saved_mib))
+
+            monkeypatch.setattr(broker.records, "write", noted)
+            broker.sync_busy_state(kernel)
+            broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=LEASE, by="a test"))
+            async with asyncio.timeout(DEADLINE_S):
+                while (view := broker.arbiter.lease(LEASE)) is None or view.state is not L.SUSPENDED:
+                    await broker.anything_changed.wait()
+    assert steps == [(L.SUSPENDING, 0), (L.SUSPENDING, 0), (L.SUSPENDING, 300)]
 
 
 async def test_a_lease_that_was_found_on_a_full_disk_comes_back_when_there_is_room_on_it(tmp_path: Path) -> None:
     driver = Driver()
     with started_for(LEASE) as process:
         driver.has_context(process["pid"], S.CHECKPOINTED, 300)
-        record = record_of(process, L.SUSPENDING)
-        async with recovered(tmp_path, driver, record, operations=[UNDER_WAY], full_disk=True) as broker:
+        record = record_of(process, L.SUSPENDING, saved_mib=300)
+        async with recovered(tmp_path, driver, record, full_disk=True) as broker:
             broker.dispatch(Wanted(at_ms=now_ms(), lease_id=LEASE))
             async with asyncio.timeout(DEADLINE_S):
                 while (view := broker.arbiter.lease(LEASE)) is None or view.state is not L.RESIDENT:
                     await broker.anything_changed.wait()
             await broker.writer.flushed()
-            assert broker.writer.ledger.open_operations() == []
+            (kept,) = broker.writer.ledger.live_leases()
+            assert kept.state is L.RESIDENT
 
 
 @pytest.mark.parametrize("quarantined", [False, True])
@@ -196,21 +219,13 @@ async def test_a_lease_that_was_found_on_a_full_disk_comes_back_when_there_is_ro
 async def test_what_an_earlier_broker_left_half_saved_comes_back_only_if_it_has_room(
     tmp_path: Path, left_mib: int, state: LeaseState, *, quarantined: bool
 ) -> None:
-    """What was to be saved is in the open operation, and in the lease once the operation is over."""
     driver = Driver()
     with started_for(LEASE) as process, started_for(LEASE) as other:
         driver.has_context(process["pid"], S.CHECKPOINTED, 300)
         driver.has_context(other["pid"], S.LOCKED, 300)
         driver.others_mib = 1000 - 300 - left_mib
-        operation = OperationRecord(
-            operation_id=5, lease_id=LEASE, generation=7, kind="suspend", device_id=DEVICE, phase="checkpointing",
-            begun_ms=1, pids="[]", saved_mib=600,
-        )  # fmt: skip
-        if quarantined:
-            record, operations = record_of(process, L.QUARANTINED, saved_mib=600), []
-        else:
-            record, operations = record_of(process, L.SUSPENDING), [operation]
-        async with recovered(tmp_path, driver, record, operations=operations) as broker:
+        record = record_of(process, L.QUARANTINED if quarantined else L.SUSPENDING, saved_mib=600)
+        async with recovered(tmp_path, driver, record) as broker:
             view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
             assert view is not None
             assert view.state is state

@@ -4,9 +4,10 @@ import asyncio
 import errno
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -59,6 +60,7 @@ class Stage:
             kernels={LEASE: Kernel(lease_id=LEASE, uid=0, token_sha256="")},
             dispatch=self.events.append,
             suspend_finished=lambda _kernel: None,
+            records=SimpleNamespace(write=self._write),
         )
         self.broker = cast("Broker", broker)
         self.operations = Operations(self.broker, cast("Swaps", self))
@@ -70,6 +72,9 @@ class Stage:
             spec=SPEC, state=LeaseState.SUSPENDED, generation=1, device_id=DEVICE, saved_mib=300, used_mib=0, busy=False,
             since_ms=0, last_active_ms=0, operation_id=None, reason="", sentence=lease_id, host_reserved_mib=450,
         )  # fmt: skip
+
+    async def _write(self, _kernel: Kernel) -> None:
+        await self.writer.run(partial(self.disk.keep, "lease", "as it is"))
 
     # the swaps
 
@@ -174,26 +179,6 @@ async def test_what_could_not_be_begun_is_not_ended_and_the_next_one_is_carried_
     stage.disk.full = False
     assert await stage.carry_out(resume(3)) is ResumeOutcome.RESTORED
     assert await stage.carry_out(suspend(4)) is SuspendOutcome.SAVED
-    assert stage.disk.open_operations() == []
-
-
-@pytest.mark.parametrize("again", [suspend, resume])
-async def test_an_end_that_could_not_be_written_outlives_what_could_not_be_begun(stage: Stage, again: Any) -> None:  # noqa: ANN401 - either
-    stage.full_after = 1
-    assert await stage.carry_out(resume(1)) is ResumeOutcome.RESTORED
-    assert await stage.carry_out(again(2)) in (SuspendOutcome.ABORTED, ResumeOutcome.NOT_STARTED)
-    stage.disk.full = False
-    assert [operation.operation_id for operation in stage.disk.open_operations()] == [1]
-    assert await stage.carry_out(resume(3)) is ResumeOutcome.RESTORED
-    assert stage.disk.open_operations() == []
-
-
-async def test_an_end_that_is_there_already_is_in_nobodys_way(stage: Stage) -> None:
-    stage.full_after = 1
-    assert await stage.carry_out(resume(1)) is ResumeOutcome.RESTORED
-    stage.disk.full = False
-    stage.disk.finish(1, "restored", 1)
-    assert await stage.carry_out(suspend(2)) is SuspendOutcome.SAVED
 
 
 async def test_the_operation_of_a_lease_that_is_gone_is_not_written_down(

@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,7 +42,6 @@ from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
 from fractional_gpu.host.accounts import account_name, account_uid
 from fractional_gpu.host.claims import DeviceClaim, NameClaim
-from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.ledger import opening
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import Launch, LeaseRecord, LedgerError
@@ -166,14 +164,13 @@ def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_Found]
 
     The rest: of every user for root, else our own.
     """
-    saving = {operation.lease_id: operation.saved_mib for operation in ledger.open_operations()} if ledger else {}
     records = [*(ledger.live_leases() if ledger else []), *living_records(files, ledger)]
     found = [
         _Found(
             kernel=kernel_of(record),
             label=record.spec.label,
             device_id=next(iter(record.home_ids), record.device_id),
-            saved_mib=max(record.saved_mib, saving.get(record.spec.lease_id, 0)),
+            saved_mib=record.saved_mib,
         )
         for record in records
     ]
@@ -358,5 +355,5 @@ class _Rescuer:
         return outcome == "no-room"
 
 
-async def _no_journal(_phase: str, _identities: Iterable[ProcessIdentity], _mib: int) -> None:
+async def _no_journal(_phase: str) -> None:
     """Nothing to write down: what comes after asks the driver."""

@@ -221,7 +221,7 @@ class BrokerRun:
         end.push_async_callback(worker.close)
         driver = DriverStart(worker, specs)
         off = await driver.begin()
-        arbiter = Arbiter(first_operation_id=ledger.next_operation_id(), forecasts=load_forecasts(ledger))
+        arbiter = Arbiter(forecasts=load_forecasts(ledger))
         times = SwapTimes(
             gate_s=settings.gate_timeout / 1000,
             lock_s=settings.lock_timeout / 1000,

@@ -22,7 +22,7 @@ from fractional_gpu.core.model import HOLDING, LeaseState
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.host.process import ProcessIdentity, is_alive
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.ledger.records import LeaseRecord, OperationRecord
+from fractional_gpu.ledger.records import LeaseRecord
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,7 @@ _HOMELESS = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
     record: LeaseRecord
-    operation: OperationRecord | None  # that an earlier broker began and did not finish
     left: list[Survivor]  # processes with device memory of a kernel that has ended
-    saved_mib: int  # by the ledger
     truth: Truth | None  # None: unknown
 
 
@@ -48,7 +46,6 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[L
 
     Pools and devices must be known to the arbiter already.
     """
-    operations = {operation.lease_id: operation for operation in ledger.open_operations()}
     begun_s = time.monotonic()
     records = [*ledger.live_leases(), *lost]
     broker.kernels.update({record.spec.lease_id: kernel_of(record) for record in records})
@@ -57,38 +54,31 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[L
         host = await swaps.inspector.take()
     except GPUError as error:
         log.warning("the devices do not answer: %s", error)
-    found = [
-        await _examine(broker, swaps, record, operations.pop(record.spec.lease_id, None), host) for record in records
-    ]
+    found = [await _examine(broker, swaps, record, host) for record in records]
     # Only now, and all at once: an arbiter that knows of only some leases would give the room of the others away.
     for one in found:
         _introduce(broker, one)
     log.info("found %d leases in %.3f s", len(records), time.monotonic() - begun_s)
-    for orphan in operations.values():
-        broker.operations.end(orphan.operation_id, "lease gone")
 
 
-async def _examine(
-    broker: Broker, swaps: Swaps, record: LeaseRecord, operation: OperationRecord | None, host: HostSnapshot | None
-) -> _Found:
+async def _examine(broker: Broker, swaps: Swaps, record: LeaseRecord, host: HostSnapshot | None) -> _Found:
     """Find out what the lease is. Half-done work is finished forward or undone, whichever is safe (`swap.truth`)."""
     kernel = broker.kernels[record.spec.lease_id]
-    saved_mib = max(record.saved_mib, operation.saved_mib if operation else 0)
     left = await _find_left(broker, kernel, record, host)
-    kernel.checkpoint.needs_driver = bool(swaps.inspector.off) and (operation is not None or record.state in _IN_A_SWAP)
+    kernel.checkpoint.needs_driver = bool(swaps.inspector.off) and record.state in _IN_A_SWAP
     if kernel.checkpoint.needs_driver and kernel.identity is not None:
         # While the driver cannot be asked, the devices' counters stand in for it. They count a locked process, or a tree of which a
         # part is saved, as one that runs: called resident, it would stay locked for good. What was in a swap waits for the driver.
         truth = None
     else:
-        truth = await swaps.truth(kernel, record.device_id, saved_mib, host)
-    return _Found(record=record, operation=operation, left=left, saved_mib=saved_mib, truth=truth)
+        truth = await swaps.truth(kernel, record.device_id, record.saved_mib, host)
+    return _Found(record=record, left=left, truth=truth)
 
 
 def _introduce(broker: Broker, found: _Found) -> None:
     record = found.record
     kernel = broker.kernels[record.spec.lease_id]
-    state, device_id, saved_mib = _believe(record, found.truth, found.saved_mib)
+    state, device_id, saved_mib = _believe(record, found.truth)
     pin_left_ms = record.pinned_until_ms - broker.deadlines.now_ms() if record.pinned_until_ms else 0
     kernel.measurement.has_used = saved_mib > 0
     identity, kernel.identity = kernel.identity if state is not LeaseState.UNATTACHED else None, None
@@ -116,8 +106,6 @@ def _introduce(broker: Broker, found: _Found) -> None:
         broker.survivors.kernel_ended(kernel, kernel.ending.root)
     else:
         broker.end_burst(kernel)
-    if found.operation is not None:
-        broker.operations.end(found.operation.operation_id, f"found {state}")
     broker.records.save(kernel)
 
 
@@ -169,14 +157,14 @@ def kernel_of(record: LeaseRecord) -> Kernel:
     )
 
 
-def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[LeaseState, str | None, int]:
+def _believe(record: LeaseRecord, truth: Truth | None) -> tuple[LeaseState, str | None, int]:
     if truth is None or truth.state is LeaseState.QUARANTINED:
         # The ledger has every reservation before a kernel makes use of it: a reservation that it does not have does not exist.
-        return LeaseState.QUARANTINED, record.device_id if record.state in HOLDING else None, saved_mib
+        return LeaseState.QUARANTINED, record.device_id if record.state in HOLDING else None, record.saved_mib
     if truth.state is LeaseState.NO_CONTEXT and record.state in HOLDING and record.device_id is not None:
         # It had a reservation and its gate may be open: it may create a context at any moment, so the reservation stays.
         return LeaseState.RESIDENT, record.device_id, 0
     if truth.state is LeaseState.RESIDENT:
         device_id = truth.device_id or record.device_id
-        return (LeaseState.RESIDENT, device_id, 0) if device_id else (LeaseState.QUARANTINED, None, saved_mib)
+        return (LeaseState.RESIDENT, device_id, 0) if device_id else (LeaseState.QUARANTINED, None, record.saved_mib)
     return truth.state, truth.device_id or record.device_id, truth.saved_mib

@@ -1,22 +1,20 @@
 """Runs the arbiter's decisions that take time: suspends, resumes, shrinks, and second looks at what is unknown.
 
-- Each begins with its intent in the ledger, and each is answered by an event, whatever happens: an operation without an answer would hold
-  the swap channel for ever.
-- An end that could not be written down (a full disk) is written before any later beginning: the ledger has one open operation a lease, and
-  an old one would block the next for ever. What could not be begun has no end.
+- Each begins with its intent on the disk (the lease's record, whose state says that it is being suspended or resumed), and each is
+  answered by an event, whatever happens: an operation without an answer would hold the swap channel for ever.
 - An operation that has begun is finished before the broker ends. A look at a quarantined lease is dropped: the next broker looks anyway.
 """
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-from fractional_gpu.broker.clock import now_ms, wall_ms, within
+from fractional_gpu.broker.clock import now_ms, within
+from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.effects import LookAgain, Resume, Shrink, Suspend
 from fractional_gpu.core.events import (
@@ -29,8 +27,7 @@ from fractional_gpu.core.events import (
     TruthFound,
 )
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.host.process import ProcessIdentity
-from fractional_gpu.ledger.records import LedgerError, OperationRecord
+from fractional_gpu.ledger.records import LedgerError
 
 if TYPE_CHECKING:
     from fractional_gpu.broker.broker import Broker
@@ -64,12 +61,6 @@ class Operations:
             case Shrink():
                 self._spawn(self._shrink(effect), self._looking)
 
-    def end(self, operation_id: int, outcome: str) -> None:
-        """Write down how an operation ended. Returns at once."""
-        self._broker.writer.submit(
-            partial(self._broker.writer.ledger.finish, operation_id, outcome, wall_ms()), again=True
-        )
-
     def look_now(self) -> None:
         """Have every quarantined lease looked at without waiting for its next turn."""
         self._look_now.set()
@@ -95,16 +86,15 @@ class Operations:
 
     async def _suspend(self, effect: Suspend) -> None:
         outcome, mib, sentence = SuspendOutcome.UNKNOWN, 0, _BROKEN
-        written, begun_s = False, time.monotonic()
+        begun_s = time.monotonic()
         try:
             kernel = self._broker.kernels.get(effect.lease_id)
             if kernel is None:
                 outcome, sentence = SuspendOutcome.ABORTED, "the lease is gone"
                 return
-            await self._begin(effect, "suspend", 0)
-            written = True
-            step = partial(self._step, effect)
-            outcome, mib, sentence = await self._swaps.suspend(kernel, effect, step, partial(self._reserve, effect))
+            await self._write_down(kernel, "suspend")
+            journal, reserve = partial(self._write_down, kernel), partial(self._reserve, effect)
+            outcome, mib, sentence = await self._swaps.suspend(kernel, effect, journal, reserve)
         except LedgerError as error:
             outcome = SuspendOutcome.ABORTED
             sentence = f"nothing was begun because it could not be written down: {error}"
@@ -122,8 +112,6 @@ class Operations:
                     sentence=sentence,
                 )
             )
-            if written:
-                self.end(effect.operation_id, str(outcome))
             if (kernel := self._broker.kernels.get(effect.lease_id)) is not None:
                 self._broker.suspend_finished(kernel)  # it may have become busy meanwhile
 
@@ -154,17 +142,16 @@ class Operations:
 
     async def _resume(self, effect: Resume) -> None:
         outcome, sentence = ResumeOutcome.UNKNOWN, _BROKEN
-        written, begun_s = False, time.monotonic()
+        begun_s = time.monotonic()
         try:
             kernel, view = self._broker.kernels.get(effect.lease_id), self._broker.arbiter.lease(effect.lease_id)
             if kernel is None or view is None:
                 outcome, sentence = ResumeOutcome.NOT_STARTED, "the lease is gone"
                 return
             # Reading the processes changes nothing: it does not wait until the intent is written.
-            await asyncio.gather(self._begin(effect, "resume", view.saved_mib), self._swaps.glance())
-            written = True
-            step = partial(self._step, effect)
-            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, step)
+            await asyncio.gather(self._write_down(kernel, "resume"), self._swaps.glance())
+            journal = partial(self._write_down, kernel)
+            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, journal)
             if outcome is ResumeOutcome.NOT_STARTED:
                 await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
         except LedgerError as error:
@@ -183,8 +170,6 @@ class Operations:
                     sentence=sentence,
                 )
             )
-            if written:
-                self.end(effect.operation_id, str(outcome))
 
     async def _look_again(self, effect: LookAgain) -> None:
         """Look until the truth is known or the lease has moved on. A process that failed is reported once, and looked at again."""
@@ -223,31 +208,10 @@ class Operations:
                 return
             reported = truth.sentence
 
-    async def _begin(self, effect: Suspend | Resume, kind: str, saved_mib: int) -> None:
-        """Write the intent down. Raises LedgerError: then nothing was begun."""
-        record = OperationRecord(
-            operation_id=effect.operation_id,
-            lease_id=effect.lease_id,
-            generation=effect.generation,
-            kind=kind,
-            device_id=effect.device_id,
-            phase="intent",
-            begun_ms=wall_ms(),
-            pids="[]",
-            saved_mib=saved_mib,
-        )
-        await self._broker.writer.run(partial(self._broker.writer.ledger.begin, record))
-
-    async def _step(
-        self, effect: Suspend | Resume, phase: str, identities: Iterable[ProcessIdentity], saved_mib: int
-    ) -> None:
-        if (kernel := self._broker.kernels.get(effect.lease_id)) is not None:
-            self._broker.records.save_second_record(kernel)  # it has what is about to be saved, too
-        pids = json.dumps([identity.to_dict() for identity in identities])
-        step = partial(
-            self._broker.writer.ledger.step, effect.operation_id, phase, at_ms=wall_ms(), pids=pids, saved_mib=saved_mib
-        )
-        await self._broker.writer.run(step)
+    async def _write_down(self, kernel: Kernel, phase: str) -> None:
+        """Write the lease as it is, with what is about to be saved, before the phase begins. Raises LedgerError: then it does not begin."""
+        log.debug("lease %s: %s", kernel.lease_id[:8], phase)
+        await self._broker.records.write(kernel)
 
 
 def _task_done(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:

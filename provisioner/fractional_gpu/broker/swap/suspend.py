@@ -15,7 +15,7 @@ of the kernel is where it was, UNKNOWN. What the driver's errors mean is a table
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fractional_gpu.broker.kernels.kernel import Kernel
@@ -39,8 +39,8 @@ from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.messages import CELL_RUNS, NO_CELL_RUNS, GateVerb
 
-Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
-"""Writes a step of an operation durably: its phase, the processes, and MiB."""
+Journal = Callable[[str], Awaitable[None]]
+"""Writes the lease durably before this phase of an operation begins."""
 
 Reserve = Callable[[int], int]
 """Asks the arbiter for so many MiB of host memory for the suspend under way; returns what is reserved for it then."""
@@ -150,11 +150,11 @@ class Suspension:
             if use is None:
                 return SuspendOutcome.NOTHING_TO_SAVE, 0, "the kernel has no CUDA context: nothing had to be saved"
             # The journal is written before each step that a broker which dies in it leaves half done: the next one knows what to undo.
-            await journal("locking", use, 0)
+            await journal("locking")
             empty = await self._lock_all(use, locked)
             use = await self._check_locked(kernel, effect, locked, empty, reserve)
             kernel.checkpoint.sizes = use
-            await journal("checkpointing", use, kernel.checkpoint.total_mib)
+            await journal("checkpointing")
         except StepError as error:
             return await self._roll_back(locked, error.outcome, str(error), error.need_mib)
         except LedgerError as error:

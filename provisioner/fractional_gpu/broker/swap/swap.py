@@ -129,7 +129,7 @@ class Swaps:
         saved = [identity for identity, state in states.items() if state is ProcessState.CHECKPOINTED]
         locked = [identity for identity, state in states.items() if state is ProcessState.LOCKED]
         from_ids = effect.from_device_ids or ((effect.from_device_id,) if effect.from_device_id is not None else ())
-        await journal("restoring", saved, saved_mib)
+        await journal("restoring")
         try:
             await self._restore(saved, locked, moves_between(kernel.checkpoint.homes or from_ids, device_ids))
             # The kernel's calls go on already; what the driver said is verified afterwards, to save that time.

@@ -42,7 +42,7 @@ _FIRST = 1 << 60  # far before any place in the queue
 class Changes:
     """The books, the time, the operations under way, and the effects of the event in hand."""
 
-    def __init__(self, *, first_operation_id: int, parallel_swaps: int, forecasts: Forecasts | None = None) -> None:
+    def __init__(self, *, parallel_swaps: int, forecasts: Forecasts | None = None) -> None:
         self.books = Books(forecasts)
         self.idle_costs = IdleCosts(self.books)
         self.forecast_recorder = ForecastRecorder(self.books, self.books.forecasts, parallel_swaps=parallel_swaps)
@@ -50,7 +50,7 @@ class Changes:
         self.operations: dict[int, Operation] = {}
         self.granted_devices: set[str] = set()  # devices that room was given on
         self.requeued: set[str] = set()  # pools whose queue changed
-        self._next_operation = first_operation_id
+        self._next_operation = 1
         self._next_order = 1
         self.parallel_swaps = parallel_swaps
         self.kept_channels = 0  # for suspends before a deadline, which `DeviceDrains` begins
