@@ -301,10 +301,9 @@ class _Seen:
 class Snapshot:
     """All processes at about one moment. `tree` returns the tree of one of them."""
 
-    def __init__(self, boot: str, seen: Iterable[_Seen], marker_name: str | None) -> None:
+    def __init__(self, boot: str, seen: Iterable[_Seen]) -> None:
         self._boot = boot
         self._by_pid: Mapping[int, _Seen] = {process.identity.pid: process for process in seen}
-        self._marker_name = marker_name
         self._below: dict[int, list[_Seen]] = defaultdict(list)
         self._marked: dict[str, list[_Seen]] = defaultdict(list)
         for process in self._by_pid.values():
@@ -313,9 +312,6 @@ class Snapshot:
                 self._below[process.session].append(process)
             if process.marker is not None:
                 self._marked[process.marker].append(process)
-
-    def __len__(self) -> int:
-        return len(self._by_pid)
 
     def __contains__(self, identity: ProcessIdentity) -> bool:
         found = self._by_pid.get(identity.pid)
@@ -365,22 +361,18 @@ class Snapshot:
     def tree(
         self,
         root: ProcessIdentity | None,
-        marker: tuple[str, str] | None = None,
+        marker: str | None = None,
         *,
         uid: int | None = None,
         apart: Collection[ProcessIdentity] = (),
         also: Collection[ProcessIdentity] = (),
     ) -> list[ProcessIdentity]:
-        """Return the tree of `root` (None: of `marker` and `also` alone), oldest first. Raises ValueError for another marker's variable.
+        """Return the tree of `root` (None: of `marker` and `also` alone), oldest first.
 
         Of a root that has exited, whose pid may be another process's now, marked processes and members of its session count if they belong
         to `uid` (None: the living root's user). `apart` are the roots of other trees, which are left out with what is only below them.
         `also` were seen in this tree before, and belong to it in any case.
         """
-        if marker is not None and marker[0] != self._marker_name:
-            raise ValueError(
-                f"this snapshot was taken with {self._marker_name}, not for {marker[0]}: scan with that name"
-            )
         if root is not None and root.boot_id != self._boot:
             return []
         at_pid = None if root is None else self._by_pid.get(root.pid)
@@ -391,7 +383,7 @@ class Snapshot:
         elif at_pid is None and root is not None:
             queue += [process for process in self._below.get(root.pid, []) if process.uid == uid]
         if marker is not None:
-            queue += [process for process in self._marked.get(marker[1], []) if process.uid == uid]
+            queue += [process for process in self._marked.get(marker, []) if process.uid == uid]
         stop = apart if isinstance(apart, frozenset) else frozenset(apart)  # a frozen set serves the trees of all roots
         found: set[ProcessIdentity] = set()
         while queue:
@@ -423,7 +415,7 @@ def scan(marker_name: str | None = None, uids: Collection[int] | None = None, *,
     # Every suspend and resume waits for a pass: no objects for paths and files, and one read per file.
     markers = None if marker_name is None else _Markers(os.fsencode(marker_name), uids)
     seen = (_look(pid, boot, markers, f"{proc}/{pid}") for pid in pids)
-    return Snapshot(boot, (process for process in seen if process is not None), marker_name)
+    return Snapshot(boot, (process for process in seen if process is not None))
 
 
 class _Markers:

@@ -68,7 +68,7 @@ class World:
         look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
         if isinstance(look, GPUError):
             raise look
-        return HostSnapshot(processes=Snapshot(ROOT.boot_id, [], None), uses={DEVICE: look})
+        return HostSnapshot(processes=Snapshot(ROOT.boot_id, []), uses={DEVICE: look})
 
     async def with_memory(self, *_: object, **__: object) -> list[ProcessIdentity]:
         return []

@@ -271,8 +271,7 @@ def members_of(
 
     A process that was in the kernel's tree once stays the kernel's own, wherever its parents went.
     """
-    marker = (LEASE_VARIABLE, kernel.lease_id)
-    tree = processes.tree(root, marker, uid=kernel.uid, apart=apart, also=kernel.members)
+    tree = processes.tree(root, kernel.lease_id, uid=kernel.uid, apart=apart, also=kernel.members)
     kernel.members = frozenset(tree) - {root}
     return tree
 

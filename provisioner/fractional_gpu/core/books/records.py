@@ -143,7 +143,6 @@ class Bucket:
     exhausted_in_pass: int = 0  # the last pass that visited all of its tickets
 
     def __post_init__(self) -> None:
-        """Derive what never changes."""
         self.family = self.key[:7]
 
     def is_skipped(self, passes: int) -> bool:
@@ -315,7 +314,6 @@ class Lease:
     lease_id: str = field(init=False)  # its spec's, at hand
 
     def __post_init__(self) -> None:
-        """Derive what never changes."""
         self.lease_id = self.spec.lease_id
 
     def set_working(self, now_ms: int, *, works: bool) -> None:

@@ -50,7 +50,6 @@ class AskMix:
             self._settle()
 
     def _settle(self) -> None:
-        """Make the table by the weights as they are now."""
         self.version += 1
         sizes = sorted(self.weights.items())
         self._singles = tuple((mib, weight) for (mib, devices), weight in sizes if devices == 1)

@@ -265,7 +265,6 @@ class Meter:
     # -- devices -----------------------------------------------------------------------------------------------------------
 
     def _place(self, lease_id: str, before: tuple[str, ...], holding: Holding) -> None:
-        """Note on which devices the lease is from now on."""
         for device_id in before:
             if device_id not in holding.devices:
                 self._devices[device_id].holders.pop(lease_id, None)
