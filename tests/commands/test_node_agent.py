@@ -87,9 +87,7 @@ class Changed(threading.Event):
 def test_a_pod_that_changes_while_the_agent_looks_is_seen_in_the_next_round() -> None:
     changed, kept, rounds = Changed(), list[object](), list[int]()
     engine: Any = SimpleNamespace(changed=changed, pods=list)
-    seats: Any = SimpleNamespace(keep=kept.append, outcomes={})
-    notes: Any = SimpleNamespace(write=lambda *_: None)
-    connect: Any = lambda: SimpleNamespace(close=lambda: None)  # noqa: E731 - a stand-in
+    seats: Any = SimpleNamespace(keep=kept.append, note=lambda _: None)
     agent: Any = SimpleNamespace(step=lambda: 0)
 
     def ended(_: float) -> bool:
@@ -97,5 +95,5 @@ def test_a_pod_that_changes_while_the_agent_looks_is_seen_in_the_next_round() ->
         changed.late = len(rounds) == 2
         return len(rounds) == 5
 
-    _keep_pods(engine, agent, seats, notes, connect, ended=ended, every_s=0)
+    _keep_pods(engine, agent, seats, ended, 0)
     assert rounds == [0, 1, 1, 2, 2], "late in the second round, seen in the third, once"

@@ -124,7 +124,9 @@ def test_a_pods_kernel_idles_is_suspended_and_comes_back_whole(world: World) -> 
     with ExitStack() as stack:
         service = stack.enter_context(worker_service(world, worker_socket))
         stack.enter_context(_broker(world, worker_socket))
-        seats = PodSeats(lambda: SeatClient(world.socket, timeout_s=60), said.append, hub_namespaces=("jhub",))
+        seats = PodSeats(
+            lambda: SeatClient(world.socket, timeout_s=60), said.append, lambda *_: None, hub_namespaces=("jhub",)
+        )
         seats.keep([_pod(uid)])
         assert said[0].startswith("pod jhub/jupyter-ada: granted: 500"), said
         group = stack.enter_context(pod_group(uid))

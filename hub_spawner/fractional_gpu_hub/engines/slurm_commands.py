@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
-from fractional_gpu.engines.slurm import JOB_ID, NO_JOB, cannot_run, failed, fields_of, too_slow
+from fractional_gpu.engines.slurm import ENDED, JOB_ID, NO_JOB, cannot_run, failed, fields_of, too_slow
 from fractional_gpu_hub.engines.offers import ClusterNode, NodeReader, pools_of_text
 
 TIMEOUT_S = 20.0
@@ -23,21 +23,7 @@ SEPARATOR = "|"
 JOB_COLUMNS = SEPARATOR.join(("%A", "%T", "%B", "%S", "%r"))  # job, state, first node, (expected) start, reason
 USE_COLUMNS = SEPARATOR.join(("%A", "%T", "%N", "%b", "%M", "%u", "%j"))
 _EXTRA = re.compile(r" Extra=(\S+)")
-_ENDED = frozenset(
-    [
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "REVOKED",
-        "TIMEOUT",
-    ]
-)
-_RUNS = frozenset(["RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"])
+_RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
 _AWAY = ("DOWN", "DRAIN", "FAIL", "MAINT", "REBOOT", "NO_RESPOND", "UNKNOWN", "INVAL", "POWERING_DOWN", "FUTURE")
 _REASONS = {
     "Resources": "no node has so much free",
@@ -75,7 +61,7 @@ class JobState:
     @property
     def has_ended(self) -> bool:
         """Whether Slurm says that it is over."""
-        return self.state in _ENDED
+        return self.state in ENDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

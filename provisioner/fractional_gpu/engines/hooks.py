@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.engines.engine import EngineError
-from fractional_gpu.engines.job_seats import JobSeat, SeatFiles, job_of, share_of_job, share_of_shards, told_of
+from fractional_gpu.engines.job_seats import JobSeat, SeatFiles, job_of, share_of_job, share_of_shards
 from fractional_gpu.engines.slurm import SHARD, Slurm, SlurmJob, job_number, total_of
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, ForbiddenError, FractionalGPUError
 
@@ -82,13 +82,14 @@ def end(settings: HookSettings, environment: Mapping[str, str], log: Callable[[s
         number = job_number(environment.get("SLURM_JOB_ID", ""))
         if not files.knows(number):
             return
-        with _client(settings) as client:
-            files.release(client, number)
-        log(f"job {number}: its seat has ended")
+        try:
+            with _client(settings) as client:
+                files.release(client, number)
+            log(f"job {number}: its seat has ended")
+        finally:
+            files.remove(number)
     except (FractionalGPUError, OSError) as error:
         log(f"job {environment.get('SLURM_JOB_ID', '?')[:20]!a}: its seat ends without the Epilog: {error}")
-    with suppress(EngineError, OSError):
-        files.remove(job_number(environment.get("SLURM_JOB_ID", "")))
 
 
 def register_late(settings: HookSettings, client: SeatClient, wanted: JobSeat, log: Callable[[str], None]) -> bool:
@@ -143,9 +144,8 @@ def _register(
         raise
     except (FractionalGPUError, OSError) as error:
         log(f"job {wanted.job_id}: no seat yet: {error}")
-        if isinstance(error, BrokerUnavailableError):
-            return wanted, [f"{told_of(error)}; it gets it when the node's broker answers"]
-        return wanted, [told_of(error)]
+        later = "; it gets it when the node's broker answers" if isinstance(error, BrokerUnavailableError) else ""
+        return wanted, [f"this job has no GPU share yet: {error}{later}"]
     log(f"job {seat.job_id}: a seat of {seat.fraction_milli} thousandths in pool {seat.pool!r} for {seat.user!a}")
     return seat, told
 

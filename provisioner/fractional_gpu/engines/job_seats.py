@@ -19,7 +19,7 @@ import os
 import pwd
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from fractional_gpu.engines.engine import EngineError
 from fractional_gpu.engines.slurm import OPEN, SHARD, SlurmJob, parse_gres, total_of
 from fractional_gpu.host.files import replace_file
 from fractional_gpu.host.workload import BASE_MIB
-from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError, NoRoomError, NotFoundError
+from fractional_gpu.protocol.errors import BadRequestError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.messages import SLURM, ProgressKind, Workload
 from fractional_gpu.protocol.seats import SeatRequest
 from fractional_gpu.protocol.status import SeatStatus
@@ -41,7 +41,9 @@ _SERVER = "slurm-"
 _MOST_GROUPS = 200
 _TTL_MS = 60_000
 _WANTED = re.compile(r"job-([1-9][0-9]{0,9})\.wanted", re.ASCII)
-_LONGEST = 16 * 1024  # bytes
+_LONGEST = 16 * 1024  # characters
+_KINDS = ("wanted", "env", "json")
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,14 +154,8 @@ class SeatFiles:
         if status.st_mode & 0o777 != 0o711:
             self.folder.chmod(0o711)
 
-    def seat_path(self, job_id: int) -> Path:
-        return self.folder / f"job-{job_id}.json"
-
-    def _environment_path(self, job_id: int) -> Path:
-        return self.folder / f"job-{job_id}.env"
-
-    def _wanted_path(self, job_id: int) -> Path:
-        return self.folder / f"job-{job_id}.wanted"
+    def _path(self, job_id: int, kind: str) -> Path:
+        return self.folder / f"job-{job_id}.{kind}"
 
     def register(self, client: SeatClient, wanted: JobSeat) -> tuple[JobSeat, list[str]]:
         """Take the job's seat, write its file, and return the seat that it is, with warnings.
@@ -184,7 +180,7 @@ class SeatFiles:
                 fraction_milli=wanted.fraction_milli,
                 memory_mib=line.memory_mib,
             )
-            write_seat(seat, self.seat_path(wanted.job_id), uid=wanted.uid)
+            write_seat(seat, self._path(wanted.job_id, "json"), uid=wanted.uid)
             client.confirm_seat(line.seat_id)
             return wanted, [line.warning] if line.warning else []
         raise NoRoomError("the broker ended the request for the seat without a reason; its log may say more")
@@ -211,7 +207,7 @@ class SeatFiles:
         """Write what the job's tasks get; `lines`: what they are told. Raises OSError."""
         values = {
             "JUPYTER_GPU_SOCKET": socket,
-            "JUPYTER_GPU_SEAT_FILE": str(self.seat_path(wanted.job_id)),
+            "JUPYTER_GPU_SEAT_FILE": str(self._path(wanted.job_id, "json")),
             "JUPYTER_GPU_DEFAULT_POOL": wanted.pool,
             "JUPYTER_GPU_DEFAULT_FRACTION": f"{wanted.fraction_milli}m",
             "JUPYTER_GPU_DEFAULT_PROVISIONER": "fractional-gpu-provisioner",
@@ -228,15 +224,13 @@ class SeatFiles:
         try:
             self._write_environment(job_id, [f"JUPYTER_GPU_SOCKET={socket}", "CUDA_VISIBLE_DEVICES="], [line])
         except OSError:  # a disk that is full has room for a name: the task's prolog says what an empty file means
-            self._environment_path(job_id).touch()
-            self._environment_path(job_id).chmod(0o644)
+            self._path(job_id, "env").touch()
+            self._path(job_id, "env").chmod(0o644)
 
     def _write_environment(self, job_id: int, values: Sequence[str], lines: Sequence[str]) -> None:
         told = [f"print jupyter gpu: {_one_line(line)}" for line in lines]
         text = "\n".join([*map(_one_line, values), *told]) + "\n"
-        replace_file(
-            self._environment_path(job_id), text.encode(), prepare=lambda descriptor: os.fchmod(descriptor, 0o644)
-        )
+        replace_file(self._path(job_id, "env"), text.encode(), prepare=lambda descriptor: os.fchmod(descriptor, 0o644))
 
     @contextmanager
     def writing_wanted(self, wanted: JobSeat) -> Iterator[None]:
@@ -246,7 +240,7 @@ class SeatFiles:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
 
         content = json.dumps(asdict(wanted)).encode()
-        descriptor = replace_file(self._wanted_path(wanted.job_id), content, prepare=lock, keep=True)
+        descriptor = replace_file(self._path(wanted.job_id, "wanted"), content, prepare=lock, keep=True)
         try:
             yield
         finally:
@@ -255,20 +249,15 @@ class SeatFiles:
     @contextmanager
     def claimed(self, job_id: int) -> Iterator[bool]:
         """Yield whether this process alone may register the job's request while the block runs: its Prolog does not at the moment."""
-        try:
-            descriptor = os.open(self._wanted_path(job_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            yield False  # the job has ended
-            return
-        try:
+        with ExitStack() as stack:
             try:
+                descriptor = os.open(self._path(job_id, "wanted"), _READ)
+                stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 free = True
-            except OSError:
+            except OSError:  # the job has ended, or its Prolog registers it
                 free = False
             yield free
-        finally:
-            os.close(descriptor)
 
     def wanted(self) -> Iterator[JobSeat]:
         """Yield the requests of jobs that have not ended by their Epilog."""
@@ -280,37 +269,26 @@ class SeatFiles:
     @staticmethod
     def _read_wanted(path: Path) -> JobSeat | None:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                if os.fstat(descriptor).st_uid != os.geteuid():
+            with os.fdopen(os.open(path, _READ)) as file:
+                if os.fstat(file.fileno()).st_uid != os.geteuid():
                     return None
-                return JobSeat(**json.loads(os.read(descriptor, _LONGEST)))
-            finally:
-                os.close(descriptor)
+                return JobSeat(**json.loads(file.read(_LONGEST)))
         except (OSError, ValueError, TypeError):
             return None  # it has been removed meanwhile, or is none of ours
 
     def knows(self, job_id: int) -> bool:
-        paths = (self._wanted_path(job_id), self._environment_path(job_id), self.seat_path(job_id))
-        return any(path.exists() for path in paths)
+        return any(self._path(job_id, kind).exists() for kind in _KINDS)
 
     def remove(self, job_id: int) -> None:
-        for path in (self._wanted_path(job_id), self._environment_path(job_id), self.seat_path(job_id)):
-            with suppress(FileNotFoundError):
-                path.unlink()
+        for kind in _KINDS:
+            self._path(job_id, kind).unlink(missing_ok=True)
 
-    def release(self, client: SeatClient, job_id: int) -> int:
-        """End the job's seats at the broker and return how many there were. Raises FractionalGPUError."""
-        seats = [seat for seat in client.seats().seats if job_of(seat) == job_id]
-        for seat in seats:
-            with suppress(NotFoundError):
-                client.release_seat(seat.seat_id)
-        return len(seats)
-
-
-def told_of(error: FractionalGPUError | OSError) -> str:
-    """Return the sentence about a seat that could not be registered, for the job's output."""
-    return f"this job has no GPU share yet: {error}"
+    def release(self, client: SeatClient, job_id: int) -> None:
+        """End the job's seats at the broker. Raises FractionalGPUError."""
+        for seat in client.seats().seats:
+            if job_of(seat) == job_id:
+                with suppress(NotFoundError):
+                    client.release_seat(seat.seat_id)
 
 
 def _one_line(text: str) -> str:

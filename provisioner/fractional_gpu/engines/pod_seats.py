@@ -85,24 +85,27 @@ def _share(pod: Pod) -> tuple[str, int]:
 
 
 class PodSeats:
-    """Keeps the broker's seats as the pods of this node are.
+    """Keeps the broker's seats as the pods of this node are, and tells each pod of its seat and of what it used.
 
-    `say` is given a line for the log, once for each change; `hub_namespaces`: where pods state their owner.
+    `say` is given a line for the log, once for each change; `hub_namespaces`: where pods state their owner. `annotate(pod, annotations)`
+    raises EngineError; without the right it is tried once, and said once.
     """
 
     def __init__(
         self,
         connect: Callable[[], SeatClient],
         say: Callable[[str], None],
+        annotate: Callable[[Pod, Mapping[str, str]], None],
         *,
         hub_namespaces: Collection[str] = (),
     ) -> None:
         self._connect = connect
         self._say = say
+        self._annotate = annotate
+        self._may_annotate = True
         self._hub_namespaces = frozenset(hub_namespaces)
-        self._told: dict[str, str] = {}
-        self.outcomes: dict[str, str] = {}
-        """What became of each pod's seat, by UID: a sentence for its annotation."""
+        self._outcomes: dict[str, str] = {}  # what became of each pod's seat, by UID: a sentence
+        self._figures: dict[str, JobFigures] = {}
 
     def keep(self, found: Iterable[Pod] | None) -> None:
         """Take and end seats such that each pod that asks for a share has one. `found`: None while the pods are unknown.
@@ -113,28 +116,20 @@ class PodSeats:
             return
         wanted = {pod.metadata.uid: pod for pod in found if is_ours(pod) and not pod.ended}
         with closing(self._connect()) as client:
-            seated = self._seated(client.seats().seats)
+            seated = _seats_by_pod(client)
             for uid, seats in seated.items():
-                for seat_id in seats if uid not in wanted else seats[1:]:
+                for seat in seats if uid not in wanted else seats[1:]:
                     with suppress(NotFoundError):
-                        client.release_seat(seat_id)
+                        client.release_seat(seat.seat_id)
                 if uid not in wanted:
                     self._say(f"pod {uid} has ended, and its seat with it")
             for uid, pod in wanted.items():
                 if uid not in seated:
-                    self._tell(pod, self._taken(client, pod))
-        for gone in self._told.keys() - wanted.keys():
-            del self._told[gone]
-            self.outcomes.pop(gone, None)
-
-    @staticmethod
-    def _seated(seats: Iterable[SeatStatus]) -> dict[str, list[str]]:
-        """Return the seats of this engine by the pod's UID, oldest first."""
-        by_uid: dict[str, list[str]] = {}
-        for seat in seats:
-            if seat.workload is not None and seat.workload.engine == KUBERNETES:
-                by_uid.setdefault(seat.workload.id, []).append(seat.seat_id)
-        return by_uid
+                    sentence = self._taken(client, pod)
+                    if self._outcomes.get(uid) != sentence:
+                        self._outcomes[uid] = sentence
+                        self._say(f"pod {pod.metadata.namespace}/{pod.metadata.name}: {sentence}")
+        self._outcomes = {uid: sentence for uid, sentence in self._outcomes.items() if uid in wanted}
 
     def _taken(self, client: SeatClient, pod: Pod) -> str:
         """Take the pod's seat and return the sentence about it. Raises FractionalGPUError if the broker does not answer."""
@@ -151,66 +146,40 @@ class PodSeats:
             return f"refused: {error}"
         return f"refused: {last.sentence if last is not None else 'the broker ended the request without a reason; its log may say more'}"
 
-    def _tell(self, pod: Pod, sentence: str) -> None:
-        self.outcomes[pod.metadata.uid] = sentence
-        if self._told.get(pod.metadata.uid) != sentence:
-            self._told[pod.metadata.uid] = sentence
-            self._say(f"pod {pod.metadata.namespace}/{pod.metadata.name}: {sentence}")
-
-
-class PodNotes:
-    """Writes what became of each pod's seat, and what it used, into the pod's annotations, if the agent may.
-
-    `annotate(pod, annotations)` writes them; it raises EngineError. Without the right it is tried once, and said once.
-    """
-
-    def __init__(self, annotate: Callable[[Pod, Mapping[str, str]], None], say: Callable[[str], None]) -> None:
-        self._annotate = annotate
-        self._say = say
-        self._figures: dict[str, JobFigures] = {}
-        self._written: dict[str, dict[str, str]] = {}
-        self._may = True
-
-    def write(self, client: SeatClient, found: Iterable[Pod], outcomes: Mapping[str, str]) -> None:
-        """Write what has changed. Raises FractionalGPUError if the broker does not answer."""
-        if not self._may:
+    def note(self, found: Iterable[Pod]) -> None:
+        """Annotate pods with what has changed. Raises FractionalGPUError if the broker does not answer."""
+        if not self._may_annotate:
             return
         ours = {pod.metadata.uid: pod for pod in found if is_ours(pod)}
-        usage = self._usage(client, ours.keys())
+        with closing(self._connect()) as client:
+            seats = {uid: seats[0] for uid, seats in _seats_by_pod(client).items() if uid in ours}
+            note_leases(client, self._figures, seats)
+            self._figures = {uid: figures for uid, figures in self._figures.items() if uid in ours}
+            usage = sentences_of(client, self._figures)
         for uid, pod in ours.items():
-            values = {pods.SEAT: outcomes.get(uid, ""), pods.USAGE: usage.get(uid, "")}
+            values = {pods.SEAT: self._outcomes.get(uid, ""), pods.USAGE: usage.get(uid, "")}
             wanted = {name: text for name, text in values.items() if text and pod.annotations.get(name) != text}
-            if wanted and self._written.get(uid) != wanted and not self._wrote(pod, wanted):
+            try:
+                if wanted:
+                    self._annotate(pod, wanted)
+            except EngineUnavailableError as error:
+                self._say(f"pod {pod.metadata.namespace}/{pod.metadata.name} is not annotated now: {error}")
                 return
-        for gone in self._written.keys() - ours.keys():
-            del self._written[gone]
+            except EngineError as error:
+                self._may_annotate = False
+                self._say(
+                    f"pods are not annotated, which changes nothing else: {error} (examples/kubernetes/usage gives this right)"
+                )
+                return
 
-    def _wrote(self, pod: Pod, wanted: dict[str, str]) -> bool:
-        try:
-            self._annotate(pod, wanted)
-        except EngineUnavailableError as error:
-            self._say(f"pod {pod.metadata.namespace}/{pod.metadata.name} is not annotated now: {error}")
-            return False
-        except EngineError as error:
-            self._may = False
-            self._say(
-                f"pods are not annotated, which changes nothing else: {error} (examples/kubernetes/usage gives this right)"
-            )
-            return False
-        self._written[pod.metadata.uid] = wanted
-        return True
 
-    def _usage(self, client: SeatClient, uids: Collection[str]) -> dict[str, str]:
-        """Return the meter's figures of each pod with a seat, as a sentence."""
-        seats = {
-            seat.workload.id: seat
-            for seat in client.seats().seats
-            if seat.workload is not None and seat.workload.engine == KUBERNETES and seat.workload.id in uids
-        }
-        note_leases(client, self._figures, seats)
-        for gone in self._figures.keys() - set(uids):
-            del self._figures[gone]
-        return sentences_of(client, self._figures)
+def _seats_by_pod(client: SeatClient) -> dict[str, list[SeatStatus]]:
+    """Return the seats of pods by the pod's UID, oldest first."""
+    by_uid: dict[str, list[SeatStatus]] = {}
+    for seat in client.seats().seats:
+        if seat.workload is not None and seat.workload.engine == KUBERNETES:
+            by_uid.setdefault(seat.workload.id, []).append(seat)
+    return by_uid
 
 
 def in_use(found: Iterable[Pod]) -> dict[str, int]:
@@ -223,4 +192,4 @@ def in_use(found: Iterable[Pod]) -> dict[str, int]:
     return total
 
 
-__all__ = ["PodNotes", "PodSeats", "in_use", "request_of"]
+__all__ = ["PodSeats", "in_use", "request_of"]

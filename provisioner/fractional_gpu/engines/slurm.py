@@ -56,9 +56,20 @@ _FAULTS = (
 _LONGEST_COMMENT = 500
 _COMMENT_OF_OURS = "jupyter-gpu: "
 _ACCOUNTING = ("sacct", "sacctmgr")  # commands that ask slurmdbd
-_LIVING = {
-    *("RUNNING", "SUSPENDED", "CONFIGURING", "RESIZING", "SIGNALING", "STOPPED", "PENDING", "COMPLETING", "STAGE_OUT")
-}
+ENDED = (
+    *(
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+    ),
+    "TIMEOUT",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +90,7 @@ class SlurmJob:
     @property
     def has_ended(self) -> bool:
         """Whether its Epilog has run, or will not."""
-        return self.state not in _LIVING
+        return self.state in ENDED
 
 
 def job_number(text: str) -> int:

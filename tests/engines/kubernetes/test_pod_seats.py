@@ -13,7 +13,7 @@ from msgspec import ValidationError, convert, to_builtins
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
-from fractional_gpu.engines.pod_seats import PodNotes, PodSeats, in_use, request_of
+from fractional_gpu.engines.pod_seats import PodSeats, in_use, request_of
 from fractional_gpu.engines.pods import Pod, PodSpec, shares_of, whole_quantity
 from fractional_gpu.protocol.messages import LeaseRequest
 from fractional_gpu.protocol.status import SeatStatus
@@ -131,13 +131,27 @@ def live() -> Iterator[LiveBroker]:
         yield live
 
 
+class Notes:
+    """The annotations that were written; `error` is raised instead."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, dict[str, str]]] = []
+        self.error: EngineError | None = None
+
+    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.written.append((pod.metadata.name, dict(annotations)))
+
+
 class Node:
     """The seats of one node's pods at the broker."""
 
     def __init__(self, live: LiveBroker) -> None:
         self.said: list[str] = []
         self.live = live
-        self.seats = PodSeats(self.client, self.said.append, hub_namespaces=("jhub",))
+        self.notes = Notes()
+        self.seats = PodSeats(self.client, self.said.append, self.notes.annotate, hub_namespaces=("jhub",))
 
     def client(self) -> SeatClient:
         return SeatClient(self.live.socket, timeout_s=DEADLINE_S)
@@ -170,7 +184,7 @@ def test_a_seat_comes_with_its_pod_and_ends_with_it(node: Node) -> None:
     assert node.listed().keys() == {uid_of(1)}, "unknown pods are not gone"
     node.keep(pod_of(1, annotations={OWNER: "ada"}))
     assert node.listed()[uid_of(1)].seat_id == seats[uid_of(1)].seat_id, "it is not taken again"
-    another = PodSeats(node.client, node.said.append)  # an agent that was restarted
+    another = PodSeats(node.client, node.said.append, node.notes.annotate)  # an agent that was restarted
     another.keep([])
     assert node.listed() == {}
     assert node.said[0].startswith("pod jhub/jupyter-1: granted: 250 thousandths of a GPU of pool default")
@@ -223,51 +237,37 @@ def test_a_kernel_is_known_by_its_pods_control_group(node: Node, live: LiveBroke
         assert forged.error["reason"] == "foreign-seat", "a seat's id is no token"
 
 
-class Notes:
-    """The annotations that were written; `error` is raised instead."""
-
-    def __init__(self) -> None:
-        self.written: list[tuple[str, dict[str, str]]] = []
-        self.error: EngineError | None = None
-
-    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
-        if self.error is not None:
-            raise self.error
-        self.written.append((pod.metadata.name, dict(annotations)))
-
-
 def test_a_pod_is_told_of_its_seat_and_of_what_it_used_once_for_each_change(node: Node, live: LiveBroker) -> None:
-    uid, notes, said = str(uuid4()), Notes(), []  # type: tuple[str, Notes, list[str]]
-    annotator = PodNotes(notes.annotate, said.append)
+    uid, notes = str(uuid4()), node.notes
     pod = pod_of(1, annotations={OWNER: "ada"})
     pod["metadata"]["uid"] = uid
     node.keep(pod)
 
     def write() -> None:
-        with node.client() as client:
-            annotator.write(client, [read_of(pod), read_of(pod_of(2, None))], node.seats.outcomes)
+        node.seats.note([read_of(pod), read_of(pod_of(2, None))])
 
     write()
-    write()
     ((name, first),) = notes.written
+    pod["metadata"]["annotations"] |= first
+    write()
+    assert len(notes.written) == 1
     assert (name, list(first)) == ("jupyter-1", ["fractional-gpu.jupyter.org/seat"])
     with kernel_in(live, uid) as kernel:
         assert lease_in(kernel)[0] == 200
         write()
     assert notes.written[-1][1]["fractional-gpu.jupyter.org/usage"].startswith("jupyter-gpu: kernels=1 reserved=")
-    assert said == []
+    assert not any("annotated" in sentence for sentence in node.said)
 
 
 def test_without_the_right_pods_are_annotated_never_and_that_is_said_once(node: Node) -> None:
-    notes, said = Notes(), []  # type: tuple[Notes, list[str]]
-    annotator = PodNotes(notes.annotate, said.append)
+    notes = node.notes
     node.keep(pod_of(1))
+    del node.said[:]
     for error in (EngineUnavailableError("busy"), EngineError("no right"), None):
         notes.error = error
-        with node.client() as client:
-            annotator.write(client, [read_of(pod_of(1))], node.seats.outcomes)
+        node.seats.note([read_of(pod_of(1))])
     assert notes.written == []
-    assert [sentence.partition(":")[0] for sentence in said] == [
+    assert [sentence.partition(":")[0] for sentence in node.said] == [
         "pod jhub/jupyter-1 is not annotated now",
         "pods are not annotated, which changes nothing else",
     ]

@@ -10,7 +10,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,9 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import KUBERNETES, SLURM
 
 if TYPE_CHECKING:
-    from fractional_gpu.client.seat import SeatClient
     from fractional_gpu.engines.agent import Agent, AgentRules
     from fractional_gpu.engines.kubernetes import KubernetesEngine
-    from fractional_gpu.engines.pod_seats import PodNotes, PodSeats
+    from fractional_gpu.engines.pod_seats import PodSeats
 
 _LEAST_EVERY_MS, _LEAST_LOOK_MS = 50, 100
 EPILOG = """\
@@ -191,7 +190,7 @@ def _run_kubernetes(options: argparse.Namespace) -> int:
 
     from fractional_gpu.client.seat import SeatClient  # noqa: PLC0415 - not for help texts
     from fractional_gpu.engines.agent import Agent  # noqa: PLC0415 - as above
-    from fractional_gpu.engines.pod_seats import PodNotes, PodSeats  # noqa: PLC0415 - as above
+    from fractional_gpu.engines.pod_seats import PodSeats  # noqa: PLC0415 - as above
 
     pools, every_s = _pools(options), _every_ms(options) / 1000
     # A pod that no node's count covers waits in the scheduler's queue: no count has to be open for it.
@@ -214,7 +213,7 @@ def _run_kubernetes(options: argparse.Namespace) -> int:
         def connect() -> SeatClient:
             return SeatClient(options.socket, timeout_s=10)
 
-        seats = PodSeats(connect, _say, hub_namespaces=options.hub_namespace or ())
+        seats = PodSeats(connect, _say, engine.annotate_pod, hub_namespaces=options.hub_namespace or ())
         agent = Agent(
             engine,
             connect,
@@ -229,7 +228,7 @@ def _run_kubernetes(options: argparse.Namespace) -> int:
             return _write_once(agent, node, options)
         _say(f"agent of node {node}: pools {', '.join(pools)}")
         with ending() as ended:
-            _keep_pods(engine, agent, seats, PodNotes(engine.annotate_pod, _say), connect, ended=ended, every_s=every_s)
+            _keep_pods(engine, agent, seats, ended, every_s)
     _say("ended; the counts stay as they are")
     return 0
 
@@ -238,9 +237,6 @@ def _keep_pods(
     engine: "KubernetesEngine",
     agent: "Agent",
     seats: "PodSeats",
-    notes: "PodNotes",
-    connect: "Callable[[], SeatClient]",
-    *,
     ended: Callable[[float], bool],
     every_s: float,
 ) -> None:
@@ -255,8 +251,7 @@ def _keep_pods(
                 seats.keep(engine.pods())
                 kept_s = now
             if changed or now - noted_s >= _NOTES_S:
-                with closing(connect()) as client:
-                    notes.write(client, engine.pods() or (), seats.outcomes)
+                seats.note(engine.pods() or ())
                 noted_s = now
         except FractionalGPUError:
             # The broker does not answer, which the agent's step says; the seats are compared again in the next round.

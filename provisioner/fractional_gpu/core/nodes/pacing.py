@@ -65,11 +65,6 @@ class Pacing(Generic[State]):
         """Return when the next write is due, None if none is."""
         return self._due_ms
 
-    @property
-    def failures(self) -> int:
-        """How many attempts have failed since the last success."""
-        return self._failures
-
     def written(self, now_ms: int, state: State) -> None:
         """Take note of a write that succeeded."""
         self._known, self._attempt_ms, self._failures, self._due_ms = state, now_ms, 0, None
