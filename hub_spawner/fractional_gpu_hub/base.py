@@ -59,7 +59,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
 
     @default("apply_user_options")
     def _gpu_apply_user_options_default(self) -> Any:  # noqa: ANN401 - a hook of JupyterHub's
-        return check_options
+        return lambda spawner, options: spawner.gpu_choice(options)
 
     async def gpu_offers(self) -> Offers:
         """Return what this user can choose from. Raises FractionalGPUError. Cancelled: nothing has changed."""
@@ -71,6 +71,10 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
 
     async def gpu_prepare(self) -> None:
         """Fit the spawner's settings to the choice: called right before the server is started, without a GPU, too."""
+
+    def _gpu_hub(self) -> str:
+        """Return the address of the hub's API, by which hubs are told apart."""
+        return str(getattr(self.hub, "api_url", ""))
 
     def _gpu_groups(self) -> list[str]:
         return sorted(group.name for group in self.user.groups)
@@ -204,10 +208,6 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
             async with contextlib.aclosing(super().progress()) as events:
                 async for event in events:
                     yield event
-
-
-def check_options(spawner: GPUChoiceMixin, options: object) -> None:
-    spawner.gpu_choice(options)
 
 
 def free_fractions(offers: Offers, *, without: bool = False) -> str:

@@ -61,7 +61,12 @@ def configure(
     runs already) or `auto`; `socket` is where it serves; `simulate` replaces the hardware, as in `2x80GiB`. Raises ConfigError.
     """
     kind = _registered(spawner) if isinstance(spawner, str) else spawner
-    _check_needs_broker(kind, spawner if isinstance(spawner, str) else spawner.__name__)
+    if issubclass(kind, EngineGPUMixin):
+        name = spawner if isinstance(spawner, str) else spawner.__name__
+        raise ConfigError(
+            f"{_WHERE}: spawner = {name!r}: its servers get their GPUs from the cluster's nodes, and the hub runs no broker for it; leave "
+            f"configure(...) out, and set c.JupyterHub.spawner_class = {name!r} and its own settings (docs/hub.md, A cluster)"
+        )
     if simulate is not None and SIMULATED.fullmatch(simulate) is None:
         raise ConfigError(
             f"{_WHERE}: simulate = {simulate!r}: allowed: COUNTxMEMORY such as '2x8GiB' or '2x80GiB,1x40GiB'"
@@ -105,14 +110,6 @@ def _registered(name: str) -> type:
             "spawner with it"
         )
     return kind
-
-
-def _check_needs_broker(kind: type, name: str) -> None:
-    if issubclass(kind, EngineGPUMixin):
-        raise ConfigError(
-            f"{_WHERE}: spawner = {name!r}: its servers get their GPUs from the cluster's nodes, and the hub runs no broker for it; leave "
-            f"configure(...) out, and set c.JupyterHub.spawner_class = {name!r} and its own settings (docs/hub.md, A cluster)"
-        )
 
 
 def _socket(broker: str) -> str:

@@ -6,8 +6,6 @@ Rules:
 - A seat expires after a short while unless it is confirmed, and it is confirmed once the hub's database holds it: a hub that dies in
   between leaves no seat behind. After a restart of the hub the seat comes back with the spawner's state.
 - The server gets the seat's token in a private file, and the file's path in its environment: never the token itself.
-- What users send (`user_options`) is checked here for its form, and by the broker for what they may have.
-- No GPU is visible to the server's processes but through a lease: `CUDA_VISIBLE_DEVICES` is empty until a kernel has one.
 """
 
 import contextlib
@@ -133,10 +131,6 @@ class FractionalGPUMixin(GPUChoiceMixin):
     def _gpu_offer_request(self) -> OfferRequest:
         return OfferRequest(owner=self.user.name, groups=self._gpu_groups(), server=self.name, hub=self._gpu_hub())
 
-    def _gpu_hub(self) -> str:
-        """Return the address of the hub's API, by which the broker knows the hub's seats."""
-        return str(getattr(self.hub, "api_url", ""))
-
     async def gpu_take(self, choice: Choice) -> None:
         """Take a seat. After a failure or a cancellation the hub's clean-up gives it back."""
         request = await self._gpu_request(choice)
@@ -254,7 +248,8 @@ class FractionalGPUMixin(GPUChoiceMixin):
         over = [*self._gpu_over, *([self._gpu_seat] if self._gpu_seat is not None else [])]
         self._gpu_over, self._gpu_seat = [], None
         for seat in over:
-            _remove(seat["file"])
+            with contextlib.suppress(OSError):
+                Path(seat["file"]).unlink()  # noqa: ASYNC240 - one file of this machine
             try:
                 client = seat_client(self.gpu_socket, patience_s=min(_RELEASE_S, self.gpu_broker_patience))
                 await client.call(partial(SeatClient.release_seat, seat_id=seat["seat_id"]))
@@ -315,8 +310,3 @@ def _waiting(line: SeatProgress) -> str:
             words += f"; {format_forecast(line.expected_ms, line.low_ms, line.high_ms)} to wait"
         words += "."
     return words
-
-
-def _remove(file: str) -> None:
-    with contextlib.suppress(OSError):
-        Path(file).unlink()

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 
 from kubernetes_asyncio import client
 from kubespawner import KubeSpawner
-from traitlets import Bool, Float, Int, Unicode, default
+from traitlets import Bool, Int, Unicode, default
 
 from fractional_gpu.engines import pods
 from fractional_gpu.engines.kubernetes import Page, listed
@@ -94,14 +94,6 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         help="""With `gpu_in_profiles`: the GPU of servers, as POOL/THOUSANDTHS, or `none`. For `kubespawner_override`.
 
         Example: c.KubeSpawner.profile_list = [{"display_name": "1/4 GPU", "kubespawner_override": {"gpu_profile": "default/250"}}]
-        """,
-    )
-    gpu_nodes_cache: Float[float, int | float] = Float(
-        5.0,
-        config=True,
-        help="""For how long one list of the nodes serves all spawn pages, seconds.
-
-        Example: c.FractionalGPUKubeSpawner.gpu_nodes_cache = 15
         """,
     )
 
@@ -195,13 +187,9 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         _restrict(pod, self.gpu_first_uid + int(self.user.id) if self.gpu_first_uid else None)
 
 
-def _containers(pod: Any) -> list[Any]:  # noqa: ANN401 - V1Pod
-    return [*(pod.spec.init_containers or ()), *pod.spec.containers]
-
-
 def refuse_other_shares(pod: Any) -> None:  # noqa: ANN401 - V1Pod
     """Raise the error that stops the spawn for a pod that asks for shares by itself: the choice of a GPU does."""
-    for container in _containers(pod):
+    for container in (*(pod.spec.init_containers or ()), *pod.spec.containers):
         resources = _field(container, "resources")
         for amounts in (_field(resources, "limits"), _field(resources, "requests")):
             if named := sorted(name for name in amounts or {} if pods.pool_of(name) is not None):
@@ -218,14 +206,10 @@ def _give_resources(server: Any, has: Allocation) -> None:  # noqa: ANN401 - V1C
     limits[resource] = requests[resource] = str(has.fraction_milli)
     # All that is saved of the share counts in the pod's memory, so less than this would have suspended kernels killed.
     needed = has.host_memory_mib * _MIB
-    limits["memory"] = str(max(needed, _bytes(limits.get("memory"))))
-    requests["memory"] = str(max(needed, _bytes(requests.get("memory"))))
+    for amounts in (limits, requests):
+        given = amounts.get("memory") or 0
+        amounts["memory"] = str(max(needed, pods.whole_quantity(int(given) if isinstance(given, float) else given)))
     server.resources.limits, server.resources.requests = limits, requests
-
-
-def _bytes(quantity: object) -> int:
-    """Return an amount of memory in bytes; 0 for none. Raises ValueError."""
-    return 0 if quantity is None else pods.whole_quantity(int(quantity) if isinstance(quantity, float) else quantity)
 
 
 def _give_environment(server: Any, has: Allocation, socket: str) -> None:  # noqa: ANN401 - V1Container

@@ -138,7 +138,7 @@ def _pool(name: str, nodes: list[NodePool], terms: Terms) -> ClusterPoolOffer:
     fractions = sorted({milli for node in nodes for milli in _fractions(node)})
     return ClusterPoolOffer(
         pool=name,
-        why_not="" if up else _why_none(nodes),
+        why_not="" if up else f"no node starts servers now: {_down(nodes)}",
         hours="",
         devices=sum(node.devices for node in up),
         free_mib=capacity_mib * free_milli // total if total else 0,
@@ -156,12 +156,13 @@ def _free(node: NodePool, terms: Terms) -> int:
     return 0 if node.why_not or terms.is_stale(node) else node.admissible_milli
 
 
-def _why_none(nodes: list[NodePool]) -> str:
-    return "no node starts servers now: " + ", ".join(f"{node.node} is {node.why_not}" for node in _few(nodes))
+def _some(words: Iterable[str], most: int = 4) -> str:
+    found = sorted(words)
+    return ", ".join(found[:most]) + (", ..." if len(found) > most else "")
 
 
-def _few(nodes: list[NodePool], most: int = 4) -> list[NodePool]:
-    return sorted(nodes, key=lambda node: node.node)[:most]
+def _down(nodes: Iterable[NodePool]) -> str:
+    return _some(f"{node.node} is {node.why_not}" for node in nodes if node.why_not)
 
 
 def _facts(nodes: list[NodePool], up: list[NodePool], terms: Terms) -> str:
@@ -173,18 +174,12 @@ def _facts(nodes: list[NodePool], up: list[NodePool], terms: Terms) -> str:
     ]
     if waiting := sum(node.waiting for node in up):
         parts.append(f"{plural(waiting, 'kernel')} {'waits' if waiting == 1 else 'wait'} for a GPU")
-    if down := [node for node in nodes if node.why_not]:
-        parts.append(
-            ", ".join(f"{node.node} is {node.why_not}" for node in _few(down)) + (", ..." if len(down) > 4 else "")
-        )
+    if down := _down(nodes):
+        parts.append(down)
     if stale := [node for node in up if terms.is_stale(node)]:
-        parts.append(_stale(stale, terms))
+        oldest = format_duration(int(max(terms.age_s(node) for node in stale) * 1000))
+        parts.append(f"no news of {_some(node.node for node in stale)} for {oldest}")
     return "; ".join(parts)
-
-
-def _stale(stale: list[NodePool], terms: Terms) -> str:
-    oldest = format_duration(int(max(terms.age_s(node) for node in stale) * 1000))
-    return f"no news of {', '.join(node.node for node in _few(stale))}{', ...' if len(stale) > 4 else ''} for {oldest}"
 
 
 def devices_of(milli: int) -> str:

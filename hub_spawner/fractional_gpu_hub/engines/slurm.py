@@ -123,14 +123,6 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         Example: c.FractionalGPUSlurmSpawner.gpu_path = "/opt/jupyterhub/bin:/usr/bin:/bin"
         """,
     )
-    gpu_nodes_cache: Float[float, int | float] = Float(
-        5.0,
-        config=True,
-        help="""For how long one reading of Slurm's nodes serves all spawn pages, seconds.
-
-        Example: c.FractionalGPUSlurmSpawner.gpu_nodes_cache = 15
-        """,
-    )
     gpu_stop_wait: Float[float, int | float] = Float(
         60.0,
         config=True,
@@ -220,8 +212,9 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     @property
     def gpu_job_name(self) -> str:
         """The name of this server's jobs."""
-        hub = str(getattr(self.hub, "api_url", ""))
-        return JOB_PREFIX + hashlib.sha256(f"{hub}\0{self.user.name}\0{self.name}".encode()).hexdigest()[:20]
+        return (
+            JOB_PREFIX + hashlib.sha256(f"{self._gpu_hub()}\0{self.user.name}\0{self.name}".encode()).hexdigest()[:20]
+        )
 
     def gpu_sbatch(self, environment: Mapping[str, str]) -> list[str]:
         """Return the words of the `sbatch` command that submits the job. Raises the error that stops the spawn."""
@@ -269,8 +262,10 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         await self._gpu_cancel_leftovers()
         self.log.info("Submitting the job of %s: %s", self._log_name, shlex.join(words))
         self._gpu_begun = True
+        # What the command itself needs of the hub's; `--export` names what of its environment the job gets.
+        own = {name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}
         try:
-            self.job_id = job_id_of(await run(*words, stdin=self.gpu_script(), environment=_for_sbatch(environment)))
+            self.job_id = job_id_of(await run(*words, stdin=self.gpu_script(), environment={**own, **environment}))
         except EngineUnavailableError as error:
             raise spawn_error_of(error) from None
         except EngineError as error:
@@ -418,11 +413,6 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             if sentence != said and not job.has_ended:
                 said = sentence
                 yield sentence
-
-
-def _for_sbatch(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the job's environment, with what the command itself needs of the hub's; `--export` names what of it the job gets."""
-    return {**{name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}, **environment}
 
 
 _later: set["asyncio.Task[None]"] = set()

@@ -64,6 +64,14 @@ class EngineGPUMixin(GPUChoiceMixin):
         Example: c.EngineGPUMixin.gpu_base_memory = "4GiB"
         """,
     )
+    gpu_nodes_cache: Float[float, int | float] = Float(
+        5.0,
+        config=True,
+        help="""For how long one reading of the nodes serves all spawn pages, seconds.
+
+        Example: c.EngineGPUMixin.gpu_nodes_cache = 15
+        """,
+    )
     gpu_stale_after: Float[float, int | float] = Float(
         float(STALE_S),
         config=True,

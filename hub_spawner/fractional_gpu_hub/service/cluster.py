@@ -23,11 +23,6 @@ from fractional_gpu_hub.service.views import Viewer
 log = logging.getLogger(__name__)
 
 EVERY_S, LINGER_S = 10.0, 60.0
-ENGINES = {
-    "slurm": "fractional_gpu_hub.engines.slurm_cluster",
-    "kubernetes": "fractional_gpu_hub.engines.kubernetes_cluster",
-}
-"""The module of each engine whose `read()` returns the cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +55,8 @@ class ClusterSnapshot:
 
 
 def reader_of(engine: str) -> Callable[[], Awaitable[Cluster]]:
-    return cast("Callable[[], Awaitable[Cluster]]", importlib.import_module(ENGINES[engine]).read)
+    module = importlib.import_module(f"fractional_gpu_hub.engines.{engine}_cluster")
+    return cast("Callable[[], Awaitable[Cluster]]", module.read)
 
 
 class ClusterFollower:

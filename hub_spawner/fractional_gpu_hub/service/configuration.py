@@ -3,8 +3,6 @@
 Users with `custom:fractional-gpu:read` see the machine's sizes and their own kernels, and suspend, resume and pin these; every user has
 it unless `everybody` is False. Users with `custom:fractional-gpu:admin` see and control everything. Only named users and groups have that
 scope: administrators of the hub do not have it by themselves.
-
-The names of the page's scopes at the hub.
 """
 
 import ipaddress

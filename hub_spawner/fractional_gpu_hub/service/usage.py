@@ -121,7 +121,8 @@ def own_figures(client: SeatClient, viewer: Viewer, asked: Chosen) -> Figures:
     groups = sorted({one for one in viewer.groups if one}) if report.visible == "group" else []
     for group in groups[:_MOST_GROUPS]:
         answer = client.usage(_PARTY, asked.since_s, asked.until_s, {"group": group})
-        found[f"Group {group}"] = _checked(answer, group)
+        entries = [entry for entry in answer.entries if entry.of["group"] == group]
+        found[f"Group {group}"] = replace(answer, entries=entries, scope="group")
     if report.visible == "all":
         found["All users"] = client.usage(_PARTY, asked.since_s, asked.until_s)
     note = f"Only {_MOST_GROUPS} of your {len(groups)} groups are shown." if len(groups) > _MOST_GROUPS else ""
@@ -145,11 +146,6 @@ def _budgets(client: SeatClient) -> list[BudgetStatus]:
         client.budgets().budgets,
         key=lambda one: (-one.spent * 1000 // max(1, one.amount), one.kind, one.name, one.text),
     )
-
-
-def _checked(report: UsageReport, group: str) -> UsageReport:
-    entries = [entry for entry in report.entries if entry.of["group"] == group]
-    return replace(report, entries=entries, scope="group")
 
 
 def all_figures(client: SeatClient, asked: Chosen) -> Figures:

@@ -126,20 +126,21 @@ class JobKeeper:
 
     def _keep_last_figures(self, now: int, texts: Mapping[int, str]) -> None:
         """Keep the comments of jobs that have ended for the accounting database, if there is one."""
-        accounted = self._has_accounting()
+        if self._accounted is None:
+            self._accounted = "slurmdbd" in self._slurm.config().get("AccountingStorageType", "")
         for job, text in texts.items():
-            if self._figures.pop(job).written != text and accounted:
+            if self._figures.pop(job).written != text and self._accounted:
                 self._last[job] = _LastFigures(text=text, due_ms=now, end_ms=now + self._rules.ended_ms)
 
     def _write_last_figures(self, now: int, seats: list[SeatStatus], comment_ms: int) -> None:
         """Write what is due into the accounting database. Its troubles are said once, and stop nothing else."""
         runs = {job_of(seat) for seat in seats}  # a job that was requeued may run again
         self._last = {job: last for job, last in self._last.items() if job not in runs and now < last.end_ms}
-        jobs = [job for job, last in self._last.items() if now >= last.due_ms][:_AT_ONCE]
-        if not jobs or now < self._accounting_ms:
+        due = sorted((last.due_ms, job) for job, last in self._last.items() if now >= last.due_ms)
+        if not due or now < self._accounting_ms:
             return
         trouble = ""
-        for job in jobs:
+        for _, job in due[:_AT_ONCE]:
             last = self._last[job]
             last.due_ms = now + comment_ms
             try:
@@ -154,8 +155,3 @@ class JobKeeper:
         if trouble and trouble != self._said_of_accounting:
             self._say(f"the last figures of jobs that have ended are not in the accounting database yet: {trouble}")
         self._said_of_accounting = trouble
-
-    def _has_accounting(self) -> bool:
-        if self._accounted is None:
-            self._accounted = "slurmdbd" in self._slurm.config().get("AccountingStorageType", "")
-        return self._accounted

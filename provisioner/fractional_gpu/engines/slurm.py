@@ -169,7 +169,8 @@ class Slurm:
         """
         words = [f"nodename={self.node}"]
         if write.counts:
-            others = [word.partition("(")[0] for word in gres_words(record.text) if _name_of(word) not in write.counts]
+            there = [word.partition("(")[0] for word in gres_words(record.text)]
+            others = [word for word in there if word.partition(":")[0] not in write.counts]
             for name, count in sorted(write.counts.items()):
                 most = record.most[name]
                 others += [f"{name}:{OPEN}:{min(count, most)}", f"{name}:{CLOSED}:{max(0, most - count)}"]
@@ -307,10 +308,6 @@ def _daemon_of(command: str) -> str:
 
 def _shown(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)[:_LONGEST_COMMENT]
-
-
-def _name_of(word: str) -> str:
-    return word.partition("(")[0].partition(":")[0]
 
 
 def _job(line: str) -> SlurmJob:
