@@ -103,19 +103,17 @@ def note_calls(call: Call, report: Callable[[str], None]) -> None:
         for parent in parents:
             owner = getattr(owner, parent, None)
         original = getattr(owner, function, None)
-        if owner is not None and callable(original) and not hasattr(original, _MARK):
-            setattr(owner, function, _noting(original, call, report))
+        if owner is None or not callable(original) or hasattr(original, _MARK):
+            continue
 
+        @functools.wraps(original)
+        def noted(*args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:  # noqa: ANN401 - as the framework's
+            if call.applies is None or call.applies(args, kwargs):
+                report(call.sentence)
+            return _original(*args, **kwargs)
 
-def _noting(original: Callable[..., Any], call: Call, report: Callable[[str], None]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def noted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the framework's function takes and gives
-        if call.applies is None or call.applies(args, kwargs):
-            report(call.sentence)
-        return original(*args, **kwargs)
-
-    setattr(noted, _MARK, True)
-    return noted
+        setattr(noted, _MARK, True)
+        setattr(owner, function, noted)
 
 
 def mapped_files() -> set[str]:

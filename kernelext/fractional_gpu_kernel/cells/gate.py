@@ -181,22 +181,18 @@ def needs_gpu(transformed: str) -> bool:
     """Return whether a cell, given as IPython's transformed text, has to wait for the GPU before it runs."""
     if transformed.startswith(SENTINEL):
         return False
-    if transformed[:1] in _COMMENT_MAY_BEGIN and _is_comment(transformed):
+    lines = transformed.splitlines() if transformed[:1] in _COMMENT_MAY_BEGIN else ["code"]
+    is_burst = transformed.startswith(BURST)  # a cell that runs, though it begins with a comment
+    if not is_burst and all(not line.strip() or line.lstrip().startswith("#") for line in lines):
         return False
     # Nearly every cell ends at the first of these: each costs more than the one before.
-    if "_magic('" not in transformed or transformed.startswith(BURST) or not re.search(_OWN_MAGIC, transformed):
+    if "_magic('" not in transformed or is_burst or not re.search(_OWN_MAGIC, transformed):
         return True
     try:
         body = ast.parse(transformed).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return True
     return not all(isinstance(statement, ast.Expr) and _is_own_magic(statement.value) for statement in body)
-
-
-def _is_comment(transformed: str) -> bool:
-    """Whether the text has only comments. A burst counts as a cell that runs, though it begins with a comment."""
-    lines = (line.strip() for line in transformed.splitlines())
-    return not transformed.startswith(BURST) and all(not line or line.startswith("#") for line in lines)
 
 
 def _is_own_magic(node: ast.expr) -> bool:

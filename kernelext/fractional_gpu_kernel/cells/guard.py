@@ -69,7 +69,7 @@ class CellGuard:
             mark, transformed = object(), kwargs.get("transformed_cell")
             silent = bool(kwargs.get("silent", len(args) > 1 and args[1]))
             # Start-up code that IPython runs as cells (exec_lines, .ipy files) never waits: a kernel that does answers nothing.
-            starts = not self._gate.is_open and _is_starting(self._shell)
+            starts = not self._gate.is_open and self._is_starting()
             exempt = not starts and transformed is not None and not needs_gpu(transformed)
             uses_gpu, token = not starts and not exempt, None
             try:
@@ -141,6 +141,12 @@ class CellGuard:
                 line.blank()
         return None
 
+    def _is_starting(self) -> bool:
+        """Return whether the kernel still runs its start-up code: it has not handled a request yet."""
+        with suppress(AttributeError):  # a terminal, or a kernel of another make
+            return bool(self._shell.kernel.get_parent("shell") == {})
+        return False
+
     def _before_message(self) -> None:
         if self._gate.is_open or running_cell.get() is not None:
             return
@@ -150,14 +156,6 @@ class CellGuard:
             print(f"[gpu] A widget's callback runs without the GPU: {error}", file=sys.stderr)  # noqa: T201 - a kernel's stderr is read
         except KeyboardInterrupt:
             print("[gpu] Interrupted: a widget's callback runs without waiting for the GPU.", file=sys.stderr)  # noqa: T201 - as above
-
-
-def _is_starting(shell: Any) -> bool:  # noqa: ANN401 - IPython is untyped
-    """Return whether the kernel still runs its start-up code: it has not handled a request yet."""
-    try:
-        return bool(shell.kernel.get_parent("shell") == {})
-    except AttributeError:
-        return False  # a terminal, or a kernel of another make
 
 
 class InputRequests:

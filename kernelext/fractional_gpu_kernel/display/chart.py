@@ -129,9 +129,7 @@ class HistoryView(View):
 
 
 def _level(mib: int, top_mib: int) -> str:
-    if mib <= 0:
-        return _LEVELS[0]
-    return _LEVELS[max(1, min(8, round(8 * mib / top_mib)))]
+    return _LEVELS[max(1, min(8, round(8 * mib / top_mib)))] if mib > 0 else " "
 
 
 def _x(index: int) -> float:

@@ -4,7 +4,6 @@ Where no price is set, GPU hours take the place of amounts: one is a whole GPU f
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from html import escape
 
 from fractional_gpu.core.metering.usage import HOUR_MS, SHARE_HOUR, Usage
@@ -14,8 +13,6 @@ from fractional_gpu_kernel.display.views import box, table
 
 _PERIODS = ("this kernel", "today", "this month")
 _MJ_PER_WH = 3_600_000
-_MG_PER_G = 1000
-_KILO = 1000
 
 
 class CostView(View):
@@ -28,25 +25,39 @@ class CostView(View):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows: a name, and a figure for each period."""
-        rows: list[tuple[str, Callable[[Sequence[UsageEntry]], str]]] = []
+        columns = [self._figures(entries) for entries in self._periods]
+        return [(name, *(figures[name] for figures in columns)) for name in columns[0]]
+
+    def _figures(self, entries: Sequence[UsageEntry]) -> dict[str, str]:
+        """Return the figures of one period by their names."""
+        used = [entry.usage for entry in entries]
+        charged, busy, suspended = (
+            _decimals(sum(getattr(one, share) for one in used), SHARE_HOUR)
+            for share in ("charged_share", "busy_share", "suspended_share")
+        )
         if self._priced:
-            money = {
-                "cost": lambda one: one.charge_milli,
-                "as whole GPUs": lambda one: one.whole_milli,
-                "saved by suspending": lambda one: one.resident_milli - one.charge_milli,
+            figures = {
+                "cost": self._amounts(lambda one: one.charge_milli, entries),
+                "as whole GPUs": self._amounts(lambda one: one.whole_milli, entries),
+                "saved by suspending": self._amounts(lambda one: one.resident_milli - one.charge_milli, entries),
+                "GPU hours charged": charged,
+                "GPU hours busy": busy,
             }
-            rows = [(name, partial(self._amounts, figure)) for name, figure in money.items()]
-        charged = "GPU hours charged" if self._priced else "GPU hours"
-        rows.append((charged, lambda entries: _hours(entries, lambda one: one.charged_share)))
-        rows.append(("GPU hours busy", lambda entries: _hours(entries, lambda one: one.busy_share)))
-        if not self._priced:
-            rows.append(("GPU hours suspended", lambda entries: _hours(entries, lambda one: one.suspended_share)))
-            rows.append(("hours open", lambda entries: _decimals(_sum(entries, lambda one: one.reserved_ms), HOUR_MS)))
+        else:
+            hours_open = _decimals(sum(one.reserved_ms for one in used), HOUR_MS)
+            figures = {
+                "GPU hours": charged,
+                "GPU hours busy": busy,
+                "GPU hours suspended": suspended,
+                "hours open": hours_open,
+            }
         if self._drawn:
-            rows.append(("energy", lambda entries: _energy(_sum(entries, lambda one: one.energy_mj))))
+            watt_hours = sum(one.energy_mj for one in used) / _MJ_PER_WH
+            figures["energy"] = f"{watt_hours:.1f} Wh" if watt_hours < 1000 else f"{watt_hours / 1000:,.2f} kWh"
             if self._cost.carbon:
-                rows.append(("CO2", lambda entries: _carbon(sum(one.carbon_mg for one in entries))))
-        return [(name, *(figure(entries) for entries in self._periods)) for name, figure in rows]
+                grams = sum(entry.carbon_mg for entry in entries) / 1000
+                figures["CO2"] = f"{grams:.1f} g" if grams < 1000 else f"{grams / 1000:,.2f} kg"
+        return figures
 
     def sentences(self) -> list[str]:
         cost = self._cost
@@ -90,14 +101,6 @@ class CostView(View):
         return " + ".join(f"{_amount(milli)} {currency}".rstrip() for currency, milli in sorted(sums.items()))
 
 
-def _sum(entries: Sequence[UsageEntry], figure: Callable[[Usage], int]) -> int:
-    return sum(figure(entry.usage) for entry in entries)
-
-
-def _hours(entries: Sequence[UsageEntry], figure: Callable[[Usage], int]) -> str:
-    return _decimals(_sum(entries, figure), SHARE_HOUR)
-
-
 def _decimals(value: int, unit: int) -> str:
     """Return how many units a value is, with three decimals, rounded half up."""
     return _amount((2 * value * 1000 + unit) // (2 * unit))
@@ -106,13 +109,3 @@ def _decimals(value: int, unit: int) -> str:
 def _amount(milli: int) -> str:
     """Return thousandths exactly: `1,234.500`."""
     return f"{milli // 1000:,}.{milli % 1000:03}"
-
-
-def _energy(mj: int) -> str:
-    watt_hours = mj / _MJ_PER_WH
-    return f"{watt_hours:.1f} Wh" if watt_hours < _KILO else f"{watt_hours / _KILO:,.2f} kWh"
-
-
-def _carbon(mg: int) -> str:
-    grams = mg / _MG_PER_G
-    return f"{grams:.1f} g" if grams < _KILO else f"{grams / _KILO:,.2f} kg"

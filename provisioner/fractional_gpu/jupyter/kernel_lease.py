@@ -17,7 +17,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,22 +74,17 @@ class KernelLease:
     def _client(self) -> BrokerClient:
         return BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S)
 
-    def attach(self, request: AttachRequest) -> None:
-        """Attach the kernel's process. A broker that died meanwhile is started again. Raises the errors of the protocol."""
+    def attach(self, request: AttachRequest, *, starts_broker: bool = True) -> None:
+        """Attach the kernel's process. Raises the errors of the protocol."""
 
         def attach() -> None:
-            with ensure_broker(self.socket, token=self.token or None) as client:
+            with ensure_broker(self.socket, token=self.token or None) if starts_broker else self._client() as client:
                 client.attach(self.lease_id, request)
 
         _retry_once(attach)
 
-    def attach_again(self, request: AttachRequest) -> None:
-        """Attach a process that an earlier server had attached. Starts no broker. Raises the errors of the protocol."""
-        with self._client() as client:
-            client.attach(self.lease_id, request)
-
     def detach(self) -> None:
-        """Tell the broker that the process is gone. Raises the errors of the protocol."""
+        """Raises the errors of the protocol."""
         with self._client() as client:
             client.detach(self.lease_id)
 
@@ -112,7 +107,7 @@ class KernelLease:
         return info
 
     def is_frozen(self) -> bool:
-        """Whether the process may be unable to run its exit: its CUDA state is suspended, in a swap or quarantined."""
+        """Whether the process may be unable to run its exit."""
         with self._client() as client:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
@@ -187,14 +182,18 @@ def renew_lease(
     """Return a lease for the next process of the same kernel: the same one where possible. Raises as `take_lease`."""
 
     def renew() -> KernelLease:
-        with ensure_broker(lease.socket, token=lease.token or None, timeout_s=timeout_s, simulate=simulate) as client:
-            if lease.token and lease.gated and request.gated and _is_free_to_attach(client, lease.lease_id):
-                if lease.token_file.exists():
-                    return lease
-                return replace(lease, token_file=_write_token(lease.lease_id, lease.token))
-        with contextlib.suppress(NotFoundError, UnauthorizedError, ForbiddenError):
+        gone = (NotFoundError, UnauthorizedError, ForbiddenError)
+        how: dict[str, Any] = {"timeout_s": timeout_s, "simulate": simulate}
+        with ensure_broker(lease.socket, token=lease.token or None, **how) as client, contextlib.suppress(*gone):
+            may_stay = lease.token and lease.gated and request.gated
+            if may_stay and (status := client.lease(lease.lease_id)).state != "ended":
+                if status.pid is not None:  # the broker has not seen its end
+                    client.detach(lease.lease_id)
+                lease.restore_token_file()
+                return lease
+        with contextlib.suppress(*gone):
             lease.release()
-        return take_lease(request, timeout_s=timeout_s, simulate=simulate)
+        return take_lease(request, **how)
 
     return _retry_once(renew)
 
@@ -217,19 +216,6 @@ def recall_lease(info: Mapping[str, Any]) -> KernelLease:
         except FractionalGPUError:
             raise FractionalGPUError(f"the token of lease {info['lease_id']} cannot be read from {path}") from error
     return KernelLease(**{**info, "token": token, "token_file": path})
-
-
-def _is_free_to_attach(client: BrokerClient, lease_id: str) -> bool:
-    """Whether the broker still knows the lease. Detaches the old process if the broker has not seen its end."""
-    try:
-        status = client.lease(lease_id)
-        if status.state == "ended":
-            return False
-        if status.pid is not None:
-            client.detach(lease_id)
-    except (NotFoundError, UnauthorizedError, ForbiddenError):
-        return False
-    return True
 
 
 def _write_token(lease_id: str, token: str) -> Path:

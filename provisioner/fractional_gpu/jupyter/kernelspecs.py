@@ -71,7 +71,9 @@ class InstalledSpec:
 
 def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
     """Return the kernelspec's name. Jupyter compares such names without case. Raises BadRequestError."""
-    name = f"{_NAME_PREFIX}{check_pool_name(pool).lower()}-{_check_milli(fraction_milli)}"
+    if isinstance(fraction_milli, bool) or not isinstance(fraction_milli, int) or not 1 <= fraction_milli <= 1000:
+        raise BadRequestError(f"fraction {fraction_milli!r} is out of range; allowed: 1 to 1000 thousandths of a GPU")
+    name = f"{_NAME_PREFIX}{check_pool_name(pool).lower()}-{fraction_milli}"
     if base.lower() != _DEFAULT_BASE:
         name += f"-{base.lower()}"
     return name + ("-launcher" if launcher else "")
@@ -100,6 +102,11 @@ def install(
     Raises BadRequestError (contradictory arguments), NotFoundError (no such base) and FractionalGPUError (the folder cannot be written
     to, or holds another kernelspec).
     """
+    if display_name is not None and (
+        not display_name.strip() or not display_name.isprintable() or len(display_name) > MAX_NAME
+    ):
+        allowed = f"allowed: 1 to {MAX_NAME} printable characters, not spaces alone"
+        raise BadRequestError(f"{display_name[:60]!r} cannot be shown as a kernel's name; {allowed}")
     names = {milli: spec_name(pool, milli, base=base, launcher=launcher) for milli in fractions_milli}
     if not names:
         raise BadRequestError("no fraction was given; give at least one, such as 1/4")
@@ -115,7 +122,7 @@ def install(
         mark = {"pool": pool, "fraction_milli": milli, "gated": plan.gated, "simulated": simulated}
         content = _content(base_spec, argv, {**mark, "base": base, "launcher": launcher})
         if display_name is not None:
-            content["display_name"] = _check_display_name(display_name)
+            content["display_name"] = display_name
         if launcher:
             _add_launcher(content, folder_name, simulate)
         elif simulate:
@@ -238,12 +245,6 @@ def logo(milli: int) -> str:
     )
 
 
-def _check_milli(milli: object) -> int:
-    if isinstance(milli, bool) or not isinstance(milli, int) or not 1 <= milli <= 1000:
-        raise BadRequestError(f"fraction {milli!r} is out of range; allowed: 1 to 1000 thousandths of a GPU")
-    return milli
-
-
 def _check_name(name: str) -> str:
     """Return the name as Jupyter compares it. Raises BadRequestError."""
     if not _NAME.fullmatch(name) or not name.strip("."):
@@ -251,15 +252,6 @@ def _check_name(name: str) -> str:
             f"{name!r} is not a kernelspec's name; allowed: letters, digits, and . _ -, not dots alone"
         )
     return name.lower()
-
-
-def _check_display_name(name: str) -> str:
-    """Return what a launcher and the broker's messages can show. Raises BadRequestError."""
-    if not name.strip() or not name.isprintable() or len(name) > MAX_NAME:
-        raise BadRequestError(
-            f"{name[:60]!r} cannot be shown as a kernel's name; allowed: 1 to {MAX_NAME} printable characters, not spaces alone"
-        )
-    return name
 
 
 def _base_spec(base: str) -> KernelSpec:

@@ -315,7 +315,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         if lease is None or process is None:
             return
         try:
-            lease.attach_again(self._attach_request(process.pid, self.connection_info))
+            lease.attach(self._attach_request(process.pid, self.connection_info), starts_broker=False)
         except (ProcessGoneError, FractionalGPUError) as error:
             self.log.debug("The GPU broker was not told yet of the new server of kernel %s: %s", self.kernel_id, error)
 
@@ -397,11 +397,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
             else:
                 self._lease = await in_thread(renew_lease, self._lease, request, **how)
         except FractionalGPUError as error:
-            if self._is_restart:
-                return None, self._record_failure(error)
-            if self._is_named_by_kernelspec:
+            if self._is_named_by_kernelspec and not self._is_restart:
                 raise start_error(error) from error
-            if isinstance(error, BrokerUnavailableError) and not _has_gpu():
+            if isinstance(error, BrokerUnavailableError) and not self._is_restart and not _has_gpu():
                 self.log.warning("Kernel %s starts as an ordinary one, without a GPU lease: %s", self.kernel_id, error)
                 return None, ""
             return None, self._record_failure(error)
