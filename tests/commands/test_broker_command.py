@@ -91,10 +91,10 @@ def test_the_generated_configuration_can_be_used_as_it_is(
 
 def test_a_stop_tells_of_kernels_only_where_there_are_some() -> None:
     done = Stopped(socket="/run/b.sock", pid=7, how="orderly", resident=0, suspended=0, waiting=0, restarted=None)
-    assert "live on" not in _render(done)
-    assert "No kernel had memory on a GPU or saved" in _render(done)
-    assert "The kernels live on (1 resident, 0 suspended)" in _render(replace(done, resident=1))
-    assert "The kernels live on: " in _render(replace(done, resident=None, suspended=None))
+    assert "live on" not in "\n".join(_render(done))
+    assert "No kernel had memory on a GPU or saved" in "\n".join(_render(done))
+    assert "The kernels live on (1 resident, 0 suspended)" in "\n".join(_render(replace(done, resident=1)))
+    assert "The kernels live on: " in "\n".join(_render(replace(done, resident=None, suspended=None)))
 
 
 def test_the_unit_of_the_examples_runs_a_service_with_options_that_there_are(ran: list[BrokerOptions]) -> None:

@@ -1,5 +1,6 @@
 """`jupyter gpu broker --stop` and `--restart`: healthy brokers, stopped ones, hung ones, ones without a socket, and other people's."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -108,7 +109,7 @@ def test_a_broker_of_another_user_is_not_touched(world: World, monkeypatch: pyte
     pid = world.broker_pid()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4711)
     with pytest.raises(CommandError, match=f"process {pid}, is another user's"):
-        broker.run_stop(world.socket, restart=True, as_json=False)
+        broker.run_stop(argparse.Namespace(socket=world.socket, restart=True, json=False))
     monkeypatch.undo()
     assert world.broker_pid() == pid
 
@@ -131,7 +132,7 @@ def test_who_rescues_kernels_is_no_broker(tmp_path: Path) -> None:
         process.stdout.readline()
         assert find_broker(str(socket)) == process.pid
         with pytest.raises(CommandError, match="is no broker"):
-            broker.run_stop(str(socket), restart=False, as_json=False)
+            broker.run_stop(argparse.Namespace(socket=str(socket), restart=False, json=False))
         assert process.poll() is None
         process.communicate()
 

@@ -11,7 +11,7 @@ import socket as socket_module
 import sys
 from collections.abc import Iterator
 from contextlib import closing, redirect_stderr, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from fractional_gpu.broker.process.restarting import BrokerOptions, kept_environment, resolved, start_detached
@@ -20,7 +20,7 @@ from fractional_gpu.client.discovery import ensure_broker, restart_command, sock
 from fractional_gpu.client.http import ANSWER_S, is_service_socket, listener_pid
 from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.progress import Progress
-from fractional_gpu.commands.terminal.text import CommandError, UsageError, say
+from fractional_gpu.commands.terminal.text import CommandError, UsageError, answer, say
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_command, read_environment, read_stat
 from fractional_gpu.protocol.errors import FractionalGPUError
@@ -128,7 +128,7 @@ def _about_unused_options(options: argparse.Namespace, given: BrokerOptions) -> 
 def run(options: argparse.Namespace) -> int:
     _check_ending(options)
     if options.stop or options.restart:
-        return run_stop(options.socket, restart=options.restart, as_json=options.json)
+        return run_stop(options)
     if options.generate_config:
         from fractional_gpu.config import example_config  # noqa: PLC0415 - heavy, and needed here only
 
@@ -198,8 +198,8 @@ def find_broker(socket: str) -> int | None:
     return next(_lock_holders(socket), None) or _listener(socket)
 
 
-def run_stop(socket: str | None, *, restart: bool, as_json: bool) -> int:
-    path = socket or socket_path()
+def run_stop(options: argparse.Namespace) -> int:
+    path = options.socket or socket_path()
     pid = find_broker(path)
     if pid is None and is_service_socket(path):
         raise CommandError(_service_refusal(path, None))
@@ -215,7 +215,7 @@ def run_stop(socket: str | None, *, restart: bool, as_json: bool) -> int:
             status = client.status()
         with Progress(f"the broker, process {pid}, ends ...", blocks=True, silent=True):
             how = end_process(pid)
-    restarted = _start(path, command) if restart else None
+    restarted = _start(path, command) if options.restart else None
     states = None if status is None else [lease.state for lease in status.leases]
     done = Stopped(
         socket=path,
@@ -226,14 +226,11 @@ def run_stop(socket: str | None, *, restart: bool, as_json: bool) -> int:
         waiting=None if status is None else sum(lease.position is not None for lease in status.leases),
         restarted=restarted,
     )
-    if as_json:
-        print(json.dumps(asdict(done)))
-    else:
-        say(_render(done))
+    answer(options, done, lambda _: _render(done))
     return 0
 
 
-def _render(done: Stopped) -> str:
+def _render(done: Stopped) -> list[str]:
     if done.pid is None:
         lines = [f"No broker ran on {done.socket}."]
     else:
@@ -249,7 +246,7 @@ def _render(done: Stopped) -> str:
             f"The kernels live on{counts}: resident ones work as before, suspended ones wait until a broker is started, which their next "
             "cell, a cell that waits or a new kernel does by itself; `jupyter gpu broker --detach` does it now."
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _lock_holders(socket: str) -> Iterator[int]:

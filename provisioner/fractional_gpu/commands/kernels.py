@@ -239,17 +239,17 @@ def _list(options: argparse.Namespace) -> int:
             for spec in specs
         ]
         print(json.dumps({"kernels": listed}))
-    elif not specs:
+        return 0
+    if not specs:
         print("No kernel is installed; `jupyter gpu kernels install` adds some.")
-    else:
-        rows = []
-        for spec in specs:
-            shadowed = f"  (shadowed by {spec.shadowed_by})" if spec.shadowed_by is not None else ""
-            share = format_fraction(spec.fraction_milli)
-            rows.append((spec.name, spec.display_name, spec.pool, share, f"{spec.folder}{shadowed}"))
-        width = terminal_width(sys.stdout)
-        write(table(("NAME", "SHOWN AS", "POOL", "GPU", "FOLDER"), rows, indent="", width=width))
-        for obstacle in dict.fromkeys(plan_of(spec).obstacle for spec in specs if not spec.gated):
-            if obstacle:
-                say(f"note: {obstacle}")
+        return 0
+    rows = []
+    for spec in specs:
+        shadowed = f"  (shadowed by {spec.shadowed_by})" if spec.shadowed_by is not None else ""
+        share = format_fraction(spec.fraction_milli)
+        rows.append((spec.name, spec.display_name, spec.pool, share, f"{spec.folder}{shadowed}"))
+    write(table(("NAME", "SHOWN AS", "POOL", "GPU", "FOLDER"), rows, indent="", width=terminal_width(sys.stdout)))
+    for obstacle in dict.fromkeys(plan_of(spec).obstacle for spec in specs if not spec.gated):
+        if obstacle:
+            say(f"note: {obstacle}")
     return 0

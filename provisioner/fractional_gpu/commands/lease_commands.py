@@ -20,14 +20,13 @@ from fractional_gpu.commands.terminal.render import describe_state, expected_wai
 from fractional_gpu.commands.terminal.text import (
     CommandError,
     UsageError,
+    answer,
     fitted,
     line,
     parse_argument,
-    print_json,
     say,
     table,
     terminal_width,
-    write,
 )
 from fractional_gpu.core.units import (
     format_duration,
@@ -100,17 +99,17 @@ class LeaseCommand(Generic[Request, Answer]):
             lease = self.find(options.lease, client.status().leases)
             try:
                 with say_if_slow(f"{self.doing} {lease_name(lease)} ... (Ctrl-C gives up)", client):
-                    answer = self.call(client, lease.lease_id, request)
+                    reply = self.call(client, lease.lease_id, request)
             except BrokerUnavailableError:
                 raise
             except FractionalGPUError as error:
                 raise CommandError(f"{lease_name(lease)}: {error}") from error
-        if options.json:
-            print_json(answer if answer is not None else Done())
-        elif isinstance(said := self.success(lease, answer), str):
-            say(said)
-        else:
-            write(said)
+
+        def lines(_: int | None) -> "list[str] | list[Text]":
+            said = self.success(lease, reply)
+            return [said] if isinstance(said, str) else said
+
+        answer(options, reply if reply is not None else Done(), lines)
         return 0
 
 
@@ -160,14 +159,11 @@ class BulkCommand:
                         raise
                     except FractionalGPUError as error:
                         refused.append((lease, str(error)))
-        if options.json:
-            errors = [{"lease_id": lease.lease_id, "message": message} for lease, message in refused]
-            print_json({"leases": done, "errors": errors})
-        else:
-            for lease in done:
-                say(f"{lease_name(lease)}: {self.success(lease)}")
-            if not done and not refused:
-                print(f"There is nothing to {self.verb}.")
+        errors = [{"lease_id": lease.lease_id, "message": message} for lease, message in refused]
+        said = [f"{lease_name(lease)}: {self.success(lease)}" for lease in done]
+        if not done and not refused:
+            said.append(f"There is nothing to {self.verb}.")
+        answer(options, {"leases": done, "errors": errors}, lambda _: said)
         for lease, message in refused:
             say(f"jupyter gpu: {lease_name(lease)}: {message}", sys.stderr)
         return 1 if refused else 0
@@ -202,11 +198,8 @@ class DeviceCommand(Generic[Request]):
         with running_broker(options.socket, without=_NO_DEVICES) as client:
             names = [one.device_id for one in client.status().devices] if options.all else [options.device]
             devices = [self.call(client, name, request) for name in names]
-        if options.json:
-            print_json(devices if options.all else devices[0])
-        else:
-            for device in devices:
-                say(self.success(device))
+        document = devices if options.all else devices[0]
+        answer(options, document, lambda _: [self.success(device) for device in devices])
         for device in devices:
             self.check(device, request)
         return 0

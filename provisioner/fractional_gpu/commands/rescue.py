@@ -1,16 +1,18 @@
 """`jupyter gpu rescue`: bring suspended kernels back when no broker can run any more."""
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
 from fractional_gpu.commands.terminal.render import short_id
-from fractional_gpu.commands.terminal.text import CommandError, harmless, say
+from fractional_gpu.commands.terminal.text import CommandError, answer, say
 from fractional_gpu.core.units import plural
+
+if TYPE_CHECKING:
+    from fractional_gpu.broker.process.rescue import Rescued
 
 EPILOG = """\
 examples:
@@ -62,14 +64,12 @@ def run(options: argparse.Namespace) -> int:
         result = nothing(error.why)
     except (ConfigError, BackendError, DeviceClaimedError, GPUError, LedgerError, OSError) as error:
         raise CommandError(str(error)) from error
-    if options.json:
-        print(json.dumps(asdict(result)))
-    else:
-        if result.problem:
-            say(f"{result.problem}; the kernels were looked for in /proc", sys.stderr)
-        for one in result.kernels:
-            name = f"{harmless(one.label)} ({short_id(one.lease_id)})" if one.label else short_id(one.lease_id)
-            say(f"{name}, process {one.pid}: {one.outcome}: {one.sentence}")
-        if not result.kernels:
-            print("There is no kernel to rescue.")
+    if result.problem and not options.json:
+        say(f"{result.problem}; the kernels were looked for in /proc", sys.stderr)
+    answer(options, result, lambda _: [*map(_said, result.kernels)] or ["There is no kernel to rescue."])
     return 0 if all(one.is_well for one in result.kernels) else 1
+
+
+def _said(one: "Rescued") -> str:
+    name = f"{one.label} ({short_id(one.lease_id)})" if one.label else short_id(one.lease_id)
+    return f"{name}, process {one.pid}: {one.outcome}: {one.sentence}"

@@ -205,18 +205,14 @@ def say(sentence: str, out: TextIO | None = None, *, flush: bool = False) -> Non
     print(text, file=sys.stdout if out is None else out, flush=flush)
 
 
-def print_json(document: object) -> None:
-    from msgspec import to_builtins  # noqa: PLC0415 - not for help texts
-
-    print(json.dumps(to_builtins(document)))
-
-
 def answer(
     options: argparse.Namespace, document: object, lines: "Callable[[int | None], Iterable[Text | str]]"
 ) -> None:
     """Print the document as JSON with `--json`, else lines for a terminal, whose width `lines` gets."""
     if options.json:
-        print_json(document)
+        from msgspec import to_builtins  # noqa: PLC0415 - not for help texts
+
+        print(json.dumps(to_builtins(document)))
     else:
         width = terminal_width(sys.stdout)
         write(fitted(lines(width), width))
