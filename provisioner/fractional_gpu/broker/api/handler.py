@@ -1,8 +1,7 @@
 """Serves every route of `protocol.routes`: who asks, whether they may, the request's decoding, the audit log, and the form of answers.
 
-The peer's uid and pid come from the operating system (SO_PEERCRED), so a client cannot claim others. Strict decoding refuses unknown
-fields, wrong types, and strings, lists or nesting beyond the limits: what a newer client sends beyond this version is an error with both
-versions, never silently ignored.
+The peer's uid and pid come from the operating system (SO_PEERCRED), so a client cannot claim others. Decoding is strict: what a newer
+client sends beyond this version is an error with both versions, never silently ignored.
 """
 
 import asyncio

@@ -104,10 +104,7 @@ class LeaseService:
         self._refreshing: set[asyncio.Task[None]] = set()
 
     async def measure_now(self) -> None:
-        """Sample the devices before an answer about them, for `_MEASURE_PATIENCE_S` at most: the driver may answer late.
-
-        Cancelled: the sample goes on.
-        """
+        """Sample the devices before an answer, for `_MEASURE_PATIENCE_S` at most: the driver may answer late."""
         if self.refresh is not None:
             task = asyncio.create_task(self.refresh())
             self._refreshing.add(task)
@@ -156,10 +153,7 @@ class LeaseService:
         return peer.token is not None or view is None or not view.spec.seat
 
     def _is_of(self, peer: Peer, kernel: Kernel, *, or_parent: bool = False) -> bool:
-        """Whether the peer is a process of this kernel, not of another kernel below it. `or_parent`: or the process that started it.
-
-        The operating system reports the peer's pid (SO_PEERCRED) as of the moment it connected.
-        """
+        """Whether the peer is a process of this kernel, not of another kernel below it. `or_parent`: or the process that started it."""
         identity, pid = kernel.identity, peer.credentials.pid
         if identity is None or peer.credentials.uid != kernel.uid:
             return False
@@ -248,10 +242,7 @@ class LeaseService:
             )
 
     async def _let_others_start(self, peer: Peer, request: LeaseRequest) -> None:
-        """Wait a moment if the only reason for a refusal would be that other kernels of the user have not started yet.
-
-        A class of students, or a session that is restored, starts many kernels in the same second.
-        """
+        """Wait a moment if the only reason for a refusal is that other kernels of the user start, as when a session is restored."""
         arbiter, deadline_s = self.broker.arbiter, time.monotonic() + _START_PATIENCE_S
         while time.monotonic() < deadline_s:
             refused = arbiter.refusal(self.seats.draws.apply_terms(peer, request, lease_spec(arbiter, peer, request)))

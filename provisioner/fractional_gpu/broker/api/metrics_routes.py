@@ -1,12 +1,7 @@
 """The metrics for Prometheus: on the broker's socket, and by TCP where an administrator configured an address.
 
 Any process that may connect to the socket may call `GET /v1/metrics`, any host that reaches the address `GET /metrics`. Both return
-totals without user names. With `c.GPUBroker.metrics_users` the address and administrators on the socket get sums by user, too. The TCP
-listener has this one route, accepts few connections and closes silent ones. If its address is not available, the broker logs that and
-serves without it.
-
-`BooksCollector` reads devices, leases, seats and forecasts at each scrape, `accounting.counters` reads the meter; the counters of
-`broker.metrics` are kept.
+totals without user names. With `c.GPUBroker.metrics_users` the address and administrators on the socket get sums by user, too.
 """
 
 import asyncio

@@ -1,17 +1,12 @@
 """The HTTP server below the routes: what a connection may send, and when it is read.
 
-Rules:
-
-- The kernel reports the peer's uid (SO_PEERCRED); a client cannot claim another one.
 - A request is decided on by its head. What is refused there (a body that is too large, or of unknown length; an account that is
   overdrawn for long) gets a reply at once, and the connection is closed: its body is never read.
 - The account of a request (`cost.Account`) is charged before the body is read, and waits for its turn first. Nothing is read from the
   connections of an account that has spent its reserve, too.
 - A user has few connections, and more for each lease with a process. One beyond that waits for a moment, gets one reply that says so,
-  whatever its request, and is closed. Administrators' connections do not count against the users' common limit: an administrator still
-  gets a descriptor when users have used up theirs.
+  and is closed. An administrator still gets a descriptor when users have used up theirs.
 - A request head, a body or a reply that makes no progress within its time closes the connection.
-- A broker without free descriptors pauses its listeners.
 """
 
 import asyncio

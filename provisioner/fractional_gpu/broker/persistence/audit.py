@@ -3,9 +3,8 @@
 - One JSON line when an action is requested, and one with its outcome before the reply; each is on the disk (fsync) first. If the first
   line cannot be written, the action is refused (reason `audit-log`), unless `audit_required` is off. If only the outcome cannot be
   written, the action stays done, and the reply is an error that says so.
-- The log has administrators' actions only. Refused attempts of other users are in the broker's log, so they cannot fill this one.
-- Each line is ASCII: JSON escapes all characters that would end a line or control a terminal. Its length is bounded; a token is never a
-  parameter.
+- Refused attempts of other users are in the broker's log, so they cannot fill this one.
+- Each line is ASCII and bounded: JSON escapes all characters that would end a line or control a terminal. A token is never a parameter.
 - Only the broker's user may read the file (0600). A full or old file is renamed with the time as its suffix; files beyond the configured
   number or age are removed. The file is opened for each line, so that external rotation does no harm. A line that a full disk cut short
   is truncated away.

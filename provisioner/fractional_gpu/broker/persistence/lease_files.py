@@ -1,12 +1,10 @@
 """Files about leases outside the ledger: second records of leases and seats, and the removal of clients' token files.
 
-`LeaseFiles` writes a second record of each lease and each confirmed seat: one small file each, in a folder beside the broker's socket.
-A broker whose ledger is lost restores the leases of living kernels from these files. The kernels' processes cannot supply pool, size,
-priority and seat: they write their environment themselves.
+A broker whose ledger is lost restores the leases of living kernels from small files beside its socket, one for each lease and each
+confirmed seat. The kernels' processes cannot supply pool, size, priority and seat: they write their environment themselves.
 
 - A thread writes; no decision and no grant waits for it.
 - A file is replaced in one step and not synchronised: it matters only while its process lives, and no process survives a reboot.
-- `run` writes a missing or failed file again within seconds. The file of an ended lease is removed.
 - A file counts only if it belongs to this user and no other user may write to it, and only for the process that it names
   (`lost_leases` checks that).
 

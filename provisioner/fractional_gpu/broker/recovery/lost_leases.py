@@ -8,7 +8,6 @@ of its broker's socket in its environment, and a second record of the lease may 
 - Without a record nothing is guessed: the kernel is listed, nothing of it is touched, and `jupyter gpu rescue` writes its record again.
 - A process writes its environment, its command line and its connection file itself. So they decide nothing about sizes, priorities or
   other users: only the uid and the identity of the process come from the operating system.
-- A file that the command line names is read only if it belongs to the process's user, and without waiting for it.
 """
 
 import json

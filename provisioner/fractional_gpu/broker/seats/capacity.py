@@ -1,8 +1,7 @@
 """What a host could still give: `GET /v1/capacity`, for node agents of Slurm and Kubernetes, and for people.
 
-How much is admissible follows from the forecast that places seats (`core.seat_packing`): for each fraction on offer it says how many more
-seats of users of unknown habits each device takes within the pool's `wait_bound`. The smallest of these answers counts, so that an engine
-may hand out what is admissible in any of the sizes on offer.
+For each fraction on offer, the forecast that places seats (`core.seat_packing`) says how many more seats of users of unknown habits each
+device takes within the pool's `wait_bound`. The smallest answer counts, so that an engine may hand it out in any of the sizes on offer.
 """
 
 from collections.abc import Sequence
@@ -50,8 +49,6 @@ class _Pool:
 
 
 class HostCapacity:
-    """Answers what the host could still give. One per broker; for its loop."""
-
     def __init__(self, broker: Broker, forecasts: PoolForecasts, *, default_milli: int) -> None:
         self._broker = broker
         self._forecasts = forecasts
@@ -150,7 +147,6 @@ def _waiting_millionths(pool: _Pool) -> int:
 
 
 def _count(pool: _Pool, milli: int, load: SeatLoad) -> int:
-    """Return how many more seats of this fraction the pool takes."""
     there = more_seats_in(
         pool.places,
         load,

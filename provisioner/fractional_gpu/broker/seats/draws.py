@@ -167,7 +167,7 @@ class SeatDraws:
         ]
 
     def seat_usage(self, seat_id: str, *, but: str = "") -> SeatUsage:
-        """Return what the seat's kernels have. A kernel that waits for a larger size counts with that size: it may get it at any moment."""
+        """Return what the seat's kernels have, or will if they get the size that they wait for: that may be at any moment."""
         return total_usage(
             self.lease_usage(kernel, view.spec)
             for kernel, view in self._broker.views()
@@ -176,18 +176,11 @@ class SeatDraws:
 
     @staticmethod
     def lease_usage(kernel: Kernel, spec: LeaseSpec) -> SeatUsage:
-        """Return what one kernel draws on its seat, or will if it gets the size that it waits for."""
         milli, mib = kernel.requests.seat_size if kernel.requests.resize is not None else (0, 0)
         return SeatUsage(
             fraction_milli=max(milli, spec.fraction_milli * spec.devices),
             memory_mib=max(mib, spec.reserve_mib * spec.devices),
         )
-
-
-# Records how much each user uses each pool: sampled, summed by day in the ledger, and passed to the forecasts.
-#
-# A sample counts for the time since the one before. A user is live in a pool while they have a kernel there, and busy while one of these
-# kernels is busy on a device; the memory is what the user's busy kernels use together.
 
 
 _EVERY_S = 2.0
@@ -197,7 +190,11 @@ _DAY_MS = 86_400_000
 
 
 class UsageRecorder:
-    """Samples the usage of one broker's leases. `wall` and `now` return milliseconds."""
+    """Samples how much each user uses each pool, sums it by day in the ledger, and passes it to the forecasts.
+
+    A user is live in a pool while they have a kernel there, and busy while one of these kernels is busy on a device; the memory is what
+    the user's busy kernels use together. `wall` and `now` return milliseconds.
+    """
 
     def __init__(
         self,

@@ -1,9 +1,7 @@
 """Revokes the leases of a seat that ends, lets the next seat of the same server take them over, and ends the rest.
 
-- When a seat ends, each lease that draws on it is revoked (`core.handlers.revocation`): it is suspended and counts for its user. A lease
-  without a process ends at once.
-- The next seat of the same user and server takes a revoked lease over if it has room for it beside its other kernels. A lease that is
-  larger, of another pool or group, or of a higher priority stays revoked.
+- A revoked lease is suspended and counts for its user (`core.handlers.revocation`); one without a process ends at once.
+- The next seat of the same user and server takes a revoked lease over if it has room for it beside its other kernels.
 - If no seat takes a lease over within its pool's `revoked_ttl`, its processes are ended as by an eviction.
 - The ledger keeps the end and the owner of a seat for as long as it has leases. A lease whose seat is neither live nor in these records
   (the ledger was lost) is revoked from now on; any server of its user takes it over.
@@ -43,8 +41,6 @@ class _Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Revocations:
-    """The revoked leases of one broker; everything runs on its loop."""
-
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._ended: dict[str, _Ended] = {}
@@ -142,7 +138,6 @@ class Revocations:
         kernel.notify()
 
     def _save(self) -> None:
-        """Write the ended seats that still have leases to the ledger, and forget the others."""
         there = {view.spec.seat for _, view in self._broker.views() if view.revoked}
         self._ended = {seat_id: ended for seat_id, ended in self._ended.items() if seat_id in there}
         text = msgspec.json.encode(self._ended).decode()

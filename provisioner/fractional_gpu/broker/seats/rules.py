@@ -29,6 +29,8 @@ from fractional_gpu.protocol.messages import KUBERNETES, SLURM
 from fractional_gpu.protocol.names import describe_unprintable
 from fractional_gpu.protocol.seats import PoolChange, PoolKeys, PoolList, SeatRequest
 
+log = logging.getLogger(__name__)
+
 _WORKLOAD_IDS = {
     SLURM: (re.compile(r"[1-9][0-9]{0,18}", re.ASCII), "the number of a job, such as 1234"),
     KUBERNETES: (
@@ -257,21 +259,11 @@ def total_usage(draws: Iterable[SeatUsage]) -> SeatUsage:
     )
 
 
-# Lists and changes the keys of pools while the broker runs.
-#
-# - A change has the form of the configuration and passes the same parser: a wrong value changes nothing.
-# - It applies at once: existing leases and seats get the new idle times, preemption, residency, limits and priorities, too. They keep
-#   their size, seat, place in the queue and pool, even if the changed pool would no longer give them.
-# - It lasts until the broker restarts; a permanent change belongs into the configuration. Only the configuration assigns devices.
-
-
-log = logging.getLogger(__name__)
-
-
 class PoolEditor:
-    """Changes the `pools` of one broker; for its loop. `changed` is called with each changed pool.
+    """Changes the keys of `pools` while the broker runs, at once for existing leases and seats, too, until the broker restarts.
 
-    `note` returns a sentence that administrators should read about a pool, or "".
+    Leases and seats keep their size, seat, place in the queue and pool, even if the changed pool would no longer give them. `changed` is
+    called with each changed pool; `note` returns a sentence that administrators should read about a pool, or "".
     """
 
     def __init__(

@@ -8,7 +8,6 @@
   a priority, or are refused, as the pool is configured. A request that the pool could never serve, or must not, is refused at once.
 - A request that fits passes earlier ones that do not, `max_passed_over` times at most; then the pool keeps its room for the passed
   request. It keeps none for a request that even the empty pool could not serve (it lost devices, or its terms became stricter).
-- The end of a seat ends the entitlement, not the kernels: the seat's leases are revoked (`revocation`).
 """
 
 import asyncio
@@ -107,10 +106,7 @@ class Seats:
         self.pools = PoolEditor(broker, self.forecasts.hubs, self._pool_changed, self._capacity.fitting)
 
     def recover(self, ledger: Ledger) -> None:
-        """Restore the seats and the usage of users from the ledger. `run` ends the seats that expired in the meantime.
-
-        A confirmed seat that is not in the ledger, because an earlier ledger was lost, is restored from its second record.
-        """
+        """Restore seats and usage from the ledger, and confirmed seats that a lost ledger had from their second records."""
         self._seats.update((record.seat_id, record) for record in ledger.live_seats())
         files = self._broker.records.files
         for seat in read_seat_files(files.folder) if files is not None else ():
@@ -139,7 +135,6 @@ class Seats:
         return SeatList(seats=self.seen_by(Viewer()), waiting=self.waiting())
 
     async def capacity(self) -> Capacity:
-        """Return what the host could still give. Cancelled: the forecast runs on, unused."""
         return await self._capacity.now(self.live())
 
     def waiting(self) -> dict[str, int]:
@@ -195,14 +190,12 @@ class Seats:
         )
 
     def offers(self, request: OfferRequest) -> Offers:
-        """Return what each pool offers this user now."""
         waiting = {pool: len(line) for pool, line in self._waiting.items()}
         kept = {pool for pool in waiting if not self._lets_pass(pool)}
         offers = self.forecasts.offers(request, self.live(), waiting, kept)
         return structs.replace(offers, pools=[self._with_advice_and_budget(request, one) for one in offers.pools])
 
     def _share(self, seat_id: str) -> Share | None:
-        """Return the share of a seat; None: it is unknown."""
         seat = self._seats.get(seat_id)
         return Share(seat.fraction_milli, seat.memory_mib) if seat is not None else None
 
@@ -248,7 +241,6 @@ class Seats:
                 yield progress
 
     async def _wait_in_line(self, waiter: _Waiter) -> AsyncGenerator[SeatProgress, None]:
-        """Wait in the pool's line until the seat is reserved and in the ledger, or refused."""
         request, line = waiter.request, self._waiting.setdefault(waiter.request.pool, [])
         line.insert(sum(_precedes(other, waiter) for other in line), waiter)
         deadline_ms = now_ms() + min(request.wait_ms, _LONGEST_WAIT_MS)
@@ -371,13 +363,11 @@ class Seats:
         return place
 
     def _is_kept_for(self, waiter: _Waiter, pool: PoolSpec, hub: Pool) -> bool:
-        """Whether the pool keeps its room for this request: it was passed often enough, and the empty pool could serve it."""
         if waiter.passed_over < pool.max_passed_over:
             return False
         return not isinstance(self.forecasts.full(waiter.request, pool, hub, waiter.memory_mib, []), PoolFull)
 
     def _lets_pass(self, pool_name: str) -> bool:
-        """Whether a new request that fits may pass the waiting ones of the pool."""
         pool, hub = self._pool(pool_name)
         return not any(self._is_kept_for(waiter, pool, hub) for waiter in self._waiting.get(pool_name, ()))
 
@@ -484,10 +474,7 @@ class Seats:
         return self._seats.get(seat_id)
 
     async def release(self, seat_id: str) -> None:
-        """End the seat, if there is one of this id. Returns once the end is in the ledger, or could not be written and is tried again.
-
-        Cancelled: the seat has ended.
-        """
+        """End the seat, if there is one. Returns once the end is in the ledger, or could not be written and is tried again."""
         if (seat := self._seats.get(seat_id)) is not None:
             await asyncio.wait([self._end(seat, "released")])
 
@@ -497,7 +484,6 @@ class Seats:
         self._save_second_record(seat)
 
     def _workload_gone(self, seat: SeatRecord) -> None:
-        """End the seat of a job or pod that is over, and its leases with it."""
         self._end(seat, "workload-gone")
         self.revocations.end_leases(seat.seat_id)
 

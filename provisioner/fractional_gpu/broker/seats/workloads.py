@@ -1,10 +1,8 @@
 """The jobs and pods that seats belong to: who may use such a seat, when it ends, and whether its memory holds what is saved.
 
-- A process uses a workload's seat only if its own control group is that workload's: two jobs of one user share a uid, and can read each
-  other's files.
+- A process uses a workload's seat only if its control group is that workload's: jobs of one user share a uid, and read each other's files.
 - A seat ends when the control group of its workload, which was there, is gone; and with the machine's boot. Before a job's first step its
   group does not exist, so a group that was never there ends nothing: the engine's epilog or node agent releases such a seat.
-- Groups are looked at every `_EVERY_S`, and as soon as a process of such a seat has ended.
 """
 
 import asyncio
@@ -99,10 +97,7 @@ class Workloads:
         return pods.get(found.id) if found is not None and found.engine == KUBERNETES else None
 
     async def warning(self, seat: SeatRecord) -> str:
-        """Return why the seat's kernels may not be saved when they idle, a sentence; "": no reason is known.
-
-        Cancelled: nothing has changed.
-        """
+        """Return why the seat's kernels may not be saved when they idle, a sentence; "": no reason is known."""
         if seat.workload is None:
             return ""
         found = await asyncio.to_thread(_warning_of, seat, seat.workload)
@@ -123,7 +118,6 @@ class Workloads:
             self._broker.record_line(lease_id, "seat.memory", found)
 
     async def run(self) -> None:
-        """Look at the groups, at once and then again and again, until cancelled."""
         while True:
             self._look_soon.clear()
             await self._look()

@@ -1,9 +1,7 @@
 """How much of a lease's device others use: processes of no lease, and leases beside those that are named, other users' among them.
 
-Memory shows that a process is on the device, but not whether it works. A measurement beside work that never pauses would take
-that work for a part of the device. Where the device counts by process, the answer is exact; otherwise there is none.
-
-Only processes that are on the device now count: one that has ended may have been of a named lease, which nothing tells afterwards.
+Memory shows that a process is on the device, but not whether it works. Where the device counts by process, the answer is exact; otherwise
+there is none. A process that has ended does not count: nothing tells afterwards whether it was of a named lease.
 """
 
 import logging

@@ -1,9 +1,8 @@
 """Follows a notice that this host, with its devices, goes away (`c.GPUBroker.revocation_notice`): a file, or a cloud's metadata URL.
 
-Every two seconds the source is read. When there is a notice, all devices are drained by its deadline, and every kernel's user is told to
-save to disk: the host's memory, and what is saved there, goes with the host. When the notice has disappeared, the devices that were
-drained for it are given back as they were. A source that cannot be read says nothing: neither that there is a notice nor that there is
-none. A notice that is there already when the broker starts is followed; what an earlier broker drained for one is in the ledger.
+When there is a notice, all devices are drained by its deadline, and every kernel's user is told to save to disk: the host's memory, and
+what is saved there, goes with the host. When the notice has disappeared, the devices that were drained for it (by an earlier broker, too:
+the ledger has them) are given back as they were. A source that cannot be read says neither that there is a notice nor that there is none.
 
 - A file: its being there is the notice. It may be empty, or hold the JSON of a URL.
 - A URL: 404 says that there is none, as AWS does; 200 says that there is one, except where its text says `FALSE`, as on Google's cloud, or

@@ -212,15 +212,12 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
 
 # `GET /v1/events`: tells subscribers the host's status, at once and after each change.
 #
-# Rules:
-#
-# - One task computes the status for all subscribers, at most every `RATE_S` (less often where computing takes long), and only while there
-#   are subscribers and something may have changed. A subscriber that reads slowly gets fewer, newer lines; lines are never queued.
-# - A subscriber gets the present status first, and then a line whenever the status differs from its last line. Ages and the rest of a pin
-#   run on by themselves: a difference in them alone causes no line. The time that is left before a deadline causes one in coarse steps.
-# - A subscriber sees the leases that `GET /v1/status` would show it.
-# - A line after the first holds the devices and leases that differ from the line before. Pinned leases, and what has a
-#   deadline, are in each line, because clients count down from when they receive it.
+# - One task computes the status for all subscribers, at most every `RATE_S` (less often where computing takes long). A subscriber that
+#   reads slowly gets fewer, newer lines; lines are never queued.
+# - Ages and the rest of a pin run on by themselves: a difference in them alone causes no line. The time that is left before a deadline
+#   causes one in coarse steps.
+# - A line after the first holds the devices and leases that differ from the line before. Pinned leases, and what has a deadline, are in
+#   each line, because clients count down from when they receive it.
 
 
 RATE_S = 0.2
@@ -265,8 +262,6 @@ class _Lasting:
 
 
 class StatusStream:
-    """Tells subscribers what changed. One per broker; all of it runs on the broker's loop."""
-
     def __init__(self, broker: Broker, socket_path: str) -> None:
         self._broker = broker
         self._socket_path = socket_path

@@ -1,16 +1,11 @@
 """Can this kernel be checkpointed at all? Checked once its gate is shut, before anything is locked.
 
-The driver promises nothing about a process whose checkpoint failed, so what is known not to work is not tried. Each refusal has its own
-reason, and the lease stays resident:
+The driver promises nothing about a process whose checkpoint failed, so what is known not to work is not tried.
 
-- what the arbiter knows already: its device, its pool, what its extension or an earlier attempt said;
-- a process that is a client of the MPS server;
-- several CUDA processes that share memory of NCCL: checkpointing one member of a collective hangs the others. Communicators within one
-  machine map segments in /dev/shm, which can be found. Invisible are a collective with a process outside of the kernel's tree (of
-  another kernel, on another machine), and one without shared memory (`NCCL_SHM_DISABLE=1`);
-- a process into which a profiler or debugger of NVIDIA's was injected (Nsight Systems, Nsight Compute, nvprof, Compute Sanitizer):
-  checkpointing does not work with them. They are found by their own libraries, and by the variable that makes the driver load one.
-  `libcupti` itself proves nothing: torch and JAX link it, used or not. Profilers that a kernel starts by itself are found by its extension.
+- NCCL: communicators within one machine map segments in /dev/shm, which can be found. Invisible are a collective with a process outside of
+  the kernel's tree, and one without shared memory (`NCCL_SHM_DISABLE=1`).
+- Injected profilers and debuggers are found by their own libraries, and by the variable that makes the driver load one. `libcupti` itself
+  proves nothing: torch and JAX link it, used or not. Profilers that a kernel starts by itself are found by its extension.
 """
 
 from collections.abc import Collection

@@ -8,9 +8,8 @@ The order:
 4. Take a second snapshot under the locks. What began, grew or ended since the first one shows now, and nothing can change after it.
 5. Checkpoint each process, and see that the driver says the same. The first checkpoint is the point of no return.
 
-Up to 4 every failure rolls back and the kernel goes on where it was: ABORTED if the moment was wrong, REFUSED if it may be
-better later, IMPOSSIBLE if this process cannot be checkpointed. After it the suspend ends SAVED or, where the driver does not say that all
-of the kernel is where it was, UNKNOWN. What the driver's errors mean is a table in `outcomes`.
+Up to 4 every failure rolls back and the kernel goes on where it was. After it the suspend ends SAVED or, where the driver does not say
+that all of the kernel is where it was, UNKNOWN. What the driver's errors mean is a table in `outcomes`.
 """
 
 import asyncio
@@ -101,10 +100,7 @@ def _runs_no_cell(kernel: Kernel) -> bool:
 
 
 def _is_no_kernel(kernel: Kernel) -> bool:
-    """Return whether the process that was a kernel with our extension runs no cells any more: `os.execv` put another program there.
-
-    Whatever that program does is background work, as a child's of an idle kernel is.
-    """
+    """Return whether `os.execv` put another program in the place of a kernel with our extension: it runs no cells any more."""
     doubt_s = kernel.iopub.doubt_s if kernel.iopub is not None else 0.0
     return kernel.gated and kernel.link is None and doubt_s >= _DEAF_S
 
@@ -170,10 +166,7 @@ class Suspension:
         return await self._checkpoint_all(locked, kernel.checkpoint.total_mib)
 
     async def _prepare(self, kernel: Kernel, effect: Suspend, reserve: Reserve) -> dict[ProcessIdentity, int] | None:
-        """Return the CUDA processes to be locked with their MiB; None if there is nothing to save.
-
-        Raises StepError, GPUError and OSError. Nothing is locked yet.
-        """
+        """Return the CUDA processes to be locked with their MiB; None: nothing to save. Raises StepError, GPUError and OSError."""
         _check_not_stopped(kernel)
         # A preempted kernel is busy, and one whose next cell waits at its gate waits with its main loop: neither can shrink.
         is_busy = effect.preempt or effect.between_cells or bool(kernel.cell.unused)
@@ -251,10 +244,7 @@ class Suspension:
         return Gate(shut=True, answers=bool(word))
 
     async def _comes_between_cells(self, kernel: Kernel) -> bool:
-        """Return whether a busy kernel, whose gate was shut, ends its cell in a moment.
-
-        From then on no cell can create a context.
-        """
+        """Return whether a busy kernel, whose gate was shut, ends its cell in a moment: from then on no cell creates a context."""
         until_s = time.monotonic() + _BETWEEN_CELLS_S
         while time.monotonic() < until_s and kernel.link is not None:
             if kernel.requests.waiters > 0 or not kernel.in_use:
@@ -279,10 +269,7 @@ class Suspension:
     async def _use(
         self, kernel: Kernel, effect: Suspend, host: HostSnapshot, gate: Gate
     ) -> tuple[dict[ProcessIdentity, int], Sequence[ProcessIdentity], bool]:
-        """Return what `ProcessInspector.memory_use` does, and whether no cell of the kernel runs that could create a context now.
-
-        Raises GPUError and StepError.
-        """
+        """Return what `ProcessInspector.memory_use` does, and whether no cell runs that could create a context now."""
         use, heirs = await self._inspector.memory_use(kernel, host)
         if effect.preempt:
             # A busy kernel without a context gives its room back if it comes to the end of a cell in a moment.
@@ -328,10 +315,7 @@ class Suspension:
         empty: Collection[ProcessIdentity],
         reserve: Reserve,
     ) -> dict[ProcessIdentity, int]:
-        """Return what the locked processes use; the `empty` ones must use nothing still.
-
-        Raises StepError if the kernel is not what it was before it was locked.
-        """
+        """Return what the locked processes use. Raises StepError if the kernel is not what it was before it was locked."""
         check = _check_alive if effect.preempt or effect.between_cells else _check_idle
         check(kernel)
         host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices))
@@ -437,10 +421,7 @@ def _check_places(use: Mapping[ProcessIdentity, int], host: HostSnapshot, effect
 
 
 def _check_reserved(use: Mapping[ProcessIdentity, int], effect: Suspend, reserve: Reserve) -> None:
-    """Have the arbiter reserve what would be saved beyond its estimate.
-
-    Raises StepError if the host has not that much left; the error says how much is needed, to be reserved next time.
-    """
+    """Have the arbiter reserve what would be saved beyond its estimate. Raises StepError if the host has not that much left."""
     need_mib = sum(use.values())
     if need_mib <= effect.host_mib:
         return
