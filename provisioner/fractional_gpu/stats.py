@@ -75,9 +75,6 @@ def _skipped(count: int, confidence: float) -> int | None:
     return skipped if skipped >= 0 else None
 
 
-# -- Wilcoxon's signed-rank test ---------------------------------------------------------------------------------------
-
-
 def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     """Return the centre of samples that scatter symmetrically about it, with its interval. Raises ValueError without any.
 

@@ -199,7 +199,12 @@ def _watch() -> IOPubWatch:
     watch = object.__new__(IOPubWatch)  # no sockets: frames are given
     connection = Connection(iopub="tcp://127.0.0.1:9", shell="tcp://127.0.0.1:9", key=b"k", digest="sha256", curve=None)  # noqa: S604
     vars(watch).update(
-        _connection=connection, _busy={}, _cells=set(), _probes={"probe": ""}, _certain=True, _topic=b"kernel.x.status"
+        _connection=connection,
+        _busy={},
+        _cells=set(),
+        _probes={"probe": ""},
+        is_certain=True,
+        _topic=b"kernel.x.status",
     )
     return watch
 

@@ -83,9 +83,7 @@ def foreign_above(folder: Path) -> tuple[Path, int] | None:
             # A user namespace: root of the machine has no uid here. Its files show the overflow uid, which no user has.
             trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
     for one in Path(os.path.realpath(folder)).parents:
-        with suppress(
-            OSError
-        ):  # missing, or below a folder that this user may not enter: whose that is shows further up
+        with suppress(OSError):  # missing, or below a folder without access: whose that is shows further up
             if (uid := one.stat().st_uid) not in trusted:
                 return one, uid
     return None

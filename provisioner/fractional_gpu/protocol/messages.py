@@ -75,9 +75,7 @@ class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
     ipykernel: bool = True  # subscribe to the prefix `kernel.` only
     # KERNEL, or COMMAND: then `connection` is empty, and the process of the client is the one that says when it needs the GPU
     kind: str = KERNEL
-    served: bool = (
-        False  # a command that is in use by the connections to it alone, where a device does not count its work
-    )
+    served: bool = False  # a command that is in use by the connections to it, where a device does not count its work
 
 
 class Done(Struct, frozen=True, kw_only=True):

@@ -68,10 +68,8 @@ def _check(name: str) -> str:
     return name
 
 
-# -- states ------------------------------------------------------------------------------------------------------------
-# The states of a lease in words: one table for the terminal, the notebook, the hub's page and the demonstration.
-#
-# JupyterLab's extension has the same words in `words.ts`; a test compares the two. Standard library only.
+# The states of a lease in words, for the terminal, the notebook, the hub's page and the demonstration. JupyterLab's extension has the same
+# in `words.ts`; a test compares the two.
 
 
 class StateWords(NamedTuple):
@@ -104,9 +102,6 @@ def state_words(state: str) -> str:
 def state_meaning(state: str) -> str:
     """Return what the state means for the kernel's user; a state of a newer broker as it is named."""
     return STATES[state].meaning if state in STATES else state
-
-
-# -- deadlines ---------------------------------------------------------------------------------------------------------
 
 
 def device_deadline(device: "DeviceStatus") -> str:

@@ -54,9 +54,7 @@ class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     memory_left_mib: _Number = 0  # host memory that saved state may still take
     pools: Annotated[list[PoolSummary], Meta(max_length=32)] = []
     left_out: _Number = 0  # further pools, for which there was no room
-    problem: Annotated[str, Meta(max_length=1000)] = (
-        ""  # why the node takes no further jobs with a share, a sentence; empty: it does
-    )
+    problem: Annotated[str, Meta(max_length=1000)] = ""  # why it takes no further jobs with a share; empty: it does
 
     def is_stale(self, now_s: int) -> bool:
         """Whether it tells nothing of the present any more."""

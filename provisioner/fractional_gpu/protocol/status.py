@@ -155,9 +155,7 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
     leases_saved: int = 0  # on it now, that are going to be saved before the deadline, as planned
     leases_lost: int = 0  # on it now, that cannot be saved before
     why_not: str = ""  # why kernels on it cannot be suspended, a sentence; empty: they can
-    demand_milli: int = (
-        0  # what its busy kernels need of it together, thousandths: beyond 1000 they slow each other down
-    )
+    demand_milli: int = 0  # what its busy kernels need of it, thousandths: beyond 1000 they slow each other down
     strangers: list[Stranger] = []
     busy_percent: int | None = None  # None, here and below: the device does not report it
     temperature_c: int | None = None
