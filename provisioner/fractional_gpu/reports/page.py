@@ -90,7 +90,9 @@ def body(
         for column in ("group", "user")
         if len({(one.of[column], one.of.get(ACCOUNT) if column == "user" else "") for one in leases}) > 1
     ]
-    sections = [(f"By {_and_list([TITLES.get(one, one) for one in by])}" if by else "In all", _tables(report, by))]
+    *first, last = [TITLES.get(one, one) for one in by] or [""]
+    heading = f"By {', '.join(first)} and {last}" if first else f"By {last}"
+    sections = [(heading if by else "In all", _tables(report, by))]
     if "pool" not in by and len({one.of["pool"] for one in report.entries}) > 1:
         sections.append(("By pool", _tables(report, ["pool"])))
     if list(by) != ["day"]:
@@ -229,7 +231,3 @@ def _drawn(days: Sequence[Day]) -> Svg:
 
 def period_text(report: UsageReport, zone: tzinfo | None = None) -> str:
     return f"{moment_text(report.since_s, zone)} to {moment_text(report.until_s, zone)}"
-
-
-def _and_list(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

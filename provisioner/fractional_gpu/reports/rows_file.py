@@ -70,14 +70,7 @@ def read(content: bytes, name: str) -> RowsFile:
 
 def rows_of(file: RowsFile) -> list[UsageRow]:
     """Return the file's rows as the meter has them."""
-    return [
-        UsageRow(
-            UsageKey(one.key.hour_s, one.key.lease_id, one.key.device_id, one.key.currency),
-            one.party,
-            Usage(**one.figures),
-        )
-        for one in file.rows
-    ]
+    return [UsageRow(UsageKey(**msgspec.structs.asdict(one.key)), one.party, Usage(**one.figures)) for one in file.rows]
 
 
 def devices_of(file: RowsFile) -> list[str]:

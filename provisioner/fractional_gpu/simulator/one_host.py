@@ -464,8 +464,7 @@ class HostRun:
         """Begin to save a kernel; one that has asked for a cell waits from then on."""
         self.result.suspends += 1
         self.count_vain(kernel)
-        if self._fails(kernel):
-            self._failed(kernel, "suspend")
+        if self._fails(kernel, "suspend"):
             gives_up = partial(self._suspended, effect, SuspendOutcome.ABORTED)
             self.after(self.host.swap.fixed_ms, gives_up)
         elif kernel.total_mib > effect.host_mib:
@@ -523,9 +522,8 @@ class HostRun:
 
     def resume(self, kernel: Kernel, effect: Resume) -> None:
         self.result.resumes += 1
-        kernel.reserved_mib, kernel.resume_fails = effect.reserve_mib, self._fails(kernel)
+        kernel.reserved_mib, kernel.resume_fails = effect.reserve_mib, self._fails(kernel, "resume")
         if kernel.resume_fails:
-            self._failed(kernel, "resume")
             self.after(self.host.swap.fixed_ms, partial(self._resumed, effect, ResumeOutcome.NOT_STARTED))
             return
         self.use(kernel, kernel.device_ids, kernel.memory_mib)
@@ -556,14 +554,15 @@ class HostRun:
             )
         )
 
-    def _fails(self, kernel: Kernel) -> bool:
+    def _fails(self, kernel: Kernel, kind: str) -> bool:
         """Return whether the swap that begins fails: by a draw for each swap of each session, whatever the others do."""
         percent = self.host.failed_swaps_percent
         kernel.swaps += 1
-        if not percent:
-            return False
         swap = f"{self.host.seed}/swap/{kernel.session.session_id}/{kernel.swaps}"
-        return random.Random(swap).random() * 100 < percent  # noqa: S311 - a workload, not a secret
+        if not percent or random.Random(swap).random() * 100 >= percent:  # noqa: S311 - a workload, not a secret
+            return False
+        self._failed(kernel, kind)
+        return True
 
     def _failed(self, kernel: Kernel, kind: str) -> None:
         self.result.failed_swaps += 1

@@ -103,6 +103,7 @@ def _duration(time_ms: int) -> str:
 
 def _figures(results: Sequence[Result]) -> list[tuple[str, Callable[[Result], float]]]:
     several = any(result.hosts > 1 for result in results)
+    worst_host = "waits of GPU cells: 95th percentile on the worst host, s"
     return [
         *([("hosts", lambda result: result.hosts)] if several else []),
         ("devices", lambda result: result.devices),
@@ -110,7 +111,7 @@ def _figures(results: Sequence[Result]) -> list[tuple[str, Callable[[Result], fl
         ("waits of GPU cells: median, s", lambda result: result.waits.percentile_ms(50) / 1000),
         ("waits of GPU cells: 95th percentile, s", lambda result: result.waits.percentile_ms(95) / 1000),
         ("waits of GPU cells: longest, s", lambda result: result.waits.percentile_ms(100) / 1000),
-        *([("waits of GPU cells: 95th percentile on the worst host, s", _worst_host_s)] if several else []),
+        *([(worst_host, lambda result: max(result.host_p95_ms, default=0) / 1000)] if several else []),
         ("waits at the door: 95th percentile, s", lambda result: result.doors.percentile_ms(95) / 1000),
         ("lateness of GPU cells: 95th percentile, s", lambda result: result.lateness.cells.percentile_ms(95) / 1000),
         (
@@ -120,10 +121,6 @@ def _figures(results: Sequence[Result]) -> list[tuple[str, Callable[[Result], fl
         ("cells without enough memory", lambda result: result.out_of_memory),
         ("sessions that could not run to their end", lambda result: result.lost),
     ]
-
-
-def _worst_host_s(result: Result) -> float:
-    return max(result.host_p95_ms, default=0) / 1000
 
 
 def _over_time(results: Sequence[Result], column: Callable[[Timeline], Sequence[int]], title: str, about: About) -> Svg:
@@ -153,11 +150,8 @@ def time_axis(timelines: Sequence[Timeline], *, hours_of_day: bool) -> tuple[Axi
     began = (next((at for at, *counts in zip(*one.columns, strict=True) if any(counts)), None) for one in timelines)
     first_ms = min((at for at in began if at is not None), default=0)
     last_ms = max((one.at_ms[-1] for one in timelines if one.at_ms), default=0)
-    step_ms = _TIME_STEPS_MS[-1]
-    for step in _TIME_STEPS_MS:
-        if last_ms // step - first_ms // step < _MOST_TICKS:
-            step_ms = step
-            break
+    short_enough = (step for step in _TIME_STEPS_MS if last_ms // step - first_ms // step < _MOST_TICKS)
+    step_ms = next(short_enough, _TIME_STEPS_MS[-1])
     since_ms = first_ms // step_ms * step_ms
     until_ms = max(last_ms, since_ms + step_ms)
     marks = [

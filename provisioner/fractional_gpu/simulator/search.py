@@ -17,12 +17,9 @@ def fewest(
 ) -> Result:
     """Return the run with the fewest devices (or whatever else is counted), from `least` to `most`, that keeps the goal.
 
-    A run that keeps the goal is played to its end, one that misses it is given up early (`Felt.hopeless`). The search begins at `start`
-    and goes up or down, by an eighth at first and by twice as much each time, until one number keeps the goal and a smaller one misses
-    it; from there it halves the interval. So what is found keeps the goal, and one less misses it. It is the fewest where more devices
-    never make waits longer. They do at times (docs/simulator.md): a smaller number further below may keep the goal, too.
-
-    Raises SimulationError where `most` are too few.
+    The search begins at `start` and goes up or down, by an eighth at first and by twice as much each time, until one number keeps the goal
+    and a smaller one misses it; from there it halves the interval. So one less misses the goal; more devices do not always make waits
+    shorter (docs/simulator.md), and a smaller number further below may keep it, too. Raises SimulationError where `most` are too few.
     """
     good: Result | None = None
     enough, too_few, count = most, least - 1, max(least, min(most, start))
