@@ -16,6 +16,7 @@ import logging
 import stat
 import sys
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -84,7 +85,6 @@ class ProgressLog:
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
         self._closed = False
-        self._begun = 0
         self._changed = asyncio.Event()
 
     @property
@@ -98,7 +98,6 @@ class ProgressLog:
     def begin(self) -> None:
         self._events = []
         self._closed = False
-        self._begun += 1
         self._wake()
 
     def close(self) -> None:
@@ -111,14 +110,14 @@ class ProgressLog:
 
     async def follow(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield every event of the present start, until there are no more. Cancellation ends this viewer only."""
-        sent, begun = 0, self._begun
+        events, sent = self._events, 0
         while True:
             changed = self._changed
-            if begun != self._begun:
-                sent, begun = 0, self._begun
-            while sent < len(self._events):
+            if events is not self._events:  # another start has begun
+                events, sent = self._events, 0
+            while sent < len(events):
                 sent += 1
-                yield self._events[sent - 1]
+                yield events[sent - 1]
             if self._closed:
                 return
             await changed.wait()
@@ -213,11 +212,9 @@ class Reconciler:
                 if str(error) != self._problem:
                     self._problem = str(error)
                     self._log.warning("Seats of servers that are gone cannot be given back now: %s", error)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(_EVERY_S):
                     await self._wake.wait()
-            except TimeoutError:
-                continue
 
     async def reconcile(self) -> None:
         client = seat_client(self._socket, patience_s=_PATIENCE_S)

@@ -97,7 +97,6 @@ def _requirement(extras: str) -> str:
 
 
 def spawner_class(base: type) -> type:
-    """Return TLJH's spawner with shares of GPUs."""
     from systemdspawner import SystemdSpawner  # noqa: PLC0415 - TLJH brings it
 
     from fractional_gpu_hub.systemd import FractionalGPUSystemdSpawner  # noqa: PLC0415
@@ -107,8 +106,6 @@ def spawner_class(base: type) -> type:
 
 
 class _SystemUser(FractionalGPUMixin):
-    """Has the server's system user made before the seat is taken."""
-
     def gpu_user_ids(self) -> tuple[int, int] | None:
         return ids_of_user(self._system_name())
 

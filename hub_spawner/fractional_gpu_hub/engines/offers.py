@@ -29,15 +29,12 @@ NO_AGENT = "no agent has published its GPUs yet"
 
 
 class NodePool(PoolSummary, frozen=True, kw_only=True):
-    """One pool on one node, as the node's agent published it."""
-
     node: str
     at_s: float = 0.0  # when it was published, seconds since the epoch
     why_not: str = ""  # why the engine starts nothing there, such as "drained"; empty: it does
     simulated: bool = False
 
     def memory_mib(self, milli: int) -> int:
-        """Return the memory cap of such a share here, MiB."""
         return self.device_mib * milli // WHOLE
 
 
@@ -90,7 +87,6 @@ class Terms:
         return max(0.0, self.now_s - node.at_s)
 
     def is_stale(self, node: NodePool) -> bool:
-        """Whether the node's summary is too old to rely on."""
         return self.age_s(node) > self.stale_after_s
 
 
@@ -120,7 +116,6 @@ def _fractions(node: NodePool) -> Sequence[int]:
 
 
 def offers_of(nodes: Iterable[NodePool], terms: Terms) -> Offers:
-    """Return what the pools of these nodes offer, by name."""
     pools: dict[str, list[NodePool]] = {}
     for node in nodes:
         pools.setdefault(node.name, []).append(node)
@@ -229,7 +224,6 @@ def host_memory_mib(nodes: Iterable[NodePool], pool: str, milli: int, *, base_mi
 
 
 def on_offer(offers: Offers, pool: str) -> str:
-    """Return what can be chosen instead, for an error."""
     for one in offers.pools:
         if one.pool == pool:
             return ", ".join(

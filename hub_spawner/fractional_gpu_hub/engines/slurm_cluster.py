@@ -33,6 +33,5 @@ def cluster_of(found: list[SlurmNode], jobs: list[ServerJob]) -> Cluster:
 
 
 def _milli(gres: str, counts: set[str]) -> int | None:
-    """Return the thousandths that a job asked for, by the names under which nodes count them."""
     asked = {name: int(number) for name, number in _COUNT.findall(gres)}
     return next((asked[name] for name in sorted(counts & set(asked))), None)

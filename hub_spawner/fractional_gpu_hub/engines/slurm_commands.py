@@ -60,14 +60,11 @@ class JobState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether Slurm says that it is over."""
         return self.state in ENDED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmNode(ClusterNode):
-    """A node as `scontrol show node` prints it."""
-
     address: str
     partitions: frozenset[str]
 
@@ -132,7 +129,10 @@ def parse_job(text: str, job_id: str) -> JobState | None:
             raise EngineUnavailableError(f"squeue printed a line of another form: {line[:200]!r}")
         if parts[0] == job_id:
             node = "" if parts[2] in {"n/a", "(null)", ""} else parts[2]
-            return JobState(job_id=job_id, state=parts[1], node=node, start=_time(parts[3]), reason=parts[4])
+            start = None
+            with contextlib.suppress(ValueError):
+                start = datetime.fromisoformat(parts[3])  # the hub's local time, as Slurm's commands print it
+            return JobState(job_id=job_id, state=parts[1], node=node, start=start, reason=parts[4])
     return None
 
 
@@ -162,15 +162,7 @@ async def cancel(prefix: Sequence[str], job_id: str) -> None:
             raise
 
 
-def _time(text: str) -> datetime | None:
-    try:
-        return datetime.fromisoformat(text)  # the hub's local time, as Slurm's commands print it
-    except ValueError:
-        return None
-
-
 def waiting_sentence(job: JobState, now: datetime) -> str:
-    """Return what a user is told of a job in the queue."""
     code = job.reason.partition(",")[0].strip("()")
     why = _REASONS.get(code, "")
     words = (
@@ -185,7 +177,6 @@ def waiting_sentence(job: JobState, now: datetime) -> str:
 
 
 def ended_sentence(job: JobState | None, job_id: str) -> str:
-    """Return why a job that should run does not, for the user."""
     if job is None:
         return f"Slurm's job {job_id} is gone: it ended at once, or was cancelled; its log is in your home folder"
     why = {
@@ -207,7 +198,6 @@ NODES = NodeReader(_read_nodes)
 
 
 def parse_nodes(text: str) -> list[SlurmNode]:
-    """Return the nodes in what `scontrol show node -o` printed."""
     return [_node(line, fields) for line in text.splitlines() if "NodeName" in (fields := fields_of(line))]
 
 

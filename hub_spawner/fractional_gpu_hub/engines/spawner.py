@@ -112,7 +112,6 @@ class EngineGPUMixin(GPUChoiceMixin):
 
     @property
     def gpu_allocation(self) -> Allocation | None:
-        """What the server that runs or starts has; None: no GPU."""
         return self._gpu_allocation
 
     async def gpu_offers(self) -> Offers:
@@ -187,14 +186,12 @@ class EngineGPUMixin(GPUChoiceMixin):
             self.log.warning("Nothing is known of the wait of %s: %s", self._log_name, error)
 
     def get_state(self) -> dict[str, Any]:
-        """Return what must outlive the hub."""
         state: dict[str, Any] = super().get_state()
         if self._gpu_allocation is not None:
             state[_STATE] = asdict(self._gpu_allocation)
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over the state that an earlier hub saved."""
         super().load_state(state)
         saved = state.get(_STATE)
         with contextlib.suppress(TypeError):  # a state of another version: the server runs on, its share is not shown

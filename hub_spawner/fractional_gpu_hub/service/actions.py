@@ -84,7 +84,6 @@ class Actions:
 
 
 def _find_own(client: SeatClient, viewer: Viewer, lease_id: str) -> None:
-    """Raise NotFoundError unless the lease is the viewer's."""
     try:
         own = is_own(client.lease(lease_id), viewer)
     except NotFoundError:

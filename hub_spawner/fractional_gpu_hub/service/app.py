@@ -106,16 +106,12 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
     def write_error(self, status_code: int, **kwargs: Any) -> None:  # noqa: ANN401 - tornado's own
         """Turn any failure into one JSON shape, that of the broker."""
         error = kwargs.get("exc_info", (None, None, None))[1]
-        code, reason, message = (
-            "error",
-            str(status_code),
-            _SENTENCES.get(status_code, "the service failed; its log says why"),
-        )
+        shown = {"code": "error", "reason": str(status_code), "message": _SENTENCES.get(status_code, _SENTENCES[500])}
         if isinstance(error, FractionalGPUError):
-            code, reason, message = error.code, error.reason, str(error)
+            shown = {"code": error.code, "reason": error.reason, "message": str(error)}
             self.set_status(error.status)
         self.set_header("Content-Type", "application/json")
-        self.finish(json.dumps({"error": {"code": code, "reason": reason, "message": message}}))
+        self.finish(json.dumps({"error": shown}))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:  # noqa: ANN401 - tornado's own
         """Log faults of the service with their traceback, and refused requests in one line, without their content."""
@@ -165,8 +161,6 @@ class _Html(_Base):
 
 
 class _Page(_Html):
-    """The page of one machine, or of a cluster."""
-
     def get(self) -> None:
         is_cluster, xsrf = isinstance(self.follower, ClusterFollower), self.xsrf_token
         self.show(
@@ -283,7 +277,6 @@ class _Events(_Base):
 
     @staticmethod
     async def _wait(longest_s: float, *events: asyncio.Event) -> None:
-        """Wait until one of the events is set, for so long at most."""
         tasks = [asyncio.create_task(event.wait()) for event in events]
         try:
             await asyncio.wait(tasks, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
@@ -296,18 +289,23 @@ class _Events(_Base):
             self._gone.set()
 
 
-class _Action(_Base):
+class _Act(_Base):
     """An action, which is cancelled when its page goes away."""
 
     _work: "asyncio.Task[Any] | None" = None
 
-    def body(self) -> bytes:
+    async def get(self, kind: str, name: str, action: str = "") -> None:
+        if action != "story":
+            raise web.HTTPError(405)
+        await self._run(kind, name, action, b"")
+
+    async def post(self, kind: str, name: str, action: str = "change") -> None:
         if self.request.headers.get("Content-Type", "").split(";")[0].strip() != "application/json":
             raise BadRequestError("the body is not JSON: send Content-Type: application/json", reason="bad-body")
-        return bytes(self.request.body)
+        await self._run(kind, name, action, bytes(self.request.body))
 
-    async def run(self, work: Any) -> None:  # noqa: ANN401 - a coroutine
-        self._work = asyncio.ensure_future(work)
+    async def _run(self, kind: str, name: str, action: str, body: bytes) -> None:
+        self._work = asyncio.ensure_future(self.actions.act(self.viewer, kind, name, action, body))
         await asyncio.wait([self._work])
         if not self._work.cancelled():
             self.finish(json.dumps(self._work.result()))
@@ -318,16 +316,6 @@ class _Action(_Base):
             self._work.cancel()
 
 
-class _Story(_Action):
-    async def get(self, lease_id: str) -> None:
-        await self.run(self.actions.act(self.viewer, "leases", lease_id, "story", b""))
-
-
-class _Act(_Action):
-    async def post(self, kind: str, name: str, action: str = "change") -> None:
-        await self.run(self.actions.act(self.viewer, kind, name, action, self.body()))
-
-
 class Missing(_Base):
     async def prepare(self) -> None:
         """Answer without identifying the user: there is nothing to see."""
@@ -335,8 +323,6 @@ class Missing(_Base):
 
 
 class _Callback(HubOAuthCallbackHandler):  # type: ignore[misc] # untyped
-    """The hub redirects a browser to this address after the login."""
-
     def set_default_headers(self) -> None:
         for name, value in _HEADERS.items():
             self.set_header(name, value)
@@ -380,7 +366,6 @@ def routes(prefix: str, follower: BrokerFollower | ClusterFollower, actions: Act
     return [
         *found,
         (prefix + r"usage(/all)?(\.csv)?", _Usage, shared),
-        (prefix + r"api/leases/([0-9a-zA-Z_-]{1,64})/story", _Story, shared),
         (prefix + r"api/(leases|seats)/([0-9a-zA-Z_-]{1,64})/([a-z]{1,20})", _Act, shared),
         (prefix + r"api/(devices)/([^/]{1,200})/([a-z]{1,20})", _Act, shared),
         (prefix + r"api/(pools)/([0-9a-z._-]{1,63})", _Act, shared),
@@ -426,10 +411,8 @@ async def _serve(broker: str, listener: socket.socket, hub: int, cluster: str = 
     log.info("the page about the GPUs is at %s", os.environ["JUPYTERHUB_SERVICE_PREFIX"])
     try:
         while not stop.is_set() and os.getppid() == hub:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _HUB_POLL_S)
-            except TimeoutError:
-                continue
     finally:
         server.stop()
         await server.close_all_connections()

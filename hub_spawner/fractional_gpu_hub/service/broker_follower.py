@@ -40,8 +40,6 @@ class Snapshot:
 
 
 class BrokerFollower:
-    """Follows the broker on a socket, on one event loop."""
-
     def __init__(self, socket: str) -> None:
         self.snapshot = Snapshot()
         self.changed = asyncio.Event()

@@ -70,7 +70,6 @@ class Chosen:
 
     @property
     def query(self) -> dict[str, str]:
-        """The arguments that ask for the same again."""
         dates = {"since": self.since, "until": self.until} if self.word == DATES else {}
         return {"period": self.word, "by": self.by, **dates}
 
@@ -134,14 +133,12 @@ def own_figures(client: SeatClient, viewer: Viewer, asked: Chosen) -> Figures:
 
 
 def _is_own(budget: BudgetStatus, viewer: Viewer) -> bool:
-    """Whether a budget is the viewer's, as a user of the hub, or of a group of theirs."""
     if budget.kind == "group":
         return budget.name in viewer.groups
     return budget.name == viewer.name and budget.account != "machine"
 
 
 def _budgets(client: SeatClient) -> list[BudgetStatus]:
-    """Return all budgets, those of which the largest part is spent first."""
     return sorted(
         client.budgets().budgets,
         key=lambda one: (-one.spent * 1000 // max(1, one.amount), one.kind, one.name, one.text),

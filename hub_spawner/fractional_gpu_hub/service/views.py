@@ -96,7 +96,6 @@ def _device(device: DeviceStatus, leases: Iterable[LeaseStatus], viewer: Viewer)
 
 
 def _kernels_there(there: list[LeaseStatus], viewer: Viewer) -> str:
-    """The number of kernels there and what they hold; of other users' kernels only the sum."""
     own = [lease for lease in there if viewer.admin or is_own(lease, viewer)]
     others = len(there) - len(own)
     parts = []
@@ -174,7 +173,6 @@ def _state(lease: LeaseStatus) -> str:
 
 
 def _why(lease: LeaseStatus) -> str:
-    """Return the reason of the kernel's state as a sentence, with the forecast if there is one."""
     sentence = lease.sentence[:1].upper() + lease.sentence[1:] if lease.sentence else ""
     parts = [sentence] if sentence else []
     if lease.position is not None and (wait := lease.expected) is not None:
@@ -272,15 +270,12 @@ class Setting(NamedTuple):
 
 
 class PoolSettings(NamedTuple):
-    """All settings, in the order in which they are shown."""
-
     common: list[Setting]
     others: list[Setting]
 
 
 @cache
 def pool_settings() -> PoolSettings:
-    """Return the settings of this version."""
     shown = {}
     for key, rule in POOL_KEYS.items():
         # A text is typed as it is, anything else in JSON.

@@ -134,7 +134,6 @@ class Agent:
                 self._after_look(client, self._seats)
 
     def _wanted(self, now: int, record: NodeRecord) -> NodeWrite:
-        """Return what the engine should have, by what the broker said last."""
         summary, written = self._wanted_summary(now), self._written
         fresh = now - self._written_ms < self._rules.heartbeat_ms
         if fresh and written is not None and summary == structs.replace(written, at_s=summary.at_s):
@@ -196,7 +195,6 @@ class Agent:
         return NodeSummary(at_s=self._wall_s(), simulated=last.simulated, pools=nothing_free, problem=problem)
 
     def _look(self, now: int) -> bool:
-        """Read the node's record; return whether it could be read."""
         self._looks += 1
         pause_ms = self._rules.look_ms
         try:

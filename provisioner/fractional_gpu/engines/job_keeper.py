@@ -39,8 +39,6 @@ class KeeperRules:
 
 @dataclass(slots=True, kw_only=True)
 class _LastFigures:
-    """The comment of a job that has ended, from when on it is written, and until when."""
-
     text: str
     due_ms: int
     end_ms: int
@@ -125,7 +123,6 @@ class JobKeeper:
                 figures.written = texts[job]
 
     def _keep_last_figures(self, now: int, texts: Mapping[int, str]) -> None:
-        """Keep the comments of jobs that have ended for the accounting database, if there is one."""
         if self._accounted is None:
             self._accounted = "slurmdbd" in self._slurm.config().get("AccountingStorageType", "")
         for job, text in texts.items():

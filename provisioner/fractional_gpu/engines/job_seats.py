@@ -138,8 +138,6 @@ def share_of_shards(job: SlurmJob, node_gres: str, indexes: Sequence[int]) -> in
 
 
 class SeatFiles:
-    """The folder of seats, and the seats of jobs at the broker."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 

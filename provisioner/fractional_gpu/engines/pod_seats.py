@@ -29,7 +29,6 @@ _TTL_MS: Final = 60_000
 
 
 def is_ours(pod: Pod) -> bool:
-    """Whether a pod asks for a share, or means to."""
     try:
         asks = bool(pods.shares_of(pod.spec))
     except ValueError:  # what it asks for cannot be read: its seat is refused with the reason

@@ -33,7 +33,6 @@ _SUFFIXES: Final = {
 
 
 def resource_of(pool: str) -> str:
-    """Return the extended resource that counts a pool's thousandths."""
     return f"{DOMAIN}/{pool}"
 
 
@@ -118,15 +117,12 @@ class NodeStatus(Struct):
 
 
 class Node(Struct):
-    """A node of the API."""
-
     metadata: Metadata
     spec: NodeSpec = field(default_factory=NodeSpec)
     status: NodeStatus = field(default_factory=NodeStatus)
 
     @property
     def summary(self) -> str | None:
-        """What the node's agent has published, as text."""
         return (self.metadata.annotations or {}).get(SUMMARY)
 
     @property

@@ -71,7 +71,6 @@ class ConfigFile:
         return self.of_key(key)[-1].value(key) if self.of_key(key) else ""
 
     def set(self, key: str, value: str) -> None:
-        """Change the value of a key, or add it."""
         if not (found := self.of_key(key)):
             self.add(f"{key}={value}")
         elif found[-1].value(key) != value:
@@ -96,7 +95,6 @@ class ConfigFile:
         self._added += [*([] if self._added else [_MARK]), f"{line}\n"]
 
     def changed(self, file: Path) -> str:
-        """Return the file, or one that it includes, with its changes."""
         text = self._texts[file]
         for begin, end, value in sorted(self._edits[file], reverse=True):
             text = text[:begin] + value + text[end:]

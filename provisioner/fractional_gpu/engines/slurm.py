@@ -116,12 +116,10 @@ def parse_gres(text: str) -> dict[str, int]:
 
 
 def total_of(gres: Mapping[str, int], name: str) -> int:
-    """Return the count of a GRES, its types added up."""
     return sum(count for key, count in gres.items() if key.partition(":")[0] == name)
 
 
 def gres_words(text: str) -> list[str]:
-    """Return the entries of a text of GRES, without a type that is not set."""
     words = _COMMA.split(text.strip().replace(":(null)", ""))
     return [word for word in words if word not in ("", "(null)", "N/A")]
 
@@ -180,7 +178,6 @@ class Slurm:
         self.call("scontrol", "update", *words)
 
     def names(self, expression: str) -> list[str]:
-        """Return the nodes of an expression such as `gpu[01-08]`."""
         return self.call("scontrol", "show", "hostnames", expression).split()
 
     def job(self, job_id: int) -> SlurmJob | None:
@@ -239,7 +236,6 @@ class Slurm:
         self._accounted(1)
 
     def config(self) -> dict[str, str]:
-        """Return the controller's configuration, by the names of slurm.conf and cgroup.conf."""
         found: dict[str, str] = {}
         for line in self.call("scontrol", "show", "config").splitlines():
             name, separator, value = line.partition("=")
