@@ -151,7 +151,6 @@ def test_the_monitor_says_what_a_kernel_needs(simulated: host.SimulatedHost, mon
     ("backend", "code"),
     [
         ("amd", GPUErrorCode.NOT_SUPPORTED),
-        ("simulated:", GPUErrorCode.NOT_SUPPORTED),
         ("simulated:/nowhere", GPUErrorCode.NOT_INITIALIZED),
     ],
 )

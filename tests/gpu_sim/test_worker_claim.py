@@ -21,7 +21,7 @@ from tests.gpu_sim.kernels import Kernel, answer, ask, eventually, worker_proces
 @pytest.fixture
 async def links(simulated: host.SimulatedHost, tmp_path: Path) -> AsyncIterator[list[WorkerLink]]:
     """Two brokers' links, each with a claim of its own on the same file."""
-    claims = [WorkerClaim.open(tmp_path / "worker.lock") for _ in range(2)]
+    claims = [WorkerClaim(tmp_path / "worker.lock") for _ in range(2)]
     links = [WorkerLink(f"simulated:{simulated.directory}", claim=claim) for claim in claims]
     yield links
     faults.clear(simulated.directory)
@@ -78,7 +78,7 @@ async def test_an_orphan_is_alone_though_the_file_of_its_claim_was_deleted(
     assert dying._claim is not None
     dying._claim.path.unlink()
     dying._claim.close()
-    claim = WorkerClaim.open(dying._claim.path)
+    claim = WorkerClaim(dying._claim.path)
     heir = WorkerLink(f"simulated:{simulated.directory}", claim=claim)
     try:
         with pytest.raises(GPUError, match=r"of an earlier broker is still at work"):
@@ -96,7 +96,7 @@ async def test_an_orphan_is_alone_though_the_file_of_its_claim_was_deleted(
 def test_a_name_that_another_user_took_keeps_nobody_from_the_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = (WorkerClaim.open(tmp_path / "worker.lock") for _ in range(2))
+    ours, theirs = (WorkerClaim(tmp_path / "worker.lock") for _ in range(2))
     assert theirs.take()
     fcntl.flock(theirs.descriptors()[0], fcntl.LOCK_UN)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
@@ -129,7 +129,7 @@ def test_a_full_disk_keeps_nobody_from_the_claim(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    ours, others = (WorkerClaim.open(tmp_path / "worker.lock") for _ in range(2))
+    ours, others = (WorkerClaim(tmp_path / "worker.lock") for _ in range(2))
     assert [ours.take(), ours.take(), others.take()] == [True, True, False]
     assert others.holder() == "an earlier broker"
     ours.close()

@@ -200,7 +200,7 @@ def fails_once(error: Exception, then: Callable[..., Any]) -> Callable[..., Any]
 async def test_a_claim_that_cannot_be_taken_fails_one_call_and_not_the_next(
     simulated: host.SimulatedHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    claim = WorkerClaim.open(tmp_path / "worker.lock")
+    claim = WorkerClaim(tmp_path / "worker.lock")
     monkeypatch.setattr(claim, "take", fails_once(error, claim.take))
     link = WorkerLink(f"simulated:{simulated.directory}", claim=claim)
     async with asyncio.timeout(30):

@@ -104,7 +104,7 @@ def service() -> Iterator[Service]:
 
 @pytest.fixture
 async def link(service: Service, simulated: host.SimulatedHost, tmp_path: Path) -> AsyncIterator[WorkerLink]:
-    claim = WorkerClaim.open(tmp_path / "worker.lock")
+    claim = WorkerClaim(tmp_path / "worker.lock")
     link = WorkerLink(f"simulated:{simulated.directory}", claim=claim, service=service.path)
     yield link
     faults.clear(simulated.directory)
@@ -293,7 +293,7 @@ async def test_a_worker_that_outlives_its_service_keeps_every_other_worker_out(
 async def test_the_worker_of_a_killed_broker_finishes_and_the_next_broker_waits(
     service: Service, simulated: host.SimulatedHost, target: ProcessIdentity, tmp_path: Path
 ) -> None:
-    claims = [WorkerClaim.open(tmp_path / "worker.lock") for _ in range(2)]
+    claims = [WorkerClaim(tmp_path / "worker.lock") for _ in range(2)]
     dying, heir = (
         WorkerLink(f"simulated:{simulated.directory}", claim=claim, service=service.path) for claim in claims
     )

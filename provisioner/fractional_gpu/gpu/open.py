@@ -34,7 +34,7 @@ def open_monitor(backend: str) -> Monitor:
     if backend.startswith(_SIMULATED):
         from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor  # noqa: PLC0415 (see above)
 
-        return SimulatedMonitor(_directory(backend))
+        return SimulatedMonitor(backend.removeprefix(_SIMULATED))
     if backend == NVIDIA:
         from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor  # noqa: PLC0415 (see above)
 
@@ -47,7 +47,7 @@ def open_checkpointer(backend: str) -> Checkpointer:
     if backend.startswith(_SIMULATED):
         from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer  # noqa: PLC0415 (see above)
 
-        return SimulatedCheckpointer(_directory(backend))
+        return SimulatedCheckpointer(backend.removeprefix(_SIMULATED))
     if backend == NVIDIA:
         from fractional_gpu.gpu.nvidia.checkpointer import NvidiaCheckpointer  # noqa: PLC0415 (see above)
 
@@ -55,17 +55,13 @@ def open_checkpointer(backend: str) -> Checkpointer:
     return _kind(backend).open_checkpointer()
 
 
-def _directory(backend: str) -> str:
-    directory = backend.removeprefix(_SIMULATED)
-    if not directory:
-        raise _unknown(backend)
-    return directory
-
-
 def _kind(backend: str) -> DeviceKind:
     """Import the kind from its package. Raises GPUError NOT_SUPPORTED: there is none of this name, or it cannot be imported."""
     if not backend.startswith(_KIND):
-        raise _unknown(backend)
+        raise GPUError(
+            GPUErrorCode.NOT_SUPPORTED,
+            f"there is no GPU backend {backend!r}; allowed: 'nvidia', 'kind:NAME', or 'simulated:DIRECTORY' (of a simulated host)",
+        )
     from importlib.metadata import entry_points  # noqa: PLC0415 - takes a fifth of a worker's start
 
     name = backend.removeprefix(_KIND)
@@ -85,10 +81,3 @@ def _kind(backend: str) -> DeviceKind:
             f"the kind of device {name!r} cannot be imported from {found[name].value}: {error}; mend or remove that package",
         ) from error
     return kind
-
-
-def _unknown(backend: str) -> GPUError:
-    return GPUError(
-        GPUErrorCode.NOT_SUPPORTED,
-        f"there is no GPU backend {backend!r}; allowed: 'nvidia', 'kind:NAME', or 'simulated:DIRECTORY' (of a simulated host)",
-    )

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import msgspec
 
@@ -53,19 +53,14 @@ _POLL_S: Final = 0.05
 
 
 class WorkerClaim:
-    """The claim of one broker. Get one with `WorkerClaim.open`, which takes nothing yet."""
+    """The claim of one broker. The file is opened, and made if need be; nothing is taken yet. Raises OSError."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = descriptor
+        self._descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
         self._held = False
         self._name: NameClaim | None = None
         self._waits_for_name = False
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open the file, which is made if need be. Raises OSError."""
-        return cls(path, open_own(path, os.O_RDWR | os.O_CREAT))
 
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptors that a worker inherits."""

@@ -229,12 +229,9 @@ def listen(path: str) -> socket.socket:
                 raise OSError(errno.EADDRINUSE, "another checkpoint worker's service listens there; end it first", path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
-        before = os.umask(0o177)
-        try:
-            listener.bind(path)
-        finally:
-            os.umask(before)
-        listener.listen(_BACKLOG)
+        listener.bind(path)
+        Path(path).chmod(0o600)
+        listener.listen(_BACKLOG)  # before that nobody can connect
     except OSError:
         listener.close()
         raise

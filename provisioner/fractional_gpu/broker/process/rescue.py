@@ -117,7 +117,7 @@ def rescue(options: BrokerOptions) -> Rescue:
                 problem = str(error)
         files = lease_folder(socket, simulated=backend.simulated)
         found = _everything(ledger, files, socket)
-        turn = WorkerClaim.open(Path(f"{socket}.worker"))
+        turn = WorkerClaim(Path(f"{socket}.worker"))
         worker = WorkerLink(backend.name, claim=turn, service=options.worker_socket)
         kernels = asyncio.run(_rescue_all(settings, backend, found, ledger, worker=worker, turn=turn, files=files))
         if ledger is None and opening.exists(path):  # no broker starts with that one

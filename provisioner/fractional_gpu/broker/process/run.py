@@ -215,7 +215,7 @@ class BrokerRun:
     ) -> tuple[DriverStart, Swaps]:
         """Make the checkpoint worker, the operations that use it, and the arbiter with all that executes its effects."""
         settings, ledger = self.settings, self.ledger
-        turn = WorkerClaim.open(Path(f"{self.socket}.worker"))
+        turn = WorkerClaim(Path(f"{self.socket}.worker"))
         end.callback(turn.close)
         worker = WorkerLink(self.backend.name, claim=turn, service=self.worker_socket)
         end.push_async_callback(worker.close)

@@ -124,12 +124,9 @@ class NvidiaCheckpointer:
     @property
     def why_cannot_move(self) -> str:
         """Why a process cannot be restored onto another device here, a sentence; empty if it can."""
-        if not hasattr(self._driver, "CUcheckpointGpuPair"):
-            return f"the installed cuda-bindings are older than 13.0: {INSTALL_BINDINGS} --upgrade"
-        if not hasattr(self._driver, "CUcheckpointRestoreArgs"):
-            return (
-                f"the installed cuda-bindings lack CUcheckpointRestoreArgs (13.3.0 does): {INSTALL_BINDINGS} --upgrade"
-            )
+        needed = ("CUcheckpointGpuPair", "CUcheckpointRestoreArgs")
+        if missing := [name for name in needed if not hasattr(self._driver, name)]:
+            return f"the installed cuda-bindings lack {missing[0]} (those before 13.0, and 13.3.0): {INSTALL_BINDINGS} --upgrade"
         result, version = self._ask("cuDriverGetVersion")
         if result != _SUCCESS or not isinstance(version, int):
             return f"the CUDA driver does not tell its version: {self._name(result)}"

@@ -52,19 +52,6 @@ _CHUNK: Final = 8 << 20
 _SLICES_PER_S: Final = 50
 
 
-def refusal(operation: str, state: ProcessState) -> GPUErrorCode | None:
-    """Return the driver's error code for an operation in a state, None if it is legal."""
-    if state is NEEDS[operation]:
-        return None
-    if state is ProcessState.GONE:
-        return GPUErrorCode.NO_SUCH_PROCESS
-    if state is ProcessState.NO_CONTEXT:
-        return GPUErrorCode.NOT_INITIALIZED
-    if state is ProcessState.FAILED and operation == "restore":
-        return GPUErrorCode.OPERATING_SYSTEM
-    return GPUErrorCode.ILLEGAL_STATE
-
-
 class SimulatedCheckpointer:
     """Drives the processes of a simulated host. Raises GPUError NOT_INITIALIZED when there is none in the folder."""
 
@@ -74,8 +61,13 @@ class SimulatedCheckpointer:
     def close(self) -> None:
         self._store.close()
 
+    @translated
     def state(self, pid: int) -> ProcessState:
-        return translated(lambda: self._state_or_fault(pid))
+        strike = faults.strike(self._store, "state", pid)
+        strike.before()
+        state = ProcessState(strike.value) if strike.lies else self._state(pid)
+        strike.after()
+        return state
 
     def lock(self, pid: int, timeout_ms: int) -> None:
         def act(process: Process) -> None:
@@ -95,13 +87,6 @@ class SimulatedCheckpointer:
 
     def unlock(self, pid: int) -> None:
         self._run("unlock", pid, lambda process: open_gate(self._store, process.key))
-
-    def _state_or_fault(self, pid: int) -> ProcessState:
-        strike = faults.strike(self._store, "state", pid)
-        strike.before()
-        state = ProcessState(strike.value) if strike.lies else self._state(pid)
-        strike.after()
-        return state
 
     def _state(self, pid: int) -> ProcessState:
         key = current_key(pid)
@@ -129,11 +114,12 @@ class SimulatedCheckpointer:
             "failed": ProcessState.FAILED,
         }[process.phase]
 
+    @translated
     def _run(self, operation: str, pid: int, act: Callable[[Process], None], turn_s: float = _TURN_S) -> None:
-        strike = translated(lambda: faults.strike(self._store, operation, pid))
+        strike = faults.strike(self._store, operation, pid)
         strike.before()
         if not strike.lies:
-            translated(lambda: self._act(operation, pid, act, turn_s))
+            self._act(operation, pid, act, turn_s)
         strike.after()
 
     def _act(self, operation: str, pid: int, act: Callable[[Process], None], turn_s: float) -> None:
@@ -158,11 +144,17 @@ class SimulatedCheckpointer:
             raise
 
     def _refuse(self, operation: str, pid: int, state: ProcessState) -> None:
-        code = refusal(operation, state)
-        if code is not None:
-            raise GPUError(
-                code, f"{operation} of process {pid}: it is {state.value}, it must be {NEEDS[operation].value}"
-            )
+        """Raise the driver's error for an operation in a state, unless it is legal."""
+        if state is NEEDS[operation]:
+            return
+        code = GPUErrorCode.ILLEGAL_STATE
+        if state is ProcessState.GONE:
+            code = GPUErrorCode.NO_SUCH_PROCESS
+        elif state is ProcessState.NO_CONTEXT:
+            code = GPUErrorCode.NOT_INITIALIZED
+        elif state is ProcessState.FAILED and operation == "restore":
+            code = GPUErrorCode.OPERATING_SYSTEM
+        raise GPUError(code, f"{operation} of process {pid}: it is {state.value}, it must be {NEEDS[operation].value}")
 
     def _process(self, key: str) -> Process:
         process = find_process(self._store, key)

@@ -121,17 +121,15 @@ def strike(store: Store, operation: str, pid: int) -> Strike:
 
 def _check(operation: str, fault: str) -> None:
     kind, colon, value = fault.partition(":")
-    codes, states = [code.value for code in GPUErrorCode], [state.value for state in ProcessState]
     milliseconds = value.isascii() and value.isdigit()
     allowed = {
-        "fail": value in codes,
+        "fail": value in {*GPUErrorCode},
         "slow": milliseconds,
-        "late": milliseconds if colon else True,
+        "late": milliseconds or not colon,
         "hang": not colon,
-        "lie": value in states if operation == "state" else not colon,
+        "lie": value in {*ProcessState} if operation == "state" else not colon,
     }
     if not allowed.get(kind, False):
         raise SimulatedHostError(
-            f"fault {fault!r} is not allowed for {operation}; allowed: fail:CODE (of {', '.join(codes)}), "
-            f"slow:MS, late, late:MS, hang, lie (for state: lie:STATE, of {', '.join(states)})"
+            f"fault {fault!r} is not allowed for {operation}; allowed: fail:CODE, slow:MS, late, late:MS, hang, lie (for state: lie:STATE)"
         )

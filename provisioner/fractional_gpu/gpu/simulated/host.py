@@ -45,20 +45,15 @@ class SimulatedHost:
 
 def parse_devices(text: str) -> list[int]:
     """Return the MiB of each device from `2x80GiB`, `80GiB` or `2x80GiB,1x40GiB`. Raises SimulatedHostError."""
-    allowed = "allowed: COUNTxMEMORY such as 2x80GiB, 4x512MiB or 2x80GiB,1x40GiB"
     sizes: list[int] = []
     for part in text.split(","):
         match = _DEVICES.fullmatch(part)
-        if match is None:
-            raise SimulatedHostError(f"simulated devices {text[:80]!r} are not understood; {allowed}")
-        count, mib = int(match[1] or "1"), int(match[2]) * _MIB_PER[match[3].lower()]
-        if count < 1 or not 1 <= mib <= _MAX_MIB:
+        count, mib = (int(match[1] or "1"), int(match[2]) * _MIB_PER[match[3].lower()]) if match else (0, 0)
+        if count < 1 or not 1 <= mib <= _MAX_MIB or len(sizes) + count > MAX_DEVICES:
             raise SimulatedHostError(
-                f"simulated devices {text[:80]!r} are out of range: at least one device, "
-                f"of 1 MiB to 16 TiB each; {allowed}"
+                f"simulated devices {text[:80]!r} are not understood or too many; allowed: COUNTxMEMORY such as 2x80GiB, 4x512MiB or "
+                f"2x80GiB,1x40GiB, at most {MAX_DEVICES} devices of 1 MiB to 16 TiB each"
             )
-        if len(sizes) + count > MAX_DEVICES:
-            raise SimulatedHostError(f"simulated devices {text[:80]!r} are too many: at most {MAX_DEVICES}; {allowed}")
         sizes += [mib] * count
     return sizes
 

@@ -6,8 +6,9 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from fractional_gpu.gpu.interface import (
     DeviceActivity,
@@ -20,7 +21,15 @@ from fractional_gpu.gpu.interface import (
     ProcessUse,
 )
 from fractional_gpu.gpu.simulated.load import WHOLE, used_milli
-from fractional_gpu.gpu.simulated.processes import WORK, Process, is_dead, reap, settle_if_abandoned, swapping, users_of
+from fractional_gpu.gpu.simulated.processes import (
+    WORK,
+    Process,
+    is_dead,
+    processes_of,
+    reap,
+    settle_if_abandoned,
+    users_of,
+)
 from fractional_gpu.gpu.simulated.store import MIB, NoSuchDeviceError, SimulatedHostError, Store
 from fractional_gpu.host.clock import since_boot_us
 
@@ -32,6 +41,7 @@ _REAP_S: Final = 10.0
 
 UNABLE: Final = "the simulated driver was told that it cannot checkpoint"
 
+_P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 
@@ -43,14 +53,19 @@ def open_store(directory: str | Path) -> Store:
         raise GPUError(GPUErrorCode.NOT_INITIALIZED, str(error)) from error
 
 
-def translated(function: Callable[[], _Result]) -> _Result:
-    """Call the function; an error of the host's folder becomes the driver's OPERATING_SYSTEM."""
-    try:
-        return function()
-    except NoSuchDeviceError as error:
-        raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, str(error)) from error
-    except (OSError, sqlite3.Error, SimulatedHostError) as error:
-        raise GPUError(GPUErrorCode.OPERATING_SYSTEM, f"the simulated GPU host failed: {error}") from error
+def translated(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
+    """Have an error of the host's folder become the driver's OPERATING_SYSTEM."""
+
+    @wraps(function)
+    def call(*arguments: _P.args, **named: _P.kwargs) -> _Result:
+        try:
+            return function(*arguments, **named)
+        except NoSuchDeviceError as error:
+            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, str(error)) from error
+        except (OSError, sqlite3.Error, SimulatedHostError) as error:
+            raise GPUError(GPUErrorCode.OPERATING_SYSTEM, f"the simulated GPU host failed: {error}") from error
+
+    return call
 
 
 class SimulatedMonitor:
@@ -66,8 +81,9 @@ class SimulatedMonitor:
             str, tuple[int, int]
         ] = {}  # by device: when its energy was counted last, and how much it was, microjoules
 
+    @translated
     def devices(self) -> list[DeviceInfo]:
-        able = bool(translated(self._store.settings).checkpointable)
+        able = bool(self._store.settings().checkpointable)
         return [
             DeviceInfo(
                 device_id=device.device_id,
@@ -78,16 +94,14 @@ class SimulatedMonitor:
                 checkpointable=able,
                 why_not="" if able else UNABLE,
             )
-            for device in translated(self._store.devices)
+            for device in self._store.devices()
         ]
 
-    def use(self, device_id: str) -> DeviceUse:
-        return translated(lambda: self._use(device_id))
-
+    @translated
     def activity(self, device_id: str, since_us: int) -> DeviceActivity:
         now_us = since_boot_us()
         worked_us = {}
-        for process in translated(lambda: users_of(self._store, device_id)):
+        for process in users_of(self._store, device_id):
             with suppress(FileNotFoundError):  # it ended
                 # Read every second for many processes: no Path for each.
                 work = os.stat(f"{self._store.memory}/{process.key}/{WORK}")  # noqa: PTH116
@@ -96,24 +110,26 @@ class SimulatedMonitor:
                     worked_us[process.pid] = min(until_us, now_us)
         return DeviceActivity(known_until_us=now_us, settle_us=_SETTLE_US, worked_us=worked_us)
 
+    @translated
     def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation:
         now_us = since_boot_us()
         by_pid = {
             process.pid: used_milli(self._store, process, since_us * 1000, now_us * 1000)
-            for process in translated(lambda: users_of(self._store, device_id))
+            for process in users_of(self._store, device_id)
         }
         device_milli = min(WHOLE, sum(by_pid.values()))
         return DeviceUtilisation(
             since_us=since_us, until_us=now_us, settle_us=0, by_pid=by_pid, device_milli=device_milli
         )
 
+    @translated
     def sensors(self, device_id: str) -> DeviceSensors:
         """Return how busy the device was in the last second, what it drew then and since this monitor was opened; it has no temperature.
 
         The energy is counted when it is read, by the use since the last reading: what a process used between that and its end is left out.
         Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST, OPERATING_SYSTEM).
         """
-        translated(lambda: self._check(device_id))
+        self._check(device_id)
         now_us = since_boot_us()
         use_milli = self.utilisation(device_id, now_us - _RECENT_US).device_milli or 0
         since_us, drawn_uj = self._drawn.get(device_id, (self._opened_us, 0))
@@ -139,11 +155,12 @@ class SimulatedMonitor:
             raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {device_id} is lost")
         return device.memory_mib
 
-    def _use(self, device_id: str) -> DeviceUse:
+    @translated
+    def use(self, device_id: str) -> DeviceUse:
         memory_mib = self._check(device_id)
         holding = users_of(self._store, device_id)
         reaped = self._reap(holding)
-        abandoned = swapping(self._store)
+        abandoned = [process for process in processes_of(self._store) if process.phase in ("saving", "restoring")]
         for process in abandoned:
             settle_if_abandoned(self._store, process.key)
         if reaped or abandoned:

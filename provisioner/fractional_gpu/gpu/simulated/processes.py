@@ -158,11 +158,6 @@ def users_of(store: Store, device_id: str) -> list[Process]:
     return [_process(row) for row in store.query(f"{_COLUMNS} WHERE {ON_DEVICE}", device_id)]
 
 
-def swapping(store: Store) -> list[Process]:
-    """Return the processes whose bytes are being saved or restored."""
-    return [_process(row) for row in store.query(f"{_COLUMNS} WHERE phase IN ('saving', 'restoring')")]
-
-
 def open_file(folder: Path, name: str, flags: int) -> int:
     """Open a file in a process's folder; a new one gets mode 0600. Raises FileNotFoundError when the process was reaped.
 
