@@ -336,20 +336,14 @@ class WorkerLink:
         if worker is None:
             return
         worker.kill()
-        try:
-            async with asyncio.timeout(_KILL_S):
-                await worker.wait()
-        except TimeoutError:
+        if not await worker.wait(_KILL_S):
             self._unkillable = worker
         worker.channel.close()
 
     async def _end(self, worker: Worker) -> None:
         """Let the worker end by itself, so that its exit status is its own; kill it if it does not."""
         worker.channel.close()
-        try:
-            async with asyncio.timeout(self._answer_s):
-                await worker.wait()
-        except TimeoutError:
+        if not await worker.wait(self._answer_s):
             await self._kill()
         self._worker = None
 

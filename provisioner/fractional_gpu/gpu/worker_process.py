@@ -100,9 +100,10 @@ class Worker:
     def has_ended(self) -> bool:
         return self._watch.done()
 
-    async def wait(self) -> None:
-        """Return when it has ended. Cancellation stops the waiting only."""
-        await asyncio.shield(self._watch)
+    async def wait(self, limit_s: float | None = None) -> bool:
+        """Wait for its end, and return whether it has ended. Cancellation stops the waiting only."""
+        await asyncio.wait([self._watch], timeout=limit_s)
+        return self.has_ended
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):  # it has ended, or its service has

@@ -61,24 +61,19 @@ class WorkerService:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def stop(self) -> None:
-        """End the service once the worker has finished its operation."""
+        """Take no more connections, and end the service once the worker has finished its operation."""
+        Path(self.path).unlink(missing_ok=True)
         self._stop.set()
 
     async def run(self) -> None:
         """Serve until `stop`. Raises OSError if the socket cannot be made. Cancellation kills the worker."""
         with contextlib.closing(listen(self.path)) as listener:
-            identity = os.lstat(self.path)
             log.info("the checkpoint worker's service (%s) listens on %s", self._kind, self.path)
             accepting = asyncio.create_task(self._accept(listener))
-            stopping = asyncio.create_task(self._stop.wait())
             try:
-                await asyncio.wait([accepting, stopping], return_when=asyncio.FIRST_COMPLETED)
-                if accepting.done():
-                    accepting.result()
+                await self._stop.wait()
             finally:
-                for task in (accepting, stopping):
-                    task.cancel()
-                _remove(self.path, identity)
+                accepting.cancel()
                 await self._finish()
 
     async def _finish(self) -> None:
@@ -150,7 +145,8 @@ class WorkerService:
     async def _start(self, connection: socket.socket, backend: str, descriptors: list[int], pid: int) -> Worker:
         """Start a worker that inherits the descriptors, and send the broker its channel. Raises GPUError, OSError."""
         _take_claim(descriptors)
-        if self._worker is not None and not await _has_ended(self._worker):
+        # A worker's claim is free before this process knows of its end.
+        if self._worker is not None and not await self._worker.wait(_REAP_S):
             raise GPUError(
                 GPUErrorCode.WORKER_BUSY,
                 f"the checkpoint worker {self._worker.pid} of an earlier connection still runs",
@@ -183,16 +179,6 @@ async def _kill_on_request(connection: socket.socket, worker: Worker) -> None:
         if connection.recv(1):
             log.warning("the broker has the checkpoint worker %d killed", worker.pid)
             worker.kill()
-
-
-async def _has_ended(worker: Worker) -> bool:
-    """Return whether the worker has ended, or does so in a moment: its claim is free before this process knows of its end."""
-    try:
-        async with asyncio.timeout(_REAP_S):
-            await worker.wait()
-    except TimeoutError:
-        return False
-    return True
 
 
 def listen(path: str) -> socket.socket:
@@ -236,14 +222,6 @@ def listen(path: str) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _remove(path: str, identity: os.stat_result) -> None:
-    """Remove the socket unless another service has put its own there."""
-    with contextlib.suppress(OSError):
-        found = os.lstat(path)
-        if (found.st_dev, found.st_ino) == (identity.st_dev, identity.st_ino):
-            Path(path).unlink()
 
 
 def _take_claim(descriptors: list[int]) -> None:

@@ -91,9 +91,7 @@ _GENERAL_HINTS: Final[Mapping[GPUErrorCode, str]] = {
     GPUErrorCode.NOT_SUPPORTED: "the driver cannot do this for this process, device or driver release",
     GPUErrorCode.OPERATING_SYSTEM: "the driver did not get what it needs from the operating system",
 }
-_START_HINTS: Final[Mapping[GPUErrorCode, str]] = {
-    GPUErrorCode.SYSTEM_NOT_READY: "on an HGX host it waits for the fabric manager: `systemctl status nvidia-fabricmanager`",
-}
+_FABRIC_MANAGER: Final = "on an HGX host it waits for the fabric manager: `systemctl status nvidia-fabricmanager`"
 
 
 class NvidiaCheckpointer:
@@ -118,7 +116,7 @@ class NvidiaCheckpointer:
         result, _ = self._ask("cuInit", 0)
         if result != _SUCCESS:
             code = _CODES.get(result, GPUErrorCode.UNKNOWN)
-            hint = _START_HINTS.get(code, "`nvidia-smi` may tell more")
+            hint = _FABRIC_MANAGER if code is GPUErrorCode.SYSTEM_NOT_READY else "`nvidia-smi` may tell more"
             raise GPUError(code, f"the CUDA driver does not start: {self._name(result)}; {hint}")
 
     @property

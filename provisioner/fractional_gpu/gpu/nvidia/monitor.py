@@ -5,9 +5,7 @@
 - A device that fell off the bus is left out of `devices()`, and `use()` of it raises DEVICE_LOST.
 - Drivers before 575.57 name a process by the thread that made its context, and in a pid namespace the samples of utilisation keep the
   host's pids. So each number is turned into its process's, and samples count only of processes that the device lists.
-- A device's memory is the memory that processes can have: the driver's own reserve is neither in the total nor in the
-  use.
-- Devices are named by UUID; an index is for people and may change with every boot.
+- The driver's own reserve of a device's memory is neither in the total nor in the use.
 - A handle is valid until NVML is shut down, and getting one is a call of its own: handles are kept. A call that fails with a kept handle
   is repeated with a fresh one, so that each error is about the device as it is now.
 - A device in MIG mode is not listed itself: its instances are, each as a device.

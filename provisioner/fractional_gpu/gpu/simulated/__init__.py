@@ -16,6 +16,6 @@ directly, so that no daemon can die:
 
 Where root's broker serves users, the host is shared: `store` has the rules, `device_memory` says whose memory its bytes are.
 
-`store`, `processes`, `context` and `cuda` are the notebook's side and need only the standard library. The saved
+`store`, `processes`, `context` and `cuda` are the notebook's side and need only the standard library and the room `host`. The saved
 bytes lie in files, so unlike with the real driver they are not in the target's resident set.
 """

@@ -47,8 +47,6 @@ from fractional_gpu.gpu.simulated.store import MIB, Device, SimulatedHostError, 
 
 # The gate of a simulated process: its calls pass, or wait while it is locked or checkpointed.
 #
-# Standard library only: notebooks import it.
-#
 # The rules:
 # - A call in flight holds a shared lock on the gate's file. A lock operation first sets the byte to WANTED, so that no new
 #   call begins, then waits for the exclusive lock. The kernel drops the shared lock of a killed process.
@@ -325,18 +323,14 @@ class Context:
 
         self._admitted(n_bytes, None, record)
         if self.store.shared:
-            self._reserve(added)
+            try:
+                reserve(self.store.directory, self.path(added))  # charges the pages to the host
+            except OSError as error:
+                self.free([added])
+                raise SimulatedOutOfMemory(
+                    f"this machine cannot hold the contents of the simulated GPU: {error}; allocate less"
+                ) from error
         return added
-
-    def _reserve(self, number: int) -> None:
-        """Have an allocation's pages charged to the host. Raises SimulatedOutOfMemory."""
-        try:
-            reserve(self.store.directory, self.path(number))
-        except OSError as error:
-            self.free([number])
-            raise SimulatedOutOfMemory(
-                f"this machine cannot hold the contents of the simulated GPU: {error}; allocate less"
-            ) from error
 
     def free(self, numbers: list[int]) -> None:
         """Free allocations; numbers that are freed already are ignored. The caller is inside the gate."""

@@ -1,7 +1,5 @@
 """Work on the simulated devices: how much of its device each process uses, and how pieces of work slow each other down.
 
-Standard library only: notebooks import it.
-
 The rules:
 - A piece of work says how long it takes alone, and how much of the device it uses meanwhile, thousandths.
 - Pieces do not slow each other down while they use at most the whole device together. Beyond that, a piece that uses u takes 1 - u + u * k
@@ -16,7 +14,6 @@ The rules:
 import os
 import struct
 import threading
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -138,7 +135,10 @@ class Load:
         wants_milli = [piece.wanted_milli for piece in self._pieces if piece.wanted_milli]
         if wants_milli:
             others = [one for one in users_of(self._store, device_id) if one.key != self._key]
-            wants_milli += _wants_milli(self._store, others, self._at_ns)
+            found = [_read(self._store, process, totals=False) for process in others]
+            wants_milli += [
+                milli for one in found if one is not None and one.end_ns > self._at_ns for milli in one.wants_milli
+            ]
         stretch = common_stretch(wants_milli)
         for piece in self._pieces:
             piece.stretch_milli = ceil(WHOLE - piece.milli + piece.milli * stretch)
@@ -189,12 +189,6 @@ def _total_at(totals: list[tuple[int, int]], at_ns: int) -> int:
         if from_ns <= at_ns <= to_ns:
             return before_ns + (after_ns - before_ns) * (at_ns - from_ns) // max(1, to_ns - from_ns)
     return totals[-1][1]
-
-
-def _wants_milli(store: Store, processes: Iterable[Process], now_ns: int) -> list[int]:
-    """Return what each piece of work of these processes that is under way uses alone."""
-    found = [_read(store, process, totals=False) for process in processes]
-    return [milli for one in found if one is not None and one.end_ns > now_ns for milli in one.wants_milli]
 
 
 def common_stretch(wants_milli: list[int]) -> float:

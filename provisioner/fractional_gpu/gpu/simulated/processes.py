@@ -1,7 +1,5 @@
 """Processes of the simulated host: which are alive, what they hold, and the clean-up after dead ones.
 
-Standard library only: notebooks import it.
-
 The rules:
 - A process is pid, start time and boot, as one text (`current_key`); a zombie is dead.
 - A process in a pid namespace of its own knows its pid there only, and cannot see the processes outside. Its key names the namespace,
@@ -284,7 +282,6 @@ def settle_if_abandoned(store: Store, key: str) -> None:
 
 def forget(store: Store, keys: list[str]) -> None:
     """Release everything that these processes hold, and folders without an owner."""
-    moved = []
     with store.transaction() as db:
         for key in keys:
             db.execute("DELETE FROM allocations WHERE process=?", (key,))
@@ -294,7 +291,6 @@ def forget(store: Store, keys: list[str]) -> None:
         for folder in store.memory.iterdir():
             if folder.name not in known and store.may_tidy(folder):
                 folder.rename(store.trash / folder.name)
-                moved.append(folder.name)
     empty_trash(store)
 
 
@@ -311,8 +307,14 @@ def empty_trash(store: Store) -> None:
 
 def reap(store: Store) -> None:
     """Release everything that dead processes hold."""
+    # Root may release what any process holds, a user what is the user's own; of a folder that is gone, root.
+    everything = os.geteuid() == 0 or not store.shared
     recorded = store.query("SELECT key, pid FROM processes")
-    dead = [key for key, pid in recorded if is_dead(store, key, pid) and _is_ours(store, key)]
+    dead = [
+        key
+        for key, pid in recorded
+        if is_dead(store, key, pid) and (everything or store.may_tidy(store.process_folder(key)))
+    ]
     # Listed before the rows are read again inside the transaction of `forget`, which decides.
     known = {key for key, _ in recorded}
     orphans = [folder for folder in store.memory.iterdir() if folder.name not in known and store.may_tidy(folder)]
@@ -320,8 +322,3 @@ def reap(store: Store) -> None:
         forget(store, dead)
     else:
         empty_trash(store)
-
-
-def _is_ours(store: Store, key: str) -> bool:
-    """Whether this process may release what that one holds: root all, a user what is the user's own. Of a folder that is gone, root."""
-    return os.geteuid() == 0 or not store.shared or store.may_tidy(store.process_folder(key))

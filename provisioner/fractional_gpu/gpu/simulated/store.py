@@ -101,33 +101,26 @@ class Store:
                 f"there is no simulated GPU host in {self.directory}: start a broker with --simulate, or create one"
             )
         try:
-            self._db = self._open(create=create)
-        except sqlite3.Error as error:
-            raise SimulatedHostError(
-                f"the simulated GPU host in {self.directory} cannot be opened ({error}): "
-                "it must be yours and writable; remove the folder to start afresh"
-            ) from error
-
-    def _open(self, *, create: bool) -> sqlite3.Connection:
-        path = self.directory / DATABASE
-        db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-        try:
-            # No fsync: the folder does not outlive the machine, and SQLite survives a killed process without it.
-            db.execute("PRAGMA synchronous=OFF")
-            if create:
-                db.execute("PRAGMA journal_mode=WAL").fetchone()
-                db.executescript(SCHEMA)
-            found = db.execute("SELECT value FROM meta WHERE name='version'").fetchone()
-        except sqlite3.Error:
-            db.close()
-            raise
-        if found is not None and found[0] != str(VERSION):
-            db.close()
-            raise SimulatedHostError(
-                f"the simulated GPU host in {self.directory} is of version {found[0]}, this program speaks {VERSION}: "
-                "remove the folder to start afresh"
+            self._db = sqlite3.connect(
+                self.directory / DATABASE, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
-        return db
+            # No fsync: the folder does not outlive the machine, and SQLite survives a killed process without it.
+            self._db.execute("PRAGMA synchronous=OFF")
+            if create:
+                self._db.execute("PRAGMA journal_mode=WAL").fetchone()
+                self._db.executescript(SCHEMA)
+            found = self.query("SELECT value FROM meta WHERE name='version'")
+        except sqlite3.Error as error:
+            if hasattr(self, "_db"):
+                self._db.close()
+            raise SimulatedHostError(
+                f"the simulated GPU host in {self.directory} cannot be opened ({error}): it must be yours and writable; {_AFRESH}"
+            ) from error
+        if found and found[0][0] != str(VERSION):
+            self._db.close()
+            raise SimulatedHostError(
+                f"the simulated GPU host in {self.directory} is of version {found[0][0]}, this program speaks {VERSION}: {_AFRESH}"
+            )
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
