@@ -3,8 +3,8 @@
 from fractional_gpu.core.forecasts.advice import Advice, Risk, Verdict
 from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.core.metering.usage import HOUR_MS, SHARE_HOUR, Usage
-from fractional_gpu.protocol.accounts import BudgetStatus, Cost, ShareAdvice, UsageEntry
-from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, Neighbour, UsagePoint
+from fractional_gpu.protocol.accounts import BudgetStatus, Cost, UsageEntry
+from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, Neighbour, ShareAdvice, UsagePoint
 from tests.support.statuses import a_status
 
 __all__ = ["ADVICE", "COST", "DEVICE", "EVIL", "LEASE", "NOW_MS", "UNPRICED", "host", "points"]

@@ -4,9 +4,9 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-from fractional_gpu.core.forecasts.advice import Advice
 from fractional_gpu.core.metering.usage import Usage
 from fractional_gpu.protocol.limits import MAX_NAME
+from fractional_gpu.protocol.status import ShareAdvice
 
 USAGE_BY: Final = ("hour", "day", "month", "user", "group", "pool", "device", "notebook", "lease")
 USAGE_ONLY: Final = ("user", "group", "pool", "device", "lease", "seated")
@@ -44,18 +44,6 @@ class UsageEntry(Struct, frozen=True, kw_only=True):
     currency: str  # of the amounts; empty: no price
     usage: Usage
     carbon_mg: int = 0  # CO2 for the energy, by the carbon that is configured
-
-
-class ShareAdvice(Struct, frozen=True, kw_only=True):
-    """What is suggested about the share of a notebook, or of a server (no notebook); nothing is changed by it."""
-
-    pool: str
-    owner: str
-    seated: bool = False  # the owner is a hub's user, not one of the machine
-    notebook: str
-    figures: Advice
-    sentence: str = ""  # all of that for people; empty: nothing is suggested
-    brief: str = ""
 
 
 class UsageReport(Struct, frozen=True, kw_only=True):

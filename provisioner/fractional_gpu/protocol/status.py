@@ -5,9 +5,21 @@ What the arbiter knows of a lease is in them as it is (`core.model`). Kernels do
 
 from msgspec import Struct
 
+from fractional_gpu.core.forecasts.advice import Advice
 from fractional_gpu.core.model import LeaseSpec, LeaseView, Slowdown, Span
-from fractional_gpu.protocol.accounts import ShareAdvice
 from fractional_gpu.protocol.messages import KERNEL, Workload
+
+
+class ShareAdvice(Struct, frozen=True, kw_only=True):
+    """What is suggested about the share of a notebook, or of a server (no notebook); nothing is changed by it."""
+
+    pool: str
+    owner: str
+    seated: bool = False  # the owner is a hub's user, not one of the machine
+    notebook: str
+    figures: Advice
+    sentence: str = ""  # all of that for people; empty: nothing is suggested
+    brief: str = ""
 
 
 class StoryLine(Struct, frozen=True, kw_only=True):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from fractional_gpu.core.metering.usage import ACCOUNTS, MJ_PER_KWH, SHARE_HOUR
-from fractional_gpu.protocol.accounts import BudgetStatus, ShareAdvice, UsageEntry, UsageReport
+from fractional_gpu.protocol.accounts import BudgetStatus, UsageEntry, UsageReport
+from fractional_gpu.protocol.status import ShareAdvice
 from fractional_gpu.reports.sums import ACCOUNT, of_leases, of_no_lease, rolled_up
 
 SCOPES: Final = {

@@ -13,7 +13,7 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.core.events import Attached, LeaseMeasured, LeaseRequested
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Sample, Share
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.protocol.accounts import ShareAdvice
+from fractional_gpu.protocol.status import ShareAdvice
 from tests.core.driving import Hand, device, spec
 from tests.support.counted import calls_of
 

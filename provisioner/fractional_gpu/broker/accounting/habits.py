@@ -21,7 +21,7 @@ from fractional_gpu.core.forecasts.advice_words import brief, sentence
 from fractional_gpu.core.forecasts.habits import WINDOW_DAYS, HabitKey, HabitKind, Sample, Share, UseRecorder
 from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView, PoolSpec, Sharing
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.protocol.accounts import ShareAdvice
+from fractional_gpu.protocol.status import ShareAdvice
 
 log = logging.getLogger(__name__)
 

@@ -24,13 +24,13 @@ from fractional_gpu.protocol.accounts import (
     BudgetExtension,
     BudgetList,
     Cost,
-    ShareAdvice,
     UsageQuery,
     UsageReport,
 )
 from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.routes import Nothing
+from fractional_gpu.protocol.status import ShareAdvice
 from fractional_gpu.reports.sums import periods_of
 
 
