@@ -126,7 +126,7 @@ class Broker:
         self.host_deadline_ms: int | None = None  # the host goes away then, says a cloud's notice, as by `now_ms`
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self.history = History(writer)
-        self.records = LeaseRecords(self, writer, self.deadlines, files)
+        self.records = LeaseRecords(self, files)
         self.end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease
         self.exit_followers: list[Callable[[Kernel], None]] = []  # are told of each kernel whose process has ended
         writer.connect(wrote=self.metrics.wrote, trouble_changed=self._trouble_changed)

@@ -9,6 +9,7 @@ from fractional_gpu.broker.accounting.terms import charge_terms
 from fractional_gpu.broker.api.handler import Call, Described, serve
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.clock import wall_ms
+from fractional_gpu.broker.seats.rules import minute_of_week
 from fractional_gpu.broker.services.status import view_of
 from fractional_gpu.config.budgets import parse_amount
 from fractional_gpu.core.metering.budgets import Subject
@@ -158,12 +159,16 @@ def _beginnings() -> tuple[int, int]:
 
 def _now_milli(tariff: Tariff, view: LeaseView) -> int:
     """Return what an hour of the lease costs as it is now, thousandths."""
-    local = time.localtime(wall_ms() / 1000)
-    minute = (local.tm_wday * 24 + local.tm_hour) * 60 + local.tm_min
     charged = tariff.charged_milli(
         held=view.reserved_mib > 0, busy=view.busy, suspended=bool(view.saved_mib) and not view.reserved_mib
     )
-    return tariff.price_at(minute) * view.spec.fraction_milli * view.spec.devices * charged // 1_000_000
+    return (
+        tariff.price_at(minute_of_week(wall_ms() / 1000))
+        * view.spec.fraction_milli
+        * view.spec.devices
+        * charged
+        // 1_000_000
+    )
 
 
 serve(routes.USAGE, _usage)

@@ -20,7 +20,7 @@ from tornado import iostream, web
 
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.payers import find_route
-from fractional_gpu.broker.api.server import MeteredStream, bearer
+from fractional_gpu.broker.api.server import MeteredStream, bearer, close_if_unread
 from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.cost import metered
 from fractional_gpu.broker.kernels.kernel import Kernel
@@ -269,14 +269,7 @@ class Handler(web.RequestHandler):
     def reply_with(self, body: bytes, content_type: str) -> None:
         self._reach("reply")
         self.set_header("Content-Type", content_type)
-        taken = self.finish(body)
-        # A peer that does not read its reply in time is cut off; else the reply would stay in memory.
-        patience = asyncio.get_running_loop().call_later(TAKEN_S, self._give_up, taken)
-        taken.add_done_callback(lambda _: patience.cancel())
-
-    def _give_up(self, taken: "asyncio.Future[None]") -> None:
-        if not taken.done():
-            self.stream.close()
+        close_if_unread(self.stream, self.finish(body), TAKEN_S)
 
     async def write_line(self, message: object) -> None:
         """Write one line of a stream. Raises StreamClosedError if the peer disconnects or does not read it in time."""

@@ -4,7 +4,6 @@ Any process that may connect to the socket may call `GET /v1/metrics`, any host 
 totals without user names. With `c.GPUBroker.metrics_users` the address and administrators on the socket get sums by user, too.
 """
 
-import asyncio
 import logging
 import socket
 from collections import Counter
@@ -21,7 +20,7 @@ from tornado.httpserver import HTTPServer
 
 from fractional_gpu import __version__
 from fractional_gpu.broker.api.lease_service import LeaseService
-from fractional_gpu.broker.api.server import PausingListener, Server
+from fractional_gpu.broker.api.server import PausingListener, Server, close_if_unread
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.metrics import PREFIX, Metric
 from fractional_gpu.broker.services.status import salvage_counts
@@ -95,14 +94,8 @@ class _ByTCP(web.RequestHandler):
         encode, content_type = choose_encoder(self.request.headers.get("Accept", ""))
         self.set_header("Content-Type", content_type)
         self.set_header("Server", "jupyter-fractional-gpu")
-        taken = self.finish(encode(self._registry))
-        patience = asyncio.get_running_loop().call_later(_SECONDS, self._give_up, taken)
-        taken.add_done_callback(lambda _: patience.cancel())
-
-    def _give_up(self, taken: "asyncio.Future[None]") -> None:
-        if not taken.done():
-            connection: Any = self.request.connection
-            connection.stream.close()
+        connection: Any = self.request.connection
+        close_if_unread(connection.stream, self.finish(encode(self._registry)), _SECONDS)
 
     def write_error(self, status_code: int, **_: Any) -> None:  # noqa: ANN401 - tornado's own
         self.set_header("Content-Type", "text/plain; charset=utf-8")

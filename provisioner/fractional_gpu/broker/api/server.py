@@ -75,6 +75,17 @@ def bearer(headers: httputil.HTTPHeaders) -> str | None:
     return token if scheme == "Bearer" else ""
 
 
+def close_if_unread(stream: iostream.IOStream, taken: "asyncio.Future[None]", seconds: float) -> None:
+    """Cut off a peer that does not read its reply in time; else the reply would stay in memory."""
+
+    def close() -> None:
+        if not taken.done():
+            stream.close()
+
+    patience = asyncio.get_running_loop().call_later(seconds, close)
+    taken.add_done_callback(lambda _: patience.cancel())
+
+
 class MeteredStream(iostream.IOStream):
     """A connection whose reading is charged to its account, and which is not read while the account's reserve is spent."""
 
@@ -230,7 +241,6 @@ class Server(HTTPServer):
         self._payers = payers
         self._count: Counter[Account] = Counter()  # connections, by who pays for them
         self._of_users = 0  # connections of users that are not administrators
-        self._open: dict[object, MeteredStream] = {}
         self._refusals: set[asyncio.Task[None]] = set()
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if descriptors == resource.RLIM_INFINITY:
@@ -270,7 +280,6 @@ class Server(HTTPServer):
                     max_buffer_size=self.max_buffer_size,
                     read_chunk_size=self.read_chunk_size,
                 )
-                self._open[stream] = stream
                 self.handle_stream(stream, address)
         account.charge(COST_CONNECTION_S)
 
@@ -318,9 +327,8 @@ class Server(HTTPServer):
         return _Admission(super().start_request(server_conn, request_conn), connection, stream, self._payers)
 
     def on_close(self, server_conn: object) -> None:
-        stream = self._open.pop(getattr(server_conn, "stream", None), None)
-        if stream is not None:
-            self._forget(stream.opened_by, admin=stream.admin)
+        stream: MeteredStream = server_conn.stream  # type: ignore[attr-defined] # an HTTP1ServerConnection
+        self._forget(stream.opened_by, admin=stream.admin)
         super().on_close(server_conn)
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from fractional_gpu.broker.clock import DeadlineClock, now_ms, wall_ms
+from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles
 from fractional_gpu.core.arbiter import Arbiter
@@ -279,13 +279,10 @@ _MOST_MEMBERS: Final = 256  # of a kernel's processes that the ledger remembers
 class LeaseRecords:
     """The records of one broker's leases. `files` holds the second records, if there are any. Everything runs on the broker's loop."""
 
-    def __init__(
-        self, broker: "Broker", writer: LedgerWriter, deadlines: DeadlineClock, files: LeaseFiles | None = None
-    ) -> None:
+    def __init__(self, broker: "Broker", files: LeaseFiles | None = None) -> None:
         self.files = files
         self._broker = broker
-        self._writer = writer
-        self._deadlines = deadlines
+        self._writer = broker.writer
 
     def save(self, kernel: Kernel, *, limit: bool = False) -> None:
         """Write the lease as it stands; with `limit`, send the kernel its memory limit once that is on the disk. Returns at once."""
@@ -359,7 +356,7 @@ class LeaseRecords:
             identity=kernel.identity,
             facts=kernel.facts,
             home_ids=kernel.checkpoint.homes,
-            pinned_until_ms=self._deadlines.now_ms() + pin_left_ms if pin_left_ms > 0 else 0,
+            pinned_until_ms=self._broker.deadlines.now_ms() + pin_left_ms if pin_left_ms > 0 else 0,
             members=tuple(sorted(kernel.members)[:_MOST_MEMBERS]),
             released=kernel.ending.released,
             taken_over=kernel.taken_over,

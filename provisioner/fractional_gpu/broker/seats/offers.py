@@ -272,6 +272,11 @@ class PoolForecasts:
         why_not = _over_limit(request, pool, hub, seats)
         free = not isinstance(where, PoolFull) and not kept and not why_not
         expected = None if free else self.expected(pool.name, waiting + 1, len(seats))
+        at_once_milli = 0  # so many of a thousand cells would start without a wait, where the seat would be
+        if isinstance(where, str):
+            places = self.places(pool, self.usable_devices(pool), seats)
+            load = self.load(request.owner, pool, memory_mib)
+            at_once_milli = 1000 - -(-wait_chance_with(load, places, where) // 1000)
         offer = FractionOffer(
             fraction_milli=milli,
             memory_mib=memory_mib,
@@ -280,21 +285,9 @@ class PoolForecasts:
             sentence="",
             why_not=why_not,
             **times(expected),
-            at_once_milli=0
-            if isinstance(where, PoolFull)
-            else self._at_once_milli(request, pool, memory_mib, seats, where),
+            at_once_milli=at_once_milli,
         )
         return structs.replace(offer, sentence=_expectation(offer, hub))
-
-    def _at_once_milli(
-        self, request: SeatRequest, pool: PoolSpec, memory_mib: int, seats: Sequence[SeatRecord], device_id: str | None
-    ) -> int:
-        """Return how many of a thousand cells would start without a wait, on the device where the seat would be."""
-        load = self.load(request.owner, pool, memory_mib)
-        if device_id is None:
-            return 0
-        places = self.places(pool, self.usable_devices(pool), seats)
-        return 1000 - -(-wait_chance_with(load, places, device_id) // 1000)
 
     def _default(self, offers: Sequence[PoolOffer]) -> tuple[str, int]:
         """Return the configured default if it is free, else the first pool and smallest fraction that are."""

@@ -15,6 +15,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
 
 from msgspec import structs
@@ -67,22 +68,22 @@ _MOST_SEATS = 10_000
 _MOST_WAITING = 2000
 
 
+@dataclass(eq=False, slots=True)
 class _Waiter:
     """A request in its pool's line, compared by identity. `seat` or `refused` is set when it leaves the line."""
 
-    def __init__(self, request: SeatRequest, group: str, terms: GroupTerms, memory_mib: int) -> None:
-        self.request = request
-        self.group = group
-        self.terms = terms
-        self.memory_mib = memory_mib
-        self.seat: SeatRecord | None = None  # reserved for it, and being written to the ledger ...
-        self.written: asyncio.Future[None] | None = None  # ... until this future is done
-        self.token = ""
-        self.given = False  # the caller has received the seat
-        self.since_ms = now_ms()
-        self.passed_over = 0  # how many later requests got a seat before this one
-        self.forecast: tuple[Span, Span] | None = None  # of its wait, at its beginning: as worked out, and as stated
-        self.refused: NoRoomError | None = None  # a limit that its owner or group reached while it waited
+    request: SeatRequest
+    group: str
+    terms: GroupTerms
+    memory_mib: int
+    seat: SeatRecord | None = None  # reserved for it, and being written to the ledger ...
+    written: asyncio.Future[None] | None = None  # ... until this future is done
+    token: str = ""
+    given: bool = False  # the caller has received the seat
+    since_ms: int = field(default_factory=now_ms)
+    passed_over: int = 0  # how many later requests got a seat before this one
+    forecast: tuple[Span, Span] | None = None  # of its wait, at its beginning: as worked out, and as stated
+    refused: NoRoomError | None = None  # a limit that its owner or group reached while it waited
 
 
 class Seats:
@@ -447,15 +448,11 @@ class Seats:
         """Make the seat permanent, since the hub has saved it; return once the ledger has that. Raises NotFoundError, LedgerError."""
         seat = self._known(seat_id)
         if seat.expires_ms is not None:
-            kept = structs.replace(seat, expires_ms=None)
-            await self._broker.writer.run(partial(self._broker.writer.ledger.save_seat, kept))
-            now = self._known(seat_id)  # it may have ended in the meantime
-            if now is seat:
-                self._seats[seat_id] = kept
-                self._save_second_record(kept)
-            else:  # its workload's group became known, which was written with the expiry
-                self._keep(structs.replace(now, expires_ms=None))
-            seat = self._seats[seat_id]
+            confirmed = structs.replace(seat, expires_ms=None)
+            await self._broker.writer.run(partial(self._broker.writer.ledger.save_seat, confirmed))
+            # Meanwhile it may have ended, or its workload's group become known, which was written with the expiry.
+            seat = structs.replace(self._known(seat_id), expires_ms=None)
+            self._keep(seat)
         return self.status(seat)
 
     def _save_second_record(self, seat: SeatRecord) -> None:

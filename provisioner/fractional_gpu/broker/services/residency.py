@@ -110,8 +110,8 @@ class Residency:
                 device_id=view.device_id,
                 environment=self._broker.environment(kernel.lease_id, device_ids),
             )
-        if (failure := _failure(view)) is not None:
-            return Progress(kind=ProgressKind.REFUSED, reason=failure[0], sentence=failure[1])
+        if view.state is LeaseState.QUARANTINED and view.reason == FOUND_FAILED:
+            return Progress(kind=ProgressKind.REFUSED, reason=view.reason, sentence=view.sentence)
         ticket = self._broker.ticket(kernel.lease_id)
         reason, sentence, expected = explain(self._broker, view)
         if time.monotonic() >= deadline_s:
@@ -301,11 +301,6 @@ def _over(view: LeaseView | None) -> Progress:
         return Progress(kind=ProgressKind.REFUSED, reason=REVOKED.code, sentence=revoked_sentence(view))
     sentence = f"the lease of this kernel was ended: for another one {RESTART}"
     return Progress(kind=ProgressKind.REFUSED, reason="lease-over", sentence=sentence)
-
-
-def _failure(view: LeaseView) -> tuple[str, str] | None:
-    failed = view.state is LeaseState.QUARANTINED and view.reason == FOUND_FAILED
-    return (view.reason, view.sentence) if failed else None
 
 
 def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
