@@ -27,9 +27,7 @@ _SEAT = SeatRecord(
     created_ms=1_750_000_000_000,
     expires_ms=1_750_000_060_000,
 )
-_USAGE = UsageRecord(
-    owner="ada", pool="default", day=20_000, live_ms=600_000, busy_ms=60_000, busy_mib_ms=120_000_000, peak_mib=4096
-)
+_USAGE = UsageRecord(owner="ada", pool="default", day=20_000, live_ms=600_000, busy_ms=60_000, busy_mib_ms=120_000_000)
 _DAY_MS = 86_400_000
 
 
@@ -68,9 +66,9 @@ def test_no_seat_lasted_less_than_no_time_though_the_wall_clock_was_set_back(led
     assert ledger.seat_times_ms("default") == [0]
 
 
-def test_usage_of_a_day_adds_up_and_the_peak_is_the_highest(ledger: Ledger) -> None:
+def test_usage_of_a_day_adds_up(ledger: Ledger) -> None:
     ledger.add_usage(_USAGE)
-    ledger.add_usage(replace(_USAGE, peak_mib=1024))
+    ledger.add_usage(_USAGE)
     ledger.add_usage(replace(_USAGE, day=20_001))
     assert ledger.usage(20_000) == [
         replace(_USAGE, live_ms=1_200_000, busy_ms=120_000, busy_mib_ms=240_000_000),

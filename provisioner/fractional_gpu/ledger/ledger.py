@@ -86,11 +86,11 @@ INSERT INTO points (lease_id, at_ms, state, used_mib, saved_mib) VALUES (:lease_
 """
 _POINTS = "SELECT at_ms, state, used_mib, saved_mib FROM points WHERE lease_id = ? ORDER BY point_id DESC LIMIT ?"
 _ADD_USAGE = """
-INSERT INTO usage (owner, pool, day, live_ms, busy_ms, busy_mib_ms, peak_mib)
-VALUES (:owner, :pool, :day, :live_ms, :busy_ms, :busy_mib_ms, :peak_mib)
+INSERT INTO usage (owner, pool, day, live_ms, busy_ms, busy_mib_ms)
+VALUES (:owner, :pool, :day, :live_ms, :busy_ms, :busy_mib_ms)
 ON CONFLICT (owner, pool, day) DO UPDATE SET
     live_ms = live_ms + excluded.live_ms, busy_ms = busy_ms + excluded.busy_ms,
-    busy_mib_ms = busy_mib_ms + excluded.busy_mib_ms, peak_mib = max(peak_mib, excluded.peak_mib)
+    busy_mib_ms = busy_mib_ms + excluded.busy_mib_ms
 """
 _METERED = ("hour_s", "lease_id", "device_id", "currency", "pool", "owner", "group_name", "label", "seated", *FIGURES)
 _ADD_METERED = f"""

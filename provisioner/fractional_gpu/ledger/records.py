@@ -93,7 +93,6 @@ class UsageRecord:
     live_ms: int  # while kernels existed
     busy_ms: int  # while kernels were busy on a device
     busy_mib_ms: int  # device memory in use while busy, MiB times milliseconds
-    peak_mib: int
 
     def __add__(self, more: "UsageRecord") -> "UsageRecord":
         """Return both together, for the user, pool and day of the first."""
@@ -102,5 +101,4 @@ class UsageRecord:
             live_ms=self.live_ms + more.live_ms,
             busy_ms=self.busy_ms + more.busy_ms,
             busy_mib_ms=self.busy_mib_ms + more.busy_mib_ms,
-            peak_mib=max(self.peak_mib, more.peak_mib),
         )

@@ -50,7 +50,6 @@ TABLES: Final = {
         live_ms     INTEGER NOT NULL,
         busy_ms     INTEGER NOT NULL,
         busy_mib_ms INTEGER NOT NULL,
-        peak_mib    INTEGER NOT NULL,
         PRIMARY KEY (owner, pool, day)
     """,
     "points": """

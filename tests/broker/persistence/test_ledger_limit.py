@@ -71,9 +71,7 @@ def fill(ledger: Ledger) -> None:
             ledger.save_lease(lease(f"live-{number}", begun_ms))
         ledger.save_seat(seat("s"))
         ledger.add_usage(
-            UsageRecord(
-                owner="ada", pool="default", day=begun_ms // DAY_MS, live_ms=1, busy_ms=1, busy_mib_ms=1, peak_mib=1
-            )
+            UsageRecord(owner="ada", pool="default", day=begun_ms // DAY_MS, live_ms=1, busy_ms=1, busy_mib_ms=1)
         )
         ledger.keep("forecasts", "{}")
         ledger.set_drained("GPU-2", evict_busy=False)

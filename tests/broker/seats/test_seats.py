@@ -737,7 +737,6 @@ def test_seats_are_packed_by_use_until_cells_would_wait_too_long() -> None:
             live_ms=1000 * hour,
             busy_ms=hour,
             busy_mib_ms=hour * 100,
-            peak_mib=100,
         )
 
         async def learn() -> None:

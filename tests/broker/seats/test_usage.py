@@ -78,7 +78,7 @@ def test_time_counts_as_live_and_while_a_kernel_is_busy_as_busy(world: World) ->
     view.busy = True
     world.pass_ms(3000)
     ada = world.written()["ada"]
-    assert (ada.live_ms, ada.busy_ms, ada.busy_mib_ms, ada.peak_mib) == (5000, 3000, 1_500_000, 500)
+    assert (ada.live_ms, ada.busy_ms, ada.busy_mib_ms) == (5000, 3000, 1_500_000)
 
 
 def test_several_kernels_of_a_user_are_one_user(world: World) -> None:
@@ -88,7 +88,7 @@ def test_several_kernels_of_a_user_are_one_user(world: World) -> None:
     world.lease("bob", busy=False, used_mib=100)
     world.pass_ms(1000)
     usage = world.written()
-    assert (usage["ada"].live_ms, usage["ada"].busy_ms, usage["ada"].peak_mib) == (1000, 1000, 800)
+    assert (usage["ada"].live_ms, usage["ada"].busy_ms, usage["ada"].busy_mib_ms) == (1000, 1000, 800_000)
     assert (usage["bob"].live_ms, usage["bob"].busy_ms) == (1000, 0)
 
 
@@ -151,7 +151,6 @@ def day_of(day: int, busy_ms: int = 0) -> UsageRecord:
         live_ms=3_600_000,
         busy_ms=busy_ms,
         busy_mib_ms=busy_ms * 100,
-        peak_mib=100,
     )
 
 

@@ -244,13 +244,7 @@ class UsageRecorder:
         for (owner, pool), (busy, mib) in seen.items():
             busy_ms = step_ms if busy else 0
             more = UsageRecord(
-                owner=owner,
-                pool=pool,
-                day=day,
-                live_ms=step_ms,
-                busy_ms=busy_ms,
-                busy_mib_ms=busy_ms * mib,
-                peak_mib=mib,
+                owner=owner, pool=pool, day=day, live_ms=step_ms, busy_ms=busy_ms, busy_mib_ms=busy_ms * mib
             )
             known = self._unwritten.get((owner, pool, day))
             self._unwritten[owner, pool, day] = more if known is None else known + more
