@@ -205,10 +205,7 @@ class BudgetKeeper:
         return [
             one
             for one in self._spending.budgets
-            if one.kind == subject.kind
-            and one.name in {"*", subject.name}
-            and one.unit == unit
-            and one.currency == currency
+            if (one.kind, one.unit, one.currency) == (subject.kind, unit, currency) and one.name in {"*", subject.name}
         ]
 
     async def extend(self, subject: Subject, budgets: Iterable[Budget], amount: int, until_s: int | None) -> None:
@@ -254,11 +251,9 @@ class BudgetKeeper:
         whose = "Your budget" if state.subject.kind == "user" else f"The budget of the group {state.subject.name!r}"
         spent = format_amount(budget.unit, state.spent, budget.currency)
         percent = state.spent * 100 // max(1, state.amount)
-        more = (
-            ""
-            if state.amount == budget.amount
-            else f" and what was added, {format_amount(budget.unit, state.amount, budget.currency)} in all"
-        )
+        more = ""
+        if state.amount != budget.amount:
+            more = f" and what was added, {format_amount(budget.unit, state.amount, budget.currency)} in all"
         until_s = end_of(budget, self._now_s())
         anew = "what was spent counts less and less"
         if until_s is not None:
@@ -277,9 +272,8 @@ class BudgetKeeper:
 
 
 def _read_extras(ledger: Ledger) -> list[Extra]:
-    text = ledger.kept(_EXTRAS)
     try:
-        return [] if text is None else msgspec.json.decode(text, type=list[Extra])
+        return msgspec.json.decode(ledger.kept(_EXTRAS) or "[]", type=list[Extra])
     except msgspec.DecodeError as error:
         log.warning("what was added to budgets cannot be read: %s", error)
         return []

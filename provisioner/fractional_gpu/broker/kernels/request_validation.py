@@ -51,11 +51,8 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
         raise BadRequestError(f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
     most = min(pool.max_devices, len(pool.devices))
     if request.devices != 1 and not 1 <= request.devices <= most:
-        raise BadRequestError(
-            f"devices is {request.devices}; allowed: 1 to {most} (pool {pool.name!r} has {len(pool.devices)}, and gives one kernel "
-            f"{pool.max_devices} at most)",
-            reason="bad-devices",
-        )
+        has = f"pool {pool.name!r} has {len(pool.devices)}, and gives one kernel {pool.max_devices} at most"
+        raise BadRequestError(f"devices is {request.devices}; allowed: 1 to {most} ({has})", reason="bad-devices")
     if request.devices > 1 and request.fraction_milli != 1000:
         raise BadRequestError(
             f"devices is {request.devices} with a fraction of {format_fraction(request.fraction_milli)}; several devices are whole "

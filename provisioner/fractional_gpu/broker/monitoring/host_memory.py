@@ -1,6 +1,4 @@
-"""Protects saved state while host memory is short: leases come back early, and the system's killer spares kernels.
-
-Is host memory short where saved state lies? Then leases come back early, as far as devices have room.
+"""Protects saved state while host memory is short: leases come back early, as far as devices have room, and the killer spares kernels.
 
 What was saved from a device lies in the memory of the kernel's own process: it counts against the machine and against every control group
 above that process. The arbiter gets two things: the budget of all saved state, which is less than what is saved already when the machine
@@ -93,10 +91,7 @@ class HostMemoryPressure:
         return pressed
 
 
-# Keeps the system's out-of-memory killer from taking a kernel because of its saved state.
-#
-# What is saved from a device lies in the kernel's own process. So a suspended kernel looks like the biggest process to the killer, which
-# then takes exactly the one whose state must not be lost, though another one filled the memory.
+# Keeps the system's out-of-memory killer from taking a kernel because of its saved state, which makes it look like the biggest process.
 #
 # - While a lease has saved state, its processes' adjustment is lowered by that state's share of the memory that would be full first (the
 #   smallest of its control groups, or the machine): they count as they would without it. What else they use still counts.
@@ -121,7 +116,7 @@ Wanted = Mapping[str, tuple[int, Mapping[ProcessIdentity, int]]]
 """By lease: the user, and the MiB that each process has saved."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Lowered:
     """A process whose adjustment was lowered: from what, for how much saved state, to which values, and since which tick after boot."""
 
@@ -207,15 +202,7 @@ class OomProtection:
         ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
         since, given = (ticks, ()) if before is None else (before.since, before.given)
         # The old value must be on the disk before it is changed: a broker that is killed here leaves the next one to put it back.
-        one = Lowered(
-            identity=identity,
-            lease_id=lease_id,
-            uid=uid,
-            was=was,
-            saved_mib=saved_mib,
-            given=(*given, target),
-            since=since,
-        )
+        one = Lowered(identity, lease_id, uid, was=was, saved_mib=saved_mib, given=(*given, target), since=since)
         self._write({**self._lowered, identity: one})
         if before is not None:
             put_back(identity, target)  # the target is lower than what an earlier state got

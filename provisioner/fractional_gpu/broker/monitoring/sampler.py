@@ -35,9 +35,7 @@ _ATTEMPTS = 3  # at one sample, while changes overtake it
 _MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
 _LONG_MOMENT_S = 10.0  # the same for one without a context whose extension is connected: as a rule it requests the GPU
 _SILENCE_S = 2.5 * PULSE_S  # the Python of an extension that was silent for this long does not run
-_LOOK_S = (
-    5.0  # from one look at the gates to the next; time beyond that (a driver answers late) is no silence of theirs
-)
+_LOOK_S = 5.0  # from one look at the gates to the next; time beyond (a driver answers late) is no silence of theirs
 _HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
 
 
@@ -249,11 +247,8 @@ class Sampler:
             self._broker.sync_busy_state(kernel)
             self._broker.request_on_behalf(kernel)
         elif not uses and pool.max_unused_hold_ms is not None and view.state is LeaseState.RESIDENT:
-            since_s = cell.executing_since_s
-            if (
-                since_s is not None
-                and time.monotonic() - max(since_s, cell.granted_s) >= pool.max_unused_hold_ms / 1000
-            ):
+            since_s, most_s = cell.executing_since_s, pool.max_unused_hold_ms / 1000
+            if since_s is not None and time.monotonic() - max(since_s, cell.granted_s) >= most_s:
                 cell.unused = kernel.iopub.handled
                 self._broker.sync_busy_state(kernel)
 

@@ -129,14 +129,8 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             # A service may start before the driver is loaded, so it waits. A process that waits for this start needs the reason instead.
             everyone = options.service or serves_everyone(socket)
             undo = stack.enter_context(ExitStack())  # what a start takes back that comes to nothing
-            backend = stack.enter_context(
-                open_backend(
-                    options.simulate,
-                    socket,
-                    patient=everyone and not options.detach,
-                    device_kind=settings.device_kind,
-                )
-            )
+            patient, kind = everyone and not options.detach, settings.device_kind
+            backend = stack.enter_context(open_backend(options.simulate, socket, patient=patient, device_kind=kind))
             if backend.is_new:
                 undo.callback(backend.remove_if_unused)
             specs = device_specs(settings, backend)
@@ -244,10 +238,7 @@ def _take_turn(
             pid, uid = claim
             if uid not in (None, 0, os.geteuid()):
                 log.warning(
-                    "the name of %s is claimed by process %s of user id %s, which is no broker of ours",
-                    socket,
-                    pid,
-                    uid,
+                    "process %s of user id %s, which is no broker of ours, claims the name of %s", pid, uid, socket
                 )
                 return None
             lock.give_up()

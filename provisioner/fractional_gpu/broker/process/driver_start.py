@@ -1,8 +1,4 @@
-"""The driver of a starting broker: which backend it has, its worker, and the trial of a checkpoint.
-
-Starts the checkpoint worker, and retries in the background until the driver works or refuses for good.
-
-Rules:
+"""The driver of a starting broker: its backend, and the checkpoint worker, which is retried until the driver works or refuses for good.
 
 - NOT_SUPPORTED and NOT_PERMITTED are final: only a new broker retries.
 - Every other failure may be temporary: a fabric manager that is still starting (CUDA error 802), a worker that hangs or dies, a lack of
