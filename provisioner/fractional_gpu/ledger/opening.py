@@ -63,16 +63,6 @@ def set_aside_command(path: Path) -> str:
     return " && ".join(f"mv {shlex.quote(old)} {shlex.quote(new)}" for old, new in moves)
 
 
-def other_schema(path: Path, version: int) -> tuple[str, str]:
-    """Return what is wrong with a ledger of another schema than `SCHEMA`, and what to do."""
-    wrong = f"was written by another version (schema {version}, this one uses schema {SCHEMA})"
-    remedy = (
-        "install that version again, or give this one another state_dir; if that version was never released, end its kernels, then set "
-        f"the ledger aside with `{set_aside_command(path)}`"
-    )
-    return wrong, remedy
-
-
 def lock(path: Path) -> int:
     """Create the folder if it is missing, take the lock beside `path` and return its descriptor. Raises LedgerError."""
     _check_folder(path)
@@ -158,6 +148,17 @@ def connect_existing(path: Path, mode: str = "rw") -> sqlite3.Connection:
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
 
 
+def live_leases(path: Path) -> int:
+    """Check a ledger, which a broker may have open, and return how many leases live. Changes nothing. Raises LedgerError."""
+    with contextlib.closing(connect_existing(path, "ro")) as connection, explained(path, "cannot be read"):
+        (owner,) = connection.execute("PRAGMA application_id").fetchone()
+        if owner != APPLICATION_ID:
+            raise ledger_error(path, "is not a ledger of this project")
+        _check_contents(path, connection)
+        (count,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
+    return int(count)
+
+
 def _check_folder(path: Path) -> None:
     folder = path.parent
     with explained(path, f"has no usable folder: {folder}", "choose another state_dir"):
@@ -228,7 +229,12 @@ def _check_file(path: Path, found: os.stat_result) -> None:
 def _check_contents(path: Path, connection: sqlite3.Connection) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version != SCHEMA:
-        raise ledger_error(path, *other_schema(path, version))
+        wrong = f"was written by another version (schema {version}, this one uses schema {SCHEMA})"
+        remedy = (
+            "install that version again, or give this one another state_dir; if that version was never released, end its kernels, then "
+            f"set the ledger aside with `{set_aside_command(path)}`"
+        )
+        raise ledger_error(path, wrong, remedy)
     (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if verdict != "ok":
         raise ledger_error(path, f"is corrupt: {' '.join(str(verdict).split())}")

@@ -10,10 +10,9 @@ import os
 import platform
 import re
 import resource
-import sqlite3
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -34,8 +33,8 @@ from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.host.process import PROC, read_command
 from fractional_gpu.jupyter.kernel_command import find_interpreter
 from fractional_gpu.jupyter.kernelspecs import InstalledSpec, list_installed, plan_of
-from fractional_gpu.ledger.opening import other_schema, set_aside_command
-from fractional_gpu.ledger.schema import APPLICATION_ID, SCHEMA
+from fractional_gpu.ledger.opening import live_leases
+from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.status import ForecastError
 
@@ -82,7 +81,6 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
 _LIMITS: Final = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_DATA", "RLIMIT_FSIZE")
 _LEAST_FORECASTS: Final = 64
 _FAR_PERMILLE: Final = 150  # of 64 outcomes, three times the error of chance
-_KEEP: Final = "no broker starts with it: put a backup in its place, or set it aside with `{}`; the next broker takes living kernels back"
 
 
 def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
@@ -221,22 +219,10 @@ def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
 
 def _ledger(file: Path) -> Finding:
     try:
-        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
-            (owner,) = connection.execute("PRAGMA application_id").fetchone()
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if owner != APPLICATION_ID:
-                return problem(
-                    "ledger", f"{file} is not a ledger of this project", _KEEP.format(set_aside_command(file))
-                )
-            if version != SCHEMA:
-                wrong, remedy = other_schema(file, version)
-                return problem("ledger", f"{file} {wrong}", remedy)
-            (sound,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-            if sound != "ok":
-                return problem("ledger", f"{file} is damaged: {sound}", _KEEP.format(set_aside_command(file)))
-            (leases,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
-    except sqlite3.Error as error:
-        return problem("ledger", f"{file} cannot be read: {error}", _KEEP.format(set_aside_command(file)))
+        leases = live_leases(file)
+    except LedgerError as error:
+        wrong, _, remedy = str(error).partition("; ")
+        return problem("ledger", wrong, remedy)
     return ok("ledger", f"{file} is sound, with {plural(leases, 'live lease')}")
 
 
