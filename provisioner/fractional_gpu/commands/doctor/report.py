@@ -15,6 +15,7 @@ import tarfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,28 +68,18 @@ _STYLES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     check: str
-    severity: Severity
     finding: str
     advice: str = ""
+    severity: Severity = Severity.OK
 
 
-def ok(check: str, finding: str) -> Finding:
-    return Finding(check=check, severity=Severity.OK, finding=finding)
-
-
-def note(check: str, finding: str, advice: str = "") -> Finding:
-    return Finding(check=check, severity=Severity.NOTE, finding=finding, advice=advice)
-
-
-def warning(check: str, finding: str, advice: str) -> Finding:
-    return Finding(check=check, severity=Severity.WARNING, finding=finding, advice=advice)
-
-
-def problem(check: str, finding: str, advice: str) -> Finding:
-    return Finding(check=check, severity=Severity.ERROR, finding=finding, advice=advice)
+ok = Finding
+note = partial(Finding, severity=Severity.NOTE)
+warning = partial(Finding, severity=Severity.WARNING)
+problem = partial(Finding, severity=Severity.ERROR)
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
