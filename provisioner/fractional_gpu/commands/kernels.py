@@ -96,11 +96,7 @@ def _place(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.action == "install":
-        return _install(options)
-    if options.action == "remove":
-        return _remove(options)
-    return _list(options)
+    return {"install": _install, "list": _list, "remove": _remove}[options.action](options)
 
 
 def _install(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fractional_gpu.client.discovery import runtime_dir, socket_path
@@ -56,12 +56,9 @@ def run(options: argparse.Namespace) -> int:
         say(line, sys.stderr, flush=True)
     # -P: a folder in the working directory must not shadow our packages.
     command = [sys.executable, "-P", "-m", "jupyterlab", *options.passed_on]
-    os.execve(command[0], command, lab_environment(os.environ, data, socket))  # noqa: S606 - no shell wanted
-
-
-def lab_environment(outside: Mapping[str, str], data: Path, socket: str) -> dict[str, str]:
-    path = os.pathsep.join(part for part in (str(data), outside.get("JUPYTER_PATH", "")) if part)
-    return {**outside, "JUPYTER_PATH": path, "JUPYTER_GPU_SOCKET": socket}
+    path = os.pathsep.join(part for part in (str(data), os.environ.get("JUPYTER_PATH", "")) if part)
+    environment = {**os.environ, "JUPYTER_PATH": path, "JUPYTER_GPU_SOCKET": socket}
+    os.execve(command[0], command, environment)  # noqa: S606 - no shell wanted
 
 
 def _locate(simulate: str | None) -> tuple[Path, str]:

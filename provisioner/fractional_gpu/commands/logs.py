@@ -147,9 +147,6 @@ class LogEntry:
         for one in others:
             yield line(f"    {one}")
 
-    def json(self) -> str:
-        return json.dumps({"time": self.time.isoformat(), "level": self.level, "text": self.text})
-
 
 def configure(parser: Parser) -> None:
     parser.describe("Show what the broker wrote into its log.", EPILOG)
@@ -190,7 +187,7 @@ def run(options: argparse.Namespace) -> int:
 def _print(entries: Collection[LogEntry], *, as_json: bool) -> None:
     if as_json:
         for entry in entries:
-            print(entry.json())
+            print(json.dumps({"time": entry.time.isoformat(), "level": entry.level, "text": entry.text}))
     else:
         write(text for entry in entries for text in entry.lines())
     sys.stdout.flush()

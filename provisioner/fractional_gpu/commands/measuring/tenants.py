@@ -33,7 +33,6 @@ from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus
 from fractional_gpu_kernel.measure import FILE
 
 PATIENCE_S: Final = 2.0  # for a program to end when asked to
-_LEAST_WAIT_MS: Final = 1000
 _TAIL: Final = 2000
 _MOST_ELSEWHERE: Final = 64
 OTHERS_MILLI: Final = (
@@ -74,7 +73,7 @@ class Tenant:
             self.held = HeldCommand(self.command, environment, output)
         attach(self.lease, self.held.pid)
         try:
-            self.granted = wait_for_gpu(self.lease, max(wait_ms, _LEAST_WAIT_MS), say)
+            self.granted = wait_for_gpu(self.lease, wait_ms, say)
         except CommandError as error:
             raise NoSpareRoomError(str(error)) from None
         # In use from now on, so that a pause does not make it one of those that may be suspended.
@@ -138,15 +137,13 @@ class Places:
                 stack.callback(tenant.end)
                 wait_ms = round((until_s - time.monotonic()) * 1000) if self.may_wait else 0
                 tenant.place(wait_ms, self.say)
-                fits = tenant.device_id == device_id
-                if not placed:  # the device that the first one got must have room for all the others
-                    fits = (
-                        self.may_wait
-                        or wanted == 1
-                        or not no_spare_room(
-                            self.client.status(), self.pool, tenant.lease.reserve_mib, wanted - 1, tenant.device_id
-                        )
-                    )
+                if placed:
+                    fits = tenant.device_id == device_id
+                elif self.may_wait or wanted == 1:
+                    fits = True
+                else:  # the device that the first one got must have room for all the others
+                    reserve_mib, device_id = tenant.lease.reserve_mib, tenant.device_id
+                    fits = not no_spare_room(self.client.status(), self.pool, reserve_mib, wanted - 1, device_id)
                 if fits:
                     placed.append(tenant)
                     continue

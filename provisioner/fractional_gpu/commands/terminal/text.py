@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
-    from rich.console import Console, JustifyMethod
+    from rich.console import JustifyMethod
     from rich.text import Text
 
 T = TypeVar("T")
@@ -101,6 +101,7 @@ def table(
     Columns from number `figures_from` on are aligned to the right. `least`: how wide the first columns are at least. With a `width` cells
     of the widest columns are broken into several lines, except in the first `whole` columns.
     """
+    from rich.console import Console  # noqa: PLC0415 - as said above
     from rich.table import Table  # noqa: PLC0415 - as said above
 
     if not header and not rows:
@@ -117,7 +118,8 @@ def table(
     for row in rows:
         drawn.add_row(*(line(cell) for cell in row))
     room = _ENDLESS if width is None else max(width - len(indent), columns)
-    console = _console()
+    # It only lays out: its size says nothing of a terminal, and nothing is written to it.
+    console = Console(width=_ENDLESS, height=100, color_system=None, force_jupyter=False)
     lines = console.render_lines(drawn, console.options.update(width=room), pad=False)
     found: list[Text] = []
     for segments in lines:
@@ -165,15 +167,6 @@ def plain(lines: "Iterable[Text]") -> str:
     return "".join(f"{one.plain}\n" for one in lines)
 
 
-def _console() -> "Console":
-    from rich.console import Console  # noqa: PLC0415 - as said above
-
-    return Console(width=_ENDLESS, height=100, color_system=None, force_jupyter=False)
-
-
-_ANY_WIDTH = 80
-
-
 def terminal_width(out: TextIO) -> int | None:
     """Return the terminal's width in characters; None if the output is no terminal, such as a pipe to `grep`."""
     return shutil.get_terminal_size().columns if out.isatty() else None
@@ -184,7 +177,7 @@ def shown(lines: "Iterable[Text]", out: TextIO) -> str:
     from rich.console import Console  # noqa: PLC0415 - heavy, and for those commands only that lay lines out
 
     # Lines are not wrapped; without a width, rich prints nothing where COLUMNS is 0.
-    console = Console(file=out, force_jupyter=False, width=_ANY_WIDTH)
+    console = Console(file=out, force_jupyter=False, width=80)
     if console.color_system is None:
         return plain(lines)
     with console.capture() as captured:
