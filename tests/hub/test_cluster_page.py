@@ -16,7 +16,7 @@ from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summa
 from fractional_gpu_hub.engines.kubernetes_cluster import Where
 from fractional_gpu_hub.engines.offers import ClusterNode, NodePool
 from fractional_gpu_hub.engines.slurm_cluster import cluster_of
-from fractional_gpu_hub.engines.slurm_commands import parse_nodes, parse_servers
+from fractional_gpu_hub.engines.slurm_commands import parse_nodes
 from fractional_gpu_hub.service import add_page, cluster
 from fractional_gpu_hub.service.cluster import (
     Cluster,
@@ -106,11 +106,8 @@ def test_slurms_nodes_and_jobs_become_the_page() -> None:
         "NodeName=n2 State=IDLE",
         "NodeName=n3 State=DOWN* Extra={broken",
     ]
-    jobs = parse_servers(
-        "f00|7|RUNNING|n1|gres:jgpu:open:250|1:02|ada|jupyter-0a\nf00|8|RUNNING|n1|gres:gpu:1|1:02|bob|jupyter-0b",
-        "f00|",
-    )
-    found = cluster_of(parse_nodes("\n".join(nodes)), jobs)
+    jobs = "f00|7|RUNNING|n1|gres:jgpu:open:250|1:02|ada|jupyter-0a\nf00|8|RUNNING|n1|gres:gpu:1|1:02|bob|jupyter-0b"
+    found = cluster_of(parse_nodes("\n".join(nodes)), jobs, "f00|")
     assert ([node.name for node in found.nodes], found.others) == (["n1", "n3"], 1)
     assert found.nodes[1].problem
     assert [(one.user, one.milli, one.state) for one in found.servers] == [

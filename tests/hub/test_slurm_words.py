@@ -21,6 +21,7 @@ from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summa
 from fractional_gpu_hub.engines import Allocation
 from fractional_gpu_hub.engines.offers import NO_AGENT
 from fractional_gpu_hub.engines.slurm import FractionalGPUSlurmSpawner, _PortHandler
+from fractional_gpu_hub.engines.slurm_cluster import cluster_of
 from fractional_gpu_hub.engines.slurm_commands import (
     JobState,
     SlurmNode,
@@ -28,7 +29,6 @@ from fractional_gpu_hub.engines.slurm_commands import (
     job_id_of,
     parse_job,
     parse_nodes,
-    parse_servers,
     waiting_sentence,
 )
 from tests.support.paths import ROOT
@@ -230,10 +230,8 @@ def test_servers_are_known_by_their_jobs_names_which_stand_last() -> None:
         "broken",
     ]
     text = "\n".join(lines)
-    assert [(job.user, job.node, job.gres) for job in parse_servers(text, "f00|")] == [
-        ("ada", "n1", "jgpu:250"),
-        ("bob", "n1", "N/A"),
-    ]
+    found = cluster_of([node()], text, "f00|").servers
+    assert [(one.user, one.node, one.milli) for one in found] == [("ada", "n1", 250), ("bob", "n1", None)]
 
 
 # -- the port ----------------------------------------------------------------------------------------------------------------

@@ -1,37 +1,41 @@
 """Slurm's nodes and the hub's jobs on them, for the page of the cluster."""
 
 import re
+import secrets
 
 from fractional_gpu_hub.engines.offers import NO_AGENT
-from fractional_gpu_hub.engines.slurm_commands import NODES, ServerJob, SlurmNode, read_servers
+from fractional_gpu_hub.engines.slurm_commands import JOB_PREFIX, NODES, SEPARATOR, SlurmNode, run
 from fractional_gpu_hub.service.cluster import Cluster, ClusterServer
 
+_COLUMNS = ("%A", "%T", "%N", "%b", "%M", "%u", "%j")
 _MAX_AGE_S = 2.0
 _COUNT = re.compile(r"([a-z][a-z0-9_]*(?::[a-z][a-z0-9_]*)?):(\d{1,9})")
 
 
 async def read() -> Cluster:
     """Return the cluster. Raises EngineError."""
-    return cluster_of(await NODES.read(_MAX_AGE_S), await read_servers())
+    nodes, mark = await NODES.read(_MAX_AGE_S), secrets.token_hex(8) + SEPARATOR
+    text = await run("squeue", "--noheader", f"--format={mark}{SEPARATOR.join(_COLUMNS)}")
+    return cluster_of(nodes, text, mark)
 
 
-def cluster_of(found: list[SlurmNode], jobs: list[ServerJob]) -> Cluster:
+def cluster_of(found: list[SlurmNode], text: str, mark: str) -> Cluster:
+    """Return the cluster of these nodes, with the jobs of hubs' servers in lines of the mark and the columns.
+
+    A job's name is its user's text, and stands last. It may have line breaks, but no line of it begins with the mark of this call.
+    """
     counts = {pool.count for node in found for pool in node.pools if pool.count}
     nodes = [node for node in found if node.problem != NO_AGENT]
-    servers = [
-        ClusterServer(
-            identity=f"job {job.job_id}",
-            user=job.user,
-            node=job.node,
-            state=job.state.lower(),
-            milli=_milli(job.gres, counts),
-            since=job.since,
-        )
-        for job in jobs
-    ]
+    servers = []
+    for line in text.splitlines():
+        parts = line.removeprefix(mark).strip().split(SEPARATOR, len(_COLUMNS) - 1)
+        if line.startswith(mark) and len(parts) == len(_COLUMNS) and parts[-1].startswith(JOB_PREFIX):
+            job_id, state, node, gres, since, user, _ = parts
+            # The thousandths that a job asked for, by the names under which nodes count them.
+            asked = {name: int(number) for name, number in _COUNT.findall(gres.replace("gres:", ""))}
+            milli = next((asked[name] for name in sorted(counts & set(asked))), None)
+            server = ClusterServer(
+                identity=f"job {job_id}", user=user, node=node, state=state.lower(), milli=milli, since=since
+            )
+            servers.append(server)
     return Cluster(nodes=nodes, servers=servers, others=len(found) - len(nodes))
-
-
-def _milli(gres: str, counts: set[str]) -> int | None:
-    asked = {name: int(number) for name, number in _COUNT.findall(gres)}
-    return next((asked[name] for name in sorted(counts & set(asked))), None)

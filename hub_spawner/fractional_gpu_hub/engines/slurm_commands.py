@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,7 +20,7 @@ from fractional_gpu_hub.engines.offers import ClusterNode, NodeReader, pools_of_
 TIMEOUT_S = 20.0
 SEPARATOR = "|"
 JOB_COLUMNS = SEPARATOR.join(("%A", "%T", "%B", "%S", "%r"))  # job, state, first node, (expected) start, reason
-USE_COLUMNS = SEPARATOR.join(("%A", "%T", "%N", "%b", "%M", "%u", "%j"))
+JOB_PREFIX = "jupyter-"  # of the names of servers' jobs
 _EXTRA = re.compile(r" Extra=(\S+)")
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
 _AWAY = ("DOWN", "DRAIN", "FAIL", "MAINT", "REBOOT", "NO_RESPOND", "UNKNOWN", "INVAL", "POWERING_DOWN", "FUTURE")
@@ -214,42 +213,3 @@ def _node(line: str, fields: Mapping[str, str]) -> SlurmNode:
         address=fields.get("NodeAddr", "") or name,
         partitions=frozenset(fields.get("Partitions", "").split(",")) - {""},
     )
-
-
-JOB_PREFIX = "jupyter-"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerJob:
-    """A user's server as a job. `gres`: what it asked for, as Slurm prints it; `since`: for how long it runs, as Slurm prints it."""
-
-    job_id: str
-    user: str
-    state: str
-    node: str
-    gres: str
-    since: str
-
-
-async def read_servers() -> list[ServerJob]:
-    """Return the jobs of hubs' servers, of all users. Raises EngineError."""
-    mark = secrets.token_hex(8) + SEPARATOR
-    return parse_servers(await run("squeue", "--noheader", f"--format={mark}{USE_COLUMNS}"), mark)
-
-
-def parse_servers(text: str, mark: str) -> list[ServerJob]:
-    """Return the jobs of hubs' servers in lines of the mark and `USE_COLUMNS`.
-
-    A job's name is its user's text, and stands last. It may have line breaks, but no line of it begins with the mark of this call.
-    """
-    found = []
-    for line in text.splitlines():
-        if not line.startswith(mark):
-            continue
-        parts = line.removeprefix(mark).strip().split(SEPARATOR, USE_COLUMNS.count(SEPARATOR))
-        if len(parts) == USE_COLUMNS.count(SEPARATOR) + 1 and parts[6].startswith(JOB_PREFIX):
-            job_id, state, node, gres, since, user, _ = parts
-            found.append(
-                ServerJob(job_id=job_id, user=user, state=state, node=node, gres=gres.replace("gres:", ""), since=since)
-            )
-    return found
