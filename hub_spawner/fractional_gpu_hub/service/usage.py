@@ -29,11 +29,7 @@ from fractional_gpu_hub.service.views import Viewer
 
 DATES: Final = "dates"
 PERIODS: Final[Mapping[str, str]] = {
-    "today": "today",
-    "yesterday": "yesterday",
-    "this-week": "this week",
-    "this-month": "this month",
-    "last-month": "last month",
+    word: word.replace("-", " ") for word in ("today", "yesterday", "this-week", "this-month", "last-month")
 }
 BY: Final[Mapping[str, str]] = {
     "group": "group",

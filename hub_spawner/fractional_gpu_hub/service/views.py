@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from fractional_gpu.config import COMMON_POOL_KEYS, POOL_KEYS
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, plural
 from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_words
-from fractional_gpu.protocol.seats import PoolKeys
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatStatus
 from fractional_gpu_hub.service.broker_follower import Snapshot
 
@@ -229,29 +228,23 @@ def _seat(seat: SeatStatus, names: dict[str, str], viewer: Viewer) -> dict[str, 
 
 
 def _pools(snapshot: Snapshot, viewer: Viewer) -> list[dict[str, Any]]:
-    if snapshot.status is None:
+    status, all_keys, rows = snapshot.status, {pool.pool: pool for pool in snapshot.pools.pools}, []
+    if status is None:
         return []
-    keys = {pool.pool: pool for pool in snapshot.pools.pools}
-    return [
-        _pool(name, milli, keys.get(name), snapshot, viewer) for name, milli in sorted(snapshot.status.pools.items())
-    ]
-
-
-def _pool(name: str, milli: list[int], keys: PoolKeys | None, snapshot: Snapshot, viewer: Viewer) -> dict[str, Any]:
-    waiting = snapshot.seats.waiting.get(name, 0)
-    shown: dict[str, Any] = {
-        "id": name,
-        "name": name,
-        "fractions": ", ".join(format_fraction(one) for one in milli) or "any",
-        "devices": len([one for one in snapshot.status.devices if one.pool == name]) if snapshot.status else 0,
-        "waiting": f"{waiting} server{'' if waiting == 1 else 's'} wait{'s' if waiting == 1 else ''} for a place"
-        if waiting
-        else "none",
-        "actions": [],
-    }
-    if viewer.admin and keys is not None:
-        shown |= {"keys": keys.keys, "changed": ", ".join(keys.changed) or "nothing", "actions": ["edit"]}
-    return shown
+    for name, milli in sorted(status.pools.items()):
+        waiting, keys = snapshot.seats.waiting.get(name, 0), all_keys.get(name)
+        row: dict[str, Any] = {
+            "id": name,
+            "name": name,
+            "fractions": ", ".join(format_fraction(one) for one in milli) or "any",
+            "devices": sum(device.pool == name for device in status.devices),
+            "waiting": f"{plural(waiting, 'server')} wait{'s' * (waiting == 1)} for a place" if waiting else "none",
+            "actions": [],
+        }
+        if viewer.admin and keys is not None:
+            row |= {"keys": keys.keys, "changed": ", ".join(keys.changed) or "nothing", "actions": ["edit"]}
+        rows.append(row)
+    return rows
 
 
 # The settings of a pool as the page's editor shows them: the common ones first, each with its help, default and another value. They are
