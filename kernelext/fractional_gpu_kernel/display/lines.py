@@ -7,6 +7,7 @@ import contextvars
 import os
 import sys
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu_kernel.registrations import Registrations
@@ -207,26 +208,24 @@ class Notices:
         with self._lock:
             self._kept.pop(key, None)
             line = self._shown.get(key) or LiveLine(self._shell)
-            try:
+            with suppress(
+                *_failures()
+            ):  # this thread may be able to open no socket: the main thread then shows it later
                 if self._last_cell is not None:
                     self._last_cell.copy().run(line.show, sentence)
                     self._shown[key] = line
                     return
-            except _failures():  # this thread can open no socket of its own: the main thread shows it later
-                pass
             self._kept[key] = sentence
 
     def add_urgent(self, sentence: str, topic: str = "") -> None:
         """Show a sentence now, also in the output of a cell that runs, where it stays. `topic`: see `add`."""
         with self._lock:
             cell = next(reversed(self._running.values()), None)
-        if cell is None or not sentence:
-            self.add(sentence, topic)
-            return
-        try:
-            cell.copy().run(publish, self._shell, Sentence(sentence))
-        except _failures():  # as in `add`
-            self.add(sentence, topic)
+        with suppress(*_failures()):  # as in `add`
+            if cell is not None and sentence:
+                cell.copy().run(publish, self._shell, Sentence(sentence))
+                return
+        self.add(sentence, topic)
 
     def line_in_cell(self) -> CellLine | None:
         """Return a line below the cell that began last, until it ends; None: none runs."""

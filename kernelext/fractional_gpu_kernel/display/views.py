@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
 
+from fractional_gpu.core.model import HOLDING
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, format_rough
 from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_meaning, state_words
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
@@ -67,10 +68,6 @@ def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> s
         upto = min(width, max(round(width * total / max(1, whole)), len(signs) + (size > 0)))
         signs += sign * (upto - len(signs))
     return f"[{signs:-<{width}}]"
-
-
-_WHOLE = 1000  # a device, thousandths
-_HOLDING = frozenset({"resident", "suspending", "resuming", "quarantined"})
 
 
 def moment(at_ms: int, now_ms: int) -> str:
@@ -152,7 +149,7 @@ class TopView(View):
 
     def tenants(self, device: DeviceStatus) -> list[tuple[str, str, str]]:
         """Return (share, who, what) of a device, the others as one sum last."""
-        here = [lease for lease in self._host.leases if lease.state in _HOLDING]
+        here = [lease for lease in self._host.leases if lease.state in HOLDING]
         mine = [lease for lease in here if device.device_id in lease.lease.device_ids]
         rows = []
         for lease in mine:
@@ -170,7 +167,7 @@ class TopView(View):
         return [
             (f"{format_fraction(lease.spec.fraction_milli)} GPU", self._name(lease), self._doing(lease))
             for lease in self._host.leases
-            if lease.state not in _HOLDING
+            if lease.state not in HOLDING
         ]
 
     def __repr__(self) -> str:
@@ -281,7 +278,7 @@ def _sums(device: DeviceStatus) -> str:
     sums = f"{format_memory(device.used_mib)} used, {format_memory(device.reserved_mib)} reserved of {format_memory(device.memory_mib)}"
     if not device.demand_milli:
         return sums
-    slowed = ", so they slow each other down" if device.demand_milli > _WHOLE else ""
+    slowed = ", so they slow each other down" if device.demand_milli > 1000 else ""
     return f"{sums}; busy kernels need {device.demand_milli // 10} % of its compute{slowed}"
 
 

@@ -242,10 +242,6 @@ class Actions:
         self._pins = StandingPin(kernel.settings, kernel.notices.add)
         self._after = AfterCell(kernel.shell, kernel.settings)
 
-    def run(self, arguments: argparse.Namespace) -> None:
-        action: Callable[[argparse.Namespace], None] = getattr(self, arguments.name)
-        action(arguments)
-
     def stop(self) -> None:
         self._pins.stop()
 

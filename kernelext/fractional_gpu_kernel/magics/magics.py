@@ -79,7 +79,8 @@ class Magics:
 
         self._check_not_forked()
         with _told():
-            self.actions.run(parse(line))
+            arguments = parse(line)
+            getattr(self.actions, arguments.name)(arguments)
 
     def burst(self, line: str, cell: str) -> None:
         """Run this cell with a larger share of the GPU, and give it back at the cell's end: %%gpu FRACTION [--memory SIZE].

@@ -146,15 +146,12 @@ class _Measurement:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        assert process.stdin is not None  # noqa: S101 - pipes were asked for
-        assert process.stdout is not None  # noqa: S101 - as above
-        assert process.stderr is not None  # noqa: S101 - as above
         context = contextvars.copy_context()  # so that the progress lands in this cell
         readers = [
             threading.Thread(target=self._read_output, args=(process.stdout,), daemon=True),
             threading.Thread(target=context.run, args=(self._read_progress, process.stderr), daemon=True),
         ]
-        with process.stdin, process.stdout, process.stderr:
+        with process:
             try:
                 for reader in readers:
                     reader.start()

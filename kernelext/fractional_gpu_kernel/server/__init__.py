@@ -2,12 +2,11 @@
 
 Rules of this room:
 
-- One subscription to the broker per server, in one thread, whatever the number of browsers; browsers get changes through Jupyter's event
-  stream and never poll. To read that stream is no activity: for idle cullers an open page is not a person at work.
-- It sends no message to a kernel and no comm: only its user's cells make a kernel busy.
+- One subscription to the broker per server; browsers get changes through Jupyter's event stream and never poll. To read that stream is no
+  activity: for idle cullers an open page is not a person at work.
+- It sends no message to a kernel: only its user's cells make a kernel busy.
 - It shows and controls the kernels of this server only, though the broker would let this uid control more.
-- It starts no broker and needs none: without one it reports that there is none, and tries again each second.
-- Nothing of a kernel imports this room: Jupyter's server and tornado belong to the server's process.
+- It starts no broker and needs none.
 """
 
 from typing import TYPE_CHECKING
