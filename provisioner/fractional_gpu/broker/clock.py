@@ -54,7 +54,12 @@ class DeadlineClock:
     ) -> Self:
         """Return the clock of this boot: the ledger's, or else a new one, which is saved. Raises LedgerError."""
         boot = boot_id()
-        if (start_ms := _saved_start_ms(ledger, boot)) is None:
+        try:
+            kept = json.loads(ledger.kept(_DEADLINE_CLOCK) or "{}")
+            start_ms = int(kept["start_ms"]) if kept.get("boot_id") == boot else None
+        except (ValueError, TypeError, KeyError, AttributeError):
+            start_ms = None
+        if start_ms is None:
             start_ms = wall() - since_boot() // 1_000_000
             try:
                 ledger.keep(_DEADLINE_CLOCK, json.dumps({"boot_id": boot, "start_ms": start_ms}))
@@ -64,15 +69,6 @@ class DeadlineClock:
 
     def now_ms(self) -> int:
         return self._start_ms + self._since_boot() // 1_000_000
-
-
-def _saved_start_ms(ledger: Ledger, boot: str) -> int | None:
-    text = ledger.kept(_DEADLINE_CLOCK)
-    try:
-        kept = json.loads(text) if text is not None else {}
-        return int(kept["start_ms"]) if kept.get("boot_id") == boot else None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
 
 
 # Rate limits: a bucket of tokens for each key, refilled with time.

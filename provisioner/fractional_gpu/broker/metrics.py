@@ -104,7 +104,7 @@ class Metrics:
         self._wanted_s: dict[str, float] = {}  # by lease: since when it waits
         self._swaps: dict[int, tuple[float, str, int]] = {}  # by operation: when it began, its kind, MiB
         self._effects: dict[type[Effect], Callable[[Any, float], None]] = {
-            LeaseAdmitted: self._admitted,
+            LeaseAdmitted: lambda effect, _: self._count("leases_admitted", pool=self._pool_of(effect.lease_id)),
             LeaseRefused: lambda effect, _: self._count("leases_refused", reason=effect.reason),
             LeaseEnded: self._ended,
             Granted: self._granted,
@@ -131,11 +131,9 @@ class Metrics:
             case Unwanted(lease_id=lease_id) | ProcessExited(lease_id=lease_id):
                 self._abandoned(lease_id)
             case SuspendFinished():
-                self._finished(
-                    event.operation_id, event.outcome, event.outcome is SuspendOutcome.SAVED, event.saved_mib, now_s
-                )
+                self._finished(event, event.outcome is SuspendOutcome.SAVED, event.saved_mib, now_s)
             case ResumeFinished():
-                self._finished(event.operation_id, event.outcome, event.outcome is ResumeOutcome.RESTORED, None, now_s)
+                self._finished(event, event.outcome is ResumeOutcome.RESTORED, None, now_s)
             case PoolConfigured(pool=pool):
                 for metric in COUNTED:
                     if metric.labels == ("pool",):
@@ -174,9 +172,6 @@ class Metrics:
             pool = self._pools[lease_id] = view.spec.pool if view is not None else ""
         return pool
 
-    def _admitted(self, effect: LeaseAdmitted, _now_s: float) -> None:
-        self._count("leases_admitted", pool=self._pool_of(effect.lease_id))
-
     def _ended(self, effect: LeaseEnded, _now_s: float) -> None:
         self._count("leases_ended", reason=effect.reason)
         self._abandoned(effect.lease_id)
@@ -206,12 +201,14 @@ class Metrics:
         view = self._arbiter.lease(effect.lease_id)
         self._swaps[effect.operation_id] = (now_s, "move" if moved else "resume", view.saved_mib if view else 0)
 
-    def _finished(self, operation_id: int, outcome: str, well: bool, saved_mib: int | None, now_s: float) -> None:
-        begun_s, kind, mib = self._swaps.pop(operation_id, (now_s, "", 0))
+    def _finished(
+        self, event: SuspendFinished | ResumeFinished, well: bool, saved_mib: int | None, now_s: float
+    ) -> None:
+        begun_s, kind, mib = self._swaps.pop(event.operation_id, (now_s, "", 0))
         if not kind:
             return  # an earlier broker began it
         if not well:
-            self._count("swap_failures", kind=kind, outcome=str(outcome))
+            self._count("swap_failures", kind=kind, outcome=str(event.outcome))
             return
         self._of("swap_seconds", kind=kind).observe(now_s - begun_s)
         self._count("swap_bytes", (mib if saved_mib is None else saved_mib) * _MIB, kind=kind)

@@ -10,10 +10,11 @@ _MOST_BANDS: Final = 4  # that are listed; a pool may have many more
 
 def charge_terms(tariff: Tariff) -> str:
     """Return the prices of a whole GPU by the time of the week, and which time counts: one sentence."""
+    credit = "costs nothing" if tariff.credit_milli == 1000 else f"gets {tariff.credit_milli / 10:g} % of it back"
     basis = {
         Basis.HELD: "the time in which a kernel has memory on a GPU counts, and suspended time costs nothing",
         Basis.BUSY: "the time in which a kernel runs cells on a GPU counts",
-        Basis.RESERVED: "the time in which a kernel exists counts, and suspended time " + _credit(tariff.credit_milli),
+        Basis.RESERVED: f"the time in which a kernel exists counts, and suspended time {credit}",
     }[tariff.basis]
     if not tariff.currency:
         return f"No price is set; {basis}."
@@ -31,10 +32,6 @@ def fraction_price(tariff: Tariff, fraction_milli: int) -> str:
     prices = {_of(price, fraction_milli) for price in (tariff.price_milli, *(one.price_milli for one in tariff.bands))}
     low, high = min(prices), max(prices)
     return f"{_cents(low)}{f' to {_cents(high)}' if high != low else ''} {tariff.currency} per hour"
-
-
-def _credit(credit_milli: int) -> str:
-    return "costs nothing" if credit_milli == 1000 else f"gets {credit_milli / 10:g} % of it back"
 
 
 def _of(price_milli: int, fraction_milli: int) -> int:

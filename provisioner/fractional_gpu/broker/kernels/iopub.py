@@ -40,11 +40,7 @@ USES = frozenset(
     {"execute_request", "complete_request", "inspect_request", "debug_request", "comm_open", "comm_msg", "comm_close"}
 )
 """Parent message types that may run the user's code or touch a tensor."""
-SIGNS = {
-    "complete_request": Sign.COMPLETION,
-    "inspect_request": Sign.INSPECTION,
-    "comm_msg": Sign.WIDGET,
-}
+SIGNS = {"complete_request": Sign.COMPLETION, "inspect_request": Sign.INSPECTION, "comm_msg": Sign.WIDGET}
 """Those that say that a person is at work in the notebook, so that a cell is likely to come."""
 
 _JOINED = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -337,15 +333,10 @@ class IOPubWatch:
     async def _probe(self, shell: str) -> None:
         probe = uuid.uuid4().hex
         self._probes[probe] = shell
-        header = {
-            "msg_id": probe,
-            "msg_type": "kernel_info_request",
-            "username": "broker",
-            "session": probe,
-            "date": datetime.now(UTC).isoformat(),
-            "version": "5.3",
-            **({"subshell_id": shell} if shell != _MAIN else {}),
-        }
+        header = {"msg_id": probe, "msg_type": "kernel_info_request", "username": "broker", "session": probe}
+        header |= {"date": datetime.now(UTC).isoformat(), "version": "5.3"}
+        if shell != _MAIN:
+            header["subshell_id"] = shell
         parts = [msgspec.json.encode(header), b"{}", b"{}", b"{}"]
         await self._shell.send_multipart([_DELIMITER, self._sign(parts) if self._connection.key else b"", *parts])
 

@@ -216,10 +216,8 @@ class Kernel:
 
     def _forget_runner(self) -> None:
         self.runner_gone = False
-        if self._runner_pidfd is not None:
-            asyncio.get_running_loop().remove_reader(self._runner_pidfd)
-            os.close(self._runner_pidfd)
-            self._runner_pidfd = None
+        _unwatch(self._runner_pidfd)
+        self._runner_pidfd = None
 
     def end_runner(self) -> None:
         self._forget_runner()
@@ -227,10 +225,8 @@ class Kernel:
 
     def forget_process(self) -> None:
         """Give up the pidfd, the IOPub subscription and the gate's line of a process that is gone or replaced."""
-        if self._pidfd is not None:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+        _unwatch(self._pidfd)
+        self._pidfd = None
         self._forget_runner()
         if self.iopub is not None:
             self.iopub.close()
@@ -303,6 +299,12 @@ class Kernel:
         if not idle or self.iopub is None or not self.iopub.executing:
             return False
         return self.iopub.is_certain and self.iopub.handled <= idle
+
+
+def _unwatch(pidfd: int | None) -> None:
+    if pidfd is not None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
 
 
 # What a pool's way of sharing puts into its kernels' environment, and what it needs of the machine.

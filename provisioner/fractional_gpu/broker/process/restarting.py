@@ -94,10 +94,8 @@ def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in KEPT_VARIABLES if name in environment}
 
 
-# Starts a broker in the background and reports whether one serves. A kernel's first start waits for this, so it imports little.
-#
-# The broker is a new process in a session of its own. Its environment lacks the starter's lease variables: the starter may be a kernel.
-# Through a pipe it reports that a broker serves, or what went wrong.
+# A kernel's first start waits for what follows, so it imports little. The new broker reports through a pipe that one serves, or what went
+# wrong.
 
 
 def resolved(options: BrokerOptions) -> BrokerOptions:
