@@ -91,7 +91,7 @@ def test_a_device_without_room_is_an_error(tmp_path: Path) -> None:
         result = attempt(folder, small)
     destroy(folder)
     assert result.wrong.startswith("no device memory could be had for it: ")
-    assert findings_of(result, kind="simulated")[0].severity is Severity.ERROR
+    assert next(findings_of(result, kind="simulated")).severity is Severity.ERROR
 
 
 class BlindMonitor(SimulatedMonitor):

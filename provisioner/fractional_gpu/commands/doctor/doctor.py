@@ -203,20 +203,18 @@ def _check_kind(name: str) -> Finding:
     return ok("devices", f"of the kind {name!r}: {listed or 'none'}; whether they can be checkpointed was not tried")
 
 
-def _try_simulated() -> list[Finding]:
+def _try_simulated() -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="jupyter-gpu-doctor-") as folder:
         host = Path(folder, "host")
         try:
             create(host, _PROBE_HOST)
         except SimulatedHostError as error:
-            return [
-                problem("checkpoint", f"no simulated device can be had: {error}", "make room in the temporary folder")
-            ]
+            yield problem("checkpoint", f"no simulated device can be had: {error}", "make room in the temporary folder")
+            return
         try:
             with closing(SimulatedMonitor(host)) as monitor:
-                return machine.findings_of(
-                    machine.claim_and_try(f"simulated:{host}", monitor, monitor.devices()), kind=monitor.kind
-                )
+                result = machine.claim_and_try(f"simulated:{host}", monitor, monitor.devices())
+            yield from machine.findings_of(result, kind=monitor.kind)
         finally:
             with suppress(SimulatedHostError):
                 destroy(host)

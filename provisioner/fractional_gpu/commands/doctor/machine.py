@@ -501,35 +501,32 @@ def check_claims(devices: Sequence[DeviceInfo], broker: int | None) -> Iterator[
                 )
 
 
-def findings_of(result: TrialResult, *, kind: str) -> list[Finding]:
+def findings_of(result: TrialResult, *, kind: str) -> Iterator[Finding]:
     if result.not_tried:
-        return [note("checkpoint", f"not tried: {result.not_tried}")]
+        yield note("checkpoint", f"not tried: {result.not_tried}")
+        return
     if result.wrong:
-        return [problem("checkpoint", f"tried on a process of our own: {result.wrong}", _advice(result.code))]
+        yield problem("checkpoint", f"tried on a process of our own: {result.wrong}", _advice(result.code))
+        return
     each = ", ".join(f"{phase} {result.phases_us[phase] / 1000:.0f} ms" for phase in PHASES)
     simulated = " on a simulated device" if kind == "simulated" else ""
-    found = [
-        ok("checkpoint", f"tried on a process of our own{simulated}: {MEMORY_MIB} MiB saved and brought back ({each})")
-    ]
+    yield ok(
+        "checkpoint", f"tried on a process of our own{simulated}: {MEMORY_MIB} MiB saved and brought back ({each})"
+    )
     if result.before_mib is None:
-        found.append(
-            warning(
-                "process-use",
-                "the driver does not count memory under the process ids that are seen here: what a kernel uses is not known",
-                "in a container, share the host's process ids (--pid=host), or run the broker on the host",
-            )
+        yield warning(
+            "process-use",
+            "the driver does not count memory under the process ids that are seen here: what a kernel uses is not known",
+            "in a container, share the host's process ids (--pid=host), or run the broker on the host",
         )
     elif result.left_mib:
-        found.append(
-            warning(
-                "process-use",
-                f"of {result.before_mib} MiB the process still held {result.left_mib} MiB on the device while it was saved",
-                "plan for so much per suspended kernel, and please report it with the driver's version",
-            )
+        yield warning(
+            "process-use",
+            f"of {result.before_mib} MiB the process still held {result.left_mib} MiB on the device while it was saved",
+            "plan for so much per suspended kernel, and please report it with the driver's version",
         )
     else:
-        found.append(ok("process-use", f"{result.before_mib} MiB were counted for it, and none while it was saved"))
-    return found
+        yield ok("process-use", f"{result.before_mib} MiB were counted for it, and none while it was saved")
 
 
 def _advice(code: GPUErrorCode | None) -> str:

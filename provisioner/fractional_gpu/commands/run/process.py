@@ -138,7 +138,7 @@ class RunningCommand:
         # SIGTTOU: ignored, it does not stop this process when it changes the terminal's group.
         with signal_pipe() as wakes, handling({**handlers, signal.SIGCHLD: self._note, signal.SIGTTOU: signal.SIG_IGN}):
             try:
-                self._give_terminal()
+                self._hand_terminal(os.getpgrp(), self.pid)
                 self._pending[:0] = noted
                 self._handle_signals(passed_on, continued)
                 while self.poll() is None:
@@ -147,7 +147,7 @@ class RunningCommand:
                     self._handle_signals(passed_on, continued)
                 return int(self._child.returncode)
             finally:
-                self._take_terminal()
+                self._hand_terminal(self.pid, os.getpgrp())
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._pending.append(number)
@@ -210,22 +210,16 @@ class RunningCommand:
         if number != signal.SIGTSTP and self._foreground() == self.pid:  # it read just before it got the terminal
             self._signal(signal.SIGCONT)
             return
-        self._take_terminal()
-        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.killpg(os.getpgrp(), signal.SIGTSTP)  # without a shell above (an orphaned group), the system ignores it
-        signal.signal(signal.SIGTSTP, handler)
-        self._give_terminal()
+        self._hand_terminal(self.pid, os.getpgrp())
+        with handling({signal.SIGTSTP: signal.SIG_DFL}):
+            os.killpg(os.getpgrp(), signal.SIGTSTP)  # without a shell above (an orphaned group), the system ignores it
+        self._hand_terminal(os.getpgrp(), self.pid)
         self._signal(signal.SIGCONT)
 
-    def _give_terminal(self) -> None:
-        if self._terminal is not None and self._foreground() == os.getpgrp():
+    def _hand_terminal(self, giver: int, taker: int) -> None:
+        if self._terminal is not None and self._foreground() == giver:
             with suppress(OSError):
-                os.tcsetpgrp(self._terminal, self.pid)
-
-    def _take_terminal(self) -> None:
-        if self._terminal is not None and self._foreground() == self.pid:
-            with suppress(OSError):
-                os.tcsetpgrp(self._terminal, os.getpgrp())
+                os.tcsetpgrp(self._terminal, taker)
 
     def _foreground(self) -> int | None:
         if self._terminal is not None:

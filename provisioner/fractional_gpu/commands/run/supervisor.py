@@ -29,7 +29,7 @@ from fractional_gpu.protocol.errors import (
     InternalBrokerError,
     TooManyRequestsError,
 )
-from fractional_gpu.protocol.messages import AcquireRequest, Progress, ProgressKind
+from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind
 
 _ESTABLISHED: Final = 1  # numbers of the system, in its table and in its answers
 _CLOSE_WAIT: Final = 8
@@ -292,19 +292,16 @@ class _Want:
             stream = client.hold if self._hold else client.acquire
             with closing(stream(self._lease.lease_id, AcquireRequest())) as lines:
                 for progress in lines:
-                    self._take(progress)
+                    if progress.kind == ProgressKind.WAITING:
+                        self._line.update(progress)
+                    else:
+                        self._line.stop()
+                        if progress.kind == ProgressKind.REFUSED:
+                            self._refuse(progress.sentence)
+                        elif not self._hold:
+                            self._over.set()
                     if self._over.is_set():  # `end` may have come before the stream
                         return
-
-    def _take(self, progress: Progress) -> None:
-        if progress.kind == ProgressKind.WAITING:
-            self._line.update(progress)
-            return
-        self._line.stop()
-        if progress.kind == ProgressKind.REFUSED:
-            self._refuse(progress.sentence)
-        elif not self._hold:
-            self._over.set()
 
     def _refuse(self, sentence: str) -> None:
         if sentence != self._refused and not self._over.is_set():
