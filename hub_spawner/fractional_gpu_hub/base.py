@@ -13,7 +13,7 @@ Rules:
 """
 
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from traitlets import Bool, default
@@ -112,19 +112,18 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return f"{below}\n{form}" if below else form
 
     def run_options_from_form(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]:
-        rest = {name: values for name, values in form_data.items() if name not in {FIELD, "_xsrf"}}
-        below = super().run_options_from_form(rest) if rest else {}
-        return {**below, **self._gpu_options_of(form_data)}
+        return self._gpu_options_of(form_data, super().run_options_from_form, {FIELD, "_xsrf"})
 
     def options_from_query(self, query_data: Mapping[str, list[str]]) -> dict[str, Any]:
         """Read our part of a link such as `/hub/spawn?opt-gpu=default/250`."""
-        rest = {name: values for name, values in query_data.items() if name not in {FIELD, *KEYS}}
-        below = super().options_from_query(rest) if rest else {}
-        return {**below, **self._gpu_options_of(query_data)}
+        return self._gpu_options_of(query_data, super().options_from_query, {FIELD, *KEYS})
 
-    def _gpu_options_of(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]:
+    def _gpu_options_of(
+        self, form_data: Mapping[str, list[str]], read_below: Callable[[Any], Any], ours: set[str]
+    ) -> dict[str, Any]:
+        rest = {name: values for name, values in form_data.items() if name not in ours}
         try:
-            return options_of_form(form_data)
+            return {**(read_below(rest) if rest else {}), **options_of_form(form_data)}
         except OptionsError as error:
             self.log.warning("The form of %s was refused: %s", self._log_name, error)
             raise spawn_error(str(error), reason="gpu-options") from None

@@ -79,13 +79,16 @@ def _why_not(state: str) -> str:
 
 async def run(*words: str, stdin: str | None = None, environment: Mapping[str, str] | None = None) -> str:
     """Run a command and return what it printed. Raises EngineError. Cancelled: the command is killed."""
+    if environment is None:  # the hub's, without what changes what commands print
+        kept = [name for name in os.environ if not name.startswith(("SQUEUE_", "SINFO_", "SCONTROL_"))]
+        environment = {**{name: os.environ[name] for name in kept}, "LC_ALL": "C"}
     try:
         process = await asyncio.create_subprocess_exec(
             *words,
             stdin=asyncio.subprocess.PIPE if stdin is not None else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=dict(environment) if environment is not None else _environment(),
+            env=dict(environment),
         )
     except OSError as error:
         raise cannot_run(words[0], error) from None
@@ -102,14 +105,6 @@ async def run(*words: str, stdin: str | None = None, environment: Mapping[str, s
     if process.returncode:
         raise failed(words[0], err.decode(errors="replace") or out.decode(errors="replace"), process.returncode)
     return out.decode(errors="replace")
-
-
-def _environment() -> dict[str, str]:
-    """The hub's environment, without what changes the commands' output."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SINFO_", "SCONTROL_"))
-    }
-    return {**kept, "LC_ALL": "C"}
 
 
 def job_id_of(text: str) -> str:
