@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import websocket
 
+from tests.support.paths import STRANGER
 from tests.support.world import Notebook, Server, World, until
 
 PAST = """
@@ -87,7 +88,7 @@ def test_a_stranger_is_shown_and_if_the_pool_says_so_ended(world: World, server:
     (name,) = world.install(250)
     server.start(name)
     (device,) = world.status().devices
-    argv = [sys.executable, "-m", "fractional_gpu.gpu.simulated.stranger", str(world.simulated_folder), "0", "64"]
+    argv = [sys.executable, "-P", STRANGER, str(world.simulated_folder), "0", "64"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, env=world.environment) as stranger:
         try:
             until(lambda: used_by_strangers(world) == {stranger.pid: 96}, "it is shown, with all that it takes")

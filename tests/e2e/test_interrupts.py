@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.protocol.status import LeaseStatus
+from tests.support import faults
 from tests.support.kept import Kept
 from tests.support.pair import NO_TURNS, Pair, new_pair
 from tests.support.stories import CHECK, fill

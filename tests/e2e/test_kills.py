@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from fractional_gpu.gpu.simulated import faults
+from tests.support import faults
 from tests.support.kept import Kept
 from tests.support.stories import CHECK, fill
 from tests.support.victims import (

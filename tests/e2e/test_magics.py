@@ -5,7 +5,7 @@ import os
 import re
 import signal
 
-from fractional_gpu.gpu.simulated import faults
+from tests.support import faults
 from tests.support.pair import NO_TURNS
 from tests.support.stories import SLEEPS
 from tests.support.world import Notebook, Server, World, until

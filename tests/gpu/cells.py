@@ -5,6 +5,8 @@
 
 from typing import Protocol
 
+from tests.support.paths import STRANGER
+
 __all__ = ["Cells", "DriverCells", "SimulatedCells", "TorchCells"]
 
 _TORCH_SUM = """
@@ -186,7 +188,7 @@ for one in held:
 
     def stranger(self, backend: str, device_id: str, mib: int) -> list[str]:
         """See Cells."""
-        return ["-m", "fractional_gpu.gpu.simulated.stranger", backend.removeprefix("simulated:"), device_id, str(mib)]
+        return ["-P", STRANGER, backend.removeprefix("simulated:"), device_id, str(mib)]
 
 
 _DRIVER_FILL = """

@@ -27,7 +27,6 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.gpu.interface import DeviceInfo, Monitor
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.gpu.open import open_monitor
-from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.host import destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.jupyter.kernelspecs import install
@@ -35,6 +34,7 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 from tests.gpu.cells import Cells, DriverCells, SimulatedCells, TorchCells
 from tests.gpu.items import DOUBLE
+from tests.support import faults
 from tests.support.paths import PYTHONPATH
 
 __all__ = ["CAPACITY_UNITS", "DEADLINE_S", "Lab", "open_lab", "until", "wait_for_end"]

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from fractional_gpu.gpu.interface import Checkpointer, GPUErrorCode, Monitor, ProcessState
 from fractional_gpu.gpu.open import open_checkpointer, open_monitor
-from fractional_gpu.gpu.simulated import faults, host
+from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.simulated.processes import current_key, read_gate
@@ -31,6 +31,7 @@ from tests.gpu_sim.kernels import (
     worker_process,
 )
 from tests.gpu_sim.kernels import Kernel as SimulatedKernel
+from tests.support import faults
 
 __all__ = ["CONTEXT_MIB", "DEVICE_MIB", "DoubleHost", "Host", "OutsideDevices", "SimulatedDevices"]
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from fractional_gpu.gpu.simulated import faults, host
+from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from tests.gpu_sim.kernels import Kernel, eventually
+from tests.support import faults
 
 S = ProcessState
 

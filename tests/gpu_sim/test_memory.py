@@ -13,6 +13,7 @@ from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.simulated.processes import reap
 from fractional_gpu.gpu.simulated.store import Store
 from tests.gpu_sim.kernels import MIB, Kernel, KernelError
+from tests.support.paths import STRANGER
 
 
 def test_the_notebook_side_needs_only_the_standard_library(kernel: Kernel) -> None:
@@ -188,7 +189,7 @@ def test_a_stranger_holds_memory_without_a_lease_until_its_input_ends(
     simulated: host.SimulatedHost, monitor: SimulatedMonitor
 ) -> None:
     device = simulated.devices[1].device_id
-    command = [sys.executable, "-P", "-m", "fractional_gpu.gpu.simulated.stranger", str(simulated.directory), device]
+    command = [sys.executable, "-P", STRANGER, str(simulated.directory), device]
     environment = {**os.environ, "JUPYTER_GPU_MEMORY_MIB": "40", "JUPYTER_GPU_LEASE": "somebody"}
     with subprocess.Popen(
         [*command, "100"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment

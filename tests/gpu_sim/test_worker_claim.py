@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from fractional_gpu.gpu.simulated import faults, host
+from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
 from fractional_gpu.host import claims
 from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.gpu_sim.kernels import Kernel, answer, ask, eventually, worker_process
+from tests.support import faults
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ import pytest
 
 from fractional_gpu.gpu import worker_link, worker_process
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from fractional_gpu.gpu.simulated import faults, host
+from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
 from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.gpu_sim.kernels import Kernel
+from tests.support import faults
 
 C, S = GPUErrorCode, ProcessState
 

@@ -22,11 +22,12 @@ import pytest
 
 from fractional_gpu.gpu import worker_link, worker_process, worker_service
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from fractional_gpu.gpu.simulated import faults, host
+from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
 from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.gpu_sim.kernels import Kernel, eventually
+from tests.support import faults
 from tests.support.paths import PYTHONPATH
 from tests.support.stopping import stop
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-__all__ = ["COMPLETE_PYTHONPATH", "PYTHONPATH", "QUICK", "ROOT", "SOURCES"]
+__all__ = ["COMPLETE_PYTHONPATH", "PYTHONPATH", "QUICK", "ROOT", "SOURCES", "STRANGER"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCES: Final = tuple(ROOT / folder for folder in ("provisioner", "kernelext", "hub_spawner"))
@@ -13,3 +13,5 @@ QUICK: Final = ROOT / "tests" / "support" / "quick"
 COMPLETE_PYTHONPATH: Final = os.pathsep.join(str(path) for path in (*SOURCES, ROOT))
 """For benchmarks: with every package that a user's processes import."""
 PYTHONPATH: Final = os.pathsep.join((COMPLETE_PYTHONPATH, str(QUICK)))
+STRANGER: Final = str(ROOT / "tests" / "support" / "stranger.py")
+"""The program that holds memory of a simulated device without a lease."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.processes import OPEN, processes_of, read_gate
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.status import HostStatus, LeaseStatus
+from tests.support import faults
 from tests.support.world import World, until
 
 __all__ = [

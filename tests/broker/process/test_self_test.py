@@ -17,11 +17,11 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceLost, DeviceSeen, Event
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.gpu.interface import GPUErrorCode
-from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.worker_link import WorkerLink
 from tests.gpu_sim.test_worker_link import fails_once
+from tests.support import faults
 
 
 class World:

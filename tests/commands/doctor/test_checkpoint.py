@@ -13,11 +13,11 @@ from fractional_gpu.commands.doctor.report import Severity
 from fractional_gpu.gpu.checkpoint_trial import TrialResult
 from fractional_gpu.gpu.interface import DeviceInfo, DeviceUse, GPUErrorCode
 from fractional_gpu.gpu.probe_process import MEMORY_MIB
-from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.host.claims import DeviceClaim
+from tests.support import faults
 
 
 @pytest.fixture

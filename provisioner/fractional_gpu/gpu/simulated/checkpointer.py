@@ -39,7 +39,7 @@ from fractional_gpu.gpu.simulated.processes import (
     settle,
     settle_if_abandoned,
 )
-from fractional_gpu.gpu.simulated.store import MIB, Device, Store
+from fractional_gpu.gpu.simulated.store import MIB, Device
 
 NEEDS: Final = {
     "lock": ProcessState.RUNNING,
@@ -125,18 +125,21 @@ class SimulatedCheckpointer:
     def _act(self, operation: str, pid: int, act: Callable[[Process], None], turn_s: float) -> None:
         if operation in ("lock", "checkpoint") and not self._store.settings().checkpointable:
             raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"{operation} of process {pid}: {UNABLE}")
-        key = current_key(pid)
-        if key is None or find_process(self._store, key) is None:
+        key = current_key(pid) or ""
+        if find_process(self._store, key) is None:
             self._refuse(operation, pid, self._state(pid))
         try:
-            with operation_lock(self._store.process_folder(str(key)), turn_s) as mine:
+            with operation_lock(self._store.process_folder(key), turn_s) as mine:
                 if not mine:
                     code = GPUErrorCode.NOT_READY if operation == "lock" else GPUErrorCode.ILLEGAL_STATE
                     raise GPUError(code, f"another operation on process {pid} is under way")
-                settle(self._store, str(key))
-                process = self._process(str(key))
-                self._check_device(process)
-                self._refuse(operation, pid, self._state_of(process.key))
+                settle(self._store, key)
+                process = find_process(self._store, key)
+                if process is None:
+                    raise GPUError(GPUErrorCode.NO_SUCH_PROCESS, "the process ended its context or died meanwhile")
+                if process.phase != "saved" and self._store.device(process.device).lost:
+                    raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {process.device} is lost")
+                self._refuse(operation, pid, self._state_of(key))
                 act(process)
         except FileNotFoundError:
             # Its folder is gone: it died or ended its context during the operation.
@@ -155,16 +158,6 @@ class SimulatedCheckpointer:
         elif state is ProcessState.FAILED and operation == "restore":
             code = GPUErrorCode.OPERATING_SYSTEM
         raise GPUError(code, f"{operation} of process {pid}: it is {state.value}, it must be {NEEDS[operation].value}")
-
-    def _process(self, key: str) -> Process:
-        process = find_process(self._store, key)
-        if process is None:
-            raise GPUError(GPUErrorCode.NO_SUCH_PROCESS, "the process ended its context or died during the operation")
-        return process
-
-    def _check_device(self, process: Process) -> None:
-        if process.phase != "saved" and self._store.device(process.device).lost:
-            raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {process.device} is lost")
 
     def _save(self, process: Process) -> None:
         self._change(process.key, "phase='device'", "phase='saving'")
@@ -188,7 +181,10 @@ class SimulatedCheckpointer:
         folder = self._store.process_folder(key)
         time.sleep(self._store.settings().latency_ms / 1000)
         sizes = self._store.query("SELECT id, bytes FROM allocations WHERE process=?", key)
-        _check_host(self._store, [folder / f"{number}.{source}" for number, _ in sizes])
+        needed = sum((folder / f"{number}.{source}").stat().st_blocks * 512 for number, _ in sizes)
+        available = self._store.available_bytes()
+        if needed > available:
+            raise OSError(f"moving {needed / MIB:.0f} MiB needs as much again, and {available / MIB:.0f} MiB are left")
         for number, size in sizes:
             _copy(folder / f"{number}.{source}", folder / f"{number}.{target}", size, mib_s, charged_to=charged_to)
 
@@ -196,10 +192,8 @@ class SimulatedCheckpointer:
         for old, new in moves.items():
             self._store.device(old)
             self._store.device(new)
-        source, target = (
-            self._store.device(process.device),
-            self._store.device(moves.get(process.device, process.device)),
-        )
+        source = self._store.device(process.device)
+        target = self._store.device(moves.get(process.device, process.device))
         if target.name != source.name:
             raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"{source.name} and {target.name} are not alike")
         if target.lost:
@@ -241,13 +235,6 @@ def _check_changed(db: sqlite3.Connection, key: str, rows: int) -> None:
     raise GPUError(GPUErrorCode.DEVICE_LOST, "the process's device was lost during the operation")
 
 
-def _check_host(store: Store, sources: list[Path]) -> None:
-    needed = sum(source.stat().st_blocks * 512 for source in sources)
-    available = store.available_bytes()
-    if needed > available:
-        raise OSError(f"moving {needed / MIB:.0f} MiB needs as much again, and {available / MIB:.0f} MiB are left")
-
-
 def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int | None = None) -> None:
     """Copy the bytes, holes as holes, at no more than `mib_s` MiB/s of the whole size (0: at full speed).
 
@@ -261,10 +248,9 @@ def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int 
         if mib_s:
             time.sleep(max(0.0, began + position / (mib_s * MIB) - time.monotonic()))
 
-    flags = os.O_WRONLY | os.O_CREAT
     with (
         opened(source.parent, source.name, os.O_RDONLY) as reading,
-        opened(target.parent, target.name, flags) as writing,
+        opened(target.parent, target.name, os.O_WRONLY | os.O_CREAT) as writing,
     ):
         os.ftruncate(writing, 0)
         if charged_to is not None:

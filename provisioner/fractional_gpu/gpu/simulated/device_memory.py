@@ -19,7 +19,6 @@ import os
 import select
 import socket
 import stat
-import struct
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Final
 
 from fractional_gpu.gpu.simulated.store import MIB, SOCKET, Store
 from fractional_gpu.host.memory import memory_groups
+from fractional_gpu.host.peers import peer_credentials
 
 _DONE: Final = b"reserved"
 _MOST_ERROR: Final = 300
@@ -34,7 +34,6 @@ _ANSWER_S: Final = 60.0  # reserving takes about a second for each 2 GiB
 _REQUEST_S: Final = 5.0
 _MOST_AT_ONCE: Final = 32
 _PAUSE_S: Final = 0.5  # without a free descriptor
-_PEER: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 def reserve(directory: Path, path: Path) -> None:
@@ -116,7 +115,7 @@ class DeviceMemoryServer:
                 peer.settimeout(_REQUEST_S)
                 _, files, _, _ = socket.recv_fds(peer, 1, 1)
                 try:
-                    pid, uid, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+                    pid, uid, _ = peer_credentials(peer)
                     charged_alike = _memory_group(pid) == _memory_group(os.getpid())
                     peer.sendall(_DONE if charged_alike else self._reserved(uid, files))
                 finally:

@@ -1,6 +1,6 @@
-"""A process that uses a simulated device without a lease, for tests and demonstrations.
+"""A process that uses a simulated device without a lease, for tests.
 
-    python -P -m fractional_gpu.gpu.simulated.stranger DIRECTORY DEVICE MIB
+    python -P tests/support/stranger.py DIRECTORY DEVICE MIB
 
 It allocates that much on the device (by id or index), says `holding PID` on standard output and holds it until
 its standard input ends.
