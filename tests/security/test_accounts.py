@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.broker.api import lease_service, payers, routes, server
+from fractional_gpu.broker.api import lease_service, routes, server
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.host.accounts import ACCOUNTS, Accounts
@@ -87,8 +87,7 @@ def test_subordinate_uids_and_their_owner_have_as_many_leases_as_one_user(monkey
 
 
 def test_subordinate_uids_and_their_owner_have_the_connections_of_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (server, payers):
-        monkeypatch.setattr(module, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     with live_broker() as live, callers(live, FIRST, SECOND, NOBODY, UNKNOWN) as (one, two, owner, other):
         assert [who.call("GET", "/v1/ping")[0] for who in (one, two)] == [200, 200], "each keeps its connection"
         status, refused = owner.call("GET", "/v1/ping")

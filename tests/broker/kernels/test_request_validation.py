@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from fractional_gpu.broker.api import payers, routes, server
+from fractional_gpu.broker.api import routes, server
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol.codec import decode_request
 from fractional_gpu.protocol.errors import FractionalGPUError
@@ -215,7 +215,7 @@ def test_a_body_that_trickles_is_hung_up_on_and_holds_nobody_up(monkeypatch: pyt
 def test_more_connections_than_allowed_are_turned_away_and_room_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "is_admin", lambda *_: False)
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
-    monkeypatch.setattr(payers, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
     with live_broker() as live:
         lines = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(4)]
         for line in lines:

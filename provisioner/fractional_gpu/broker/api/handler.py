@@ -19,8 +19,7 @@ import msgspec
 from tornado import iostream, web
 
 from fractional_gpu.broker.api.lease_service import LeaseService
-from fractional_gpu.broker.api.payers import find_route
-from fractional_gpu.broker.api.server import MeteredStream, bearer, close_if_unread
+from fractional_gpu.broker.api.server import MeteredStream, bearer, close_if_unread, find_route
 from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.cost import metered
 from fractional_gpu.broker.kernels.kernel import Kernel

@@ -24,10 +24,9 @@ from fractional_gpu.broker.api.handler import (
 )
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import register_collectors
-from fractional_gpu.broker.api.payers import Payers
-from fractional_gpu.broker.api.server import DISCARDED_HEADER_BYTES, READ_AT_ONCE, Server
+from fractional_gpu.broker.api.server import DISCARDED_HEADER_BYTES, READ_AT_ONCE, Payers, Server
 from fractional_gpu.broker.clock import TokenBucket
-from fractional_gpu.broker.services.others_use import others_use_milli
+from fractional_gpu.broker.services.lease_control import others_use_milli
 from fractional_gpu.broker.services.status import StatusStream, Viewer, forecast_errors, full_lease_status, host_status
 from fractional_gpu.host.peers import detects_unread
 from fractional_gpu.protocol import routes

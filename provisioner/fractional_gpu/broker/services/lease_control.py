@@ -1,27 +1,35 @@
 """Pins, resizes and describes leases, and drains devices: each method is the work of one route, with its checks."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel, Request
+from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.kernels.request_validation import cap_mib, guaranteed_mib
+from fractional_gpu.broker.lanes import QUESTIONS
 from fractional_gpu.broker.services.status import device_status, full_lease_status, view_of
 from fractional_gpu.core.events import DeviceDrained, DeviceUndrained, PinRequested, ResizeRequested, UnpinRequested
 from fractional_gpu.core.model import LeaseState, Sign
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
-from fractional_gpu.gpu.interface import GPUError
+from fractional_gpu.gpu.interface import DeviceUse, DeviceUtilisation, GPUError, ProcessKind
+from fractional_gpu.host.clock import since_boot_us
+from fractional_gpu.host.process import Snapshot
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, MAX_WAIT_S
 from fractional_gpu.protocol.messages import DrainRequest, ExpectRequest, PinRequest, ResizeRequest
 from fractional_gpu.protocol.status import DeviceStatus, History, LeaseStatus, Story
+
+log = logging.getLogger(__name__)
 
 _MOVING = (LeaseState.SUSPENDING, LeaseState.RESUMING)
 _LINES = 200
 _LONGEST_SIGN_MS = 600_000
 _SIGNS = frozenset(str(sign) for sign in Sign if sign is not Sign.RHYTHM)  # the arbiter finds a rhythm itself
 _POINTS = 1000
+_MOST_AGE_S = 1.0  # of the processes' list: questions do not add up to a pass each
 LONGEST_DEADLINE_MS = 7 * 86_400_000
 """A device that goes away later than that is not drained yet."""
 
@@ -252,3 +260,40 @@ class LeaseControl:
         )
         problem = "fits more than one device" if found else "is no device of this broker"
         raise NotFoundError(f"{device[:MAX_NAME]!r} {problem}; there are: {there}", reason="unknown-device")
+
+
+async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: int) -> int | None:
+    """Return what others used of the first lease's device in the last milliseconds, the mean in thousandths of the device.
+
+    `kernels`: the leases that are no others. None: the lease has no single device, or the device does not count by process: memory shows
+    that a process is there, but not whether it works. A process that has ended does not count: whose it was is not known any more.
+    """
+    view = broker.arbiter.lease(kernels[0].lease_id)
+    if view is None or view.device_id is None or len(view.device_ids) > 1:
+        return None
+    reading = await QUESTIONS.run(_read, broker, view.device_id, since_boot_us() - last_ms * 1000)
+    if reading is None:
+        return None
+    use, utilisation, snapshot = reading
+    roots = broker.roots()
+    ours = {
+        member.pid
+        for kernel in kernels
+        if kernel.identity is not None
+        for member in [kernel.identity, *members_of(kernel, kernel.identity, snapshot, roots)]
+    }
+    there = [one for one in use.processes if one.kind is not ProcessKind.GRAPHICS]
+    # The MPS server's processes compute in the server's name: nothing tells theirs from one another.
+    if utilisation.by_pid is None or any(one.kind is ProcessKind.MPS for one in there):
+        return None
+    return sum(utilisation.by_pid.get(one.pid, 0) for one in there if one.pid not in ours)
+
+
+def _read(broker: Broker, device_id: str, since_us: int) -> tuple[DeviceUse, DeviceUtilisation, Snapshot] | None:
+    """In a thread. None: the device cannot be read, or reports nothing."""
+    try:
+        use, utilisation = broker.monitor.use(device_id), broker.monitor.utilisation(device_id, since_us)
+    except GPUError as error:  # whether it is lost is seen where its memory is sampled
+        log.debug("what processes use of device %s could not be read: %s", device_id, error)
+        return None
+    return None if utilisation is None else (use, utilisation, broker.scans.take(_MOST_AGE_S))
