@@ -209,7 +209,7 @@ def test_an_interrupt_ends_all_programs_and_leases(shared: World) -> None:
     [
         ((), "say what to measure after --"),
         (("--fractions", "1/2", "--copies", "1", "--", "true"), "leave one of the two out"),
-        (("--copies", "0", "--", "true"), "allowed: whole numbers from 1 to 63"),
+        (("--copies", "0", "--", "true"), "allowed: a whole number from 1 to 63"),
         (("--interval", "wide", "--", "true"), "allowed: a percentage above 0"),
         (("--within", "1h30", "--", "true"), "is not a duration"),
         (("--beside", "'", "--", "true"), "quote it as for a shell"),
