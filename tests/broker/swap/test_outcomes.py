@@ -87,7 +87,7 @@ async def test_an_error_of_the_restore_leaves_it_saved_only_if_the_driver_says_s
         driver.failures["restore", pid] = code
         if left is not None:
             driver.leaves["restore", pid] = left
-        outcome, _ = await swaps_of(driver).resume(kernel, RESUME, 300, journal([]))
+        outcome, _ = await swaps_of(driver).resume(kernel, RESUME, 300)
     assert outcome is after_restore(code, (left or S.CHECKPOINTED,))
     saved = left is None and code is not GPUErrorCode.OUT_OF_MEMORY
     assert outcome is (ResumeOutcome.NOT_STARTED if saved else ResumeOutcome.UNKNOWN)

@@ -112,7 +112,7 @@ async def test_a_forked_child_that_was_saved_is_brought_back() -> None:
         running(driver, [*pids, child])
         outcome, _, _ = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
         assert outcome is SuspendOutcome.SAVED
-        result, _ = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([]))
+        result, _ = await swaps_of(driver).resume(kernel, resume_of(kernel), 600)
     assert result is ResumeOutcome.RESTORED
     assert set(driver.states.values()) == {S.RUNNING}, "it uses no device while it is saved, and is still no heir"
 
@@ -140,7 +140,7 @@ async def test_a_stopped_process_is_named_at_once_and_not_asked(which: int) -> N
         kernel.checkpoint.sizes = {identify(pid): 300}
         for one in pids:
             driver.has_context(one, S.CHECKPOINTED, 300)
-        result, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([]))
+        result, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 600)
         assert (result, driver.calls) == (ResumeOutcome.NOT_STARTED, [])
         assert f"kill -CONT {pid}" in sentence
 
@@ -174,7 +174,7 @@ async def test_only_the_devices_concerned_are_read() -> None:
         assert outcome is SuspendOutcome.SAVED
         assert driver.read == [DEVICE] * 2, "before the lock, and after it"
         driver.read.clear()
-        await swaps_of(driver).resume(kernel, resume_of(kernel), 300, journal([]))
+        await swaps_of(driver).resume(kernel, resume_of(kernel), 300)
     assert driver.read == [DEVICE], "before the restore"
 
 

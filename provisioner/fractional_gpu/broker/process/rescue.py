@@ -279,7 +279,7 @@ class _Rescuer:
             from_device_id=one.device_id,
             reserve_mib=one.saved_mib or 0,
         )
-        outcome, sentence = await self.swaps.resume(one.kernel, effect, one.saved_mib or 0, _no_journal)
+        outcome, sentence = await self.swaps.resume(one.kernel, effect, one.saved_mib or 0)
         match outcome:
             case ResumeOutcome.RESTORED:
                 size = format_memory(one.saved_mib) if one.saved_mib else "its memory"
@@ -353,7 +353,3 @@ class _Rescuer:
         )
         write_lease_file(self.files, record)
         return outcome == "no-room"
-
-
-async def _no_journal(_phase: str) -> None:
-    """Nothing to write down: what comes after asks the driver."""

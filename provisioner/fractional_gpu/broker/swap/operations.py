@@ -150,8 +150,7 @@ class Operations:
                 return
             # Reading the processes changes nothing: it does not wait until the intent is written.
             await asyncio.gather(self._write_down(kernel, "resume"), self._swaps.glance())
-            journal = partial(self._write_down, kernel)
-            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, journal)
+            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib)
             if outcome is ResumeOutcome.NOT_STARTED:
                 await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
         except LedgerError as error:

@@ -16,14 +16,7 @@ from dataclasses import dataclass
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import ENDED, FRESH_S, HostSnapshot, ProcessInspector
 from fractional_gpu.broker.swap.outcomes import after_restore
-from fractional_gpu.broker.swap.suspend import (
-    SHRINK_TIMEOUT_S,
-    CheckpointCheck,
-    IsQuiet,
-    Journal,
-    Suspension,
-    SwapTimes,
-)
+from fractional_gpu.broker.swap.suspend import SHRINK_TIMEOUT_S, CheckpointCheck, IsQuiet, Suspension, SwapTimes
 from fractional_gpu.core.effects import Resume
 from fractional_gpu.core.events import ResumeOutcome
 from fractional_gpu.core.model import LeaseState
@@ -102,9 +95,7 @@ class Swaps:
             log.info("lease %s: what is left after shrinking cannot be read: %s", kernel.lease_id[:8], error)
             return None
 
-    async def resume(
-        self, kernel: Kernel, effect: Resume, saved_mib: int, journal: Journal
-    ) -> tuple[ResumeOutcome, str]:
+    async def resume(self, kernel: Kernel, effect: Resume, saved_mib: int) -> tuple[ResumeOutcome, str]:
         """Return the outcome and a sentence. Cancellation may leave a half-done resume: only at the broker's end."""
         if self.inspector.off:
             return ResumeOutcome.NOT_STARTED, f"what is saved cannot be brought back now: {self.inspector.off}"
@@ -129,7 +120,6 @@ class Swaps:
         saved = [identity for identity, state in states.items() if state is ProcessState.CHECKPOINTED]
         locked = [identity for identity, state in states.items() if state is ProcessState.LOCKED]
         from_ids = effect.from_device_ids or ((effect.from_device_id,) if effect.from_device_id is not None else ())
-        await journal("restoring")
         try:
             await self._restore(saved, locked, moves_between(kernel.checkpoint.homes or from_ids, device_ids))
             # The kernel's calls go on already; what the driver said is verified afterwards, to save that time.
