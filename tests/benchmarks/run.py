@@ -51,8 +51,7 @@ class Amounts:
     requests: int = 21
     recovered: int = 64
     recoveries: int = 9
-    arbiter_leases: tuple[int, ...] = decision_time.LEASES
-    decisions: int = 20_000
+    decisions: int = 4_000
 
 
 QUICK = Amounts(
@@ -69,7 +68,6 @@ QUICK = Amounts(
     requests=2,
     recovered=4,
     recoveries=2,
-    arbiter_leases=(10, 100),
     decisions=400,
 )
 
@@ -120,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     crowds: list[decision_time.Crowd] = []
     if "decisions" in chosen:
         say("decisions")
-        crowds = decision_time.measure(amounts.arbiter_leases, decision_time.DEVICES, amounts.decisions)
+        crowds = decision_time.measure(amounts.decisions)
     rows = _measure_kernels(amounts, [part for part in chosen if part not in ("decisions", "recovery")])
     if "recovery" in chosen:
         rows += measure_recovery(amounts.recovered, amounts.recoveries, say)

@@ -289,9 +289,11 @@ class Laws:
         """
         fits = False
         for seen in self._beneficiaries(suspend):
+            # What it uses without a reservation is there already.
+            needs = self._world.due(seen) - (self._world.unreserved(seen) if seen.state is S.NO_CONTEXT else 0)
             for device in victim.devices:
                 could_come = seen.state in ELIGIBLE and device in self._world.allowed(seen)
-                fits |= could_come and self._world.due(seen) <= self._room(seen, device)
+                fits |= could_come and needs <= self._room(seen, device)
                 fits |= self._could_grow(seen, device, later)
         law(3, fits, victim, "is suspended where the other would not fit:", why.sentence)
 
@@ -342,7 +344,7 @@ class Laws:
         law(6, all(place in allowed for place in places), seen.lease_id, "may not go to", places, "but to", allowed)
         law(7, self._world.within_limits(seen), seen.lease_id, "has more than its user or group may hold")
 
-    def count_passes(self, winner: Seen, places: tuple[str, ...], asked_last: int) -> None:
+    def count_passes(self, winner: Seen, places: tuple[str, ...], asked_last: int, mine: int) -> None:
         """Law 4, counted anew: who waited longer, could have used this room, and saw it go to somebody else."""
         world = self._world
         asked = winner.asked if winner.asked >= 0 else asked_last + 1  # asked and served in one event
@@ -352,19 +354,19 @@ class Laws:
             ahead = (-seen.spec.priority, seen.asked) < (-winner.spec.priority, asked)
             if world.pool(seen).preempt_equals and seen.spec.priority == winner.spec.priority:
                 continue  # who has had less than its share goes before
-            if not ahead or not self._missed(seen, places):
+            if not ahead or not self._missed(seen, places, mine):
                 continue
             seen.passed += 1
             most = max(self.most_k, 1) * len(world.leasable)
             law(4, seen.passed <= most, seen.lease_id, "was passed over", seen.passed, "times; most:", most)
 
-    def _missed(self, seen: Seen, places: tuple[str, ...]) -> bool:
-        """Whether the room that was just given away on these devices could have served it, and now cannot."""
+    def _missed(self, seen: Seen, places: tuple[str, ...], mine: int) -> bool:
+        """Whether the room that was just given away on these devices could have served it, and now cannot; `mine` was the winner's anyway."""
         world, need = self._world, self._world.due(seen)
         usable = [
             device
             for device in places
-            if world.leasable[device] - world.strangers[device] >= need and world.free(device) < need
+            if world.leasable[device] - world.strangers[device] - mine >= need and world.free(device) < need
         ]
         if not any(device in world.allowed(seen) for device in usable):
             return False

@@ -375,6 +375,8 @@ class Observer:
                 seen.kept_for = world.pool(seen).unattached_hold_ms
             case S.UNATTACHED | S.NO_CONTEXT | S.ENDED:
                 found = seen.devices or getattr(event, "device_ids", ()) or ((device,) if device else ())
+                if old is S.QUARANTINED and seen.state is S.NO_CONTEXT:
+                    found = self._places(seen, device)  # the truth may name another device
                 world.hold(seen, found if seen.state is S.NO_CONTEXT else (), 0)
                 seen.saved = seen.host = seen.used = 0
                 seen.measured = seen.measured and seen.state is S.NO_CONTEXT
@@ -387,7 +389,7 @@ class Observer:
                 mine = world.unreserved(seen)
                 for place in seen.devices if mine else ():
                     world.strangers[place] -= mine
-                self._given(seen, device)
+                self._given(seen, device, mine)
                 seen.ran, seen.measured = seen.busy, False
             case S.RESIDENT:
                 law(1, device is not None, seen.lease_id, "is resident nowhere")
@@ -468,8 +470,8 @@ class Observer:
             law(1, device is None or max(before, least) <= held, seen.lease_id, "holds", held, "and needs", least)
         self.world.hold(seen, self._places(seen, device), held)
 
-    def _given(self, seen: Seen, device: str | None) -> None:
-        """Check a reservation that was just made: how much the effect says that tells the driver."""
+    def _given(self, seen: Seen, device: str | None, mine: int = 0) -> None:
+        """Check a reservation that was just made: how much the effect says that tells the driver. `mine`: it used so much there before."""
         world, effect = self.world, None
         for later in self._later:
             if isinstance(later, Granted | Resume) and later.lease_id == seen.lease_id:
@@ -488,7 +490,7 @@ class Observer:
         for place in places:
             left = world.free(place)
             law(1, left >= 0 and world.open(place), seen.lease_id, "was given", amount, "on", place, left)
-        self.laws.count_passes(seen, places, self._asked)
+        self.laws.count_passes(seen, places, self._asked, mine)
         seen.asked = -1 if seen.state is not S.RESUMING else seen.asked
 
     def _suspends(self, effect: Suspend) -> None:
@@ -546,7 +548,7 @@ class Observer:
 
     def _note_tickets(self, pool: str) -> None:
         """Take over who waits (in the order of asking), from the queue itself: a view of it forecasts every wait."""
-        waiting = {lease.lease_id: lease.ticket for lease in self.arbiter._books.queue.line(pool)}
+        waiting = {lease.lease_id: lease.ticket for lease in self.arbiter._books.line(pool)}
         for lease_id, seen in self.leases.items():
             if seen.spec.pool != pool:
                 continue

@@ -8,6 +8,8 @@ same two; a result whose lease has moved on frees its swap channel, and nothing 
 ignored, because the driver's view is always a little out of date. An event that cannot be true raises ValueError before anything changes.
 """
 
+from collections import Counter
+
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease
 from fractional_gpu.core.changes.changes import Changes
@@ -129,7 +131,7 @@ def ticket_views(books: Books, pool: str, foresight: ForecastRecorder) -> list[T
     """Return the pool's queue in order."""
     waits = foresight.queue_waits.waits_of_pool(pool)
     views, position = [], 0
-    for lease, expected in zip(books.queue.line(pool), waits, strict=True):
+    for lease, expected in zip(books.line(pool), waits, strict=True):
         if (ticket := lease.ticket) is None:
             continue
         wait = wait_reason(books, lease, ticket)
@@ -145,7 +147,7 @@ def ticket_views(books: Books, pool: str, foresight: ForecastRecorder) -> list[T
                 sentence=wait.sentence,
                 blockers=wait.blockers,
                 urgent=ticket.urgent,
-                need_mib=lease.bucket.key.need_mib if lease.bucket is not None else kept_mib(lease),
+                need_mib=lease.ask_mib if lease.waits_for_room else kept_mib(lease),
                 kept_on=ticket.kept_on,
                 expected=None if expected is None else shown_span(ticket, lease, expected, books.now_ms),
             )
@@ -301,11 +303,8 @@ class Arbiter:
 
     def queue_lengths(self) -> dict[str, int]:
         """Return how many leases wait in each pool's queue. A pool without any may be missing; leases being resumed do not count."""
-        lengths = {pool: len(line) for pool, line in self._books.queue.lines.items()}
-        for lease in self._books.by_state[LeaseState.RESUMING].values():
-            if lease.ticket is not None:
-                lengths[lease.spec.pool] -= 1
-        return lengths
+        waiting = self._books.waiting.values()
+        return dict(Counter(lease.spec.pool for lease in waiting if lease.state is not LeaseState.RESUMING))
 
     def queue_delays(self, at_ms: int) -> dict[str, QueueDelay]:
         """Return how long the tickets of each pool have waited, as of `at_ms`."""
@@ -380,12 +379,15 @@ class Arbiter:
         return changes.take_effects()
 
     def run_deferred_work(self) -> None:
-        """Learn from the last event and forecast waits. This changes no decision: drivers call it once the effects are on their way."""
+        """Learn from the last event, and forecast the waits that began in it.
+
+        None of this changes what that event decided, so a driver calls it once the effects are on their way. Otherwise the next `handle`
+        does it first; decisions are the same either way.
+        """
         if not self._deferred_work_done:
             self._deferred_work_done = True
             if self._changes.forecast_recorder.run_deferred_work():
                 self._views.clear()  # they hold forecasts
-            self._scheduler.prepare_next()
 
     def _set_wake(self, *, anew: bool) -> None:
         """Ask for a tick if the time of the next one changed; `anew`: a tick used it up, however early it came."""
@@ -438,7 +440,7 @@ class Arbiter:
             case HostMemorySeen():
                 books.host_budget_mib = event.budget_mib
         books.mark_all_changed()
-        self._changes.requeued.update(books.queue.lines)
+        self._changes.requeued |= books.waiting_pools
 
     def _device_seen(self, event: DeviceSeen) -> None:
         books = self._books

@@ -2,10 +2,8 @@
 
 from fractional_gpu.core.books.accounts import guaranteed_mib
 from fractional_gpu.core.books.books import Books, resting_milli
-from fractional_gpu.core.books.records import Device, Lease, Operation
+from fractional_gpu.core.books.records import Lease, Operation
 from fractional_gpu.core.model import HOLDING, LeaseState
-from fractional_gpu.core.rules.eligibility import eligible_devices
-from fractional_gpu.core.scheduler.victims import device_preemptible_from_ms, device_suspendable_from_ms
 
 
 class InvariantError(AssertionError):
@@ -47,7 +45,6 @@ def validate(books: Books, operations: dict[int, Operation]) -> None:
         *_operations(books, operations),
         *books.forecasts.broken(),
     ]
-    broken += [*_kept_ready(books), *(line for device in books.devices.values() for line in _ranks(books, device))]
     if broken:
         raise InvariantError("; ".join(broken))
 
@@ -177,11 +174,9 @@ def _least_mib(books: Books, lease: Lease) -> int:
 
 def _queue(books: Books) -> list[str]:
     broken = []
-    line = books.waiting_leases()
-    if {lease.lease_id for lease in line} != {lease.lease_id for lease in books.leases.values() if lease.ticket}:
+    line = list(books.waiting.values())
+    if set(books.waiting) != {lease.lease_id for lease in books.leases.values() if lease.ticket}:
         broken.append("the queue and the leases disagree about which leases have a ticket")
-    if len(line) != books.waiting:
-        broken.append(f"{len(line)} leases wait, {books.waiting} were counted")
     broken += [
         f"lease {lease.lease_id} ({lease.state}) waits for what it has" for lease in line if not _may_wait(lease)
     ]
@@ -190,10 +185,6 @@ def _queue(books: Books) -> list[str]:
         for lease in books.parked.values()
         if lease.state is not LeaseState.UNATTACHED or lease.has_reservation or lease.ticket is not None
     ]
-    for pool in books.lines:
-        places = [books.queue.place(lease) for lease in books.queue.line(pool)]
-        if places != list(range(1, len(places) + 1)):
-            broken.append(f"the queue of pool {pool} is out of order")
     return broken
 
 
@@ -219,83 +210,6 @@ def _moves(books: Books) -> list[str]:
                 f"lease {lease.lease_id} ({lease.state}) is on its way to {lease.target_ids} and waits for nothing"
             )
     return broken
-
-
-def _kept_ready(books: Books) -> list[str]:
-    """Check that kept results equal what would be computed now."""
-    broken = []
-    for bucket in books.queue.buckets.values():
-        for lease in bucket.members if bucket.devices is not None else ():
-            now = eligible_devices(books, books.policy(lease), lease)
-            if now != bucket.devices:
-                broken.append(f"lease {lease.lease_id} may go to {now}, its bucket says {bucket.devices}")
-    broken += _buckets(books)
-    lowest: dict[str, int] = {}
-    for lease in books.leases.values():
-        lowest[lease.spec.pool] = min(lease.spec.priority, lowest.get(lease.spec.pool, lease.spec.priority))
-    if lowest != books.accounts.lowest_priority:
-        broken.append(f"the lowest priorities are {lowest}, not {books.accounts.lowest_priority}")
-    return broken
-
-
-def _buckets(books: Books) -> list[str]:
-    """Check what buckets keep of their tickets and accounts, and the indexes of buckets."""
-    queue, broken = books.queue, []
-    found = {**queue.unshaped}
-    for shape in queue.shapes.values():
-        found |= shape.buckets
-        if any(bucket.shape is not shape for bucket in shape.buckets.values()):
-            broken.append("a bucket is kept with a shape that is not its own")
-        heads = [bucket.members[0] for bucket in shape.buckets.values() if shape.devices is not None]
-        lost = [head for head in heads if eligible_devices(books, books.policy(head), head) != shape.devices]
-        broken += [f"lease {head.lease_id} may not go where its shape says: {shape.devices}" for head in lost]
-    if sorted(found) != sorted(bucket.number for bucket in queue.buckets.values()):
-        broken.append("buckets without a shape, and those of all shapes, are not all buckets")
-    for bucket in queue.buckets.values():
-        head, orders = bucket.members[0], [one.ticket.order for one in bucket.members if one.ticket is not None]
-        if bucket.oldest_order not in (None, min(orders)):
-            broken.append(f"the oldest ticket beside {head.lease_id} is {min(orders)}, {bucket.oldest_order} was kept")
-        account = books.accounts.of(head)
-        if bucket.turn is not None and not account.busy_milli and bucket.turn_version == account.version:
-            now = (*books.share(head), orders[0])
-            if bucket.turn[-3:] != now or bucket.account is not account:
-                broken.append(f"lease {head.lease_id} has its turn by {now}, {bucket.turn} was kept")
-    return broken
-
-
-def _ranks(books: Books, device: Device) -> list[str]:
-    ranks, broken = device.victim_ranking, []
-    if ranks is None:
-        return []
-    ranked = {lease_id for *_, lease_id, _ in ranks.ranked}
-    is_current = ranks.swaps_learnt == books.forecasts.swaps_learnt
-    for lease_id, lease in device.holders.items():
-        if lease_id in ranks.changed:
-            continue
-        from_ms = device_suspendable_from_ms(books, device, lease)
-        kept_ms = 0 if lease_id in ranked else ranks.later[lease_id][0] if lease_id in ranks.later else None
-        if kept_ms != from_ms and (kept_ms is None or from_ms is None or max(kept_ms, from_ms) > books.now_ms):
-            broken.append(f"lease {lease_id} may be suspended from {from_ms}, it was ranked for {kept_ms}")
-        at_work_ms = device_preemptible_from_ms(books, device, lease)
-        kept_ms = ranks.busy[lease_id][0] if lease_id in ranks.busy else None
-        if kept_ms != at_work_ms and ((kept_ms is None) != (at_work_ms is None) or is_current):
-            broken.append(f"lease {lease_id} has had its residency at {at_work_ms}, {kept_ms} was kept")
-    known = ranks.yield_candidates
-    if (
-        is_current
-        and not ranks.changed
-        and known is not None
-        and (known.next_ms is None or known.next_ms > books.now_ms)
-    ):
-        yielding = {
-            lease.lease_id
-            for from_ms, lease in ranks.busy.values()
-            if max(from_ms, lease.gate.open_until_ms) <= books.now_ms
-        }
-        if {lease.lease_id for lease in known.leases} != yielding:
-            broken.append(f"leases {sorted(yielding)} may be asked to yield, {known.leases} were kept")
-    strangers = {*ranked, *ranks.later, *ranks.busy} - {*device.holders, *ranks.changed}
-    return broken + [f"lease {lease_id} is ranked on a device where it is not" for lease_id in sorted(strangers)]
 
 
 def _may_wait(lease: Lease) -> bool:

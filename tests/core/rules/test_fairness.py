@@ -11,11 +11,8 @@ from functools import cache
 
 import pytest
 
-from fractional_gpu.core.books.records import Bucket, Lease
 from fractional_gpu.core.events import Checkpointable
 from fractional_gpu.core.model import LeaseSpec, QueueDelay
-from fractional_gpu.core.scheduler.queue_pass import QueuePass
-from tests.benchmarks.decision_time import Crowd
 from tests.core.driving import Hand, device, pool
 from tests.core.theatre import FOR_EVER, Actor, Theatre
 
@@ -51,25 +48,6 @@ CASES = {
     "no minimum but that of the swaps": Case((("a", 100, 100, 1000), ("b", 300, 100, 1000)), min_residency_ms=0),
     "a long minimum": Case((("a", 100, 100, 1000), ("b", 300, 100, 1000)), min_residency_ms=300_000, hours=24),
 }
-
-
-@pytest.mark.parametrize("leases", [150, 600])
-def test_a_decision_looks_at_few_owners_however_many_wait(leases: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a swap has begun and no room is left, what all others wait for is noted at once, not owner by owner."""
-    visits = Counter[int]()
-    visit = QueuePass._visit
-    crowd = Crowd(leases, 8, 1.0, fair=True)
-    crowd.run(2 * leases, timed=False)
-
-    def counted(one: QueuePass, bucket: Bucket, lease: Lease) -> bool:
-        visits[event] += 1
-        return visit(one, bucket, lease)
-
-    monkeypatch.setattr(QueuePass, "_visit", counted)
-    for event in range(400):  # noqa: B007 - counted by
-        crowd.run(1, timed=False)
-    assert sum(visits.values()) > 0
-    assert max(visits.values()) <= 16
 
 
 def _begin(case: Case) -> tuple[Theatre, list[Actor]]:

@@ -1,1 +1,1 @@
-"""The books of the arbiter: leases, tickets, devices, accounts, and the queue."""
+"""The books of the arbiter: leases, tickets, devices, accounts."""

@@ -43,11 +43,8 @@ class Accounts:
         self._shares_by_time = shares_by_time
         self.owners: dict[tuple[str, str], Account] = {}
         self.groups: dict[tuple[str, str], Account] = {}
-        self.lowest_priority: dict[str, int] = {}  # by pool, of its leases
-        self._priorities: dict[str, dict[int, int]] = {}  # by pool: how many leases have each
         self.promised_mib: dict[str, int] = {}  # by pool: what was guaranteed
         self._contending: dict[str, dict[str, Account]] = {}  # by pool, then owner
-        self._contending_weight: dict[str, int] = {}  # by pool: the sum of their weights, where it is known
         self._floors: dict[str, int] = {}  # by pool: least virtual time of an owner that contends again
         self._former: dict[tuple[str, str], Account] = {}  # owners without leases
 
@@ -80,11 +77,6 @@ class Accounts:
         for account in self._accounts_of(spec):
             account.leases += 1
         self.owners[key].weight = max(1, spec.owner_weight)
-        self.owners[key].version += 1
-        self._contending_weight.pop(spec.pool, None)
-        counts = self._priorities.setdefault(spec.pool, {})
-        counts[spec.priority] = counts.get(spec.priority, 0) + 1
-        self.lowest_priority[spec.pool] = min(counts)
         self._promise(spec, 1)
 
     def close(self, lease: Lease, now_ms: int) -> None:
@@ -97,14 +89,6 @@ class Accounts:
             account.leases -= 1
         if spec.group and not self.groups[spec.pool, spec.group].leases:
             del self.groups[spec.pool, spec.group]
-        counts = self._priorities[spec.pool]
-        counts[spec.priority] -= 1
-        if not counts[spec.priority]:
-            del counts[spec.priority]
-        if counts:
-            self.lowest_priority[spec.pool] = min(counts)
-        else:
-            del self._priorities[spec.pool], self.lowest_priority[spec.pool]
         key = (spec.pool, spec.owner)
         account = self.owners[key]
         if not account.leases:
@@ -116,7 +100,6 @@ class Accounts:
     def resize(self, lease: Lease, spec: LeaseSpec, now_ms: int) -> None:
         """Give the lease another size."""
         account = self.of(lease)
-        account.version += 1
         self._settle(account, now_ms)
         if lease.meter.is_running:
             lease.meter.usage += lease.milli * (now_ms - lease.meter.as_of_ms)
@@ -126,23 +109,11 @@ class Accounts:
         if lease.held_mib:
             self.reserve(lease, -1)
         lease.spec = spec
-        account.contending_weight = None
         self._promise(spec, 1)
         if lease.held_mib:
             self.reserve(lease, 1)
         if lease.meter.is_running:
             account.busy_milli += lease.milli
-
-    def set_priority(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Give the lease a spec that differs in its priority alone."""
-        counts = self._priorities[spec.pool]
-        counts[lease.spec.priority] -= 1
-        if not counts[lease.spec.priority]:
-            del counts[lease.spec.priority]
-        counts[spec.priority] = counts.get(spec.priority, 0) + 1
-        self.lowest_priority[spec.pool] = min(counts)
-        lease.spec = spec
-        self.of(lease).version += 1
 
     def _promise(self, spec: LeaseSpec, sign: int) -> None:
         for account in self._accounts_of(spec):
@@ -193,15 +164,14 @@ class Accounts:
         return self._virtual_ms_now(self.of(lease), now_ms), _virtual_ms(mine, lease.spec.weight)
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
-        """Return the sums of the weights of the owners that contend in the lease's pool, and of its owner's leases that do."""
-        pool, account = lease.spec.pool, self.of(lease)
-        owners = self._contending_weight.get(pool)
-        if owners is None:
-            owners = sum(one.weight for one in self._contending.get(pool, {}).values())
-            self._contending_weight[pool] = owners
-        if account.contending_weight is None:
-            account.contending_weight = sum(max(1, one.spec.weight) for one in account.contenders.values())
-        return max(owners, account.weight), max(account.contending_weight, lease.spec.weight, 1)
+        """Return the sums of the weights of the owners that contend in the lease's pool, and of its owner's leases that do.
+
+        Both are at least its own.
+        """
+        account = self.of(lease)
+        owners = sum(one.weight for one in self._contending.get(lease.spec.pool, {}).values())
+        own = sum(max(1, one.spec.weight) for one in account.contenders.values())
+        return max(owners, account.weight), max(own, lease.spec.weight, 1)
 
     def meter(self, lease: Lease, now_ms: int) -> None:
         """Start or stop the lease's meter, and note whether it contends, by its state. Only where the pool shares by virtual time."""
@@ -223,7 +193,6 @@ class Accounts:
             if lease.meter.is_running:
                 lease.meter.usage += lease.milli * (now_ms - lease.meter.as_of_ms)
             account.busy_milli += lease.milli if metered else -lease.milli
-            account.version += 1
             lease.meter.is_running, lease.meter.as_of_ms = metered, now_ms
         if not contends and lease.lease_id in account.contenders:
             self._stop_contending(lease, account, now_ms)
@@ -237,7 +206,6 @@ class Accounts:
         last_ms = max((self._virtual_ms_now(one, now_ms) for one in others), default=-1)
         self._settle(account, now_ms)
         account.usage = max(account.usage, -(-(last_ms + 1) * account.weight // _UNIT))
-        account.version += 1
 
     def _settle(self, account: Account, now_ms: int) -> None:
         account.usage += account.busy_milli * max(0, now_ms - account.usage_as_of_ms)
@@ -246,10 +214,7 @@ class Accounts:
     def _start_contending(self, lease: Lease, account: Account, now_ms: int) -> None:
         pool = lease.spec.pool
         contending = self._contending.setdefault(pool, {})
-        account.contending_weight = None
-        account.version += 1
         if not account.contenders:
-            self._contending_weight.pop(pool, None)
             self._settle(account, now_ms)
             # A floor never falls: else an owner could gain by pausing while others pause.
             self._floors[pool] = floor = max(self._floors.get(pool, 0), self._least_virtual_ms(contending, now_ms))
@@ -268,11 +233,9 @@ class Accounts:
         others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
         account.floor = max(account.floor, min(others, default=0))
         del account.contenders[lease.lease_id]
-        account.contending_weight = None
         lease.meter.idle_since_ms = now_ms
         if account.contenders:
             return
-        self._contending_weight.pop(pool, None)
         account.idle_since_ms, contending = now_ms, self._contending[pool]
         self._settle(account, now_ms)
         self._floors[pool] = max(self._floors.get(pool, 0), self._least_virtual_ms(contending, now_ms))

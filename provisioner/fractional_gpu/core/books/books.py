@@ -7,10 +7,8 @@ Only `Books` writes `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from heapq import merge
 
 from fractional_gpu.core.books.accounts import Accounts
-from fractional_gpu.core.books.queue import Queue, by_rank
 from fractional_gpu.core.books.records import Device, IdleHold, Lease, OccupancyKind, Ticket
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec, ReserveBy
@@ -42,7 +40,7 @@ class Books:
         self.devices: dict[str, Device] = {}
         self.leases: dict[str, Lease] = {}
         self.by_state: dict[LeaseState, dict[str, Lease]] = {state: {} for state in LeaseState}
-        self.queue = Queue(self.policy, self.share)
+        self.waiting: dict[str, Lease] = {}  # leases with a ticket
         self.accounts = Accounts(self.shares_by_time)
         self.idle_holds: dict[str, IdleHold] = {}  # by pool
         self.host_budget_mib = 0
@@ -59,10 +57,6 @@ class Books:
         self.revoked: dict[str, Lease] = {}  # leases whose seats have ended
         self.expected: dict[str, Lease] = {}  # leases with signs that their next cell is near
         self.changed: dict[str, Lease] = {}
-        self.passes = 0  # over the queue
-        self.destinations: dict[
-            tuple[str, object], tuple[str, ...]
-        ] = {}  # by pool and home, until a device or pool changes
         self._pool_of: dict[str, str] = {}  # by device
         self._gone_pools: dict[str, PoolSpec] = {}  # of leases whose pool is not configured (any more)
         self._number = 0
@@ -96,14 +90,12 @@ class Books:
         lease.state = new
         self.by_state[new][lease.lease_id] = lease
         self.refresh(lease)
-        self.queue.rebucket(lease)
 
     def set_busy(self, lease: Lease, *, busy: bool) -> None:
         """Set whether the lease runs something."""
         lease.busy = busy
         lease.let_in, lease.seen_milli, lease.cell_milli = False, None, None
         lease.has_run |= busy
-        lease.cost_until_ms = 0
         if busy:
             lease.forget_shrinking()
         self.refresh(lease)
@@ -167,7 +159,7 @@ class Books:
         """Note what a lease without a reservation has of the strangers' memory on its devices."""
         strangers = [self.devices[one].stranger_mib for one in lease.device_ids if one in self.devices]
         lease.unreserved_mib = min([lease.used_each_mib, *strangers]) if strangers else 0
-        self.requeue(lease)
+        self.mark_changed(lease)
 
     def set_host_memory(self, lease: Lease, *, saved_mib: int = 0, reserved_mib: int = 0) -> None:
         """Set what the lease has in host memory, and what is reserved there for it."""
@@ -200,7 +192,6 @@ class Books:
         self.accounts.resize(lease, spec, self.now_ms)
         lease.size_mib = self.reserve_mib(lease, spec)
         self.refresh(lease)
-        self.queue.rebucket(lease)
 
     def reserve_mib(self, lease: Lease, spec: LeaseSpec) -> int:
         """Return what a lease of this size reserves on each device, MiB: its cap, or its use (or saved state) and headroom."""
@@ -217,8 +208,6 @@ class Books:
     def refresh_size(self, lease: Lease) -> bool:
         """Compute the size anew after the use changed. Returns whether it changed."""
         before, lease.size_mib = lease.size_mib, self.reserve_mib(lease, lease.spec)
-        if lease.size_mib != before:
-            self.queue.rebucket(lease)
         return lease.size_mib != before
 
     def set_suspend_requested(self, lease: Lease, *, by: str | None) -> None:
@@ -245,15 +234,13 @@ class Books:
 
     def set_priority(self, lease: Lease, spec: LeaseSpec) -> None:
         """Give the lease a spec that differs in its priority alone; its ticket keeps its age."""
-        ticket = self.queue.dequeue(lease)
+        ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None:
             own = ticket.resize_to is lease.spec
             ticket.resize_to = (
                 spec if own else replace(ticket.resize_to, priority=spec.priority, own_priority=spec.own_priority)
             )
-        self.accounts.set_priority(lease, spec)
-        if ticket is not None:
-            self.queue.enqueue(lease, ticket)
+        lease.spec = spec
         self.mark_changed(lease)
 
     def set_target(self, lease: Lease, device_ids: Sequence[str]) -> None:
@@ -263,15 +250,10 @@ class Books:
             self.moving[lease.lease_id] = lease
         else:
             self.moving.pop(lease.lease_id, None)
-        self.queue.rebucket(lease)
 
     def mark_changed(self, lease: Lease) -> None:
-        """Mark a lease whose deadlines, or whose place among the victims of its devices, may have changed."""
+        """Mark a lease whose deadlines may have changed."""
         self.changed[lease.lease_id] = lease
-        for device_id in lease.occupied_ids:
-            device = self.devices.get(device_id)
-            if device is not None:
-                device.mark_stale(lease)
 
     def refresh(self, lease: Lease) -> None:
         """Bring all totals and indexes up to date with the lease."""
@@ -319,7 +301,6 @@ class Books:
             device.recompute_free()
         if sign > 0:
             device.holders[lease.lease_id] = lease
-            device.mark_stale(lease)
         else:
             device.holders.pop(lease.lease_id, None)
 
@@ -362,20 +343,16 @@ class Books:
         self._pool_of = {device_id: name for name, one in reversed(self.pools.items()) for device_id in one.devices}
         for lease in self.leases.values():
             lease.size_mib = self.reserve_mib(lease, lease.spec)
-        self.queue.rebucket_all()
+        for lease in self.waiting.values():
+            if lease.ticket is not None and not lease.target_ids:
+                lease.ticket.kept_on = ()  # room is kept anew, perhaps elsewhere
         self.mark_all_changed()
         for lease in self.leases.values():
             self.accounts.meter(lease, self.now_ms)
 
     def mark_all_changed(self) -> None:
-        """Mark all leases and drop all that was derived: a device or pool changed."""
-        self.destinations.clear()
-        for bucket in self.queue.buckets.values():
-            bucket.devices = None
-        for shape in self.queue.shapes.values():
-            shape.devices = None
+        """Mark all leases: a device or pool changed."""
         for device in self.devices.values():
-            device.victim_ranking = None
             device.recompute_free()
         self.changed.update(self.leases)
 
@@ -409,37 +386,40 @@ class Books:
     # -- the queue -------------------------------------------------------------------------------------------------------
 
     @property
-    def lines(self) -> dict[str, list[Lease]]:
-        """Waiting leases, by pool."""
-        return self.queue.lines
+    def waiting_pools(self) -> set[str]:
+        """The pools in which leases wait."""
+        return {lease.spec.pool for lease in self.waiting.values()}
 
-    @property
-    def waiting(self) -> int:
-        """How many leases have a ticket."""
-        return self.queue.waiting
+    def line(self, pool: str) -> list[Lease]:
+        """Return the waiting leases of a pool in the order that is shown: by priority, urgency and age.
+
+        In a pool that shares by virtual time, that comes before the age. A pass serves leases on their way, and tickets for which room is
+        kept, before others (`fairness.Turns`).
+        """
+        return sorted([lease for lease in self.waiting.values() if lease.spec.pool == pool], key=self._rank)
+
+    def _rank(self, lease: Lease) -> tuple[int, bool, bool, int, int, int]:
+        ticket = lease.ticket
+        if ticket is None:
+            raise ValueError(f"lease {lease.lease_id} has no ticket")
+        by_share = self.shares_by_time(lease) and not ticket.is_due
+        owner, own = self.share(lease) if by_share else (0, 0)
+        return -lease.spec.priority, not ticket.urgent, by_share, owner, own, ticket.order
 
     def enqueue(self, lease: Lease, ticket: Ticket) -> None:
         """Put a lease without a ticket in its place in the queue."""
         lease.ticket = ticket
+        self.waiting[lease.lease_id] = lease
         # Until it was seen at work, its demand is that of its pool.
         self._set_demand(lease, self.forecasts.demand_milli(lease.lease_id, lease.spec.pool))
         self.accounts.meter(lease, self.now_ms)
-        self.queue.enqueue(lease, ticket)
         self.changed[lease.lease_id] = lease
 
     def dequeue(self, lease: Lease) -> Ticket | None:
         """Take the lease out of the queue; return its ticket, if it had one."""
-        ticket = self.queue.dequeue(lease)
+        ticket, lease.ticket = lease.ticket, None
         if ticket is not None:
+            del self.waiting[lease.lease_id]
             self.accounts.meter(lease, self.now_ms)
             self.changed[lease.lease_id] = lease
         return ticket
-
-    def requeue(self, lease: Lease) -> None:
-        """Bring the lease's bucket up to date, and mark it as changed."""
-        self.queue.rebucket(lease)
-        self.mark_changed(lease)
-
-    def waiting_leases(self) -> list[Lease]:
-        """Return the leases with tickets, in the order in which they are served (but for tickets that keep room)."""
-        return list(merge(*(self.queue.line(pool) for pool in self.queue.lines), key=by_rank))

@@ -1,12 +1,11 @@
-"""The records that the books hold: leases, tickets, buckets, devices, accounts.
+"""The records that the books hold: leases, tickets, devices, accounts.
 
-Each field has one writer. `Books` writes what its totals depend on (state, reservations, host memory, gates, `busy`), `Queue` the fields
-of tickets and buckets, `Accounts` those of accounts and meters; the comments here say what a field means.
+Each field has one writer. `Books` writes what its totals depend on (state, reservations, host memory, gates, `busy`), `Accounts` the
+fields of accounts and meters; the comments here say what a field means.
 """
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
 
 from fractional_gpu.core.forecasts.forecasts import WaitSpan
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Sign
@@ -16,7 +15,6 @@ HOST_MARGIN_MIB = 64
 """What a lease's suspend may save beyond its last measured use, whatever its size (`Lease.host_margin_mib`)."""
 HOST_MARGIN_PARTS = 16
 """One part in so many of its use is added to that."""
-_MUCH_CHANGED = 8  # more changes than this, beyond one for each holder: ranking the device anew is cheaper
 _FULL_MILLI = 900  # thousandths of a device that its busy leases use together when they leave none, about
 _SAME_TIME_MILLI = 1050  # what samples of all its busy leases add up to at most, about, if they are of the same time
 _INEXACT_PARTS = 8  # one part in so many is allowed for what a driver measures and shares out inexactly
@@ -66,7 +64,7 @@ class ShownForecast:
 
 @dataclass(slots=True, kw_only=True)
 class Ticket:
-    """A lease's place in the queue: by priority, then urgent ones, then first come, first served (see `queue`)."""
+    """A lease's place in the queue: by priority, then urgent ones, then first come, first served (see `fairness`)."""
 
     order: int
     asked_ms: int
@@ -83,78 +81,9 @@ class Ticket:
     expected: WaitSpan | None = None  # the wait, as forecast when the ticket was filed
     shown: ShownForecast | None = None
     reason: str = "wait.new"  # code that the lease's story has of this wait
-    wait: Reason | None = None  # why it waits, from the last pass that visited it by itself
-    wait_pass: int = 0  # number of that pass
+    wait: Reason | None = None  # why the last pass left it waiting; None: for room
     channel_ms: int = 0  # how long no swap channel was expected to become free when the lease asked
     saves_ms: int = 0  # how long the saves take that idle leases were begun to leave by for it, as expected
-    rank: tuple[int, bool, int] = (0, False, 0)  # sorts its pool's line, fixed at its entry: priority, urgency, order
-    bucket_rank: tuple[int, int] = (0, 0)  # sorts its bucket, fixed likewise: the lease's virtual time, order
-
-
-class BucketKey(NamedTuple):
-    """What the tickets of one bucket have in common."""
-
-    pool: str
-    # Devices they were saved from, id of the lease that grows in place, or anywhere; with the only devices that they may go to, if not all
-    home: tuple[str, ...] | str | tuple[tuple[str, ...] | None, tuple[str, ...]] | None
-    accounts: tuple[str, ...]  # owner (and group) whose limits or share decide, where any do
-    devices: int
-    priority: int
-    fair: bool  # the pool shares by virtual time
-    milli: int  # what limits count, milli-GPU; 0 where none apply
-    need_mib: int  # on each device
-    urgent: bool
-    room_kept: bool  # they were passed over as often as the pool allows
-    paused: bool  # their resume could not start, and its next attempt is still to come
-    targets: tuple[str, ...]  # devices they are being moved to, where room is kept
-    due: bool  # they precede others of their priority, in the order of asking
-
-
-@dataclass(slots=True, eq=False)
-class BucketShape:
-    """Buckets that agree in all but the owner, in a pool that shares by virtual time: what holds for all is recorded once."""
-
-    devices: tuple[str, ...] | None = None  # that can serve them, until a device or pool changes
-    buckets: dict[int, "Bucket"] = field(default_factory=dict)  # by number
-    skipped_in_pass: int = 0  # the last pass that skipped the buckets it had not visited
-    first_unskipped: int = 0  # buckets from this number on were created after that
-    wait: Reason | None = None  # why these wait, where that pass found a reason of its own
-
-
-@dataclass(slots=True, eq=False)
-class Bucket:
-    """Tickets with the same need that the same devices can serve: where one of them does not fit, none behind it does."""
-
-    key: BucketKey
-    # The key without the need: a need that is too large for a family is too large for every larger one of the family.
-    family: tuple[object, ...] = field(init=False)
-    devices: tuple[str, ...] | None = None  # that can serve all members, until a device or pool changes
-    members: list["Lease"] = field(default_factory=list)  # by virtual time within their owner, then by order
-    wait: Reason | None = None  # why all of them wait, where a pass found a reason of its own
-    wait_pass: int = 0  # number of that pass
-    closed_in_pass: int = 0  # the last pass that could not serve a member, and so left out those behind it
-    due_ms: int = 0  # when its oldest ticket becomes due; 0: not computed since its members changed
-    oldest_order: int | None = None  # order of its oldest ticket; None: not computed
-    number: int = 0  # in the order of creation
-    shape: BucketShape | None = None  # None: a pass visits this bucket by itself
-    turn: tuple[int, ...] | None = None  # the turn of its first ticket, kept for buckets with a shape ...
-    turn_version: int = 0  # ... and valid for this version of its owner's account
-    account: "Account | None" = None  # its owner's, for buckets with a shape; None: not looked up yet
-    exhausted_in_pass: int = 0  # the last pass that visited all of its tickets
-
-    def __post_init__(self) -> None:
-        self.family = self.key[:7]
-
-    def is_skipped(self, passes: int) -> bool:
-        """Return whether this pass skipped the bucket together with the others of its shape."""
-        shape = self.shape
-        if shape is None or shape.skipped_in_pass != passes or self.number >= shape.first_unskipped:
-            return False
-        return passes not in (self.closed_in_pass, self.exhausted_in_pass)
-
-    def is_closed(self, passes: int) -> bool:
-        """Return whether this pass could not serve a member, so that it left out those behind."""
-        return self.closed_in_pass == passes or self.is_skipped(passes)
 
 
 # -- leases -----------------------------------------------------------------------------------------------------------
@@ -174,8 +103,6 @@ class Account:
     busy_milli: int = 0  # milli-GPU that are busy now
     usage_as_of_ms: int = 0
     contenders: dict[str, "Lease"] = field(default_factory=dict)  # leases that are busy on a device, or wait for one
-    contending_weight: int | None = None  # sum of their weights; None: not computed
-    version: int = 0  # grows when a virtual time of the owner or its leases changes otherwise than by use
     floor: int = 0  # least virtual time of a lease that contends again after a pause
     idle_since_ms: int | None = None  # none of its leases contends since then
     pinned_ms: int = 0  # used up of its pin budget
@@ -224,7 +151,7 @@ class CacheShrink:
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """The gate before a resident lease's cells, which closes for an older ticket (see `yielding`). Written by `Books`."""
+    """The gate before a resident lease's cells, which closes for an older ticket (see `queue_pass`). Written by `Books`."""
 
     closed: bool = False  # the next cell asks before it runs
     open_until_ms: int = 0  # the gate is not closed for others before this
@@ -301,16 +228,13 @@ class Lease:
     shrink: CacheShrink = field(default_factory=CacheShrink)
     gate: Gate = field(default_factory=Gate)
     ticket: Ticket | None = None
-    bucket: Bucket | None = None  # where its ticket waits, if only room is in its way
     meter: UsageMeter = field(default_factory=UsageMeter)
-    # What the totals of its devices count it as, and its cost as a victim. Read for every candidate of every pass, so not grouped.
+    # What the totals of its devices count it as.
     occupancy: OccupancyKind = OccupancyKind.NONE
     occupied_mib: int = 0
     occupied_ids: tuple[str, ...] = ()
     counted_milli: int = 0  # its demand, while it is busy there or about to be
     resting_milli: int = 0  # the part of its demand that counts while it idles there
-    cost: int = 0  # of suspending it (`victims.suspend_cost`)
-    cost_until_ms: int = 0  # the cost is computed anew then
     lease_id: str = field(init=False)  # its spec's, at hand
 
     def __post_init__(self) -> None:
@@ -373,6 +297,20 @@ class Lease:
         return here and self.ticket is not None and self.ticket.resize_to is not None
 
     @property
+    def waits_for_room(self) -> bool:
+        """Whether room alone is in the way of its ticket. A lease in an operation or in doubt waits for that to end."""
+        if self.ticket is None:
+            return False
+        if self.state is LeaseState.UNATTACHED and not self.held_mib:
+            return self.ticket.before_start
+        return self.state in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT) or self.is_growing
+
+    @property
+    def ask_mib(self) -> int:
+        """What its ticket takes on each of its devices: all that it needs, or what it lacks to grow."""
+        return self.ticket.extra_mib if self.ticket is not None and self.is_growing else self.need_mib
+
+    @property
     def has_reservation(self) -> bool:
         """Whether it counts against its devices."""
         return self.held_mib > 0
@@ -432,16 +370,6 @@ class Lease:
 # -- devices ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class YieldCandidates:
-    """Busy leases of a device that may be asked to leave at the end of their cells, cheapest first."""
-
-    leases: list[Lease]
-    mib: int  # what they hold together
-    costs_until_ms: int  # then the first of their costs is out of date
-    next_ms: int | None  # when time alone makes another lease one of them
-
-
 @dataclass(frozen=True, slots=True)
 class Stake:
     """What an early swap moves, and is moved in vain unless a cell follows."""
@@ -449,25 +377,6 @@ class Stake:
     lease_id: str  # for which it is done
     at_ms: int
     mib: int  # there and back
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class VictimRanking:
-    """Which leases of a device may be suspended, cheapest first, kept between decisions (`victims`)."""
-
-    changed: dict[str, Lease]  # leases that changed since, whose place is computed anew
-    busy: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # when each busy lease has had its residency
-    swaps_learnt: int = 0  # version of the forecasts that `busy` was computed with
-    highest_priority: int = 0  # of the leases in `busy`
-    # Those of `busy` that may leave at a cell's end; None: not computed
-    yield_candidates: YieldCandidates | None = None
-    ranked: list[tuple[int, int, str, Lease]] = field(default_factory=list)  # leases that may be suspended now
-    ready: list[Lease] = field(default_factory=list)  # the same leases, in the same order
-    ready_mib: int = 0  # what they hold together
-    costs_until_ms: int = 0  # then the first of their costs is out of date
-    later: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # leases that time alone will make suspendable
-    next_ready_ms: int | None = None  # the first of these times
-    last_used_ms: int = 0
 
 
 @dataclass(slots=True)
@@ -503,7 +412,6 @@ class Device:
     holders: dict[str, Lease] = field(default_factory=dict)
     mib_by_occupancy: list[int] = field(default_factory=lambda: [0] * len(OccupancyKind))
     count_by_occupancy: list[int] = field(default_factory=lambda: [0] * len(OccupancyKind))
-    victim_ranking: VictimRanking | None = None  # None: not computed, or not needed for long
     free_mib: int = 0  # what is left for leases; negative when over-committed, nothing when lost
     lease_capacity_mib: int = 0  # what one lease could have if no other were there
     demand_milli: int = 0  # what the leases that are busy here need together, thousandths of the device
@@ -518,13 +426,6 @@ class Device:
         return (
             self.free_mib + self.mib_by_occupancy[OccupancyKind.IDLE] + self.mib_by_occupancy[OccupancyKind.SUSPENDING]
         )
-
-    def mark_stale(self, lease: Lease) -> None:
-        """Note that a lease that is, or was, on the device changed: its place among the victims is computed anew."""
-        if self.victim_ranking is not None:
-            self.victim_ranking.changed[lease.lease_id] = lease
-            if len(self.victim_ranking.changed) > _MUCH_CHANGED + len(self.holders):  # unused for long
-                self.victim_ranking = None
 
     def add_demand(self, occupancy: OccupancyKind, milli: int, resting_milli: int = 0) -> None:
         """Count a demand of a lease that is busy here, or about to be, or that idles."""

@@ -29,7 +29,6 @@ from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.eligibility import update_suspendability
 from fractional_gpu.core.rules.idling import idle_due_ms
-from fractional_gpu.core.rules.wait_reasons import wait_reason
 from fractional_gpu.core.transitions import Cause, next_state
 from fractional_gpu.core.units import format_duration, format_memory
 
@@ -100,7 +99,7 @@ class Changes:
             )
         )
         self.record(lease.lease_id, reason, sentence)
-        if lease.spec.pool in self.books.queue.lines:
+        if lease.spec.pool in self.books.waiting_pools:
             self.requeued.add(lease.spec.pool)
 
     def record(self, lease_id: str, reason: str, sentence: str) -> None:
@@ -176,7 +175,6 @@ class Changes:
     def forget_expectation(self, lease: Lease) -> None:
         """Forget the signs of the lease's next cell."""
         lease.expectation = lease.rhythm_ms = None
-        lease.cost_until_ms = 0
         self.books.expected.pop(lease.lease_id, None)
         self.books.mark_changed(lease)
 
@@ -197,12 +195,12 @@ class Changes:
     def pause_resume(self, lease: Lease, after_ms: int) -> None:
         """Try no resume of the lease before `after_ms`, as one could not start."""
         lease.retries.resume_after_ms, lease.retries.resume_paused = after_ms, True
-        self.books.requeue(lease)
+        self.books.mark_changed(lease)
 
     def unpause_resume(self, lease: Lease) -> None:
         """Allow resumes again."""
         lease.retries.resume_paused = False
-        self.books.requeue(lease)
+        self.books.mark_changed(lease)
 
     # -- the queue ---------------------------------------------------------------------------------------------------------------
 
@@ -230,7 +228,7 @@ class Changes:
         self.books.enqueue(lease, ticket)
         if fresh and lease.need_mib and self.books.reserves_cap(lease):  # what grows with its use is of no size
             self.books.forecasts.asked(lease.spec.pool, lease.need_mib, lease.count)
-        if fresh and (self.books.waiting < _FEW or not ticket.order % _ONE_OF):
+        if fresh and (len(self.books.waiting) < _FEW or not ticket.order % _ONE_OF):
             self.forecast_recorder.ticket_filed(
                 lease
             )  # of many tickets a sample is enough: what is shown is computed when it is read
@@ -266,21 +264,13 @@ class Changes:
         if lease.target_ids:
             self.books.set_target(lease, ())
 
-    def is_known_unservable(self, lease: Lease) -> bool:
-        """Return whether the ticket's bucket is known to be unservable, as nothing has happened since; if so, record why it waits."""
-        bucket, ticket = lease.bucket, lease.ticket
-        if bucket is None or ticket is None or not bucket.is_closed(self.books.passes) or bucket.members[0] is lease:
-            return False
-        self.books.queue.unexplained.pop(lease.lease_id, None)
-        self.record_wait_reason(lease, wait_reason(self.books, lease, ticket))
-        return True
-
     def record_wait_reason(self, lease: Lease, wait: Reason) -> None:
-        """Write a reason to wait into the lease's story if its code is another one than before."""
+        """Write a reason to wait into the lease's story if its code is new, unless the line of the lease's state says the same."""
         ticket = lease.ticket
         if ticket is not None and ticket.reason != wait.code:
             ticket.reason = wait.code
-            self.record(lease.lease_id, wait.code, wait.sentence)
+            if wait.sentence != lease.sentence:
+                self.record(lease.lease_id, wait.code, wait.sentence)
             self.requeued.add(lease.spec.pool)
 
     # -- operations --------------------------------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ class QueueWaitForecast:
         if lease.ticket is None:
             return None
         books = self._books
-        line, place = books.queue.line(lease.spec.pool), books.queue.place(lease) - 1
+        line = books.line(lease.spec.pool)
+        place = line.index(lease)
         last = line[: place + 1] if place <= MOST_AHEAD else [*line[:MOST_AHEAD], lease]
         found = self._play(last)[-1]
         if found is None:
@@ -103,7 +104,7 @@ class QueueWaitForecast:
 
     def waits_of_pool(self, pool: str) -> list[WaitSpan | None]:
         """Return the waits of a pool's queue, in order; those far back in proportion to the last one that was played."""
-        line = self._books.queue.line(pool)
+        line = self._books.line(pool)
         played = line[: MOST_AHEAD + 1]
         found = self._play(played)
         waits = [None if one is None else self._forecasts.wait_span(*one) for one in found]

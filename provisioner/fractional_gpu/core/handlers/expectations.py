@@ -44,7 +44,6 @@ class Expectations:
         milli = {one: min(sure, forecasts.sign_milli(lease.lease_id, one)) for one, sure in known.signs.items()}
         known.best = max(milli, key=lambda one: milli[one])
         known.milli = milli[known.best]
-        lease.cost_until_ms = 0
         books.expected[lease.lease_id] = lease
         books.mark_changed(lease)
         expected = is_expected(books, lease)

@@ -83,17 +83,14 @@ class StartReservations:
         for other in self._books.by_state[LeaseState.UNATTACHED].values():
             for device_id in other.occupied_ids:
                 starting[device_id] = starting.get(device_id, 0) + other.occupied_mib
-        return any(
-            bucket.key.pool == lease.spec.pool
-            and any(member.spec.owner != lease.spec.owner for member in bucket.members)
-            and sum(
-                self._books.devices[device_id].free_or_idle_mib
-                < bucket.key.need_mib
-                <= self._books.devices[device_id].free_or_idle_mib + starting.get(device_id, 0)
-                for device_id in allowed_devices(self._books, bucket.members[0])
-            )
-            for bucket in self._books.queue.buckets.values()
-        )
+        for other in self._books.waiting.values():
+            if other.spec.pool != lease.spec.pool or other.spec.owner == lease.spec.owner or not other.waits_for_room:
+                continue
+            for device_id in allowed_devices(self._books, other):
+                without_mib = self._books.devices[device_id].free_or_idle_mib
+                if without_mib < other.ask_mib <= without_mib + starting.get(device_id, 0):
+                    return True
+        return False
 
     def _taken_mib(self) -> dict[_Owner, int]:
         taken: dict[_Owner, int] = {}
@@ -126,10 +123,8 @@ class StartReservations:
     def _is_wanted(self, lease: Lease) -> bool:
         """Return whether a ticket that waits for room, or a parked lease, could use the lease's room."""
         pool = lease.spec.pool
-        line = self._books.queue.lines.get(pool, ())
-        return any(other.bucket is not None and other is not lease for other in line) or any(
-            other.spec.pool == pool for other in self._books.parked.values()
-        )
+        waiting = [other for other in self._books.waiting.values() if other.waits_for_room and other is not lease]
+        return any(other.spec.pool == pool for other in [*waiting, *self._books.parked.values()])
 
     def _lapse(self, lease: Lease) -> None:
         kept, mib = self._books.policy(lease).unattached_hold_ms, lease.held_mib
@@ -313,7 +308,7 @@ class Lifecycle:
                 changes.decline_suspend(lease, "busy", sentence)
         if lease.state in (LeaseState.SUSPENDED, LeaseState.RESUMING):  # a resume may fail to start
             changes.file_ticket(lease, preempted=True)
-        changes.requeued.update(self._books.queue.lines)  # tickets that wait for its room show it
+        changes.requeued |= self._books.waiting_pools  # tickets that wait for its room show it
 
     def exited(self, lease: Lease) -> None:
         """Free what the lease holds: its process is gone."""
@@ -347,7 +342,7 @@ class Lifecycle:
         if lease.state is LeaseState.RESIDENT:
             asked = lease.suspend_requested
             lease.last_active_ms = self._changes.now_ms
-            self._books.requeue(lease)
+            self._books.mark_changed(lease)
             if lease.suspend_requested:
                 self._changes.decline_suspend(lease, "busy", "a cell is about to run: try again when it has ended")
             # The gate is closed for an older ticket: the cell waits there, and the lease can be suspended between its cells.
@@ -365,7 +360,7 @@ class Lifecycle:
             self._start_reservations.request(lease, urgent=urgent)
         else:
             self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
-        return not self._changes.is_known_unservable(lease)
+        return True
 
     def unwanted(self, lease: Lease, *, interrupted: bool = False) -> bool:
         """Withdraw the ticket, unless a preempted cell, a claim to grow or a left process waits; return whether a decision needs that."""
@@ -382,11 +377,9 @@ class Lifecycle:
         if ticket.resize_to is not None:
             ticket.after_suspend = ticket.after_suspend if lease.target_ids else None
             return False
-        left_out = lease.bucket is not None and ticket.wait_pass != self._books.passes and not ticket.kept_on
-        left_out = left_out and not ticket.urgent  # it kept nothing and decided about no turn
         self._changes.forecast_recorder.ticket_given_up(lease)
         self._changes.withdraw_ticket(lease)
-        return not left_out or lease.spec.pool not in self._books.lines  # the last one of a pool lets more begin
+        return True
 
     def busy_changed(self, lease: Lease, *, busy: bool, by_cell: bool) -> bool:
         """Note that the kernel began or ended to run something, perhaps a cell. Returns whether any decision depends on it."""
@@ -415,7 +408,7 @@ class Lifecycle:
         need_mib, stayed, used = lease.host_need_mib, lease.is_unsuspendable, lease.used_mib
         before_mib = lease.used_each_mib
         was_measured, lease.is_measured = lease.is_measured, True
-        lease.used_mib, lease.cost_until_ms = used_mib, 0
+        lease.used_mib = used_mib
         if lease.is_working:  # its residency and its cost depend on what it uses
             self._books.mark_changed(lease)
         lease.growth_mib = max(0, lease.used_each_mib - before_mib) if was_measured else 0
@@ -430,12 +423,14 @@ class Lifecycle:
         if used_mib != used and lease.busy and self._books.waiting:
             matters = True  # its use decides how long its swap takes, and so from when on it may be preempted
         if matters:
-            self._books.requeue(lease)
+            self._books.mark_changed(lease)
         return matters
 
     def _eases_host_memory(self, lease: Lease, before_mib: int) -> bool:
         """Return whether the suspend of this lease takes less host memory than before, which it or a ticket may wait for."""
-        return lease.host_need_mib < before_mib and (self._books.waiting > 0 or before_mib > self._books.host_left_mib)
+        return lease.host_need_mib < before_mib and (
+            bool(self._books.waiting) or before_mib > self._books.host_left_mib
+        )
 
     def shrunk(self, lease: Lease, event: Shrunk) -> bool:
         """Note that the kernel gave its caches back, or could not. Returns whether any decision depends on it."""

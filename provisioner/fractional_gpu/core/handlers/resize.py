@@ -140,7 +140,7 @@ class Resizer:
         changed, ticket.extra_mib = extra_mib != ticket.extra_mib, extra_mib
         if not extra_mib and spec is lease.spec:
             self.withdraw_claim(lease, "it has room enough")
-        self._books.requeue(lease)
+        self._books.mark_changed(lease)
         return changed
 
     def pool_configured(self, pool: str) -> None:

@@ -84,6 +84,15 @@ def _excess_milli(books: Books, lease: Lease, milli: int) -> list[tuple[str, Acc
     ]
 
 
+def added_milli(books: Books, lease: Lease) -> int:
+    """Return what the lease's ticket adds to what its user (and group) has on devices, milli-GPU; 0 if no limit applies."""
+    grows = lease.ticket.resize_to if lease.ticket is not None else None
+    limits = limits_for(books, books.policy(lease), lease.spec)
+    if all(limit.resident_milli is None for _, _, limit in limits):
+        return 0
+    return lease.milli if grows is None else max(0, grows.fraction_milli * grows.devices - lease.milli)
+
+
 def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
     """Return why limits keep a waiting lease off its device now, or None."""
     for who, account, _, most in _excess_milli(books, lease, milli):

@@ -15,10 +15,10 @@ all that the owner is entitled to for ever, while the large one waits. So a tick
 virtual times are, a device does not go to and fro between them (law 5).
 """
 
-from heapq import heapify
+from collections.abc import Iterable
 
 from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Bucket, Lease, Ticket
+from fractional_gpu.core.books.records import Lease, Ticket
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
 from fractional_gpu.core.model import LeaseState, QueueDelay
 from fractional_gpu.core.rules.eligibility import lacks_device
@@ -70,7 +70,7 @@ def queue_delay(books: Books, pool_name: str) -> QueueDelay:
     """
     line = [
         (lease, books.now_ms - lease.ticket.asked_ms)
-        for lease in books.queue.lines.get(pool_name, ())
+        for lease in books.line(pool_name)
         if lease.ticket is not None and lease.state is not LeaseState.RESUMING
     ]
     pool, over = books.pools.get(pool_name), 0
@@ -156,77 +156,35 @@ def _closes(gains: tuple[int, int, int], loses: tuple[int, int, int]) -> int:
 # with the least virtual time. So pools stay in the order of asking among each other, and shares decide only inside a pool.
 
 
-Turn = tuple[tuple[int, ...], int, Bucket]
-"""When it is a ticket's turn, the ticket's place in its bucket, the bucket."""
-BEFORE_SHARES = 4  # elements of a turn before the virtual times
-_OLDEST = 3  # the element with the oldest ticket of the pool
+BEFORE_SHARES = 4
+"""Elements of a turn before the virtual times."""
 _FIRST, _DUE, _USUAL = range(3)
 
 
-class TurnOrder:
-    """The turns of one pass."""
+class Turns:
+    """The turns of tickets that wait for room."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, waiting: Iterable[Lease]) -> None:
         self._books = books
-        self._oldest: dict[str, int] = {}  # order of the oldest ticket of each pool that shares by virtual time
-        self._latest_urgent: dict[int, int] = {}  # order of the latest urgent ticket, by priority
+        self._oldest: dict[str, int] = {}  # order of the oldest ticket of each pool
+        self._latest_urgent: dict[int, int] = {}  # order of the latest urgent ticket of each priority
+        for lease in waiting:
+            ticket, pool, priority = ticket_of(lease), lease.spec.pool, lease.spec.priority
+            self._oldest[pool] = min(ticket.order, self._oldest.get(pool, ticket.order))
+            if ticket.urgent:
+                self._latest_urgent[priority] = max(ticket.order, self._latest_urgent.get(priority, ticket.order))
 
-    @property
-    def has_urgent(self) -> bool:
-        """Whether urgent tickets were found."""
-        return bool(self._latest_urgent)
-
-    def find_urgent(self, buckets: list[Bucket]) -> None:
-        """Find the urgent tickets: an older ticket for which room is kept goes first together with them."""
-        for bucket in buckets:
-            if bucket.key.urgent:
-                priority, latest = bucket.key.priority, max(map(order_of, bucket.members))
-                self._latest_urgent[priority] = max(latest, self._latest_urgent.get(priority, 0))
-
-    def turns(self, buckets: list[Bucket]) -> list[Turn]:
-        """Return the turns of the buckets' first tickets, as a heap."""
-        oldest = self._oldest = dict[str, int]()
-        for bucket in buckets:
-            if bucket.key.fair:
-                first, pool = bucket.oldest_order, bucket.key.pool
-                if first is None:
-                    first = bucket.oldest_order = min(map(order_of, bucket.members))
-                if pool not in oldest or first < oldest[pool]:
-                    oldest[pool] = first
-        turns: list[Turn] = [
-            (self.turn(bucket, bucket.members[0]) if bucket.shape is None else self.first_turn(bucket), 0, bucket)
-            for bucket in buckets
-        ]
-        heapify(turns)
-        return turns
-
-    def first_turn(self, bucket: Bucket) -> tuple[int, ...]:
-        """Return the turn of the first ticket of a bucket with a shape.
-
-        It is kept with the bucket. It changes with its owner's account, which has a version, and with time while the owner's leases work.
-        """
-        account, turn = bucket.account, bucket.turn
-        if (
-            turn is None
-            or account is None
-            or account.busy_milli
-            or bucket.turn_version != account.version
-            or turn[_OLDEST] != self._oldest.get(bucket.key.pool, 0)
-        ):
-            account = bucket.account = self._books.accounts.of(bucket.members[0])
-            turn = bucket.turn = self.turn(bucket, bucket.members[0])
-            bucket.turn_version = account.version
-        return turn
-
-    def turn(self, bucket: Bucket, lease: Lease) -> tuple[int, ...]:
-        """Return when it is a ticket's turn."""
-        key, order = bucket.key, ticket_of(lease).order
-        goes_first = key.urgent or (key.room_kept and order < self._latest_urgent.get(key.priority, 0))
-        rank = _FIRST if goes_first else _DUE if key.due else _USUAL
-        if not key.fair or key.due:
-            return (not key.targets, -key.priority, rank, order, 0, 0, order)
-        owner, own = self._books.share(lease)
-        return (not key.targets, -key.priority, rank, self._oldest.get(key.pool, 0), owner, own, order)
+    def turn(self, lease: Lease) -> tuple[int, ...]:
+        """Return what sorts a ticket."""
+        ticket, pool, priority = ticket_of(lease), self._books.policy(lease), lease.spec.priority
+        # An older ticket for which room is kept goes first together with an urgent one.
+        is_owed = ticket.passed_over >= pool.max_passed_over
+        goes_first = ticket.urgent or (is_owed and ticket.order < self._latest_urgent.get(priority, ticket.order))
+        is_due = ticket.is_due and pool.preempt_equals
+        before = not lease.target_ids, -priority, _FIRST if goes_first else _DUE if is_due else _USUAL
+        if is_due or not pool.preempt_equals:
+            return (*before, ticket.order, 0, 0, ticket.order)
+        return (*before, self._oldest[lease.spec.pool], *self._books.share(lease), ticket.order)
 
 
 def ticket_of(lease: Lease) -> Ticket:
@@ -234,8 +192,3 @@ def ticket_of(lease: Lease) -> Ticket:
     if lease.ticket is None:
         raise ValueError(f"lease {lease.lease_id} has no ticket")
     return lease.ticket
-
-
-def order_of(lease: Lease) -> int:
-    """Return the place of the lease's ticket in the order of asking."""
-    return ticket_of(lease).order

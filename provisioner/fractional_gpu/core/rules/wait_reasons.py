@@ -1,8 +1,7 @@
 """Why a ticket waits: a code, a sentence, and the leases in the way.
 
-A pass over the queue computes only the code (`reason_code`). The sentence and the blockers are computed when they are read (`wait_reason`),
-as of the last pass: from the state of the ticket's lease, the pass for this ticket, a pause after a failed resume, the pass for its bucket,
-or the room on its devices, in this order.
+The reason comes from the first of these that has one: the state of the ticket's lease, the last pass over the queue, a pause after a
+failed resume, the room on its devices. The sentence and the blockers are computed when they are read.
 
 The sentence has a clause for each lease in the way: what it does, and until when. A kernel of the same owner is named by its label; another
 one is "another user's kernel", and what its driver or process said is left out, as in `neighbours` of a lease's status. An owner is named
@@ -33,18 +32,20 @@ _DOING = {
 
 def wait_reason(books: Books, lease: Lease, ticket: Ticket) -> Reason:
     """Return why the lease waits, as of the last pass over the queue."""
-    bucket = lease.bucket
-    if bucket is None:
+    if not lease.waits_for_room:
         return _state_reason(lease)
-    if ticket.wait is not None and ticket.wait_pass == books.passes:
+    if ticket.wait is not None:
         return ticket.wait
-    if bucket.key.paused:
+    if lease.retries.resume_paused:
         return Reason("wait.retry", f"{lease.sentence}; it is tried again in a moment")
-    if bucket.wait is not None and bucket.wait_pass == books.passes:
-        return bucket.wait
-    if bucket.shape is not None and bucket.shape.wait is not None and bucket.is_skipped(books.passes):
-        return bucket.shape.wait
-    return _room_reason(books, lease, allowed_devices(books, lease), bucket.key.need_mib)
+    return _room_reason(books, lease, allowed_devices(books, lease), lease.ask_mib)
+
+
+def wait_code(books: Books, lease: Lease, ticket: Ticket) -> str:
+    """Return the code of the same reason, at less cost."""
+    if not lease.waits_for_room or ticket.wait is not None or lease.retries.resume_paused:
+        return wait_reason(books, lease, ticket).code
+    return reason_code(books, lease, allowed_devices(books, lease), lease.ask_mib)
 
 
 def _state_reason(lease: Lease) -> Reason:
@@ -111,12 +112,12 @@ def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: in
 
 def turns_end_ms(books: Books, lease: Lease) -> int | None:
     """Return when enough busy leases have had their turns to make room for the waiting one; None: time alone does not bring that about."""
-    if lease.bucket is None:
+    if not lease.waits_for_room:
         return None
     found = list[int]()
     for device_id in allowed_devices(books, lease):
         device = books.devices[device_id]
-        lacks_mib = lease.bucket.key.need_mib - device.free_or_idle_mib
+        lacks_mib = lease.ask_mib - device.free_or_idle_mib
         busy = [other for other in device.holders.values() if other.busy and other is not lease]
         turns = [(preempts_from_ms(books, lease, other), other.held_mib) for other in busy]
         ends = sorted((end_ms, mib) for end_ms, mib in turns if end_ms is not None)
@@ -239,19 +240,9 @@ def display_name(lease: Lease) -> str:
 
 
 def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
-    """Return the devices on which the lease's ticket can be served: the same for a whole bucket, except to grow in place."""
-    bucket = lease.bucket
-    if bucket is not None and bucket.devices is not None:
-        return bucket.devices
-    if lease.is_growing:
-        there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
-        admits = len(there) == len(lease.device_ids) and not any(device.lost or device.draining for device in there)
-        return lease.device_ids if admits else ()
-    if bucket is None:
+    """Return the devices on which the lease's ticket can be served."""
+    if not lease.is_growing:
         return eligible_devices(books, books.policy(lease), lease)
-    key = (bucket.key.pool, bucket.key.home)
-    known = books.destinations.get(key)
-    if known is None:
-        known = books.destinations[key] = eligible_devices(books, books.policy(lease), lease)
-    bucket.devices = known
-    return known
+    there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
+    admits = len(there) == len(lease.device_ids) and not any(device.lost or device.draining for device in there)
+    return lease.device_ids if admits else ()

@@ -57,8 +57,8 @@ class EarlyResumes:
         for lease in sorted(able, key=self._rank):
             if not self._changes.channel_free:
                 return
-            if self._may_come(lease) and self._bring_back(lease, capacity, victims):
-                capacity.refresh(books.devices)
+            if self._may_come(lease):
+                self._bring_back(lease, capacity, victims)
         self._recheck_at(victims.recheck_ms)
 
     def _rank(self, lease: Lease) -> tuple[int, int, int]:
@@ -69,7 +69,7 @@ class EarlyResumes:
         books, pool = self._books, self._books.policy(lease)
         if lease.state is not LeaseState.SUSPENDED or pool.foresight is Foresight.OFF:
             return False
-        if lease.spec.pool in books.queue.lines:
+        if lease.spec.pool in books.waiting_pools:
             return False
         if lease.revoked or not is_expected(books, lease):
             return False
@@ -78,8 +78,8 @@ class EarlyResumes:
             return False
         return over_limit(books, lease, lease.milli) is None and self._resume_ms(lease) <= pool.foresight_swap_ms
 
-    def _bring_back(self, lease: Lease, capacity: Capacity, victims: Victims) -> bool:
-        """Begin the lease's resume, or the first suspend that makes room for it. Returns whether anything was begun."""
+    def _bring_back(self, lease: Lease, capacity: Capacity, victims: Victims) -> None:
+        """Begin the lease's resume, or the first suspend that makes room for it."""
         books, need_mib = self._books, lease.need_mib
         devices = tuple(
             one for one in eligible_devices(books, books.policy(lease), lease) if self._may_stake(one, lease, ())
@@ -90,14 +90,12 @@ class EarlyResumes:
             lease.came_early = True
             sign = lease.expectation.best if lease.expectation is not None else Sign.OTHER
             self._changes.resume_early(lease, chosen, "resume.expected", f"a cell is expected ({_SIGNS[sign]})")
-            return True
-        if books.policy(lease).foresight is not Foresight.DISPLACE or lease.count > 1:
-            return False
-        return self._displace(lease, devices, capacity, victims)
+        elif books.policy(lease).foresight is Foresight.DISPLACE and lease.count == 1:
+            self._displace(lease, devices, capacity, victims)
 
     # -- idle leases that make room ------------------------------------------------------------------------------------
 
-    def _displace(self, lease: Lease, devices: tuple[str, ...], capacity: Capacity, victims: Victims) -> bool:
+    def _displace(self, lease: Lease, devices: tuple[str, ...], capacity: Capacity, victims: Victims) -> None:
         best: tuple[int, int, str, tuple[Lease, ...]] | None = None
         choice = capacity.choice(lease, devices, lease.need_mib)
         saved = likelihood_milli(lease) * self._resume_ms(lease)
@@ -106,22 +104,21 @@ class EarlyResumes:
             if chosen is None:
                 continue
             regret = sum(self._regret(victim, lease) for victim in chosen)
-            then_mib = capacity.total_mib(device_id) + sum(victim.held_mib for victim in chosen)
+            then_mib = capacity.rooms[device_id].total_mib + sum(victim.held_mib for victim in chosen)
             rank = regret, choice.spoilt([(device_id, then_mib)])
             if regret < saved and (best is None or rank < best[:2]):
                 best = *rank, device_id, chosen
         if best is None:
-            return False
+            return
         *_, device_id, chosen = best
         victim = chosen[0]  # the next one is looked at anew when this one has left
         self._stake(lease, (device_id,), 2 * victim.host_need_mib)
         sentence = "idle, and another kernel is expected to need its room sooner"
         self._changes.begin_suspend(victim, "suspend.expected", sentence, beneficiary=lease)
-        return True
 
     def _leaving(self, lease: Lease, device_id: str, capacity: Capacity, victims: Victims) -> tuple[Lease, ...] | None:
         """Return the idle leases of a device that would make room; None where there are not enough, or one of them may not."""
-        books, short_mib = self._books, lease.need_mib - capacity.total_mib(device_id)
+        books, short_mib = self._books, lease.need_mib - capacity.rooms[device_id].total_mib
         if short_mib <= 0:
             return None  # what leaves already suffices: the resume follows
         stays = {one.lease_id for one in books.devices[device_id].holders.values() if self._stays(one, lease)}

@@ -11,14 +11,13 @@ A move that an administrator requests begins at once or is declined. It takes no
 made for a ticket. While another swap is under way it is declined as `BUSY_CHANNEL`, and the requester tries again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason, Ticket
+from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import LeaseSpec, LeaseState
-from fractional_gpu.core.rules.contention import least_full, spreads
+from fractional_gpu.core.rules.contention import excess, least_full, spreads
 from fractional_gpu.core.rules.eligibility import allowed_of, other_devices
 from fractional_gpu.core.rules.fairness import preemptible_from_ms, swap_ms
 from fractional_gpu.core.rules.fragmentation import device_choice
@@ -74,11 +73,11 @@ class Migrations:
             return None
         best: tuple[int, int, str, Plan] | None = None
         for device_id in devices:
-            short_mib = need_mib - self._capacity.total_mib(device_id)
+            short_mib = need_mib - self._capacity.rooms[device_id].total_mib
             for other in self._books.holders(device_id):
                 if other.occupancy is not OccupancyKind.BUSY or other.held_mib < short_mib or not self._may_move(other):
                     continue
-                lacking = self._capacity.excess(device_id, lease, (other,))
+                lacking = excess(self._books, self._books.devices[device_id], lease, (other,))
                 cost = (lacking, swap_ms(self._books, other), other.lease_id)
                 if best is None or cost < best[:3]:
                     best = (*cost, Plan((device_id,), (other,)))
@@ -90,7 +89,7 @@ class Migrations:
             return False
         if lease.revoked:
             return False
-        if not self._capacity.fits_somewhere(other_devices(self._books, lease), lease.held_mib):
+        if not any(self._capacity.fits([one], lease.held_mib) for one in other_devices(self._books, lease)):
             return False
         if from_ms > self._books.now_ms:
             self._victims.recheck_at(from_ms)
@@ -102,8 +101,7 @@ class Migrations:
     ) -> None:
         begin_move(self._changes, lease, target_ids, reason, sentence, beneficiary=beneficiary)
         for device_id in target_ids:
-            self._capacity.keep(device_id, max(kept_mib(lease), lease.held_mib))
-        self._capacity.refresh(lease.device_ids)
+            self._capacity.keep(lease, device_id, max(kept_mib(lease), lease.held_mib))
 
 
 def begin_move(
@@ -204,76 +202,3 @@ def _free_and_not_kept(changes: Changes, devices: tuple[str, ...]) -> dict[str, 
         for device_id in other.ticket.kept_on if other.ticket is not None else ():
             kept[device_id] = kept.get(device_id, 0) + max(kept_mib(other), other.held_mib)
     return {device_id: changes.books.devices[device_id].free_mib - kept.get(device_id, 0) for device_id in devices}
-
-
-# -- kept room ---------------------------------------------------------------------------------------------------------
-# Room that one pass keeps for tickets, so that no later ticket takes it (law 4).
-#
-# Room is kept for a ticket that was passed over K times, for a lease on its way to a target, for the ticket that is next for the swap
-# channel, and for a ticket that other leases make room for. Each lease keeps room on a device at most once in a pass.
-
-
-def ticket_need_mib(lease: Lease) -> int:
-    """Return what the lease's ticket takes on each device, MiB."""
-    return lease.bucket.key.need_mib if lease.bucket is not None else lease.need_mib
-
-
-class KeptRoom:
-    """The room kept in one pass. False while none is."""
-
-    def __init__(self, books: Books, capacity: Capacity) -> None:
-        self._books = books
-        self._capacity = capacity
-        self._kept: set[tuple[str, str]] = set()  # lease, device
-
-    def __bool__(self) -> bool:
-        return bool(self._kept)
-
-    def keep(self, lease: Lease, device_id: str) -> None:
-        """Keep what the lease's ticket needs on a device."""
-        self._keep(lease, device_id, ticket_need_mib(lease))
-
-    def keep_targets(self, mover: Lease) -> None:
-        """Keep the room of a lease on its way to other devices."""
-        for device_id in mover.target_ids:
-            self._keep(mover, device_id, kept_mib(mover))
-
-    def release_targets(self, mover: Lease, device_ids: Iterable[str]) -> None:
-        """Keep that room no longer: the lease has it, or will not get it."""
-        for device_id in device_ids:
-            if (mover.lease_id, device_id) in self._kept:
-                self._kept.discard((mover.lease_id, device_id))
-                self._capacity.keep(device_id, -kept_mib(mover))
-
-    def count_promised(self, lease: Lease, device_ids: Iterable[str]) -> None:
-        """Count room as kept that a plan has promised to the lease already (`Capacity.promise`)."""
-        self._kept.update((lease.lease_id, device_id) for device_id in device_ids)
-
-    def keep_owed(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
-        """Keep room for a ticket that was passed over K times, on one more device for every K times since; the devices stay the same."""
-        need_mib, capacity, most = ticket_need_mib(lease), self._capacity, self._books.policy(lease).max_passed_over
-        owed = lease.count + max(0, ticket.passed_over - most) // max(1, most)
-        if len(ticket.kept_on) == owed and all(
-            capacity.can_ever_serve(one, need_mib) and one in devices for one in ticket.kept_on
-        ):
-            for device_id in ticket.kept_on:
-                self.keep(lease, device_id)
-            return
-        able = [device_id for device_id in devices if capacity.closest_device([device_id], need_mib) is not None]
-        if len(able) < lease.count:  # too few devices can ever serve it: room kept on some of them would be of no use
-            able = []
-        promised = [device_id for device_id in able if (lease.lease_id, device_id) in self._kept]
-        kept = list(dict.fromkeys([*(one for one in ticket.kept_on if one in able), *promised]))[:owed]
-        while len(kept) < owed:
-            closest = capacity.closest_device([device_id for device_id in able if device_id not in kept], need_mib)
-            if closest is None:
-                break
-            kept.append(closest)
-        ticket.kept_on = tuple(kept)
-        for device_id in kept:
-            self.keep(lease, device_id)
-
-    def _keep(self, lease: Lease, device_id: str, need_mib: int) -> None:
-        if device_id in self._books.devices and (lease.lease_id, device_id) not in self._kept:
-            self._kept.add((lease.lease_id, device_id))
-            self._capacity.keep(device_id, need_mib)

@@ -32,7 +32,7 @@ class IdlePacking:
         """Begin the next move of each pool that empties devices, as long as swap channels are free."""
         self.recheck_ms = None
         for pool in self._books.pools.values():
-            if pool.empty_devices and pool.may_move and pool.name not in self._books.queue.lines:
+            if pool.empty_devices and pool.may_move and pool.name not in self._books.waiting_pools:
                 self._pack(pool)
 
     def _pack(self, pool: PoolSpec) -> None:

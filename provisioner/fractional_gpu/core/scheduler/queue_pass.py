@@ -1,53 +1,53 @@
-"""One pass over the queue: tickets are served in order, bucket by bucket.
+"""One pass over the queue: every ticket that waits for room is visited once, in the order of its turn (`fairness.Turns`).
 
-**What can happen to a ticket.** A ticket that fits is granted. One that does not, but would if idle leases left (or, where the pool
-preempts, busy ones), makes them leave, and the room they free is promised to it. One that would not fit even then waits, and no lease is
-suspended for it in vain (law 3); it may close the gates of busy leases, which then leave at the end of their cells (`yielding`). A later
-ticket may overtake one that cannot be served, but at most K times; from then on room is kept for that one (law 4, `KeptRoom`).
+**What can happen to a ticket.** One that fits is granted. One that does not, but would if idle leases left (or, where the pool preempts,
+busy ones), makes them leave, and the room they free is promised to it. One that would not fit even then waits, and no lease is suspended
+for it in vain (law 3). A later ticket may overtake one that cannot be served, but at most K times; from then on room is kept for that one
+(law 4).
 
-**Buckets.** The tickets of a bucket have the same need, may go to the same devices and count against the same limits. `capacity` only
-shrinks during a pass, so if one ticket of a bucket finds no room, none behind it does: the bucket is closed for this pass, and so is
-every bucket of its family with a larger need. The reasons why those tickets wait are computed when they are read (`wait_reasons`).
-A pass visits the next ticket of each bucket by its turn (`queue`), from a heap.
+**Room at the end of a cell.** A kernel that runs one cell after another is never idle for long, and still makes room, whatever the pool's
+`preempt` policy. Where idle leases cannot make room for a ticket, the gates of busy leases are closed whose leaving would let it in:
 
-**Shapes.** In a pool that shares by virtual time each owner has buckets of its own, so there may be thousands. Most of the time the swap
-channel is in use, and the pass could begin nothing for any of them. Buckets that differ only in their owner have a common shape; where
-the order of visits cannot matter, the pass notes the outcome once per shape instead of visiting each bucket.
+- A lease is asked only after its minimum residency, for a ticket of at least its own priority, and not while it is pinned or after a
+  failed suspend. The running cell goes on.
+- Its next cell asks before it runs, and has its place in the queue from then on, behind the ticket. Until it is let in, its kernel runs
+  nothing, so the lease can be suspended at once like an idle one.
+- If several leases have to leave, the first one to end its cell waits for the others, but only as long as its own swap takes, and at
+  least a second (`gate_opens_ms`), because another one may run a cell that never ends. It is not asked again before another minimum
+  residency has passed.
+
+A pass chooses which gates are closed and opened; only the choice of the last pass of an event is carried out (`settle_gates`), as an
+earlier one may ask for room that the same event frees after it.
 
 **When room grows.** Some steps give room back in the middle of a pass (a lease that grew left, a share became free, a kept place was given
-up). Tickets that were visited before might fit now, so the pass asks for another one (`needs_another`). If a ticket moves ahead of its
-turn, the heap is built anew; tickets that were visited are not visited again.
+up). Tickets that were visited before might fit now, so the pass asks for another one (`needs_another`).
 """
 
-from collections.abc import Iterable
-from heapq import heappop, heappush
 from itertools import pairwise
 
-from fractional_gpu.core.books.records import Bucket, BucketKey, BucketShape, Lease, Reason, Ticket
+from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason, Ticket
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.handlers.resize import Resizer
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.rules.admission import over_limit, victims_of_same_user
+from fractional_gpu.core.rules.admission import added_milli, over_limit, victims_of_same_user
 from fractional_gpu.core.rules.fairness import (
     BEFORE_SHARES,
-    Turn,
-    TurnOrder,
-    order_of,
+    Turns,
+    gate_opens_ms,
     overtakes_at_ms,
     patience_ms,
+    residency_ms,
     ticket_of,
 )
-from fractional_gpu.core.rules.wait_reasons import allowed_devices, name_for, reason_code, wait_reason
+from fractional_gpu.core.rules.wait_reasons import allowed_devices, name_for, wait_code, wait_reason
 from fractional_gpu.core.scheduler.capacity import Capacity, Plan
-from fractional_gpu.core.scheduler.migration import KeptRoom, Migrations, ticket_need_mib
+from fractional_gpu.core.scheduler.migration import Migrations, kept_mib
 from fractional_gpu.core.scheduler.victims import Victims
-from fractional_gpu.core.scheduler.yielding import CellYields
 from fractional_gpu.core.units import format_memory
 
 _MOST_PLANS = 2  # tickets ahead that are promised room while no swap can begin anyway
 _CHANNEL_IN_USE = Reason("wait.swap-channel", "other kernels are being moved first, one after another")
 _IDLE_MAKES_ROOM = "an idle kernel is being suspended to make room"
-_KEEPERS_BETWEEN_CHECKS = 8  # tickets of a bucket that keep room before the pass checks whether any is left
 
 
 class QueuePass:
@@ -57,30 +57,24 @@ class QueuePass:
         self._changes = changes
         self._resizer = resizer
         self._books = changes.books
-        self._queue = changes.books.queue
         self._victims = Victims(changes.books)
         self._capacity = Capacity(changes.books, self._victims)
         self._migrations = Migrations(changes, self._capacity, self._victims)
-        self._cell_yields = CellYields(changes, self._capacity, self._victims)
-        self._order = TurnOrder(changes.books)
-        self._kept = KeptRoom(changes.books, self._capacity)
-        self._promised: list[Lease] = []  # leases that other leases begin to leave for
-        self._unservable_mib: dict[tuple[object, ...], int] = {}  # by family: a need that found no room
-        self._overdue: dict[str, Lease] = {}  # leases that were passed over K times, the last time in this pass
+        self._line: list[Lease] = []  # all that waited for room at the beginning, by their turns
         self._visited: set[str] = set()
-        self._order_changed = False  # a ticket comes earlier than when the heap was built
-        self._turn_now: tuple[int, ...] = ()
-        self._by_share: list[tuple[tuple[int, ...], Lease]] = []  # leases whose turn came by virtual time, in order
-        self._plans = self._keepers = 0
-        self._unshaped = 0  # of the turns to come, those of buckets without a shape
-        self._known = 0  # buckets from this number on were created during the pass
-        self._unskippable_version = -1  # of the capacity, when the rest could not be skipped
+        self._unservable: dict[tuple[object, ...], tuple[int, Reason | None]] = {}  # a need that found no room, and why
+        self._plans = 0
+        self._overdue: list[Lease] = []  # leases that were passed over K times, the last time in this pass
+        self._promised: list[Lease] = []  # leases that other leases begin to leave for
+        self._closes: list[Lease] = []  # gates
+        self._opens: list[Lease] = []
         self.needs_another = False  # see the module
 
     @property
     def expected_victims(self) -> set[str]:
         """Idle leases whose room was promised to tickets, or would have been with more host memory."""
-        return self._capacity.planned | self._capacity.short_of_host_memory
+        capacity = self._capacity
+        return {*capacity.planned, *capacity.stays, *capacity.short_of_host_memory}
 
     @property
     def short_of_host_memory(self) -> set[str]:
@@ -92,255 +86,131 @@ class QueuePass:
         """When time alone may change a decision of this pass."""
         return self._victims.recheck_ms
 
-    def settle_gates(self) -> None:
-        """Close and open gates as the pass found right. Called for the last pass of an event."""
-        self._cell_yields.settle()
-
     def serve(self) -> None:
         """Visit every ticket that may be served, once, in order."""
-        turns = self._begin()
-        while turns:
-            self._turn_now, cursor, bucket = heappop(turns)
-            self._unshaped -= bucket.shape is None
-            if cursor >= len(bucket.members):
-                bucket.exhausted_in_pass = self._books.passes
-                continue
-            if bucket.shape is not None and not self._changes.channel_free and self._skip_rest():
-                break
-            lease = bucket.members[cursor]
-            if bucket.key.fair:
-                self._by_share.append((self._turn_now[:BEFORE_SHARES], lease))
-            goes_on = lease.lease_id in self._visited or self._visit(bucket, lease)
-            if not self._order_changed:  # else the visit may have been cut short, and is repeated in the new order
-                self._visited.add(lease.lease_id)
-            if lease.bucket is bucket:  # a lease that was served has left the bucket, and the next one has its place
-                cursor += 1
-            if self._order_changed:
-                turns, self._order_changed = self._turns(list(self._queue.buckets.values())), False
-                # One more than there are, so that the rest is never skipped: visited tickets are passed one by one.
-                self._by_share, self._unshaped = [], len(turns) + 1
-            elif not goes_on:
-                bucket.closed_in_pass = self._books.passes
-            elif cursor < len(bucket.members):
-                heappush(turns, (self._order.turn(bucket, bucket.members[cursor]), cursor, bucket))
-                self._unshaped += bucket.shape is None
-            else:
-                bucket.exhausted_in_pass = self._books.passes
-        self._rebucket_overdue()
-        self._mark_due_by_promise()
-        self._cell_yields.choose_openings()
-        self._recheck_at_overtaking()
-        self._record_new_reasons()
-
-    # -- before the visits -----------------------------------------------------------------------------------------------
-
-    def _begin(self) -> list[Turn]:
-        self._books.passes += 1
+        books = self._books
+        waiting = list(books.waiting.values())
+        self._line = [lease for lease in waiting if lease.waits_for_room]
+        for lease in waiting:
+            ticket_of(lease).wait = None
+            if not lease.waits_for_room and not lease.target_ids:
+                ticket_of(lease).kept_on = ()
         self._mark_due_by_wait()
-        buckets = list(self._queue.buckets.values())
-        if self._queue.urgent:
-            self._order.find_urgent(buckets)
-        for mover in self._books.moving.values():
-            self._kept.keep_targets(mover)
-        self._known = self._queue.created
-        if self._nothing_can_begin():
-            buckets = [one for one in buckets if one.shape is None and not self._close_unvisited(one)]
-            self._skip_shapes(self._queue.shapes.values())
-        return self._turns(buckets)
+        for mover in books.moving.values():
+            for device_id in mover.target_ids if mover.state is not LeaseState.RESUMING else ():  # else it has that room
+                self._capacity.keep(mover, device_id, kept_mib(mover))
+        to_visit = self._by_turn()
+        while to_visit:
+            lease = to_visit.pop(0)
+            if not lease.waits_for_room:
+                continue  # it has left for another one
+            self._visited.add(lease.lease_id)
+            if self._visit(lease, ticket_of(lease)):  # the order has changed
+                to_visit = [one for one in self._by_turn() if one.lease_id not in self._visited]
+        for lease in self._overdue:
+            if lease.waits_for_room:
+                self._keep_waiting(lease, ticket_of(lease), allowed_devices(books, lease))
+        for lease in self._promised:  # a lease that leaves would often precede the ticket again, and take the room back
+            if lease.ticket is not None and books.shares_by_time(lease):
+                lease.ticket.is_due = True
+        self._choose_openings()
+        self._recheck_at_overtaking()
+        for lease in waiting:
+            if lease.ticket is not None:
+                self._explain(lease, lease.ticket)
 
-    def _turns(self, buckets: list[Bucket]) -> list[Turn]:
-        self._known = self._queue.created
-        self._unshaped = sum([bucket.shape is None for bucket in buckets])
-        return self._order.turns(buckets)
+    def _by_turn(self) -> list[Lease]:
+        self._line = [lease for lease in self._line if lease.waits_for_room]
+        self._line.sort(key=Turns(self._books, self._line).turn)
+        return self._line.copy()
 
     def _mark_due_by_wait(self) -> None:
-        """Mark tickets due that waited longer than their shares explain; room is kept, as neighbours may never all be gone at once."""
-        now_ms, first_ms = self._books.now_ms, 0
-        for bucket in list(self._queue.buckets.values()):
-            key = bucket.key
-            if not key.fair or key.due or key.pool not in self._books.pools:
-                continue  # without its pool a ticket waits for the pool's configuration, not for other leases
-            while bucket.due_ms <= now_ms and bucket.members:
-                lease = min(bucket.members, key=order_of)
-                ticket = ticket_of(lease)
-                # The estimate is renewed only when its time has come: shares, and with them the patience, change meanwhile.
-                if ticket.due_ms <= now_ms:
-                    ticket.due_ms = ticket.asked_ms + patience_ms(self._books, lease)
-                if ticket.due_ms > now_ms:
-                    bucket.due_ms = ticket.due_ms
-                else:
-                    ticket.is_due = True
-                    ticket.passed_over = max(ticket.passed_over, self._books.policy(lease).max_passed_over)
-                    self._queue.rebucket(lease)
-            if bucket.members and not 0 < first_ms <= bucket.due_ms:
-                first_ms = bucket.due_ms
-        if first_ms:
-            self._victims.recheck_at(first_ms)
+        """Mark tickets due that waited for longer than their shares explain, in pools that share by virtual time.
 
-    # -- tickets that need no visit --------------------------------------------------------------------------------------
-
-    def _nothing_can_begin(self) -> bool:
-        """Return whether no swap can begin and no room is free, so that the order of visits does not matter."""
+        Room is kept for them, too: neighbours that leave and come back one by one would never all be gone at once.
+        """
         books = self._books
-        if self._changes.channel_free or self._queue.urgent or books.moving:
-            return False
-        return not self._capacity.any_free(books.devices)
-
-    def _close_unvisited(self, bucket: Bucket) -> bool:
-        """Close a bucket that can only wait, where nothing can begin, as `_visit` would at a higher cost; return whether it is one."""
-        key, lease = bucket.key, bucket.members[0]
-        if key.room_kept or key.targets or key.milli or not key.need_mib or lease.lease_id in self._overdue:
-            return False
-        if not key.paused:
-            devices = allowed_devices(self._books, lease)
-            if self._capacity.idle_could_free(devices, key.need_mib):
-                bucket.wait, bucket.wait_pass = _CHANNEL_IN_USE, self._books.passes
-        bucket.closed_in_pass = self._books.passes
-        return True
-
-    def _skip_rest(self) -> bool:
-        """Skip all tickets to come if they can only wait for the swap channel; return whether that is so."""
-        if self._unshaped or self._overdue or self._order.has_urgent:
-            return False
-        if self._unskippable_version == self._capacity.version:
-            return False  # nothing has changed since the last attempt
-        shapes = self._queue.shapes.values()
-        if not all(map(self._only_awaits_channel, shapes)):
-            self._unskippable_version = self._capacity.version
-            return False
-        passes = self._books.passes
-        for family, need_mib in self._unservable_mib.items():
-            for other in self._queue.buckets_of(family):
-                too_large = other.key.need_mib >= need_mib and other.number < self._known
-                if too_large and other.exhausted_in_pass != passes:
-                    other.closed_in_pass = passes
-        self._skip_shapes(shapes)
-        return True
-
-    def _only_awaits_channel(self, shape: BucketShape) -> bool:
-        """Return whether nothing can begin, or be kept, for any ticket of a shape before other swaps have ended."""
-        devices, key = self._devices_of(shape)
-        if not self._capacity.any_free(devices):
-            return True
-        return (
-            self._plans >= _MOST_PLANS and key.devices == 1 and not self._capacity.fits_somewhere(devices, key.need_mib)
-        )
-
-    def _skip_shapes(self, shapes: Iterable[BucketShape]) -> None:
-        """Note that all buckets of the shapes that were not visited wait for the swap channel."""
-        for shape in shapes:
-            devices, key = self._devices_of(shape)
-            shape.skipped_in_pass, shape.first_unskipped = self._books.passes, self._known
-            shape.wait = _CHANNEL_IN_USE if self._capacity.idle_could_free(devices, key.need_mib) else None
-
-    def _devices_of(self, shape: BucketShape) -> tuple[tuple[str, ...], BucketKey]:
-        one = next(iter(shape.buckets.values()))
-        if shape.devices is None:
-            shape.devices = allowed_devices(self._books, one.members[0])
-        return shape.devices, one.key
-
-    # -- after the visits ------------------------------------------------------------------------------------------------
-
-    def _rebucket_overdue(self) -> None:
-        for lease in self._overdue.values():
-            self._queue.rebucket(lease)
-            if lease.bucket is not None:
-                self._keep_waiting(lease, ticket_of(lease), allowed_devices(self._books, lease))
-
-    def _mark_due_by_promise(self) -> None:
-        """Mark tickets due that leases begin to leave for: one that leaves would often precede the ticket again by its virtual time."""
-        for lease in self._promised:
-            if lease.ticket is not None and not lease.ticket.is_due and self._books.shares_by_time(lease):
-                lease.ticket.is_due = True
-                self._queue.rebucket(lease)
-
-    def _recheck_at_overtaking(self) -> None:
-        """Ask for a pass when the virtual time of a waiting ticket overtakes that of the next one: then that one may fit."""
-        if not self._changes.channel_free:
-            return
-        waiting = [one for one in self._by_share if one[1].bucket is not None]
-        for (rank, first), (next_rank, second) in pairwise(waiting):
-            at_ms = overtakes_at_ms(self._books, first, second) if rank == next_rank else None
-            if at_ms is not None:
-                self._victims.recheck_at(at_ms)
-
-    def _record_new_reasons(self) -> None:
-        """Write the reasons of tickets that are new, or wait for something else than before, into their stories."""
-        unexplained, self._queue.unexplained = list(self._queue.unexplained.values()), {}
-        for lease in unexplained:
-            if lease.ticket is not None:
-                self._changes.record_wait_reason(lease, wait_reason(self._books, lease, lease.ticket))
+        for lease in self._line:
+            ticket, pool = ticket_of(lease), books.policy(lease)
+            if ticket.is_due or not pool.preempt_equals or lease.spec.pool not in books.pools:
+                continue  # without its pool a ticket waits for the pool's configuration, not for other leases
+            # The estimate is renewed only when its time has come: shares, and with them the patience, change meanwhile.
+            if ticket.due_ms <= books.now_ms:
+                ticket.due_ms = ticket.asked_ms + patience_ms(books, lease)
+            if ticket.due_ms > books.now_ms:
+                self._victims.recheck_at(ticket.due_ms)
+            else:
+                ticket.is_due = True
+                ticket.passed_over = max(ticket.passed_over, pool.max_passed_over)
 
     # -- one ticket ------------------------------------------------------------------------------------------------------
 
-    def _visit(self, bucket: Bucket, lease: Lease) -> bool:
-        """Serve one ticket as far as possible. Returns whether to go on with the bucket."""
-        ticket, key = ticket_of(lease), bucket.key
-        devices = allowed_devices(self._books, lease)
-        over = over_limit(self._books, lease, key.milli) if key.milli else None
-        if key.targets:
-            return self._arrive_at_targets(lease, ticket, key.targets, over)
+    def _visit(self, lease: Lease, ticket: Ticket) -> bool:
+        """Serve one ticket as far as possible. Returns whether the order of the tickets behind has changed.
+
+        The first of these cases that holds:
+
+        1. It is on its way to devices where room is kept for it: it arrives, or the move ends.
+        2. Its user or group has as much as it may: idle leases of the same user leave, if it fits then.
+        3. Its resume pauses after a failure, or a ticket like it with no larger need has found no room: it waits.
+        4. It fits: it is served.
+        5. No swap can begin: it waits for a swap channel. The first few are promised room before.
+        6. It fits if others leave: idle leases, or those it preempts, or a busy one that fits elsewhere.
+        7. It is to grow, and is idle: it goes where it can.
+        8. It waits, and asks busy leases to leave at the end of their cells.
+
+        In 3, 5, 6 and 8 room is kept for a ticket that was passed over K times.
+        """
+        books, capacity = self._books, self._capacity
+        devices, need_mib, milli = allowed_devices(books, lease), lease.ask_mib, added_milli(books, lease)
+        over = over_limit(books, lease, milli) if milli else None
+        if lease.target_ids:
+            return self._arrive_at_targets(lease, ticket, devices, over)
         if over is not None:
-            self._free_own_share(bucket, lease, over)
+            self._free_own_share(lease, devices, milli, over)
             return False
-        # A bucket of the same family with a smaller need has found no room in this pass, so this one finds none.
-        if key.paused or key.need_mib >= self._unservable_mib.get(bucket.family, key.need_mib + 1):
-            return self._keep_waiting(lease, ticket, devices)
-        full = not self._capacity.any_free(devices)
-        chosen = self._pick(lease, devices, key.need_mib) if not full or not key.need_mib else None
+
+        like = (devices, lease.count, lease.spec.pool, lease.spec.priority, self._competes_as(lease, milli))
+        unservable_mib, why = self._unservable.get(like, (need_mib + 1, None))
+        if lease.retries.resume_paused or need_mib >= unservable_mib:
+            ticket.wait = None if lease.retries.resume_paused else why
+            self._keep_waiting(lease, ticket, devices)
+            return False
+
+        chosen = self._pick(lease, devices, need_mib)
         if chosen is not None:
             return self._serve_at_once(lease, ticket, chosen)
-        # While no swap can begin, a plan only promises room. That is worth its cost for the next few tickets.
+
+        full = not any(capacity.rooms[device_id].free_mib > 0 for device_id in devices)
         if not self._changes.channel_free and (full or self._plans >= _MOST_PLANS):
-            return self._await_channel(bucket, lease, ticket, devices)
-        return self._make_or_await_room(bucket, lease, ticket, devices)
-
-    def _await_channel(self, bucket: Bucket, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
-        """Leave a ticket for which nothing can begin before other swaps have ended. Returns whether to go on with the bucket."""
-        if self._capacity.idle_could_free(devices, bucket.key.need_mib):
-            bucket.wait, bucket.wait_pass = _CHANNEL_IN_USE, self._books.passes
-        return self._keep_waiting(lease, ticket, devices)
-
-    def _make_or_await_room(self, bucket: Bucket, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
-        """Have room made for a ticket that fits nowhere now, if that helps. Returns whether to go on with the bucket."""
-        key = bucket.key
-        # In this order, least disruptive first: suspend idle leases (or preempt), move a busy lease elsewhere, move the growing
-        # lease itself, ask busy leases to leave at the end of their cells.
-        plan = self._capacity.plan(lease, devices, key.need_mib, key.devices)
-        if plan is None and not lease.is_growing:
-            plan = self._migrations.plan_busy_move(lease, devices, key.need_mib)
-        if isinstance(plan, Plan):
-            self._make_room(lease, plan)
+            ticket.wait = _CHANNEL_IN_USE if capacity.idle_could_free(devices, need_mib) else None
             self._keep_waiting(lease, ticket, devices)
-            return True
-        if ticket.resize_to is not None and self._migrations.move_to_grow(lease, ticket.resize_to):
-            return True
-        if plan is None:
-            self._cell_yields.ask(lease, devices, key)
-        self._unservable_mib[bucket.family] = key.need_mib
-        if plan is not None:
-            bucket.wait, bucket.wait_pass = plan, self._books.passes
-        self._record_reason(lease, plan, devices)
-        return self._keep_waiting(lease, ticket, devices)
+            return False
 
-    def _arrive_at_targets(self, lease: Lease, ticket: Ticket, targets: tuple[str, ...], over: Reason | None) -> bool:
-        """Resume a moved lease on its targets, where room is kept for it; end the move if targets or limits forbid it by now."""
-        there = allowed_devices(self._books, lease)
-        if not over and all(one in there and self._books.devices[one].free_mib >= lease.need_mib for one in targets):
-            if not self._changes.channel_free:
-                self._record_reason(
-                    lease, Reason("wait.swap-channel", "it is being moved; another kernel is moved before it")
-                )
-                return True
-            self._grant(lease, targets)
-            self._kept.release_targets(lease, targets)  # it has that room now
-            self._capacity.refresh(targets)
-            return True
-        self._kept.release_targets(lease, targets)
-        ticket.kept_on = ()
-        self._books.set_target(lease, ())
-        self._order_changed = True
-        return True
+        plan = capacity.plan(lease, devices, need_mib)
+        if plan is None and not lease.is_growing:
+            plan = self._migrations.plan_busy_move(lease, devices, need_mib)
+        if isinstance(plan, Plan):
+            self._make_room(lease, ticket, plan)
+            self._keep_waiting(lease, ticket, devices)
+            return False
+
+        if ticket.resize_to is not None and self._migrations.move_to_grow(lease, ticket.resize_to):
+            return False
+
+        if plan is None:
+            self._ask_to_yield(lease, devices, need_mib)
+        self._unservable[like] = need_mib, plan
+        ticket.wait = plan
+        self._keep_waiting(lease, ticket, devices)
+        return False
+
+    def _competes_as(self, lease: Lease, milli: int) -> tuple[object, ...]:
+        """Return what decides, beside its need and its devices, which leases leave for a ticket."""
+        if lease.is_growing:
+            return (lease.lease_id,)
+        by_owner = milli or self._books.shares_by_time(lease)
+        return (lease.spec.owner, lease.spec.group, milli) if by_owner else ()
 
     def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
         """Return where the need fits now; saved state goes home if it can. A growing share alone needs no room."""
@@ -348,190 +218,241 @@ class QueuePass:
             return devices if devices and (not need_mib or self._capacity.fits(devices, need_mib)) else None
         return self._capacity.pick_for(lease, devices, need_mib)
 
+    def _arrive_at_targets(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...], over: Reason | None) -> bool:
+        """Resume a moved lease on its targets, where room is kept for it; end the move if targets or limits forbid it by now."""
+        targets = lease.target_ids
+        if over or not all(one in devices and self._books.devices[one].free_mib >= lease.need_mib for one in targets):
+            self._capacity.release(lease, targets)
+            ticket.kept_on = ()
+            self._books.set_target(lease, ())
+            self._visited.discard(lease.lease_id)  # it is a ticket like any other from now on
+            return True
+        if self._changes.channel_free:
+            self._grant(lease, targets)
+            self._capacity.release(lease, targets)  # it has that room now
+        else:
+            sentence = "it is being moved; another kernel is moved before it"
+            self._tell(lease, ticket, Reason("wait.swap-channel", sentence))
+        return False
+
     def _serve_at_once(self, lease: Lease, ticket: Ticket, chosen: tuple[str, ...]) -> bool:
-        """Serve a ticket that fits; one that needs the swap channel while it is in use keeps the room. Returns True."""
+        """Serve a ticket that fits; one that needs a swap channel while all are in use keeps the room. Returns as `_visit`."""
         if lease.state is LeaseState.SUSPENDED and not self._changes.channel_free:
             for device_id in chosen:
-                self._kept.keep(lease, device_id)
-            self._record_reason(lease, Reason("wait.swap-channel", "another kernel is being moved; this one is next"))
-            return True
-        urgent, held_mib = ticket.urgent or self._order.has_urgent, lease.held_mib
+                self._capacity.keep(lease, device_id, lease.ask_mib)
+            sentence = "another kernel is being moved; this one is next"
+            self._tell(lease, ticket, Reason("wait.swap-channel", sentence))
+            return False
+        held_mib, milli = lease.held_mib, lease.milli
+        urgent_waits = any(ticket_of(one).urgent for one in self._line if one.waits_for_room)
         # A ticket that preceded others only because an urgent one waited behind it has lost that place.
         self.needs_another |= ticket.urgent
-        if ticket.resize_to is not None:
-            milli = lease.milli
-            self._resizer.grow_in_place(lease)
-            # It may have grown its share and given memory back, or the other way round.
-            self.needs_another |= lease.held_mib < held_mib or lease.milli < milli
-            # Its user or group may have reached a limit by it: tickets of theirs that keep room must give that up.
-            self.needs_another |= bool(self._kept) and lease.milli > milli
-            if lease.is_growing:  # it lacks more by now than when it asked
-                self.needs_another = True
-                return True
-        else:
+        if ticket.resize_to is None:
             self._grant(lease, chosen)
-        self._capacity.refresh(chosen)
-        if lease.held_mib > held_mib:
-            self._count_passed_over(lease, ticket, chosen, urgent=urgent)
-        return True
+        else:
+            self._resizer.grow_in_place(lease)
+            # It may have grown its share and given memory back, or the other way round; and reached a limit by it.
+            gave_back = lease.held_mib < held_mib or lease.milli < milli
+            reached_limit = lease.milli > milli and self._capacity.keeps_any
+            self.needs_another |= gave_back or reached_limit or lease.is_growing
+            if lease.is_growing:  # it lacks more by now than when it asked
+                return False
+        return lease.held_mib > held_mib and self._count_passed_over(lease, ticket, chosen, urgent=urgent_waits)
 
     def _grant(self, lease: Lease, device_ids: tuple[str, ...]) -> None:
         """If this grant brings the owner to its limit, another pass releases the room kept for its other tickets."""
-        self.needs_another |= bool(self._kept) and lease.bucket is not None and bool(lease.bucket.key.milli)
+        self.needs_another |= self._capacity.keeps_any and bool(added_milli(self._books, lease))
         self._changes.grant(lease, device_ids)
+        self._victims.forget(device_ids)
 
-    def _free_own_share(self, bucket: Bucket, lease: Lease, over: Reason) -> None:
+    def _free_own_share(self, lease: Lease, devices: tuple[str, ...], milli: int, over: Reason) -> None:
         """Have idle leases of the same user (group), which is at its limit, leave for the ticket if it fits then."""
-        bucket.wait, bucket.wait_pass = over, self._books.passes
-        self._record_reason(lease, over)
-        key, devices = bucket.key, allowed_devices(self._books, lease)
-        own = victims_of_same_user(self._books, lease, key.milli, self._victims.recheck_at)
-        if not own or key.paused:
+        self._tell(lease, ticket_of(lease), over)
+        own = victims_of_same_user(self._books, lease, milli, self._victims.recheck_at)
+        if not own or lease.retries.resume_paused:
             return
-        fits = self._pick(lease, devices, key.need_mib)
-        plan: Plan | Reason | None = Plan(fits, own) if fits is not None else None
-        if plan is None:
-            plan = self._capacity.plan(lease, devices, key.need_mib, key.devices, also=own)
+        fits = self._pick(lease, devices, lease.ask_mib)
+        plan = Plan(fits, own) if fits is not None else self._capacity.plan(lease, devices, lease.ask_mib, also=own)
         if not isinstance(plan, Plan) or self._capacity.short_of_host(plan) is not None:
             return
         for victim in plan.victims:
             if not self._may_begin(victim):
                 break
             mine = "suspend.user-limit", f"idle, and its user needs its share for {name_for(victim, lease)}"
-            self.needs_another |= victim.is_growing
-            why = mine if victim in own else _why_it_leaves(victim, lease)
-            self._changes.begin_suspend(victim, *why, beneficiary=lease)
-            self._capacity.refresh(victim.device_ids)
+            self._begin_suspend(victim, lease, mine if victim in own else _why_it_leaves(victim, lease))
+
+    def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
+        """Promise the ticket the room of its plan, and begin the suspends (or moves) that swap channels are free for."""
+        self._plans += 1
+        self._capacity.promise(lease, plan, lease.ask_mib, firm=self._is_owed(lease))
+        if lease.is_growing:
+            self._capacity.stays.add(lease.lease_id)
+        preempts = any(victim.is_working for victim in plan.victims)
+        for victim in plan.victims:
+            if not self._may_begin(victim):
+                break
+            if not preempts:  # else it would wait for busy leases anyway
+                self._changes.idle_costs.saved_for_ticket(victim, ticket)
+            if self._migrations.move_aside(victim, lease):
+                self.needs_another |= victim.is_growing  # room was kept for it where it was
+            else:
+                self._begin_suspend(victim, lease, _why_it_leaves(victim, lease))
+            self._promised.append(lease)
+        what = "a busy kernel has to make room" if preempts else _IDLE_MAKES_ROOM
+        self._tell(lease, ticket, Reason("wait.making-room", what, tuple(victim.lease_id for victim in plan.victims)))
 
     def _may_begin(self, victim: Lease) -> bool:
         """Return whether a planned suspend can begin now: a suspend begun before it may have its host memory, as margin, till its end."""
         return self._changes.channel_free and victim.host_need_mib <= self._books.host_left_mib
 
-    def _make_room(self, lease: Lease, plan: Plan) -> None:
-        """Promise the ticket the room of its plan, and begin the suspends (or moves) that swap channels are free for."""
-        need_mib = ticket_need_mib(lease)
-        self._plans += 1
-        self._capacity.promise(plan, need_mib, firm=self._is_owed(lease))
-        if lease.is_growing:
-            self._capacity.protect(lease)
-        self._kept.count_promised(lease, plan.device_ids)
-        victims = tuple(victim.lease_id for victim in plan.victims)
-        preempts = any(victim.is_working for victim in plan.victims)
-        for victim in plan.victims:
-            if not self._may_begin(victim):
-                break
-            self.needs_another |= victim.is_growing  # room was kept for it where it was
-            if not preempts:  # else it would wait for busy leases anyway
-                self._changes.idle_costs.saved_for_ticket(victim, ticket_of(lease))
-            if not self._migrations.move_aside(victim, lease):
-                self._changes.begin_suspend(victim, *_why_it_leaves(victim, lease), beneficiary=lease)
-            self._capacity.suspend_begun(victim)
-            self._promised.append(lease)
-        what = "a busy kernel has to make room" if preempts else _IDLE_MAKES_ROOM
-        self._record_reason(lease, Reason("wait.making-room", what, victims))
-
-    def _record_reason(self, lease: Lease, wait: Reason | None, devices: tuple[str, ...] = ()) -> None:
-        """Note why a ticket that was visited by itself waits; a new kind of reason becomes a line of its story."""
-        ticket = ticket_of(lease)
-        if wait is not None:
-            ticket.wait, ticket.wait_pass = wait, self._books.passes
-            self._changes.record_wait_reason(lease, wait)
-        elif lease.bucket is not None and ticket.reason != reason_code(
-            self._books, lease, devices, lease.bucket.key.need_mib
-        ):
-            self._queue.unexplained[lease.lease_id] = lease
+    def _begin_suspend(self, victim: Lease, lease: Lease, why: tuple[str, str]) -> None:
+        self.needs_another |= victim.is_growing  # room was kept for it where it was
+        self._changes.begin_suspend(victim, *why, beneficiary=lease)
 
     # -- law 4 -----------------------------------------------------------------------------------------------------------
 
     def _is_owed(self, lease: Lease) -> bool:
-        return (lease.bucket is not None and lease.bucket.key.room_kept) or lease.lease_id in self._overdue
+        return ticket_of(lease).passed_over >= self._books.policy(lease).max_passed_over
 
-    def _keep_waiting(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
-        """Keep room for a waiting ticket that was passed over K times. Returns whether others of its bucket may keep some, too."""
+    def _keep_waiting(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
+        """Keep room for a waiting ticket that was passed over K times.
+
+        Idle leases leave the devices where it is kept, one by one, as they may never all be idle at once: only on devices where the room
+        would suffice if all leases left that ever may.
+        """
         if not self._is_owed(lease):
-            return False
-        self._kept.keep_owed(lease, ticket, devices)
-        self._gather_kept_room(lease, ticket)
-        self._keepers += 1
-        return bool(self._keepers % _KEEPERS_BETWEEN_CHECKS) or not self._capacity.is_exhausted(devices)
-
-    def _gather_kept_room(self, lease: Lease, ticket: Ticket) -> None:
-        """Have idle leases leave the devices where room is kept, one by one, where all that ever may leave would suffice."""
+            return
+        self._keep_owed(lease, ticket, devices)
         if len(ticket.kept_on) < lease.count or not self._changes.channel_free:
             return
-        need_mib = ticket_need_mib(lease)
-        victims: list[str] = []
+        need_mib, blockers = lease.ask_mib, list[str]()
         for device_id in ticket.kept_on:
             if not self._capacity.could_serve(device_id, need_mib, lease):
                 continue
             for victim in self._capacity.victims_for_kept_room(device_id, need_mib, lease):
                 if self._may_begin(victim):
                     why = f"idle, and {format_memory(need_mib)} are gathered for {name_for(victim, lease)}"
-                    self.needs_another |= victim.is_growing
-                    self._changes.begin_suspend(victim, "suspend.needed-by", why, beneficiary=lease)
-                    self._capacity.refresh(victim.device_ids)
-                    victims.append(victim.lease_id)
-            if lease.is_growing and (leaving := self._capacity.suspending_leases(device_id)):
-                self._capacity.protect(lease)
-                victims += [lease_id for lease_id in leaving if lease_id not in victims]
-        if victims:
-            self._record_reason(lease, Reason("wait.making-room", _IDLE_MAKES_ROOM, tuple(victims)))
+                    self._begin_suspend(victim, lease, ("suspend.needed-by", why))
+                    blockers.append(victim.lease_id)
+            if lease.is_growing:
+                there = self._books.holders(device_id)
+                leaving = [other.lease_id for other in there if other.occupancy is OccupancyKind.SUSPENDING]
+                if leaving:
+                    self._capacity.stays.add(lease.lease_id)
+                blockers += leaving
+        if blockers:
+            self._tell(lease, ticket, Reason("wait.making-room", _IDLE_MAKES_ROOM, tuple(dict.fromkeys(blockers))))
 
-    def _count_passed_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> None:
-        """Count the grant for each earlier ticket that could have used the room and finds none there now."""
-        behind: list[Lease] = []
-        for bucket in self._deprived_buckets(winner, device_ids):
-            devices = allowed_devices(self._books, bucket.members[0])
-            for lease in bucket.members:
-                if not self._came_before(bucket, lease, winner, winning):
-                    break
-                if not self._add_passed_over(lease, ticket_of(lease)):
-                    continue
-                if urgent and lease.lease_id not in self._visited:
-                    behind.append(lease)
-                else:
-                    self._kept.keep_owed(lease, ticket_of(lease), devices)
-        for lease in behind:  # urgent tickets went first so far; tickets that keep room precede those from now on
-            self._queue.rebucket(lease)
-            self._order_changed = True
-
-    def _deprived_buckets(self, winner: Lease, device_ids: tuple[str, ...]) -> list[Bucket]:
-        """Return the buckets whose tickets could have used the granted room and find none there now, in order of creation."""
-        left_mib = {device_id: self._books.devices[device_id].free_mib for device_id in device_ids}
-        # Buckets of one shape have the same need and devices: one of them answers for all.
-        least_mib, found = min(left_mib.values()), list[Bucket]()
-        shapes = [next(iter(shape.buckets.values())) for shape in self._queue.shapes.values()]
-        for bucket in [*self._queue.unshaped.values(), *shapes]:
-            key = bucket.key
-            if key.priority < winner.spec.priority or key.need_mib <= least_mib or key.targets:
-                continue
-            if key.milli and over_limit(self._books, bucket.members[0], key.milli) is not None:
-                continue
-            devices = allowed_devices(self._books, bucket.members[0])
-            for one in device_ids:
-                if left_mib[one] < key.need_mib and one in devices:
-                    found += [bucket] if bucket.shape is None else bucket.shape.buckets.values()
-                    break
-        return sorted(found, key=lambda bucket: bucket.number)
-
-    def _came_before(self, bucket: Bucket, lease: Lease, winner: Lease, winning: Ticket) -> bool:
-        if bucket.shape is not None and lease is bucket.members[0]:
-            return self._order.first_turn(bucket) <= self._turn_now
-        if bucket.key.fair:
-            return self._order.turn(bucket, lease) <= self._turn_now
-        return bucket.key.priority > winner.spec.priority or ticket_of(lease).order < winning.order
-
-    def _add_passed_over(self, lease: Lease, ticket: Ticket) -> bool:
-        """Count one more; return whether the ticket was passed over as often as the pool allows."""
+    def _keep_owed(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
+        """Keep room for a ticket that was passed over K times, and on one more device for every K times since."""
         most = self._books.policy(lease).max_passed_over
-        ticket.passed_over += 1
-        if ticket.passed_over == most:
-            self._overdue[lease.lease_id] = lease
-        return ticket.passed_over >= most
+        number = lease.count + max(0, ticket.passed_over - most) // max(1, most)
+        ticket.kept_on = self._capacity.devices_to_keep(lease, devices, lease.ask_mib, number)
+        for device_id in ticket.kept_on:
+            self._capacity.keep(lease, device_id, lease.ask_mib)
+
+    def _count_passed_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> bool:
+        """Count the grant for each earlier ticket that could have used the room and finds none there now.
+
+        Returns whether one of them moves ahead. `urgent`: some ticket is.
+        """
+        books, moves_ahead = self._books, False
+        left_mib = {device_id: books.devices[device_id].free_mib for device_id in device_ids}
+        for lease in self._line:
+            if not lease.waits_for_room or lease.target_ids or lease.spec.priority < winner.spec.priority:
+                continue
+            if lease.ask_mib <= min(left_mib.values()) or not self._came_before(lease, winner, winning):
+                continue
+            devices, milli = allowed_devices(books, lease), added_milli(books, lease)
+            if not any(one in devices and left_mib[one] < lease.ask_mib for one in device_ids):
+                continue
+            if milli and over_limit(books, lease, milli) is not None:
+                continue
+            ticket, most = ticket_of(lease), books.policy(lease).max_passed_over
+            ticket.passed_over += 1
+            if ticket.passed_over == most:
+                self._overdue.append(lease)
+            if ticket.passed_over < most:
+                continue
+            if lease.lease_id in self._visited:
+                self._keep_owed(lease, ticket, devices)
+            else:  # its visit keeps room; urgent tickets went first so far, and those that keep room precede them from now on
+                moves_ahead |= urgent
+        return moves_ahead
+
+    def _came_before(self, lease: Lease, winner: Lease, winning: Ticket) -> bool:
+        if self._books.shares_by_time(lease):
+            return lease.lease_id in self._visited
+        return lease.spec.priority > winner.spec.priority or ticket_of(lease).order < winning.order
+
+    # -- room at the end of a cell ---------------------------------------------------------------------------------------
+
+    def _ask_to_yield(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> None:
+        """Choose leases that can make enough room for the ticket at the end of their cells, if there are such."""
+        plan = self._capacity.plan(lease, devices, need_mib, between_cells=True)
+        for victim in plan.victims if isinstance(plan, Plan) else ():
+            self._capacity.asked_to_yield.add(victim.lease_id)
+            if victim.occupancy is OccupancyKind.BUSY:
+                self._closes.append(victim)
+
+    def _choose_openings(self) -> None:
+        """Choose the gates that no ticket needs closed, and those closed for too long."""
+        if not self._changes.channel_free:
+            return  # the pass did not look that far: gates stay as they are until the swap has ended
+        for lease in self._books.gates_closed.values():
+            asked, planned = lease.lease_id in self._capacity.asked_to_yield, lease.lease_id in self._capacity.planned
+            if not planned and (not asked or self._has_waited(lease)):
+                self._opens.append(lease)
+
+    def _has_waited(self, lease: Lease) -> bool:
+        """Return whether a lease whose cell has ended has waited for the others long enough; if not, ask for a pass when it has."""
+        if lease.gate.ticket is None:
+            return False
+        until_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms)
+        self._victims.recheck_at(until_ms)
+        return until_ms <= self._books.now_ms
+
+    def settle_gates(self) -> None:
+        """Close and open the gates that the pass chose. Called for the last pass of an event."""
+        for lease in self._opens:
+            if not lease.gate.closed:
+                continue  # its suspend has begun
+            if lease.lease_id in self._capacity.asked_to_yield:  # it has waited for the others long enough
+                lease.gate.open_until_ms = self._books.now_ms + residency_ms(self._books, lease)
+            self._changes.open_gate(lease)
+        for lease in self._closes:
+            if lease.occupancy is OccupancyKind.BUSY:  # else it has left, or begun to leave, for another ticket
+                self._changes.close_gate(lease)
+
+    # -- afterwards ------------------------------------------------------------------------------------------------------
+
+    def _recheck_at_overtaking(self) -> None:
+        """Ask for a pass when the virtual time of a waiting ticket overtakes that of the next one: then that one may fit."""
+        if not self._changes.channel_free:
+            return
+        waiting = [lease for lease in self._by_turn() if self._books.shares_by_time(lease)]
+        turns = Turns(self._books, waiting)
+        for first, second in pairwise(waiting):
+            # Not where priority, urgency or age decides.
+            if turns.turn(first)[:BEFORE_SHARES] == turns.turn(second)[:BEFORE_SHARES]:
+                at_ms = overtakes_at_ms(self._books, first, second)
+                if at_ms is not None:
+                    self._victims.recheck_at(at_ms)
+
+    def _tell(self, lease: Lease, ticket: Ticket, wait: Reason) -> None:
+        """Note why a ticket waits, with a line in its story if that is new."""
+        ticket.wait = wait
+        self._changes.record_wait_reason(lease, wait)
+
+    def _explain(self, lease: Lease, ticket: Ticket) -> None:
+        """Write a new reason into the ticket's story, but not that the swap channel is in use: that would flip with every swap."""
+        code = wait_code(self._books, lease, ticket)
+        if code != ticket.reason and (ticket.wait is not _CHANNEL_IN_USE or ticket.reason == "wait.new"):
+            self._changes.record_wait_reason(lease, wait_reason(self._books, lease, ticket))
 
 
 def _why_it_leaves(victim: Lease, lease: Lease) -> tuple[str, str]:
-    need, who = format_memory(ticket_need_mib(lease)), name_for(victim, lease)
+    need, who = format_memory(lease.ask_mib), name_for(victim, lease)
     if victim.gate.ticket is not None:
         return "suspend.needed-by", f"between two cells, and {who} needed {need} before the next one"
     if not victim.busy:

@@ -24,7 +24,7 @@ from fractional_gpu.core.scheduler.foresight import EarlyResumes
 from fractional_gpu.core.scheduler.migration import move_on_request
 from fractional_gpu.core.scheduler.packing import IdlePacking
 from fractional_gpu.core.scheduler.queue_pass import QueuePass
-from fractional_gpu.core.scheduler.victims import Victims, renew_rankings
+from fractional_gpu.core.scheduler.victims import Victims
 from fractional_gpu.core.transitions import Cause
 from fractional_gpu.core.units import format_duration, format_memory
 
@@ -134,15 +134,10 @@ class Scheduler:
         self._settle_gates()
         self._deadlines.refresh(at_end=True)
 
-    def prepare_next(self) -> None:
-        """Prepare for the next decision."""
-        if self._books.waiting:
-            renew_rankings(self._books)
-
     def _serve_tickets(self) -> None:
         self._recheck_ms = None
         # Bounded: each further pass follows a ticket that was served, or that needs more than it said.
-        for _ in range(_SPARE_PASSES + 2 * self._books.waiting):
+        for _ in range(_SPARE_PASSES + 2 * len(self._books.waiting)):
             if not self._books.waiting:
                 break
             self._last_pass = one = QueuePass(self._changes, self.resizer)
@@ -183,12 +178,12 @@ class Scheduler:
         """Do what the clock alone demands, except idle suspensions."""
         now_ms, ripe = self._changes.now_ms, self._deadlines.ripe
         for lease_id, lease in list(ripe.items()):
+            if lease.expires_ms is not None and lease.expires_ms <= now_ms:
+                self._changes.end(lease, Cause.EXPIRED, "expired")
             if lease.state is LeaseState.ENDED:
                 del ripe[lease_id]
-            elif lease.expires_ms is not None and lease.expires_ms <= now_ms:
-                self._changes.end(lease, Cause.EXPIRED, "expired")
-                del ripe[lease_id]
-            elif lease.retries.resume_paused and lease.retries.resume_after_ms <= now_ms:
+                continue
+            if lease.retries.resume_paused and lease.retries.resume_after_ms <= now_ms:
                 self._changes.unpause_resume(lease)
             if lease.pinned_until_ms and lease.pinned_until_ms <= now_ms:
                 self.pins.unpin(lease, "pin.over", "its pin is over")
@@ -287,6 +282,9 @@ class Scheduler:
     def _makes_room_to_grow(self, lease: Lease) -> bool:
         """Return whether neighbours are leaving so that the lease can grow in place: its own suspend would waste that."""
         ticket = lease.ticket
-        if ticket is None or not lease.is_growing or ticket.wait is None or ticket.wait_pass != self._books.passes:
-            return False
-        return ticket.wait.code == "wait.making-room"
+        return (
+            lease.is_growing
+            and ticket is not None
+            and ticket.wait is not None
+            and ticket.wait.code == "wait.making-room"
+        )
