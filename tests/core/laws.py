@@ -361,7 +361,7 @@ class Laws:
             law(4, seen.passed <= most, seen.lease_id, "was passed over", seen.passed, "times; most:", most)
 
     def _missed(self, seen: Seen, places: tuple[str, ...], mine: int) -> bool:
-        """Whether the room that was just given away on these devices could have served it, and now cannot; `mine` was the winner's anyway."""
+        """Whether the room that was just given away on these devices could have served it, and now cannot. `mine` was not free before."""
         world, need = self._world, self._world.due(seen)
         usable = [
             device

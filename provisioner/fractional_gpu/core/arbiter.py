@@ -164,14 +164,14 @@ def device_views(books: Books) -> list[DeviceView]:
             pool=books.pool_of(device.spec.device_id),
             memory_mib=device.spec.memory_mib,
             leasable_mib=device.spec.leasable_mib,
-            reserved_mib=device.reserved_mib,
+            reserved_mib=device.sums.reserved_mib,
             stranger_mib=device.stranger_mib,
-            over_committed=device.reserved_mib + device.stranger_mib > device.spec.leasable_mib,
+            over_committed=device.sums.reserved_mib + device.stranger_mib > device.spec.leasable_mib,
             lost=device.lost,
             draining=device.draining,
             why_not=device.spec.why_not,
             why_no_move=device.spec.why_no_move,
-            demand_milli=device.demand_milli,
+            demand_milli=device.sums.demand_milli,
             deadline_ms=device.deadline_ms,
         )
         for device in books.devices.values()

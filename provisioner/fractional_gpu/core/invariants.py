@@ -1,7 +1,7 @@
 """What is always true of the books (the laws that hold at one moment), recomputed from scratch."""
 
 from fractional_gpu.core.books.accounts import guaranteed_mib
-from fractional_gpu.core.books.books import Books, resting_milli
+from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease, Operation
 from fractional_gpu.core.model import HOLDING, LeaseState
 
@@ -52,30 +52,12 @@ def validate(books: Books, operations: dict[int, Operation]) -> None:
 def _totals(books: Books) -> list[str]:
     broken = []
     for device_id, device in books.devices.items():
-        total = sum(lease.held_mib for lease in books.leases.values() if device_id in lease.device_ids)
-        left_mib = device.spec.leasable_mib - total - device.stranger_mib
-        left_mib = min(0, left_mib) if device.lost or (device.is_exclusive and total) else left_mib
-        if left_mib != device.free_mib:
-            broken.append(f"device {device_id}: {device.free_mib} MiB are said to be free, {left_mib} MiB are")
-        here = [lease for lease in books.leases.values() if lease.held_mib and device_id in lease.device_ids]
-        busy = [lease for lease in here if lease.state is LeaseState.RESIDENT and lease.is_working]
-        coming = [
-            lease
-            for lease in here
-            if lease.let_in and lease.state in (LeaseState.RESIDENT, LeaseState.RESUMING) and lease not in busy
-        ]
-        demands = (
-            sum(lease.busy_milli for lease in busy),
-            sum(lease.demand_milli for lease in coming),
-            sum(resting_milli(lease, lease.occupancy) for lease in here),
-        )
-        if demands != (device.demand_milli, device.coming_milli, device.resting_milli):
-            kept = f"{device.demand_milli}, {device.coming_milli} and {device.resting_milli}"
-            broken.append(f"device {device_id}: demands of {kept} thousandths are kept, sums are {demands}")
-        if len(busy) != device.busy_time.leases:
-            broken.append(f"device {device_id}: {device.busy_time.leases} leases are counted as busy, {len(busy)} are")
-        if total != device.reserved_mib:
-            broken.append(f"device {device_id}: running total {device.reserved_mib} MiB, sum {total} MiB")
+        there = {lease.lease_id for lease in books.leases.values() if device_id in lease.occupied_ids}
+        if there != set(device.holders):
+            broken.append(f"device {device_id}: {sorted(device.holders)} are said to be there, {sorted(there)} are")
+        known, device.known_sums = device.known_sums, None
+        if known not in (None, device.sums):
+            broken.append(f"device {device_id}: {known} was kept, sums are {device.sums}")
     saved = sum(lease.saved_mib for lease in books.leases.values())
     reserved = sum(lease.host_mib for lease in books.leases.values())
     if (saved, reserved) != (books.host_saved_mib, books.host_reserved_mib):

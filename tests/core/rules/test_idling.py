@@ -196,7 +196,6 @@ def lost_ms(elsewhere_mib: int, policy: PoolSpec) -> int:
     books.pools[policy.name] = policy
     for name in policy.devices:
         books.add_device(Device(spec=device(name)))
-        books.devices[name].recompute_free()
     for name, device_id, mib, busy in (
         ("a", "d0", 100, True),
         ("b", "d1", elsewhere_mib, False),

@@ -9,25 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fractional_gpu.core.books.accounts import Accounts
-from fractional_gpu.core.books.records import Device, IdleHold, Lease, OccupancyKind, Ticket
+from fractional_gpu.core.books.records import Device, Lease, OccupancyKind, Ticket
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec, ReserveBy
 from fractional_gpu.core.time_slicing import WHOLE_MILLI
 
-_RESTING_PARTS = 4  # kernels that idle between cells are busy about a quarter of the time, in published traces
-
-
-def _counted_milli(lease: Lease, occupancy: OccupancyKind) -> int:
-    """Return what a lease counts for in the demand on its devices: it is busy there, or let in for a cell."""
-    if occupancy is OccupancyKind.BUSY:
-        return lease.busy_milli
-    coming = lease.let_in and (occupancy is OccupancyKind.IDLE or lease.state is LeaseState.RESUMING)
-    return lease.demand_milli if coming and occupancy else 0
-
-
-def resting_milli(lease: Lease, occupancy: OccupancyKind) -> int:
-    """Return what a lease that idles on its devices counts for there: a part of its demand, as its next cell will come."""
-    return lease.demand_milli // _RESTING_PARTS if occupancy is OccupancyKind.IDLE and not lease.let_in else 0
+_LONGEST_HOLD_MS = 3_600_000  # without an event: a night counts as an hour
 
 
 class Books:
@@ -42,7 +29,7 @@ class Books:
         self.by_state: dict[LeaseState, dict[str, Lease]] = {state: {} for state in LeaseState}
         self.waiting: dict[str, Lease] = {}  # leases with a ticket
         self.accounts = Accounts(self.shares_by_time)
-        self.idle_holds: dict[str, IdleHold] = {}  # by pool
+        self.idle_held: dict[str, int] = {}  # by pool: what idle leases have held since the last grant, MiB times ms
         self.host_budget_mib = 0
         self.host_saved_mib = 0
         self.host_reserved_mib = 0
@@ -116,27 +103,19 @@ class Books:
         if lease.occupancy is not OccupancyKind.BUSY:
             return False
         lease.seen_milli = seen_milli = max(0, min(WHOLE_MILLI, util_milli))
-        on = [self.devices[one] for one in lease.occupied_ids if one in self.devices]
+        on = self._devices_of(lease)
         most_milli = max((device.most_needed_milli(seen_milli) for device in on), default=seen_milli)
         lease.cell_milli = max(seen_milli, min(lease.busy_milli, most_milli))
         learnt_milli = self.forecasts.demand_seen(
             lease.lease_id, lease.spec.pool, seen_milli, most_milli=most_milli if most_milli > seen_milli else None
         )
         self._set_demand(lease, learnt_milli)
-        return any(device.demand_milli > WHOLE_MILLI for device in on)
+        return any(device.sums.demand_milli > WHOLE_MILLI for device in on)
 
     def _set_demand(self, lease: Lease, demand_milli: int) -> None:
-        """Set what the lease needs while it is busy. No victim's cost depends on it, so the lease does not count as changed."""
+        """Set what the lease needs while it is busy."""
         lease.demand_milli = demand_milli
-        more_milli = _counted_milli(lease, lease.occupancy) - lease.counted_milli
-        resting = resting_milli(lease, lease.occupancy) - lease.resting_milli
-        if not more_milli and not resting:
-            return
-        lease.counted_milli += more_milli
-        lease.resting_milli += resting
-        for device_id in lease.occupied_ids:
-            if device_id in self.devices:
-                self.devices[device_id].add_demand(lease.occupancy, more_milli, resting)
+        self._forget_sums(lease)
 
     def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
         """Close or open the lease's gate; `next_cell`: the ticket of the cell that waits there."""
@@ -152,7 +131,13 @@ class Books:
         held_mib = held_mib if device_ids else 0
         if bool(held_mib) != bool(lease.held_mib):
             self.accounts.reserve(lease, 1 if held_mib else -1)
+        for device in self._devices_of(lease):
+            if device.spec.device_id not in device_ids or not held_mib:
+                del device.holders[lease.lease_id]
+                device.known_sums = None
         lease.device_ids, lease.held_mib = tuple(device_ids), held_mib
+        for device in self._devices_of(lease):
+            device.holders[lease.lease_id] = lease
         self.refresh(lease)
 
     def note_unreserved(self, lease: Lease) -> None:
@@ -256,53 +241,30 @@ class Books:
         self.changed[lease.lease_id] = lease
 
     def refresh(self, lease: Lease) -> None:
-        """Bring all totals and indexes up to date with the lease."""
+        """Note that the lease has changed: what its devices hold and who shares them follows from it."""
         self.mark_changed(lease)
-        if not lease.held_mib:
-            footing = OccupancyKind.NONE
-        elif lease.state is LeaseState.RESIDENT:
-            footing = OccupancyKind.BUSY if lease.is_working else OccupancyKind.IDLE
-        else:
-            footing = OccupancyKind.SUSPENDING if lease.state is LeaseState.SUSPENDING else OccupancyKind.FIXED
-        ids = lease.device_ids if footing else ()
-        if (footing is OccupancyKind.BUSY) != (lease.works_since_ms is not None):
-            lease.set_working(self.now_ms, works=footing is OccupancyKind.BUSY)
-        milli, resting = _counted_milli(lease, footing), resting_milli(lease, footing)
-        if (footing, lease.held_mib, ids, milli, resting) != (
-            lease.occupancy,
-            lease.occupied_mib,
-            lease.occupied_ids,
-            lease.counted_milli,
-            lease.resting_milli,
-        ):
-            for device_id in lease.occupied_ids:
-                self._count_occupancy(lease, device_id, -1)
-            lease.occupancy, lease.occupied_mib, lease.occupied_ids = footing, lease.held_mib, ids
-            lease.counted_milli, lease.resting_milli = milli, resting
-            for device_id in ids:
-                self._count_occupancy(lease, device_id, 1)
+        self._forget_sums(lease)
         self.accounts.meter(lease, self.now_ms)
 
-    def _count_occupancy(self, lease: Lease, device_id: str, sign: int) -> None:
-        device = self.devices.get(device_id)
-        if device is None:
-            return
-        mib = sign * lease.occupied_mib
-        device.reserved_mib += mib
-        device.mib_by_occupancy[lease.occupancy] += mib
-        device.count_by_occupancy[lease.occupancy] += sign
-        device.free_mib -= mib
-        if lease.occupancy is OccupancyKind.IDLE:
-            self.idle_holds.setdefault(lease.spec.pool, IdleHold()).add(mib, self.now_ms)
-        elif lease.occupancy is OccupancyKind.BUSY:
-            device.busy_time.add(sign, self.now_ms)
-        device.add_demand(lease.occupancy, sign * lease.counted_milli, sign * lease.resting_milli)
-        if device.lost or device.is_exclusive:
-            device.recompute_free()
-        if sign > 0:
-            device.holders[lease.lease_id] = lease
-        else:
-            device.holders.pop(lease.lease_id, None)
+    def _forget_sums(self, lease: Lease) -> None:
+        for device in self._devices_of(lease):
+            device.known_sums = None
+
+    def _devices_of(self, lease: Lease) -> list[Device]:
+        """Return the devices where the lease holds memory."""
+        return [self.devices[one] for one in lease.occupied_ids if one in self.devices]
+
+    def advance(self, now_ms: int) -> None:
+        """Let time pass. Nothing has changed since the last event, so what lasts is added up here."""
+        passed_ms, self.now_ms = now_ms - self.now_ms, now_ms
+        for lease in self.by_state[LeaseState.RESIDENT].values() if passed_ms else ():
+            if lease.occupancy is OccupancyKind.BUSY:
+                lease.worked_ms += passed_ms
+                for device in self._devices_of(lease):
+                    device.busy_ms += passed_ms
+            else:
+                pool, mib = lease.spec.pool, lease.held_mib * len(self._devices_of(lease))
+                self.idle_held[pool] = self.idle_held.get(pool, 0) + mib * min(passed_ms, _LONGEST_HOLD_MS)
 
     @property
     def host_left_mib(self) -> int:
@@ -335,7 +297,7 @@ class Books:
         self.devices[device_id] = device
         for lease in self.leases.values():
             if device_id in lease.occupied_ids:
-                self._count_occupancy(lease, device_id, 1)
+                device.holders[lease.lease_id] = lease
 
     def configure(self, pool: PoolSpec) -> None:
         """Take over a pool's policy."""
@@ -352,8 +314,6 @@ class Books:
 
     def mark_all_changed(self) -> None:
         """Mark all leases: a device or pool changed."""
-        for device in self.devices.values():
-            device.recompute_free()
         self.changed.update(self.leases)
 
     def holders(self, device_id: str) -> Iterable[Lease]:

@@ -15,6 +15,7 @@ HOST_MARGIN_MIB = 64
 """What a lease's suspend may save beyond its last measured use, whatever its size (`Lease.host_margin_mib`)."""
 HOST_MARGIN_PARTS = 16
 """One part in so many of its use is added to that."""
+_RESTING_PARTS = 4  # kernels that idle between cells are busy about a quarter of the time, in published traces
 _FULL_MILLI = 900  # thousandths of a device that its busy leases use together when they leave none, about
 _SAME_TIME_MILLI = 1050  # what samples of all its busy leases add up to at most, about, if they are of the same time
 _INEXACT_PARTS = 8  # one part in so many is allowed for what a driver measures and shares out inexactly
@@ -204,8 +205,7 @@ class Lease:
     seen_milli: int | None = None  # the last sample of that since it became busy
     cell_milli: int | None = None  # what the cell that runs needs, by the samples since it began
     last_active_ms: int = 0
-    worked_ms: int = 0  # how long its cells have run on a device since its process began ...
-    works_since_ms: int | None = None  # ... and since when one runs there now
+    worked_ms: int = 0  # how long its cells have run on a device since its process began
     expectation: Expectation | None = None  # of its next cell
     rhythm_ms: int | None = None  # while it is suspended: when its own rhythm makes a cell likely
     sent_away: bool = False  # its user, or an administrator, asked for its last suspend
@@ -229,26 +229,10 @@ class Lease:
     gate: Gate = field(default_factory=Gate)
     ticket: Ticket | None = None
     meter: UsageMeter = field(default_factory=UsageMeter)
-    # What the totals of its devices count it as.
-    occupancy: OccupancyKind = OccupancyKind.NONE
-    occupied_mib: int = 0
-    occupied_ids: tuple[str, ...] = ()
-    counted_milli: int = 0  # its demand, while it is busy there or about to be
-    resting_milli: int = 0  # the part of its demand that counts while it idles there
     lease_id: str = field(init=False)  # its spec's, at hand
 
     def __post_init__(self) -> None:
         self.lease_id = self.spec.lease_id
-
-    def set_working(self, now_ms: int, *, works: bool) -> None:
-        """Note whether a cell runs on its devices from now on."""
-        if self.works_since_ms is not None:
-            self.worked_ms += now_ms - self.works_since_ms
-        self.works_since_ms = now_ms if works else None
-
-    def work_ms(self, now_ms: int) -> int:
-        """Return how long its cells have run on a device since its process began, ms."""
-        return self.worked_ms + (0 if self.works_since_ms is None else now_ms - self.works_since_ms)
 
     def forget_shrinking(self) -> None:
         """Forget what was found out about its memory while it was idle."""
@@ -264,6 +248,33 @@ class Lease:
     def suspend_requested(self) -> bool:
         """Whether its suspend was requested and has not begun."""
         return self.suspend_requested_by is not None
+
+    @property
+    def occupancy(self) -> OccupancyKind:
+        """How it occupies its devices."""
+        if not self.held_mib:
+            return OccupancyKind.NONE
+        if self.state is LeaseState.RESIDENT:
+            return OccupancyKind.BUSY if self.busy and self.gate.ticket is None else OccupancyKind.IDLE
+        return OccupancyKind.SUSPENDING if self.state is LeaseState.SUSPENDING else OccupancyKind.FIXED
+
+    @property
+    def occupied_ids(self) -> tuple[str, ...]:
+        """The devices where it holds memory."""
+        return self.device_ids if self.held_mib else ()
+
+    @property
+    def counted_milli(self) -> int:
+        """What it counts for in the demand on its devices: it is busy there, or let in for a cell."""
+        if self.occupancy is OccupancyKind.BUSY:
+            return self.busy_milli
+        is_coming = self.let_in and self.held_mib and self.state in (LeaseState.RESIDENT, LeaseState.RESUMING)
+        return self.demand_milli if is_coming else 0
+
+    @property
+    def resting_milli(self) -> int:
+        """What it counts for while it idles on its devices: a part of its demand, as its next cell will come."""
+        return self.demand_milli // _RESTING_PARTS if self.occupancy is OccupancyKind.IDLE and not self.let_in else 0
 
     @property
     def busy_milli(self) -> int:
@@ -379,27 +390,20 @@ class Stake:
     mib: int  # there and back
 
 
-@dataclass(slots=True)
-class BusyTime:
-    """The time for which leases were busy on a device: ms, added up over the leases."""
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What the leases on a device come to."""
 
-    leases: int = 0  # that are busy now
-    as_of_ms: int = 0
-    _total_ms: int = 0
-
-    def add(self, leases: int, now_ms: int) -> None:
-        """Count so many more leases, or fewer, from now on."""
-        self._total_ms, self.as_of_ms = self.at(now_ms), now_ms
-        self.leases += leases
-
-    def at(self, now_ms: int) -> int:
-        """Return the time up to now."""
-        return self._total_ms + self.leases * (now_ms - self.as_of_ms)
+    reserved_mib: int
+    mib: tuple[int, ...]  # by `OccupancyKind`
+    demand_milli: int  # what the busy ones need together, thousandths of the device
+    wanted_milli: int  # that, and what those need that were let in for a cell that has not begun
+    resting_milli: int  # what idle ones are expected to need
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Device:
-    """One device and the running totals of its reservations, MiB."""
+    """One device and the leases that hold something there. What they come to is added up when it is asked for."""
 
     spec: DeviceSpec
     stranger_mib: int = 0
@@ -407,39 +411,52 @@ class Device:
     draining: bool = False
     evict_busy: bool = False
     deadline_ms: int | None = None  # while it is drained: when it goes away
-    reserved_mib: int = 0
     is_exclusive: bool = False  # one lease has all of it
     holders: dict[str, Lease] = field(default_factory=dict)
-    mib_by_occupancy: list[int] = field(default_factory=lambda: [0] * len(OccupancyKind))
-    count_by_occupancy: list[int] = field(default_factory=lambda: [0] * len(OccupancyKind))
-    free_mib: int = 0  # what is left for leases; negative when over-committed, nothing when lost
-    lease_capacity_mib: int = 0  # what one lease could have if no other were there
-    demand_milli: int = 0  # what the leases that are busy here need together, thousandths of the device
-    coming_milli: int = 0  # what those need that were let in for a cell that has not begun
-    resting_milli: int = 0  # what idle leases here are expected to need
-    stakes: list["Stake"] = field(default_factory=list)  # of the last hour, oldest first (`foresight`)
-    busy_time: BusyTime = field(default_factory=BusyTime)
+    known_sums: Sums | None = None  # None: a lease here has changed since
+    stakes: list[Stake] = field(default_factory=list)  # of the last hour, oldest first (`foresight`)
+    busy_ms: int = 0  # the time for which leases were busy here, added up over the leases
+
+    @property
+    def sums(self) -> Sums:
+        """What the leases here come to."""
+        if self.known_sums is None:
+            mib, demand_milli, wanted_milli, resting_milli = [0] * len(OccupancyKind), 0, 0, 0
+            for lease in self.holders.values():
+                kind = lease.occupancy
+                mib[kind] += lease.held_mib
+                demand_milli += lease.busy_milli if kind is OccupancyKind.BUSY else 0
+                wanted_milli += lease.counted_milli
+                resting_milli += lease.resting_milli
+            self.known_sums = Sums(sum(mib), tuple(mib), demand_milli, wanted_milli, resting_milli)
+        return self.known_sums
+
+    def mib(self, kind: OccupancyKind) -> int:
+        """Return what the leases hold that occupy the device in this way, MiB."""
+        return self.sums.mib[kind]
+
+    @property
+    def lease_capacity_mib(self) -> int:
+        """What one lease could have if no other were there."""
+        return self.spec.leasable_mib - self.stranger_mib
+
+    @property
+    def free_mib(self) -> int:
+        """What is left for leases; negative when over-committed, nothing when lost, or when one lease has all of it."""
+        reserved_mib = self.sums.reserved_mib
+        left_mib = self.spec.leasable_mib - self.stranger_mib - reserved_mib
+        return min(0, left_mib) if self.lost or (self.is_exclusive and reserved_mib) else left_mib
 
     @property
     def free_or_idle_mib(self) -> int:
         """What is free, or would be without the idle leases."""
-        return (
-            self.free_mib + self.mib_by_occupancy[OccupancyKind.IDLE] + self.mib_by_occupancy[OccupancyKind.SUSPENDING]
-        )
-
-    def add_demand(self, occupancy: OccupancyKind, milli: int, resting_milli: int = 0) -> None:
-        """Count a demand of a lease that is busy here, or about to be, or that idles."""
-        self.resting_milli += resting_milli
-        if occupancy is OccupancyKind.BUSY:
-            self.demand_milli += milli
-        else:
-            self.coming_milli += milli
+        return self.free_mib + self.mib(OccupancyKind.IDLE) + self.mib(OccupancyKind.SUSPENDING)
 
     def most_needed_milli(self, seen_milli: int) -> int:
         """Return what a busy lease that was seen to use so much of the device needs of it at most: no more, unless the device is full."""
-        if self.count_by_occupancy[OccupancyKind.BUSY] < 2:
-            return seen_milli
         busy = [lease for lease in self.holders.values() if lease.occupancy is OccupancyKind.BUSY]
+        if len(busy) < 2:
+            return seen_milli
         used = [lease.demand_milli if lease.seen_milli is None else lease.seen_milli for lease in busy]
         if sum(used) < _FULL_MILLI:
             return seen_milli
@@ -448,34 +465,3 @@ class Device:
             return WHOLE_MILLI
         most_milli = most_wanted_milli(seen_milli, max(used))
         return min(WHOLE_MILLI, most_milli + most_milli // _INEXACT_PARTS)
-
-    def recompute_free(self) -> None:
-        """Compute what is left, after the device itself or its reservations changed."""
-        self.lease_capacity_mib = self.spec.leasable_mib - self.stranger_mib
-        left_mib = self.lease_capacity_mib - self.reserved_mib
-        if self.lost or (self.is_exclusive and self.reserved_mib):
-            left_mib = min(0, left_mib)
-        self.free_mib = left_mib
-
-
-@dataclass(slots=True)
-class IdleHold:
-    """What the idle leases of a pool hold: MiB now, and MiB times ms since that was last taken."""
-
-    mib: int = 0
-    as_of_ms: int = 0
-    _held: int = 0
-
-    def add(self, mib: int, now_ms: int) -> None:
-        """Count so much more, or less, from now on."""
-        self._held += self.mib * min(now_ms - self.as_of_ms, _LONGEST_HOLD_MS)
-        self.mib, self.as_of_ms = self.mib + mib, now_ms
-
-    def take(self, now_ms: int) -> int:
-        """Return the MiB times ms, and begin anew."""
-        self.add(0, now_ms)
-        held, self._held = self._held, 0
-        return held
-
-
-_LONGEST_HOLD_MS = 3_600_000  # without a change: a night counts as an hour

@@ -61,7 +61,7 @@ class Changes:
 
     @now_ms.setter
     def now_ms(self, now_ms: int) -> None:
-        self.books.now_ms = now_ms
+        self.books.advance(now_ms)
 
     def take_effects(self) -> list[Effect]:
         """Return what the event led to, in order."""
@@ -286,7 +286,6 @@ class Changes:
         lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
         for device in [self.books.devices[one] for one in lease.bound_ids]:  # it is no stranger any more
             device.stranger_mib -= lease.unreserved_mib
-            device.recompute_free()
         lease.unreserved_mib = 0
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)

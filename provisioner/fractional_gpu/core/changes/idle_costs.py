@@ -50,8 +50,7 @@ class IdleCosts:
     def granted(self, lease: Lease, ticket: Ticket | None) -> None:
         """Learn from a lease that has got room, for its ticket if it had one."""
         books, forecasts, pool = self._books, self._books.forecasts, lease.spec.pool
-        holds = books.idle_holds.get(pool)
-        held = holds.take(books.now_ms) if holds is not None else 0
+        held = books.idle_held.pop(pool, 0)
         price = wait_price(books, books.policy(lease))
         before = forecasts.hold_rate(pool), price.limit_ms
         lost_ms = crowding_ms(books, lease)

@@ -266,7 +266,7 @@ class _Play:
             if not self._is_alike(device_id, beside):
                 returns = self._returns(device_id, beside)
             else:
-                sums, known = (device.free_mib, *device.mib_by_occupancy), self._known.get(device_id)
+                sums, known = (device.free_mib, *device.sums.mib), self._known.get(device_id)
                 if known is None or known.sums != sums or self._now_ms - known.at_ms > _FRESH_MS:
                     known = self._known[device_id] = _Known(sums, self._now_ms, self._returns(device_id, beside))
                 returns = _aged(known.returns, self._now_ms - known.at_ms)
@@ -387,7 +387,7 @@ def _is_predictable(lease: Lease) -> bool:
 
 
 class _Begun(NamedTuple):
-    """A cell that runs on one device: since when, and for how long leases had been busy there until then (`BusyTime`)."""
+    """A cell that runs on one device: since when, and for how long leases had been busy there until then (`Device.busy_ms`)."""
 
     device_id: str
     at_ms: int
@@ -436,7 +436,7 @@ class ForecastRecorder:
         if begun is None or device is None:
             return
         lasted_ms = self._books.now_ms - begun.at_ms
-        others_ms = device.busy_time.at(self._books.now_ms) - begun.busy_ms - lasted_ms
+        others_ms = device.busy_ms - begun.busy_ms - lasted_ms
         mean_milli = max(0, others_ms) * 1000 // max(1, lasted_ms)
         self._in_company.append((lease.lease_id, begun.company, lasted_ms, mean_milli))
 
@@ -450,7 +450,7 @@ class ForecastRecorder:
         if others:
             stated = self.forecasts.slowdown_span(lease.lease_id, name, len(others), model_milli)
         company = Company(name, len(others), model_milli, stated)
-        self._begun[lease.lease_id] = _Begun(device.spec.device_id, now_ms, device.busy_time.at(now_ms), company)
+        self._begun[lease.lease_id] = _Begun(device.spec.device_id, now_ms, device.busy_ms, company)
 
     def swap_finished(self, kind: str, lease: Lease, mib: int, took_ms: int) -> None:
         """Note that an operation of the lease succeeded, moving `mib` in `took_ms`."""

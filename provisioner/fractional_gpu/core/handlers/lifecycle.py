@@ -82,7 +82,7 @@ class StartReservations:
         starting: dict[str, int] = {}
         for other in self._books.by_state[LeaseState.UNATTACHED].values():
             for device_id in other.occupied_ids:
-                starting[device_id] = starting.get(device_id, 0) + other.occupied_mib
+                starting[device_id] = starting.get(device_id, 0) + other.held_mib
         for other in self._books.waiting.values():
             if other.spec.pool != lease.spec.pool or other.spec.owner == lease.spec.owner or not other.waits_for_room:
                 continue

@@ -89,7 +89,9 @@ class Resizer:
         reserve_mib, has_mib = self._target_mib(lease, spec), lease.held_mib
         devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
         if devices and all(device.is_exclusive for device in devices):
-            has_mib = max(has_mib, min(device.lease_capacity_mib - device.reserved_mib + has_mib for device in devices))
+            has_mib = max(
+                has_mib, min(device.lease_capacity_mib - device.sums.reserved_mib + has_mib for device in devices)
+            )
         return max(0, reserve_mib - has_mib)
 
     def _claim(self, lease: Lease, spec: LeaseSpec) -> None:

@@ -108,7 +108,7 @@ class Salvage:
         pause_ms = max(0, lease.retries.suspend_after_ms - now_ms)  # after a suspend that failed
         return Candidate(
             lease_id=lease.lease_id,
-            value=value_of(lease.work_ms(now_ms), lease.spec.priority),
+            value=value_of(lease.worked_ms, lease.spec.priority),
             swap_ms=self._swap_ms(lease, SUSPEND) + pause_ms,
             cautious_ms=self._cautious_ms(lease) + pause_ms,
             deadline_ms=deadline_ms - MARGIN_MS,

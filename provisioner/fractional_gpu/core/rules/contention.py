@@ -40,8 +40,11 @@ def room_milli(books: Books, newcomer: Lease) -> int:
 
 
 def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
-    """Return how full of busy leases the device would be for a newcomer with `room_milli` left; `FULL` and up: beyond the pool's bound."""
-    busy_milli, resting_milli = device.demand_milli + device.coming_milli, device.resting_milli
+    """Return how full of busy leases the device would be for a newcomer: less is better; `FULL` and up: beyond its pool's bound.
+
+    `room_milli`: what is left to neighbours; `leaving` make room for it.
+    """
+    busy_milli, resting_milli = device.sums.wanted_milli, device.sums.resting_milli
     for lease in leaving:
         busy_milli -= lease.counted_milli
         resting_milli -= lease.resting_milli
@@ -64,7 +67,7 @@ def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]])
 
 def expected_fullness(books: Books, device: Device, newcomer: Lease) -> int:
     """Return the same, with neighbours in proportion where their cells are expected to end sooner than the newcomer's next one."""
-    return _fullness(_expected_milli(books, device, newcomer), device.resting_milli, room_milli(books, newcomer))
+    return _fullness(_expected_milli(books, device, newcomer), device.sums.resting_milli, room_milli(books, newcomer))
 
 
 def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
@@ -110,7 +113,7 @@ def crowding_ms(books: Books, lease: Lease) -> int:
         device = books.devices[device_id]
         if device.free_mib >= lease.held_mib:
             with_room = min(with_room, _added_loss(device, lease))
-        elif device.free_mib + device.mib_by_occupancy[OccupancyKind.IDLE] >= lease.held_mib:
+        elif device.free_mib + device.mib(OccupancyKind.IDLE) >= lease.held_mib:
             with_room_made = min(with_room_made, _added_loss(device, lease))
     lost = max(0, with_room - with_room_made)
     return books.forecasts.next_cell_ms(lease.lease_id) * lost // WHOLE_MILLI
@@ -118,7 +121,7 @@ def crowding_ms(books: Books, lease: Lease) -> int:
 
 def _added_loss(device: Device, lease: Lease) -> int:
     """Return what the lease's cell and those on the device lose more for running together, ms a second, at least."""
-    others_milli = device.demand_milli + device.coming_milli
+    others_milli = device.sums.wanted_milli
     if lease.counted_milli and device.spec.device_id in lease.occupied_ids:
         others_milli -= lease.counted_milli
     return _loss(others_milli + lease.demand_milli) - _loss(others_milli)

@@ -43,8 +43,8 @@ def _staying(device: Device, lease: Lease) -> list[Lease]:
     """Return the busy leases that fit on the device beside this one, the smallest first."""
     left_mib = device.lease_capacity_mib - lease.size_mib
     staying = []
-    for other in sorted(busy_others(device, lease), key=lambda one: (one.occupied_mib, one.number)):
-        left_mib -= other.occupied_mib
+    for other in sorted(busy_others(device, lease), key=lambda one: (one.held_mib, one.number)):
+        left_mib -= other.held_mib
         if left_mib >= 0:
             staying.append(other)
     return staying

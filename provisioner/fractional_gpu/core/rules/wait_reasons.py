@@ -96,7 +96,7 @@ def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: in
         free += device.free_mib >= need_mib
         possible += device.lease_capacity_mib >= need_mib
         strangers += device.stranger_mib > 0
-        working += device.count_by_occupancy[OccupancyKind.BUSY]
+        working += bool(device.mib(OccupancyKind.BUSY))
     count = lease.count
     if free >= count:
         return "wait.older-ticket"

@@ -56,7 +56,7 @@ class Room:
     @property
     def total_mib(self) -> int:
         """What is free, or will be when all have left that leave, and is neither kept nor promised."""
-        leaving_mib = self.device.mib_by_occupancy[OccupancyKind.SUSPENDING]
+        leaving_mib = self.device.mib(OccupancyKind.SUSPENDING)
         for lease in self.planned:
             if lease.occupancy in (OccupancyKind.IDLE, OccupancyKind.BUSY):
                 leaving_mib += lease.held_mib
@@ -65,7 +65,7 @@ class Room:
     def reachable_mib(self, *, busy: bool) -> int:
         """Return what there would be if all idle leases left; with `busy`, those too."""
         kinds = (OccupancyKind.IDLE, OccupancyKind.BUSY) if busy else (OccupancyKind.IDLE,)
-        most_mib = self.total_mib + sum([self.device.mib_by_occupancy[kind] for kind in kinds])
+        most_mib = self.total_mib + sum([self.device.mib(kind) for kind in kinds])
         return most_mib - sum([lease.held_mib for lease in self.planned if lease.occupancy in kinds])
 
 
@@ -284,7 +284,7 @@ class Capacity:
     def could_serve(self, device_id: str, need_mib: int, lease: Lease) -> bool:
         """Return whether the device would have room for the lease if all others there that ever can leave did."""
         device = self.rooms[device_id].device
-        stays_mib = device.mib_by_occupancy[OccupancyKind.FIXED] + sum(
+        stays_mib = device.mib(OccupancyKind.FIXED) + sum(
             other.held_mib
             for other in device.holders.values()
             if other.occupancy in (OccupancyKind.IDLE, OccupancyKind.BUSY)
@@ -295,7 +295,7 @@ class Capacity:
     def victims_for_kept_room(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
         """Return idle leases of the device, cheapest first, that free what is still lacking and that host memory suffices for."""
         device = self.rooms[device_id].device
-        lack_mib = need_mib - device.free_mib - device.mib_by_occupancy[OccupancyKind.SUSPENDING]
+        lack_mib = need_mib - device.free_mib - device.mib(OccupancyKind.SUSPENDING)
         chosen = []
         for other in self._victims.idle(device_id):
             if lack_mib <= 0:

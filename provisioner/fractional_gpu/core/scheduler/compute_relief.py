@@ -87,7 +87,7 @@ class ComputeRelief:
         books = self._books
         self._victims = Victims(books)
         while not books.waiting and self._changes.channel_free:
-            crowded = [device for device in books.devices.values() if device.demand_milli > WHOLE_MILLI]
+            crowded = [device for device in books.devices.values() if device.sums.demand_milli > WHOLE_MILLI]
             if not crowded:
                 return
             loads: dict[str, _Load] = {}
@@ -105,7 +105,7 @@ class ComputeRelief:
             return
         here = self._books.devices[lease.occupied_ids[0]]
         sentence = (
-            f"busy kernels need {here.demand_milli // 10} % of its device together, and another one leaves it more"
+            f"busy kernels need {here.sums.demand_milli // 10} % of its device together, and another one leaves it more"
         )
         begin_move(self._changes, lease, (move.device_id,), "move.compute", sentence)
 
@@ -147,7 +147,7 @@ class ComputeRelief:
         """Yield the move to a device where idle leases leave first, if what it gains is enough for their swaps as well."""
         books, there = self._books, self._books.devices[device_id]
         host_mib = books.host_left_mib - lease.host_need_mib
-        short_mib = lease.held_mib - there.free_mib - there.mib_by_occupancy[OccupancyKind.SUSPENDING]
+        short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
         if short_mib <= 0:
             return  # what leaves already suffices: the move follows
         victims = self._victims.choose(device_id, short_mib, lease, set(), busy=False, host_mib=host_mib)
@@ -164,7 +164,7 @@ class ComputeRelief:
             return False
         if lease.count > 1 or lease.ticket is not None or lease.revoked or lease.left_behind:
             return False
-        if books.devices[lease.occupied_ids[0]].demand_milli <= pool.slowdown_bound_milli:
+        if books.devices[lease.occupied_ids[0]].sums.demand_milli <= pool.slowdown_bound_milli:
             return False
         from_ms = preemptible_from_ms(books, lease)
         if from_ms is None or lease.host_need_mib > books.host_left_mib:

@@ -149,7 +149,7 @@ def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Re
             "no-room", f"{format_memory(lease.held_mib)} are reserved for the kernel, and {left}: make room first"
         )
     devices = changes.books.devices
-    fitting = [place for place in fitting if not devices[place[0]].mib_by_occupancy[OccupancyKind.SUSPENDING]]
+    fitting = [place for place in fitting if not devices[place[0]].mib(OccupancyKind.SUSPENDING)]
     if not changes.channel_free or not fitting:
         return Reason(BUSY_CHANNEL, "another kernel is being moved or saved just now: try again in a moment")
     if spreads(changes.books, lease):

@@ -87,8 +87,8 @@ class IdlePacking:
 
 def _is_in_use(device: Device) -> bool:
     """Return whether a lease is on the device that does not idle."""
-    return device.mib_by_occupancy[OccupancyKind.IDLE] < device.reserved_mib
+    return device.mib(OccupancyKind.IDLE) < device.sums.reserved_mib
 
 
 def _fullness(device: Device) -> tuple[int, str]:
-    return device.reserved_mib, device.spec.device_id
+    return device.sums.reserved_mib, device.spec.device_id

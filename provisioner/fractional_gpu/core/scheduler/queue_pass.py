@@ -97,7 +97,9 @@ class QueuePass:
                 ticket_of(lease).kept_on = ()
         self._mark_due_by_wait()
         for mover in books.moving.values():
-            for device_id in mover.target_ids if mover.state is not LeaseState.RESUMING else ():  # else it has that room
+            for device_id in (
+                mover.target_ids if mover.state is not LeaseState.RESUMING else ()
+            ):  # else it has that room
                 self._capacity.keep(mover, device_id, kept_mib(mover))
         to_visit = self._by_turn()
         while to_visit:
