@@ -313,7 +313,9 @@ class Books:
             self.accounts.meter(lease, self.now_ms)
 
     def mark_all_changed(self) -> None:
-        """Mark all leases: a device or pool changed."""
+        """Mark all leases, and add up all devices again: a device or pool changed."""
+        for device in self.devices.values():
+            device.known_sums = None
         self.changed.update(self.leases)
 
     def holders(self, device_id: str) -> Iterable[Lease]:

@@ -392,9 +392,10 @@ class Stake:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What the leases on a device come to."""
+    """What the leases on a device come to, and what that leaves."""
 
     reserved_mib: int
+    free_mib: int
     mib: tuple[int, ...]  # by `OccupancyKind`
     demand_milli: int  # what the busy ones need together, thousandths of the device
     wanted_milli: int  # that, and what those need that were let in for a cell that has not begun
@@ -413,7 +414,7 @@ class Device:
     deadline_ms: int | None = None  # while it is drained: when it goes away
     is_exclusive: bool = False  # one lease has all of it
     holders: dict[str, Lease] = field(default_factory=dict)
-    known_sums: Sums | None = None  # None: a lease here has changed since
+    known_sums: Sums | None = None  # None: a lease here, or the device itself, has changed since
     stakes: list[Stake] = field(default_factory=list)  # of the last hour, oldest first (`foresight`)
     busy_ms: int = 0  # the time for which leases were busy here, added up over the leases
 
@@ -428,7 +429,11 @@ class Device:
                 demand_milli += lease.busy_milli if kind is OccupancyKind.BUSY else 0
                 wanted_milli += lease.counted_milli
                 resting_milli += lease.resting_milli
-            self.known_sums = Sums(sum(mib), tuple(mib), demand_milli, wanted_milli, resting_milli)
+            reserved_mib = sum(mib)
+            free_mib = self.lease_capacity_mib - reserved_mib
+            if self.lost or (self.is_exclusive and reserved_mib):
+                free_mib = min(0, free_mib)
+            self.known_sums = Sums(reserved_mib, free_mib, tuple(mib), demand_milli, wanted_milli, resting_milli)
         return self.known_sums
 
     def mib(self, kind: OccupancyKind) -> int:
@@ -443,9 +448,7 @@ class Device:
     @property
     def free_mib(self) -> int:
         """What is left for leases; negative when over-committed, nothing when lost, or when one lease has all of it."""
-        reserved_mib = self.sums.reserved_mib
-        left_mib = self.spec.leasable_mib - self.stranger_mib - reserved_mib
-        return min(0, left_mib) if self.lost or (self.is_exclusive and reserved_mib) else left_mib
+        return self.sums.free_mib
 
     @property
     def free_or_idle_mib(self) -> int:

@@ -9,7 +9,7 @@ from the second first, so a later ticket may use at once what is free and not ne
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease, OccupancyKind, Reason
@@ -37,36 +37,47 @@ class Plan:
     victims: tuple[Lease, ...]
 
 
-@dataclass(slots=True, eq=False)
 class Room:
-    """What one pass has kept and promised of a device, MiB."""
+    """What one pass has kept and promised of a device, and what that leaves, MiB."""
 
-    device: Device
-    kept: dict[str, int] = field(default_factory=dict)  # by the lease that it is kept for
-    kept_mib: int = 0
-    promised_mib: int = 0  # of what leases that leave will free
-    planned: list[Lease] = field(default_factory=list)  # leases there whose suspend is planned, or has begun since
+    __slots__ = (
+        "device",
+        "free_mib",
+        "kept",
+        "planned",
+        "promised_mib",
+        "seen",
+        "total_mib",
+        "with_busy_mib",
+        "with_idle_mib",
+    )
 
-    @property
-    def free_mib(self) -> int:
-        """What is free and not kept; negative if more is kept than there is."""
-        free_mib = self.device.free_mib - self.kept_mib
-        return min(0, free_mib) if self.kept_mib and self.device.is_exclusive else free_mib
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.kept: dict[str, int] = {}  # by the lease that it is kept for
+        self.promised_mib = 0  # of what leases that leave will free
+        self.planned: list[Lease] = []  # leases there whose suspend is planned, or has begun since
+        self.look()
 
-    @property
-    def total_mib(self) -> int:
-        """What is free, or will be when all have left that leave, and is neither kept nor promised."""
-        leaving_mib = self.device.mib(OccupancyKind.SUSPENDING)
+    def look(self) -> None:
+        """Compute what is left."""
+        device, kept_mib = self.device, sum(self.kept.values())
+        self.seen = device.sums
+        free_mib = device.free_mib - kept_mib
+        # What is free and not kept; negative if more is kept than there is.
+        self.free_mib = min(0, free_mib) if kept_mib and device.is_exclusive else free_mib
+        leaving_mib, idle_mib, busy_mib = map(
+            device.mib, (OccupancyKind.SUSPENDING, OccupancyKind.IDLE, OccupancyKind.BUSY)
+        )
         for lease in self.planned:
-            if lease.occupancy in (OccupancyKind.IDLE, OccupancyKind.BUSY):
-                leaving_mib += lease.held_mib
-        return self.free_mib + leaving_mib - self.promised_mib
-
-    def reachable_mib(self, *, busy: bool) -> int:
-        """Return what there would be if all idle leases left; with `busy`, those too."""
-        kinds = (OccupancyKind.IDLE, OccupancyKind.BUSY) if busy else (OccupancyKind.IDLE,)
-        most_mib = self.total_mib + sum([self.device.mib(kind) for kind in kinds])
-        return most_mib - sum([lease.held_mib for lease in self.planned if lease.occupancy in kinds])
+            if lease.occupancy is OccupancyKind.IDLE:
+                leaving_mib, idle_mib = leaving_mib + lease.held_mib, idle_mib - lease.held_mib
+            elif lease.occupancy is OccupancyKind.BUSY:
+                leaving_mib, busy_mib = leaving_mib + lease.held_mib, busy_mib - lease.held_mib
+        # What is free, or will be when all have left that leave, and is neither kept nor promised.
+        self.total_mib = self.free_mib + leaving_mib - self.promised_mib
+        self.with_idle_mib = self.total_mib + idle_mib  # what there would be if all idle leases left ...
+        self.with_busy_mib = self.with_idle_mib + busy_mib  # ... and the busy ones
 
 
 class Capacity:
@@ -75,25 +86,32 @@ class Capacity:
     def __init__(self, books: Books, victims: Victims) -> None:
         self._books = books
         self._victims = victims
-        self.rooms = {device_id: Room(device) for device_id, device in books.devices.items()}
+        self._rooms = {device_id: Room(device) for device_id, device in books.devices.items()}
         self.planned: dict[str, Lease] = {}  # leases whose suspend is planned, or has begun since
         self.stays: set[str] = set()  # leases for which room is being made where they are: their suspend would waste it
         self.asked_to_yield: set[str] = set()  # leases that make room for a ticket ahead at a cell's end
         self.short_of_host_memory: set[str] = set()  # idle leases that there is too little host memory for
 
+    def room(self, device_id: str) -> Room:
+        """Return a device's room as it is now."""
+        room = self._rooms[device_id]
+        if room.seen is not self._books.devices[device_id].known_sums:
+            room.look()
+        return room
+
     # -- where a ticket fits ---------------------------------------------------------------------------------------------
 
     def fits(self, devices: Iterable[str], need_mib: int) -> bool:
         """Return whether the need fits on each of these devices now."""
-        return all(self.rooms[device_id].free_mib >= need_mib for device_id in devices)
+        return all(self.room(device_id).free_mib >= need_mib for device_id in devices)
 
     def idle_could_free(self, devices: Iterable[str], need_mib: int) -> bool:
         """Return whether idle leases could make room on one of the devices."""
-        return any(self.rooms[device_id].reachable_mib(busy=False) >= need_mib for device_id in devices)
+        return any(self.room(device_id).with_idle_mib >= need_mib for device_id in devices)
 
     def choice(self, lease: Lease, devices: Sequence[str], need_mib: int) -> DeviceChoice:
         """Return what orders devices for the lease. `devices`: all that it may go to."""
-        return device_choice(self._books, lease, need_mib, lambda: [(one, self.rooms[one].free_mib) for one in devices])
+        return device_choice(self._books, lease, need_mib, lambda: [(one, self.room(one).free_mib) for one in devices])
 
     def pick(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
         """Return where the need fits for the lease; None if it fits nowhere.
@@ -101,7 +119,7 @@ class Capacity:
         In a pool that spreads, a device where busy leases leave more compute to the lease comes first (`contention`). Of several such
         devices, `fragmentation` chooses.
         """
-        places = [(device_id, self.rooms[device_id].free_mib) for device_id in devices]
+        places = [(device_id, self.room(device_id).free_mib) for device_id in devices]
         fitting = [place for place in places if place[1] >= need_mib]
         choice = self.choice(lease, devices, need_mib)
         if lease.count > 1:
@@ -127,44 +145,44 @@ class Capacity:
 
     def _has_compute(self, device_id: str, lease: Lease) -> bool:
         """Return whether the device is, or soon will be, within the bound of the lease's pool with the lease."""
-        now = fullness(self.rooms[device_id].device, room_milli(self._books, lease))
+        now = fullness(self.room(device_id).device, room_milli(self._books, lease))
         return now < FULL or self._expected_fullness(device_id, lease) < FULL
 
     def _expected_fullness(self, device_id: str, lease: Lease) -> int:
-        return expected_fullness(self._books, self.rooms[device_id].device, lease)
+        return expected_fullness(self._books, self.room(device_id).device, lease)
 
     # -- keeping room ----------------------------------------------------------------------------------------------------
 
     def keep(self, lease: Lease, device_id: str, need_mib: int) -> None:
         """Keep room that is free, or becomes free, for a lease; on each device at most once in a pass."""
-        room = self.rooms.get(device_id)
+        room = self._rooms.get(device_id)
         if room is not None and lease.lease_id not in room.kept:
             room.kept[lease.lease_id] = need_mib
-            room.kept_mib += need_mib
+            room.look()
 
     def release(self, lease: Lease, device_ids: Iterable[str]) -> None:
         """Keep room for a lease no longer: the lease has it, or will not get it."""
         for device_id in device_ids:
-            if device_id in self.rooms:
-                room = self.rooms[device_id]
-                room.kept_mib -= room.kept.pop(lease.lease_id, 0)
+            if device_id in self._rooms:
+                self._rooms[device_id].kept.pop(lease.lease_id, None)
+                self._rooms[device_id].look()
 
     @property
     def keeps_any(self) -> bool:
         """Whether room is kept for any lease."""
-        return any(room.kept for room in self.rooms.values())
+        return any(room.kept for room in self._rooms.values())
 
     def devices_to_keep(self, lease: Lease, devices: Sequence[str], need_mib: int, number: int) -> tuple[str, ...]:
         """Return on which devices to keep room for the lease: where it is kept already, then where least is lacking.
 
         The devices stay the same while they can serve the ticket, so that the room there can grow to what is needed.
         """
-        able = [device_id for device_id in devices if self.rooms[device_id].device.lease_capacity_mib >= need_mib]
+        able = [device_id for device_id in devices if self.room(device_id).device.lease_capacity_mib >= need_mib]
         if len(able) < lease.count or lease.ticket is None:  # room on some of the devices that it needs is of no use
             return ()
         kept = [device_id for device_id in lease.ticket.kept_on if device_id in able]
         others = [device_id for device_id in able if device_id not in kept]
-        others.sort(key=lambda one: (lease.lease_id not in self.rooms[one].kept, -self.rooms[one].total_mib))
+        others.sort(key=lambda one: (lease.lease_id not in self.room(one).kept, -self.room(one).total_mib))
         return tuple([*kept, *others][:number])
 
     # -- making room -----------------------------------------------------------------------------------------------------
@@ -187,8 +205,9 @@ class Capacity:
         taken = {*self.planned, *self.stays, *(self.asked_to_yield if between_cells else ())}
         host_mib = self._host_left_mib - sum(victim.host_need_mib for victim in also)
         for device_id in devices:
-            room = self.rooms[device_id]
-            if room.device.lease_capacity_mib < need_mib or room.reachable_mib(busy=busy) < need_mib:
+            room = self.room(device_id)
+            reachable_mib = room.with_busy_mib if busy else room.with_idle_mib
+            if reachable_mib < need_mib or room.device.lease_capacity_mib < need_mib:
                 continue
             short_mib = need_mib - room.total_mib - sum(one.held_mib for one in also if device_id in one.device_ids)
             victims = self._victims.choose(
@@ -222,7 +241,7 @@ class Capacity:
         choice = self.choice(lease, devices, need_mib)
 
         def cost(device_id: str) -> tuple[int, ...]:
-            room, victims = self.rooms[device_id], victims_of[device_id]
+            room, victims = self.room(device_id), victims_of[device_id]
             then_mib = room.total_mib + sum([one.held_mib for one in victims if device_id in one.device_ids])
             return (
                 sum([one.is_working for one in victims]),
@@ -254,7 +273,7 @@ class Capacity:
             return None
         self.short_of_host_memory.update(victim.lease_id for victim in plan.victims)
         for device_id in plan.device_ids:
-            self.short_of_host_memory.update(self.rooms[device_id].device.holders)
+            self.short_of_host_memory.update(self.room(device_id).device.holders)
         return Reason(
             "wait.host-memory",
             f"idle kernels could make room, but saving them is expected to take {format_memory(host_mib)} of host memory, "
@@ -270,10 +289,11 @@ class Capacity:
         for victim in plan.victims:
             self.planned[victim.lease_id] = victim
             for device_id in victim.device_ids:
-                if device_id in self.rooms:
-                    self.rooms[device_id].planned.append(victim)
+                if device_id in self._rooms:
+                    self._rooms[device_id].planned.append(victim)
+                    self._rooms[device_id].look()
         for device_id in plan.device_ids:
-            room = self.rooms[device_id]
+            room = self.room(device_id)
             made_mib = 0 if firm else min(need_mib, max(0, room.total_mib - room.free_mib))
             room.promised_mib += made_mib
             self.release(lease, [device_id])
@@ -283,7 +303,7 @@ class Capacity:
 
     def could_serve(self, device_id: str, need_mib: int, lease: Lease) -> bool:
         """Return whether the device would have room for the lease if all others there that ever can leave did."""
-        device = self.rooms[device_id].device
+        device = self.room(device_id).device
         stays_mib = device.mib(OccupancyKind.FIXED) + sum(
             other.held_mib
             for other in device.holders.values()
@@ -294,7 +314,7 @@ class Capacity:
 
     def victims_for_kept_room(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
         """Return idle leases of the device, cheapest first, that free what is still lacking and that host memory suffices for."""
-        device = self.rooms[device_id].device
+        device = self.room(device_id).device
         lack_mib = need_mib - device.free_mib - device.mib(OccupancyKind.SUSPENDING)
         chosen = []
         for other in self._victims.idle(device_id):

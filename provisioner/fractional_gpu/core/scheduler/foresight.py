@@ -104,7 +104,7 @@ class EarlyResumes:
             if chosen is None:
                 continue
             regret = sum(self._regret(victim, lease) for victim in chosen)
-            then_mib = capacity.rooms[device_id].total_mib + sum(victim.held_mib for victim in chosen)
+            then_mib = capacity.room(device_id).total_mib + sum(victim.held_mib for victim in chosen)
             rank = regret, choice.spoilt([(device_id, then_mib)])
             if regret < saved and (best is None or rank < best[:2]):
                 best = *rank, device_id, chosen
@@ -118,7 +118,7 @@ class EarlyResumes:
 
     def _leaving(self, lease: Lease, device_id: str, capacity: Capacity, victims: Victims) -> tuple[Lease, ...] | None:
         """Return the idle leases of a device that would make room; None where there are not enough, or one of them may not."""
-        books, short_mib = self._books, lease.need_mib - capacity.rooms[device_id].total_mib
+        books, short_mib = self._books, lease.need_mib - capacity.room(device_id).total_mib
         if short_mib <= 0:
             return None  # what leaves already suffices: the resume follows
         stays = {one.lease_id for one in books.devices[device_id].holders.values() if self._stays(one, lease)}

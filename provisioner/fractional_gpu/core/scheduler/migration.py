@@ -73,7 +73,7 @@ class Migrations:
             return None
         best: tuple[int, int, str, Plan] | None = None
         for device_id in devices:
-            short_mib = need_mib - self._capacity.rooms[device_id].total_mib
+            short_mib = need_mib - self._capacity.room(device_id).total_mib
             for other in self._books.holders(device_id):
                 if other.occupancy is not OccupancyKind.BUSY or other.held_mib < short_mib or not self._may_move(other):
                     continue

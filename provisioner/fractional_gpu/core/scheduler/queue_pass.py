@@ -183,7 +183,7 @@ class QueuePass:
         if chosen is not None:
             return self._serve_at_once(lease, ticket, chosen)
 
-        full = not any(capacity.rooms[device_id].free_mib > 0 for device_id in devices)
+        full = not any(capacity.room(device_id).free_mib > 0 for device_id in devices)
         if not self._changes.channel_free and (full or self._plans >= _MOST_PLANS):
             ticket.wait = _CHANNEL_IN_USE if capacity.idle_could_free(devices, need_mib) else None
             self._keep_waiting(lease, ticket, devices)
