@@ -108,23 +108,32 @@ class StartReservations:
             self._lapsed[lease.lease_id] = lease
             self._books.mark_changed(lease)  # its next deadline is its end
 
-    def reclaim_lapsed(self) -> bool:
-        """Free room whose hold is over, in pools where a ticket waits for room. Returns whether any was freed."""
+    def reclaim_lapsed(self, *, first: bool = False) -> bool:
+        """Free room whose hold is over, in pools where a ticket waits for room. Returns whether any was freed.
+
+        `first`: before the queue is served, only for tickets that fit nowhere now. Else a lease might be suspended for them in vain.
+        """
         freed = False
         for lease in list(self._lapsed.values()):
             if not _may_lapse(lease, self._books.now_ms):
                 del self._lapsed[lease.lease_id]
-            elif self._is_wanted(lease):
+            elif self._is_wanted(lease, first=first):
                 del self._lapsed[lease.lease_id]
                 self._lapse(lease)
                 freed = True
         return freed
 
-    def _is_wanted(self, lease: Lease) -> bool:
+    def _is_wanted(self, lease: Lease, *, first: bool) -> bool:
         """Return whether a ticket that waits for room, or a parked lease, could use the lease's room."""
         pool = lease.spec.pool
-        waiting = [other for other in self._books.waiting.values() if other.waits_for_room and other is not lease]
-        return any(other.spec.pool == pool for other in [*waiting, *self._books.parked.values()])
+        waiting = [other for other in self._books.waiting.values() if other.spec.pool == pool and other is not lease]
+        if any(other.waits_for_room and not (first and self._fits(other)) for other in waiting):
+            return True
+        return not first and any(other.spec.pool == pool for other in self._books.parked.values())
+
+    def _fits(self, lease: Lease) -> bool:
+        devices = [self._books.devices[device_id] for device_id in allowed_devices(self._books, lease)]
+        return sum(device.free_mib >= lease.ask_mib for device in devices) >= lease.count
 
     def _lapse(self, lease: Lease) -> None:
         kept, mib = self._books.policy(lease).unattached_hold_ms, lease.held_mib

@@ -119,6 +119,7 @@ class Scheduler:
             self.drains.suspend_ready()
         if self._books.revoked:
             self.revocations.suspend_ready()
+        self.start_reservations.reclaim_lapsed(first=True)
         self.start_reservations.file_parked()
         self._serve_tickets()
         # Holds lapse only for tickets that still wait; each round frees room for them.
