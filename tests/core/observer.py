@@ -413,7 +413,10 @@ class Observer:
             case S.SUSPENDED:
                 if isinstance(event, SuspendFinished):
                     law(2, change.saved_mib == max(0, event.saved_mib), seen.lease_id, "saved", event, "not", change)
-                seen.home = seen.home or self._places(seen, device)
+                found = (
+                    event.device_ids if isinstance(event, LeaseRecovered) else ()
+                )  # it may come back in the same event
+                seen.home = seen.home or found or self._places(seen, device)
                 world.hold(seen, seen.home, 0)
                 seen.host, seen.saved, seen.used = 0, change.saved_mib, 0
             case S.RESUMING:
