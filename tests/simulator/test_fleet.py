@@ -324,5 +324,6 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
         "    simulate_apart([host()] * 3, trace, chosen, processes=2, progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
     )
     # the workers have the pipe's writing end, too: it ends with the last of them
-    ended = subprocess.run([sys.executable, program], stdout=subprocess.PIPE, timeout=60, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run([sys.executable, program], env=environment, stdout=subprocess.PIPE, timeout=60, check=False)
     assert ended.returncode == -signal.SIGKILL

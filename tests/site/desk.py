@@ -265,7 +265,7 @@ class Desk:
                 "sys.meta_path", [*sys.meta_path]
             ),  # a block may watch imports; another test's watcher must not meet that one
             redirect_stdout(printed),
-            as_installed("spawner", Path(self.world.folder, f"spawner-{block.line}")),
+            as_installed("spawner", Path(self.world.folder, f"spawner-{Path(block.page).stem}-{block.line}")),
         ):
             exec(compile(ast.parse(text), str(block), "exec"), names)  # noqa: S102 - that is what it is for
         for section in names["c"].values():
