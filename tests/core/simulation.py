@@ -353,6 +353,9 @@ class World:
         wake = self.observer.wake
         if wake is not None and wake <= self.observer.now + 1:
             return  # the alarm does what is undone, by what was learnt since the last event, at once
+        fair = [pool.name for pool in self.pools if pool.preempt_equals]
+        if any(self.arbiter.queue_lengths().get(name, 0) > 1 for name in fair):
+            return  # shares of time may change their order; nothing wakes for that, as each is due in the end
         clone: Arbiter = pickle.loads(pickle.dumps(self.arbiter))  # noqa: S301 - our own; faster than a deep copy
         clone._changes.now_ms = max(clone._changes.now_ms, wake - 1 if wake is not None else self.now + _FAR_MS)
         clone._scheduler.serve()

@@ -6,7 +6,6 @@ from fractional_gpu.core.effects import Effect, Suspend
 from fractional_gpu.core.events import (
     Attached,
     LeaseMeasured,
-    LeaseReleased,
     LeaseRequested,
     PinRequested,
     SuspendOutcome,
@@ -224,31 +223,6 @@ def test_the_line_of_a_pool_that_shares_by_time_begins_with_who_had_least() -> N
         hand.want(name)
     assert [view.lease_id for view in hand.arbiter.tickets("p")] == ["c", "b"]
     assert (hand.ticket("c").position, hand.ticket("b").position) == (1, 2)
-
-
-def test_an_alarm_is_set_for_the_moment_when_virtual_time_lets_another_ticket_go_first() -> None:
-    hand = Hand(pools=[dataclasses.replace(_pool(equals=True), max_passed_over=0, min_residency_ms=10**9)])
-    for name, owner, reserve_mib in [("held", "ann", 400), ("one", "bob", 200), ("two", "bob", 200)]:
-        _runs(hand, name, owner=owner, reserve_mib=reserve_mib)
-    _start(hand, "big", owner="ann", reserve_mib=700)
-    _start(hand, "small", owner="bob", reserve_mib=300)
-    hand.wait(100_000)  # of which bob had twice as much
-    hand.want("big")
-    hand.want("small")
-    for name in ("one", "two"):
-        hand.send(LeaseReleased(at_ms=hand.now, lease_id=name))
-    assert hand.ticket("big").kept_on == ("d0",)
-    assert hand.ticket("small").reason == "wait.older-ticket"
-    assert hand.observer.wake is not None, "ann's kernel goes on using the device: in as long again, bob has had less"
-    assert hand.observer.wake - hand.now <= 100_000
-    effects: list[Effect] = []
-    while not effects or hand.state("small") is LeaseState.NO_CONTEXT:
-        assert hand.observer.wake is not None
-        assert hand.observer.wake - hand.now > 0
-        assert hand.now <= 200_000
-        effects = hand.wait(hand.observer.wake - hand.now)
-    assert hand.granted(effects) == [("small", "d0")]
-    assert abs(hand.now - 200_000) <= 2
 
 
 def test_a_busy_kernel_is_preempted_at_once_when_the_idle_one_that_the_host_has_no_memory_for_works_again() -> None:

@@ -9,9 +9,7 @@ more than the whole device together do not slow each other down. Beyond that, by
    tenth of a device. Idle leases count with a quarter of their demands here, as their next cells will come.
 2. Beyond the bound, the least excess first, in steps of a quarter of a device.
 
-`fragmentation` decides within a step. A lease that was let in for a cell counts as busy
-before the cell begins. Where every device would be beyond the bound, neighbours whose cells are expected to end sooner than the newcomer's
-count in proportion, on the few devices that need least. Where room must be made first, all neighbours count in full. No ticket waits for
+`fragmentation` decides within a step. A lease that was let in for a cell counts as busy before the cell begins. No ticket waits for
 compute: all this only orders devices that have, or will have, the memory.
 """
 
@@ -48,26 +46,16 @@ def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> 
     for lease in leaving:
         busy_milli -= lease.counted_milli
         resting_milli -= lease.resting_milli
-    return _fullness(busy_milli, resting_milli, room_milli)
-
-
-def _fullness(busy_milli: int, resting_milli: int, room_milli: int) -> int:
     if busy_milli <= max(0, room_milli):
         return (busy_milli + resting_milli) // _STEP_MILLI
     return FULL + (busy_milli - room_milli) // _EXCESS_STEP_MILLI
 
 
-def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]]) -> tuple[int, list[tuple[str, int]]]:
-    """Return the least fullness among devices (id, and anything), and those that have it, in order. `places` is not empty."""
+def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return the least full of the devices (id, and anything), in order. `places` is not empty."""
     room, devices = room_milli(books, newcomer), books.devices
     ranks = [fullness(devices[device_id], room) for device_id, _ in places]
-    least = min(ranks)
-    return least, [place for rank, place in zip(ranks, places, strict=True) if rank == least]
-
-
-def expected_fullness(books: Books, device: Device, newcomer: Lease) -> int:
-    """Return the same, with neighbours in proportion where their cells are expected to end sooner than the newcomer's next one."""
-    return _fullness(_expected_milli(books, device, newcomer), device.sums.resting_milli, room_milli(books, newcomer))
+    return [place for rank, place in zip(ranks, places, strict=True) if rank == min(ranks)]
 
 
 def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
@@ -75,20 +63,6 @@ def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Leas
     if not spreads(books, newcomer):
         return 0
     return max(0, fullness(device, room_milli(books, newcomer), leaving) - FULL + 1)
-
-
-def _expected_milli(books: Books, device: Device, newcomer: Lease) -> int:
-    """Return the mean demand of the other leases during the newcomer's next cell, as far as their cells under way go."""
-    forecasts, now_ms = books.forecasts, books.now_ms
-    cell_ms = max(1, forecasts.next_cell_ms(newcomer.lease_id))
-    total_milli = 0
-    for other in device.holders.values():
-        if not other.counted_milli or other is newcomer:
-            continue
-        left_ms = forecasts.cell_left_ms(other.lease_id, now_ms) if other.occupancy is OccupancyKind.BUSY else 0
-        # Without a forecast (a cell that has not begun, processes that outlived their kernel) it counts in full.
-        total_milli += other.counted_milli * min(left_ms or cell_ms, cell_ms) // cell_ms
-    return total_milli
 
 
 def busy_others(device: Device, lease: Lease) -> list[Lease]:

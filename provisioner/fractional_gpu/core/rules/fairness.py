@@ -124,15 +124,6 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
     return books.now_ms + (behind - ahead) * mine[2] * theirs[2] // closes + 1
 
 
-def overtakes_at_ms(books: Books, first: Lease, second: Lease) -> int | None:
-    """Return when the second of two tickets precedes the first by virtual time, maybe a little early; None: time alone does not do it."""
-    sooner, later = _clock(books, first, second), _clock(books, second, first)
-    closes = _closes(sooner, later)
-    if closes <= 0:
-        return None
-    return books.now_ms + max(1, max(1, later[0] - sooner[0]) * sooner[2] * later[2] // closes)
-
-
 def _clock(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
     """Return the virtual time of the first by which the two compare, the milli-GPU it grows by, and the weight that divides them."""
     owner, own = books.share(lease)
@@ -156,8 +147,6 @@ def _closes(gains: tuple[int, int, int], loses: tuple[int, int, int]) -> int:
 # with the least virtual time. So pools stay in the order of asking among each other, and shares decide only inside a pool.
 
 
-BEFORE_SHARES = 4
-"""Elements of a turn before the virtual times."""
 _FIRST, _DUE, _USUAL = range(3)
 
 

@@ -1,11 +1,10 @@
 """What one pass over the queue still has to give, and how to make room.
 
 **Room.** Of each device a pass knows what is free and kept for no ticket ahead (`free_mib`), and what will be when all have left that leave
-(`total_mib`): what suspends under way, or planned, free counts there as far as it was promised to no ticket. A ticket that makes room takes
-from the second first, so a later ticket may use at once what is free and not needed (law 7).
+(`total_mib`): what suspends under way, or planned, will free counts there.
 
 **Plans.** `plan` finds the leases whose leaving makes room for a ticket at least cost, and checks host memory for what they save.
-`promise` takes the plan's room before its suspends begin: only as many begin as swap channels are free.
+`promise` keeps the plan's room before its suspends begin: only as many begin as swap channels are free.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,15 +13,7 @@ from dataclasses import dataclass
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease, OccupancyKind, Reason
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.rules.contention import (
-    FULL,
-    excess,
-    expected_fullness,
-    fullness,
-    least_full,
-    room_milli,
-    spreads,
-)
+from fractional_gpu.core.rules.contention import FULL, excess, fullness, least_full, room_milli, spreads
 from fractional_gpu.core.rules.eligibility import steps_aside
 from fractional_gpu.core.rules.fragmentation import DeviceChoice, device_choice
 from fractional_gpu.core.scheduler.victims import Victims, suspend_cost
@@ -45,7 +36,6 @@ class Room:
         "free_mib",
         "kept",
         "planned",
-        "promised_mib",
         "seen",
         "total_mib",
         "with_busy_mib",
@@ -55,7 +45,6 @@ class Room:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.kept: dict[str, int] = {}  # by the lease that it is kept for
-        self.promised_mib = 0  # of what leases that leave will free
         self.planned: list[Lease] = []  # leases there whose suspend is planned, or has begun since
         self.look()
 
@@ -74,8 +63,8 @@ class Room:
                 leaving_mib, idle_mib = leaving_mib + lease.held_mib, idle_mib - lease.held_mib
             elif lease.occupancy is OccupancyKind.BUSY:
                 leaving_mib, busy_mib = leaving_mib + lease.held_mib, busy_mib - lease.held_mib
-        # What is free, or will be when all have left that leave, and is neither kept nor promised.
-        self.total_mib = self.free_mib + leaving_mib - self.promised_mib
+        # What is free, or will be when all have left that leave, and is not kept.
+        self.total_mib = self.free_mib + leaving_mib
         self.with_idle_mib = self.total_mib + idle_mib  # what there would be if all idle leases left ...
         self.with_busy_mib = self.with_idle_mib + busy_mib  # ... and the busy ones
 
@@ -125,11 +114,7 @@ class Capacity:
         if lease.count > 1:
             return choice.best_set(fitting, lease.count)
         if len(fitting) > 1 and spreads(self._books, lease):
-            least, equal = least_full(self._books, lease, fitting)
-            if least >= FULL:  # where neighbours' cells soon end, most compute is expected to be left
-                ranks = [self._expected_fullness(device_id, lease) for device_id, _ in fitting]
-                equal = [place for rank, place in zip(ranks, fitting, strict=True) if rank == min(ranks)]
-            fitting = equal
+            fitting = least_full(self._books, lease, fitting)
         best = choice.best(fitting)
         return None if best is None else (best,)
 
@@ -144,12 +129,8 @@ class Capacity:
         return chosen if chosen is not None and self._has_compute(chosen[0], lease) else home
 
     def _has_compute(self, device_id: str, lease: Lease) -> bool:
-        """Return whether the device is, or soon will be, within the bound of the lease's pool with the lease."""
-        now = fullness(self.room(device_id).device, room_milli(self._books, lease))
-        return now < FULL or self._expected_fullness(device_id, lease) < FULL
-
-    def _expected_fullness(self, device_id: str, lease: Lease) -> int:
-        return expected_fullness(self._books, self.room(device_id).device, lease)
+        """Return whether the device is within the bound of the lease's pool with the lease."""
+        return fullness(self.room(device_id).device, room_milli(self._books, lease)) < FULL
 
     # -- keeping room ----------------------------------------------------------------------------------------------------
 
@@ -281,11 +262,8 @@ class Capacity:
             tuple(victim.lease_id for victim in plan.victims),
         )
 
-    def promise(self, lease: Lease, plan: Plan, need_mib: int, *, firm: bool) -> None:
-        """Promise a ticket the room that its plan makes, and keep of what is free only what the ticket needs beside that.
-
-        `firm`: keep all that the ticket needs, as the plan may fail and the ticket must not be passed over again.
-        """
+    def promise(self, lease: Lease, plan: Plan, need_mib: int) -> None:
+        """Keep all that a ticket needs on the devices of its plan, whose victims leave."""
         for victim in plan.victims:
             self.planned[victim.lease_id] = victim
             for device_id in victim.device_ids:
@@ -293,11 +271,7 @@ class Capacity:
                     self._rooms[device_id].planned.append(victim)
                     self._rooms[device_id].look()
         for device_id in plan.device_ids:
-            room = self.room(device_id)
-            made_mib = 0 if firm else min(need_mib, max(0, room.total_mib - room.free_mib))
-            room.promised_mib += made_mib
-            self.release(lease, [device_id])
-            self.keep(lease, device_id, need_mib - made_mib)
+            self.keep(lease, device_id, need_mib)
 
     # -- gathering kept room ---------------------------------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Re
     if not changes.channel_free or not fitting:
         return Reason(BUSY_CHANNEL, "another kernel is being moved or saved just now: try again in a moment")
     if spreads(changes.books, lease):
-        _, fitting = least_full(changes.books, lease, fitting)
+        fitting = least_full(changes.books, lease, fitting)
     chosen = device_choice(changes.books, lease, lease.held_mib, free_mib.items).best(fitting) or fitting[0][0]
     begin_move(changes, lease, (chosen,), "move.asked", "an administrator has it go to another device")
     return None

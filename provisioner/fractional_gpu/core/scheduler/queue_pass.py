@@ -23,22 +23,12 @@ earlier one may ask for room that the same event frees after it.
 up). Tickets that were visited before might fit now, so the pass asks for another one (`needs_another`).
 """
 
-from itertools import pairwise
-
 from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason, Ticket
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.handlers.resize import Resizer
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.admission import added_milli, over_limit, victims_of_same_user
-from fractional_gpu.core.rules.fairness import (
-    BEFORE_SHARES,
-    Turns,
-    gate_opens_ms,
-    overtakes_at_ms,
-    patience_ms,
-    residency_ms,
-    ticket_of,
-)
+from fractional_gpu.core.rules.fairness import Turns, gate_opens_ms, patience_ms, residency_ms, ticket_of
 from fractional_gpu.core.rules.wait_reasons import allowed_devices, name_for, wait_code, wait_reason
 from fractional_gpu.core.scheduler.capacity import Capacity, Plan
 from fractional_gpu.core.scheduler.migration import Migrations, kept_mib
@@ -116,7 +106,6 @@ class QueuePass:
             if lease.ticket is not None and books.shares_by_time(lease):
                 lease.ticket.is_due = True
         self._choose_openings()
-        self._recheck_at_overtaking()
         for lease in waiting:
             if lease.ticket is not None:
                 self._explain(lease, lease.ticket)
@@ -286,7 +275,7 @@ class QueuePass:
     def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
         """Promise the ticket the room of its plan, and begin the suspends (or moves) that swap channels are free for."""
         self._plans += 1
-        self._capacity.promise(lease, plan, lease.ask_mib, firm=self._is_owed(lease))
+        self._capacity.promise(lease, plan, lease.ask_mib)
         if lease.is_growing:
             self._capacity.stays.add(lease.lease_id)
         preempts = any(victim.is_working for victim in plan.victims)
@@ -427,19 +416,6 @@ class QueuePass:
                 self._changes.close_gate(lease)
 
     # -- afterwards ------------------------------------------------------------------------------------------------------
-
-    def _recheck_at_overtaking(self) -> None:
-        """Ask for a pass when the virtual time of a waiting ticket overtakes that of the next one: then that one may fit."""
-        if not self._changes.channel_free:
-            return
-        waiting = [lease for lease in self._by_turn() if self._books.shares_by_time(lease)]
-        turns = Turns(self._books, waiting)
-        for first, second in pairwise(waiting):
-            # Not where priority, urgency or age decides.
-            if turns.turn(first)[:BEFORE_SHARES] == turns.turn(second)[:BEFORE_SHARES]:
-                at_ms = overtakes_at_ms(self._books, first, second)
-                if at_ms is not None:
-                    self._victims.recheck_at(at_ms)
 
     def _tell(self, lease: Lease, ticket: Ticket, wait: Reason) -> None:
         """Note why a ticket waits, with a line in its story if that is new."""
