@@ -53,6 +53,7 @@ from fractional_gpu.core.events import (
     Shrunk,
     SuspendFinished,
     SuspendOutcome,
+    Tick,
     Unwanted,
     Wanted,
 )
@@ -66,6 +67,8 @@ __all__ = ["LawBrokenError", "Observer"]
 
 S = LeaseState
 
+MOST_VAIN_TICKS = 10
+"""Alarms within a tenth of a second that may have no effect: the times of several leases may come within it."""
 
 _ROLLED_BACK = {SuspendOutcome.ABORTED, SuspendOutcome.REFUSED, SuspendOutcome.NO_MEMORY, SuspendOutcome.IMPOSSIBLE}
 
@@ -85,6 +88,7 @@ class Observer:
         self._asked = 0
         self._answer: Seen | None = None
         self._later: list[Effect] = []
+        self._vain_ticks: list[int] = []  # those of the last second
 
     @property
     def now(self) -> int:
@@ -102,6 +106,15 @@ class Observer:
             self._claims_anew(event.lease_id)
         if isinstance(event, Unwanted):
             self._gives_up(event.lease_id, effects)
+        was_asked = isinstance(event, Tick) and self.wake is not None and event.at_ms >= self.wake
+        if was_asked and all(isinstance(effect, WakeAt) for effect in effects):
+            self._vain_ticks = [at_ms for at_ms in (*self._vain_ticks, event.at_ms) if at_ms > self.now - 100]
+            law(
+                9,
+                len(self._vain_ticks) <= MOST_VAIN_TICKS,
+                "it wakes up again and again for nothing:",
+                self._vain_ticks,
+            )
         for place, effect in enumerate(effects):
             self._later = effects[place + 1 :]
             self._carry_out(event, effect)

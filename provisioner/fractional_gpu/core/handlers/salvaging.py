@@ -104,14 +104,13 @@ class Salvage:
         return plan_saving(candidates, free_ms=free_ms, host_left_mib=self._books.host_left_mib)
 
     def _candidate(self, lease: Lease) -> Candidate:
-        now_ms, deadline_ms = self._changes.now_ms, self._books.deadline_ms(lease) or 0
-        pause_ms = max(0, lease.retries.suspend_after_ms - now_ms)  # after a suspend that failed
         return Candidate(
             lease_id=lease.lease_id,
             value=value_of(lease.worked_ms, lease.spec.priority),
-            swap_ms=self._swap_ms(lease, SUSPEND) + pause_ms,
-            cautious_ms=self._cautious_ms(lease) + pause_ms,
-            deadline_ms=deadline_ms - MARGIN_MS,
+            swap_ms=self._swap_ms(lease, SUSPEND),
+            cautious_ms=self._cautious_ms(lease),
+            deadline_ms=(self._books.deadline_ms(lease) or 0) - MARGIN_MS,
+            from_ms=lease.retries.suspend_after_ms,
             host_mib=lease.host_need_mib,
             busy=lease.is_working,
         )

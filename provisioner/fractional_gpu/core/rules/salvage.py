@@ -36,6 +36,7 @@ class Candidate:
     value: int  # 1 or more
     swap_ms: int  # how long its suspend is predicted to take
     deadline_ms: int  # when it has to be saved
+    from_ms: int = 0  # when its suspend may begin: later than now after one that failed
     cautious_ms: int = (
         0  # what its suspend hardly ever takes longer than: how early it begins at the latest, where there is time
     )
@@ -94,7 +95,7 @@ def plan_saving(candidates: Sequence[Candidate], *, free_ms: Sequence[int], host
 def _fits_time(ordered: Sequence[Candidate], start_ms: int) -> bool:
     """Return whether all end in time, one after the other in this order."""
     for one in ordered:
-        start_ms += one.swap_ms
+        start_ms = max(start_ms, one.from_ms) + one.swap_ms
         if start_ms > one.deadline_ms:
             return False
     return True
@@ -104,7 +105,7 @@ def _best_by_time(ordered: Sequence[Candidate], start_ms: int) -> list[Candidate
     """Return the most valuable set that one channel saves in time, in order."""
     if _fits_time(ordered, start_ms):
         return list(ordered)
-    able = [one for one in ordered if start_ms + one.swap_ms <= one.deadline_ms]
+    able = [one for one in ordered if _fits_time([one], start_ms)]
     if not able:
         return []
     exact = _best_in_slots(able, start_ms)
@@ -122,7 +123,8 @@ def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
     slot_ms = max(1, -(-horizon_ms * len(able) // _WORK))
     slots = horizon_ms // slot_ms
     best, taken = [0] + [-1] * slots, list[list[bool]]()
-    lengths = [-(-one.swap_ms // slot_ms) for one in able]
+    # A channel waits for one that may begin only later: that counts as a part of its suspend.
+    lengths = [-(-(max(0, one.from_ms - start_ms) + one.swap_ms) // slot_ms) for one in able]
     for one, length in zip(able, lengths, strict=True):
         took, value = [False] * (slots + 1), one.value
         until = (one.deadline_ms - start_ms) // slot_ms
