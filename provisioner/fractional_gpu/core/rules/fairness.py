@@ -138,20 +138,21 @@ def _closes(gains: tuple[int, int, int], loses: tuple[int, int, int]) -> int:
     return 100 * (gains[1] * loses[2] - loses[1] * gains[2])  # a virtual time grows by 100 x milli-GPU / weight
 
 
-# -- turn order --------------------------------------------------------------------------------------------------------
-# The order in which one pass visits tickets.
-#
-# A turn is a tuple that sorts tickets. First come leases that are being moved to a target, then higher priorities, then within a priority
-# urgent tickets, due ones (by a promise or by their long wait) and all others. Among those, a pool without fair shares goes by age. A pool
-# that shares by virtual time takes the turn of its *oldest* ticket and gives it to the owner, and among the owner's leases to the lease,
-# with the least virtual time. So pools stay in the order of asking among each other, and shares decide only inside a pool.
-
-
 _FIRST, _DUE, _USUAL = range(3)
 
 
 class Turns:
-    """The turns of tickets that wait for room."""
+    """The order in which a pass serves the tickets that wait for room:
+
+    1. Leases on their way to another device.
+    2. Higher priorities.
+    3. Urgent tickets, and older ones for which room is kept.
+    4. Due tickets: leases leave for them, or they have waited for twice as long as their share explains.
+    5. In a pool that is fair, the one who has had least of its share; otherwise, and among equals, the oldest.
+
+    Shares decide only inside a pool: one that is fair takes the turn of its oldest ticket and gives it to the owner, and among the owner's
+    leases to the lease, with the least virtual time.
+    """
 
     def __init__(self, books: Books, waiting: Iterable[Lease]) -> None:
         self._books = books

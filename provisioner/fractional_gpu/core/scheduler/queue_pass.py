@@ -145,12 +145,12 @@ class QueuePass:
         2. Its user or group has as much as it may: idle leases of the same user leave, if it fits then.
         3. Its resume pauses after a failure, or a ticket like it with no larger need has found no room: it waits.
         4. It fits: it is served.
-        5. No swap can begin: it waits for a swap channel. The first few are promised room before.
+        5. No swap can begin: it waits for a swap channel.
         6. It fits if others leave: idle leases, or those it preempts, or a busy one that fits elsewhere.
         7. It is to grow, and is idle: it goes where it can.
         8. It waits, and asks busy leases to leave at the end of their cells.
 
-        In 3, 5, 6 and 8 room is kept for a ticket that was passed over K times.
+        In 3, 5, 6 and 8 room is kept for a ticket that was passed over K times. In 5 the first few are promised room.
         """
         books, capacity = self._books, self._capacity
         devices, need_mib, milli = allowed_devices(books, lease), lease.ask_mib, added_milli(books, lease)
