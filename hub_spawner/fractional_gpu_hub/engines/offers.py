@@ -52,7 +52,7 @@ Node = TypeVar("Node", bound=ClusterNode)
 
 
 class NodeReader(Generic[Node]):
-    """Reads the nodes for all who ask: those who ask at the same time share one reading, later ones its answer for a while."""
+    """Reads the nodes for all callers: simultaneous ones share one reading, and later ones use it for a while."""
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, list[Node]]]) -> None:
         self._ask = ask
@@ -61,7 +61,7 @@ class NodeReader(Generic[Node]):
         self._task: asyncio.Task[list[Node]] | None = None
 
     async def read(self, max_age_s: float) -> list[Node]:
-        """Return the nodes, as read at most so many seconds ago. Raises EngineError. Cancelled: others go on."""
+        """Return the nodes as they were read a few seconds ago at most. Raises EngineError. Cancellation does not affect other callers."""
         if self._read_s is not None and time.monotonic() - self._read_s <= max_age_s:
             return self.last
         task, loop = self._task, asyncio.get_running_loop()
