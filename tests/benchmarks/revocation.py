@@ -36,7 +36,7 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.forecasts.forecasts import SUSPEND, Forecasts
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
-from fractional_gpu.core.rules.salvage import value_of
+from fractional_gpu.core.revoke import value_of
 
 __all__ = ["ORDERS", "Kernel", "Outcome", "kernels_of", "main", "run_arbiter", "run_order", "time_for_all_ms"]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from random import Random
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.core.rules.salvage import value_of
+from fractional_gpu.core.revoke import value_of
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.errors import ConflictError
 from fractional_gpu.protocol.messages import DrainRequest

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from fractional_gpu.core.rules.salvage import Candidate, plan_saving
+from fractional_gpu.core.revoke import Candidate, plan_saving
 from tests.benchmarks.revocation import ORDERS, kernels_of, main, run_arbiter, run_order, time_for_all_ms
 
 SEEDS = 15

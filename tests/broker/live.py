@@ -203,7 +203,7 @@ class LiveBroker:
 
 @contextmanager
 def live_broker(devices: str = "1x1GiB", **overrides: Any) -> Iterator[LiveBroker]:  # noqa: ANN401 - any setting
-    """A broker for one block, in a folder that other users may enter, with simulated devices; `overrides` are settings."""
+    """A broker for one block, in a folder that other users may enter, with simulated devices; `revoke` are settings."""
     folder = Path(tempfile.mkdtemp(prefix="jfg-"))
     folder.chmod(0o711)
     live = LiveBroker(folder, devices, overrides)

@@ -24,7 +24,7 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect, Granted, Resume
 from fractional_gpu.core.events import Event
 from fractional_gpu.core.model import DeviceSpec
-from fractional_gpu.core.rules.fragmentation import DeviceChoice, Place
+from fractional_gpu.core.place import DeviceChoice, Place
 from fractional_gpu.gpu.interface import DeviceInfo, Monitor
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.simulator.machine import Host
@@ -153,7 +153,7 @@ async def test_a_broker_with_another_scorer_would_be_found_out(
 ) -> None:
     run = _simulated(tmp_path, LOADS["fractions"], "pack")
     capsys.readouterr()
-    monkeypatch.setattr("fractional_gpu.core.rules.fragmentation.DeviceChoice", _WorstFit)
+    monkeypatch.setattr("fractional_gpu.core.place.DeviceChoice", _WorstFit)
     broker = await _broker_of(tmp_path)
     try:
         expected, given, _ = await _answers(broker, run)

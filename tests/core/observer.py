@@ -57,8 +57,8 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.handlers.salvaging import LEAST_RETRY_MS
 from fractional_gpu.core.model import HOLDING, LeaseState, ReserveBy, Sharing
+from fractional_gpu.core.revoke import LEAST_RETRY_MS
 from tests.core.checked_books import LawBrokenError, Seen, World, law
 from tests.core.laws import Laws
 from tests.core.moves import ELIGIBLE, MOVES, OWN_EVENTS

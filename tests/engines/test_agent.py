@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import cast
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.core.nodes.pacing import PacingRules
+from fractional_gpu.core.nodes import PacingRules
 from fractional_gpu.engines.agent import Agent, AgentRules
 from fractional_gpu.engines.engine import EngineUnavailableError, NodeRecord, NodeWrite
 from fractional_gpu.protocol.errors import BrokerUnavailableError

@@ -5,8 +5,7 @@ from inspect import getdoc
 
 import pytest
 
-from fractional_gpu.core.rules.fairness import Turns
-from fractional_gpu.core.scheduler.queue_pass import QueuePass
+from fractional_gpu.core.queue import QueuePass, Turns
 from tests.support.paths import ROOT
 
 MOST_WORDS = 2_000

@@ -297,7 +297,7 @@ def load(
     *,
     origin: str = "the command line",
 ) -> Settings:
-    """Return the settings of the files and of `overrides` (None: not given), which come from `origin`. Raises ConfigError."""
+    """Return the settings of the files and of `revoke` (None: not given), which come from `origin`. Raises ConfigError."""
     files = _search() if config_file is None else (Path(config_file).absolute(),)
     written: dict[str, tuple[object, str]] = {}
     for file in files:

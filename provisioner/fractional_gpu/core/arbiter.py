@@ -1,6 +1,6 @@
 """The arbiter decides which lease holds which GPU: events in, effects out.
 
-`handle` is the one mutator. It updates the books by the event (`handlers`) and then serves the waiting leases (`scheduler`). It has no
+`handle` is the one mutator. It updates the books by the event (`lifecycle`) and then serves the waiting leases (`scheduler`). It has no
 clock (time arrives on the event), does no I/O, and counts in integers; the same events give the same effects, bit for bit.
 
 Operations (suspend, resume) take time. They are effects with an operation id and the lease's generation, and come back as events with the
@@ -10,10 +10,7 @@ ignored, because the driver's view is always a little out of date. An event that
 
 from collections import Counter
 
-from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Device, Lease
-from fractional_gpu.core.changes.changes import Changes
-from fractional_gpu.core.changes.queue_wait import ForecastRecorder, shown_span
+from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.effects import Effect, WakeAt
 from fractional_gpu.core.events import (
     Attached,
@@ -52,10 +49,9 @@ from fractional_gpu.core.events import (
     Wanted,
 )
 from fractional_gpu.core.forecasts.forecasts import Forecasts
-from fractional_gpu.core.handlers.lifecycle import Lifecycle
-from fractional_gpu.core.handlers.operation_results import OperationResults
-from fractional_gpu.core.handlers.overrides import set_priority
-from fractional_gpu.core.invariants import check_devices, validate
+from fractional_gpu.core.laws import check_devices, validate
+from fractional_gpu.core.lifecycle import Lifecycle
+from fractional_gpu.core.limits import refusal, set_priority
 from fractional_gpu.core.metering.meter import Holding
 from fractional_gpu.core.metering.observed import Observer
 from fractional_gpu.core.model import (
@@ -69,14 +65,15 @@ from fractional_gpu.core.model import (
     Span,
     TicketView,
 )
-from fractional_gpu.core.rules.admission import refusal
-from fractional_gpu.core.rules.eligibility import update_all_suspendability
-from fractional_gpu.core.rules.fairness import queue_delay
-from fractional_gpu.core.rules.likelihood import likelihood_milli
-from fractional_gpu.core.rules.slowdowns import describe_slowdown
-from fractional_gpu.core.rules.wait_reasons import turns_end_ms, wait_reason
-from fractional_gpu.core.scheduler.migration import kept_mib
-from fractional_gpu.core.scheduler.scheduler import Scheduler
+from fractional_gpu.core.move import kept_mib
+from fractional_gpu.core.operations import OperationResults
+from fractional_gpu.core.queue import queue_delay
+from fractional_gpu.core.queue_wait import ForecastRecorder, shown_span
+from fractional_gpu.core.scheduler import Scheduler
+from fractional_gpu.core.state.books import Books
+from fractional_gpu.core.state.leases import Device, Lease
+from fractional_gpu.core.suspend import likelihood_milli, update_all_suspendability
+from fractional_gpu.core.words import describe_slowdown, turns_end_ms, wait_reason
 
 # -- views -------------------------------------------------------------------------------------------------------------
 # Read-only views of the books, for status, for the ledger and for waiting cells.

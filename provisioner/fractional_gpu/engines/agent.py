@@ -2,10 +2,10 @@
 
 In each step:
 
-1. The broker is asked (a UNIX socket: cheap, every second or two). What it says gives the wanted counts (`core.nodes.counts`).
+1. The broker is asked (a UNIX socket: cheap, every second or two). What it says gives the wanted counts (`core.nodes`).
 2. The node's record is read from the engine now and then, and before each write. What differs from the wanted state is written again:
    `scontrol reconfigure`, a controller that restarts and an administrator all set counts back.
-3. A write happens when the pace allows (`core.nodes.pacing`): so the engine sees a change at most once in `floor_ms`, a read once in
+3. A write happens when the pace allows (`core.nodes`): so the engine sees a change at most once in `floor_ms`, a read once in
    `look_ms`, from each agent.
 
 A broker that does not answer: the last count stays for `patience_ms`, then it is lowered to what is in use, and the summary says why.
@@ -22,8 +22,15 @@ from typing import Any
 from msgspec import structs
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.core.nodes.counts import count_of, count_without_broker, rounded_memory_mib, rounded_wait_ms
-from fractional_gpu.core.nodes.pacing import Pacing, PacingRules, spread
+from fractional_gpu.core.nodes import (
+    Pacing,
+    PacingRules,
+    count_of,
+    count_without_broker,
+    rounded_memory_mib,
+    rounded_wait_ms,
+    spread,
+)
 from fractional_gpu.engines.engine import Engine, EngineError, NodeRecord, NodeWrite
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.nodes import Capacity, NodeSummary, PoolCapacity, PoolShares, PoolSummary, encode_summary

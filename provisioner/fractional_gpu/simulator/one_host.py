@@ -47,7 +47,7 @@ from fractional_gpu.core.events import (
     Wanted,
 )
 from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState, Sign
-from fractional_gpu.core.rules.salvage import value_of
+from fractional_gpu.core.revoke import value_of
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.hosts import Moments
 from fractional_gpu.simulator.load import SIGN_MS

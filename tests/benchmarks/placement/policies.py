@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import exp
 
 from fractional_gpu.core.forecasts.asks import AskMix
-from fractional_gpu.core.rules.fragmentation import DeviceChoice
+from fractional_gpu.core.place import DeviceChoice
 from tests.benchmarks.placement.cluster import MILLI, Node, PodKind, Policy
 
 _MOST_CPU = 128_000

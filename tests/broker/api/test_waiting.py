@@ -15,9 +15,10 @@ from fractional_gpu.broker.kernels import request_validation
 from fractional_gpu.broker.services import residency
 from fractional_gpu.broker.services.status import lease_status, view_of
 from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.core import suspend as fairness
+from fractional_gpu.core import words as wait_reasons
 from fractional_gpu.core.events import Tick
 from fractional_gpu.core.model import TicketView
-from fractional_gpu.core.rules import fairness, wait_reasons
 from fractional_gpu.protocol.messages import AcquireRequest, LeaseReply, Progress, ProgressKind
 from tests.broker.api.test_declined import resident
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for

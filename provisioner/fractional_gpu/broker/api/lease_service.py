@@ -47,8 +47,8 @@ from fractional_gpu.broker.services.status import full_lease_status, view_of
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.effects import LeaseRefused
 from fractional_gpu.core.events import Attached, Checkpointable, LeaseRequested
+from fractional_gpu.core.limits import UNATTACHED_LIMIT
 from fractional_gpu.core.model import LeaseSpec, LeaseState
-from fractional_gpu.core.rules.admission import UNATTACHED_LIMIT
 from fractional_gpu.core.units import format_duration
 from fractional_gpu.host.accounts import account_uid
 from fractional_gpu.host.process import ProcessIdentity, is_below, read_stat

@@ -20,9 +20,9 @@ from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.lanes import SWAPS
 from fractional_gpu.broker.services.status import explain, full_lease_status, revoked_sentence, times, view_of
 from fractional_gpu.core.events import BusyChanged, MoveRequested, SuspendRequested, Unwanted, Wanted
-from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState, LeaseView
-from fractional_gpu.core.scheduler.migration import BUSY_CHANNEL
+from fractional_gpu.core.move import BUSY_CHANNEL
+from fractional_gpu.core.revoke import REVOKED
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.protocol.errors import RESTART, ConflictError
 from fractional_gpu.protocol.limits import MAX_WAIT_S

@@ -16,8 +16,8 @@ from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, within
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.recovery.lost_leases import lost_sentence
-from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import DeviceView, LeaseView, Span
+from fractional_gpu.core.revoke import REVOKED
 from fractional_gpu.core.units import format_duration
 from fractional_gpu.gpu.interface import DeviceSensors
 from fractional_gpu.protocol.errors import NotFoundError

@@ -155,7 +155,7 @@ def _write_once(agent: "Agent", node: str, options: argparse.Namespace) -> int:
 
 
 def _rules(options: argparse.Namespace, counts: dict[str, str], **more: Any) -> "AgentRules":  # noqa: ANN401 - fields
-    from fractional_gpu.core.nodes.pacing import PacingRules  # noqa: PLC0415 - not for help texts
+    from fractional_gpu.core.nodes import PacingRules  # noqa: PLC0415 - not for help texts
     from fractional_gpu.engines.agent import AgentRules  # noqa: PLC0415 - as above
 
     pacing = PacingRules(floor_ms=_duration(options.floor, "--floor"), jitter_ms=_duration(options.jitter, "--jitter"))

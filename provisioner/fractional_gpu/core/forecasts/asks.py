@@ -5,7 +5,7 @@ reserve by use, whose sizes change. After `_MEMORY` asks every weight loses a qu
 are known; a new one takes the place of the rarest.
 
 `usable` says how much of some free memory the mix can use: what a device could give to asks of each size, in the mean over the asks.
-`fragmentation` chooses devices by that. Its table is made anew when a new size came or one ask in `_NEWS_PARTS` is new.
+`place` chooses devices by that. Its table is made anew when a new size came or one ask in `_NEWS_PARTS` is new.
 """
 
 from collections.abc import Iterable, Mapping

@@ -4,7 +4,7 @@ What a cell would have taken alone is not known. It is compared with the usual o
 began without a busy neighbour on their device and had one for at most half of their time. Cells are divided by how they began, not by
 whom they met: a long cell meets more neighbours, so that division would call neighbours slow that are not.
 
-The model of contention says how much slower a cell ought to be (`rules.contention`). How far it is off is a decayed histogram for each
+The model of contention says how much slower a cell ought to be (`place`). How far it is off is a decayed histogram for each
 kind of device and number of neighbours: caches and switching, which the model leaves out, are in it. How far the lease's cells differ
 among themselves is taken from its own cells. Values are thousandths of the time alone, at least 1000: no neighbour makes a cell faster.
 """

@@ -301,7 +301,7 @@ def rest_ms(totals: Sequence[int], elapsed_ms: int, permille: int) -> int:
 
 
 def leave_after_ms(totals: Sequence[int], *, hold: int, back: int) -> int:
-    """Return after how long it costs least to stop waiting for an end: waiting costs `hold` a ms, a later end `back`. See `idling`."""
+    """Return after how long it costs least to stop waiting for an end: waiting costs `hold` a ms, a later end `back`. See `idle`."""
     total = totals[-1]
     after = [total - one for one in totals[_OCTAVE - 1 : -1 : _OCTAVE]]
     # Twice what is waited up to each time: between two of them, ends are spread evenly.

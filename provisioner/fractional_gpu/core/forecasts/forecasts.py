@@ -378,7 +378,7 @@ class Forecasts:
     # -- slowdowns ------------------------------------------------------------------------------------------------------
 
     def slowdown_span(self, lease_id: str, device_name: str, others: int, model_milli: int) -> Span:
-        """Return how many times as long as alone a cell takes beside busy neighbours, thousandths; `model_milli`: by `rules.contention`."""
+        """Return how many times as long as alone a cell takes beside busy neighbours, thousandths; `model_milli`: by `place`."""
         span = self._slowdowns.span(lease_id, device_name, others, model_milli)
         stated = self.record.stated(SLOWDOWN, device_name, span)
         low, high = max(_WHOLE_MILLI, stated.low_ms), max(_WHOLE_MILLI, stated.high_ms)

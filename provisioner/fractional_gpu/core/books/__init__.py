@@ -1,1 +1,0 @@
-"""The books of the arbiter: leases, tickets, devices, accounts."""

@@ -1,0 +1,405 @@
+"""The only place where a lease's state or its ticket changes: each change goes into the books and becomes effects.
+
+`transitions` says which changes are legal. `lifecycle` decide them by events, `scheduler` by the queue.
+"""
+
+from collections.abc import Sequence
+
+from fractional_gpu.core.effects import (
+    CloseGate,
+    Declined,
+    Effect,
+    Granted,
+    LeaseEnded,
+    LookAgain,
+    Recorded,
+    Resized,
+    Resume,
+    Shrink,
+    StateChanged,
+    Suspend,
+    TicketsChanged,
+)
+from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts
+from fractional_gpu.core.idle import IdleCosts
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.queue_wait import ForecastRecorder
+from fractional_gpu.core.state.books import Books
+from fractional_gpu.core.state.leases import Lease, Operation, Reason, Ticket
+from fractional_gpu.core.suspend import update_suspendability
+from fractional_gpu.core.transitions import Cause, next_state
+from fractional_gpu.core.units import format_duration, format_memory
+
+_FEW, _ONE_OF = 64, 32  # with more tickets than `_FEW`, one in `_ONE_OF` has its forecast compared with what happens
+
+
+_NOT_ON_DEVICE = frozenset({LeaseState.UNATTACHED, LeaseState.NO_CONTEXT, LeaseState.SUSPENDED, LeaseState.ENDED})
+
+
+_AT_ONCE_MS = 100  # a shorter wait is called none
+
+
+_FIRST = 1 << 60  # far before any place in the queue
+
+
+class Changes:
+    """The books, the time, the operations under way, and the effects of the event in hand."""
+
+    def __init__(self, *, parallel_swaps: int, forecasts: Forecasts | None = None) -> None:
+        self.books = Books(forecasts)
+        self.idle_costs = IdleCosts(self.books)
+        self.forecast_recorder = ForecastRecorder(self.books, self.books.forecasts, parallel_swaps=parallel_swaps)
+        self.effects: list[Effect] = []
+        self.operations: dict[int, Operation] = {}
+        self.granted_devices: set[str] = set()  # devices that room was given on
+        self.requeued: set[str] = set()  # pools whose queue changed
+        self._next_operation = 1
+        self._next_order = 1
+        self.parallel_swaps = parallel_swaps
+        self.kept_channels = 0  # for suspends before a deadline, which `DeviceDrains` begins
+
+    @property
+    def now_ms(self) -> int:
+        """The time of the event in hand."""
+        return self.books.now_ms
+
+    @now_ms.setter
+    def now_ms(self, now_ms: int) -> None:
+        self.books.advance(now_ms)
+
+    def take_effects(self) -> list[Effect]:
+        """Return what the event led to, in order."""
+        for pool in sorted(self.requeued):
+            self.effects.append(TicketsChanged(pool=pool))
+        self.requeued.clear()
+        effects, self.effects = self.effects, []
+        return effects
+
+    # -- states ------------------------------------------------------------------------------------------------------------------
+
+    def change_state(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
+        """Move the lease as the table says. Raises IllegalTransitionError."""
+        old = lease.state
+        new = next_state(old, cause)
+        lease.since_ms, lease.shrink.is_requested = self.now_ms, False  # an answer to an earlier request is ignored
+        if new in _NOT_ON_DEVICE:
+            lease.forget_shrinking()
+            lease.came_early = False
+        self.books.set_state(lease, new)
+        self.announce_state(lease, old, reason, sentence)
+
+    def announce_state(self, lease: Lease, old: LeaseState | None, reason: str, sentence: str) -> None:
+        """Announce the state of the lease; its generation grows."""
+        lease.generation += 1
+        lease.reason, lease.sentence = reason, sentence
+        self.effects.append(
+            StateChanged(
+                lease_id=lease.lease_id,
+                old=old,
+                new=lease.state,
+                generation=lease.generation,
+                device_id=lease.device_id,
+                saved_mib=lease.saved_mib,
+            )
+        )
+        self.record(lease.lease_id, reason, sentence)
+        if lease.spec.pool in self.books.waiting_pools:
+            self.requeued.add(lease.spec.pool)
+
+    def record(self, lease_id: str, reason: str, sentence: str) -> None:
+        """Write a line of the lease's story."""
+        self.effects.append(Recorded(lease_id=lease_id, at_ms=self.now_ms, reason=reason, sentence=sentence))
+
+    def decline(self, lease: Lease, reason: str, sentence: str, *, about: str = "") -> None:
+        """Refuse a request about a lease."""
+        self.effects.append(Declined(lease_id=lease.lease_id, reason=reason, sentence=sentence, about=about))
+        self.record(lease.lease_id, f"declined.{reason}", sentence)
+
+    def decline_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
+        """Refuse to suspend a lease, and drop the request."""
+        self.books.set_suspend_requested(lease, by=None)
+        self.decline(lease, reason, sentence)
+
+    def report_size(self, lease: Lease, reason: str, sentence: str) -> None:
+        """Report the lease's size and what it holds."""
+        self.effects.append(
+            Resized(
+                lease_id=lease.lease_id,
+                fraction_milli=lease.spec.fraction_milli,
+                reserve_mib=lease.spec.reserve_mib,
+                reserved_mib=lease.held_mib,
+            )
+        )
+        self.record(lease.lease_id, reason, sentence)
+
+    def emit_granted(self, lease: Lease) -> None:
+        """Open the gate of a resident lease: its cells can run from now on."""
+        if lease.device_id is not None:
+            self.effects.append(
+                Granted(
+                    lease_id=lease.lease_id,
+                    device_id=lease.device_id,
+                    device_ids=lease.device_ids,
+                    reserved_mib=lease.held_mib,
+                )
+            )
+
+    def restart_expiry(self, lease: Lease) -> None:
+        """Give a lease without a process its whole time to live from now on."""
+        lease.expires_ms = self.now_ms + self.books.policy(lease).unattached_ttl_ms
+
+    def release_everything(self, lease: Lease) -> None:
+        """Free everything the lease holds. An operation under way keeps its swap channel: the worker still works on it."""
+        self.withdraw_ticket(lease)
+        self.books.parked.pop(lease.lease_id, None)
+        self.books.set_suspend_requested(lease, by=None)
+        self.books.set_target(lease, ())
+        self.books.set_gate(lease, closed=False)
+        lease.gate.open_until_ms = 0
+        lease.busy = lease.has_run = lease.preempted = lease.let_in = False
+        lease.home_ids, lease.operation, lease.expires_ms = (), None, None
+        lease.used_mib, lease.unreserved_mib, lease.growth_mib, lease.is_measured = 0, 0, 0, False
+        lease.retries.forget_suspends()
+        lease.retries.forget_resumes()
+        lease.why_not = lease.unsuspendable_reason = lease.left_behind = ""
+        self.forget_expectation(lease)
+        self.set_host_pressure(lease, pressed=False)
+        self.books.set_reservation(lease, ())
+        self.books.set_host_memory(lease)
+        lease.worked_ms = 0
+
+    def set_host_pressure(self, lease: Lease, *, pressed: bool) -> None:
+        """Note whether host memory is short where the lease's saved state lies."""
+        lease.under_host_pressure = pressed
+        if pressed:
+            self.books.under_host_pressure[lease.lease_id] = lease
+        else:
+            self.books.under_host_pressure.pop(lease.lease_id, None)
+
+    def forget_expectation(self, lease: Lease) -> None:
+        """Forget the signs of the lease's next cell."""
+        lease.expectation = lease.rhythm_ms = None
+        self.books.expected.pop(lease.lease_id, None)
+        self.books.mark_changed(lease)
+
+    def end(self, lease: Lease, cause: Cause, reason: str) -> None:
+        """End the lease and forget it."""
+        self.release_everything(lease)
+        self.change_state(lease, cause, f"lease.{reason}", f"the lease is over: {reason}")
+        self.books.remove(lease)
+        self.forecast_recorder.lease_ended(lease)
+        self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
+
+    def quarantine(self, lease: Lease, sentence: str) -> None:
+        """Keep all that a lease of unknown state may hold, and have the driver find the truth."""
+        self.books.set_target(lease, ())
+        self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
+        self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
+
+    def pause_resume(self, lease: Lease, after_ms: int) -> None:
+        """Try no resume of the lease before `after_ms`, as one could not start."""
+        lease.retries.resume_after_ms, lease.retries.resume_paused = after_ms, True
+        self.books.mark_changed(lease)
+
+    def unpause_resume(self, lease: Lease) -> None:
+        """Allow resumes again."""
+        lease.retries.resume_paused = False
+        self.books.mark_changed(lease)
+
+    # -- the queue ---------------------------------------------------------------------------------------------------------------
+
+    def file_ticket(
+        self, lease: Lease, *, before_start: bool = False, urgent: bool = False, preempted: bool = False
+    ) -> None:
+        """Give the lease a place in the queue, or make the place it has a better one. A revoked lease gets none."""
+        if lease.revoked:
+            return
+        old = lease.ticket
+        if old is not None and old.resize_to is not None:
+            old.after_suspend = old.after_suspend or self.new_ticket()
+            old.after_suspend.urgent |= urgent
+            return
+        if old is not None and old.before_start >= before_start and old.urgent >= urgent:
+            return
+        self.books.dequeue(lease)
+        ticket = old or self.new_ticket()
+        ticket.before_start |= before_start
+        ticket.urgent |= urgent
+        ticket.preempted |= preempted
+        self._enqueue(lease, ticket, fresh=old is None)
+
+    def _enqueue(self, lease: Lease, ticket: Ticket, *, fresh: bool) -> None:
+        self.books.enqueue(lease, ticket)
+        if fresh and lease.need_mib and self.books.reserves_cap(lease):  # what grows with its use is of no size
+            self.books.forecasts.asked(lease.spec.pool, lease.need_mib, lease.count)
+        if fresh and (len(self.books.waiting) < _FEW or not ticket.order % _ONE_OF):
+            self.forecast_recorder.ticket_filed(
+                lease
+            )  # of many tickets a sample is enough: what is shown is computed when it is read
+        self.requeued.add(lease.spec.pool)
+
+    def new_ticket(self, *, first: bool = False) -> Ticket:
+        """Return a ticket with the next place, or with one before all others of its priority."""
+        order = self._next_order - _FIRST if first else self._next_order
+        left_ms = () if self.channel_free else map(self.idle_costs.swap_left_ms, self.operations.values())
+        ticket = Ticket(order=order, asked_ms=self.now_ms, channel_ms=min(left_ms, default=0))
+        self._next_order += 1
+        return ticket
+
+    def close_gate(self, lease: Lease) -> None:
+        """Have a resident lease's next cell ask before it runs."""
+        if not lease.gate.closed:
+            self.books.set_gate(lease, closed=True)
+            self.effects.append(CloseGate(lease_id=lease.lease_id))
+
+    def wait_at_gate(self, lease: Lease) -> None:
+        """Give the next cell of a lease whose gate is closed its place in the queue. No cell runs until it is let in."""
+        self.books.set_gate(lease, closed=True, next_cell=lease.gate.ticket or self.new_ticket())
+
+    def open_gate(self, lease: Lease) -> None:
+        """Open the gate of a resident lease whose room no ticket needs any more."""
+        self.books.set_gate(lease, closed=False)
+        self.emit_granted(lease)
+
+    def withdraw_ticket(self, lease: Lease) -> None:
+        """Take the lease out of the queue."""
+        if self.books.dequeue(lease) is not None:
+            self.requeued.add(lease.spec.pool)
+        if lease.target_ids:
+            self.books.set_target(lease, ())
+
+    def record_wait_reason(self, lease: Lease, wait: Reason) -> None:
+        """Write a reason to wait into the lease's story if its code is new, unless the line of the lease's state says the same."""
+        ticket = lease.ticket
+        if ticket is not None and ticket.reason != wait.code:
+            ticket.reason = wait.code
+            if wait.sentence != lease.sentence:
+                self.record(lease.lease_id, wait.code, wait.sentence)
+            self.requeued.add(lease.spec.pool)
+
+    # -- operations --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def channel_free(self) -> bool:
+        """Whether an operation may begin. Channels that are kept for leases on a device that goes away are not free for others."""
+        return len(self.operations) < self.parallel_swaps - self.kept_channels
+
+    def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:
+        """Reserve room for a ticket: a saved lease is resumed, any other one becomes resident at once."""
+        waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
+        lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
+        for device in [self.books.devices[one] for one in lease.bound_ids]:  # it is no stranger any more
+            device.stranger_mib -= lease.unreserved_mib
+        lease.unreserved_mib = 0
+        self.books.set_reservation(lease, device_ids, lease.need_mib)
+        self.granted_devices.update(device_ids)
+        self.idle_costs.granted(lease, lease.ticket)
+        waited = "at once" if waited_ms < _AT_ONCE_MS else f"after {format_duration(waited_ms)}"
+        sentence = f"this kernel asked for the GPU and got it {waited}: {format_memory(lease.held_mib)} are reserved"
+        if lease.state is LeaseState.SUSPENDED:
+            self._begin_resume(lease, "resume.room", sentence)
+            return
+        self.forecast_recorder.ticket_served(lease)
+        self.withdraw_ticket(lease)
+        self.become_resident(lease)
+        if lease.state is LeaseState.UNATTACHED:
+            self.restart_expiry(lease)
+            lease.hold_until_ms = self.now_ms + max(1, self.books.policy(lease).unattached_hold_ms)
+            self.change_state(lease, Cause.RESERVED, "grant.room", sentence)
+        else:
+            self.change_state(lease, Cause.GRANTED, "grant.room", sentence)
+        self.emit_granted(lease)
+
+    def become_resident(self, lease: Lease) -> None:
+        """Start the idle time of a lease that becomes resident; it is not suspended before it has had a chance to run."""
+        lease.last_active_ms, lease.is_measured = self.now_ms, False
+        lease.has_run = lease.busy or lease.came_early
+        lease.home_ids, lease.rhythm_ms = (), None
+        self.forecast_recorder.became_resident(lease)
+        self.set_host_pressure(lease, pressed=False)
+        update_suspendability(self.books, lease)
+
+    def resume_early(self, lease: Lease, device_ids: Sequence[str], reason: str, sentence: str) -> None:
+        """Resume a saved lease that no cell has asked for."""
+        lease.let_in = False
+        self.books.set_reservation(lease, device_ids, lease.need_mib)
+        self.granted_devices.update(device_ids)
+        self._begin_resume(lease, reason, sentence)
+
+    def _begin_resume(self, lease: Lease, reason: str, sentence: str) -> None:
+        self.change_state(lease, Cause.RESUME, reason, sentence)
+        operation = self._new_operation(lease, RESUME)
+        self.effects.append(
+            Resume(
+                lease_id=lease.lease_id,
+                operation_id=operation.operation_id,
+                generation=lease.generation,
+                device_id=lease.device_id or "",
+                from_device_id=lease.home_id,
+                reserve_mib=lease.held_mib,
+                device_ids=lease.device_ids,
+                from_device_ids=lease.home_ids,
+            )
+        )
+
+    def ask_to_shrink(self, lease: Lease) -> bool:
+        """Ask an idle lease to give its caches back, once while it is idle; return whether its answer is still to come."""
+        able = lease.state is LeaseState.RESIDENT and not lease.busy and lease.spec.gated and not lease.is_unsuspendable
+        if able and lease.shrink.succeeded is None and not lease.shrink.is_requested:
+            lease.shrink.is_requested = True
+            self.effects.append(Shrink(lease_id=lease.lease_id, generation=lease.generation))
+        return able and lease.shrink.is_requested
+
+    def begin_suspend(self, lease: Lease, reason: str, sentence: str, *, beneficiary: Lease | None = None) -> None:
+        """Begin a suspend; a busy lease is preempted, for `beneficiary`. Raises ValueError unless the host has `host_need_mib` left."""
+        left_mib, need_mib = self.books.host_left_mib, lease.host_need_mib
+        if need_mib > left_mib:
+            raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory, {left_mib} MiB are left")
+        self.books.set_suspend_requested(lease, by=None)
+        lease.home_ids, lease.let_in = lease.device_ids, False
+        next_cell = lease.gate.ticket
+        lease.preempted, lease.sent_away = lease.is_working, reason == "suspend.asked"
+        if lease.sent_away:
+            self.forget_expectation(lease)
+        self.books.set_gate(lease, closed=False)
+        self.books.set_host_memory(lease, reserved_mib=min(need_mib + lease.host_margin_mib, left_mib))
+        self.change_state(lease, Cause.SUSPEND, reason, sentence)
+        operation = self._new_operation(lease, SUSPEND)
+        self.effects.append(
+            Suspend(
+                lease_id=lease.lease_id,
+                operation_id=operation.operation_id,
+                generation=lease.generation,
+                device_id=lease.device_id or "",
+                host_mib=lease.host_mib,
+                device_ids=lease.device_ids,
+                preempt=lease.preempted,
+                between_cells=next_cell is not None,
+                for_lease_id=beneficiary.lease_id if beneficiary is not None else "",
+            )
+        )
+        if next_cell is not None and lease.ticket is None:
+            self._enqueue(lease, next_cell, fresh=True)
+        elif next_cell is not None and lease.ticket is not None:  # it waits to grow, or is being moved
+            lease.ticket.after_suspend = lease.ticket.after_suspend or next_cell
+
+    def _new_operation(self, lease: Lease, kind: str) -> Operation:
+        """Take a swap channel for the lease, whose generation is already that of the operation."""
+        operation = Operation(self._next_operation, lease.lease_id, kind, lease.generation, self.now_ms)
+        self._next_operation += 1
+        self.operations[operation.operation_id] = lease.operation = operation
+        return operation
+
+    def finish_operation(self, reported: Operation) -> tuple[Lease, int] | None:
+        """Free the swap channel of a finished operation; return its lease and how long it took, ms. None if it is stale or unknown."""
+        operation = self.operations.get(reported.operation_id)
+        known = operation == reported
+        if known:
+            del self.operations[reported.operation_id]
+        lease = self.books.leases.get(reported.lease_id)
+        if not known or lease is None or operation is None or lease.operation is not operation:
+            sentence = f"the answer to {reported.kind} {reported.operation_id} came too late and changes nothing"
+            self.record(reported.lease_id, "answer.stale", sentence)
+            return None
+        lease.operation = None
+        return lease, self.now_ms - operation.began_ms

@@ -1,0 +1,317 @@
+"""Expectations of cells: signs that a suspended kernel's next cell is near, and how much they are worth.
+
+A front end that sees a person come back to a notebook tells so, and the kernel when a completion or a widget's message reaches it; the
+lease's own rhythm is a sign, too. An expectation is what the signs of one lease say together, until its time is over, when all were wrong,
+or a cell comes, when all were right. That is learnt for each lease and kind of sign, whatever was done for it. A suspend that was asked for
+is taken at its word: no sign brings the lease back, only a cell.
+
+What is done for an expected lease is in `foresight`: it comes back early. On its device, it is a dear victim, and not suspended for idling.
+"""
+
+from fractional_gpu.core.changes import Changes
+from fractional_gpu.core.events import Expected
+from fractional_gpu.core.forecasts.forecasts import RESUME
+from fractional_gpu.core.limits import over_limit
+from fractional_gpu.core.model import Foresight, LeaseState, Sign
+from fractional_gpu.core.place import eligible_devices
+from fractional_gpu.core.state.leases import Expectation, Lease, Stake
+from fractional_gpu.core.suspend import Capacity, Victims, is_expected, likelihood_milli, next_cell_in_ms, swap_ms
+from fractional_gpu.core.units import format_memory
+
+LONGEST_MS = 600_000
+"""An expectation lasts no longer than this from its last sign on."""
+
+
+class Expectations:
+    """Takes signs, and what became of them."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._books = changes.books
+
+    def seen(self, lease: Lease, event: Expected) -> bool:
+        """Take a sign. Returns whether any decision depends on it."""
+        return self._take(lease, event.sign, event.until_ms, event.confidence_milli)
+
+    def _take(self, lease: Lease, sign: Sign, until_ms: int, confidence_milli: int) -> bool:
+        books, now_ms = self._books, self._changes.now_ms
+        until_ms = min(until_ms, now_ms + LONGEST_MS)
+        if until_ms <= now_ms or not self._may_expect(lease):
+            return False
+        known, was_expected = lease.expectation, is_expected(books, lease)
+        if known is None:
+            known = lease.expectation = Expectation(until_ms=until_ms, best=sign)
+        known.until_ms = max(known.until_ms, until_ms)
+        known.signs[sign] = max(0, min(1000, confidence_milli))
+        # By the best of its signs, none trusted beyond what it has shown.
+        forecasts = books.forecasts
+        milli = {one: min(sure, forecasts.sign_milli(lease.lease_id, one)) for one, sure in known.signs.items()}
+        known.best = max(milli, key=lambda one: milli[one])
+        known.milli = milli[known.best]
+        books.expected[lease.lease_id] = lease
+        books.mark_changed(lease)
+        expected = is_expected(books, lease)
+        return (expected and lease.state is LeaseState.SUSPENDED) or (was_expected and not expected)
+
+    def _may_expect(self, lease: Lease) -> bool:
+        """Return whether a sign means anything now. A suspended kernel that is busy without a ticket handles a completion or the like."""
+        runs = lease.busy and lease.state is not LeaseState.SUSPENDED
+        if runs or lease.ticket is not None or lease.left_behind or lease.revoked or lease.sent_away:
+            return False
+        return self._books.policy(lease).foresight is not Foresight.OFF
+
+    def came_true(self, lease: Lease) -> None:
+        """Note that a cell of the lease came, or asks to: what was moved for it was not in vain."""
+        if lease.came_early:
+            lease.came_early = False
+            for device in self._books.devices.values():
+                device.stakes = [stake for stake in device.stakes if stake.lease_id != lease.lease_id]
+        self._settle(lease, true=True)
+
+    def take_due(self, lease: Lease) -> None:
+        """End an expectation whose time is over, or begin one whose time has come."""
+        now_ms, known = self._changes.now_ms, lease.expectation
+        if known is not None and known.until_ms <= now_ms:
+            self._settle(lease, true=False)
+            self.await_rhythm(lease)
+        if lease.rhythm_ms is not None and lease.rhythm_ms <= now_ms:
+            lease.rhythm_ms = None
+            rhythm = self._books.forecasts.rhythm(lease.lease_id, now_ms)
+            if rhythm is not None and rhythm.from_ms <= now_ms:
+                self._take(lease, Sign.RHYTHM, rhythm.until_ms, rhythm.chance_milli)
+            self._books.mark_changed(lease)
+
+    def await_rhythm(self, lease: Lease) -> None:
+        """Find when the lease's own rhythm makes its next cell likely."""
+        if lease.state is not LeaseState.SUSPENDED or self._books.policy(lease).foresight is Foresight.OFF:
+            return
+        rhythm = self._books.forecasts.rhythm(lease.lease_id, self._changes.now_ms)
+        lease.rhythm_ms = None if rhythm is None else max(rhythm.from_ms, self._changes.now_ms + 1)
+        self._books.mark_changed(lease)
+
+    def _settle(self, lease: Lease, *, true: bool) -> None:
+        known = lease.expectation
+        if known is None:
+            return
+        for sign in known.signs:
+            self._books.forecasts.sign_settled(lease.lease_id, sign, true=true)
+        self._changes.forget_expectation(lease)
+
+
+# -- early resumes -----------------------------------------------------------------------------------------------------
+# Early resumes: a suspended lease comes back before its expected cell asks for it.
+#
+# Only what tickets leave is used. An early swap begins only while no ticket waits in the lease's pool and a swap channel is free, so it
+# displaces no ticket and no busy lease. A ticket that comes while one is under way waits at most for the rest of it, which is bounded:
+# none is begun that is predicted to take longer than the pool allows (`foresight_swap_ms`). A lease that came back early and has not run
+# yet is protected by no minimum residency, so it leaves for a ticket at once.
+#
+# **Free room** is taken where there is some. In a pool that displaces, idle leases make room if they are expected later and that is
+# expected to save more waiting than it costs: an expected lease saves its resume with its own likelihood; each that leaves loses the time
+# of its swaps with the likelihood that it is wanted before the expectation lapses.
+#
+# **In vain.** What an early swap moves is at stake until a cell of the lease comes. What is at stake on one device within an hour is
+# bounded (`foresight_vain_mib`), so signs that deceive cost no more than that.
+
+
+_HOUR_MS = 3_600_000
+
+
+_SIGNS = {
+    Sign.FOCUS: "its notebook came to the front",
+    Sign.SCROLL: "its notebook is being read",
+    Sign.TYPING: "a cell is being edited",
+    Sign.HOVER: "the pointer is on a button that runs a cell",
+    Sign.COMPLETION: "a completion was asked for",
+    Sign.INSPECTION: "a tooltip was asked for",
+    Sign.WIDGET: "a widget is being used",
+    Sign.RHYTHM: "its cells come at such intervals",
+    Sign.OTHER: "a program says so",
+}
+
+
+class EarlyResumes:
+    """Begins early resumes, and the suspends that make room for them. `recheck_ms`: when time alone allows one."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._books = changes.books
+        self.recheck_ms: int | None = None
+
+    def begin(self) -> None:
+        """Bring expected leases back, the likeliest first, as long as swap channels are free."""
+        books, self.recheck_ms = self._books, None
+        able = [lease for lease in books.expected.values() if self._may_come(lease)]
+        if not able:
+            return
+        victims = Victims(books)
+        capacity = Capacity(books, victims)
+        for lease in sorted(able, key=self._rank):
+            if not self._changes.channel_free:
+                return
+            if self._may_come(lease):
+                self._bring_back(lease, capacity, victims)
+        self._recheck_at(victims.recheck_ms)
+
+    def _rank(self, lease: Lease) -> tuple[int, int, int]:
+        until_ms = lease.expectation.until_ms if lease.expectation is not None else 0
+        return -likelihood_milli(lease), until_ms, lease.number
+
+    def _may_come(self, lease: Lease) -> bool:
+        books, pool = self._books, self._books.policy(lease)
+        if lease.state is not LeaseState.SUSPENDED or pool.foresight is Foresight.OFF:
+            return False
+        if lease.spec.pool in books.waiting_pools:
+            return False
+        if lease.revoked or not is_expected(books, lease):
+            return False
+        if lease.retries.resume_after_ms > books.now_ms:
+            self._recheck_at(lease.retries.resume_after_ms)
+            return False
+        return over_limit(books, lease, lease.milli) is None and self._resume_ms(lease) <= pool.foresight_swap_ms
+
+    def _bring_back(self, lease: Lease, capacity: Capacity, victims: Victims) -> None:
+        """Begin the lease's resume, or the first suspend that makes room for it."""
+        books, need_mib = self._books, lease.need_mib
+        devices = tuple(
+            one for one in eligible_devices(books, books.policy(lease), lease) if self._may_stake(one, lease, ())
+        )
+        chosen = capacity.pick_for(lease, devices, need_mib)
+        if chosen is not None:
+            self._stake(lease, chosen, 2 * lease.saved_mib)
+            lease.came_early = True
+            sign = lease.expectation.best if lease.expectation is not None else Sign.OTHER
+            self._changes.resume_early(lease, chosen, "resume.expected", f"a cell is expected ({_SIGNS[sign]})")
+        elif books.policy(lease).foresight is Foresight.DISPLACE and lease.count == 1:
+            self._displace(lease, devices, capacity, victims)
+
+    # -- idle leases that make room ------------------------------------------------------------------------------------
+
+    def _displace(self, lease: Lease, devices: tuple[str, ...], capacity: Capacity, victims: Victims) -> None:
+        best: tuple[int, int, str, tuple[Lease, ...]] | None = None
+        choice = capacity.choice(lease, devices, lease.need_mib)
+        saved = likelihood_milli(lease) * self._resume_ms(lease)
+        for device_id in devices:
+            chosen = self._leaving(lease, device_id, capacity, victims)
+            if chosen is None:
+                continue
+            regret = sum(self._regret(victim, lease) for victim in chosen)
+            then_mib = capacity.room(device_id).total_mib + sum(victim.held_mib for victim in chosen)
+            rank = regret, choice.spoilt([(device_id, then_mib)])
+            if regret < saved and (best is None or rank < best[:2]):
+                best = *rank, device_id, chosen
+        if best is None:
+            return
+        *_, device_id, chosen = best
+        victim = chosen[0]  # the next one is looked at anew when this one has left
+        self._stake(lease, (device_id,), 2 * victim.host_need_mib)
+        sentence = "idle, and another kernel is expected to need its room sooner"
+        self._changes.begin_suspend(victim, "suspend.expected", sentence, beneficiary=lease)
+
+    def _leaving(self, lease: Lease, device_id: str, capacity: Capacity, victims: Victims) -> tuple[Lease, ...] | None:
+        """Return the idle leases of a device that would make room; None where there are not enough, or one of them may not."""
+        books, short_mib = self._books, lease.need_mib - capacity.room(device_id).total_mib
+        if short_mib <= 0:
+            return None  # what leaves already suffices: the resume follows
+        stays = {one.lease_id for one in books.devices[device_id].holders.values() if self._stays(one, lease)}
+        host_mib = books.host_left_mib
+        chosen = victims.choose(device_id, short_mib, lease, stays, busy=False, host_mib=host_mib)
+        if not chosen or sum(one.host_need_mib for one in chosen) > host_mib:
+            return None
+        return chosen if self._may_stake(device_id, lease, chosen) else None
+
+    def _stays(self, other: Lease, lease: Lease) -> bool:
+        """Return whether another lease makes no room for this one; its pool may be another one, whose device was this one's home before."""
+        books, pool = self._books, self._books.policy(other)
+        if pool.foresight is not Foresight.DISPLACE or self._is_sooner(other, lease):
+            return True
+        return swap_ms(books, other) > books.policy(lease).foresight_swap_ms
+
+    def _is_sooner(self, other: Lease, lease: Lease) -> bool:
+        """Return whether the other lease is expected to run before the expectation of this one lapses."""
+        books = self._books
+        until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
+        return is_expected(books, other) or books.now_ms + next_cell_in_ms(books, other) <= until_ms
+
+    def _regret(self, victim: Lease, lease: Lease) -> int:
+        """Return what the victim is expected to lose: the ms of its swaps times the thousandths of their likelihood."""
+        books = self._books
+        until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
+        milli = books.forecasts.chance_milli(victim.lease_id, books.now_ms, until_ms - books.now_ms)
+        return milli * swap_ms(books, victim)
+
+    # -- bounds --------------------------------------------------------------------------------------------------------
+
+    def _resume_ms(self, lease: Lease) -> int:
+        books = self._books
+        device = books.devices.get(lease.home_id or "")
+        name = device.spec.name if device is not None else ""
+        return books.forecasts.swap_ms(RESUME, name, lease.saved_mib)
+
+    def _may_stake(self, device_id: str, lease: Lease, victims: tuple[Lease, ...]) -> bool:
+        """Return whether the swaps for the lease stay within what may be moved in vain to and from the device."""
+        device, from_ms = self._books.devices[device_id], self._books.now_ms - _HOUR_MS
+        while device.stakes and device.stakes[0].at_ms <= from_ms:
+            del device.stakes[0]
+        mib = 2 * (lease.saved_mib + sum(victim.host_need_mib for victim in victims))
+        may = sum(stake.mib for stake in device.stakes) + mib <= self._books.policy(lease).foresight_vain_mib
+        if not may and device.stakes:
+            self._recheck_at(device.stakes[0].at_ms + _HOUR_MS)
+        return may
+
+    def _recheck_at(self, at_ms: int | None) -> None:
+        if at_ms is not None:
+            self.recheck_ms = at_ms if self.recheck_ms is None else min(self.recheck_ms, at_ms)
+
+    def _stake(self, lease: Lease, device_ids: tuple[str, ...], mib: int) -> None:
+        for device_id in device_ids:
+            self._books.devices[device_id].stakes.append(Stake(lease.lease_id, self._books.now_ms, mib))
+
+
+# -- host memory relief ------------------------------------------------------------------------------------------------
+# Early resumes: while host memory is short and a device has room, saved leases come back before they are wanted.
+#
+# That happens only while no ticket waits, and for no more than host memory lacks. Leases whose own control group is short come first, then
+# the most recently active one, which is likely to run next. A lease that came back early is not saved again before host memory allows it.
+class HostMemoryRelief:
+    """Begins early resumes."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._books = changes.books
+
+    def relieve(self) -> None:
+        """Begin early resumes while host memory is short, swap channels are free and a saved lease fits on a device."""
+        books = self._books
+        while not books.waiting and self._changes.channel_free:
+            excess_mib = books.host_saved_mib - books.host_budget_mib
+            if excess_mib > 0:  # leases that are resuming leave host memory soon
+                excess_mib -= sum(lease.saved_mib for lease in books.by_state[LeaseState.RESUMING].values())
+            if (excess_mib <= 0 and not books.under_host_pressure) or not self._begin(excess_mib):
+                return
+
+    def _begin(self, excess_mib: int) -> bool:
+        """Begin one early resume if possible; return whether it began."""
+        books, saved = self._books, self._order(any_lease=excess_mib > 0)
+        if not saved:
+            return False
+        capacity = Capacity(books, Victims(books))
+        for lease in saved:
+            device_ids = capacity.pick_for(lease, eligible_devices(books, books.policy(lease), lease), lease.need_mib)
+            if device_ids is not None and over_limit(books, lease, lease.milli) is None:
+                why = "where its saved state lies" if lease.under_host_pressure else f"by {format_memory(excess_mib)}"
+                sentence = f"host memory is short {why}, and a device has room: it comes back early"
+                self._changes.resume_early(lease, device_ids, "resume.host-memory", sentence)
+                return True
+        return False
+
+    def _order(self, *, any_lease: bool) -> list[Lease]:
+        now_ms = self._changes.now_ms
+        saved = [
+            lease
+            for lease in self._books.by_state[LeaseState.SUSPENDED].values()
+            if (any_lease or lease.under_host_pressure)
+            and lease.retries.resume_after_ms <= now_ms
+            and not lease.revoked
+        ]
+        return sorted(saved, key=lambda lease: (not lease.under_host_pressure, -lease.last_active_ms, lease.lease_id))

@@ -1,0 +1,487 @@
+"""Moving a lease to other devices: it is suspended where it is and resumed at once on its target, where room is kept meanwhile.
+
+There are five cases: an administrator requests it; an idle lease goes where it can grow; an idle lease that makes room for a ticket goes
+where it fits now, instead of only being suspended; a busy lease does so where idle leases cannot make room and its pool moves busy ones
+(`move_busy`); a busy lease goes where neighbours leave it more compute (`move`). Only leases on one device are moved for others.
+
+A lease on its way has a ticket from the beginning, before all others of its priority. If its target cannot have it after all (a process
+of no lease took the memory, the device was lost), it is a suspended lease with a ticket like any other.
+
+A move that an administrator requests begins at once or is declined. It takes no room that is kept for leases on their way or is being
+made for a ticket. While another swap is under way it is declined as `BUSY_CHANNEL`, and the requester tries again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fractional_gpu.core.changes import Changes
+from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec
+from fractional_gpu.core.place import (
+    DeviceChoice,
+    allowed_of,
+    device_choice,
+    excess,
+    least_full,
+    other_devices,
+    spreads,
+)
+from fractional_gpu.core.revoke import REVOKED
+from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind, Reason
+from fractional_gpu.core.suspend import (
+    Capacity,
+    Plan,
+    Victims,
+    is_expected,
+    preemptible_from_ms,
+    suspendable_from_ms,
+    swap_ms,
+)
+from fractional_gpu.core.time_slicing import WHOLE_MILLI, stretch_milli
+from fractional_gpu.core.units import format_memory
+from fractional_gpu.core.words import name_for
+
+
+def kept_mib(lease: Lease) -> int:
+    """Return what is kept for a lease on its way, on each of its targets, MiB."""
+    grows = lease.ticket.resize_to if lease.ticket is not None else None
+    return max(lease.need_mib, grows.reserve_mib if grows is not None else 0)
+
+
+class Migrations:
+    """The moves of one pass over the queue."""
+
+    def __init__(self, changes: Changes, room: Capacity, victims: Victims) -> None:
+        self._changes = changes
+        self._books = changes.books
+        self._capacity = room
+        self._victims = victims
+
+    def move_to_grow(self, lease: Lease, spec: LeaseSpec) -> bool:
+        """Move an idle lease that cannot grow where it is to a device with room for that. Returns whether it moves."""
+        if not self._changes.channel_free or lease.count > 1 or not self._victims.may_leave(lease):
+            return False
+        need_mib = self._books.reserve_mib(lease, spec)
+        targets = self._capacity.pick(lease, other_devices(self._books, lease), need_mib)
+        if targets is None or lease.host_need_mib > self._books.host_left_mib:
+            return False
+        self._begin(lease, targets, "move.grow", f"it goes where {format_memory(need_mib)} are free for it")
+        return True
+
+    def move_aside(self, victim: Lease, lease: Lease) -> bool:
+        """Move a lease that makes room to a device where it fits now; an idle one only if the beneficiary needs no resume itself."""
+        if victim.count > 1 or victim.ticket is not None or victim.revoked:
+            return False
+        if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
+            return False
+        targets = self._capacity.pick(victim, other_devices(self._books, victim), victim.held_mib)
+        if targets is None:
+            return False
+        why = f"it fits there as well, and makes room for {name_for(victim, lease)}"
+        self._begin(victim, targets, "move.defragment", why, lease)
+        return True
+
+    def plan_busy_move(self, lease: Lease, devices: Sequence[str], need_mib: int) -> Plan | None:
+        """Return a plan with one busy lease that fits elsewhere and holds what the ticket lacks; None if there is none."""
+        pool = self._books.policy(lease)
+        if not (pool.move_busy and pool.may_move) or lease.count > 1 or not self._changes.channel_free:
+            return None
+        best: tuple[int, int, str, Plan] | None = None
+        for device_id in devices:
+            short_mib = need_mib - self._capacity.room(device_id).total_mib
+            for other in self._books.holders(device_id):
+                if other.occupancy is not OccupancyKind.BUSY or other.held_mib < short_mib or not self._may_move(other):
+                    continue
+                lacking = excess(self._books, self._books.devices[device_id], lease, (other,))
+                cost = (lacking, swap_ms(self._books, other), other.lease_id)
+                if best is None or cost < best[:3]:
+                    best = (*cost, Plan((device_id,), (other,)))
+        return None if best is None else best[3]
+
+    def _may_move(self, lease: Lease) -> bool:
+        pool, from_ms = self._books.policy(lease), preemptible_from_ms(self._books, lease)
+        if not (pool.move_busy and pool.may_move) or from_ms is None or lease.count > 1 or lease.ticket is not None:
+            return False
+        if lease.revoked:
+            return False
+        if not any(self._capacity.fits([one], lease.held_mib) for one in other_devices(self._books, lease)):
+            return False
+        if from_ms > self._books.now_ms:
+            self._victims.recheck_at(from_ms)
+            return False
+        return lease.host_need_mib <= self._books.host_left_mib
+
+    def _begin(
+        self, lease: Lease, target_ids: Sequence[str], reason: str, sentence: str, beneficiary: Lease | None = None
+    ) -> None:
+        begin_move(self._changes, lease, target_ids, reason, sentence, beneficiary=beneficiary)
+        for device_id in target_ids:
+            self._capacity.keep(lease, device_id, max(kept_mib(lease), lease.held_mib))
+
+
+def begin_move(
+    changes: Changes,
+    lease: Lease,
+    target_ids: Sequence[str],
+    reason: str,
+    sentence: str,
+    *,
+    beneficiary: Lease | None = None,
+) -> None:
+    """Suspend the lease for the `beneficiary` of its room, if any, with a ticket for its targets before all others."""
+    ticket = lease.ticket  # it has one already if it waits to grow
+    if ticket is None:
+        ticket = changes.new_ticket(first=True)
+        ticket.preempted = lease.busy
+        changes.books.enqueue(lease, ticket)
+        changes.requeued.add(lease.spec.pool)
+    ticket.after_suspend = ticket.after_suspend or changes.new_ticket()
+    ticket.kept_on = tuple(target_ids)
+    changes.books.set_target(lease, target_ids)
+    changes.begin_suspend(lease, reason, sentence, beneficiary=beneficiary)
+
+
+BUSY_CHANNEL = "swap-channel"
+"""The code of a refusal that ends with another kernel's swap."""
+
+
+def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Reason | None:
+    """Begin a requested move. Returns why the lease stays, or None. The caller has checked that it can be suspended at all."""
+    refused = REVOKED if lease.revoked else _not_movable(changes, lease)
+    if refused is not None:
+        return refused
+    there = other_devices(changes.books, lease)
+    if device_id is not None and device_id not in there:
+        return _not_there(changes, lease, device_id)
+    free_mib = _free_and_not_kept(changes, (device_id,) if device_id is not None else there)
+    fitting = [place for place in free_mib.items() if place[1] >= lease.held_mib]
+    if not fitting:
+        most_mib = max(free_mib.values(), default=0)
+        left = (
+            f"{format_memory(max(0, most_mib))} are free there" if device_id is not None else "no other device has them"
+        )
+        return Reason(
+            "no-room", f"{format_memory(lease.held_mib)} are reserved for the kernel, and {left}: make room first"
+        )
+    devices = changes.books.devices
+    fitting = [place for place in fitting if not devices[place[0]].mib(OccupancyKind.SUSPENDING)]
+    if not changes.channel_free or not fitting:
+        return Reason(BUSY_CHANNEL, "another kernel is being moved or saved just now: try again in a moment")
+    if spreads(changes.books, lease):
+        fitting = least_full(changes.books, lease, fitting)
+    chosen = device_choice(changes.books, lease, lease.held_mib, free_mib.items).best(fitting) or fitting[0][0]
+    begin_move(changes, lease, (chosen,), "move.asked", "an administrator has it go to another device")
+    return None
+
+
+def _not_movable(changes: Changes, lease: Lease) -> Reason | None:
+    pool = changes.books.policy(lease)
+    if lease.state is not LeaseState.RESIDENT:
+        return Reason(
+            "not-resident",
+            f"the kernel is on no device (it is {lease.state}): only one that is on a device can be moved",
+        )
+    if lease.busy:
+        return Reason("busy", "a cell is running: interrupt it, or try again when it has ended")
+    if lease.count > 1:
+        return Reason("several-devices", "the kernel has several devices, and only kernels on one are moved")
+    here = changes.books.devices.get(lease.device_id or "")
+    why_not = here.spec.why_no_move if here is not None else ""
+    if not pool.may_move or why_not:
+        return Reason("may-not-move", why_not or f"pool {pool.name!r} moves no kernels: its may_move is off")
+    if lease.ticket is not None:
+        return Reason("grows", "the kernel waits for room to grow where it is: try again when it has it")
+    return None
+
+
+def _not_there(changes: Changes, lease: Lease, device_id: str) -> Reason:
+    books = changes.books
+    device, pool = books.devices.get(device_id), books.policy(lease)
+    if device_id in lease.device_ids:
+        return Reason("there-already", "the kernel is on that device already")
+    if device is None or device_id not in pool.devices:
+        return Reason("other-pool", f"that device is not one of pool {pool.name!r}: choose one of the pool's")
+    if device_id not in allowed_of(pool, lease.spec):
+        return Reason(
+            "not-allowed", "the kernel's job or pod was given other devices: choose one of those (`jupyter gpu seats`)"
+        )
+    if device.lost or device.draining:
+        return Reason("device-closed", "that device is being emptied, or answers nothing: choose another one")
+    return Reason("other-kind", "that device is of another kind, and saved state comes back on a like one only")
+
+
+def _free_and_not_kept(changes: Changes, devices: tuple[str, ...]) -> dict[str, int]:
+    """Return how much memory of each device is free and kept for no lease, MiB."""
+    kept: dict[str, int] = {}
+    for other in changes.books.leases.values():
+        for device_id in other.ticket.kept_on if other.ticket is not None else ():
+            kept[device_id] = kept.get(device_id, 0) + max(kept_mib(other), other.held_mib)
+    return {device_id: changes.books.devices[device_id].free_mib - kept.get(device_id, 0) for device_id in devices}
+
+
+# -- compute -----------------------------------------------------------------------------------------------------------
+# Moving busy leases off devices whose busy leases slow each other down.
+#
+# Where kernels start says little about which cells will run there at the same time, and how much of a device a cell needs is known only
+# once it runs. So the arbiter looks again: where the busy leases of a device, by what their cells have shown, need more than the bound of
+# their pool, it weighs moving one of them to a device that leaves it more.
+#
+# **Gain.** Busy leases that need more than a device lose u * (k - 1) of the time that their cells still take, each for its own u
+# (`time_slicing`). The gain of a move is what both devices lose now, less what they would lose then. How long cells still take is
+# forecast.
+#
+# **Cost.** The suspend and resume of the lease, while which its cell does not run. Where the other device lacks memory, idle leases there
+# make room, and their suspends and resumes are added. A move must gain twice what it costs.
+#
+# Only what tickets leave is used: nothing is begun while one waits, or while no swap channel is free. A lease is moved only where its
+# pool moves leases (`may_move`), weighs compute, and lets busy ones be preempted or moved at all, and only after its minimum residency.
+# Idle leases that make room are suspended first; the move follows when they have left, if it still gains enough.
+
+
+_TIMES_COST = 2  # that a move must gain
+
+
+_MOST_MADE_ROOM = 8  # devices that lack memory and are looked at for one lease, those that are least busy
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What busy leases need of a device, thousandths of it, and the sum of their thousandths times the ms that their cells still take."""
+
+    wants_milli: tuple[int, ...]
+    weight: int
+
+    @property
+    def milli(self) -> int:
+        return sum(self.wants_milli)
+
+    def lost_ms(self) -> int:
+        """Return what the cells of these leases lose in all, ms."""
+        return self.weight * (stretch_milli(self.wants_milli) - WHOLE_MILLI) // (WHOLE_MILLI * WHOLE_MILLI)
+
+    def with_one(self, milli: int, weight: int) -> "_Load":
+        return _Load((*self.wants_milli, milli), self.weight + weight)
+
+    def without(self, milli: int, weight: int) -> "_Load":
+        at = self.wants_milli.index(milli)
+        return _Load(self.wants_milli[:at] + self.wants_milli[at + 1 :], self.weight - weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    gain_ms: int
+    lease: Lease
+    device_id: str
+    victims: tuple[Lease, ...]
+    spoilt: int  # of the memory that is free on the other device then (`place`)
+
+
+def _rank(move: _Move) -> tuple[int, int, int]:
+    """Return what orders moves: a cell of a low priority stops for its neighbours, then comes the gain, then the memory."""
+    return -move.lease.spec.priority, move.gain_ms, -move.spoilt
+
+
+class ComputeRelief:
+    """Begins such moves. `recheck_ms`: when time alone allows one."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._books = changes.books
+        self._victims = Victims(changes.books)
+
+    @property
+    def recheck_ms(self) -> int | None:
+        """When to look again, or None."""
+        return self._victims.recheck_ms
+
+    def relieve(self) -> None:
+        """Begin the move that gains most, or the first suspend that makes room for it, as long as swap channels are free."""
+        books = self._books
+        self._victims = Victims(books)
+        while not books.waiting and self._changes.channel_free:
+            crowded = [device for device in books.devices.values() if device.sums.demand_milli > WHOLE_MILLI]
+            if not crowded:
+                return
+            loads: dict[str, _Load] = {}
+            moves = [move for device in crowded for move in self._moves_from(device, loads)]
+            best = max(moves, key=_rank, default=None)  # the first of equals
+            if best is None:
+                return
+            self._begin(best)
+
+    def _begin(self, move: _Move) -> None:
+        lease, victims = move.lease, move.victims
+        if victims:
+            sentence = "idle, and its device is to take a busy kernel whose neighbours slow it down"
+            self._changes.begin_suspend(victims[0], "suspend.compute", sentence, beneficiary=lease)
+            return
+        here = self._books.devices[lease.occupied_ids[0]]
+        sentence = (
+            f"busy kernels need {here.sums.demand_milli // 10} % of its device together, and another one leaves it more"
+        )
+        begin_move(self._changes, lease, (move.device_id,), "move.compute", sentence)
+
+    # -- what a move gains ---------------------------------------------------------------------------------------------
+
+    def _moves_from(self, here: Device, loads: dict[str, _Load]) -> Iterable[_Move]:
+        """Yield the moves of leases off a device that gain enough."""
+        known = [lease for lease in _busy_on(here) if lease.cell_milli is not None]
+        if sum(lease.busy_milli for lease in known) <= WHOLE_MILLI:
+            return  # the rest has shown nothing yet
+        for lease in known:
+            if self._may_move(lease):
+                yield from self._moves_of(lease, here, loads)
+
+    def _moves_of(self, lease: Lease, here: Device, loads: dict[str, _Load]) -> Iterable[_Move]:
+        books, cost_ms = self._books, swap_ms(self._books, lease)
+        milli, weight = lease.busy_milli, self._weight(lease)
+        now, lacking = self._load(here, loads), list[tuple[int, str, int]]()
+        saved_ms = now.lost_ms() - now.without(milli, weight).lost_ms() - _TIMES_COST * cost_ms
+        if saved_ms <= 0:
+            return
+        others = other_devices(books, lease)
+        choice = device_choice(
+            books, lease, lease.held_mib, lambda: [(one, books.devices[one].free_mib) for one in others]
+        )
+        for device_id in others:
+            there, load = books.devices[device_id], self._load(books.devices[device_id], loads)
+            gain_ms = saved_ms + load.lost_ms() - load.with_one(milli, weight).lost_ms()
+            if gain_ms <= 0 or there.lease_capacity_mib < lease.held_mib:
+                continue
+            if there.free_mib >= lease.held_mib:
+                yield _Move(gain_ms, lease, device_id, (), choice.spoilt([(device_id, there.free_mib)]))
+            else:
+                lacking.append((load.milli, device_id, gain_ms))
+        for _, device_id, gain_ms in sorted(lacking)[:_MOST_MADE_ROOM]:
+            yield from self._with_room_made(lease, device_id, gain_ms, choice)
+
+    def _with_room_made(self, lease: Lease, device_id: str, gain_ms: int, choice: DeviceChoice) -> Iterable[_Move]:
+        """Yield the move to a device where idle leases leave first, if what it gains is enough for their swaps as well."""
+        books, there = self._books, self._books.devices[device_id]
+        host_mib = books.host_left_mib - lease.host_need_mib
+        short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
+        if short_mib <= 0:
+            return  # what leaves already suffices: the move follows
+        victims = self._victims.choose(device_id, short_mib, lease, set(), busy=False, host_mib=host_mib)
+        if not victims or sum(victim.host_need_mib for victim in victims) > host_mib:
+            return
+        gain_ms -= _TIMES_COST * sum(swap_ms(books, victim) for victim in victims)
+        if gain_ms > 0:
+            then_mib = lease.held_mib - short_mib + sum(victim.held_mib for victim in victims)
+            yield _Move(gain_ms, lease, device_id, victims, choice.spoilt([(device_id, then_mib)]))
+
+    def _may_move(self, lease: Lease) -> bool:
+        books, pool = self._books, self._books.policy(lease)
+        if not pool.may_move or not (pool.preempt_equals or pool.move_busy) or not spreads(books, lease):
+            return False
+        if lease.count > 1 or lease.ticket is not None or lease.revoked or lease.left_behind:
+            return False
+        if books.devices[lease.occupied_ids[0]].sums.demand_milli <= pool.slowdown_bound_milli:
+            return False
+        from_ms = preemptible_from_ms(books, lease)
+        if from_ms is None or lease.host_need_mib > books.host_left_mib:
+            return False
+        if from_ms > books.now_ms:
+            self._victims.recheck_at(from_ms)
+        return from_ms <= books.now_ms
+
+    def _load(self, device: Device, loads: dict[str, _Load]) -> _Load:
+        device_id = device.spec.device_id
+        if device_id not in loads:
+            weight = sum(self._weight(lease) for lease in _busy_on(device))
+            wants_milli = tuple(lease.counted_milli for lease in device.holders.values())
+            loads[device_id] = _Load(wants_milli, weight)
+        return loads[device_id]
+
+    def _weight(self, lease: Lease) -> int:
+        return lease.busy_milli * self._books.forecasts.cell_left_ms(lease.lease_id, self._books.now_ms)
+
+
+def _busy_on(device: Device) -> list[Lease]:
+    return [lease for lease in device.holders.values() if lease.occupancy is OccupancyKind.BUSY]
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+# Emptying whole devices: idle leases that are spread over several devices are moved together.
+#
+# In a pool that says so (`empty_devices`), the idle leases of a device move to fuller ones of its kind, so that none moves back, if all
+# of them can: a partly emptied device is worth nothing. Among fuller devices with busy leases, `place` chooses. Only leases move
+# that have been idle for a while, are not expected, and take no longer than the pool allows for early swaps; and while no ticket of it
+# waits.
+
+
+QUIET_MS = 60_000
+"""A lease moves together with others after it has been idle for so long."""
+
+
+class IdlePacking:
+    """Begins such moves. `recheck_ms`: when time alone allows one."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._books = changes.books
+        self.recheck_ms: int | None = None
+
+    def pack(self) -> None:
+        """Begin the next move of each pool that empties devices, as long as swap channels are free."""
+        self.recheck_ms = None
+        for pool in self._books.pools.values():
+            if pool.empty_devices and pool.may_move and pool.name not in self._books.waiting_pools:
+                self._pack(pool)
+
+    def _pack(self, pool: PoolSpec) -> None:
+        books = self._books
+        devices = [books.devices[device_id] for device_id in pool.devices if device_id in books.devices]
+        for device in sorted(devices, key=_fullness):
+            if not self._changes.channel_free:
+                return
+            leases = list(device.holders.values())
+            if not leases or not all(self._may_move(lease, pool) for lease in leases):
+                continue
+            plan = self._plan(leases, device)
+            if plan is not None:
+                lease, target = plan
+                sentence = "idle; with it on a fuller device, its own becomes empty"
+                begin_move(self._changes, lease, (target,), "move.pack", sentence)
+                return
+
+    def _may_move(self, lease: Lease, pool: PoolSpec) -> bool:
+        books = self._books
+        from_ms = suspendable_from_ms(pool, lease)
+        if lease.occupancy is not OccupancyKind.IDLE or from_ms is None or lease.count > 1 or lease.ticket is not None:
+            return False
+        if lease.let_in or lease.revoked or lease.gate.closed or is_expected(books, lease):
+            return False
+        if lease.host_need_mib > books.host_left_mib or swap_ms(books, lease) > pool.foresight_swap_ms:
+            return False
+        from_ms = max(from_ms, lease.last_active_ms + QUIET_MS)
+        if from_ms > books.now_ms:
+            self.recheck_ms = from_ms if self.recheck_ms is None else min(self.recheck_ms, from_ms)
+        return from_ms <= books.now_ms
+
+    def _plan(self, leases: Iterable[Lease], device: Device) -> tuple[Lease, str] | None:
+        """Return the first move of those that empty a device; None if not all of its leases have a place elsewhere."""
+        books, free_mib = self._books, dict[str, int]()
+        first: tuple[Lease, str] | None = None
+        for lease in sorted(leases, key=lambda one: (-one.held_mib, one.number)):
+            for device_id in other_devices(books, lease):
+                if _fullness(books.devices[device_id]) > _fullness(device):
+                    free_mib.setdefault(device_id, books.devices[device_id].free_mib)
+            fitting = [(one, left) for one, left in free_mib.items() if left >= lease.held_mib]
+            if not fitting:
+                return None
+            # Where only idle leases are, the device may be emptied next: they come together on the fullest one, and move once.
+            in_use = [place for place in fitting if _is_in_use(books.devices[place[0]])]
+            choice = device_choice(books, lease, lease.held_mib, free_mib.items)
+            target = choice.best(in_use) or min(fitting, key=lambda place: place[1])[0]
+            free_mib[target] -= lease.held_mib
+            first = first or (lease, target)
+        return first
+
+
+def _is_in_use(device: Device) -> bool:
+    """Return whether a lease is on the device that does not idle."""
+    return device.mib(OccupancyKind.IDLE) < device.sums.reserved_mib
+
+
+def _fullness(device: Device) -> tuple[int, str]:
+    return device.sums.reserved_mib, device.spec.device_id

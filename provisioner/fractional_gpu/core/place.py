@@ -1,0 +1,294 @@
+"""Where a lease may go, when it may be suspended for others, and which leases cannot be suspended at all."""
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+
+from fractional_gpu.core.forecasts.asks import AskMix
+from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, PoolSpec
+from fractional_gpu.core.state.books import Books
+from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind
+from fractional_gpu.core.time_slicing import WHOLE_MILLI, slowed_milli, stretch_milli
+
+
+def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
+    """Return the devices the lease may go to now.
+
+    Saved state goes home, even if its home has left the pool. Where the pool moves leases and has enough devices like its home, it may go
+    to those, too, and its home comes first. State that was saved from devices of several kinds only goes home. A device that drains or
+    is lost admits no lease. None goes to a device that it is not allowed on, not even to its home.
+    """
+    allowed = allowed_of(pool, lease.spec)
+    if lease.state is not LeaseState.SUSPENDED:
+        bound = lease.bound_ids
+        return tuple(one for one in allowed if _admits(books, one) and (not bound or one in bound))
+    homes = tuple(device_id for device_id in lease.home_ids if device_id in books.devices)
+    if not homes or len(homes) < len(lease.home_ids):
+        return ()  # a device that its state came from is unknown here: a restore elsewhere could kill the process
+    kinds = {books.devices[device_id].spec.name for device_id in homes}
+    moves = pool.may_move and len(kinds) == 1 and not any(books.devices[home].spec.why_no_move for home in homes)
+    like = tuple(
+        device_id
+        for device_id in (allowed if moves else ())
+        if device_id not in homes and _admits(books, device_id) and books.devices[device_id].spec.name in kinds
+    )
+    only = lease.spec.allowed_devices
+    home = tuple(one for one in homes if _admits(books, one) and (not only or one in only))
+    # A home that has left the pool is used only where the pool alone has too few devices.
+    stays = tuple(device_id for device_id in home if device_id in pool.devices)
+    return (*stays, *like) if like and len(stays) + len(like) >= lease.count else home
+
+
+def other_devices(books: Books, lease: Lease) -> tuple[str, ...]:
+    """Return the devices like its own to which a resident lease could be moved."""
+    pool = books.policy(lease)
+    here = books.devices.get(lease.device_id or "")
+    if here is None or here.lost or not pool.may_move or here.spec.why_no_move:
+        return ()
+    return tuple(
+        device_id
+        for device_id in allowed_of(pool, lease.spec)
+        if device_id not in lease.device_ids
+        and _admits(books, device_id)
+        and books.devices[device_id].spec.name == here.spec.name
+    )
+
+
+def allowed_of(pool: PoolSpec, spec: LeaseSpec) -> tuple[str, ...]:
+    """Return the devices of the pool that the lease may ever go to, in the pool's order."""
+    if not spec.allowed_devices:
+        return pool.devices
+    return tuple(device_id for device_id in pool.devices if device_id in spec.allowed_devices)
+
+
+def _admits(books: Books, device_id: str) -> bool:
+    device = books.devices.get(device_id)
+    return device is not None and not device.lost and not device.draining
+
+
+# -- compute -----------------------------------------------------------------------------------------------------------
+# How much compute the busy leases of a device leave, and how much they slow each other down.
+#
+# Each lease needs a part of a device while it is busy (its demand, learnt): what it would use if it were alone. Busy leases that need no
+# more than the whole device together do not slow each other down. Beyond that, by the model of `time_slicing`, their cells take longer.
+#
+# **Choosing a device.** A pool that spreads prefers devices in these classes:
+#
+# 1. The demands with the newcomer's own stay within the pool's bound (`slowdown_bound_milli`). Of these, less comes first, in steps of a
+#    tenth of a device. Idle leases count with a quarter of their demands here, as their next cells will come.
+# 2. Beyond the bound, the least excess first, in steps of a quarter of a device.
+#
+# `place` decides within a step. A lease that was let in for a cell counts as busy before the cell begins. No ticket waits for
+# compute: all this only orders devices that have, or will have, the memory.
+
+
+FULL = 1 << 20
+"""From this on a `fullness` is beyond the bound."""
+
+
+_STEP_MILLI = 100  # within the bound
+
+
+_EXCESS_STEP_MILLI = 250  # beyond it
+
+
+def spreads(books: Books, lease: Lease) -> bool:
+    """Return whether the lease's pool weighs compute."""
+    return books.policy(lease).compute is Compute.SPREAD
+
+
+def room_milli(books: Books, newcomer: Lease) -> int:
+    """Return what neighbours may need of a device, thousandths, so that all stays within the bound of the newcomer's pool."""
+    return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
+
+
+def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
+    """Return how full of busy leases the device would be for a newcomer: less is better; `FULL` and up: beyond its pool's bound.
+
+    `room_milli`: what is left to neighbours; `leaving` make room for it.
+    """
+    busy_milli, resting_milli = device.sums.wanted_milli, device.sums.resting_milli
+    for lease in leaving:
+        busy_milli -= lease.counted_milli
+        resting_milli -= lease.resting_milli
+    if busy_milli <= max(0, room_milli):
+        return (busy_milli + resting_milli) // _STEP_MILLI
+    return FULL + (busy_milli - room_milli) // _EXCESS_STEP_MILLI
+
+
+def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return the least full of the devices (id, and anything), in order. `places` is not empty."""
+    room, devices = room_milli(books, newcomer), books.devices
+    ranks = [fullness(devices[device_id], room) for device_id, _ in places]
+    return [place for rank, place in zip(ranks, places, strict=True) if rank == min(ranks)]
+
+
+def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
+    """Return how far beyond the bound the device would be, in coarse steps; 0: within it, or its pool does not weigh compute."""
+    if not spreads(books, newcomer):
+        return 0
+    return max(0, fullness(device, room_milli(books, newcomer), leaving) - FULL + 1)
+
+
+def busy_others(device: Device, lease: Lease) -> list[Lease]:
+    """Return the other leases that are busy on a device."""
+    return [one for one in device.holders.values() if one.occupancy is OccupancyKind.BUSY and one is not lease]
+
+
+def beside(want_milli: int, others: Sequence[Lease]) -> int:
+    """Return how many times as long as alone a cell takes that needs so much of a device, beside other busy leases, thousandths."""
+    return slowed_milli(want_milli, stretch_milli((want_milli, *[one.busy_milli for one in others])))
+
+
+def crowding_ms(books: Books, lease: Lease) -> int:
+    """Return what the lease's next cell and those beside it lose because idle leases hold memory of less busy devices, ms."""
+    here = books.devices.get(lease.occupied_ids[0]) if lease.count == 1 and lease.occupied_ids else None
+    if here is None or not spreads(books, lease):
+        return 0
+    with_room = with_room_made = _added_loss(here, lease)
+    if not with_room:
+        return 0
+    for device_id in other_devices(books, lease):
+        device = books.devices[device_id]
+        if device.free_mib >= lease.held_mib:
+            with_room = min(with_room, _added_loss(device, lease))
+        elif device.free_mib + device.mib(OccupancyKind.IDLE) >= lease.held_mib:
+            with_room_made = min(with_room_made, _added_loss(device, lease))
+    lost = max(0, with_room - with_room_made)
+    return books.forecasts.next_cell_ms(lease.lease_id) * lost // WHOLE_MILLI
+
+
+def _added_loss(device: Device, lease: Lease) -> int:
+    """Return what the lease's cell and those on the device lose more for running together, ms a second, at least."""
+    others_milli = device.sums.wanted_milli
+    if lease.counted_milli and device.spec.device_id in lease.occupied_ids:
+        others_milli -= lease.counted_milli
+    return _loss(others_milli + lease.demand_milli) - _loss(others_milli)
+
+
+def _loss(wants_milli: int) -> int:
+    """Return what cells that need so much together lose, ms a second. No cell takes less than by this; `time_slicing` is exact."""
+    return wants_milli * max(0, wants_milli - WHOLE_MILLI) // WHOLE_MILLI
+
+
+# -- fragmentation -----------------------------------------------------------------------------------------------------
+# Which of the devices where a lease fits it gets: the one where it spoils least of the free memory for the asks to come.
+#
+# **Measure.** Free memory that no lease can use is as good as gone. How much of a device's free memory is usable depends on what is asked
+# for: 30 GiB serve one ask for 20 GiB, three for 10 GiB, and none for 40 GiB. The mix of a pool (`forecasts.asks`) says how often each
+# size is asked for; what a lease *spoils* on a device is what the device can give to the mix before, less what it can after, in the mean
+# over the asks. An ask for several devices uses only devices that have its memory free, and only so many of one kind at a time.
+#
+# That is fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), for memory instead of GPU shares, with
+# a mix that is learnt on line instead of known, and with what a device can give counted in whole asks.
+#
+# **Order.** The least spoilt comes first, then the least memory left (best fit), then the first of the given devices. While no lease has
+# asked, nothing can be spoilt, so that is best fit. Where a pool weighs compute, callers give only the devices that are equal by that.
+#
+# Every choice of a device goes through `DeviceChoice`: the arbiter's, and that of the placement benchmark (`simulator.policies`).
+
+
+Place = tuple[str, int]
+"""A device's id, and how much memory is free there, MiB."""
+
+
+_free_of: Callable[[Place], int] = itemgetter(1)
+
+
+class DeviceChoice:
+    """Orders devices for leases that need `need_mib` on each of theirs.
+
+    `kind_of` returns the kind of a device: leases of several devices have devices of one kind. `everywhere` returns all devices of the
+    pool; it is called only where the mix has asks for several devices.
+    """
+
+    __slots__ = ("_counts", "_everywhere", "_kind_of", "_mix", "_need_mib")
+
+    def __init__(
+        self,
+        mix: AskMix,
+        need_mib: int,
+        *,
+        kind_of: Callable[[str], str],
+        everywhere: Callable[[], Iterable[Place]],
+    ) -> None:
+        self._mix = mix
+        self._need_mib = need_mib
+        self._kind_of = kind_of
+        self._everywhere = everywhere
+        self._counts: dict[tuple[str, int], int] | None = None  # by kind and MiB: devices that have so much free
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the lease spoils the same on all devices: no lease has asked, or all ask for what this one needs."""
+        return not self._mix.weights or self._mix.only_mib == self._need_mib
+
+    def best(self, fitting: Sequence[Place]) -> str | None:
+        """Return the best of the devices, on each of which the lease fits; None if there is none."""
+        if len(fitting) < 2:
+            return fitting[0][0] if fitting else None
+        mix, need_mib = self._mix, self._need_mib
+        if self.is_even:
+            return min(fitting, key=_free_of)[0]
+        # What is spoilt depends on the free memory and the kind: the first device with the same stands for the others.
+        if mix.several:
+            alike: dict[tuple[str, int], Place] = {}
+            for place in fitting:
+                alike.setdefault((self._kind_of(place[0]), place[1]), place)
+            return min(alike.values(), key=self.rank)[0]
+        firsts = {free_mib: device_id for device_id, free_mib in reversed(fitting)}
+        if len(firsts) == 1:
+            return fitting[0][0]
+        usable = mix.usable
+        least = min([(usable(free_mib) - usable(free_mib - need_mib), free_mib) for free_mib in firsts])
+        return firsts[least[1]]
+
+    def best_set(self, fitting: Iterable[Place], count: int) -> tuple[str, ...] | None:
+        """Return the best `count` devices of one kind, on each of which the lease fits; None if no kind has that many."""
+        by_kind: dict[str, list[Place]] = {}
+        for place in fitting:
+            by_kind.setdefault(self._kind_of(place[0]), []).append(place)
+        sets = [sorted(found, key=self.rank)[:count] for found in by_kind.values() if len(found) >= count]
+        best = min(sets, key=lambda places: (self.spoilt(places), sum(map(_free_of, places))), default=None)
+        return tuple(device_id for device_id, _ in best) if best is not None else None
+
+    def rank(self, place: Place) -> tuple[int, int]:
+        """Return what orders devices: the least comes first."""
+        return self.spoilt((place,)), place[1]
+
+    def spoilt(self, places: Sequence[Place]) -> int:
+        """Return what is no more usable if the lease has these devices (of one kind, where it fits): MiB times the weight of the asks."""
+        mix, need_mib = self._mix, self._need_mib
+        spoilt = sum([mix.usable(free_mib) - mix.usable(free_mib - need_mib) for _, free_mib in places])
+        for mib, devices, weight in mix.several:
+            fewer = sum([free_mib >= mib > free_mib - need_mib for _, free_mib in places])
+            if fewer:
+                count = max(fewer, self._count(self._kind_of(places[0][0]), mib))  # some may be free only then
+                spoilt += (count // devices - (count - fewer) // devices) * devices * mib * weight
+        return spoilt
+
+    def _count(self, kind: str, mib: int) -> int:
+        """Return how many devices of the kind have so much free."""
+        if self._counts is None:
+            self._counts = {}
+            amounts = {mib for mib, _, _ in self._mix.several}
+            for device_id, free_mib in self._everywhere():
+                for amount in amounts:
+                    if free_mib >= amount:
+                        key = self._kind_of(device_id), amount
+                        self._counts[key] = self._counts.get(key, 0) + 1
+        return self._counts.get((kind, mib), 0)
+
+
+def device_choice(books: Books, lease: Lease, need_mib: int, everywhere: Callable[[], Iterable[Place]]) -> DeviceChoice:
+    """Return what orders devices for a lease, by what its pool is asked for. `everywhere`: all devices that it may go to."""
+    mix = books.forecasts.asks(lease.spec.pool)
+    return DeviceChoice(mix, need_mib, kind_of=books.kind_of, everywhere=everywhere)
+
+
+def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
+    """Return the devices on which the lease's ticket can be served."""
+    if not lease.is_growing:
+        return eligible_devices(books, books.policy(lease), lease)
+    there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
+    admits = len(there) == len(lease.device_ids) and not any(device.lost or device.draining for device in there)
+    return lease.device_ids if admits else ()

@@ -1,0 +1,296 @@
+"""Another size for an existing lease, and the memory caps of its processes.
+
+A smaller size applies at once, if what the lease uses fits; so does a larger one while the lease is on no device. Otherwise the claim waits
+in the queue like any ticket, through the lease's own suspend, too: idle neighbours leave for it, or the lease, if it is idle and may move,
+goes where there is room. A newer request replaces it.
+
+Where reservations follow use, they keep ahead of it: beyond the pool's headroom by as much growth as there was between the last two
+measurements, and at most by another headroom. So a kernel that grows steadily stays within its reservation even if one is missed.
+"""
+
+from dataclasses import dataclass, replace
+
+from fractional_gpu.core.changes import Changes
+from fractional_gpu.core.effects import CapBreached
+from fractional_gpu.core.events import ResizeRequested
+from fractional_gpu.core.limits import limit_refusal, oversubscription_refusal, size_refusal
+from fractional_gpu.core.model import Breach, LeaseSpec, LeaseState
+from fractional_gpu.core.revoke import REVOKED
+from fractional_gpu.core.state.leases import Lease, Reason, Ticket
+from fractional_gpu.core.units import format_fraction, format_memory
+
+_UNDER_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.QUARANTINED})
+
+
+class Resizer:
+    """Changes sizes."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._books = changes.books
+
+    def requested(self, lease: Lease, event: ResizeRequested) -> None:
+        """Apply, queue or decline a requested size."""
+        spec = replace(
+            lease.spec,
+            fraction_milli=event.fraction_milli,
+            reserve_mib=event.reserve_mib,
+            request_mib=event.request_mib,
+        )
+        refused = self._refusal(lease, spec)
+        if refused is not None:
+            self._changes.decline(lease, refused.code, refused.sentence, about="resize")
+            return
+        self.withdraw_claim(lease, "another size was asked")
+        if not lease.held_mib:
+            self._apply(lease, spec)
+        elif self._grows(lease, spec):
+            self._claim(lease, spec)
+        else:
+            self._apply(lease, spec)
+
+    def _refusal(self, lease: Lease, spec: LeaseSpec) -> Reason | None:
+        if lease.revoked:
+            return REVOKED
+        if lease.state in _UNDER_WAY:
+            return Reason("in-operation", f"the kernel is {lease.state}: try again in a moment")
+        pool = self._books.pools.get(spec.pool)
+        if pool is None:
+            return Reason("unknown-pool", f"pool {spec.pool!r} is not configured any more: ask the administrator")
+        refused = size_refusal(self._books, pool, spec) or limit_refusal(self._books, pool, spec, instead_of=lease.spec)
+        refused = refused or oversubscription_refusal(self._books, pool, spec, instead_of=lease.spec)
+        if refused is not None:
+            return refused
+        used_mib = lease.saved_each_mib if lease.saved_mib else lease.used_each_mib
+        if used_mib <= spec.reserve_mib or spec.reserve_mib >= lease.spec.reserve_mib:
+            return None
+        return Reason(
+            "in-use",
+            f"{format_memory(spec.reserve_mib)} were asked, but the kernel uses {format_memory(used_mib)}: "
+            "free memory first (delete variables, empty the framework's cache), or ask for more",
+        )
+
+    def _grows(self, lease: Lease, spec: LeaseSpec) -> bool:
+        return self._target_mib(lease, spec) > lease.held_mib or spec.fraction_milli > lease.spec.fraction_milli
+
+    def _target_mib(self, lease: Lease, spec: LeaseSpec) -> int:
+        """Return what the lease should hold on each of its devices."""
+        reserve_mib = self._books.reserve_mib(lease, spec)
+        if self._books.reserves_cap(lease) or not lease.growth_mib:
+            return reserve_mib
+        wanted_mib = lease.used_each_mib + self._books.policy(lease).headroom_mib + self._growth_mib(lease)
+        return max(reserve_mib, min(spec.reserve_mib, wanted_mib))
+
+    def _growth_mib(self, lease: Lease) -> int:
+        return min(lease.growth_mib, self._books.policy(lease).headroom_mib)
+
+    def _extra_mib(self, lease: Lease, spec: LeaseSpec) -> int:
+        """Return what the lease lacks on each of its devices. An exclusive device counts as a whole."""
+        reserve_mib, has_mib = self._target_mib(lease, spec), lease.held_mib
+        devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
+        if devices and all(device.is_exclusive for device in devices):
+            has_mib = max(
+                has_mib, min(device.lease_capacity_mib - device.sums.reserved_mib + has_mib for device in devices)
+            )
+        return max(0, reserve_mib - has_mib)
+
+    def _claim(self, lease: Lease, spec: LeaseSpec) -> None:
+        if lease.revoked:
+            return
+        ticket = self._changes.new_ticket()
+        ticket.resize_to = spec
+        ticket.extra_mib = self._extra_mib(lease, spec)
+        self._books.enqueue(lease, ticket)
+        self._changes.requeued.add(lease.spec.pool)
+        if spec is not lease.spec:
+            self._changes.record(lease.lease_id, "resize.asked", f"it waits for room to grow to {_size(spec)}")
+
+    # -- by use ----------------------------------------------------------------------------------------------------------
+
+    def measured(self, lease: Lease) -> bool:
+        """Where reservations follow use, the lease's does now; return whether anything changed.
+
+        It grows before the headroom is half used up, or would be by the next measurement, and shrinks only where that gives back a
+        headroom.
+        """
+        if self._books.reserves_cap(lease):
+            return False
+        if lease.state is not LeaseState.RESIDENT:
+            return self._books.refresh_size(lease)
+        ticket = lease.ticket
+        if ticket is not None and ticket.resize_to is not None and ticket.resize_to is not lease.spec:
+            return self._set_extra(lease, ticket, ticket.resize_to)  # a requested size waits as well
+        return self._follow(lease, ticket)
+
+    def _follow(self, lease: Lease, ticket: Ticket | None) -> bool:
+        headroom_mib, target_mib = self._books.policy(lease).headroom_mib, self._target_mib(lease, lease.spec)
+        if target_mib < lease.held_mib and lease.held_mib - target_mib >= max(1, headroom_mib):
+            self.withdraw_claim(lease, "it uses less")
+            self._books.set_reservation(lease, lease.device_ids, target_mib)
+            self._changes.report_size(lease, "resize.use", f"{format_memory(target_mib)} are reserved for what it uses")
+            return True
+        if ticket is not None:
+            return self._set_extra(lease, ticket, lease.spec)
+        soon_mib = lease.used_each_mib + self._growth_mib(lease) + headroom_mib // 2
+        if soon_mib <= lease.held_mib or target_mib <= lease.held_mib:
+            return False
+        self._claim(lease, lease.spec)
+        return True
+
+    def _set_extra(self, lease: Lease, ticket: Ticket, spec: LeaseSpec) -> bool:
+        extra_mib = self._extra_mib(lease, spec)
+        changed, ticket.extra_mib = extra_mib != ticket.extra_mib, extra_mib
+        if not extra_mib and spec is lease.spec:
+            self.withdraw_claim(lease, "it has room enough")
+        self._books.mark_changed(lease)
+        return changed
+
+    def pool_configured(self, pool: str) -> None:
+        """Follow a changed policy: claims are computed anew, and leases that hold less than it wants claim the rest."""
+        for state in (LeaseState.RESIDENT, LeaseState.UNATTACHED):
+            for lease in list(self._books.by_state[state].values()):
+                if lease.spec.pool != pool:
+                    continue
+                if lease.held_mib and lease.ticket is not None and lease.ticket.resize_to is not None:
+                    self._set_extra(lease, lease.ticket, lease.ticket.resize_to)
+                self.claim_missing(lease)
+
+    def claim_missing(self, lease: Lease) -> None:
+        """Claim the rest for a lease that holds less than its pool wants it to."""
+        if lease.held_mib and lease.ticket is None and lease.size_mib > lease.held_mib:
+            self._claim(lease, lease.spec)
+
+    # -- claims ----------------------------------------------------------------------------------------------------------
+
+    def withdraw_claim(self, lease: Lease, why: str) -> None:
+        """Withdraw a claim that still waits."""
+        if lease.ticket is not None and lease.ticket.resize_to is not None:
+            asked = lease.ticket.resize_to is not lease.spec
+            self._changes.withdraw_ticket(lease)
+            if not asked:
+                return
+            self._changes.record(lease.lease_id, "resize.withdrawn", f"it waits no more to grow: {why}")
+
+    def grow_in_place(self, lease: Lease) -> None:
+        """Give the lease what it waits for: there is room on its own devices."""
+        ticket, spec = lease.ticket, lease.ticket.resize_to if lease.ticket is not None else None
+        if ticket is None or spec is None:
+            return
+        lacks_mib = self._extra_mib(lease, spec)
+        if lacks_mib > ticket.extra_mib:  # a device that it has exclusively is smaller now
+            self._set_extra(lease, ticket, spec)
+        else:
+            self._changes.withdraw_ticket(lease)
+            if self.is_allowed(lease, spec):
+                held_mib = lease.held_mib
+                self._apply(lease, spec)
+                if lease.held_mib > held_mib:
+                    self._changes.granted_devices.update(lease.device_ids)
+            else:  # its pool may want it to hold more by now
+                self.claim_missing(lease)
+
+    def is_allowed(self, lease: Lease, spec: LeaseSpec) -> bool:
+        """Return whether the size is still within the limits, which others may have used up meanwhile; decline it if not."""
+        pool = self._books.pools.get(spec.pool)
+        if pool is None or spec is lease.spec:
+            return True
+        refused = limit_refusal(self._books, pool, spec, instead_of=lease.spec)
+        refused = refused or oversubscription_refusal(self._books, pool, spec, instead_of=lease.spec)
+        if refused is not None:
+            self._changes.decline(lease, refused.code, refused.sentence, about="resize")
+        return refused is None
+
+    def _apply(self, lease: Lease, spec: LeaseSpec) -> None:
+        self._books.resize(lease, spec)
+        if lease.held_mib:
+            self._books.set_reservation(lease, lease.device_ids, self._target_mib(lease, spec))
+        self._changes.report_size(
+            lease, "resize.done", f"its size is {_size(spec)} now, {format_memory(lease.held_mib)} of it reserved"
+        )
+
+
+def _size(spec: LeaseSpec) -> str:
+    return f"{format_fraction(spec.fraction_milli)} GPU with up to {format_memory(spec.reserve_mib)}"
+
+
+# -- memory caps -------------------------------------------------------------------------------------------------------
+# Memory caps: a lease that uses more of its device than its cap.
+#
+# Frameworks limit themselves; this acts on what allocates past their limits. An excess shorter than `GRACE_MS` is ignored, and so is what
+# rounding adds (`SLACK_MIB`). After that the kernel is informed, once for each excess, and the pool's choice (`Breach`) is carried out.
+# That is no preemption, so minimum residency does not protect from it.
+GRACE_MS = 5000
+
+
+SLACK_MIB = 16  # each process's use is rounded up
+
+
+_WHAT_FOLLOWS = {
+    Breach.WARN: "free something: other kernels may run out of memory because of it",
+    Breach.SUSPEND: "it is suspended when it is idle, and comes back where all of it fits: free something, or ask for a larger share",
+    Breach.KILL: "its processes on the device are ended, as this pool demands: ask for a larger share",
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Excess:
+    """A lease over its cap, since when, and whether its kernel was informed."""
+
+    lease: Lease
+    since_ms: int
+    reported: bool = False
+
+
+class MemoryCaps:
+    """Watches the caps of resident leases."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._over: dict[str, _Excess] = {}
+
+    def measured(self, lease: Lease) -> bool:
+        """Take a new measurement into account; return whether the lease went over its cap, or came back under it."""
+        device = self._changes.books.devices.get(lease.device_id or "")
+        capped = lease.state is LeaseState.RESIDENT and device is not None and not device.is_exclusive
+        is_over = capped and lease.used_mib > _cap_mib(lease) + SLACK_MIB
+        if is_over == (lease.lease_id in self._over):
+            return False
+        if is_over:
+            self._over[lease.lease_id] = _Excess(lease, self._changes.now_ms)
+        else:
+            del self._over[lease.lease_id]
+        return True
+
+    def enforce(self) -> list[Lease]:
+        """Report excesses whose grace is over; return the idle leases that are to be suspended for theirs."""
+        due, leases = [], self._changes.books.leases
+        for lease_id, excess in list(self._over.items()):
+            lease = excess.lease
+            if lease.state is not LeaseState.RESIDENT or leases.get(lease_id) is not lease:
+                del self._over[lease_id]
+            elif excess.since_ms + GRACE_MS <= self._changes.now_ms:
+                action = self._changes.books.policy(lease).breach
+                if not excess.reported:
+                    self._report(excess, action)
+                if action is Breach.SUSPEND and not lease.busy and not lease.is_unsuspendable:
+                    due.append(lease)
+        return due
+
+    def due_ms(self) -> int | None:
+        """Return when the next grace, or pause after a failed suspend, is over; None if there is none."""
+        times = [excess.since_ms + GRACE_MS for excess in self._over.values()]
+        times += [excess.lease.retries.suspend_after_ms for excess in self._over.values() if excess.reported]
+        return min((at_ms for at_ms in times if at_ms > self._changes.now_ms), default=None)
+
+    def _report(self, excess: _Excess, action: Breach) -> None:
+        lease, excess.reported = excess.lease, True
+        used, cap = format_memory(lease.used_mib), format_memory(_cap_mib(lease))
+        sentence = f"this kernel uses {used} of device memory, more than its cap of {cap}; {_WHAT_FOLLOWS[action]}"
+        self._changes.record(lease.lease_id, f"breach.{action}", sentence)
+        self._changes.effects.append(CapBreached(lease_id=lease.lease_id, action=action, sentence=sentence))
+        if action is Breach.KILL:  # a lease whose use does not fall has another grace, and is reported again
+            excess.since_ms, excess.reported = self._changes.now_ms, False
+
+
+def _cap_mib(lease: Lease) -> int:
+    return lease.spec.reserve_mib * max(1, lease.spec.devices)

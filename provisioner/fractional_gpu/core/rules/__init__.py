@@ -1,1 +1,0 @@
-"""Questions over the books that change nothing: eligibility, limits, fairness, costs of victims, reasons of waits."""

@@ -1,1 +1,0 @@
-"""Which ticket is served next, on which device, and which leases leave for it."""

@@ -1,0 +1,1 @@
+"""What the arbiter knows: leases, devices, accounts, tickets."""

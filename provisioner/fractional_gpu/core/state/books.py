@@ -1,0 +1,387 @@
+"""The arbiter's books: leases, devices, tickets, and running totals that every change keeps exact.
+
+Only `Books` writes `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate` and (but for a lease that is emptied or recovered)
+`busy` of a lease. So the totals per device, owner and host are always the sums that `laws` recomputes. Leases that changed are in
+`changed` until `scheduler` has taken them into account.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from fractional_gpu.core.forecasts.forecasts import Forecasts
+from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec, ReserveBy
+from fractional_gpu.core.state.accounts import Accounts
+from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind, Ticket
+from fractional_gpu.core.time_slicing import WHOLE_MILLI
+
+_LONGEST_HOLD_MS = 3_600_000  # without an event: a night counts as an hour
+
+
+class Books:
+    """Everything the arbiter knows."""
+
+    def __init__(self, forecasts: Forecasts | None = None) -> None:
+        self.now_ms = 0
+        self.forecasts = forecasts or Forecasts()
+        self.pools: dict[str, PoolSpec] = {}
+        self.devices: dict[str, Device] = {}
+        self.leases: dict[str, Lease] = {}
+        self.by_state: dict[LeaseState, dict[str, Lease]] = {state: {} for state in LeaseState}
+        self.waiting: dict[str, Lease] = {}  # leases with a ticket
+        self.accounts = Accounts(self.shares_by_time)
+        self.idle_held: dict[str, int] = {}  # by pool: what idle leases have held since the last grant, MiB times ms
+        self.host_budget_mib = 0
+        self.host_saved_mib = 0
+        self.host_reserved_mib = 0
+        self.under_host_pressure: dict[str, Lease] = {}  # their saved state lies where host memory is short
+        self.suspend_requested: dict[str, Lease] = {}  # their suspend was requested and has not begun
+        self.moving: dict[str, Lease] = {}  # on their way to devices where room is kept for them
+        self.parked: dict[str, Lease] = {}  # want room before their start, and may not have a ticket yet (`starting`)
+        self.expected_victims: set[str] = set()  # idle leases that the last pass expects to make room
+        self.gates_closed: dict[str, Lease] = {}  # leases whose gates are closed
+        self.draining: dict[str, Device] = {}
+        self.unsaved: dict[str, str] = {}  # leases that cannot be saved before their device goes away: why, for people
+        self.revoked: dict[str, Lease] = {}  # leases whose seats have ended
+        self.expected: dict[str, Lease] = {}  # leases with signs that their next cell is near
+        self.changed: dict[str, Lease] = {}
+        self._pool_of: dict[str, str] = {}  # by device
+        self._gone_pools: dict[str, PoolSpec] = {}  # of leases whose pool is not configured (any more)
+        self._number = 0
+
+    # -- leases ----------------------------------------------------------------------------------------------------------
+
+    def add(self, lease: Lease) -> None:
+        """Take a new lease in."""
+        self._number += 1
+        lease.number = self._number
+        self.leases[lease.lease_id] = lease
+        self.by_state[lease.state][lease.lease_id] = lease
+        self.accounts.open(lease)
+        lease.size_mib = self.reserve_mib(lease, lease.spec)
+        lease.demand_milli = self.forecasts.demand_milli(lease.lease_id, lease.spec.pool)
+        self.refresh(lease)
+
+    def remove(self, lease: Lease) -> None:
+        """Forget a lease that holds nothing."""
+        del self.leases[lease.lease_id]
+        del self.by_state[lease.state][lease.lease_id]
+        self.accounts.close(lease, self.now_ms)
+        self.changed.pop(lease.lease_id, None)
+        self.suspend_requested.pop(lease.lease_id, None)
+        self.revoked.pop(lease.lease_id, None)
+        lease.due_ms = None
+
+    def set_state(self, lease: Lease, new: LeaseState) -> None:
+        """Change the state."""
+        del self.by_state[lease.state][lease.lease_id]
+        lease.state = new
+        self.by_state[new][lease.lease_id] = lease
+        self.refresh(lease)
+
+    def set_busy(self, lease: Lease, *, busy: bool) -> None:
+        """Set whether the lease runs something."""
+        lease.busy = busy
+        lease.let_in, lease.seen_milli, lease.cell_milli = False, None, None
+        lease.has_run |= busy
+        if busy:
+            lease.forget_shrinking()
+        self.refresh(lease)
+
+    def set_let_in(self, lease: Lease, *, let_in: bool) -> None:
+        """Set whether the lease has room for a cell that has not begun."""
+        if lease.let_in != let_in:
+            lease.let_in = let_in
+            self.refresh(lease)
+
+    def see_utilisation(self, lease: Lease, util_milli: int) -> bool:
+        """Learn from the lease's utilisation over the last period what it needs while it is busy, thousandths of a device.
+
+        Its cell counts with what it shows itself: cells of one kernel differ more than kernels do. While the leases that are busy on a
+        device use all of it, each needs at least what it shows, and at most what `time_slicing` makes of that. Returns whether its
+        device has less than its busy leases need.
+        """
+        if lease.occupancy is not OccupancyKind.BUSY:
+            return False
+        lease.seen_milli = seen_milli = max(0, min(WHOLE_MILLI, util_milli))
+        on = self._devices_of(lease)
+        most_milli = max((device.most_needed_milli(seen_milli) for device in on), default=seen_milli)
+        lease.cell_milli = max(seen_milli, min(lease.busy_milli, most_milli))
+        learnt_milli = self.forecasts.demand_seen(
+            lease.lease_id, lease.spec.pool, seen_milli, most_milli=most_milli if most_milli > seen_milli else None
+        )
+        self._set_demand(lease, learnt_milli)
+        return any(device.sums.demand_milli > WHOLE_MILLI for device in on)
+
+    def _set_demand(self, lease: Lease, demand_milli: int) -> None:
+        """Set what the lease needs while it is busy."""
+        lease.demand_milli = demand_milli
+        self._forget_sums(lease)
+
+    def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
+        """Close or open the lease's gate; `next_cell`: the ticket of the cell that waits there."""
+        lease.gate.closed, lease.gate.ticket = closed, next_cell
+        if closed:
+            self.gates_closed[lease.lease_id] = lease
+        else:
+            self.gates_closed.pop(lease.lease_id, None)
+        self.refresh(lease)
+
+    def set_reservation(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
+        """Set where the lease's reservation is and its size on each device; 0: where it was."""
+        held_mib = held_mib if device_ids else 0
+        if bool(held_mib) != bool(lease.held_mib):
+            self.accounts.reserve(lease, 1 if held_mib else -1)
+        for device in self._devices_of(lease):
+            if device.spec.device_id not in device_ids or not held_mib:
+                del device.holders[lease.lease_id]
+                device.known_sums = None
+        lease.device_ids, lease.held_mib = tuple(device_ids), held_mib
+        for device in self._devices_of(lease):
+            device.holders[lease.lease_id] = lease
+        self.refresh(lease)
+
+    def note_unreserved(self, lease: Lease) -> None:
+        """Note what a lease without a reservation has of the strangers' memory on its devices."""
+        strangers = [self.devices[one].stranger_mib for one in lease.device_ids if one in self.devices]
+        lease.unreserved_mib = min([lease.used_each_mib, *strangers]) if strangers else 0
+        self.mark_changed(lease)
+
+    def set_host_memory(self, lease: Lease, *, saved_mib: int = 0, reserved_mib: int = 0) -> None:
+        """Set what the lease has in host memory, and what is reserved there for it."""
+        self.host_saved_mib += saved_mib - lease.saved_mib
+        self.host_reserved_mib += reserved_mib - lease.host_mib
+        lease.saved_mib, lease.host_mib = saved_mib, reserved_mib
+        self.spread_saved(lease)
+
+    def spread_saved(self, lease: Lease) -> None:
+        """Compute what must be reserved on each device for saved state: an even part, as it is unknown what came from which device."""
+        lease.saved_each_mib = self._fitting_mib(lease, -(-lease.saved_mib // lease.count))
+        lease.size_mib = self._fitting_mib(lease, self.reserve_mib(lease, lease.spec))
+
+    def _fitting_mib(self, lease: Lease, each_mib: int) -> int:
+        """Return what must be reserved on each device for a lease that may have so much there, saved or reserved.
+
+        A kernel that grew into the overhead of its device has more than that leases, and must be able to come back: all that it leases is
+        reserved.
+        """
+        if not lease.saved_mib:
+            return each_mib
+        names = {self.devices[one].spec.name for one in lease.home_ids if one in self.devices}
+        alike = [device.spec for device in self.devices.values() if not names or device.spec.name in names]
+        leasable_mib = max((spec.leasable_mib for spec in alike), default=0)
+        fits_alone = leasable_mib < each_mib <= max((spec.memory_mib for spec in alike), default=0)
+        return leasable_mib if fits_alone else each_mib
+
+    def resize(self, lease: Lease, spec: LeaseSpec) -> None:
+        """Give a lease another size; what it holds does not change."""
+        self.accounts.resize(lease, spec, self.now_ms)
+        lease.size_mib = self.reserve_mib(lease, spec)
+        self.refresh(lease)
+
+    def reserve_mib(self, lease: Lease, spec: LeaseSpec) -> int:
+        """Return what a lease of this size reserves on each device, MiB: its cap, or its use (or saved state) and headroom."""
+        pool, request_mib = self.policy(lease), spec.reserve_mib if spec.request_mib is None else spec.request_mib
+        if self.reserves_cap(lease):
+            return max(spec.reserve_mib, lease.saved_each_mib)
+        used_mib = (lease.saved_each_mib if lease.saved_mib else lease.used_each_mib) + pool.headroom_mib
+        return max(1, min(spec.reserve_mib, max(request_mib, used_mib)), lease.saved_each_mib)
+
+    def reserves_cap(self, lease: Lease) -> bool:
+        """Whether the lease reserves all that it may use, by its pool's policy or because its devices are whole ones."""
+        return lease.spec.devices > 1 or self.policy(lease).reserve_by is ReserveBy.CAP
+
+    def refresh_size(self, lease: Lease) -> bool:
+        """Compute the size anew after the use changed. Returns whether it changed."""
+        before, lease.size_mib = lease.size_mib, self.reserve_mib(lease, lease.spec)
+        return lease.size_mib != before
+
+    def set_suspend_requested(self, lease: Lease, *, by: str | None) -> None:
+        """Note who requests the lease's suspend; None: the request is over."""
+        lease.suspend_requested_by = by
+        if by is not None:
+            self.suspend_requested[lease.lease_id] = lease
+        else:
+            self.suspend_requested.pop(lease.lease_id, None)
+
+    def revoke(self, lease: Lease, ends_ms: int) -> None:
+        """Revoke a lease whose seat has ended; its processes are ended at `ends_ms`. The pool promises it nothing any more."""
+        self.accounts.revoke(lease)
+        lease.ends_ms = ends_ms
+        self.revoked[lease.lease_id] = lease
+        self.refresh(lease)
+
+    def reinstate(self, lease: Lease, spec: LeaseSpec) -> None:
+        """Reinstate a revoked lease that draws on another seat: `spec` differs in the seat alone."""
+        lease.spec, lease.ends_ms = spec, None
+        self.accounts.reinstate(lease)
+        del self.revoked[lease.lease_id]
+        self.refresh(lease)
+
+    def set_priority(self, lease: Lease, spec: LeaseSpec) -> None:
+        """Give the lease a spec that differs in its priority alone; its ticket keeps its age."""
+        ticket = lease.ticket
+        if ticket is not None and ticket.resize_to is not None:
+            own = ticket.resize_to is lease.spec
+            ticket.resize_to = (
+                spec if own else replace(ticket.resize_to, priority=spec.priority, own_priority=spec.own_priority)
+            )
+        lease.spec = spec
+        self.mark_changed(lease)
+
+    def set_target(self, lease: Lease, device_ids: Sequence[str]) -> None:
+        """Set the devices the lease is being moved to, where room is kept; none: it is not being moved."""
+        lease.target_ids = tuple(device_ids)
+        if device_ids:
+            self.moving[lease.lease_id] = lease
+        else:
+            self.moving.pop(lease.lease_id, None)
+
+    def mark_changed(self, lease: Lease) -> None:
+        """Mark a lease whose deadlines may have changed."""
+        self.changed[lease.lease_id] = lease
+
+    def refresh(self, lease: Lease) -> None:
+        """Note that the lease has changed: what its devices hold and who shares them follows from it."""
+        self.mark_changed(lease)
+        self._forget_sums(lease)
+        self.accounts.meter(lease, self.now_ms)
+
+    def _forget_sums(self, lease: Lease) -> None:
+        for device in self._devices_of(lease):
+            device.known_sums = None
+
+    def _devices_of(self, lease: Lease) -> list[Device]:
+        """Return the devices where the lease holds memory."""
+        return [self.devices[one] for one in lease.occupied_ids if one in self.devices]
+
+    def advance(self, now_ms: int) -> None:
+        """Let time pass. Nothing has changed since the last event, so what lasts is added up here."""
+        passed_ms, self.now_ms = now_ms - self.now_ms, now_ms
+        for lease in self.by_state[LeaseState.RESIDENT].values() if passed_ms else ():
+            if lease.occupancy is OccupancyKind.BUSY:
+                lease.worked_ms += passed_ms
+                for device in self._devices_of(lease):
+                    device.busy_ms += passed_ms
+            else:
+                pool, mib = lease.spec.pool, lease.held_mib * len(self._devices_of(lease))
+                self.idle_held[pool] = self.idle_held.get(pool, 0) + mib * min(passed_ms, _LONGEST_HOLD_MS)
+
+    @property
+    def host_left_mib(self) -> int:
+        """Host memory that a further suspend may reserve."""
+        return self.host_budget_mib - self.host_saved_mib - self.host_reserved_mib
+
+    def goes_away(self, lease: Lease, *, later: bool = False) -> bool:
+        """Return whether a device of the lease is drained by a deadline; `later`: by one that is still to come."""
+        if not self.draining:
+            return False
+        times = [self.draining[one].deadline_ms for one in lease.device_ids if one in self.draining]
+        return any(at_ms is not None and (not later or at_ms > self.now_ms) for at_ms in times)
+
+    def deadline_ms(self, lease: Lease) -> int | None:
+        """Return when the first of the devices that hold the lease goes away, if that is still to come."""
+        if not self.draining or not lease.held_mib:
+            return None
+        times = [self.draining[one].deadline_ms for one in lease.device_ids if one in self.draining]
+        return min((at_ms for at_ms in times if at_ms is not None and at_ms > self.now_ms), default=None)
+
+    def share(self, lease: Lease) -> tuple[int, int]:
+        """Return the virtual time of the lease's owner and its own."""
+        return self.accounts.share(lease, self.now_ms)
+
+    # -- pools and devices -----------------------------------------------------------------------------------------------
+
+    def add_device(self, device: Device) -> None:
+        """Add a device; leases that were recovered on it earlier count there from now on."""
+        device_id = device.spec.device_id
+        self.devices[device_id] = device
+        for lease in self.leases.values():
+            if device_id in lease.occupied_ids:
+                device.holders[lease.lease_id] = lease
+
+    def configure(self, pool: PoolSpec) -> None:
+        """Take over a pool's policy."""
+        self.pools[pool.name] = pool
+        self._pool_of = {device_id: name for name, one in reversed(self.pools.items()) for device_id in one.devices}
+        for lease in self.leases.values():
+            lease.size_mib = self.reserve_mib(lease, lease.spec)
+        for lease in self.waiting.values():
+            if lease.ticket is not None and not lease.target_ids:
+                lease.ticket.kept_on = ()  # room is kept anew, perhaps elsewhere
+        self.mark_all_changed()
+        for lease in self.leases.values():
+            self.accounts.meter(lease, self.now_ms)
+
+    def mark_all_changed(self) -> None:
+        """Mark all leases, and add up all devices again: a device or pool changed."""
+        for device in self.devices.values():
+            device.known_sums = None
+        self.changed.update(self.leases)
+
+    def holders(self, device_id: str) -> Iterable[Lease]:
+        """Return the leases that hold something on a device, in the order in which they came."""
+        device = self.devices.get(device_id)
+        return () if device is None else device.holders.values()
+
+    def kind_of(self, device_id: str) -> str:
+        """Return the name of a device's type."""
+        return self.devices[device_id].spec.name
+
+    def pool_of(self, device_id: str) -> str | None:
+        """Return the pool that has the device."""
+        return self._pool_of.get(device_id)
+
+    def policy(self, lease: Lease) -> PoolSpec:
+        """Return the policy of the lease's pool; the default one, without devices, if the pool is not configured (any more)."""
+        pool = self.pools.get(lease.spec.pool)
+        return self._gone_pool(lease.spec.pool) if pool is None else pool
+
+    def _gone_pool(self, name: str) -> PoolSpec:
+        if name not in self._gone_pools:
+            self._gone_pools[name] = PoolSpec(name=name, devices=())
+        return self._gone_pools[name]
+
+    def shares_by_time(self, lease: Lease) -> bool:
+        """Whether the lease's pool shares by virtual time."""
+        return self.policy(lease).preempt_equals
+
+    # -- the queue -------------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting_pools(self) -> set[str]:
+        """The pools in which leases wait."""
+        return {lease.spec.pool for lease in self.waiting.values()}
+
+    def line(self, pool: str) -> list[Lease]:
+        """Return the waiting leases of a pool in the order that is shown: by priority, urgency and age.
+
+        In a pool that shares by virtual time, that comes before the age. A pass serves leases on their way, and tickets for which room is
+        kept, before others (`Turns`).
+        """
+        return sorted([lease for lease in self.waiting.values() if lease.spec.pool == pool], key=self._rank)
+
+    def _rank(self, lease: Lease) -> tuple[int, bool, bool, int, int, int]:
+        ticket = lease.ticket
+        if ticket is None:
+            raise ValueError(f"lease {lease.lease_id} has no ticket")
+        by_share = self.shares_by_time(lease) and not ticket.is_due
+        owner, own = self.share(lease) if by_share else (0, 0)
+        return -lease.spec.priority, not ticket.urgent, by_share, owner, own, ticket.order
+
+    def enqueue(self, lease: Lease, ticket: Ticket) -> None:
+        """Put a lease without a ticket in its place in the queue."""
+        lease.ticket = ticket
+        self.waiting[lease.lease_id] = lease
+        # Until it was seen at work, its demand is that of its pool.
+        self._set_demand(lease, self.forecasts.demand_milli(lease.lease_id, lease.spec.pool))
+        self.accounts.meter(lease, self.now_ms)
+        self.changed[lease.lease_id] = lease
+
+    def dequeue(self, lease: Lease) -> Ticket | None:
+        """Take the lease out of the queue; return its ticket, if it had one."""
+        ticket, lease.ticket = lease.ticket, None
+        if ticket is not None:
+            del self.waiting[lease.lease_id]
+            self.accounts.meter(lease, self.now_ms)
+            self.changed[lease.lease_id] = lease
+        return ticket

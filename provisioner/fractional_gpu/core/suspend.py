@@ -1,0 +1,685 @@
+"""The order of tickets, which busy leases a waiting one may preempt, and from when on.
+
+**Priorities.** Where the pool allows it (`preempt_priorities`), a ticket may preempt leases of a lower priority.
+
+**Fair shares.** Where the pool shares by virtual time (`preempt_equals`, `accounts`), a ticket may preempt a lease of its own priority
+that is ahead of it: leases of different owners compare the owners' virtual times, leases of one owner their own. Virtual times move while
+leases work, so each question here is answered with a time *from* which it holds, by extrapolating both clocks; the scheduler wakes up
+then.
+
+**Patience.** Virtual time alone does not bound a wait. For example, the small lease of an owner with two leases of different size may use
+all that the owner is entitled to for ever, while the large one waits. So a ticket that has waited twice as long as its share explains
+(`patience_ms`) is due: it precedes all tickets that are not, and preempts whatever the virtual times are.
+
+**No thrashing.** No lease is preempted before its minimum residency, a multiple of what its swap is expected to take. However close two
+virtual times are, a device does not go to and fro between them (law 5).
+"""
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+
+from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
+from fractional_gpu.core.model import LeaseState, PoolSpec, Sharing
+from fractional_gpu.core.place import (
+    FULL,
+    DeviceChoice,
+    device_choice,
+    excess,
+    fullness,
+    least_full,
+    room_milli,
+    spreads,
+)
+from fractional_gpu.core.state.books import Books
+from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind, Reason
+from fractional_gpu.core.units import format_memory
+
+
+def lacks_device(books: Books, lease: Lease) -> bool:
+    """Return whether a device of the lease is missing or lost, so that nothing can be saved from it."""
+    for device_id in lease.device_ids:
+        device = books.devices.get(device_id)
+        if device is None or device.lost:
+            return True
+    return not lease.device_ids
+
+
+def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
+    """Return when a resident, idle lease may be suspended for others; None while it is busy or cannot be saved.
+
+    A lease is left alone while it is pinned, after a failed suspend, and until it has had a chance to run. One whose next cell waits at
+    its closed gate counts as idle once its minimum residency is over. The caller checks its devices (`lacks_device`).
+    """
+    if lease.is_working or lease.is_unsuspendable:
+        return None
+    chance_ms = 0 if lease.has_run and lease.gate.ticket is None else lease.since_ms + max(1, pool.min_residency_ms)
+    return max(lease.retries.suspend_after_ms, chance_ms, lease.pinned_until_ms)
+
+
+def steps_aside(lease: Lease, beneficiary: Lease) -> bool:
+    """Return whether an idle lease leaves for the beneficiary. One whose next cell waits leaves only for a ticket that precedes it."""
+    place, ticket = lease.gate.ticket, beneficiary.ticket
+    if place is None or ticket is None:
+        return place is None
+    return (-beneficiary.spec.priority, ticket.order) < (-lease.spec.priority, place.order)
+
+
+# -- suspendability ----------------------------------------------------------------------------------------------------
+# Which leases cannot be suspended, because their state cannot be saved.
+#
+# The reason may be the process (the driver, or the kernel's extension, said that it cannot be checkpointed), the device (MIG, an old
+# driver) or the pool (MPS and MIG share devices without checkpoints). It is one sentence, which status and refusals repeat. It is kept on
+# the lease and renewed when one of the three changes; the choice of victims reads `Lease.is_unsuspendable` only.
+_BY_SHARING = {
+    Sharing.MPS: "its pool shares devices through MPS, whose clients the driver cannot checkpoint",
+    Sharing.MIG: "its pool hands out MIG instances, on which the driver cannot checkpoint",
+}
+
+
+_UNSEEN = "no extension of ours tells what this kernel uses, and its pool suspends only kernels of which that is known"
+
+
+def update_suspendability(books: Books, lease: Lease) -> None:
+    """Renew the reason why the lease cannot be suspended, if there is one."""
+    devices = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
+    by_device = next((device.spec.why_not for device in devices if device.spec.why_not), "")
+    policy = books.policy(lease)
+    unseen = "" if lease.spec.gated or policy.suspend_unseen else _UNSEEN
+    books.mark_changed(lease)
+    lease.unsuspendable_reason = lease.why_not or _BY_SHARING.get(policy.sharing, "") or by_device or unseen
+
+
+def update_all_suspendability(books: Books, leases: Iterable[Lease]) -> None:
+    """Renew those of several leases, and mark the devices that one lease has exclusively (MIG instances)."""
+    whole = {device_id for pool in books.pools.values() if pool.sharing is Sharing.MIG for device_id in pool.devices}
+    for device_id, device in books.devices.items():
+        device.is_exclusive = device_id in whole
+    for lease in leases:
+        update_suspendability(books, lease)
+        if lease.saved_mib:
+            books.spread_saved(lease)
+
+
+# -- busy leases -------------------------------------------------------------------------------------------------------
+# The order of tickets, which busy leases a waiting one may preempt, and from when on.
+#
+# **Priorities.** Where the pool allows it (`preempt_priorities`), a ticket may preempt leases of a lower priority.
+#
+# **Fair shares.** Where the pool shares by virtual time (`preempt_equals`, `accounts`), a ticket may preempt a lease of its own priority
+# that is ahead of it: leases of different owners compare the owners' virtual times, leases of one owner their own. Virtual times move
+# while leases work, so each question here is answered with a time *from* which it holds, by extrapolating both clocks; the scheduler
+# wakes up then.
+#
+# **Patience.** Virtual time alone does not bound a wait. For example, the small lease of an owner with two leases of different size may
+# use all that the owner is entitled to for ever, while the large one waits. So a ticket that has waited twice as long as its share
+# explains (`patience_ms`) is due: it precedes all tickets that are not, and preempts whatever the virtual times are.
+#
+# **No thrashing.** No lease is preempted before its minimum residency, a multiple of what its swap is expected to take. However close two
+# virtual times are, a device does not go to and fro between them (law 5).
+
+
+_TOGETHER_MS = 1_000  # at least so long a cell waits at its gate for other leases that have to leave, too
+
+
+def swap_ms(books: Books, lease: Lease) -> int:
+    """Return how long a suspend and a resume of the lease are expected to take together, ms."""
+    device = books.devices.get(lease.device_id or "")
+    name = device.spec.name if device is not None else ""
+    forecasts, mib = books.forecasts, lease.used_mib
+    return forecasts.swap_ms(SUSPEND, name, mib) + forecasts.swap_ms(RESUME, name, mib)
+
+
+def residency_ms(books: Books, lease: Lease) -> int:
+    """Return the minimum residency of a lease, ms: the length of its turn where other leases want the device, too."""
+    pool = books.policy(lease)
+    return max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap_ms(books, lease) // 1000)
+
+
+def gate_opens_ms(books: Books, lease: Lease, asked_ms: int) -> int:
+    """Return when a lease's gate opens again, at which its next cell has waited since `asked_ms`, if the others do not leave."""
+    return asked_ms + max(_TOGETHER_MS, swap_ms(books, lease))
+
+
+def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
+    """Return when a busy lease has had its minimum residency; None if it cannot be saved or is not resident."""
+    if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(books, lease):
+        return None
+    return had_residency_ms(books, lease)
+
+
+def had_residency_ms(books: Books, lease: Lease) -> int:
+    """Return when a busy lease has had its minimum residency. The caller knows that it is resident and can be saved."""
+    return max(lease.since_ms + residency_ms(books, lease), lease.retries.suspend_after_ms, lease.pinned_until_ms)
+
+
+def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
+    """Return from when on the waiting lease precedes the busy `victim`; None: time alone does not bring that about."""
+    if victim.spec.pool != lease.spec.pool or victim.spec.priority > lease.spec.priority:
+        return None
+    pool = books.policy(lease)
+    if victim.spec.priority < lease.spec.priority:
+        return 0 if pool.preempt_priorities else None
+    if not pool.preempt_equals:
+        return None
+    return 0 if lease.ticket is not None and lease.ticket.is_due else _is_behind_from_ms(books, lease, victim)
+
+
+def preempts_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
+    """Return from when on the lease may preempt the busy `victim`, whose turn ends then; None: time alone does not bring that about."""
+    before_ms = goes_before_from_ms(books, lease, victim)
+    had_turn_ms = preemptible_from_ms(books, victim) if before_ms is not None else None
+    return None if before_ms is None or had_turn_ms is None else max(before_ms, had_turn_ms)
+
+
+def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
+    """Return from when on a lease has used less than another of its priority; None: time alone does not bring that about."""
+    behind, _, _ = mine = _clock(books, lease, victim)
+    ahead, _, _ = theirs = _clock(books, victim, lease)
+    if ahead > behind:
+        return 0
+    closes = _closes(theirs, mine)
+    if closes <= 0:
+        return None
+    return books.now_ms + (behind - ahead) * mine[2] * theirs[2] // closes + 1
+
+
+def _clock(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
+    """Return the virtual time of the first by which the two compare, the milli-GPU it grows by, and the weight that divides them."""
+    owner, own = books.share(lease)
+    if lease.spec.owner == other.spec.owner:
+        return own, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
+    account = books.accounts.of(lease)
+    return owner, account.busy_milli, max(1, account.weight)
+
+
+def _closes(gains: tuple[int, int, int], loses: tuple[int, int, int]) -> int:
+    """Return how fast the first virtual time gains on the second, per millisecond and multiplied by both weights."""
+    return 100 * (gains[1] * loses[2] - loses[1] * gains[2])  # a virtual time grows by 100 x milli-GPU / weight
+
+
+LIKELY_MILLI = 250
+"""Nothing is done for a cell that is less likely than this, thousandths."""
+
+
+def likelihood_milli(lease: Lease) -> int:
+    """Return how likely the expected cell is, thousandths; 0 without an expectation."""
+    return lease.expectation.milli if lease.expectation is not None else 0
+
+
+def is_expected(books: Books, lease: Lease) -> bool:
+    """Return whether a cell of the lease is likely to come before its expectation lapses."""
+    known = lease.expectation
+    return known is not None and known.until_ms > books.now_ms and likelihood_milli(lease) >= LIKELY_MILLI
+
+
+def next_cell_in_ms(books: Books, lease: Lease) -> int:
+    """Return in how many ms the lease is expected to run something: by its gaps, sooner where signs say so."""
+    gap_ms = books.forecasts.gap_left_ms(lease.lease_id, books.now_ms)
+    known = lease.expectation
+    if known is None or known.until_ms <= books.now_ms:
+        return gap_ms
+    milli, soon_ms = likelihood_milli(lease), max(1, known.until_ms - books.now_ms)
+    if gap_ms <= soon_ms:
+        return gap_ms
+    # The mean of the two rates, by their weights: cells per time is what a victim's cost is about.
+    return 1000 * soon_ms * gap_ms // (milli * gap_ms + (1000 - milli) * soon_ms)
+
+
+# -- victims -----------------------------------------------------------------------------------------------------------
+# Which leases may leave a device for a waiting one, and what that costs.
+#
+# Idle leases come first, cheapest first, and none is taken whose memory is not needed. Busy leases are taken only where the pool
+# preempts, and only those that the beneficiary precedes (`suspend`): the lowest priority first, then the one furthest ahead of its
+# share. Busy leases that leave at the end of a cell are possible victims in any pool.
+#
+# The cost of a suspend is the time that the swap takes (dearer where it takes much of the host memory that is left), divided by the time
+# until the lease is expected to run something again. Costs within about a third of each other count as equal; then the least recently
+# used lease comes first.
+
+
+def suspend_cost(books: Books, lease: Lease) -> int:
+    """Return the cost of suspending the lease, in steps of about a third."""
+    need_mib = lease.host_need_mib
+    # The less host memory would be left, the dearer: up to ten times, so that small leases are taken first when it is short.
+    dear_milli = min(10_000, 1000 + 1000 * need_mib // max(1, books.host_left_mib - need_mib))
+    cost = swap_ms(books, lease) * dear_milli * 1000 // max(1, next_cell_in_ms(books, lease))
+    bits = cost.bit_length()
+    return 2 * bits + (cost >> (bits - 2) & 1) if bits > 1 else bits
+
+
+class Victims:
+    """The candidates on each device in one pass, each list made once. `recheck_ms`: when time alone adds a candidate."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._idle: dict[str, list[Lease]] = {}
+        self._busy: dict[str, list[tuple[int, Lease]]] = {}
+        self.recheck_ms: int | None = None
+
+    def recheck_at(self, at_ms: int) -> None:
+        """Note a future time at which the candidates change."""
+        if at_ms > self._books.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
+            self.recheck_ms = at_ms
+
+    def may_preempt_busy(self, lease: Lease) -> bool:
+        """Return whether the lease may preempt any busy lease."""
+        pool = self._books.policy(lease)
+        return not lease.is_growing and (pool.preempt_equals or pool.preempt_priorities)
+
+    def never_leaves(self, lease: Lease) -> bool:
+        """Return whether the lease leaves for no other lease, even when idle."""
+        return lease.is_unsuspendable or lease.pinned_until_ms > self._books.now_ms or lacks_device(self._books, lease)
+
+    def may_leave(self, lease: Lease) -> bool:
+        """Return whether the lease is idle and may be suspended now."""
+        if lease.occupancy is not OccupancyKind.IDLE or lacks_device(self._books, lease):
+            return False
+        from_ms = suspendable_from_ms(self._books.policy(lease), lease)
+        if from_ms is not None:
+            self.recheck_at(from_ms)
+        return from_ms is not None and from_ms <= self._books.now_ms
+
+    def forget(self, device_ids: Iterable[str]) -> None:
+        """List the candidates of devices again: a lease has come there, and may leave when it has had its chance to run."""
+        for device_id in device_ids:
+            self._idle.pop(device_id, None)
+            self._busy.pop(device_id, None)
+
+    # -- candidates ------------------------------------------------------------------------------------------------------
+
+    def idle(self, device_id: str) -> list[Lease]:
+        """Return the idle leases of the device that may be suspended now, cheapest first."""
+        if device_id not in self._idle:
+            able = [lease for lease in self._books.holders(device_id) if self.may_leave(lease)]
+            order = {lease.lease_id: (suspend_cost(self._books, lease), lease.last_active_ms) for lease in able}
+            self._idle[device_id] = sorted(able, key=lambda lease: (*order[lease.lease_id], lease.lease_id))
+        return [
+            lease for lease in self._idle[device_id] if lease.occupancy is OccupancyKind.IDLE
+        ]  # some left meanwhile
+
+    def _working(self, device_id: str) -> list[tuple[int, Lease]]:
+        """Return the busy leases of the device that can be saved, and when each has had its minimum residency."""
+        if device_id not in self._busy:
+            found = [(preemptible_from_ms(self._books, lease), lease) for lease in self._books.holders(device_id)]
+            self._busy[device_id] = [(from_ms, lease) for from_ms, lease in found if from_ms is not None]
+        return [one for one in self._busy[device_id] if one[1].occupancy is OccupancyKind.BUSY]
+
+    def _preemptible(self, device_id: str, beneficiary: Lease) -> list[Lease]:
+        """Return the busy leases that may be preempted for the beneficiary now, in the order of choice."""
+        books, found = self._books, []
+        for from_ms, lease in self._working(device_id):
+            before_ms = goes_before_from_ms(books, beneficiary, lease)
+            if before_ms is None:
+                continue
+            self.recheck_at(max(before_ms, from_ms))
+            if max(before_ms, from_ms) <= books.now_ms:
+                owner, own = books.share(lease)
+                found.append((lease.spec.priority, -owner, -own, suspend_cost(books, lease), lease.lease_id, lease))
+        return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
+
+    def _yielding(self, device_id: str, beneficiary: Lease) -> list[Lease]:
+        """Return the busy leases that may be asked to leave at the end of a cell, those asked already first."""
+        books, found = self._books, []
+        for residency_ms, lease in self._working(device_id):
+            from_ms = max(residency_ms, lease.gate.open_until_ms)
+            self.recheck_at(from_ms)
+            if from_ms <= books.now_ms and lease.spec.priority <= beneficiary.spec.priority:
+                cost = suspend_cost(books, lease)
+                found.append((not lease.gate.closed, lease.spec.priority, cost, lease.lease_id, lease))
+        return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
+
+    # -- choice ----------------------------------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        device_id: str,
+        short_mib: int,
+        beneficiary: Lease,
+        taken: Container[str],
+        also: Sequence[Lease] = (),
+        *,
+        busy: bool,
+        host_mib: int,
+        between_cells: bool = False,
+    ) -> tuple[Lease, ...] | None:
+        """Return leases whose memory covers the shortage, each of them needed; None if there are not enough.
+
+        Idle leases that `host_mib` of host memory suffice for are enough if possible; otherwise idle leases beyond that are taken, too, so
+        that the shortage of host memory is reported. `busy` adds leases that may be preempted, `between_cells` those that may be asked to
+        leave at the end of a cell. Leases that are `taken`, or leave in any case (`also`), are not chosen.
+        """
+        if short_mib <= 0:
+            return ()
+        able = [lease for lease in self.idle(device_id) if steps_aside(lease, beneficiary)]
+        if between_cells:
+            able += self._yielding(device_id, beneficiary)
+        elif busy:
+            able += self._preemptible(device_id, beneficiary)
+        able = [one for one in able if one.lease_id not in taken and one is not beneficiary and one not in also]
+        if sum(lease.held_mib for lease in able) < short_mib:
+            return None
+        chosen = _enough(able, short_mib, host_mib)
+        if not chosen:
+            able.sort(
+                key=lambda one: one.busy and one.host_need_mib > host_mib
+            )  # of the busy ones, those that could be saved
+            chosen = _enough(able, short_mib, None)
+        return chosen or None
+
+
+def _enough(able: Sequence[Lease], short_mib: int, host_mib: int | None) -> tuple[Lease, ...]:
+    """Return the first leases that cover the shortage and that host memory suffices for (None: any), without spare ones; or none."""
+    chosen: list[Lease] = []
+    room_mib, idle_left_out = 0, False
+    for lease in able:
+        if lease.busy and idle_left_out:
+            break  # a busy lease is not preempted because host memory is too short for an idle one
+        if host_mib is not None and lease.host_need_mib > host_mib:
+            idle_left_out |= not lease.busy
+            continue
+        if host_mib is not None:
+            host_mib -= lease.host_need_mib
+        chosen.append(lease)
+        room_mib += lease.held_mib
+        if room_mib >= short_mib:
+            break
+    if room_mib < short_mib:
+        return ()
+    spare_mib, needed = room_mib - short_mib, list[Lease]()
+    for lease in reversed(chosen):  # the dearest first: one that fits into what is to spare can stay
+        if lease.held_mib <= spare_mib:
+            spare_mib -= lease.held_mib
+        else:
+            needed.append(lease)
+    return tuple(needed[::-1])
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+# What one pass over the queue still has to give, and how to make room.
+#
+# **Room.** Of each device a pass knows what is free and kept for no ticket ahead (`free_mib`), and what will be when all have left that
+# leave (`total_mib`): what suspends under way, or planned, will free counts there.
+#
+# **Plans.** `plan` finds the leases whose leaving makes room for a ticket at least cost, and checks host memory for what they save.
+# `promise` keeps the plan's room before its suspends begin: only as many begin as swap channels are free.
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Suspending `suspend` makes room for a ticket on these devices; no victims: suspends under way suffice."""
+
+    device_ids: tuple[str, ...]
+    victims: tuple[Lease, ...]
+
+
+class Room:
+    """What one pass has kept and promised of a device, and what that leaves, MiB."""
+
+    __slots__ = (
+        "device",
+        "free_mib",
+        "kept",
+        "planned",
+        "seen",
+        "total_mib",
+        "with_busy_mib",
+        "with_idle_mib",
+    )
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.kept: dict[str, int] = {}  # by the lease that it is kept for
+        self.planned: list[Lease] = []  # leases there whose suspend is planned, or has begun since
+        self.look()
+
+    def look(self) -> None:
+        """Compute what is left."""
+        device, kept_mib = self.device, sum(self.kept.values())
+        self.seen = device.sums
+        free_mib = device.free_mib - kept_mib
+        # What is free and not kept; negative if more is kept than there is.
+        self.free_mib = min(0, free_mib) if kept_mib and device.is_exclusive else free_mib
+        leaving_mib, idle_mib, busy_mib = map(
+            device.mib, (OccupancyKind.SUSPENDING, OccupancyKind.IDLE, OccupancyKind.BUSY)
+        )
+        for lease in self.planned:
+            if lease.occupancy is OccupancyKind.IDLE:
+                leaving_mib, idle_mib = leaving_mib + lease.held_mib, idle_mib - lease.held_mib
+            elif lease.occupancy is OccupancyKind.BUSY:
+                leaving_mib, busy_mib = leaving_mib + lease.held_mib, busy_mib - lease.held_mib
+        # What is free, or will be when all have left that leave, and is not kept.
+        self.total_mib = self.free_mib + leaving_mib
+        self.with_idle_mib = self.total_mib + idle_mib  # what there would be if all idle leases left ...
+        self.with_busy_mib = self.with_idle_mib + busy_mib  # ... and the busy ones
+
+
+class Capacity:
+    """The rooms of all devices in one pass. What a ticket was promised is gone for those behind it."""
+
+    def __init__(self, books: Books, victims: Victims) -> None:
+        self._books = books
+        self._victims = victims
+        self._rooms = {device_id: Room(device) for device_id, device in books.devices.items()}
+        self.planned: dict[str, Lease] = {}  # leases whose suspend is planned, or has begun since
+        self.stays: set[str] = set()  # leases for which room is being made where they are: their suspend would waste it
+        self.asked_to_yield: set[str] = set()  # leases that make room for a ticket ahead at a cell's end
+        self.short_of_host_memory: set[str] = set()  # idle leases that there is too little host memory for
+
+    def room(self, device_id: str) -> Room:
+        """Return a device's room as it is now."""
+        room = self._rooms[device_id]
+        if room.seen is not self._books.devices[device_id].known_sums:
+            room.look()
+        return room
+
+    # -- where a ticket fits ---------------------------------------------------------------------------------------------
+
+    def fits(self, devices: Iterable[str], need_mib: int) -> bool:
+        """Return whether the need fits on each of these devices now."""
+        return all(self.room(device_id).free_mib >= need_mib for device_id in devices)
+
+    def idle_could_free(self, devices: Iterable[str], need_mib: int) -> bool:
+        """Return whether idle leases could make room on one of the devices."""
+        return any(self.room(device_id).with_idle_mib >= need_mib for device_id in devices)
+
+    def choice(self, lease: Lease, devices: Sequence[str], need_mib: int) -> DeviceChoice:
+        """Return what orders devices for the lease. `devices`: all that it may go to."""
+        return device_choice(self._books, lease, need_mib, lambda: [(one, self.room(one).free_mib) for one in devices])
+
+    def pick(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
+        """Return where the need fits for the lease; None if it fits nowhere.
+
+        In a pool that spreads, a device where busy leases leave more compute to the lease comes first (`place`). Of several such
+        devices, `place` chooses.
+        """
+        places = [(device_id, self.room(device_id).free_mib) for device_id in devices]
+        fitting = [place for place in places if place[1] >= need_mib]
+        choice = self.choice(lease, devices, need_mib)
+        if lease.count > 1:
+            return choice.best_set(fitting, lease.count)
+        if len(fitting) > 1 and spreads(self._books, lease):
+            fitting = least_full(self._books, lease, fitting)
+        best = choice.best(fitting)
+        return None if best is None else (best,)
+
+    def pick_for(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
+        """Return where the lease's need fits; None if it fits nowhere. Saved state goes home if it can, unless home is too busy for it."""
+        home = lease.home_ids if lease.state is LeaseState.SUSPENDED else ()
+        if not home or not set(home) <= set(devices) or not self.fits(home, need_mib):
+            return self.pick(lease, devices, need_mib)
+        if len(home) > 1 or not spreads(self._books, lease) or self._has_compute(home[0], lease):
+            return home
+        chosen = self.pick(lease, devices, need_mib)
+        return chosen if chosen is not None and self._has_compute(chosen[0], lease) else home
+
+    def _has_compute(self, device_id: str, lease: Lease) -> bool:
+        """Return whether the device is within the bound of the lease's pool with the lease."""
+        return fullness(self.room(device_id).device, room_milli(self._books, lease)) < FULL
+
+    # -- keeping room ----------------------------------------------------------------------------------------------------
+
+    def keep(self, lease: Lease, device_id: str, need_mib: int) -> None:
+        """Keep room that is free, or becomes free, for a lease; on each device at most once in a pass."""
+        room = self._rooms.get(device_id)
+        if room is not None and lease.lease_id not in room.kept:
+            room.kept[lease.lease_id] = need_mib
+            room.look()
+
+    def release(self, lease: Lease, device_ids: Iterable[str]) -> None:
+        """Keep room for a lease no longer: the lease has it, or will not get it."""
+        for device_id in device_ids:
+            if device_id in self._rooms:
+                self._rooms[device_id].kept.pop(lease.lease_id, None)
+                self._rooms[device_id].look()
+
+    @property
+    def keeps_any(self) -> bool:
+        """Whether room is kept for any lease."""
+        return any(room.kept for room in self._rooms.values())
+
+    def devices_to_keep(self, lease: Lease, devices: Sequence[str], need_mib: int, number: int) -> tuple[str, ...]:
+        """Return on which devices to keep room for the lease: where it is kept already, then where least is lacking.
+
+        The devices stay the same while they can serve the ticket, so that the room there can grow to what is needed.
+        """
+        able = [device_id for device_id in devices if self.room(device_id).device.lease_capacity_mib >= need_mib]
+        if len(able) < lease.count or lease.ticket is None:  # room on some of the devices that it needs is of no use
+            return ()
+        kept = [device_id for device_id in lease.ticket.kept_on if device_id in able]
+        others = [device_id for device_id in able if device_id not in kept]
+        others.sort(key=lambda one: (lease.lease_id not in self.room(one).kept, -self.room(one).total_mib))
+        return tuple([*kept, *others][:number])
+
+    # -- making room -----------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        lease: Lease,
+        devices: Sequence[str],
+        need_mib: int,
+        *,
+        also: tuple[Lease, ...] = (),
+        between_cells: bool = False,
+    ) -> Plan | Reason | None:
+        """Return how to make room at least cost, or why that fails for want of host memory, or None.
+
+        `also` leave in any case. `between_cells`: plan with busy leases that leave at the end of their cells.
+        """
+        victims_of: dict[str, tuple[Lease, ...]] = {}
+        busy = between_cells or self._victims.may_preempt_busy(lease)
+        taken = {*self.planned, *self.stays, *(self.asked_to_yield if between_cells else ())}
+        host_mib = self._host_left_mib - sum(victim.host_need_mib for victim in also)
+        for device_id in devices:
+            room = self.room(device_id)
+            reachable_mib = room.with_busy_mib if busy else room.with_idle_mib
+            if reachable_mib < need_mib or room.device.lease_capacity_mib < need_mib:
+                continue
+            short_mib = need_mib - room.total_mib - sum(one.held_mib for one in also if device_id in one.device_ids)
+            victims = self._victims.choose(
+                device_id, short_mib, lease, taken, also, busy=busy, host_mib=host_mib, between_cells=between_cells
+            )
+            if victims is not None:
+                victims_of[device_id] = victims
+        short_of_host: Reason | None = None
+        for chosen in self._by_cost(lease, devices, need_mib, victims_of):
+            # Victims on several of the devices count once. A plan that host memory is too short for is dropped, and the next tried.
+            victims = tuple(dict.fromkeys([*also, *[one for device_id in chosen for one in victims_of[device_id]]]))
+            short_of_host = self.short_of_host(Plan(chosen, victims))
+            if short_of_host is None:
+                return Plan(chosen, victims)
+        return short_of_host
+
+    def _by_cost(
+        self, lease: Lease, devices: Sequence[str], need_mib: int, victims_of: dict[str, tuple[Lease, ...]]
+    ) -> list[tuple[str, ...]]:
+        """Return the sets of devices that would do, the cheapest first.
+
+        The cost of a device: busy victims, then compute that would be lacking, the swaps, the number of victims, what the lease spoils
+        there, and last how recently a victim was active. Several devices are of one name.
+        """
+        count, bound = lease.count, lease.state is LeaseState.SUSPENDED or lease.is_growing
+        if count > 1 and bound and len(devices) == count:
+            home = (
+                lease.home_ids or lease.device_ids
+            )  # it goes back to all of them, or grows there, whatever their names
+            return [home] if all(device_id in victims_of for device_id in home) else []
+        choice = self.choice(lease, devices, need_mib)
+
+        def cost(device_id: str) -> tuple[int, ...]:
+            room, victims = self.room(device_id), victims_of[device_id]
+            then_mib = room.total_mib + sum([one.held_mib for one in victims if device_id in one.device_ids])
+            return (
+                sum([one.is_working for one in victims]),
+                excess(self._books, room.device, lease, victims),
+                sum([suspend_cost(self._books, one) for one in victims]),
+                len(victims),
+                choice.spoilt([(device_id, then_mib)]),
+                max([one.last_active_ms for one in victims], default=0),
+            )
+
+        order = sorted(victims_of, key=cost) if len(victims_of) > 1 else list(victims_of)
+        if count == 1:
+            return [(device_id,) for device_id in order]
+        by_name: dict[str, list[str]] = {}
+        for device_id in order:
+            by_name.setdefault(self._books.kind_of(device_id), []).append(device_id)
+        return [tuple(ids[at : at + count]) for ids in by_name.values() for at in range(len(ids) - count + 1)]
+
+    @property
+    def _host_left_mib(self) -> int:
+        """Host memory that is left when all planned suspends have begun."""
+        to_come = [one.host_need_mib for one in self.planned.values() if one.state is LeaseState.RESIDENT]
+        return self._books.host_left_mib - sum(to_come)
+
+    def short_of_host(self, plan: Plan) -> Reason | None:
+        """Return a reason if there is too little host memory for what the plan would save, else None."""
+        host_mib, left_mib = sum(victim.host_need_mib for victim in plan.victims), self._host_left_mib
+        if not plan.victims or host_mib <= left_mib:
+            return None
+        self.short_of_host_memory.update(victim.lease_id for victim in plan.victims)
+        for device_id in plan.device_ids:
+            self.short_of_host_memory.update(self.room(device_id).device.holders)
+        return Reason(
+            "wait.host-memory",
+            f"idle kernels could make room, but saving them is expected to take {format_memory(host_mib)} of host memory, "
+            f"of which {format_memory(max(0, left_mib))} are left",
+            tuple(victim.lease_id for victim in plan.victims),
+        )
+
+    def promise(self, lease: Lease, plan: Plan, need_mib: int) -> None:
+        """Keep all that a ticket needs on the devices of its plan, whose victims leave."""
+        for victim in plan.victims:
+            self.planned[victim.lease_id] = victim
+            for device_id in victim.device_ids:
+                if device_id in self._rooms:
+                    self._rooms[device_id].planned.append(victim)
+                    self._rooms[device_id].look()
+        for device_id in plan.device_ids:
+            self.keep(lease, device_id, need_mib)
+
+    # -- gathering kept room ---------------------------------------------------------------------------------------------
+
+    def could_serve(self, device_id: str, need_mib: int, lease: Lease) -> bool:
+        """Return whether the device would have room for the lease if all others there that ever can leave did."""
+        device = self.room(device_id).device
+        stays_mib = device.mib(OccupancyKind.FIXED) + sum(
+            other.held_mib
+            for other in device.holders.values()
+            if other.occupancy in (OccupancyKind.IDLE, OccupancyKind.BUSY)
+            and (other is lease or self._victims.never_leaves(other))
+        )
+        return device.lease_capacity_mib - stays_mib >= need_mib
+
+    def victims_for_kept_room(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
+        """Return idle leases of the device, cheapest first, that free what is still lacking and that host memory suffices for."""
+        device = self.room(device_id).device
+        lack_mib = need_mib - device.free_mib - device.mib(OccupancyKind.SUSPENDING)
+        chosen = []
+        for other in self._victims.idle(device_id):
+            if lack_mib <= 0:
+                break
+            taken = other is lease or other.lease_id in self.planned or other.lease_id in self.stays
+            if not taken and steps_aside(other, lease) and other.host_need_mib <= self._books.host_left_mib:
+                chosen.append(other)
+                lack_mib -= other.held_mib
+        return chosen
