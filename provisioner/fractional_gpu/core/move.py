@@ -1,14 +1,16 @@
-"""Moving a lease to other devices: it is suspended where it is and resumed at once on its target, where room is kept meanwhile.
+"""Moving a lease to another device: it is suspended where it is, and resumed at once on its target, where room is kept meanwhile.
 
-There are five cases: an administrator requests it; an idle lease goes where it can grow; an idle lease that makes room for a ticket goes
-where it fits now, instead of only being suspended; a busy lease does so where idle leases cannot make room and its pool moves busy ones
-(`move_busy`); a busy lease goes where neighbours leave it more compute (`move`). Only leases on one device are moved for others.
+A lease moves if
+
+- an administrator requests it (`move_on_request`): at once or not at all;
+- it is idle and can grow elsewhere (`move_to_grow`);
+- it makes room for a ticket and fits elsewhere, too (`move_aside`); a busy one only if idle leases cannot make room, in a pool that moves
+  busy ones (`plan_busy_move`);
+- it is busy, and neighbours leave it more compute elsewhere (`ComputeRelief`);
+- it is idle, and its device becomes empty by that (`IdlePacking`).
 
 A lease on its way has a ticket from the beginning, before all others of its priority. If its target cannot have it after all (a process
-of no lease took the memory, the device was lost), it is a suspended lease with a ticket like any other.
-
-A move that an administrator requests begins at once or is declined. It takes no room that is kept for leases on their way or is being
-made for a ticket. While another swap is under way it is declined as `BUSY_CHANNEL`, and the requester tries again.
+without a lease took the memory, the device was lost), it is a suspended lease with a ticket like any other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -145,7 +147,10 @@ BUSY_CHANNEL = "swap-channel"
 
 
 def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Reason | None:
-    """Begin a requested move. Returns why the lease stays, or None. The caller has checked that it can be suspended at all."""
+    """Begin a requested move. Returns why the lease stays, or None. The caller has checked that it can be suspended at all.
+
+    It takes no room that is kept for leases on their way or is being made for a ticket.
+    """
     refused = REVOKED if lease.revoked else _not_movable(changes, lease)
     if refused is not None:
         return refused
@@ -219,27 +224,9 @@ def _free_and_not_kept(changes: Changes, devices: tuple[str, ...]) -> dict[str, 
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
-# Moving busy leases off devices whose busy leases slow each other down.
-#
-# Where kernels start says little about which cells will run there at the same time, and how much of a device a cell needs is known only
-# once it runs. So the arbiter looks again: where the busy leases of a device, by what their cells have shown, need more than the bound of
-# their pool, it weighs moving one of them to a device that leaves it more.
-#
-# **Gain.** Busy leases that need more than a device lose u * (k - 1) of the time that their cells still take, each for its own u
-# (`time_slicing`). The gain of a move is what both devices lose now, less what they would lose then. How long cells still take is
-# forecast.
-#
-# **Cost.** The suspend and resume of the lease, while which its cell does not run. Where the other device lacks memory, idle leases there
-# make room, and their suspends and resumes are added. A move must gain twice what it costs.
-#
-# Only what tickets leave is used: nothing is begun while one waits, or while no swap channel is free. A lease is moved only where its
-# pool moves leases (`may_move`), weighs compute, and lets busy ones be preempted or moved at all, and only after its minimum residency.
-# Idle leases that make room are suspended first; the move follows when they have left, if it still gains enough.
 
 
 _TIMES_COST = 2  # that a move must gain
-
-
 _MOST_MADE_ROOM = 8  # devices that lack memory and are looked at for one lease, those that are least busy
 
 
@@ -281,7 +268,18 @@ def _rank(move: _Move) -> tuple[int, int, int]:
 
 
 class ComputeRelief:
-    """Begins such moves. `recheck_ms`: when time alone allows one."""
+    """Moves busy leases off devices whose busy leases slow each other down. `recheck_ms`: when time alone allows a move.
+
+    Where kernels start says little about which cells will run at the same time, and how much of a device a cell needs is known only once it
+    runs. So the arbiter looks again if busy leases need more of a device than the bound of their pool.
+
+    **Gain.** Busy leases lose u * (k - 1) of the time that their cells still take, each for its own u (`time_slicing`). A move gains what
+    both devices lose now, less what they would lose then. **Cost**: the suspend and resume of the lease, during which its cell does not
+    run, and those of idle leases that make room on the other device. A move must gain twice what it costs.
+
+    It uses only what tickets leave: no ticket waits, and a swap channel is free. Idle leases that make room are suspended first; the move
+    follows when they have left, if it still gains enough.
+    """
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -401,12 +399,6 @@ def _busy_on(device: Device) -> list[Lease]:
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------
-# Emptying whole devices: idle leases that are spread over several devices are moved together.
-#
-# In a pool that says so (`empty_devices`), the idle leases of a device move to fuller ones of its kind, so that none moves back, if all
-# of them can: a partly emptied device is worth nothing. Among fuller devices with busy leases, `place` chooses. Only leases move
-# that have been idle for a while, are not expected, and take no longer than the pool allows for early swaps; and while no ticket of it
-# waits.
 
 
 QUIET_MS = 60_000
@@ -414,7 +406,12 @@ QUIET_MS = 60_000
 
 
 class IdlePacking:
-    """Begins such moves. `recheck_ms`: when time alone allows one."""
+    """Empties devices in pools with `empty_devices`. `recheck_ms`: when time alone allows a move.
+
+    The idle leases of a device move to fuller ones of its kind, so that none moves back, if all of them can: a partly emptied device is
+    worth nothing. Only leases move that have been idle for a while, are not expected, and take no longer than the pool allows for early
+    swaps.
+    """
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes

@@ -1,13 +1,31 @@
-"""Where a lease may go, when it may be suspended for others, and which leases cannot be suspended at all."""
+"""Where a lease may go, and which of those devices it gets.
+
+**May go.** `allowed_devices`: the devices of its pool; for saved state its home, and devices like it if the pool moves leases.
+
+**Compute.** A lease needs a part of a device while it is busy (its demand, which is learnt). Busy leases that together need more than the
+device slow each other down (`time_slicing`). A pool that spreads prefers the devices on which all demands, with the newcomer's, stay
+within its bound (`slowdown_bound_milli`), the emptiest first; beyond the bound, the least excess first. No ticket waits for compute: it
+only orders devices that have the memory, or will have it.
+
+**Memory.** Of devices that are equal by compute, a lease gets the one on which it spoils least (`DeviceChoice`).
+"""
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
 
 from fractional_gpu.core.forecasts.asks import AskMix
 from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind
 from fractional_gpu.core.time_slicing import WHOLE_MILLI, slowed_milli, stretch_milli
+
+
+def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
+    """Return the devices on which the lease's ticket can be served."""
+    if not lease.is_growing:
+        return eligible_devices(books, books.policy(lease), lease)
+    there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
+    admits = len(there) == len(lease.device_ids) and not any(device.lost or device.draining for device in there)
+    return lease.device_ids if admits else ()
 
 
 def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
@@ -66,29 +84,11 @@ def _admits(books: Books, device_id: str) -> bool:
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
-# How much compute the busy leases of a device leave, and how much they slow each other down.
-#
-# Each lease needs a part of a device while it is busy (its demand, learnt): what it would use if it were alone. Busy leases that need no
-# more than the whole device together do not slow each other down. Beyond that, by the model of `time_slicing`, their cells take longer.
-#
-# **Choosing a device.** A pool that spreads prefers devices in these classes:
-#
-# 1. The demands with the newcomer's own stay within the pool's bound (`slowdown_bound_milli`). Of these, less comes first, in steps of a
-#    tenth of a device. Idle leases count with a quarter of their demands here, as their next cells will come.
-# 2. Beyond the bound, the least excess first, in steps of a quarter of a device.
-#
-# `place` decides within a step. A lease that was let in for a cell counts as busy before the cell begins. No ticket waits for
-# compute: all this only orders devices that have, or will have, the memory.
-
 
 FULL = 1 << 20
 """From this on a `fullness` is beyond the bound."""
-
-
-_STEP_MILLI = 100  # within the bound
-
-
-_EXCESS_STEP_MILLI = 250  # beyond it
+_STEP_MILLI = 100  # devices that differ by less within the bound are equal ...
+_EXCESS_STEP_MILLI = 250  # ... and beyond it
 
 
 def spreads(books: Books, lease: Lease) -> bool:
@@ -170,35 +170,23 @@ def _loss(wants_milli: int) -> int:
     return wants_milli * max(0, wants_milli - WHOLE_MILLI) // WHOLE_MILLI
 
 
-# -- fragmentation -----------------------------------------------------------------------------------------------------
-# Which of the devices where a lease fits it gets: the one where it spoils least of the free memory for the asks to come.
-#
-# **Measure.** Free memory that no lease can use is as good as gone. How much of a device's free memory is usable depends on what is asked
-# for: 30 GiB serve one ask for 20 GiB, three for 10 GiB, and none for 40 GiB. The mix of a pool (`forecasts.asks`) says how often each
-# size is asked for; what a lease *spoils* on a device is what the device can give to the mix before, less what it can after, in the mean
-# over the asks. An ask for several devices uses only devices that have its memory free, and only so many of one kind at a time.
-#
-# That is fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), for memory instead of GPU shares, with
-# a mix that is learnt on line instead of known, and with what a device can give counted in whole asks.
-#
-# **Order.** The least spoilt comes first, then the least memory left (best fit), then the first of the given devices. While no lease has
-# asked, nothing can be spoilt, so that is best fit. Where a pool weighs compute, callers give only the devices that are equal by that.
-#
-# Every choice of a device goes through `DeviceChoice`: the arbiter's, and that of the placement benchmark (`simulator.policies`).
-
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 Place = tuple[str, int]
 """A device's id, and how much memory is free there, MiB."""
 
 
-_free_of: Callable[[Place], int] = itemgetter(1)
-
-
 class DeviceChoice:
-    """Orders devices for leases that need `need_mib` on each of theirs.
+    """Orders devices for leases that need `need_mib` on each of theirs, by how little of the free memory they spoil.
 
-    `kind_of` returns the kind of a device: leases of several devices have devices of one kind. `everywhere` returns all devices of the
-    pool; it is called only where the mix has asks for several devices.
+    Free memory that no lease can use is as good as gone: 30 GiB serve one ask for 20 GiB, three for 10 GiB, and none for 40 GiB. What a
+    lease spoils on a device is what the device could give to the asks of its pool before (`forecasts.asks`), less what it can give after.
+    The least spoilt comes first, then the least memory left (best fit), then the first of the given devices. While no lease has asked,
+    that is best fit.
+
+    Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), for memory in place of GPU shares and
+    with asks that are learnt. `kind_of` returns the kind of a device, as leases of several devices have devices of one kind; `everywhere`
+    returns all devices of the pool, and is called only if there were asks for several devices.
     """
 
     __slots__ = ("_counts", "_everywhere", "_kind_of", "_mix", "_need_mib")
@@ -217,30 +205,11 @@ class DeviceChoice:
         self._everywhere = everywhere
         self._counts: dict[tuple[str, int], int] | None = None  # by kind and MiB: devices that have so much free
 
-    @property
-    def is_even(self) -> bool:
-        """Whether the lease spoils the same on all devices: no lease has asked, or all ask for what this one needs."""
-        return not self._mix.weights or self._mix.only_mib == self._need_mib
-
     def best(self, fitting: Sequence[Place]) -> str | None:
         """Return the best of the devices, on each of which the lease fits; None if there is none."""
         if len(fitting) < 2:
             return fitting[0][0] if fitting else None
-        mix, need_mib = self._mix, self._need_mib
-        if self.is_even:
-            return min(fitting, key=_free_of)[0]
-        # What is spoilt depends on the free memory and the kind: the first device with the same stands for the others.
-        if mix.several:
-            alike: dict[tuple[str, int], Place] = {}
-            for place in fitting:
-                alike.setdefault((self._kind_of(place[0]), place[1]), place)
-            return min(alike.values(), key=self.rank)[0]
-        firsts = {free_mib: device_id for device_id, free_mib in reversed(fitting)}
-        if len(firsts) == 1:
-            return fitting[0][0]
-        usable = mix.usable
-        least = min([(usable(free_mib) - usable(free_mib - need_mib), free_mib) for free_mib in firsts])
-        return firsts[least[1]]
+        return min(fitting, key=self.rank)[0]
 
     def best_set(self, fitting: Iterable[Place], count: int) -> tuple[str, ...] | None:
         """Return the best `count` devices of one kind, on each of which the lease fits; None if no kind has that many."""
@@ -248,7 +217,9 @@ class DeviceChoice:
         for place in fitting:
             by_kind.setdefault(self._kind_of(place[0]), []).append(place)
         sets = [sorted(found, key=self.rank)[:count] for found in by_kind.values() if len(found) >= count]
-        best = min(sets, key=lambda places: (self.spoilt(places), sum(map(_free_of, places))), default=None)
+        best = min(
+            sets, key=lambda places: (self.spoilt(places), sum(free_mib for _, free_mib in places)), default=None
+        )
         return tuple(device_id for device_id, _ in best) if best is not None else None
 
     def rank(self, place: Place) -> tuple[int, int]:
@@ -283,12 +254,3 @@ def device_choice(books: Books, lease: Lease, need_mib: int, everywhere: Callabl
     """Return what orders devices for a lease, by what its pool is asked for. `everywhere`: all devices that it may go to."""
     mix = books.forecasts.asks(lease.spec.pool)
     return DeviceChoice(mix, need_mib, kind_of=books.kind_of, everywhere=everywhere)
-
-
-def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
-    """Return the devices on which the lease's ticket can be served."""
-    if not lease.is_growing:
-        return eligible_devices(books, books.policy(lease), lease)
-    there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
-    admits = len(there) == len(lease.device_ids) and not any(device.lost or device.draining for device in there)
-    return lease.device_ids if admits else ()

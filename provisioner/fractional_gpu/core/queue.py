@@ -1,26 +1,26 @@
-"""One pass over the queue: every ticket that waits for room is visited once, in the order of its turn (`Turns`).
+"""Who is served next: one pass over the queue visits every ticket that waits for room once, in the order of its turn.
 
-**What can happen to a ticket.** One that fits is granted. One that does not, but would if idle leases left (or, where the pool preempts,
-busy ones), makes them leave, and the room they free is promised to it. One that would not fit even then waits, and no lease is suspended
-for it in vain (law 3). A later ticket may overtake one that cannot be served, but at most K times; from then on room is kept for that one
-(law 4).
+`Turns` has the order, `QueuePass._visit` the cases. A ticket that would not fit even if all left that may waits, and no lease is suspended
+for it in vain (law 3). A later ticket may overtake one that cannot be served, but at most K times; then room is kept for that one (law 4).
+
+**Patience.** Virtual time alone does not bound a wait: the small lease of an owner with two leases of different size may use all that the
+owner is entitled to for ever, while the large one waits. So a ticket that has waited twice as long as its share explains (`patience_ms`) is
+due: it precedes all tickets that are not, and preempts whatever the virtual times are.
 
 **Room at the end of a cell.** A kernel that runs one cell after another is never idle for long, and still makes room, whatever the pool's
-`preempt` policy. Where idle leases cannot make room for a ticket, the gates of busy leases are closed whose leaving would let it in:
+`preempt` policy. If idle leases cannot make room for a ticket, the pass closes the gates of busy leases whose leaving would let it in:
 
 - A lease is asked only after its minimum residency, for a ticket of at least its own priority, and not while it is pinned or after a
   failed suspend. The running cell goes on.
-- Its next cell asks before it runs, and has its place in the queue from then on, behind the ticket. Until it is let in, its kernel runs
-  nothing, so the lease can be suspended at once like an idle one.
-- If several leases have to leave, the first one to end its cell waits for the others, but only as long as its own swap takes, and at
-  least a second (`gate_opens_ms`), because another one may run a cell that never ends. It is not asked again before another minimum
-  residency has passed.
+- Its next cell asks before it runs, and has its place in the queue behind the ticket. Until it is let in, its kernel runs nothing, so the
+  lease can be suspended at once like an idle one.
+- If several leases have to leave, the first one to end its cell waits for the others, but only as long as its own swap takes, and at least
+  a second (`gate_opens_ms`), because another one may run a cell that never ends. It is not asked again before another minimum residency
+  has passed.
 
-A pass chooses which gates are closed and opened; only the choice of the last pass of an event is carried out (`settle_gates`), as an
-earlier one may ask for room that the same event frees after it.
-
-**When room grows.** Some steps give room back in the middle of a pass (a lease that grew left, a share became free, a kept place was given
-up). Tickets that were visited before might fit now, so the pass asks for another one (`needs_another`).
+A pass only chooses gates; the choice of the last pass of an event is carried out (`settle_gates`), as an earlier one may ask for room
+that the same event frees after it. Some steps give room back in the middle of a pass, and tickets that were visited before might fit now:
+then the pass asks for another one (`needs_another`).
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,10 @@ from fractional_gpu.core.suspend import Capacity, Plan, Victims, gate_opens_ms, 
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.core.words import name_for, wait_code, wait_reason
 
-_PATIENCE = 2  # in multiples of the wait that a ticket's share explains
+_MOST_PLANS = 2  # tickets ahead that are promised room while no swap can begin anyway
+_CHANNEL_IN_USE = Reason("wait.swap-channel", "other kernels are being moved first, one after another")
+_IDLE_MAKES_ROOM = "an idle kernel is being suspended to make room"
+_FIRST, _DUE, _USUAL = range(3)
 
 
 def patience_ms(books: Books, lease: Lease) -> int:
@@ -54,7 +57,7 @@ def patience_ms(books: Books, lease: Lease) -> int:
     turn_ms = max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap // 1000) + swap
     owners, own = books.accounts.contending_weights(lease)
     account = books.accounts.of(lease)
-    return -(-_PATIENCE * turn_ms * owners * own // (max(1, account.weight) * max(1, lease.spec.weight)))
+    return -(-2 * turn_ms * owners * own // (max(1, account.weight) * max(1, lease.spec.weight)))
 
 
 def queue_delay(books: Books, pool_name: str) -> QueueDelay:
@@ -74,9 +77,6 @@ def queue_delay(books: Books, pool_name: str) -> QueueDelay:
         turns_ms = sum(residency_ms(books, one) + swap_ms(books, one) for one in contend)
         over = sum(waited_ms > turns_ms + patience_ms(books, lease) for lease, waited_ms in line)
     return QueueDelay(longest_ms=max((waited_ms for _, waited_ms in line), default=0), over_bound=over)
-
-
-_FIRST, _DUE, _USUAL = range(3)
 
 
 class Turns:
@@ -122,42 +122,6 @@ def ticket_of(lease: Lease) -> Ticket:
     return lease.ticket
 
 
-# -- the pass ----------------------------------------------------------------------------------------------------------
-# One pass over the queue: every ticket that waits for room is visited once, in the order of its turn (`Turns`).
-#
-# **What can happen to a ticket.** One that fits is granted. One that does not, but would if idle leases left (or, where the pool
-# preempts, busy ones), makes them leave, and the room they free is promised to it. One that would not fit even then waits, and no lease
-# is suspended for it in vain (law 3). A later ticket may overtake one that cannot be served, but at most K times; from then on room is
-# kept for that one (law 4).
-#
-# **Room at the end of a cell.** A kernel that runs one cell after another is never idle for long, and still makes room, whatever the
-# pool's `preempt` policy. Where idle leases cannot make room for a ticket, the gates of busy leases are closed whose leaving would let it
-# in:
-#
-# - A lease is asked only after its minimum residency, for a ticket of at least its own priority, and not while it is pinned or after a
-#   failed suspend. The running cell goes on.
-# - Its next cell asks before it runs, and has its place in the queue from then on, behind the ticket. Until it is let in, its kernel runs
-#   nothing, so the lease can be suspended at once like an idle one.
-# - If several leases have to leave, the first one to end its cell waits for the others, but only as long as its own swap takes, and at
-#   least a second (`gate_opens_ms`), because another one may run a cell that never ends. It is not asked again before another minimum
-#   residency has passed.
-#
-# A pass chooses which gates are closed and opened; only the choice of the last pass of an event is carried out (`settle_gates`), as an
-# earlier one may ask for room that the same event frees after it.
-#
-# **When room grows.** Some steps give room back in the middle of a pass (a lease that grew left, a share became free, a kept place was
-# given up). Tickets that were visited before might fit now, so the pass asks for another one (`needs_another`).
-
-
-_MOST_PLANS = 2  # tickets ahead that are promised room while no swap can begin anyway
-
-
-_CHANNEL_IN_USE = Reason("wait.swap-channel", "other kernels are being moved first, one after another")
-
-
-_IDLE_MAKES_ROOM = "an idle kernel is being suspended to make room"
-
-
 class QueuePass:
     """One pass. What it promises to a ticket counts against all tickets behind."""
 
@@ -165,9 +129,9 @@ class QueuePass:
         self._changes = changes
         self._resizer = resizer
         self._books = changes.books
-        self._victims = Victims(changes.books)
-        self._capacity = Capacity(changes.books, self._victims)
-        self._migrations = Migrations(changes, self._capacity, self._victims)
+        self.victims = Victims(changes.books)  # its `recheck_ms`: when time alone may change a decision of this pass
+        self.capacity = Capacity(changes.books, self.victims)
+        self._migrations = Migrations(changes, self.capacity, self.victims)
         self._line: list[Lease] = []  # all that waited for room at the beginning, by their turns
         self._visited: set[str] = set()
         self._unservable: dict[tuple[object, ...], tuple[int, Reason | None]] = {}  # a need that found no room, and why
@@ -176,23 +140,13 @@ class QueuePass:
         self._promised: list[Lease] = []  # leases that other leases begin to leave for
         self._closes: list[Lease] = []  # gates
         self._opens: list[Lease] = []
-        self.needs_another = False  # see the module
+        self.needs_another = False  # room was given back
 
     @property
     def expected_victims(self) -> set[str]:
         """Idle leases whose room was promised to tickets, or would have been with more host memory."""
-        capacity = self._capacity
+        capacity = self.capacity
         return {*capacity.planned, *capacity.stays, *capacity.short_of_host_memory}
-
-    @property
-    def short_of_host_memory(self) -> set[str]:
-        """Leases that would leave if there were more host memory, or if they had less to save."""
-        return self._capacity.short_of_host_memory
-
-    @property
-    def recheck_ms(self) -> int | None:
-        """When time alone may change a decision of this pass."""
-        return self._victims.recheck_ms
 
     def serve(self) -> None:
         """Visit every ticket that may be served, once, in order."""
@@ -205,10 +159,9 @@ class QueuePass:
                 ticket_of(lease).kept_on = ()
         self._mark_due_by_wait()
         for mover in books.moving.values():
-            for device_id in (
-                mover.target_ids if mover.state is not LeaseState.RESUMING else ()
-            ):  # else it has that room
-                self._capacity.keep(mover, device_id, kept_mib(mover))
+            if mover.state is not LeaseState.RESUMING:  # else it has that room
+                for device_id in mover.target_ids:
+                    self.capacity.keep(mover, device_id, kept_mib(mover))
         to_visit = self._by_turn()
         while to_visit:
             lease = to_visit.pop(0)
@@ -247,7 +200,7 @@ class QueuePass:
             if ticket.due_ms <= books.now_ms:
                 ticket.due_ms = ticket.asked_ms + patience_ms(books, lease)
             if ticket.due_ms > books.now_ms:
-                self._victims.recheck_at(ticket.due_ms)
+                self.victims.recheck_at(ticket.due_ms)
             else:
                 ticket.is_due = True
                 ticket.passed_over = max(ticket.passed_over, pool.max_passed_over)
@@ -270,7 +223,7 @@ class QueuePass:
 
         In 3, 5, 6 and 8 room is kept for a ticket that was passed over K times. In 5 the first few are promised room.
         """
-        books, capacity = self._books, self._capacity
+        books, capacity = self._books, self.capacity
         devices, need_mib, milli = allowed_devices(books, lease), lease.ask_mib, added_milli(books, lease)
         over = over_limit(books, lease, milli) if milli else None
         if lease.target_ids:
@@ -324,21 +277,21 @@ class QueuePass:
     def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
         """Return where the need fits now; saved state goes home if it can. A growing share alone needs no room."""
         if lease.is_growing:
-            return devices if devices and (not need_mib or self._capacity.fits(devices, need_mib)) else None
-        return self._capacity.pick_for(lease, devices, need_mib)
+            return devices if devices and (not need_mib or self.capacity.fits(devices, need_mib)) else None
+        return self.capacity.pick_for(lease, devices, need_mib)
 
     def _arrive_at_targets(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...], over: Reason | None) -> bool:
         """Resume a moved lease on its targets, where room is kept for it; end the move if targets or limits forbid it by now."""
         targets = lease.target_ids
         if over or not all(one in devices and self._books.devices[one].free_mib >= lease.need_mib for one in targets):
-            self._capacity.release(lease, targets)
+            self.capacity.release(lease, targets)
             ticket.kept_on = ()
             self._books.set_target(lease, ())
             self._visited.discard(lease.lease_id)  # it is a ticket like any other from now on
             return True
         if self._changes.channel_free:
             self._grant(lease, targets)
-            self._capacity.release(lease, targets)  # it has that room now
+            self.capacity.release(lease, targets)  # it has that room now
         else:
             sentence = "it is being moved; another kernel is moved before it"
             self._tell(lease, ticket, Reason("wait.swap-channel", sentence))
@@ -348,7 +301,7 @@ class QueuePass:
         """Serve a ticket that fits; one that needs a swap channel while all are in use keeps the room. Returns as `_visit`."""
         if lease.state is LeaseState.SUSPENDED and not self._changes.channel_free:
             for device_id in chosen:
-                self._capacity.keep(lease, device_id, lease.ask_mib)
+                self.capacity.keep(lease, device_id, lease.ask_mib)
             sentence = "another kernel is being moved; this one is next"
             self._tell(lease, ticket, Reason("wait.swap-channel", sentence))
             return False
@@ -362,7 +315,7 @@ class QueuePass:
             self._resizer.grow_in_place(lease)
             # It may have grown its share and given memory back, or the other way round; and reached a limit by it.
             gave_back = lease.held_mib < held_mib or lease.milli < milli
-            reached_limit = lease.milli > milli and self._capacity.keeps_any
+            reached_limit = lease.milli > milli and self.capacity.keeps_any
             self.needs_another |= gave_back or reached_limit or lease.is_growing
             if lease.is_growing:  # it lacks more by now than when it asked
                 return False
@@ -370,19 +323,19 @@ class QueuePass:
 
     def _grant(self, lease: Lease, device_ids: tuple[str, ...]) -> None:
         """If this grant brings the owner to its limit, another pass releases the room kept for its other tickets."""
-        self.needs_another |= self._capacity.keeps_any and bool(added_milli(self._books, lease))
+        self.needs_another |= self.capacity.keeps_any and bool(added_milli(self._books, lease))
         self._changes.grant(lease, device_ids)
-        self._victims.forget(device_ids)
+        self.victims.forget(device_ids)
 
     def _free_own_share(self, lease: Lease, devices: tuple[str, ...], milli: int, over: Reason) -> None:
         """Have idle leases of the same user (group), which is at its limit, leave for the ticket if it fits then."""
         self._tell(lease, ticket_of(lease), over)
-        own = victims_of_same_user(self._books, lease, milli, self._victims.recheck_at)
+        own = victims_of_same_user(self._books, lease, milli, self.victims.recheck_at)
         if not own or lease.retries.resume_paused:
             return
         fits = self._pick(lease, devices, lease.ask_mib)
-        plan = Plan(fits, own) if fits is not None else self._capacity.plan(lease, devices, lease.ask_mib, also=own)
-        if not isinstance(plan, Plan) or self._capacity.short_of_host(plan) is not None:
+        plan = Plan(fits, own) if fits is not None else self.capacity.plan(lease, devices, lease.ask_mib, also=own)
+        if not isinstance(plan, Plan) or self.capacity.short_of_host(plan) is not None:
             return
         for victim in plan.victims:
             if not self._may_begin(victim):
@@ -393,9 +346,9 @@ class QueuePass:
     def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
         """Promise the ticket the room of its plan, and begin the suspends (or moves) that swap channels are free for."""
         self._plans += 1
-        self._capacity.promise(lease, plan, lease.ask_mib)
+        self.capacity.promise(lease, plan, lease.ask_mib)
         if lease.is_growing:
-            self._capacity.stays.add(lease.lease_id)
+            self.capacity.stays.add(lease.lease_id)
         preempts = any(victim.is_working for victim in plan.victims)
         for victim in plan.victims:
             if not self._may_begin(victim):
@@ -436,9 +389,9 @@ class QueuePass:
             return
         need_mib, blockers = lease.ask_mib, list[str]()
         for device_id in ticket.kept_on:
-            if not self._capacity.could_serve(device_id, need_mib, lease):
+            if not self.capacity.could_serve(device_id, need_mib, lease):
                 continue
-            for victim in self._capacity.victims_for_kept_room(device_id, need_mib, lease):
+            for victim in self.capacity.victims_for_kept_room(device_id, need_mib, lease):
                 if self._may_begin(victim):
                     why = f"idle, and {format_memory(need_mib)} are gathered for {name_for(victim, lease)}"
                     self._begin_suspend(victim, lease, ("suspend.needed-by", why))
@@ -447,7 +400,7 @@ class QueuePass:
                 there = self._books.holders(device_id)
                 leaving = [other.lease_id for other in there if other.occupancy is OccupancyKind.SUSPENDING]
                 if leaving:
-                    self._capacity.stays.add(lease.lease_id)
+                    self.capacity.stays.add(lease.lease_id)
                 blockers += leaving
         if blockers:
             self._tell(lease, ticket, Reason("wait.making-room", _IDLE_MAKES_ROOM, tuple(dict.fromkeys(blockers))))
@@ -456,9 +409,9 @@ class QueuePass:
         """Keep room for a ticket that was passed over K times, and on one more device for every K times since."""
         most = self._books.policy(lease).max_passed_over
         number = lease.count + max(0, ticket.passed_over - most) // max(1, most)
-        ticket.kept_on = self._capacity.devices_to_keep(lease, devices, lease.ask_mib, number)
+        ticket.kept_on = self.capacity.devices_to_keep(lease, devices, lease.ask_mib, number)
         for device_id in ticket.kept_on:
-            self._capacity.keep(lease, device_id, lease.ask_mib)
+            self.capacity.keep(lease, device_id, lease.ask_mib)
 
     def _count_passed_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> bool:
         """Count the grant for each earlier ticket that could have used the room and finds none there now.
@@ -498,9 +451,9 @@ class QueuePass:
 
     def _ask_to_yield(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> None:
         """Choose leases that can make enough room for the ticket at the end of their cells, if there are such."""
-        plan = self._capacity.plan(lease, devices, need_mib, between_cells=True)
+        plan = self.capacity.plan(lease, devices, need_mib, between_cells=True)
         for victim in plan.victims if isinstance(plan, Plan) else ():
-            self._capacity.asked_to_yield.add(victim.lease_id)
+            self.capacity.asked_to_yield.add(victim.lease_id)
             if victim.occupancy is OccupancyKind.BUSY:
                 self._closes.append(victim)
 
@@ -509,7 +462,7 @@ class QueuePass:
         if not self._changes.channel_free:
             return  # the pass did not look that far: gates stay as they are until the swap has ended
         for lease in self._books.gates_closed.values():
-            asked, planned = lease.lease_id in self._capacity.asked_to_yield, lease.lease_id in self._capacity.planned
+            asked, planned = lease.lease_id in self.capacity.asked_to_yield, lease.lease_id in self.capacity.planned
             if not planned and (not asked or self._has_waited(lease)):
                 self._opens.append(lease)
 
@@ -518,7 +471,7 @@ class QueuePass:
         if lease.gate.ticket is None:
             return False
         until_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms)
-        self._victims.recheck_at(until_ms)
+        self.victims.recheck_at(until_ms)
         return until_ms <= self._books.now_ms
 
     def settle_gates(self) -> None:
@@ -526,7 +479,7 @@ class QueuePass:
         for lease in self._opens:
             if not lease.gate.closed:
                 continue  # its suspend has begun
-            if lease.lease_id in self._capacity.asked_to_yield:  # it has waited for the others long enough
+            if lease.lease_id in self.capacity.asked_to_yield:  # it has waited for the others long enough
                 lease.gate.open_until_ms = self._books.now_ms + residency_ms(self._books, lease)
             self._changes.open_gate(lease)
         for lease in self._closes:

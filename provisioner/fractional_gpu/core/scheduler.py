@@ -87,8 +87,8 @@ class Scheduler:
                 break
             self._last_pass = one = QueuePass(self._changes, self.resizer)
             one.serve()
-            self._recheck_ms, self._books.expected_victims = one.recheck_ms, one.expected_victims
-            for lease_id in sorted(one.short_of_host_memory):
+            self._recheck_ms, self._books.expected_victims = one.victims.recheck_ms, one.expected_victims
+            for lease_id in sorted(one.capacity.short_of_host_memory):
                 self._changes.ask_to_shrink(self._books.leases[lease_id])
             if not one.needs_another:
                 break

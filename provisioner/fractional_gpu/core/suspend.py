@@ -1,18 +1,22 @@
-"""The order of tickets, which busy leases a waiting one may preempt, and from when on.
+"""Who leaves for whom: which leases may be suspended for a waiting one, what that costs, and the cheapest plan.
 
-**Priorities.** Where the pool allows it (`preempt_priorities`), a ticket may preempt leases of a lower priority.
+**Idle leases** leave first, the cheapest first, and none whose memory is not needed. They are left alone while they are pinned, after a
+failed suspend, and until they have had a chance to run (`suspendable_from_ms`).
 
-**Fair shares.** Where the pool shares by virtual time (`preempt_equals`, `accounts`), a ticket may preempt a lease of its own priority
-that is ahead of it: leases of different owners compare the owners' virtual times, leases of one owner their own. Virtual times move while
-leases work, so each question here is answered with a time *from* which it holds, by extrapolating both clocks; the scheduler wakes up
-then.
+**Busy leases** leave only where the pool preempts, only after their minimum residency (`residency_ms`, a multiple of what their swap
+takes, so that a device does not go to and fro between two leases), and only for a lease that goes before them (`goes_before_from_ms`):
 
-**Patience.** Virtual time alone does not bound a wait. For example, the small lease of an owner with two leases of different size may use
-all that the owner is entitled to for ever, while the large one waits. So a ticket that has waited twice as long as its share explains
-(`patience_ms`) is due: it precedes all tickets that are not, and preempts whatever the virtual times are.
+- one of a higher priority (`preempt_priorities`);
+- in a pool that shares by virtual time (`preempt_equals`), one of their own priority that has had less than its share, or has waited so
+long
+  that it is due. Leases of different owners compare the owners' virtual times, leases of one owner their own.
 
-**No thrashing.** No lease is preempted before its minimum residency, a multiple of what its swap is expected to take. However close two
-virtual times are, a device does not go to and fro between them (law 5).
+Virtual times move while leases work, so these questions are answered with the time *from* which the answer is yes.
+
+**The cost** of a suspend is the time of the swap divided by the time until the lease is expected to run again (`suspend_cost`).
+
+**A plan** (`Capacity.plan`) names the leases whose leaving makes room for a ticket at least cost, if host memory suffices for what they
+save.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -64,23 +68,17 @@ def steps_aside(lease: Lease, beneficiary: Lease) -> bool:
     return (-beneficiary.spec.priority, ticket.order) < (-lease.spec.priority, place.order)
 
 
-# -- suspendability ----------------------------------------------------------------------------------------------------
-# Which leases cannot be suspended, because their state cannot be saved.
-#
-# The reason may be the process (the driver, or the kernel's extension, said that it cannot be checkpointed), the device (MIG, an old
-# driver) or the pool (MPS and MIG share devices without checkpoints). It is one sentence, which status and refusals repeat. It is kept on
-# the lease and renewed when one of the three changes; the choice of victims reads `Lease.is_unsuspendable` only.
+# -- leases that cannot be suspended -----------------------------------------------------------------------------------
+
 _BY_SHARING = {
     Sharing.MPS: "its pool shares devices through MPS, whose clients the driver cannot checkpoint",
     Sharing.MIG: "its pool hands out MIG instances, on which the driver cannot checkpoint",
 }
-
-
 _UNSEEN = "no extension of ours tells what this kernel uses, and its pool suspends only kernels of which that is known"
 
 
 def update_suspendability(books: Books, lease: Lease) -> None:
-    """Renew the reason why the lease cannot be suspended, if there is one."""
+    """Set the reason why the lease cannot be suspended, one sentence: its process, a device of it or its pool; "" if it can."""
     devices = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
     by_device = next((device.spec.why_not for device in devices if device.spec.why_not), "")
     policy = books.policy(lease)
@@ -90,7 +88,7 @@ def update_suspendability(books: Books, lease: Lease) -> None:
 
 
 def update_all_suspendability(books: Books, leases: Iterable[Lease]) -> None:
-    """Renew those of several leases, and mark the devices that one lease has exclusively (MIG instances)."""
+    """Do that for several leases, and mark the devices that one lease has exclusively (MIG instances)."""
     whole = {device_id for pool in books.pools.values() if pool.sharing is Sharing.MIG for device_id in pool.devices}
     for device_id, device in books.devices.items():
         device.is_exclusive = device_id in whole
@@ -101,24 +99,6 @@ def update_all_suspendability(books: Books, leases: Iterable[Lease]) -> None:
 
 
 # -- busy leases -------------------------------------------------------------------------------------------------------
-# The order of tickets, which busy leases a waiting one may preempt, and from when on.
-#
-# **Priorities.** Where the pool allows it (`preempt_priorities`), a ticket may preempt leases of a lower priority.
-#
-# **Fair shares.** Where the pool shares by virtual time (`preempt_equals`, `accounts`), a ticket may preempt a lease of its own priority
-# that is ahead of it: leases of different owners compare the owners' virtual times, leases of one owner their own. Virtual times move
-# while leases work, so each question here is answered with a time *from* which it holds, by extrapolating both clocks; the scheduler
-# wakes up then.
-#
-# **Patience.** Virtual time alone does not bound a wait. For example, the small lease of an owner with two leases of different size may
-# use all that the owner is entitled to for ever, while the large one waits. So a ticket that has waited twice as long as its share
-# explains (`patience_ms`) is due: it precedes all tickets that are not, and preempts whatever the virtual times are.
-#
-# **No thrashing.** No lease is preempted before its minimum residency, a multiple of what its swap is expected to take. However close two
-# virtual times are, a device does not go to and fro between them (law 5).
-
-
-_TOGETHER_MS = 1_000  # at least so long a cell waits at its gate for other leases that have to leave, too
 
 
 def swap_ms(books: Books, lease: Lease) -> int:
@@ -137,18 +117,13 @@ def residency_ms(books: Books, lease: Lease) -> int:
 
 def gate_opens_ms(books: Books, lease: Lease, asked_ms: int) -> int:
     """Return when a lease's gate opens again, at which its next cell has waited since `asked_ms`, if the others do not leave."""
-    return asked_ms + max(_TOGETHER_MS, swap_ms(books, lease))
+    return asked_ms + max(1_000, swap_ms(books, lease))
 
 
 def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
     """Return when a busy lease has had its minimum residency; None if it cannot be saved or is not resident."""
     if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(books, lease):
         return None
-    return had_residency_ms(books, lease)
-
-
-def had_residency_ms(books: Books, lease: Lease) -> int:
-    """Return when a busy lease has had its minimum residency. The caller knows that it is resident and can be saved."""
     return max(lease.since_ms + residency_ms(books, lease), lease.retries.suspend_after_ms, lease.pinned_until_ms)
 
 
@@ -173,17 +148,18 @@ def preempts_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
     """Return from when on a lease has used less than another of its priority; None: time alone does not bring that about."""
-    behind, _, _ = mine = _clock(books, lease, victim)
-    ahead, _, _ = theirs = _clock(books, victim, lease)
-    if ahead > behind:
+    mine_ms, my_milli, my_weight = _virtual_time(books, lease, victim)
+    other_ms, other_milli, other_weight = _virtual_time(books, victim, lease)
+    if other_ms > mine_ms:
         return 0
-    closes = _closes(theirs, mine)
-    if closes <= 0:
+    # A virtual time grows by 100 x milli-GPU / weight in a ms: how fast the victim's gains on this one's, times both weights.
+    gain = 100 * (other_milli * my_weight - my_milli * other_weight)
+    if gain <= 0:
         return None
-    return books.now_ms + (behind - ahead) * mine[2] * theirs[2] // closes + 1
+    return books.now_ms + (mine_ms - other_ms) * my_weight * other_weight // gain + 1
 
 
-def _clock(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
+def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
     """Return the virtual time of the first by which the two compare, the milli-GPU it grows by, and the weight that divides them."""
     owner, own = books.share(lease)
     if lease.spec.owner == other.spec.owner:
@@ -192,10 +168,7 @@ def _clock(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
     return owner, account.busy_milli, max(1, account.weight)
 
 
-def _closes(gains: tuple[int, int, int], loses: tuple[int, int, int]) -> int:
-    """Return how fast the first virtual time gains on the second, per millisecond and multiplied by both weights."""
-    return 100 * (gains[1] * loses[2] - loses[1] * gains[2])  # a virtual time grows by 100 x milli-GPU / weight
-
+# -- when the next cell comes ------------------------------------------------------------------------------------------
 
 LIKELY_MILLI = 250
 """Nothing is done for a cell that is less likely than this, thousandths."""
@@ -226,19 +199,10 @@ def next_cell_in_ms(books: Books, lease: Lease) -> int:
 
 
 # -- victims -----------------------------------------------------------------------------------------------------------
-# Which leases may leave a device for a waiting one, and what that costs.
-#
-# Idle leases come first, cheapest first, and none is taken whose memory is not needed. Busy leases are taken only where the pool
-# preempts, and only those that the beneficiary precedes (`suspend`): the lowest priority first, then the one furthest ahead of its
-# share. Busy leases that leave at the end of a cell are possible victims in any pool.
-#
-# The cost of a suspend is the time that the swap takes (dearer where it takes much of the host memory that is left), divided by the time
-# until the lease is expected to run something again. Costs within about a third of each other count as equal; then the least recently
-# used lease comes first.
 
 
 def suspend_cost(books: Books, lease: Lease) -> int:
-    """Return the cost of suspending the lease, in steps of about a third."""
+    """Return the cost of suspending the lease, in steps of about a third: of equal costs, the least recently used lease leaves first."""
     need_mib = lease.host_need_mib
     # The less host memory would be left, the dearer: up to ten times, so that small leases are taken first when it is short.
     dear_milli = min(10_000, 1000 + 1000 * need_mib // max(1, books.host_left_mib - need_mib))
@@ -395,18 +359,11 @@ def _enough(able: Sequence[Lease], short_mib: int, host_mib: int | None) -> tupl
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
-# What one pass over the queue still has to give, and how to make room.
-#
-# **Room.** Of each device a pass knows what is free and kept for no ticket ahead (`free_mib`), and what will be when all have left that
-# leave (`total_mib`): what suspends under way, or planned, will free counts there.
-#
-# **Plans.** `plan` finds the leases whose leaving makes room for a ticket at least cost, and checks host memory for what they save.
-# `promise` keeps the plan's room before its suspends begin: only as many begin as swap channels are free.
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Suspending `suspend` makes room for a ticket on these devices; no victims: suspends under way suffice."""
+    """Suspending the victims makes room for a ticket on these devices; no victims: suspends under way suffice."""
 
     device_ids: tuple[str, ...]
     victims: tuple[Lease, ...]
@@ -414,17 +371,6 @@ class Plan:
 
 class Room:
     """What one pass has kept and promised of a device, and what that leaves, MiB."""
-
-    __slots__ = (
-        "device",
-        "free_mib",
-        "kept",
-        "planned",
-        "seen",
-        "total_mib",
-        "with_busy_mib",
-        "with_idle_mib",
-    )
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -454,7 +400,11 @@ class Room:
 
 
 class Capacity:
-    """The rooms of all devices in one pass. What a ticket was promised is gone for those behind it."""
+    """What one pass over the queue can still give. What a ticket was promised is gone for those behind it.
+
+    Suspends that are under way, or planned, count as room to come; `promise` keeps it before they begin, since only as many begin as swap
+    channels are free.
+    """
 
     def __init__(self, books: Books, victims: Victims) -> None:
         self._books = books
@@ -489,8 +439,7 @@ class Capacity:
     def pick(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
         """Return where the need fits for the lease; None if it fits nowhere.
 
-        In a pool that spreads, a device where busy leases leave more compute to the lease comes first (`place`). Of several such
-        devices, `place` chooses.
+        In a pool that spreads, a device where busy leases leave more compute to the lease comes first.
         """
         places = [(device_id, self.room(device_id).free_mib) for device_id in devices]
         fitting = [place for place in places if place[1] >= need_mib]
