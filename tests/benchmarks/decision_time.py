@@ -23,7 +23,6 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     Event,
     HostMemorySeen,
-    LeaseMeasured,
     LeaseRequested,
     PoolConfigured,
     ResumeFinished,
@@ -35,6 +34,7 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from tests.benchmarks.stats import percentile
+from tests.core.driving import lease_measured
 
 __all__ = ["Crowd", "as_json", "as_table", "measure", "missed"]
 
@@ -142,7 +142,7 @@ def _happening(arbiter: Arbiter, random: Random, name: str, at_ms: int, wanting:
     if view is not None and view.state is LeaseState.RESIDENT:
         if random.random() < 0.3:
             used_mib, util_milli = random.randrange(9_000), random.randrange(1001)
-            return LeaseMeasured(at_ms=at_ms, lease_id=name, used_mib=used_mib, util_milli=util_milli)
+            return lease_measured(at_ms, name, used_mib, util_milli=util_milli)
         return BusyChanged(at_ms=at_ms, lease_id=name, busy=not view.busy)
     return Wanted(at_ms=at_ms, lease_id=name) if random.random() < wanting else Unwanted(at_ms=at_ms, lease_id=name)
 

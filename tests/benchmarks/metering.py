@@ -28,12 +28,12 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     Event,
     HostMemorySeen,
-    LeaseMeasured,
     LeaseRequested,
     PoolConfigured,
     Wanted,
 )
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, PoolSpec
+from tests.core.driving import lease_measured
 from tests.support.paths import ROOT
 
 _DEVICES = 8
@@ -66,7 +66,7 @@ def cells(leases: int, events: int) -> list[Event]:
         lease_id, at_ms = f"lease-{number * 7 % leases}", 1000 + number * 20
         found.append(BusyChanged(at_ms=at_ms, lease_id=lease_id, busy=True, by_cell=True))
         found.append(BusyChanged(at_ms=at_ms + 10, lease_id=lease_id, busy=False))
-        found.append(LeaseMeasured(at_ms=at_ms + 15, lease_id=lease_id, used_mib=100 + number % 50))
+        found.append(lease_measured(at_ms + 15, lease_id, 100 + number % 50))
     return found
 
 

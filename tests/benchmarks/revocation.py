@@ -26,7 +26,6 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     Event,
     HostMemorySeen,
-    LeaseMeasured,
     LeaseRequested,
     PoolConfigured,
     SuspendFinished,
@@ -37,6 +36,7 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.forecasts.forecasts import SUSPEND, Forecasts
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.core.revoke import value_of
+from tests.core.driving import lease_measured
 
 __all__ = ["ORDERS", "Kernel", "Outcome", "kernels_of", "main", "run_arbiter", "run_order", "time_for_all_ms"]
 
@@ -165,7 +165,7 @@ class _World:
             self.send(LeaseRequested(at_ms=0, spec=spec))
             self.send(Attached(at_ms=0, lease_id=kernel.name, gated=True))
             self.send(Wanted(at_ms=0, lease_id=kernel.name))
-            self.send(LeaseMeasured(at_ms=0, lease_id=kernel.name, used_mib=kernel.mib))
+            self.send(lease_measured(0, kernel.name, kernel.mib))
             self.at(self.begins_ms - kernel.worked_ms, BusyChanged(at_ms=0, lease_id=kernel.name, busy=True))
             ends_ms = self.begins_ms + (kernel.cell_left_ms or -1)
             self.at(ends_ms, BusyChanged(at_ms=0, lease_id=kernel.name, busy=False))

@@ -14,6 +14,8 @@ from fractional_gpu.core.events import (
     Event,
     HostMemorySeen,
     LeaseRequested,
+    LeasesMeasured,
+    Measurement,
     PoolConfigured,
     ResumeFinished,
     ResumeOutcome,
@@ -76,6 +78,12 @@ def spec(
         priority=priority,
         gated=gated,
     )
+
+
+def lease_measured(at_ms: int, name: str, used_mib: int, *, util_milli: int | None = None) -> LeasesMeasured:
+    """Return a sample of one lease."""
+    one = Measurement(lease_id=name, used_mib=used_mib, util_milli=util_milli)
+    return LeasesMeasured(at_ms=at_ms, measurements=(one,))
 
 
 class Hand:

@@ -39,11 +39,12 @@ from fractional_gpu.core.events import (
     Expected,
     HostMemoryNeeded,
     HostMemorySeen,
-    LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    LeasesMeasured,
     LeftBehind,
+    Measurement,
     PoolConfigured,
     PriorityChanged,
     ResizeRequested,
@@ -166,9 +167,10 @@ class Observer:
             case SuspendFinished() | ResumeFinished():
                 self._take_answer(event)
             case _:
-                seen = self.leases.get(getattr(event, "lease_id", ""))
-                if seen is not None:
-                    self._take_about(seen, event)
+                for about in event.measurements if isinstance(event, LeasesMeasured) else (event,):
+                    seen = self.leases.get(getattr(about, "lease_id", ""))
+                    if seen is not None:
+                        self._take_about(seen, about)
 
     def _claims_anew(self, lease_id: str) -> None:
         """A newer claim to grow goes to the end of the line; one that was refused changes nothing."""
@@ -192,7 +194,7 @@ class Observer:
             self._asked += 1
             seen.then = self._asked
 
-    def _take_about(self, seen: Seen, event: Event) -> None:  # noqa: C901, PLR0912 - one case per event
+    def _take_about(self, seen: Seen, event: Event | Measurement) -> None:  # noqa: C901, PLR0912 - one case per event
         match event:
             case Wanted() if seen.revoked:
                 pass  # it gets nothing, whatever it asks for
@@ -237,7 +239,7 @@ class Observer:
                 seen.shrinking, seen.shrunk = -1, used_mib is not None
                 if used_mib is not None:
                     seen.used, seen.measured = max(0, used_mib), True
-            case LeaseMeasured(used_mib=used_mib) if seen.state in {S.NO_CONTEXT, S.RESIDENT, S.SUSPENDING}:
+            case Measurement(used_mib=used_mib) if seen.state in {S.NO_CONTEXT, S.RESIDENT, S.SUSPENDING}:
                 seen.used, seen.measured = max(0, used_mib), True
             case Checkpointable(why_not=why_not):
                 if seen.why_not and not why_not:

@@ -41,11 +41,12 @@ from fractional_gpu.core.events import (
     HostMemoryNeeded,
     HostMemorySeen,
     HostPressureSeen,
-    LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    LeasesMeasured,
     LeftBehind,
+    Measurement,
     MoveRequested,
     PinRequested,
     PoolConfigured,
@@ -496,13 +497,19 @@ def _busy_changed(world: World, at_ms: int, name: str) -> Event:
 
 
 def _measured(world: World, at_ms: int, name: str) -> Event:
+    """Take a sample of a lease, and maybe of others, which may not exist."""
+    names = {name: None} | dict.fromkeys(world.random.sample(_NAMES, world.random.choice((0, 0, 1, 6))))
+    return LeasesMeasured(at_ms=at_ms, measurements=tuple(_measurement(world, one) for one in names))
+
+
+def _measurement(world: World, name: str) -> Measurement:
     """Measure a lease; while it is busy it may grow just before, or just after."""
     random, seen = world.random, world.observer.leases.get(name)
     said = random.randrange(500) if seen is None else world.memory.said(seen)
     if seen is not None and seen.works and random.random() < 0.5:
         world.memory.run(seen)
     util_milli = random.choice((None, 0, 40, 350, 700, 1000))
-    return LeaseMeasured(at_ms=at_ms, lease_id=name, used_mib=said, util_milli=util_milli)
+    return Measurement(lease_id=name, used_mib=said, util_milli=util_milli)
 
 
 def _expected(world: World, at_ms: int, name: str) -> Event:

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.events import LeaseMeasured, PoolConfigured, SuspendRequested
+from fractional_gpu.core.events import LeasesMeasured, PoolConfigured, SuspendRequested
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import Compute, LeaseState, Slowdown
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Device, Lease
 from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 from fractional_gpu.core.words import describe_slowdown
-from tests.core.driving import Hand, device, pool, spec
+from tests.core.driving import Hand, device, lease_measured, pool, spec
 from tests.core.simulation import simulate
 
 SMALL = 100  # MiB, so that ten fit on a device
@@ -31,7 +31,7 @@ def hand(*names: str, compute: Compute = Compute.SPREAD, may_move: bool = False)
 def seen(world: Hand, name: str, milli: int, *, times: int = 30) -> None:
     """Have a busy kernel be seen at so much of its device, until that is known of it."""
     for _ in range(times):
-        world.send(LeaseMeasured(at_ms=world.now, lease_id=name, used_mib=50, util_milli=milli))
+        world.send(lease_measured(world.now, name, 50, util_milli=milli))
 
 
 def known(world: Hand, name: str, milli: int, reserve_mib: int = SMALL) -> None:
@@ -180,7 +180,7 @@ def test_a_busy_neighbour_counts_where_the_pool_spreads(compute: Compute, second
 def test_a_cell_that_was_let_in_counts_before_it_begins(compute: Compute, places: tuple[str, str]) -> None:
     world = hand(compute=compute)
     busy(world, "a", 900)  # so that the pool is known for such cells
-    world.send(LeaseMeasured(at_ms=world.now, lease_id="a", used_mib=50))
+    world.send(lease_measured(world.now, "a", 50))
     world.rest("a")
     for name in ("b", "c"):
         world.start(name, SMALL)
@@ -294,7 +294,9 @@ def test_in_a_pool_that_packs_utilisation_decides_nothing() -> None:
         for event in world.log:
             if isinstance(event, PoolConfigured):
                 event = replace(event, pool=replace(event.pool, compute=Compute.PACK))  # noqa: PLW2901
-            unseen = replace(event, util_milli=None) if isinstance(event, LeaseMeasured) else event
+            unseen = event
+            if isinstance(event, LeasesMeasured):
+                unseen = replace(event, measurements=tuple(replace(one, util_milli=None) for one in event.measurements))
             assert packing.handle(event) == plain.handle(unseen)
 
 

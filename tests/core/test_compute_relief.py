@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from fractional_gpu.core.effects import Effect, Resume, Suspend
-from fractional_gpu.core.events import LeaseMeasured, LeaseReleased, PinRequested, PoolConfigured
+from fractional_gpu.core.events import LeaseReleased, PinRequested, PoolConfigured
 from fractional_gpu.core.model import Compute, LeaseState, PoolSpec
-from tests.core.driving import Hand, device, pool
+from tests.core.driving import Hand, device, lease_measured, pool
 
 SMALL = 100  # MiB
 HALF_HOUR_MS = 1_800_000
@@ -22,7 +22,7 @@ def policy() -> PoolSpec:
 
 def seen(world: Hand, name: str, milli: int) -> list[Effect]:
     """Have a busy kernel be seen at so much of its device."""
-    return world.send(LeaseMeasured(at_ms=world.now, lease_id=name, used_mib=50, util_milli=milli))
+    return world.send(lease_measured(world.now, name, 50, util_milli=milli))
 
 
 def crowded(world: Hand, *, full: int = 900) -> list[Effect]:

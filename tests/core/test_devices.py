@@ -10,7 +10,6 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     Event,
     HostMemorySeen,
-    LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
     PoolConfigured,
@@ -21,7 +20,7 @@ from fractional_gpu.core.events import (
     Tick,
 )
 from fractional_gpu.core.model import LeaseState
-from tests.core.driving import Hand, device, pool, spec
+from tests.core.driving import Hand, device, lease_measured, pool, spec
 
 
 def _recovered(name: str, state: LeaseState, *, in_pool: str = "p", device_id: str | None = "d0") -> Event:
@@ -228,7 +227,7 @@ def test_what_grew_into_the_overhead_comes_back_to_a_device_of_its_own(bigger: b
     before, after = (0, 100) if bigger else (100, 100)
     hand = Hand(replace(device("d0", 1000), overhead_mib=before))
     hand.idle("a", 1000 - before)
-    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=980))
+    hand.send(lease_measured(0, "a", 980))
     hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="a")), saved_mib=980)
     hand.send(DeviceSeen(at_ms=0, device=replace(device("d0", 1000), overhead_mib=after)))
     hand.idle("b", 100)

@@ -7,7 +7,6 @@ from fractional_gpu.core.events import (
     DeviceDrained,
     DeviceSeen,
     DeviceUndrained,
-    LeaseMeasured,
     SuspendFinished,
     SuspendOutcome,
     SuspendRequested,
@@ -15,7 +14,7 @@ from fractional_gpu.core.events import (
     Unwanted,
 )
 from fractional_gpu.core.model import LeaseState
-from tests.core.driving import Hand, device, pool
+from tests.core.driving import Hand, device, lease_measured, pool
 
 
 def _drained(hand: Hand, name: str = "d0", *, evict_busy: bool = False) -> list[Suspend]:
@@ -160,7 +159,7 @@ def test_a_failed_suspend_delays_the_drain_for_its_pause_though_its_kernel_was_i
 def test_a_kernel_that_begins_to_run_is_evicted_at_once_where_what_it_would_have_saved_idle_did_not_fit() -> None:
     hand = Hand(pools=[dataclasses.replace(pool(), retry_refused_ms=0)], host_mib=200)
     hand.idle("a")
-    hand.send(LeaseMeasured(at_ms=hand.now, lease_id="a", used_mib=160))
+    hand.send(lease_measured(hand.now, "a", 160))
     (suspend,) = _drained(hand, evict_busy=True)
     too_much = SuspendFinished(
         at_ms=hand.now,

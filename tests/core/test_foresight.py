@@ -10,7 +10,6 @@ from fractional_gpu.core.events import (
     DeviceDrained,
     DeviceUndrained,
     Expected,
-    LeaseMeasured,
     LeaseReleased,
     PinRequested,
     PoolConfigured,
@@ -18,7 +17,7 @@ from fractional_gpu.core.events import (
     SuspendRequested,
 )
 from fractional_gpu.core.model import Foresight, LeaseState, PoolSpec, Sign
-from tests.core.driving import Hand, device, pool
+from tests.core.driving import Hand, device, lease_measured, pool
 
 S = LeaseState
 SOON_MS = 60_000
@@ -155,7 +154,7 @@ def test_a_large_lease_makes_no_room_as_its_own_swap_would_take_too_long() -> No
     hand.idle("a")
     saved(hand, "a")
     hand.idle("b")
-    hand.send(LeaseMeasured(at_ms=hand.now, lease_id="b", used_mib=20_000))
+    hand.send(lease_measured(hand.now, "b", 20_000))
     hand.wait(20_000)
     assert not hand.suspends(expect(hand, "a"))
 

@@ -10,7 +10,6 @@ from fractional_gpu.core.effects import Effect, Granted, Resume, Shrink, Suspend
 from fractional_gpu.core.events import (
     HostMemoryNeeded,
     HostMemorySeen,
-    LeaseMeasured,
     ResumeFinished,
     ResumeOutcome,
     Shrunk,
@@ -20,13 +19,13 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.state.leases import HOST_MARGIN_MIB, HOST_MARGIN_PARTS
-from tests.core.driving import Hand, device, pool
+from tests.core.driving import Hand, device, lease_measured, pool
 
 CAP_MIB, USE_MIB, BUDGET_MIB = 512, 232, 700
 
 
 def measured(hand: Hand, name: str, used_mib: int) -> list[Effect]:
-    return hand.send(LeaseMeasured(at_ms=hand.now, lease_id=name, used_mib=used_mib))
+    return hand.send(lease_measured(hand.now, name, used_mib))
 
 
 def suspend_of(effects: list[Effect]) -> Suspend:

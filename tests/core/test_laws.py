@@ -11,7 +11,6 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     Expected,
     HostMemorySeen,
-    LeaseMeasured,
     LeaseReleased,
     ResumeFinished,
     ResumeOutcome,
@@ -21,7 +20,7 @@ from fractional_gpu.core.events import (
     TruthFound,
 )
 from fractional_gpu.core.model import Foresight, LeaseState, Sign
-from tests.core.driving import Hand, device, pool
+from tests.core.driving import Hand, device, lease_measured, pool
 
 sizes = st.integers(1, 1000)
 few = settings(max_examples=60, deadline=None)
@@ -61,7 +60,7 @@ def test_law_2_no_suspend_without_host_memory_and_no_resume_without_room_for_wha
     for number, cap in enumerate(caps):
         name = f"k{number}"
         hand.idle(name, cap)
-        hand.send(LeaseMeasured(at_ms=0, lease_id=name, used_mib=used[number]))
+        hand.send(lease_measured(0, name, used[number]))
         hand.send(HostMemorySeen(at_ms=0, budget_mib=budgets[number]))
         for effect in hand.send(SuspendRequested(at_ms=0, lease_id=name)):
             if isinstance(effect, Suspend):

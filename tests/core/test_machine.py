@@ -21,11 +21,12 @@ from fractional_gpu.core.events import (
     HostMemoryNeeded,
     HostMemorySeen,
     HostPressureSeen,
-    LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    LeasesMeasured,
     LeftBehind,
+    Measurement,
     MoveRequested,
     PinRequested,
     PoolConfigured,
@@ -109,6 +110,13 @@ policies = st.builds(
     foresight_vain_mib=st.sampled_from([0, 500, 10_000]),
     user_limits=st.sampled_from([Limits(), Limits(), Limits(leases=3, milli=1_000), Limits(resident_milli=500)]),
     group_limits=st.sampled_from([(), (("g", Limits(leases=2)),), (("g", Limits(milli=500, resident_milli=250)),)]),
+)
+
+measurements = st.builds(
+    Measurement,
+    lease_id=names,
+    used_mib=st.sampled_from([0, 300, 900]),
+    util_milli=st.sampled_from([None, 0, 400, 1000]),
 )
 
 
@@ -246,13 +254,9 @@ class ArbiterMachine(RuleBasedStateMachine):
     def busy_changed(self, name: str, busy: bool) -> None:
         self.send(BusyChanged, lease_id=name, busy=busy)
 
-    @rule(
-        name=names,
-        used_mib=st.sampled_from([0, 300, 900]),
-        util_milli=st.sampled_from([None, 0, 400, 1000]),
-    )
-    def measured(self, name: str, used_mib: int, util_milli: int | None) -> None:
-        self.send(LeaseMeasured, lease_id=name, used_mib=used_mib, util_milli=util_milli)
+    @rule(sample=st.lists(measurements, min_size=1, max_size=3, unique_by=lambda one: one.lease_id))
+    def measured(self, sample: list[Measurement]) -> None:
+        self.send(LeasesMeasured, measurements=tuple(sample))
 
     @rule(
         name=names,

@@ -12,7 +12,6 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     DeviceUndrained,
     HostMemorySeen,
-    LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
@@ -22,7 +21,7 @@ from fractional_gpu.core.events import (
     TruthFound,
 )
 from fractional_gpu.core.model import LeaseSpec, LeaseState, ReserveBy
-from tests.core.driving import Hand, device, pool, spec
+from tests.core.driving import Hand, device, lease_measured, pool, spec
 
 
 def _spec(name: str, devices: int = 2, reserve_mib: int = 900) -> LeaseSpec:
@@ -63,7 +62,7 @@ def test_where_memory_is_reserved_by_use_its_devices_are_whole_ones_too(request_
     assert hand.granted(hand.saved(hand.want("a"))) == [("a", "d0")], "the neighbour had to leave"
     hand.work("a")
     for used_mib in (0, 100, 40):
-        hand.send(LeaseMeasured(at_ms=hand.now, lease_id="a", used_mib=used_mib))
+        hand.send(lease_measured(hand.now, "a", used_mib))
         assert _reserved(hand) == [1000, 1000]
     hand.start("y", 10)
     assert hand.granted(hand.want("y")) == []

@@ -1,10 +1,14 @@
 """The backstop: who uses more than its cap is told, and the pool's choice is carried out after a moment's grace."""
 
+from unittest.mock import Mock
+
+import pytest
+
 from fractional_gpu.core.effects import CapBreached, Effect
-from fractional_gpu.core.events import DeviceSeen, LeaseMeasured, SuspendOutcome, Wanted
+from fractional_gpu.core.events import DeviceSeen, LeasesMeasured, Measurement, SuspendOutcome, Wanted
 from fractional_gpu.core.model import Breach, LeaseState, PoolSpec
 from fractional_gpu.core.resize import GRACE_MS, SLACK_MIB
-from tests.core.driving import Hand, device
+from tests.core.driving import Hand, device, lease_measured
 
 CAP = 600
 
@@ -15,7 +19,7 @@ def hand_of(breach: Breach, memory_mib: int = 1000) -> Hand:
 
 
 def use(hand: Hand, mib: int, name: str = "a") -> list[Effect]:
-    return hand.send(LeaseMeasured(at_ms=hand.now, lease_id=name, used_mib=mib))
+    return hand.send(lease_measured(hand.now, name, mib))
 
 
 def breaches(effects: list[Effect]) -> list[Breach]:
@@ -33,6 +37,18 @@ def test_a_kernel_over_its_cap_is_told_once_for_each_time() -> None:
     use(hand, CAP + 100)
     assert breaches(hand.wait(GRACE_MS)) == [Breach.WARN]
     assert hand.state("a") is LeaseState.RESIDENT
+
+
+def test_a_sample_counts_for_all_its_leases_and_skips_those_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    hand = hand_of(Breach.WARN, 2000)
+    hand.run("a", CAP)
+    hand.run("b", CAP)
+    scheduler = Mock(wraps=hand.arbiter._scheduler)
+    monkeypatch.setattr(hand.arbiter, "_scheduler", scheduler)
+    sample = [Measurement(lease_id=name, used_mib=CAP + 100) for name in ("a", "gone", "b")]
+    hand.send(LeasesMeasured(at_ms=hand.now, measurements=tuple(sample)))
+    scheduler.serve.assert_called_once_with()
+    assert breaches(hand.wait(GRACE_MS)) == [Breach.WARN, Breach.WARN]
 
 
 def test_the_alarm_is_set_for_the_end_of_the_grace() -> None:

@@ -21,7 +21,6 @@ from fractional_gpu.core.events import (
     DeviceDrained,
     DeviceSeen,
     HostMemorySeen,
-    LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
     ProcessExited,
@@ -35,7 +34,7 @@ from fractional_gpu.core.events import (
     Unwanted,
 )
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
-from tests.core.driving import Hand, device, pool, spec
+from tests.core.driving import Hand, device, lease_measured, pool, spec
 
 Kind = TypeVar("Kind", bound=Effect)
 
@@ -202,7 +201,7 @@ def test_what_a_kernel_uses_after_it_gave_its_room_up_counts_as_a_strangers_unti
     hand.idle("a", 1000)
     (there,) = hand.arbiter.lease("a").device_ids  # type: ignore[union-attr]
     hand.saved(hand.wait(1_000), SuspendOutcome.NOTHING_TO_SAVE)
-    hand.send(LeaseMeasured(at_ms=hand.now, lease_id="a", used_mib=100))
+    hand.send(lease_measured(hand.now, "a", 100))
     hand.send(DeviceSeen(at_ms=hand.now, device=device(there), stranger_mib=100))
     hand.want("a")
     assert hand.state("a") is LeaseState.RESIDENT
@@ -319,7 +318,7 @@ def shrinks(effects: list[Effect]) -> dict[str, int]:
 def test_an_idle_kernel_gives_its_caches_back_before_host_memory_is_called_short() -> None:
     hand = Hand(host_mib=300)
     hand.idle("a")
-    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=590))
+    hand.send(lease_measured(0, "a", 590))
     hand.start("b")
     effects = hand.want("b")
     assert (hand.suspends(effects), hand.ticket("b").reason) == ([], "wait.host-memory")
@@ -415,7 +414,7 @@ def test_no_first_victim_is_suspended_when_there_is_no_host_memory_for_all() -> 
 def test_a_kernel_past_its_cap_has_host_memory_for_all_it_uses() -> None:
     hand = Hand()
     hand.idle("a", 300)
-    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=450))
+    hand.send(lease_measured(0, "a", 450))
     suspend = _one(hand.send(SuspendRequested(at_ms=0, lease_id="a")), Suspend)
     assert isinstance(suspend, Suspend)
     assert suspend.host_mib == 450

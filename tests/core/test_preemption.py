@@ -3,17 +3,9 @@
 import dataclasses
 
 from fractional_gpu.core.effects import Effect, Suspend
-from fractional_gpu.core.events import (
-    Attached,
-    LeaseMeasured,
-    LeaseRequested,
-    PinRequested,
-    SuspendOutcome,
-    TruthFound,
-    Unwanted,
-)
+from fractional_gpu.core.events import Attached, LeaseRequested, PinRequested, SuspendOutcome, TruthFound, Unwanted
 from fractional_gpu.core.model import LeaseState, PoolSpec
-from tests.core.driving import Hand, pool, spec
+from tests.core.driving import Hand, lease_measured, pool, spec
 
 MINIMUM_MS = 60_000
 
@@ -76,7 +68,7 @@ def test_a_kernel_that_host_memory_is_too_short_for_saves_no_other_one_from_pree
     hand = Hand(pools=[_pool(equals=True)], host_mib=150)
     for name, reserve_mib, used_mib in (("large", 550, 500), ("left", 100, 100), ("right", 200, 100)):
         _runs(hand, name, reserve_mib=reserve_mib)
-        hand.send(LeaseMeasured(at_ms=hand.now, lease_id=name, used_mib=used_mib))
+        hand.send(lease_measured(hand.now, name, used_mib))
         hand.wait(MINIMUM_MS)
     _start(hand, "new", reserve_mib=300)
     effects = [*hand.want("new"), *hand.wait(10 * MINIMUM_MS)]
@@ -160,7 +152,7 @@ def test_a_pinned_kernel_is_not_preempted() -> None:
 def test_the_minimum_is_never_shorter_than_a_multiple_of_the_swap() -> None:
     hand = Hand(pools=[_pool(swaps_milli=100_000)])
     _runs(hand, "low")
-    hand.send(LeaseMeasured(at_ms=0, lease_id="low", used_mib=600))
+    hand.send(lease_measured(0, "low", 600))
     _start(hand, "high", priority=1)
     hand.want("high")
     assert hand.observer.wake is not None

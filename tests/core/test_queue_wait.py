@@ -11,7 +11,6 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     Event,
     HostMemorySeen,
-    LeaseMeasured,
     LeaseRequested,
     PoolConfigured,
     ResumeFinished,
@@ -23,6 +22,7 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.core.queue_wait import MOST_AHEAD, QueueWaitForecast
+from tests.core.driving import lease_measured
 
 MIB = 8_000
 SAVE_MS, RESTORE_MS = 4_744, 2_300  # of 8,000 MiB, by the prior
@@ -68,7 +68,7 @@ class World:
 
     def ran(self, name: str, mib: int = MIB, *, after_ms: int = 10_000) -> list[Effect]:
         """A resident kernel runs a cell that leaves it with so many MiB."""
-        self.tell(LeaseMeasured(at_ms=self.now_ms, lease_id=name, used_mib=mib))
+        self.tell(lease_measured(self.now_ms, name, mib))
         self.now_ms += after_ms
         self.forecasts.cell_ended(name, self.now_ms)
         return self.tell(BusyChanged(at_ms=self.now_ms, lease_id=name, busy=False))
@@ -154,7 +154,7 @@ def test_a_busy_neighbour_is_waited_for_until_its_cell_is_expected_to_end() -> N
     for name in "ab":
         world.kernel(name)
     world.wants("a")
-    world.tell(LeaseMeasured(at_ms=world.now_ms, lease_id="a", used_mib=MIB))
+    world.tell(lease_measured(world.now_ms, "a", MIB))
     world.wants("b")
     at_once = world.wait("b")
     assert at_once is not None
@@ -171,7 +171,7 @@ def test_those_ahead_are_served_before() -> None:
     for name in "abc":
         world.kernel(name)
     world.wants("a")
-    world.tell(LeaseMeasured(at_ms=world.now_ms, lease_id="a", used_mib=MIB))
+    world.tell(lease_measured(world.now_ms, "a", MIB))
     world.wants("b")
     world.wants("c")
     first, second = world.wait("b"), world.wait("c")
@@ -190,7 +190,7 @@ def test_the_device_that_is_ready_first_counts() -> None:
         world.kernel(name)
     for name in "ab":
         world.wants(name)
-        world.tell(LeaseMeasured(at_ms=world.now_ms, lease_id=name, used_mib=MIB))
+        world.tell(lease_measured(world.now_ms, name, MIB))
     world.now_ms += 10_000
     world.ran("a", after_ms=0)
     for _ in range(30):  # `b` is known for short cells
@@ -283,7 +283,7 @@ def test_who_may_preempt_waits_for_the_minimum_residency_and_not_for_the_cell() 
     world.kernel("a")
     world.kernel("b", priority=1)
     world.wants("a")
-    world.tell(LeaseMeasured(at_ms=world.now_ms, lease_id="a", used_mib=MIB))
+    world.tell(lease_measured(world.now_ms, "a", MIB))
     world.wants("b")
     four_swaps_ms = 4 * (SAVE_MS + RESTORE_MS)
     assert four_swaps_ms < world.forecasts.cell_left_ms("a", world.now_ms)

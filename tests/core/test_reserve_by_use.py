@@ -6,7 +6,6 @@ from fractional_gpu.core.effects import Declined, Effect, Granted, Resized
 from fractional_gpu.core.events import (
     Attached,
     DeviceSeen,
-    LeaseMeasured,
     LeaseReleased,
     LeaseRequested,
     PoolConfigured,
@@ -16,7 +15,7 @@ from fractional_gpu.core.events import (
     TruthFound,
 )
 from fractional_gpu.core.model import LeaseState, Limits, PoolSpec, ReserveBy
-from tests.core.driving import Hand, device, pool, spec
+from tests.core.driving import Hand, device, lease_measured, pool, spec
 
 
 def _pool(*, headroom_mib: int = 100, oversubscription_milli: int | None = None) -> PoolSpec:
@@ -39,7 +38,7 @@ def _runs(hand: Hand, name: str, request_mib: int, cap_mib: int) -> list[Effect]
 
 
 def _uses(hand: Hand, name: str, mib: int) -> list[Effect]:
-    return hand.send(LeaseMeasured(at_ms=hand.now, lease_id=name, used_mib=mib))
+    return hand.send(lease_measured(hand.now, name, mib))
 
 
 def _sizes(effects: list[Effect]) -> list[tuple[str, int]]:

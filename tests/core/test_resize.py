@@ -9,7 +9,6 @@ from fractional_gpu.core.events import (
     Attached,
     DeviceSeen,
     HostMemorySeen,
-    LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
@@ -19,7 +18,7 @@ from fractional_gpu.core.events import (
     SuspendRequested,
 )
 from fractional_gpu.core.model import LeaseState, Limits
-from tests.core.driving import Hand, device, pool, spec
+from tests.core.driving import Hand, device, lease_measured, pool, spec
 
 
 def _resize(hand: Hand, name: str, reserve_mib: int, milli: int = 250) -> list[Effect]:
@@ -68,7 +67,7 @@ def test_smaller_is_at_once_and_lets_others_in() -> None:
 def test_smaller_than_what_is_used_is_declined_with_the_number() -> None:
     hand = Hand()
     hand.run("a", 800)
-    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=600))
+    hand.send(lease_measured(0, "a", 600))
     declined = _declined(_resize(hand, "a", 500))
     assert (declined.reason, declined.about) == ("in-use", "resize")
     assert "600 MiB" in declined.sentence

@@ -10,7 +10,6 @@ from fractional_gpu.core.events import (
     Attached,
     Checkpointable,
     HostMemorySeen,
-    LeaseMeasured,
     LeaseRequested,
     LeftBehind,
     MoveRequested,
@@ -25,7 +24,7 @@ from fractional_gpu.core.events import (
     SuspendRequested,
 )
 from fractional_gpu.core.model import LeaseState, Limits, ReserveBy
-from tests.core.driving import Hand, device, pool, spec
+from tests.core.driving import Hand, device, lease_measured, pool, spec
 
 DAY_MS = 86_400_000
 
@@ -216,12 +215,12 @@ def test_one_that_could_not_leave_waits_again_for_what_it_lacked_when_it_is_take
     by_use = replace(pool(), reserve_by=ReserveBy.USE, headroom_mib=0)
     hand = Hand(pools=[by_use])
     hand.run("b", 600)
-    hand.send(LeaseMeasured(at_ms=hand.now, lease_id="b", used_mib=600))
+    hand.send(lease_measured(hand.now, "b", 600))
     hand.send(LeaseRequested(at_ms=hand.now, spec=replace(spec("a", 900), request_mib=100)))
     hand.send(Attached(at_ms=hand.now, lease_id="a", gated=True))
     hand.want("a")
     hand.work("a")
-    hand.send(LeaseMeasured(at_ms=hand.now, lease_id="a", used_mib=100))
+    hand.send(lease_measured(hand.now, "a", 100))
     hand.send(PoolConfigured(at_ms=hand.now, pool=pool()))
     assert hand.arbiter.ticket("a") is not None, (
         "the pool reserves whole caps now, and 400 MiB are there for one of 900"

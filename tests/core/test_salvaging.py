@@ -11,7 +11,6 @@ from fractional_gpu.core.events import (
     Checkpointable,
     DeviceDrained,
     DeviceUndrained,
-    LeaseMeasured,
     PinRequested,
     SuspendFinished,
     SuspendOutcome,
@@ -19,7 +18,7 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.revoke import LEAST_RETRY_MS, MARGIN_MS
-from tests.core.driving import Hand, device, pool
+from tests.core.driving import Hand, device, lease_measured, pool
 
 LONG = 120_000
 
@@ -34,7 +33,7 @@ def _told(effects: list[Effect]) -> list[tuple[str, str]]:
 
 
 def _uses(hand: Hand, name: str, mib: int) -> None:
-    hand.send(LeaseMeasured(at_ms=hand.now, lease_id=name, used_mib=mib))
+    hand.send(lease_measured(hand.now, name, mib))
 
 
 def _takes_ms(hand: Hand, mib: int) -> int:

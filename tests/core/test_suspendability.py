@@ -6,14 +6,13 @@ from fractional_gpu.core.effects import Declined, Effect, Suspend
 from fractional_gpu.core.events import (
     Checkpointable,
     DeviceSeen,
-    LeaseMeasured,
     LeaseReleased,
     ProcessExited,
     SuspendOutcome,
     SuspendRequested,
 )
 from fractional_gpu.core.model import DeviceSpec, LeaseState, PoolSpec, Sharing
-from tests.core.driving import Hand, device, pool
+from tests.core.driving import Hand, device, lease_measured, pool
 
 MINUTE_MS = 60_000
 WHY = "it uses managed memory"
@@ -21,7 +20,7 @@ WHY = "it uses managed memory"
 
 def using(hand: Hand, name: str, mib: int = 300) -> list[Effect]:
     """Have a kernel be seen to use its device."""
-    return hand.send(LeaseMeasured(at_ms=hand.now, lease_id=name, used_mib=mib))
+    return hand.send(lease_measured(hand.now, name, mib))
 
 
 def told(effects: list[Effect]) -> list[str]:

@@ -19,7 +19,6 @@ from fractional_gpu.core.events import (
     Attached,
     DeviceLost,
     DeviceSeen,
-    LeaseMeasured,
     LeaseRequested,
     PinRequested,
     ResizeRequested,
@@ -28,7 +27,7 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec
-from tests.core.driving import Hand, device, pool, spec
+from tests.core.driving import Hand, device, lease_measured, pool, spec
 from tests.core.theatre import FOR_EVER, Actor, Theatre
 
 SWAP_MS = 300  # each way
@@ -316,7 +315,7 @@ def test_a_gate_stays_closed_for_as_long_as_a_swap_is_expected_to_take() -> None
     hand.send(LeaseRequested(at_ms=hand.now, spec=replace(spec("elsewhere", in_pool="q"), reserve_mib=900)))
     hand.send(Attached(at_ms=hand.now, lease_id="elsewhere", gated=True))
     hand.want("elsewhere")
-    hand.send(LeaseMeasured(at_ms=hand.now, lease_id="elsewhere", used_mib=900))
+    hand.send(lease_measured(hand.now, "elsewhere", 900))
     hand.work("elsewhere")
     hand.rest("elsewhere")
     hand.now += 1

@@ -8,7 +8,6 @@ from fractional_gpu.core.effects import Suspend
 from fractional_gpu.core.events import (
     Attached,
     Checkpointable,
-    LeaseMeasured,
     LeaseReleased,
     LeaseRequested,
     PinRequested,
@@ -16,7 +15,7 @@ from fractional_gpu.core.events import (
     SuspendOutcome,
 )
 from fractional_gpu.core.model import LeaseState
-from tests.core.driving import Hand, device, pool, spec
+from tests.core.driving import Hand, device, lease_measured, pool, spec
 
 
 def start(hand: Hand, name: str, *, owner: str = "ann", label: str = "", mib: int = 600) -> None:
@@ -52,11 +51,11 @@ def test_a_running_cell_is_named_with_how_long_it_has_run() -> None:
 def test_a_cell_that_has_not_used_the_gpu_is_told_with_what_helps(owner: str) -> None:
     hand = Hand()
     run(hand, "a", owner=owner, label="slow.ipynb")
-    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=0))
+    hand.send(lease_measured(0, "a", 0))
     remedies = {"ann": "interrupt it and begin it with %%cpu, or have an", "bob": "its user can interrupt it, or an"}
     told = "is running a cell that has not used the GPU, and keeps its room until it ends"
     assert waits(hand).endswith(f"{told}: {remedies[owner]} administrator evict it")
-    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=100))
+    hand.send(lease_measured(0, "a", 100))
     assert waits(hand).endswith("is running a cell")
 
 
@@ -123,7 +122,7 @@ def test_a_pin_is_told_with_its_end() -> None:
 def test_a_kernel_that_cannot_be_saved_says_why() -> None:
     hand = Hand()
     run(hand, "a", label="managed.ipynb")
-    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=100))
+    hand.send(lease_measured(0, "a", 100))
     hand.send(Checkpointable(at_ms=0, lease_id="a", why_not="it has managed memory"))
     hand.rest("a")
     assert waits(hand) == "managed.ipynb cannot be suspended: it has managed memory: it waits until one of them ends"

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fractional_gpu.core.effects import Effect, Granted
-from fractional_gpu.core.events import Event, LeaseMeasured
+from fractional_gpu.core.events import Event, LeasesMeasured
 from fractional_gpu.core.model import ReserveBy
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.simulation import simulate
@@ -130,8 +130,9 @@ def test_what_a_cell_uses_of_its_device_is_measured_while_it_runs_and_when_it_en
     seen: dict[str, list[tuple[int, int]]] = {}
 
     def watch(event: Event, _effects: object) -> None:
-        if isinstance(event, LeaseMeasured) and event.util_milli is not None:
-            seen.setdefault(event.lease_id, []).append((event.at_ms, event.util_milli))
+        for one in event.measurements if isinstance(event, LeasesMeasured) else ():
+            if one.util_milli is not None:
+                seen.setdefault(one.lease_id, []).append((event.at_ms, one.util_milli))
 
     simulate(host(), trace, watch=watch)
     # alone again after 12.695 s, `b` has 20 - 12.695 / 1.4851 = 11.452 s left: it ends at 24.147 s, having used 18 s of the device

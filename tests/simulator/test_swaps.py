@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.core.events import Event, HostMemoryNeeded, LeaseMeasured, ResumeFinished, SuspendFinished
+from fractional_gpu.core.events import Event, HostMemoryNeeded, Measurement, ResumeFinished, SuspendFinished
 from fractional_gpu.simulator import one_host
 from fractional_gpu.simulator.simulation import simulate
 from tests.simulator.by_hand import gpu_cell, host, session
@@ -39,15 +39,15 @@ class _Understated:
     def __init__(self, parts: int) -> None:
         self._parts = parts
 
-    def __call__(self, **fields: Any) -> LeaseMeasured:  # noqa: ANN401 - the fields of the event
-        return LeaseMeasured(**{**fields, "used_mib": max(1, fields["used_mib"] // self._parts)})
+    def __call__(self, **fields: Any) -> Measurement:  # noqa: ANN401 - the fields of the event
+        return Measurement(**{**fields, "used_mib": max(1, fields["used_mib"] // self._parts)})
 
 
 @pytest.mark.parametrize(("budget_mib", "refused"), [(24_000, False), (15_000, True)])
 def test_a_suspend_that_counts_more_than_is_reserved_gets_the_difference_or_leaves_the_kernel_alone(
     monkeypatch: pytest.MonkeyPatch, budget_mib: int, refused: bool
 ) -> None:
-    monkeypatch.setattr(one_host, "LeaseMeasured", _Understated(100))
+    monkeypatch.setattr(one_host, "Measurement", _Understated(100))
     trace = [
         session(name, *(gpu_cell(start + 100_000 * turn, 5_000) for turn in range(4)))
         for start, name in ((0, "a"), (20_000, "b"), (40_000, "c"))

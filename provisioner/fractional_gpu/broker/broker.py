@@ -64,7 +64,8 @@ from fractional_gpu.core.events import (
     Checkpointable,
     Event,
     Expected,
-    LeaseMeasured,
+    LeasesMeasured,
+    Measurement,
     MoveRequested,
     PinRequested,
     ProcessExited,
@@ -160,8 +161,10 @@ class Broker:
         self.metering.saw(event, effects)
         self.turns.saw(event, effects)
         self.arbiter.run_deferred_work()
-        if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
-            self.history.note(view)
+        if isinstance(event, LeasesMeasured):
+            for lease_id in event.lease_ids:
+                if (view := self.arbiter.lease(lease_id)) is not None:
+                    self.history.note(view)
         files.reach(f"{point}.after")
         self.note_change()
         return effects
@@ -533,7 +536,8 @@ class Broker:
         used_mib = await self._inspector.used_mib(kernel)
         view = self.arbiter.lease(kernel.lease_id)
         if view is not None and view.state in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
-            self.dispatch(LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=used_mib))
+            one = Measurement(lease_id=kernel.lease_id, used_mib=used_mib)
+            self.dispatch(LeasesMeasured(at_ms=now_ms(), measurements=(one,)))
 
     def request_on_behalf(self, kernel: Kernel) -> None:
         """File a ticket on behalf of a kernel that cannot request the GPU, or did not."""

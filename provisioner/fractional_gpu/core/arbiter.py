@@ -25,10 +25,10 @@ from fractional_gpu.core.events import (
     HostMemoryNeeded,
     HostMemorySeen,
     HostPressureSeen,
-    LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    LeasesMeasured,
     LeftBehind,
     MoveRequested,
     PinRequested,
@@ -189,7 +189,6 @@ _AboutALease = (
     | Expected
     | HostMemoryNeeded
     | HostPressureSeen
-    | LeaseMeasured
     | LeftBehind
     | MoveRequested
     | PinRequested
@@ -406,6 +405,8 @@ class Arbiter:
                 self._lifecycle.requested(event)
             case LeaseRecovered():
                 self._lifecycle.recovered(event)
+            case LeasesMeasured():
+                return self._measured(event)
             case (
                 DeviceSeen() | DeviceLost() | DeviceDrained() | DeviceUndrained() | PoolConfigured() | HostMemorySeen()
             ):
@@ -453,6 +454,16 @@ class Arbiter:
         if news:
             update_all_suspendability(books, books.leases.values())
 
+    def _measured(self, event: LeasesMeasured) -> bool:
+        matters = False
+        for one in event.measurements:
+            lease = self._books.leases.get(one.lease_id)
+            if lease is not None:
+                if one.util_milli is not None:
+                    matters |= self._books.see_utilisation(lease, one.util_milli)
+                matters |= self._lifecycle.measured(lease, max(0, one.used_mib))
+        return matters
+
     def _take_about_lease(self, event: Event) -> bool:  # noqa: C901, PLR0911, PLR0912 - one case per event
         if not isinstance(event, _AboutALease):
             raise TypeError(f"the arbiter does not know the event {type(event).__name__}")
@@ -462,9 +473,6 @@ class Arbiter:
         match event:
             case BusyChanged():
                 return does.busy_changed(lease, busy=event.busy, by_cell=event.by_cell)
-            case LeaseMeasured():
-                contends = event.util_milli is not None and self._books.see_utilisation(lease, event.util_milli)
-                return does.measured(lease, max(0, event.used_mib)) or contends
             case Expected():
                 return self._scheduler.expectations.seen(lease, event)
             case Shrunk():

@@ -16,6 +16,12 @@ class Event:
 
     at_ms: int
 
+    @property
+    def lease_ids(self) -> tuple[str, ...]:
+        """The leases that it is about."""
+        lease_id = getattr(self, "lease_id", None)
+        return () if lease_id is None else (lease_id,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSeen(Event):
@@ -184,8 +190,8 @@ class BusyChanged(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseMeasured(Event):
-    """Device memory that the lease's process tree uses now, MiB.
+class Measurement:
+    """Device memory that a lease's process tree uses now, MiB.
 
     `util_milli` is its mean utilisation over the last period, thousandths of one device (the sum over its devices divided by their
     number); None: not known. It counts only if the lease is busy.
@@ -194,6 +200,17 @@ class LeaseMeasured(Event):
     lease_id: str
     used_mib: int
     util_milli: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasesMeasured(Event):
+    """What one sample found of the leases, each at most once. The queue is served once, after all of it."""
+
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def lease_ids(self) -> tuple[str, ...]:
+        return tuple(one.lease_id for one in self.measurements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

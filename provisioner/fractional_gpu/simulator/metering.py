@@ -133,8 +133,8 @@ class HostMeter:
 
     def saw(self, at_ms: int, arbiter: Arbiter, event: Event, effects: Iterable[Effect]) -> None:
         """Tell the meter what the leases are that an event and its effects are about."""
-        named = dict.fromkeys(getattr(one, "lease_id", None) for one in (event, *effects))
-        for lease_id in named:
+        named = dict.fromkeys(getattr(effect, "lease_id", None) for effect in effects)
+        for lease_id in dict.fromkeys(event.lease_ids) | named:
             if lease_id is not None:
                 self._observe(at_ms, arbiter, lease_id)
 

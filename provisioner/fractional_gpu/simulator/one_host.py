@@ -33,9 +33,10 @@ from fractional_gpu.core.events import (
     Expected,
     HostMemoryNeeded,
     HostMemorySeen,
-    LeaseMeasured,
     LeaseReleased,
     LeaseRequested,
+    LeasesMeasured,
+    Measurement,
     PoolConfigured,
     ProcessExited,
     ResumeFinished,
@@ -371,8 +372,8 @@ class HostRun:
             self._measure(kernel, used_milli)
 
     def _measure(self, kernel: Kernel, util_milli: int | None) -> None:
-        used_mib, lease_id = kernel.total_mib, kernel.spec.lease_id
-        self.send(LeaseMeasured(at_ms=self.now_ms, lease_id=lease_id, used_mib=used_mib, util_milli=util_milli))
+        one = Measurement(lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib, util_milli=util_milli)
+        self.send(LeasesMeasured(at_ms=self.now_ms, measurements=(one,)))
 
     def _give_up(self, kernel: Kernel, cell: int, since_ms: int) -> None:
         """Fail a cell that is short of memory since then, as an allocation fails at the framework's limit."""

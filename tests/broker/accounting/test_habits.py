@@ -10,11 +10,11 @@ import pytest
 
 from fractional_gpu.broker.accounting.habits import ShareHabits, offered_shares
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.core.events import Attached, LeaseMeasured, LeaseRequested
+from fractional_gpu.core.events import Attached, LeaseRequested
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Sample, Share
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.status import ShareAdvice
-from tests.core.driving import Hand, device, spec
+from tests.core.driving import Hand, device, lease_measured, spec
 from tests.support.counted import calls_of
 
 DAY_MS = 86_400_000
@@ -60,7 +60,7 @@ class World:
     def work(self, days: int, used_mib: int, use_milli: int = 100) -> None:
         """Run a cell for 20 minutes on each of so many days."""
         for _ in range(days):
-            self.hand.send(LeaseMeasured(at_ms=self.hand.now, lease_id="a", used_mib=used_mib, util_milli=use_milli))
+            self.hand.send(lease_measured(self.hand.now, "a", used_mib, util_milli=use_milli))
             for _ in range(20):
                 self.habits.sampled({"a": use_milli})
                 self.hand.now += 60_000
@@ -235,7 +235,7 @@ def test_a_sample_of_twice_as_many_servers_costs_twice_as_much(empty: World) -> 
         empty.hand.send(Attached(at_ms=empty.hand.now, lease_id=name, gated=True))
         empty.hand.want(name)
         empty.hand.work(name)
-        empty.hand.send(LeaseMeasured(at_ms=empty.hand.now, lease_id=name, used_mib=60))
+        empty.hand.send(lease_measured(empty.hand.now, name, 60))
         empty.kernels[name] = Kernel(lease_id=name, uid=0, token_sha256="", created_ms=empty.wall_ms)
         if number + 1 in {40, 80}:
             empty.habits.sampled()

@@ -20,7 +20,7 @@ from fractional_gpu.broker.monitoring import sampler as watch_module
 from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.supervision.enforcement import Enforcement
 from fractional_gpu.broker.supervision.survivors import OomKills, Survivors
-from fractional_gpu.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeaseMeasured
+from fractional_gpu.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeasesMeasured, Measurement
 from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, ReserveBy
 from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.host.process import ProcessIdentity, identify
@@ -70,7 +70,7 @@ class World:
         """Record nothing: no test here asks for habits."""
 
     def lease(self, lease_id: str) -> LeaseView | None:
-        return self.view if lease_id == LEASE else None
+        return self.view if lease_id in self.kernels or lease_id == LEASE else None
 
     def views(self) -> list[tuple[Kernel, LeaseView]]:
         return [(self.kernel, self.view)]
@@ -100,8 +100,8 @@ class World:
 
     def dispatch(self, event: Event) -> None:
         self.events.append(event)
-        if isinstance(event, LeaseMeasured):
-            self.view = replace(self.view, used_mib=event.used_mib, is_measured=True)
+        for one in measurements([event]):
+            self.view = replace(self.view, used_mib=one.used_mib, is_measured=True)
 
     async def told(self) -> list[Event]:
         """What one look tells."""
@@ -119,6 +119,14 @@ def view_of(state: LeaseState, reserve_mib: int = 500) -> LeaseView:
     )  # fmt: skip
 
 
+def measurements(events: list[Event]) -> list[Measurement]:
+    return [one for event in events if isinstance(event, LeasesMeasured) for one in event.measurements]
+
+
+def measured_mib(events: list[Event]) -> list[int]:
+    return [one.used_mib for one in measurements(events)]
+
+
 def strangers(events: list[Event]) -> list[int]:
     return [event.stranger_mib for event in events if isinstance(event, DeviceSeen)]
 
@@ -128,7 +136,7 @@ async def test_what_is_seen_is_told_once_until_it_changes() -> None:
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
     world.monitor.has_context(STRANGER, ProcessState.RUNNING, 100)
     first = await world.told()
-    assert next(event for event in first if isinstance(event, LeaseMeasured)).used_mib == 300
+    assert measured_mib(first) == [300]
     assert strangers(first) == [100]
     assert [event.budget_mib for event in first if isinstance(event, HostMemorySeen)] == [4096]
     assert world.used_mib == {DEVICE: 400}
@@ -137,13 +145,23 @@ async def test_what_is_seen_is_told_once_until_it_changes() -> None:
     assert strangers(await world.told()) == [150]
 
 
+async def test_one_event_tells_what_all_leases_use() -> None:
+    world = World()
+    other = Kernel(lease_id="other", uid=0, token_sha256="", identity=identify(os.getppid()))
+    world.kernels["other"] = other
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    world.monitor.has_context(os.getppid(), ProcessState.RUNNING, 200)
+    (event,) = [one for one in await world.told() if isinstance(one, LeasesMeasured)]
+    assert {one.lease_id: one.used_mib for one in event.measurements} == {LEASE: 300, "other": 200}
+
+
 @pytest.mark.parametrize(("reserve_by", "again"), [(ReserveBy.USE, [300]), (ReserveBy.CAP, [])])
 async def test_where_use_is_reserved_the_end_of_growth_is_told(reserve_by: ReserveBy, again: list[int]) -> None:
     world = World()
     world.pool = replace(world.pool, reserve_by=reserve_by)
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
     for expected in ([300], again, []):
-        assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == expected
+        assert measured_mib(await world.told()) == expected
 
 
 async def test_what_a_running_cell_uses_of_its_device_is_told_each_time() -> None:
@@ -153,7 +171,7 @@ async def test_what_a_running_cell_uses_of_its_device_is_told_each_time() -> Non
 
     async def measured() -> list[tuple[int, int | None]]:
         world.sampler._meter._until_us.clear()  # as if the last period had been long ago
-        return [(one.used_mib, one.util_milli) for one in await world.told() if isinstance(one, LeaseMeasured)]
+        return [(one.used_mib, one.util_milli) for one in measurements(await world.told())]
 
     assert await measured() == [(300, None)]
     world.view = replace(world.view, busy=True)
@@ -178,7 +196,7 @@ async def test_readers_who_ask_together_share_a_sample_that_was_begun_after_they
     monkeypatch.setattr(world.monitor, "use", counted)
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
     await asyncio.gather(*(world.sampler.refresh() for _ in range(20)))
-    assert [event.used_mib for event in world.events if isinstance(event, LeaseMeasured)] == [300]
+    assert measured_mib(world.events) == [300]
     assert len(looks) == 1
     world.monitor.mib[os.getpid()] = 350
     await world.sampler.refresh()
@@ -199,9 +217,9 @@ async def test_a_sample_that_the_machine_does_not_allow_is_followed_by_the_next_
     with monkeypatch.context() as patch:
         patch.setattr(world.sampler, "_read", cannot_be_read)
         await world.sampler.refresh()
-        assert not [event for event in world.events if isinstance(event, LeaseMeasured)]
+        assert not measurements(world.events)
     await world.sampler.refresh()
-    assert [event.used_mib for event in world.events if isinstance(event, LeaseMeasured)] == [300]
+    assert measured_mib(world.events) == [300]
 
 
 async def test_what_is_seen_is_told_again_when_the_arbiter_has_forgotten_it() -> None:
@@ -209,9 +227,9 @@ async def test_what_is_seen_is_told_again_when_the_arbiter_has_forgotten_it() ->
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
     await world.told()
     world.view = view_of(LeaseState.RESIDENT)  # another process, seen to use as much
-    assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == [300]
+    assert measured_mib(await world.told()) == [300]
     world.kernel.measurement.is_fresh = False  # a cell has begun: readers wait to hear that it was measured again
-    assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == [300]
+    assert measured_mib(await world.told()) == [300]
 
 
 async def test_what_goes_past_a_reservation_is_covered_by_nobody() -> None:
@@ -225,8 +243,7 @@ async def test_what_a_lease_without_a_reservation_uses_is_covered_by_nobody() ->
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
     events = await world.told()
     assert strangers(events) == [300]
-    (measured,) = [event for event in events if isinstance(event, LeaseMeasured)]
-    assert measured.used_mib == 300
+    assert measured_mib(events) == [300]
 
 
 @pytest.mark.parametrize("code", [GPUErrorCode.DEVICE_LOST, GPUErrorCode.UNKNOWN])
@@ -240,7 +257,7 @@ async def test_a_device_that_cannot_be_read_is_lost_until_it_is_seen_again(
     with monkeypatch.context() as patch:
         patch.setattr(world.monitor, "use", fail)
         assert [
-            type(event) for event in await world.told() if not isinstance(event, HostMemorySeen | LeaseMeasured)
+            type(event) for event in await world.told() if not isinstance(event, HostMemorySeen | LeasesMeasured)
         ] == [DeviceLost]
         assert await world.told() == []
     assert [one.message for one in caplog.records] == [f"device {DEVICE} is lost: it fell off the bus"]
@@ -285,7 +302,7 @@ async def test_changes_without_end_blind_nobody_but_to_the_lease_that_changes(
         events = await world.told()
         assert strangers(events) == [10 * looks]
     assert world.changes == 6
-    measured = [event.used_mib for event in events if isinstance(event, LeaseMeasured)]
+    measured = measured_mib(events)
     assert (world.view.used_mib, measured) == (0 if its_own else 300, [])
 
 
@@ -304,8 +321,8 @@ async def test_a_lease_that_came_during_a_look_is_measured_by_the_next(monkeypat
         return real(device_id)
 
     monkeypatch.setattr(world.monitor, "use", overtaken)
-    assert [event for event in await world.told() if isinstance(event, LeaseMeasured)] == []
-    assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == [300]
+    assert measurements(await world.told()) == []
+    assert measured_mib(await world.told()) == [300]
 
 
 @pytest.mark.parametrize("waited_for", [True, False])

@@ -1,11 +1,11 @@
 """What the meter is told of a lease, from an arbiter that really moves it through its states."""
 
-from fractional_gpu.core.events import LeaseMeasured, LeaseReleased, LeaseRequested, ProcessExited, SuspendOutcome
+from fractional_gpu.core.events import LeaseReleased, LeaseRequested, ProcessExited, SuspendOutcome
 from fractional_gpu.core.metering.meter import Holding, Meter
 from fractional_gpu.core.metering.observed import tell
 from fractional_gpu.core.metering.usage import Party, Usage
 from fractional_gpu.core.model import LeaseSpec, LeaseState
-from tests.core.driving import Hand, device, pool
+from tests.core.driving import Hand, device, lease_measured, pool
 
 
 def holding(hand: Hand, name: str) -> Holding:
@@ -15,7 +15,7 @@ def holding(hand: Hand, name: str) -> Holding:
 
 
 def measure(hand: Hand, name: str, used_mib: int) -> None:
-    hand.send(LeaseMeasured(at_ms=hand.now, lease_id=name, used_mib=used_mib))
+    hand.send(lease_measured(hand.now, name, used_mib))
 
 
 def test_a_lease_is_told_as_it_is_through_its_whole_life() -> None:

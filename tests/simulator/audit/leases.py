@@ -100,12 +100,12 @@ class Leases(Audit):
         text = json.dumps(entry["effects"], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         if hashlib.sha256(text.encode("ascii")).hexdigest()[:16] != entry["digest"]:
             self.wrong(f"the effects of {kind} are not those of the digest")
-        name = fields.get("lease_id") or fields.get("spec", {}).get("lease_id")
-        if name is not None:
-            session = self.sessions[name]
-            self.on_its_host(session, entry)
-            self._stopped(session)
-            self._about(kind, session, fields)
+        for about in fields.get("measurements") or [fields.get("spec", fields)]:
+            if "lease_id" in about:
+                session = self.sessions[about["lease_id"]]
+                self.on_its_host(session, entry)
+                self._stopped(session)
+                self._about(kind, session, fields | about)
         # all its devices first: a change of state names only the first of them
         devices = {
             effect["lease_id"]: tuple(effect["device_ids"])
@@ -126,7 +126,7 @@ class Leases(Audit):
                 self._requested(session, fields["spec"])
             case "Attached":
                 self.books.doors.append(self.now_ms - session.open_ms)
-            case "LeaseMeasured" if fields["used_mib"] != session.total_mib:
+            case "LeasesMeasured" if fields["used_mib"] != session.total_mib:
                 self.wrong(f"{session.name} is measured with {fields['used_mib']} MiB and uses {session.total_mib} MiB")
             case "SuspendFinished" | "ResumeFinished":
                 self._finished(kind, session, fields)

@@ -106,13 +106,12 @@ class Metering:
     def saw(self, event: Event, effects: Sequence[Effect]) -> None:
         if isinstance(event, LeaseRecovered):
             self._recovered(event.spec.lease_id)
-        touched = set() if isinstance(event, Expected) else {getattr(event, "lease_id", "")}
+        touched = set() if isinstance(event, Expected) else set(event.lease_ids)
         for effect in effects:
             if isinstance(effect, StateChanged | LeaseEnded | Granted):
                 touched.add(effect.lease_id)
             if isinstance(effect, StateChanged) and (effect.old, effect.new) in _MOVED:
                 self._moved(effect)
-        touched.discard("")
         for lease_id in touched:
             self._observe(lease_id, self._clocks.now())
 
@@ -221,13 +220,12 @@ class Turns:
         self._wall = wall
 
     def saw(self, event: Event, effects: Sequence[Effect]) -> None:
-        touched = {getattr(event, "lease_id", "")}
-        touched |= {one.lease_id for one in effects if isinstance(one, StateChanged | LeaseEnded | Granted)}
-        for lease_id in touched - {""}:
+        touched = {one.lease_id for one in effects if isinstance(one, StateChanged | LeaseEnded | Granted)}
+        for lease_id in touched.union(event.lease_ids):
             view = self._arbiter.lease(lease_id)
             holding = self._arbiter.holding(lease_id)
             use, busy = (view.demand_milli, view.busy) if view is not None else (0, False)
-            asks = lease_id == getattr(event, "lease_id", "") and (
+            asks = lease_id in event.lease_ids and (
                 isinstance(event, Wanted) or (isinstance(event, BusyChanged) and event.busy)
             )
             waits = busy or self._arbiter.waits(lease_id)

@@ -19,7 +19,14 @@ from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.monitoring.host_memory import HostMemoryPressure
 from fractional_gpu.broker.monitoring.utilisation import Reading, UtilisationMeter
 from fractional_gpu.broker.supervision.enforcement import Owner
-from fractional_gpu.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
+from fractional_gpu.core.events import (
+    DeviceLost,
+    DeviceSeen,
+    HostMemorySeen,
+    HostPressureSeen,
+    LeasesMeasured,
+    Measurement,
+)
 from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError
 from fractional_gpu.host.process import ProcessIdentity, Snapshot, read_stat
@@ -184,8 +191,7 @@ class Sampler:
             used.setdefault(lease_id, {})[device_id] = mib
         utilisation = self._meter.evaluate(sample.utilisation, sample.uses, owners)
         broker.metering.read_energy(sample.sensors, utilisation)
-        for kernel in [one for one in broker.kernels.values() if one in unchanged]:
-            self._report_lease(kernel, used.get(kernel.lease_id, {}), utilisation.get(kernel.lease_id))
+        self._report_leases([one for one in broker.kernels.values() if one in unchanged], used, utilisation)
         broker.habits.sampled(utilisation)
         self._note_processes(sample.uses, owners)
         # After the leases' own use: what that grew by is covered by their reservations now, and is no stranger's.
@@ -252,26 +258,34 @@ class Sampler:
                 cell.unused = kernel.iopub.handled
                 self._broker.sync_busy_state(kernel)
 
-    def _report_lease(self, kernel: Kernel, used: dict[str, int], util_milli: int | None) -> None:
-        kernel.measurement.seen_on = frozenset(used)
-        if used and kernel.launch.command and not kernel.measurement.has_used:
-            kernel.measurement.has_used = True
-            self._broker.sync_busy_state(kernel)
-        view = self._broker.arbiter.lease(kernel.lease_id)
-        if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
-            kernel.measurement.is_fresh = kernel.measurement.grew = False
-            return
-        measured_mib = sum(used.values())
-        changed = not (kernel.measurement.is_fresh and view.is_measured) or view.used_mib != measured_mib
-        kernel.measurement.is_fresh = True
-        grows = measured_mib > view.used_mib
-        # Where its reservation follows its use, the arbiter expects more growth until it gets a measurement without growth.
-        if changed or kernel.measurement.grew or util_milli is not None:
-            kernel.measurement.grew = grows and self._broker.reserves_by_use(view.spec.pool)
-            self._broker.dispatch(
-                LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=measured_mib, util_milli=util_milli)
-            )
-        self._hold_unused(kernel, view, uses=measured_mib > 0)
+    def _report_leases(
+        self, kernels: list[Kernel], used: dict[str, dict[str, int]], utilisation: dict[str, int]
+    ) -> None:
+        """Report in one event what is new of all leases, so that the arbiter serves the queue once for each sample."""
+        measurements, measured = [], []
+        for kernel in kernels:
+            known, lease_id = kernel.measurement, kernel.lease_id
+            mib_by_device, util_milli = used.get(lease_id, {}), utilisation.get(lease_id)
+            known.seen_on = frozenset(mib_by_device)
+            if mib_by_device and kernel.launch.command and not known.has_used:
+                known.has_used = True
+                self._broker.sync_busy_state(kernel)
+            view = self._broker.arbiter.lease(lease_id)
+            if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
+                known.is_fresh = known.grew = False
+                continue
+            used_mib = sum(mib_by_device.values())
+            measured.append((kernel, view, used_mib))
+            changed = not (known.is_fresh and view.is_measured) or view.used_mib != used_mib
+            known.is_fresh = True
+            # Where its reservation follows its use, the arbiter expects more growth until it gets a measurement without growth.
+            if changed or known.grew or util_milli is not None:
+                known.grew = used_mib > view.used_mib and self._broker.reserves_by_use(view.spec.pool)
+                measurements.append(Measurement(lease_id=lease_id, used_mib=used_mib, util_milli=util_milli))
+        if measurements:
+            self._broker.dispatch(LeasesMeasured(at_ms=now_ms(), measurements=tuple(measurements)))
+        for kernel, view, used_mib in measured:
+            self._hold_unused(kernel, view, uses=used_mib > 0)
 
     def _report_pressure(self, pressed: set[str]) -> None:
         for lease_id in sorted(pressed ^ self._pressed):
