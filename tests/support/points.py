@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import fractional_gpu.broker.api.routes
+from fractional_gpu.core import events
 from fractional_gpu.core.events import Event
 from fractional_gpu.gpu.worker import OPERATIONS
 from fractional_gpu.protocol.routes import ROUTES
@@ -31,19 +32,14 @@ def plain(point: str) -> str:
 def known_points() -> set[str]:
     """Return all names, as `plain` gives them, less the untold."""
     writes = {name for file in _BROKER.glob("*.py") for name in _WRITE.findall(file.read_text())}
-    events = {kind.__name__ for kind in _leaves(Event)}
+    kinds = [one for one in vars(events).values() if isinstance(one, type) and issubclass(one, Event)]
     return {
         *(f"ledger.{name}" for name in writes),
-        *(f"event.{name}" for name in events),
+        *(f"event.{kind.__name__}" for kind in kinds if not kind.__subclasses__()),
         *(f"{who}.{operation}" for who in ("link", "worker") for operation in OPERATIONS),
         *(f"api.{route.name}" for route in ROUTES),
         *_injected(),
     } - {*UNTOLD, "worker.ping"}  # which does nothing
-
-
-def _leaves(kind: type) -> list[type]:
-    below: list[type] = kind.__subclasses__()
-    return [kind] if not below else [leaf for one in below for leaf in _leaves(one)]
 
 
 def _injected() -> set[str]:

@@ -25,6 +25,7 @@ from fractional_gpu.core.events import (
     HostMemoryNeeded,
     HostMemorySeen,
     HostPressureSeen,
+    LeaseEvent,
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
@@ -176,31 +177,6 @@ def device_views(books: Books) -> list[DeviceView]:
 
 
 # -- arbiter -----------------------------------------------------------------------------------------------------------
-
-
-_AboutALease = (
-    Attached
-    | ProcessExited
-    | LeaseReleased
-    | Wanted
-    | Unwanted
-    | BusyChanged
-    | Checkpointable
-    | Expected
-    | HostMemoryNeeded
-    | HostPressureSeen
-    | LeftBehind
-    | MoveRequested
-    | PinRequested
-    | PriorityChanged
-    | ResizeRequested
-    | SeatEnded
-    | SeatRenewed
-    | Shrunk
-    | UnpinRequested
-    | SuspendRequested
-    | TruthFound
-)
 
 
 class Arbiter:
@@ -411,8 +387,10 @@ class Arbiter:
                 DeviceSeen() | DeviceLost() | DeviceDrained() | DeviceUndrained() | PoolConfigured() | HostMemorySeen()
             ):
                 self._take_about_host(event)
-            case _:
+            case LeaseEvent():
                 return self._take_about_lease(event)
+            case _:
+                raise TypeError(f"the arbiter does not know the event {type(event).__name__}")
         return True
 
     def _take_about_host(
@@ -464,9 +442,7 @@ class Arbiter:
                 matters |= self._lifecycle.measured(lease, max(0, one.used_mib))
         return matters
 
-    def _take_about_lease(self, event: Event) -> bool:  # noqa: C901, PLR0911, PLR0912 - one case per event
-        if not isinstance(event, _AboutALease):
-            raise TypeError(f"the arbiter does not know the event {type(event).__name__}")
+    def _take_about_lease(self, event: LeaseEvent) -> bool:  # noqa: C901, PLR0911, PLR0912 - one case per event
         lease, does = self._books.leases.get(event.lease_id), self._lifecycle
         if lease is None:
             return False

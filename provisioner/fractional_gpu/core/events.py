@@ -19,8 +19,18 @@ class Event:
     @property
     def lease_ids(self) -> tuple[str, ...]:
         """The leases that it is about."""
-        lease_id = getattr(self, "lease_id", None)
-        return () if lease_id is None else (lease_id,)
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseEvent(Event):
+    """Base of events about one lease."""
+
+    lease_id: str
+
+    @property
+    def lease_ids(self) -> tuple[str, ...]:
+        return (self.lease_id,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,25 +106,22 @@ class LeaseRecovered(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attached(Event):
+class Attached(LeaseEvent):
     """A live process stands behind the lease (unattached -> unarmed, or resident if it holds a reservation already).
 
     A lease whose last kernel left processes behind stays as it is, and is the new kernel's.
     """
 
-    lease_id: str
     gated: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessExited(Event):
+class ProcessExited(LeaseEvent):
     """The kernel process is gone: whatever the lease held is free at once; the lease becomes unattached."""
-
-    lease_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftBehind(Event):
+class LeftBehind(LeaseEvent):
     """The kernel process is gone, but processes that it started still have device memory, on a device or saved on the host.
 
     The lease keeps its reservation and counts as busy until `ProcessExited` or `LeaseReleased` says that they are gone, or `Attached`
@@ -122,20 +129,18 @@ class LeftBehind(Event):
     they change. A lease without a device or saved memory ignores it.
     """
 
-    lease_id: str
     what: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseReleased(Event):
+class LeaseReleased(LeaseEvent):
     """The lease is over. A second release is ignored. `reason`: a word for its story and the counters."""
 
-    lease_id: str
     reason: str = "released"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeatEnded(Event):
+class SeatEnded(LeaseEvent):
     """The seat that the lease draws on has ended, at `since_ms`: the lease is revoked. A second one is ignored.
 
     A lease without a process ends at once. Any other is suspended as soon as possible, in the middle of a cell, too, has no ticket from
@@ -143,48 +148,42 @@ class SeatEnded(Event):
     pool after `since_ms`.
     """
 
-    lease_id: str
     since_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeatRenewed(Event):
+class SeatRenewed(LeaseEvent):
     """A revoked lease draws on this seat from now on: it is like any other lease again. Ignored for a lease that is not revoked."""
 
-    lease_id: str
     seat: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PriorityChanged(Event):
+class PriorityChanged(LeaseEvent):
     """The lease has another priority from now on, because a budget is used up or has something left again. Its place by age stays."""
 
-    lease_id: str
     priority: int | None  # None: its own one again
     sentence: str  # why, for its story
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted(Event):
+class Wanted(LeaseEvent):
     """The kernel needs the GPU: files a ticket unless the lease is resident (then `Granted` again)."""
 
-    lease_id: str
     urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unwanted(Event):
+class Unwanted(LeaseEvent):
     """No cell waits any more (interrupt, client gone): the ticket is withdrawn; a resume under way is completed."""
 
-    lease_id: str
     interrupted: bool = False  # before it got the GPU or an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BusyChanged(Event):
+class BusyChanged(LeaseEvent):
     """The set of busy messages became non-empty or empty. `by_cell`: a cell is, or may be, among them."""
 
-    lease_id: str
     busy: bool
     by_cell: bool = True
 
@@ -214,86 +213,77 @@ class LeasesMeasured(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected(Event):
+class Expected(LeaseEvent):
     """A sign that the lease's next cell comes before `until_ms`. `confidence_milli`: how sure the sender is, thousandths."""
 
-    lease_id: str
     until_ms: int
     sign: Sign
     confidence_milli: int = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shrunk(Event):
+class Shrunk(LeaseEvent):
     """The answer to `Shrink`: what the lease's process tree uses without its caches, MiB; None: it could not give them back now."""
 
-    lease_id: str
     generation: int
     used_mib: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpointable(Event):
+class Checkpointable(LeaseEvent):
     """Whether the lease's process can be checkpointed: a sentence why not, for as long as it lives, or nothing."""
 
-    lease_id: str
     why_not: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostPressureSeen(Event):
+class HostPressureSeen(LeaseEvent):
     """Whether host memory is short where the saved state of this lease lies (its control group): the lease comes back early if it can."""
 
-    lease_id: str
     pressed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SuspendRequested(Event):
+class SuspendRequested(LeaseEvent):
     """`by` asked for this lease to be suspended now (it must be resident and idle). Answered by `Suspend` or `Declined`."""
 
-    lease_id: str
     by: str = "its user"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoveRequested(Event):
+class MoveRequested(LeaseEvent):
     """An administrator has an idle, resident lease go to another device of its pool, now: to this one, or to any (None).
 
     Answered by `Suspend`, whose lease comes back on its target by itself, or by `Declined` about `move`. It ends a pin.
     """
 
-    lease_id: str
     device_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResizeRequested(Event):
+class ResizeRequested(LeaseEvent):
     """Another size for a lease that exists. Answered by `Resized`, at once or when there is room, or by `Declined`.
 
     A resident lease that grows keeps what it has until there is room beside it; idle neighbours step aside for it. An idle one that
     may move goes where there is room. A newer request replaces an older one that still waits.
     """
 
-    lease_id: str
     fraction_milli: int
     reserve_mib: int
     request_mib: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PinRequested(Event):
+class PinRequested(LeaseEvent):
     """Keep the lease resident for `duration_ms` from now. Answered by `Pinned` or `Declined`. Replaces the pin there was."""
 
-    lease_id: str
     duration_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnpinRequested(Event):
+class UnpinRequested(LeaseEvent):
     """`by` ends the pin; what is left of it goes back to its owner's budget."""
 
-    lease_id: str
     by: str = "its user"
 
 
@@ -310,20 +300,18 @@ class SuspendOutcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostMemoryNeeded(Event):
+class HostMemoryNeeded(LeaseEvent):
     """A suspend under way counted that it would save `need_mib`, more than is reserved; the arbiter reserves it if the host has it."""
 
-    lease_id: str
     operation_id: int
     generation: int
     need_mib: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SuspendFinished(Event):
+class SuspendFinished(LeaseEvent):
     """The answer to `Suspend`. Stale (operation or generation differ) answers are ignored and recorded."""
 
-    lease_id: str
     operation_id: int
     generation: int
     outcome: SuspendOutcome
@@ -341,10 +329,9 @@ class ResumeOutcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeFinished(Event):
+class ResumeFinished(LeaseEvent):
     """The answer to `Resume`."""
 
-    lease_id: str
     operation_id: int
     generation: int
     outcome: ResumeOutcome
@@ -352,10 +339,9 @@ class ResumeFinished(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TruthFound(Event):
+class TruthFound(LeaseEvent):
     """The answer to `LookAgain`: what a quarantined lease really is. Quarantined with a sentence: the driver failed, the search goes on."""
 
-    lease_id: str
     generation: int
     state: LeaseState
     device_id: str | None = None

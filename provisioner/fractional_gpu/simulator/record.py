@@ -16,7 +16,7 @@ import msgspec
 from fractional_gpu.core import events
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect
-from fractional_gpu.core.events import Event
+from fractional_gpu.core.events import Event, LeaseEvent
 from fractional_gpu.simulator import SimulationError, TraceError
 from fractional_gpu.simulator.hosts import DoorRule, Machine, hosts_of
 from fractional_gpu.simulator.traces import Session
@@ -29,7 +29,7 @@ _ABOUT_SESSIONS = ("user", "open_ms", "close_ms", "gpus", "gpu_mib", "priority",
 _EVENTS: dict[str, type[Event]] = {
     name: kind
     for name, kind in vars(events).items()
-    if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
+    if isinstance(kind, type) and issubclass(kind, Event) and kind not in (Event, LeaseEvent)
 }
 
 
