@@ -1,4 +1,4 @@
-"""Moving a lease to another device: it is suspended where it is, and resumed at once on its target, where room is kept meanwhile.
+"""Moving a lease to another device: it is suspended, and resumed at once on its target, on which room is kept until then.
 
 A lease moves if
 
@@ -275,7 +275,7 @@ class ComputeRelief:
 
     **Gain.** Busy leases lose u * (k - 1) of the time that their cells still take, each for its own u (`time_slicing`). A move gains what
     both devices lose now, less what they would lose then. **Cost**: the suspend and resume of the lease, during which its cell does not
-    run, and those of idle leases that make room on the other device. A move must gain twice what it costs.
+    run, and the swaps of idle leases that make room on the other device. A move must gain twice what it costs.
 
     It uses only what tickets leave: no ticket waits, and a swap channel is free. Idle leases that make room are suspended first; the move
     follows when they have left, if it still gains enough.
@@ -292,7 +292,7 @@ class ComputeRelief:
         return self._victims.recheck_ms
 
     def relieve(self) -> None:
-        """Begin the move that gains most, or the first suspend that makes room for it, as long as swap channels are free."""
+        """Begin the move that gains most, or the first suspend that makes room for it, while swap channels are free."""
         books = self._books
         self._victims = Victims(books)
         while not books.waiting and self._changes.channel_free:
@@ -402,7 +402,7 @@ def _busy_on(device: Device) -> list[Lease]:
 
 
 QUIET_MS = 60_000
-"""A lease moves together with others after it has been idle for so long."""
+"""How long a lease must have been idle before it moves together with others."""
 
 
 class IdlePacking:
@@ -419,7 +419,7 @@ class IdlePacking:
         self.recheck_ms: int | None = None
 
     def pack(self) -> None:
-        """Begin the next move of each pool that empties devices, as long as swap channels are free."""
+        """Begin the next move of each pool that empties devices, while swap channels are free."""
         self.recheck_ms = None
         for pool in self._books.pools.values():
             if pool.empty_devices and pool.may_move and pool.name not in self._books.waiting_pools:

@@ -31,9 +31,9 @@ def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
 def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
     """Return the devices the lease may go to now.
 
-    Saved state goes home, even if its home has left the pool. Where the pool moves leases and has enough devices like its home, it may go
-    to those, too, and its home comes first. State that was saved from devices of several kinds only goes home. A device that drains or
-    is lost admits no lease. None goes to a device that it is not allowed on, not even to its home.
+    Saved state goes home, even if its home has left the pool. If the pool moves leases and has enough devices like its home, it may also go
+    to those; its home comes first. State from devices of several kinds only goes home. A device that drains or is lost admits no lease, and
+    no lease goes to a device that it is not allowed on, not even to its home.
     """
     allowed = allowed_of(pool, lease.spec)
     if lease.state is not LeaseState.SUSPENDED:
@@ -135,12 +135,12 @@ def busy_others(device: Device, lease: Lease) -> list[Lease]:
 
 
 def beside(want_milli: int, others: Sequence[Lease]) -> int:
-    """Return how many times as long as alone a cell takes that needs so much of a device, beside other busy leases, thousandths."""
+    """Return how much longer than alone a cell that needs `want_milli` of a device takes next to other busy leases, thousandths."""
     return slowed_milli(want_milli, stretch_milli((want_milli, *[one.busy_milli for one in others])))
 
 
 def crowding_ms(books: Books, lease: Lease) -> int:
-    """Return what the lease's next cell and those beside it lose because idle leases hold memory of less busy devices, ms."""
+    """Return what the lease's next cell and its neighbours lose because idle leases hold memory of less busy devices, ms."""
     here = books.devices.get(lease.occupied_ids[0]) if lease.count == 1 and lease.occupied_ids else None
     if here is None or not spreads(books, lease):
         return 0
@@ -184,7 +184,7 @@ class DeviceChoice:
     The least spoilt comes first, then the least memory left (best fit), then the first of the given devices. While no lease has asked,
     that is best fit.
 
-    Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), for memory in place of GPU shares and
+    Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), for memory instead of GPU shares and
     with asks that are learnt. `kind_of` returns the kind of a device, as leases of several devices have devices of one kind; `everywhere`
     returns all devices of the pool, and is called only if there were asks for several devices.
     """
@@ -227,7 +227,7 @@ class DeviceChoice:
         return self.spoilt((place,)), place[1]
 
     def spoilt(self, places: Sequence[Place]) -> int:
-        """Return what is no more usable if the lease has these devices (of one kind, where it fits): MiB times the weight of the asks."""
+        """Return what is no longer usable once the lease has these devices (of one kind, and it fits): MiB times the weight of the asks."""
         mix, need_mib = self._mix, self._need_mib
         spoilt = sum([mix.usable(free_mib) - mix.usable(free_mib - need_mib) for _, free_mib in places])
         for mib, devices, weight in mix.several:

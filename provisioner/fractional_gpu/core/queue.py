@@ -4,17 +4,17 @@
 for it in vain (law 3). A later ticket may overtake one that cannot be served, but at most K times; then room is kept for that one (law 4).
 
 **Patience.** Virtual time alone does not bound a wait: the small lease of an owner with two leases of different size may use all that the
-owner is entitled to for ever, while the large one waits. So a ticket that has waited twice as long as its share explains (`patience_ms`) is
+owner is entitled to for ever while the large one waits. So a ticket that has waited for twice what its share explains (`patience_ms`) is
 due: it precedes all tickets that are not, and preempts whatever the virtual times are.
 
 **Room at the end of a cell.** A kernel that runs one cell after another is never idle for long, and still makes room, whatever the pool's
 `preempt` policy. If idle leases cannot make room for a ticket, the pass closes the gates of busy leases whose leaving would let it in:
 
 - A lease is asked only after its minimum residency, for a ticket of at least its own priority, and not while it is pinned or after a
-  failed suspend. The running cell goes on.
+  failed suspend. The running cell continues.
 - Its next cell asks before it runs, and has its place in the queue behind the ticket. Until it is let in, its kernel runs nothing, so the
   lease can be suspended at once like an idle one.
-- If several leases have to leave, the first one to end its cell waits for the others, but only as long as its own swap takes, and at least
+- If several leases have to leave, the first one to end its cell waits for the others, but no longer than its own swap takes, and at least
   a second (`gate_opens_ms`), because another one may run a cell that never ends. It is not asked again before another minimum residency
   has passed.
 
@@ -47,7 +47,7 @@ _FIRST, _DUE, _USUAL = range(3)
 def patience_ms(books: Books, lease: Lease) -> int:
     """Return how long a ticket of a pool that shares by virtual time waits before it is due, ms.
 
-    That is twice as long as its share explains: a turn of one lease of its size, and the swap, divided by the part that its owner has of
+    That is twice what its share explains: a turn of one lease of its size, and the swap, divided by the part that its owner has of
     the pool and by the part that the lease has of its owner's, by the weights of the leases that contend.
     """
     pool = books.policy(lease)
@@ -196,7 +196,7 @@ class QueuePass:
             ticket, pool = ticket_of(lease), books.policy(lease)
             if ticket.is_due or not pool.preempt_equals or lease.spec.pool not in books.pools:
                 continue  # without its pool a ticket waits for the pool's configuration, not for other leases
-            # The estimate is renewed only when its time has come: shares, and with them the patience, change meanwhile.
+            # The estimate is renewed only when its time has come: shares, and with them the patience, change.
             if ticket.due_ms <= books.now_ms:
                 ticket.due_ms = ticket.asked_ms + patience_ms(books, lease)
             if ticket.due_ms > books.now_ms:
@@ -268,7 +268,7 @@ class QueuePass:
         return False
 
     def _competes_as(self, lease: Lease, milli: int) -> tuple[object, ...]:
-        """Return what decides, beside its need and its devices, which leases leave for a ticket."""
+        """Return what decides, in addition to its need and its devices, which leases leave for a ticket."""
         if lease.is_growing:
             return (lease.lease_id,)
         by_owner = milli or self._books.shares_by_time(lease)

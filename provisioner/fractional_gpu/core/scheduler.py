@@ -26,7 +26,7 @@ from fractional_gpu.core.transitions import Cause
 from fractional_gpu.core.units import format_duration, format_memory
 
 # -- scheduler ---------------------------------------------------------------------------------------------------------
-_SPARE_PASSES = 4  # over the queue in one event, beside two for each waiting lease; a second pass is rare
+_SPARE_PASSES = 4  # over the queue in one event, in addition to two for each waiting lease; a second pass is rare
 
 
 class Scheduler:
@@ -94,7 +94,7 @@ class Scheduler:
                 break
 
     def _settle_gates(self) -> None:
-        """Close and open gates as the last pass found right; where no ticket waits any more, open all."""
+        """Close and open the gates that the last pass chose; if no ticket waits any more, open all."""
         last, self._last_pass = self._last_pass, None
         if last is not None and self._books.waiting:
             last.settle_gates()
@@ -138,7 +138,7 @@ class Scheduler:
             self._announce(lease)
 
     def _announce(self, lease: Lease) -> None:
-        """Warn an idle kernel once before it is suspended for that, where the pool says so."""
+        """Warn an idle kernel once before it is suspended for idling, if its pool says so."""
         warn_ms, now_ms = self._books.policy(lease).warn_before_ms, self._changes.now_ms
         due_ms = idle_due_ms(self._books, lease) if warn_ms else None
         if due_ms is None or due_ms == lease.announced_ms or not now_ms < due_ms <= now_ms + warn_ms:
@@ -240,7 +240,7 @@ class Scheduler:
 #
 # An entry of the heap counts only while it agrees with its lease (`Lease.due_ms`); others are dropped when they come up. Leases whose time
 # has come and that could not be served yet (the swap channel is in use, host memory is short) are `ripe`, and need no alarm.
-_SPARE = 4  # entries per lease, before the heap is built anew
+_SPARE = 4  # entries per lease before the heap is rebuilt
 
 
 class Deadlines:
@@ -277,7 +277,7 @@ class Deadlines:
 
     def _push(self, at_ms: int, lease: Lease) -> None:
         if len(self._heap) > 64 + _SPARE * len(self._books.leases):
-            # Every change of a deadline leaves an outdated entry behind: build the heap anew from those that still count.
+            # Every change of a deadline leaves an outdated entry behind: rebuild the heap from those that still count.
             self._heap = list({entry[2].number: entry for entry in self._heap if entry[2].due_ms == entry[0]}.values())
             heapify(self._heap)
         self._pushed += 1

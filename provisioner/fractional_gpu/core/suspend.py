@@ -7,7 +7,7 @@ failed suspend, and until they have had a chance to run (`suspendable_from_ms`).
 takes, so that a device does not go to and fro between two leases), and only for a lease that goes before them (`goes_before_from_ms`):
 
 - one of a higher priority (`preempt_priorities`);
-- in a pool that shares by virtual time (`preempt_equals`), one of their own priority that has had less than its share, or has waited so
+- in a pool that shares by virtual time (`preempt_equals`), one of the same priority that has had less than its share, or has waited so
 long
   that it is due. Leases of different owners compare the owners' virtual times, leases of one owner their own.
 
@@ -257,9 +257,7 @@ class Victims:
             able = [lease for lease in self._books.holders(device_id) if self.may_leave(lease)]
             order = {lease.lease_id: (suspend_cost(self._books, lease), lease.last_active_ms) for lease in able}
             self._idle[device_id] = sorted(able, key=lambda lease: (*order[lease.lease_id], lease.lease_id))
-        return [
-            lease for lease in self._idle[device_id] if lease.occupancy is OccupancyKind.IDLE
-        ]  # some left meanwhile
+        return [lease for lease in self._idle[device_id] if lease.occupancy is OccupancyKind.IDLE]  # some have left
 
     def _working(self, device_id: str) -> list[tuple[int, Lease]]:
         """Return the busy leases of the device that can be saved, and when each has had its minimum residency."""
@@ -487,7 +485,7 @@ class Capacity:
         return any(room.kept for room in self._rooms.values())
 
     def devices_to_keep(self, lease: Lease, devices: Sequence[str], need_mib: int, number: int) -> tuple[str, ...]:
-        """Return on which devices to keep room for the lease: where it is kept already, then where least is lacking.
+        """Return the devices on which to keep room for the lease: those with room kept for it, then those that lack least.
 
         The devices stay the same while they can serve the ticket, so that the room there can grow to what is needed.
         """
