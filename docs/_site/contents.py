@@ -29,6 +29,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
             "forecasts",
             "simulator",
             "benchmarks",
+            "overhead",
             "driver-errors",
         ),
     ),

@@ -3,8 +3,7 @@
     python tests/benchmarks/cluster_doors.py [--seeds 1,2] [--json]
 
 Synthetic users (`--several-gpus 0`) of one day on four hosts of two and of four GPUs of 80 GiB, about five users for each GPU and ten. Each
-row is a run of `simulator.cluster`, the last one of `--place random`. `count, one by one` is the forecast that takes each device by itself,
-as it was before like devices were forecast together.
+row is a run of `simulator.cluster`, the last one of `--place random`.
 """
 
 import argparse
@@ -39,11 +38,9 @@ def hosts_with(gpus: int) -> tuple[Host, ...]:
 
 def runs(hosts: Sequence[Host], trace: Sequence[Session], seed: int) -> dict[str, Result]:
     """Return the result of each way."""
-    alone = WaitTerms(together=False)
     return {
         "engine-whole": run_engine(hosts, trace, EngineDoor.WHOLE),
         "engine-shards": run_engine(hosts, trace, EngineDoor.SHARDS),
-        "engine-count, one by one": run_engine(hosts, trace, EngineDoor.COUNT, terms=alone, processes=PROCESSES),
         "engine-count": run_engine(hosts, trace, EngineDoor.COUNT, processes=PROCESSES),
         "random node": run(hosts, trace, Way(rule=PlaceRule.RANDOM, seed=seed, processes=PROCESSES)),
     }

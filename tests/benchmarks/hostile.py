@@ -137,16 +137,16 @@ def _used(one: User, seconds: float) -> Figures | None:
 _HEADER: Final = (
     *(
         "attack",
-        "ping p50, idle",
-        "under attack",
+        "ping, idle",
+        "ping",
         "ratio",
-        "p90",
-        "longest",
-        "cell p50, idle",
-        "under attack",
-        "longest",
+        "ping p90",
+        "longest ping",
+        "cell, idle",
+        "cell",
+        "longest cell",
     ),
-    *("peak of memory, idle", "under attack", "restarted", "broken bounds"),
+    *("memory, idle", "memory", "restarted", "broken bounds"),
 )
 
 
@@ -159,7 +159,7 @@ def as_table(results: Sequence[Result]) -> str:
 def _cells(result: Result) -> tuple[str, ...]:
     idle, under = result.idle, result.under
     return (
-        result.attack,
+        f"`{result.attack}`",
         _ms(median(idle.ping_s)),
         _ms(median(under.ping_s)),
         f"{median(under.ping_s) / median(idle.ping_s):.1f} x",

@@ -1,12 +1,11 @@
 """What the broker adds to the driver's own calls in a suspend and in a resume, on the double of NVIDIA's driver.
 
     python tests/benchmarks/swap_overhead.py
-    python tests/benchmarks/swap_overhead.py --checkout ../before   # the same with another checkout's code, in turns
 
 A broker in its NVIDIA mode serves one idle kernel with the extension and a small buffer. The kernel is suspended and resumed through the
 client; from the time of each round trip the time within the driver's checkpoint calls is subtracted. What is left is overhead, with
-NVML's calls in it. Each block of rounds is measured with every NVML latency and every checkout in turn, so that whatever else the machine
-does falls on all of them. The double's own times say nothing about a GPU's speed.
+NVML's calls in it. The NVML latencies take turns, so that other work on the machine falls on all of them. The double's own times say
+nothing about a GPU's speed.
 
 Needs what `tests/run setup` makes. The table goes to stdout, progress to stderr.
 """
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -32,15 +31,14 @@ _LANE = Path(__file__).with_name("swap_lane.py").resolve()
 _LATENCIES_US = (0, 3000)
 _KINDS = ("suspend", "resume")
 
-Found = Mapping[tuple[str, int], Sequence[Sequence[Sample]]]
-"""Rounds, each a suspend and a resume, by checkout and latency of NVML in microseconds."""
+Found = Mapping[int, Sequence[Sequence[Sample]]]
+"""Rounds, each a suspend and a resume, by latency of NVML in microseconds."""
 
 
 class Lane:
-    """A broker and a kernel of one checkout, in a process of their own, on a host of their own."""
+    """A broker and a kernel, in a separate process."""
 
-    def __init__(self, name: str, double: DriverDouble, process: "subprocess.Popen[str]") -> None:
-        self.name = name
+    def __init__(self, double: DriverDouble, process: "subprocess.Popen[str]") -> None:
         self._double = double
         self._process = process
 
@@ -54,16 +52,16 @@ class Lane:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the measurement of {self.name} ended; what it said is above")
+            raise RuntimeError("the measurement ended; its output is above")
         found: list[list[Sample]] = json.loads(line)
         return found
 
 
 @contextmanager
-def open_lane(name: str, checkout: Path, options: argparse.Namespace) -> Iterator[Lane]:
-    """Start the process for a checkout; everything of it is gone at the block's end. Raises RuntimeError if it does not start."""
+def open_lane(options: argparse.Namespace) -> Iterator[Lane]:
+    """Start the process; it ends with the block. Raises RuntimeError if it does not start."""
     with tempfile.TemporaryDirectory(prefix="jgl-overhead-") as folder:
-        packages = os.pathsep.join(str(checkout / folder.name) for folder in SOURCES)
+        packages = os.pathsep.join(str(ROOT / folder.name) for folder in SOURCES)
         double = DriverDouble(Path(folder, "host"), [Device(mib=DEVICE_MIB) for _ in range(options.devices)])
         double.set(context_mib=CONTEXT_MIB)
         environment = os.environ | double.environment()
@@ -73,16 +71,15 @@ def open_lane(name: str, checkout: Path, options: argparse.Namespace) -> Iterato
         with subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
-            yield Lane(name, double, process)
+            yield Lane(double, process)
 
 
-def measure(lanes: Sequence[Lane], blocks: int, rounds: int) -> Found:
-    """Return the rounds by lane and latency, measured in turns."""
-    found: dict[tuple[str, int], list[list[Sample]]] = {}
+def measure(lane: Lane, blocks: int, rounds: int) -> Found:
+    """Return the rounds by latency, measured in turns."""
+    found: dict[int, list[list[Sample]]] = {}
     for block in range(blocks):
         for latency_us in _LATENCIES_US:
-            for lane in lanes if block % 2 else reversed(lanes):
-                found.setdefault((lane.name, latency_us), []).extend(lane.measure(latency_us, rounds))
+            found.setdefault(latency_us, []).extend(lane.measure(latency_us, rounds))
         print(f"block {block + 1} of {blocks}", file=sys.stderr, flush=True)
     return found
 
@@ -90,17 +87,16 @@ def measure(lanes: Sequence[Lane], blocks: int, rounds: int) -> Found:
 def table(found: Found) -> str:
     """Return the medians and 95th percentiles as a table in Markdown."""
     lines = [
-        "| checkout | an NVML call takes | | overhead, median | 95th percentile | NVML calls | calls of the checkpoint worker |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
+        "| step | an NVML call takes | median | 95th percentile | NVML calls | calls of the checkpoint worker |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for (name, latency_us), rounds in sorted(found.items(), key=lambda item: item[0][1]):
+    for latency_us, rounds in sorted(found.items()):
         for what, samples in zip(_KINDS, zip(*rounds, strict=True), strict=True):
             times = [one["total_ms"] - one["driver_ms"] for one in samples]
             nvml = median([one["nvml_calls"] for one in samples])
             asked = median([one["checkpoint_calls"] for one in samples])
             lines.append(
-                f"| {name} | {latency_us / 1000:g} ms | {what} | {median(times):.1f} ms | {percentile(times, 95):.1f} ms | "
-                f"{nvml:g} | {asked:g} |"
+                f"| {what} | {latency_us / 1000:g} ms | {median(times):.1f} ms | {percentile(times, 95):.1f} ms | {nvml:g} | {asked:g} |"
             )
     count = len(next(iter(found.values())))
     return "\n".join([*lines, "", f"{count} rounds each; load average {os.getloadavg()[0]:.1f}."])
@@ -109,18 +105,13 @@ def table(found: Found) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", type=Path, metavar="PATH", help="measure that checkout's code, too, in turns")
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="devices of the host (default: 1)")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="CUDA processes of the kernel's tree")
     parser.add_argument("--blocks", type=int, default=8, metavar="N", help="turns of each (default: 8)")
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="rounds in each turn (default: 8)")
     options = parser.parse_args(arguments)
-    checkouts = {"this": ROOT}
-    if options.checkout is not None:
-        checkouts[options.checkout.name] = options.checkout.resolve()
-    with ExitStack() as stack:
-        lanes = [stack.enter_context(open_lane(name, path, options)) for name, path in checkouts.items()]
-        print(table(measure(lanes, options.blocks, options.rounds)))
+    with open_lane(options) as lane:
+        print(table(measure(lane, options.blocks, options.rounds)))
     return 0
 
 

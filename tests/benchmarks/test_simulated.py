@@ -7,7 +7,7 @@ import pytest
 
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.simulation import simulate
-from tests.benchmarks import by_size, device_choice, more_devices, policies, sensitivity, sharing
+from tests.benchmarks import policies, sensitivity, sharing
 from tests.benchmarks.simulated import FIGURES, GOAL, cell, machine
 
 ONE_GPU = Load(several_percent=0)
@@ -105,43 +105,3 @@ def test_hosts_have_so_many_devices_and_settings_are_of_all_of_them() -> None:
     moved = policies.hosts_for("may_move off", hosts)
     assert {host.pools[0].may_move for host in moved} == {False}
     assert {host.pools[0].devices for host in moved} == {host.pools[0].devices for host in hosts}
-
-
-def test_waits_by_size_are_those_of_the_run_and_a_swap_for_oneself_is_no_time_in_the_queue() -> None:
-    waits = by_size.measure(by_size.Task(seed=1, users=20, devices=2, several_percent=0))
-    found = simulate(machine(2), synthetic_sessions(20, 1, 1, ONE_GPU)).waits.nonzero().ordered
-    assert tuple(sorted(wait for times in waits.found.values() for wait, _ in times)) == found
-    assert all(0 <= queue <= wait for times in waits.found.values() for wait, queue in times)
-    rows = by_size.summary([waits])
-    assert max(row["worst wait"] for row in rows.values()) == max(found) / 1000
-    assert any(row["worst in the queue"] < row["worst wait"] for row in rows.values())
-
-
-def test_the_choice_of_devices_is_measured_with_the_mix_and_with_best_fit() -> None:
-    task = device_choice.Task(seed=1, users=20, devices=3, several_percent=0)
-    found = device_choice.measure(task)
-    trace = synthetic_sessions(20, 1, 1, ONE_GPU)
-    waited = simulate(machine(3), trace).waits.nonzero_percent()
-    assert found["as shipped"]["mix"]["waited, %"] == waited
-    assert found["pack"]["mix"] != found["pack"]["best fit"], "the mix decides something"
-    (shown,) = [line for line in device_choice.as_table([found, found]).splitlines() if line.startswith("| pack |")]
-    worse = found["pack"]["mix"]["suspends"] > found["pack"]["best fit"]["suspends"]
-    assert shown.endswith("2 worse) |") == worse
-
-
-def test_more_devices_are_measured_with_the_same_users_and_a_rise_beyond_luck_is_named() -> None:
-    found = more_devices.measure(more_devices.Task(seed=1, users=20, several_percent=0, devices=(2, 3)))
-    assert list(found) == ["2", "3"]
-    lateness = simulate(machine(3), synthetic_sessions(20, 1, 1, ONE_GPU)).lateness
-    assert found["3"][more_devices.LATE] == lateness.percentile_of_users_ms(95) / 1000
-    assert found["3"]["worst user's p95 stretch"] == lateness.stretch_of_users()["worst"]
-
-    def seed(fewer: float, more: float) -> dict[str, dict[str, float]]:
-        return {"2": {more_devices.LATE: fewer}, "3": {more_devices.LATE: more}}
-
-    assert more_devices.rises([seed(1, 2)] * 6) == ["from 2 to 3 devices users are later in 6 seeds of 6"]
-    assert more_devices.rises([seed(1, 2)] * 4) == []
-    assert more_devices.rises([seed(2, 1)] * 20) == []
-    with pytest.raises(SystemExit) as ended:
-        more_devices.main(["--devices", "2,0"])
-    assert ended.value.code == 2

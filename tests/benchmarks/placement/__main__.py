@@ -1,6 +1,6 @@
 """How much of a published cluster a placement policy can allocate, and how the weights of `default` were chosen.
 
-    python -m tests.benchmarks.placement --nodes FILE --pods FILE [--policy NAME] [--seeds 42-51]
+    python -m tests.benchmarks.placement --nodes FILE --pods FILE [--policy NAME]... [--seeds 42-51]
     python -m tests.benchmarks.placement --nodes FILE --pods FILE --tune [--seeds 1-3]
 
 The files are those of the Alibaba trace `cluster-trace-gpu-v2023`: `openb_node_list_gpu_node.csv` and `openb_pod_list_default.csv`.
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument(
         "--pods", type=Path, required=True, help="CSV of pods: name,cpu_milli,num_gpu,gpu_milli,gpu_spec"
     )
-    parser.add_argument("--policy", choices=POLICIES, default="default")
+    parser.add_argument("--policy", choices=POLICIES, action="append", help="repeatable (default: all)")
     parser.add_argument("--seeds", type=seeds, help="orders of arrival (default: 42-51; with --tune 1-3)")
     parser.add_argument(
         "--tune", action="store_true", help="choose the default policy's weights, on seeds other than 42-51"
@@ -43,13 +43,11 @@ def main() -> int:
         )
         print(f"best: {best.alloc_at_130:.3f} {best.weights}")
         return 0
-    print("seed  at 100 %  at 130 %")
-    outcomes = [place(nodes, pods, POLICIES[options.policy](pods), seed) for seed in options.seeds or range(42, 52)]
-    for one in outcomes:
-        print(f"{one.seed:4}  {one.alloc_at_100:8.2f}  {one.alloc_at_130:8.2f}")
-    print(
-        f"mean  {fmean(one.alloc_at_100 for one in outcomes):8.2f}  {fmean(one.alloc_at_130 for one in outcomes):8.2f}"
-    )
+    print("| policy | at 100 % | at 130 % |\n|---|---:|---:|")
+    for name in options.policy or POLICIES:
+        outcomes = [place(nodes, pods, POLICIES[name](pods), seed) for seed in options.seeds or range(42, 52)]
+        means = (fmean(one.alloc_at_100 for one in outcomes), fmean(one.alloc_at_130 for one in outcomes))
+        print(f"| {name} | {means[0]:.1f} | {means[1]:.1f} |", flush=True)
     return 0
 
 
