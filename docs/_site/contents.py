@@ -28,6 +28,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
             "promises",
             "forecasts",
             "simulator",
+            "simulator-files",
             "benchmarks",
             "overhead",
             "driver-errors",

@@ -1,4 +1,4 @@
-"""The record of a run, and its replay: one JSON object a line (docs/simulator.md describes them). The same run gives the same bytes."""
+"""The record of a run, one JSON object a line (docs/simulator-files.md), and its replay. The same run gives the same bytes."""
 
 import gzip
 import hashlib

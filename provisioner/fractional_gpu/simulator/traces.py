@@ -1,4 +1,4 @@
-"""Session traces: the cells of each notebook session, and when it was open, in two CSV files (docs/simulator.md has their columns).
+"""Session traces: the cells of each notebook session, and when it was open, in two CSV files (docs/simulator-files.md has their columns).
 
 In memory everything is an integer: milliseconds, MiB, percent.
 """

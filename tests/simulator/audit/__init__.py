@@ -3,7 +3,7 @@
     python -m tests.simulator.audit RECORD [--json RESULT]
 
 It shares no code with the simulator and the arbiter: it reads the record that `jupyter gpu simulate --set record=FILE` wrote
-(docs/simulator.md describes the format), and imports the standard library only. With `--json` it compares its figures with those that
+(docs/simulator-files.md describes the format), and imports the standard library only. With `--json` it compares its figures with those that
 the run printed. The exit code is 1 if the record breaks a law or a figure differs, 2 if a file cannot be read.
 
 The laws of all runs (`cells`):
