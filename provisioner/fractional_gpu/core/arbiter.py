@@ -426,7 +426,7 @@ class Arbiter:
             device = Device(spec=event.device)
             books.add_device(device)
         device.spec, device.stranger_mib, device.lost = event.device, max(0, event.stranger_mib), False
-        for lease in books.by_state[LeaseState.NO_CONTEXT].values():
+        for lease in books.in_state(LeaseState.NO_CONTEXT):
             if lease.used_mib:
                 books.note_unreserved(lease)
         if news:
@@ -486,7 +486,7 @@ class Arbiter:
             case Checkpointable():
                 does.checkpointable(lease, event.why_not)
             case HostPressureSeen():
-                self._changes.set_host_pressure(lease, pressed=event.pressed and lease.state is LeaseState.SUSPENDED)
+                lease.under_host_pressure = event.pressed and lease.state is LeaseState.SUSPENDED
             case HostMemoryNeeded():
                 self._operation_results.host_memory_needed(lease, event)
                 return False

@@ -117,7 +117,7 @@ class Changes:
 
     def decline_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
         """Refuse to suspend a lease, and drop the request."""
-        self.books.set_suspend_requested(lease, by=None)
+        lease.suspend_requested_by = None
         self.decline(lease, reason, sentence)
 
     def report_size(self, lease: Lease, reason: str, sentence: str) -> None:
@@ -152,8 +152,8 @@ class Changes:
         """Free everything the lease holds. An operation under way keeps its swap channel: the worker still works on it."""
         self.withdraw_ticket(lease)
         self.books.parked.pop(lease.lease_id, None)
-        self.books.set_suspend_requested(lease, by=None)
-        self.books.set_target(lease, ())
+        lease.suspend_requested_by = None
+        lease.target_ids = ()
         self.books.set_gate(lease, closed=False)
         lease.gate.open_until_ms = 0
         lease.busy = lease.has_run = lease.preempted = lease.let_in = False
@@ -163,23 +163,14 @@ class Changes:
         lease.retries.forget_resumes()
         lease.why_not = lease.unsuspendable_reason = lease.left_behind = ""
         self.forget_expectation(lease)
-        self.set_host_pressure(lease, pressed=False)
+        lease.under_host_pressure = False
         self.books.set_reservation(lease, ())
         self.books.set_host_memory(lease)
         lease.worked_ms = 0
 
-    def set_host_pressure(self, lease: Lease, *, pressed: bool) -> None:
-        """Note whether host memory is short where the lease's saved state lies."""
-        lease.under_host_pressure = pressed
-        if pressed:
-            self.books.under_host_pressure[lease.lease_id] = lease
-        else:
-            self.books.under_host_pressure.pop(lease.lease_id, None)
-
     def forget_expectation(self, lease: Lease) -> None:
         """Forget the signs of the lease's next cell."""
         lease.expectation = lease.rhythm_ms = None
-        self.books.expected.pop(lease.lease_id, None)
         self.books.mark_changed(lease)
 
     def end(self, lease: Lease, cause: Cause, reason: str) -> None:
@@ -192,7 +183,7 @@ class Changes:
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
         """Keep all that a lease of unknown state may hold, and have the driver find the truth."""
-        self.books.set_target(lease, ())
+        lease.target_ids = ()
         self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
 
@@ -265,8 +256,7 @@ class Changes:
         """Take the lease out of the queue."""
         if self.books.dequeue(lease) is not None:
             self.requeued.add(lease.spec.pool)
-        if lease.target_ids:
-            self.books.set_target(lease, ())
+        lease.target_ids = ()
 
     def record_wait_reason(self, lease: Lease, wait: Reason) -> None:
         """Write a reason to wait into the lease's story if its code is new, unless the line of the lease's state says the same."""
@@ -316,7 +306,7 @@ class Changes:
         lease.has_run = lease.busy or lease.came_early
         lease.home_ids, lease.rhythm_ms = (), None
         self.forecast_recorder.became_resident(lease)
-        self.set_host_pressure(lease, pressed=False)
+        lease.under_host_pressure = False
         update_suspendability(self.books, lease)
 
     def resume_early(self, lease: Lease, device_ids: Sequence[str], reason: str, sentence: str) -> None:
@@ -355,7 +345,7 @@ class Changes:
         left_mib, need_mib = self.books.host_left_mib, lease.host_need_mib
         if need_mib > left_mib:
             raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory, {left_mib} MiB are left")
-        self.books.set_suspend_requested(lease, by=None)
+        lease.suspend_requested_by = None
         lease.home_ids, lease.let_in = lease.device_ids, False
         next_cell = lease.gate.ticket
         lease.preempted, lease.sent_away = lease.is_working, reason == "suspend.asked"

@@ -48,7 +48,6 @@ class Expectations:
         milli = {one: min(sure, forecasts.sign_milli(lease.lease_id, one)) for one, sure in known.signs.items()}
         known.best = max(milli, key=lambda one: milli[one])
         known.milli = milli[known.best]
-        books.expected[lease.lease_id] = lease
         books.mark_changed(lease)
         expected = is_expected(books, lease)
         return (expected and lease.state is LeaseState.SUSPENDED) or (was_expected and not expected)
@@ -141,7 +140,7 @@ class EarlyResumes:
     def begin(self) -> None:
         """Bring expected leases back, the likeliest first, as long as swap channels are free."""
         books, self.recheck_ms = self._books, None
-        able = [lease for lease in books.expected.values() if self._may_come(lease)]
+        able = [lease for lease in books.in_state(LeaseState.SUSPENDED) if self._may_come(lease)]
         if not able:
             return
         victims = Victims(books)
@@ -161,9 +160,7 @@ class EarlyResumes:
         books, pool = self._books, self._books.policy(lease)
         if lease.state is not LeaseState.SUSPENDED or pool.foresight is Foresight.OFF:
             return False
-        if lease.spec.pool in books.waiting_pools:
-            return False
-        if lease.revoked or not is_expected(books, lease):
+        if lease.revoked or not is_expected(books, lease) or lease.spec.pool in books.waiting_pools:
             return False
         if lease.retries.resume_after_ms > books.now_ms:
             self._recheck_at(lease.retries.resume_after_ms)
@@ -286,8 +283,8 @@ class HostMemoryRelief:
         while not books.waiting and self._changes.channel_free:
             excess_mib = books.host_saved_mib - books.host_budget_mib
             if excess_mib > 0:  # leases that are resuming leave host memory soon
-                excess_mib -= sum(lease.saved_mib for lease in books.by_state[LeaseState.RESUMING].values())
-            if (excess_mib <= 0 and not books.under_host_pressure) or not self._begin(excess_mib):
+                excess_mib -= sum(lease.saved_mib for lease in books.in_state(LeaseState.RESUMING))
+            if not self._begin(excess_mib):
                 return
 
     def _begin(self, excess_mib: int) -> bool:
@@ -309,7 +306,7 @@ class HostMemoryRelief:
         now_ms = self._changes.now_ms
         saved = [
             lease
-            for lease in self._books.by_state[LeaseState.SUSPENDED].values()
+            for lease in self._books.in_state(LeaseState.SUSPENDED)
             if (any_lease or lease.under_host_pressure)
             and lease.retries.resume_after_ms <= now_ms
             and not lease.revoked

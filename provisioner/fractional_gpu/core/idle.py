@@ -167,6 +167,6 @@ class IdleCosts:
         for pool in [pool for pool, at_ms in self._next_review_ms.items() if at_ms <= books.now_ms]:
             del self._next_review_ms[pool]
             self._reviewed_ms[pool] = books.now_ms
-            for lease in books.by_state[LeaseState.RESIDENT].values():
+            for lease in books.in_state(LeaseState.RESIDENT):
                 if lease.occupancy is OccupancyKind.IDLE and lease.spec.pool == pool:
                     books.mark_changed(lease)

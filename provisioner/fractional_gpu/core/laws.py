@@ -1,31 +1,18 @@
 """What is always true of the books (the laws that hold at one moment), recomputed from scratch."""
 
+from collections.abc import Iterator
+
 from fractional_gpu.core.model import HOLDING, LeaseState
-from fractional_gpu.core.state.accounts import guaranteed_mib
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Lease, Operation
+
+_IN_OPERATION = (LeaseState.SUSPENDING, LeaseState.RESUMING)
+_ON_THE_WAY = (LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING)
+_MAY_HAVE_SAVED = (LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED)
 
 
 class InvariantError(AssertionError):
     """The books are wrong: a bug in the arbiter. The message lists everything that is broken."""
-
-
-_BESIDE_HOLDING = frozenset({LeaseState.UNATTACHED})  # may hold a reservation before its start
-
-
-_IN_OPERATION = frozenset({LeaseState.SUSPENDING, LeaseState.RESUMING})
-
-
-_QUEUEING = frozenset(
-    {
-        LeaseState.UNATTACHED,
-        LeaseState.NO_CONTEXT,
-        LeaseState.SUSPENDING,
-        LeaseState.SUSPENDED,
-        LeaseState.RESUMING,
-        LeaseState.QUARANTINED,
-    }
-)
 
 
 def check_devices(books: Books, device_ids: set[str]) -> None:
@@ -38,116 +25,59 @@ def check_devices(books: Books, device_ids: set[str]) -> None:
 
 def validate(books: Books, operations: dict[int, Operation]) -> None:
     """Check the whole state. Raises InvariantError."""
-    broken = [
-        *_totals(books),
-        *_leases(books),
-        *_gates(books),
-        *_left_behind(books),
-        *_revoked(books),
-        *_queue(books),
-        *_moves(books),
-        *_operations(books, operations),
-        *books.forecasts.broken(),
-    ]
+    broken = [*_sums(books), *_queue(books), *books.forecasts.broken()]
+    for lease in books.leases.values():
+        found = [
+            *_reservation(books, lease),
+            *_host_memory(lease),
+            *_waiting(lease),
+            *_rights(lease),
+            *_operation(lease, operations),
+        ]
+        broken += [f"lease {lease.lease_id} ({lease.state}) {what}" for what in found]
     if broken:
         raise InvariantError("; ".join(broken))
 
 
-def _totals(books: Books) -> list[str]:
-    broken = []
+def _sums(books: Books) -> Iterator[str]:
     for device_id, device in books.devices.items():
         there = {lease.lease_id for lease in books.leases.values() if device_id in lease.occupied_ids}
         if there != set(device.holders):
-            broken.append(f"device {device_id}: {sorted(device.holders)} are said to be there, {sorted(there)} are")
+            yield f"device {device_id}: {sorted(device.holders)} are said to be there, {sorted(there)} are"
         known, device.known_sums = device.known_sums, None
         if known not in (None, device.sums):
-            broken.append(f"device {device_id}: {known} was kept, sums are {device.sums}")
+            yield f"device {device_id}: {known} was kept, sums are {device.sums}"
     saved = sum(lease.saved_mib for lease in books.leases.values())
     reserved = sum(lease.host_mib for lease in books.leases.values())
     if (saved, reserved) != (books.host_saved_mib, books.host_reserved_mib):
-        broken.append(
-            f"host: running totals {books.host_saved_mib}, {books.host_reserved_mib} MiB, sums {saved}, {reserved} MiB"
-        )
-    for state, members in books.by_state.items():
-        if any(lease.state is not state for lease in members.values()):
-            broken.append(f"the index of {state} leases is wrong")
-    if sum(map(len, books.by_state.values())) != len(books.leases):
-        broken.append("the indexes by state do not add up")
-    return broken
+        yield f"host: running totals {books.host_saved_mib}, {books.host_reserved_mib} MiB, sums {saved}, {reserved} MiB"
 
 
-def _leases(books: Books) -> list[str]:
-    broken = []
-    for lease in books.leases.values():
-        name = f"lease {lease.lease_id} ({lease.state})"
-        if lease.has_reservation and lease.state not in HOLDING | _BESIDE_HOLDING:
-            broken.append(f"{name} holds a reservation")
-        if lease.state in HOLDING - {LeaseState.QUARANTINED} and not lease.has_reservation:
-            broken.append(f"{name} has no reservation")
-        # During an operation it holds what was reserved at the beginning, even if the policy has changed since.
-        least_mib = lease.saved_each_mib if lease.state in _IN_OPERATION else _least_mib(books, lease)
-        # A revoked lease keeps its size, and waits for no more.
-        settled = lease.state is not LeaseState.QUARANTINED and not lease.is_growing and not lease.revoked
-        if lease.has_reservation and lease.held_mib < least_mib and settled:
-            broken.append(f"{name} holds {lease.held_mib} MiB and needs {lease.need_mib} MiB")
-        if lease.host_mib and lease.state not in (LeaseState.SUSPENDING, LeaseState.QUARANTINED):
-            broken.append(f"{name} has {lease.host_mib} MiB of host memory reserved")
-        if lease.suspend_requested and lease.state is not LeaseState.RESIDENT:
-            broken.append(f"{name} is still to be suspended")
-        if (lease.expires_ms is not None) != (lease.state is LeaseState.UNATTACHED):
-            broken.append(f"{name} expires at {lease.expires_ms}")
-        if lease.saved_mib and lease.state not in (LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED):
-            broken.append(f"{name} has {lease.saved_mib} MiB saved")
-        if lease.state is LeaseState.ENDED:
-            broken.append(f"{name} is kept")
-    return broken
+def _queue(books: Books) -> Iterator[str]:
+    if set(books.waiting) != {lease.lease_id for lease in books.leases.values() if lease.ticket is not None}:
+        yield "the queue and the leases disagree about which leases have a ticket"
+    for lease in books.parked.values():
+        if lease.state is not LeaseState.UNATTACHED or lease.has_reservation or lease.ticket is not None:
+            yield f"lease {lease.lease_id} ({lease.state}) is parked and does not wait for the start of others"
 
 
-def _gates(books: Books) -> list[str]:
-    broken = []
-    for lease in books.leases.values():
-        name = f"lease {lease.lease_id} ({lease.state})"
-        if lease.gate.closed != (lease.lease_id in books.gates_closed) or (
-            lease.gate.closed and lease.state is not LeaseState.RESIDENT
-        ):
-            broken.append(f"{name}: its gate is {'closed' if lease.gate.closed else 'open'}, the index says otherwise")
-        if lease.gate.ticket is not None and not lease.gate.closed:
-            broken.append(f"{name}: its next cell waits at an open gate")
-    return broken
-
-
-def _left_behind(books: Books) -> list[str]:
-    broken = []
-    for lease in books.leases.values():
-        name = f"lease {lease.lease_id} ({lease.state})"
-        if lease.left_behind and (lease.state is LeaseState.UNATTACHED or not lease.busy or lease.pinned_until_ms):
-            broken.append(f"{name} is at rest or pinned, though its kernel left {lease.left_behind} behind")
-        if lease.left_behind and lease.state is LeaseState.SUSPENDED and lease.ticket is None and not lease.revoked:
-            broken.append(
-                f"{name} is saved and waits for nothing, though no cell can ask for what {lease.left_behind} has"
-            )
-    return broken
-
-
-def _revoked(books: Books) -> list[str]:
-    broken = []
-    for lease in books.leases.values():
-        name = f"lease {lease.lease_id} ({lease.state})"
-        if not (lease.revoked == (lease.ends_ms is not None) == (lease.lease_id in books.revoked)):
-            broken.append(f"{name}: the index of revoked leases says otherwise, or its end at {lease.ends_ms} does")
-        if not lease.revoked:
-            continue
-        if lease.ticket is not None or lease.gate.ticket is not None or lease.pinned_until_ms or lease.target_ids:
-            broken.append(f"{name} has no seat, and waits for a device, is pinned to one or on its way to one")
-        if lease.state is LeaseState.UNATTACHED:
-            broken.append(f"{name} has neither a seat nor a process")
-    promised: dict[str, int] = {}
-    for lease in books.leases.values():
-        if not lease.revoked:
-            promised[lease.spec.pool] = promised.get(lease.spec.pool, 0) + guaranteed_mib(lease.spec)
-    if {pool: mib for pool, mib in promised.items() if mib} != books.accounts.promised_mib:
-        broken.append(f"{promised} MiB are promised, not {books.accounts.promised_mib}")
-    return broken
+def _reservation(books: Books, lease: Lease) -> Iterator[str]:
+    state = lease.state
+    if state is LeaseState.ENDED:
+        yield "is kept"
+    may_hold = state in HOLDING or state is LeaseState.UNATTACHED  # reserved before its start
+    if lease.has_reservation and not may_hold:
+        yield "holds a reservation"
+    if state in HOLDING - {LeaseState.QUARANTINED} and not lease.has_reservation:
+        yield "has no reservation"
+    # During an operation it holds what was reserved at the beginning, even if the policy has changed since.
+    least_mib = lease.saved_each_mib if state in _IN_OPERATION else _least_mib(books, lease)
+    # A revoked lease keeps its size, and waits for no more.
+    is_settled = state is not LeaseState.QUARANTINED and not lease.is_growing and not lease.revoked
+    if lease.has_reservation and lease.held_mib < least_mib and is_settled:
+        yield f"holds {lease.held_mib} MiB and needs {lease.need_mib} MiB"
+    if (lease.expires_ms is not None) != (state is LeaseState.UNATTACHED):
+        yield f"expires at {lease.expires_ms}"
 
 
 def _least_mib(books: Books, lease: Lease) -> int:
@@ -158,47 +88,47 @@ def _least_mib(books: Books, lease: Lease) -> int:
     return min(spec.request_mib, spec.reserve_mib)
 
 
-def _queue(books: Books) -> list[str]:
-    broken = []
-    line = list(books.waiting.values())
-    if set(books.waiting) != {lease.lease_id for lease in books.leases.values() if lease.ticket}:
-        broken.append("the queue and the leases disagree about which leases have a ticket")
-    broken += [
-        f"lease {lease.lease_id} ({lease.state}) waits for what it has" for lease in line if not _may_wait(lease)
-    ]
-    broken += [
-        f"lease {lease.lease_id} ({lease.state}) is parked and does not wait for the start of others"
-        for lease in books.parked.values()
-        if lease.state is not LeaseState.UNATTACHED or lease.has_reservation or lease.ticket is not None
-    ]
-    return broken
+def _host_memory(lease: Lease) -> Iterator[str]:
+    if lease.host_mib and lease.state not in (LeaseState.SUSPENDING, LeaseState.QUARANTINED):
+        yield f"has {lease.host_mib} MiB of host memory reserved"
+    if lease.saved_mib and lease.state not in _MAY_HAVE_SAVED:
+        yield f"has {lease.saved_mib} MiB saved"
 
 
-def _operations(books: Books, operations: dict[int, Operation]) -> list[str]:
-    broken = []
-    for lease in books.leases.values():
-        operation = lease.operation
-        if (operation is not None) != (lease.state in _IN_OPERATION):
-            broken.append(f"lease {lease.lease_id} is {lease.state} with {operation}")
-        if operation is not None and operations.get(operation.operation_id) is not operation:
-            broken.append(f"lease {lease.lease_id}: {operation} holds no swap channel")
-    return broken
+def _waiting(lease: Lease) -> Iterator[str]:
+    state, ticket = lease.state, lease.ticket
+    if ticket is not None and ticket.resize_to is None:
+        has_its_room = state is LeaseState.UNATTACHED and lease.has_reservation
+        if state is LeaseState.RESIDENT or has_its_room:
+            yield "waits for what it has"
+    if lease.target_ids and (state not in _ON_THE_WAY or ticket is None):
+        yield f"is on its way to {lease.target_ids} and waits for nothing"
+    if lease.suspend_requested and state is not LeaseState.RESIDENT:
+        yield "is still to be suspended"
+    if lease.gate.closed and state is not LeaseState.RESIDENT:
+        yield "has a closed gate"
+    if lease.gate.ticket is not None and not lease.gate.closed:
+        yield "has a next cell that waits at an open gate"
 
 
-def _moves(books: Books) -> list[str]:
-    broken = []
-    on_the_way = (LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING)
-    for lease in books.leases.values():
-        if bool(lease.target_ids) != (lease.lease_id in books.moving):
-            broken.append(f"lease {lease.lease_id}: the index of moves does not agree with {lease.target_ids}")
-        if lease.target_ids and (lease.state not in on_the_way or lease.ticket is None):
-            broken.append(
-                f"lease {lease.lease_id} ({lease.state}) is on its way to {lease.target_ids} and waits for nothing"
-            )
-    return broken
+def _rights(lease: Lease) -> Iterator[str]:
+    """What a lease whose kernel has ended, or whose seat has, may not have."""
+    state = lease.state
+    if lease.left_behind:
+        if state is LeaseState.UNATTACHED or not lease.busy or lease.pinned_until_ms:
+            yield f"is at rest or pinned, though its kernel left {lease.left_behind} behind"
+        if state is LeaseState.SUSPENDED and lease.ticket is None and not lease.revoked:
+            yield f"is saved and waits for nothing, though no cell can ask for what {lease.left_behind} has"
+    if lease.revoked:
+        if lease.ticket is not None or lease.gate.ticket is not None or lease.pinned_until_ms or lease.target_ids:
+            yield "has no seat, and waits for a device, is pinned to one or on its way to one"
+        if state is LeaseState.UNATTACHED:
+            yield "has neither a seat nor a process"
 
 
-def _may_wait(lease: Lease) -> bool:
-    if lease.ticket is not None and lease.ticket.resize_to is not None:
-        return lease.state is not LeaseState.ENDED
-    return lease.state in _QUEUEING and not (lease.state is LeaseState.UNATTACHED and lease.has_reservation)
+def _operation(lease: Lease, operations: dict[int, Operation]) -> Iterator[str]:
+    operation = lease.operation
+    if (operation is not None) != (lease.state in _IN_OPERATION):
+        yield f"has {operation}"
+    if operation is not None and operations.get(operation.operation_id) is not operation:
+        yield f"has {operation}, which holds no swap channel"

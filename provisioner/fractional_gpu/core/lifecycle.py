@@ -77,7 +77,7 @@ class StartReservations:
     def _keep_out_others(self, lease: Lease) -> bool:
         """Return whether only leases without a process keep out a ticket of another owner, which more of them could pass one by one."""
         starting: dict[str, int] = {}
-        for other in self._books.by_state[LeaseState.UNATTACHED].values():
+        for other in self._books.in_state(LeaseState.UNATTACHED):
             for device_id in other.occupied_ids:
                 starting[device_id] = starting.get(device_id, 0) + other.held_mib
         for other in self._books.waiting.values():
@@ -91,7 +91,7 @@ class StartReservations:
 
     def _taken_mib(self) -> dict[_Owner, int]:
         taken: dict[_Owner, int] = {}
-        for lease in self._books.by_state[LeaseState.UNATTACHED].values():
+        for lease in self._books.in_state(LeaseState.UNATTACHED):
             mib = lease.held_mib
             if not mib and lease.ticket is not None and lease.ticket.before_start:
                 mib = lease.need_mib
@@ -467,7 +467,7 @@ class Lifecycle:
                 lease, "busy", "a cell is running: interrupt it, or try again when it has ended"
             )
         else:
-            self._books.set_suspend_requested(lease, by=by)  # served at once, or declined with the reason
+            lease.suspend_requested_by = by  # served at once, or declined with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
         """Note whether the process can be checkpointed. If it can again, failed suspends delay the next one no longer."""

@@ -11,7 +11,6 @@ from fractional_gpu.core.effects import Pinned
 from fractional_gpu.core.model import LeaseSpec, LeaseState, Limits, PoolSpec
 from fractional_gpu.core.place import allowed_of
 from fractional_gpu.core.revoke import REVOKED
-from fractional_gpu.core.state.accounts import guaranteed_mib
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Account, Lease, OccupancyKind, Reason
 from fractional_gpu.core.suspend import lacks_device, steps_aside, suspendable_from_ms
@@ -38,12 +37,12 @@ def limit_refusal(
     """Return why a new lease, or another size instead of `instead_of`, exceeds a limit of its user or group; None: it does not."""
     for who, account, limits in limits_for(books, pool, spec):
         name = f"{who} {account.name!r}"
-        if limits.leases is not None and instead_of is None and account.leases >= limits.leases:
+        if limits.leases is not None and instead_of is None and len(account.leases) >= limits.leases:
             absent = [one for one in without_process(books, pool) if _counts_for(who, account, one)]
             others = f", among them {describe_absent(books, absent)}" if absent else ""
             return Reason(
                 f"{who}-limit",
-                f"{name} has {account.leases} of at most {plural(limits.leases, 'kernel')} in pool {pool.name!r}{others}: "
+                f"{name} has {len(account.leases)} of at most {plural(limits.leases, 'kernel')} in pool {pool.name!r}{others}: "
                 "shut one down, or ask the administrator for more",
             )
         asked = spec.fraction_milli * spec.devices
@@ -67,7 +66,7 @@ def _counts_for(who: str, account: Account, lease: Lease) -> bool:
 
 def without_process(books: Books, pool: PoolSpec) -> list[Lease]:
     """Return the pool's leases without a process."""
-    return [lease for lease in books.by_state[LeaseState.UNATTACHED].values() if lease.spec.pool == pool.name]
+    return [lease for lease in books.in_state(LeaseState.UNATTACHED) if lease.spec.pool == pool.name]
 
 
 def describe_absent(books: Books, leases: Sequence[Lease]) -> str:
@@ -100,12 +99,11 @@ def added_milli(books: Books, lease: Lease) -> int:
 def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
     """Return why limits keep a waiting lease off its device now, or None."""
     for who, account, _, most in _excess_milli(books, lease, milli):
-        there = [other for other in account.holders.values() if other.spec.pool == lease.spec.pool]
         return Reason(
             f"wait.{who}-limit",
             f"{format_gpus(milli)} is needed, but {who} {account.name!r} has {format_gpus(account.resident_milli)} of at most "
             f"{format_gpus(most)} on devices at a time: it waits until one of these kernels makes room",
-            tuple(other.lease_id for other in there),
+            tuple(account.holders),
         )
     return None
 
@@ -169,7 +167,7 @@ def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason
     """Return a refusal if the owner's leases without a process are as many, or were promised as much, as the pool allows."""
     there = [
         lease.spec
-        for lease in books.by_state[LeaseState.UNATTACHED].values()
+        for lease in books.in_state(LeaseState.UNATTACHED)
         if lease.spec.pool == spec.pool and lease.spec.owner == spec.owner
     ]
     remedy = "wait until these kernels have started, or shut down those that do not start"
@@ -256,6 +254,13 @@ def _too_many(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
     )
 
 
+def guaranteed_mib(spec: LeaseSpec) -> int:
+    """Return what a lease is promised on all its devices: what it requests, which is never more than its cap; of several, its cap."""
+    if spec.devices > 1 or spec.request_mib is None:
+        return spec.reserve_mib * spec.devices
+    return min(spec.request_mib, spec.reserve_mib)
+
+
 def oversubscription_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
 ) -> Reason | None:
@@ -264,7 +269,8 @@ def oversubscription_refusal(
         return None
     sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
     before = guaranteed_mib(instead_of) if instead_of is not None else 0
-    promised, asked = books.accounts.promised_mib.get(pool.name, 0) - before, guaranteed_mib(spec)
+    there = [one.spec for one in books.leases.values() if one.spec.pool == pool.name and not one.revoked]
+    promised, asked = sum(map(guaranteed_mib, there)) - before, guaranteed_mib(spec)
     if asked <= before:
         return None
     limit = sum(sizes) * pool.oversubscription_milli // 1000

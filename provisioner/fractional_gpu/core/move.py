@@ -138,7 +138,7 @@ def begin_move(
         changes.requeued.add(lease.spec.pool)
     ticket.after_suspend = ticket.after_suspend or changes.new_ticket()
     ticket.kept_on = tuple(target_ids)
-    changes.books.set_target(lease, target_ids)
+    lease.target_ids = tuple(target_ids)
     changes.begin_suspend(lease, reason, sentence, beneficiary=beneficiary)
 
 

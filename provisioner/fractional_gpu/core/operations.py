@@ -56,7 +56,7 @@ class OperationResults:
                 lease.retries.forget_suspends()
                 books.set_host_memory(lease)
                 books.set_reservation(lease, lease.device_ids)
-                books.set_target(lease, ())
+                lease.target_ids = ()
                 came_back = self._settle_claims(lease)
                 changes.change_state(lease, Cause.NOTHING_TO_SAVE, "unarmed", sentence)
                 self._record_return(lease, came_back)
@@ -110,7 +110,7 @@ class OperationResults:
             lease.why_not = sentence
             update_suspendability(self._books, lease)
         self._books.set_host_memory(lease)
-        self._books.set_target(lease, ())
+        lease.target_ids = ()
         lease.home_ids, lease.preempted = (), False
         lease.retries.failed_suspends += 1
         lease.retries.suspend_after_ms = changes.now_ms + self._pause_ms(lease, outcome)
@@ -152,13 +152,13 @@ class OperationResults:
                 changes.withdraw_ticket(lease)
                 changes.become_resident(lease)
                 lease.retries.forget_resumes()
-                books.set_target(lease, ())
+                lease.target_ids = ()
                 changes.change_state(lease, Cause.RESTORED, "resumed", sentence)
                 changes.emit_granted(lease)
                 self._resizer.claim_missing(lease)
             case ResumeOutcome.NOT_STARTED:
                 books.set_reservation(lease, lease.home_ids)
-                books.set_target(lease, ())
+                lease.target_ids = ()
                 retry_ms = min(
                     _FIRST_RETRY_MS << min(lease.retries.failed_resumes, 16), books.policy(lease).retry_refused_ms
                 )

@@ -158,7 +158,7 @@ class QueuePass:
             if not lease.waits_for_room and not lease.target_ids:
                 ticket_of(lease).kept_on = ()
         self._mark_due_by_wait()
-        for mover in books.moving.values():
+        for mover in waiting:
             if mover.state is not LeaseState.RESUMING:  # else it has that room
                 for device_id in mover.target_ids:
                     self.capacity.keep(mover, device_id, kept_mib(mover))
@@ -286,7 +286,7 @@ class QueuePass:
         if over or not all(one in devices and self._books.devices[one].free_mib >= lease.need_mib for one in targets):
             self.capacity.release(lease, targets)
             ticket.kept_on = ()
-            self._books.set_target(lease, ())
+            lease.target_ids = ()
             self._visited.discard(lease.lease_id)  # it is a ticket like any other from now on
             return True
         if self._changes.channel_free:
@@ -461,7 +461,7 @@ class QueuePass:
         """Choose the gates that no ticket needs closed, and those closed for too long."""
         if not self._changes.channel_free:
             return  # the pass did not look that far: gates stay as they are until the swap has ended
-        for lease in self._books.gates_closed.values():
+        for lease in self._books.gates_closed:
             asked, planned = lease.lease_id in self.capacity.asked_to_yield, lease.lease_id in self.capacity.planned
             if not planned and (not asked or self._has_waited(lease)):
                 self._opens.append(lease)

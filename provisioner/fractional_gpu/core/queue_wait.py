@@ -146,7 +146,7 @@ class _Play:
         self._outlooks: dict[str, _Outlook] = {}
         self._rich: dict[tuple[str, ...], Sequence[str]] = {}
         swapping = (LeaseState.SUSPENDING, LeaseState.RESUMING)
-        left = [self._swap_left_ms(lease) for state in swapping for lease in books.by_state[state].values()]
+        left = [self._swap_left_ms(lease) for lease in books.in_state(*swapping)]
         idle = [0] * (parallel_swaps - len(left))  # of a channel that is in use, only the rest of its swap is known
         self._channels = sorted([*idle, *left])[
             :parallel_swaps

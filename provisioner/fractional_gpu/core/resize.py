@@ -147,13 +147,12 @@ class Resizer:
 
     def pool_configured(self, pool: str) -> None:
         """Follow a changed policy: claims are computed anew, and leases that hold less than it wants claim the rest."""
-        for state in (LeaseState.RESIDENT, LeaseState.UNATTACHED):
-            for lease in list(self._books.by_state[state].values()):
-                if lease.spec.pool != pool:
-                    continue
-                if lease.held_mib and lease.ticket is not None and lease.ticket.resize_to is not None:
-                    self._set_extra(lease, lease.ticket, lease.ticket.resize_to)
-                self.claim_missing(lease)
+        for lease in self._books.in_state(LeaseState.RESIDENT, LeaseState.UNATTACHED):
+            if lease.spec.pool != pool:
+                continue
+            if lease.held_mib and lease.ticket is not None and lease.ticket.resize_to is not None:
+                self._set_extra(lease, lease.ticket, lease.ticket.resize_to)
+            self.claim_missing(lease)
 
     def claim_missing(self, lease: Lease) -> None:
         """Claim the rest for a lease that holds less than its pool wants it to."""

@@ -53,13 +53,12 @@ class DeviceDrains:
         if device is None:
             return
         device.draining, device.evict_busy, device.deadline_ms = True, evict_busy, deadline_ms
-        self._books.draining[device_id] = device
         for lease in list(device.holders.values()):
             self._record_begun(lease, device)
 
     def end(self, device_id: str) -> None:
         """End the drain of a device."""
-        device = self._books.draining.pop(device_id, None)
+        device = self._books.devices.get(device_id)
         if device is not None:
             device.draining, device.evict_busy, device.deadline_ms = False, False, None
 
@@ -77,7 +76,7 @@ class DeviceDrains:
     def suspend_ready(self) -> None:
         """Begin the suspends that can begin now."""
         self.recheck_ms = None
-        for device in list(self._books.draining.values()):
+        for device in self._books.draining:
             if device.deadline_ms is not None and device.deadline_ms > self._changes.now_ms:
                 continue  # `revoke` decides
             for lease in list(device.holders.values()):
@@ -164,7 +163,7 @@ class Revocations:
     def suspend_ready(self) -> None:
         """Begin the suspends that can begin now."""
         self.recheck_ms = None
-        for lease in list(self._books.revoked.values()):
+        for lease in [one for one in self._books.leases.values() if one.revoked]:
             if not self._changes.channel_free:
                 return
             if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(self._books, lease):
@@ -448,7 +447,7 @@ class Salvage:
     def _leases(self) -> Iterator[Lease]:
         """Yield resident leases whose device goes away, each once, and note the next deadline."""
         found = set[str]()
-        for device in self._books.draining.values():
+        for device in self._books.draining:
             if device.deadline_ms is None or device.deadline_ms <= self._changes.now_ms:
                 continue
             self._recheck(device.deadline_ms)
@@ -536,8 +535,8 @@ class Salvage:
 
     def _evicts(self, lease: Lease) -> bool:
         """Return whether an administrator said not to wait for its cell."""
-        draining = self._books.draining
-        return any(draining[one].evict_busy for one in lease.device_ids if one in draining)
+        devices = self._books.devices
+        return any(devices[one].evict_busy for one in lease.device_ids if one in devices)
 
     def _keep_channels(self, plan: Plan) -> None:
         """Keep a channel for each whose next planned suspend could not wait for the end of the longest other swap."""
@@ -546,7 +545,7 @@ class Salvage:
         others = [
             self._swap_ms(lease, kind)
             for state, kind in ((LeaseState.SUSPENDED, RESUME), (LeaseState.RESIDENT, SUSPEND))
-            for lease in self._books.by_state[state].values()
+            for lease in self._books.in_state(state)
             if lease.lease_id not in plan.latest_ms
         ]
         longest_ms = max(others, default=0)

@@ -59,10 +59,8 @@ class Scheduler:
         self.salvage.save()
         self._suspend_asked()
         self._suspend_breaching()
-        if self._books.draining:
-            self.drains.suspend_ready()
-        if self._books.revoked:
-            self.revocations.suspend_ready()
+        self.drains.suspend_ready()
+        self.revocations.suspend_ready()
         self.start_reservations.reclaim_lapsed(first=True)
         self.start_reservations.file_parked()
         self._serve_tickets()
@@ -99,7 +97,7 @@ class Scheduler:
         if last is not None and self._books.waiting:
             last.settle_gates()
         elif not self._books.waiting:
-            for lease in list(self._books.gates_closed.values()):
+            for lease in self._books.gates_closed:
                 self._changes.open_gate(lease)
 
     def wake_ms(self) -> int | None:
@@ -152,7 +150,7 @@ class Scheduler:
         )
 
     def _suspend_asked(self) -> None:
-        for lease in list(self._books.suspend_requested.values()):
+        for lease in [one for one in self._books.leases.values() if one.suspend_requested]:
             if lease.busy:
                 self._changes.decline_suspend(lease, "busy", "a cell began to run before the suspend could start")
             elif (wait := self.cannot_suspend(lease)) is not None:

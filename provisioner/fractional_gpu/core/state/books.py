@@ -1,8 +1,9 @@
-"""The arbiter's books: leases, devices, tickets, and running totals that every change keeps exact.
+"""The arbiter's books: pools, devices, leases, and the queue.
 
-Only `Books` writes `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate` and (but for a lease that is emptied or recovered)
-`busy` of a lease. So the totals per device, owner and host are always the sums that `laws` recomputes. Leases that changed are in
-`changed` until `scheduler` has taken them into account.
+Only `Books` writes `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate`, `ticket` and (but for a lease that is emptied or
+recovered) `busy` of a lease. What follows from these is computed when it is read; only the leases on each device, the sums of a device
+that has not changed, and the sums of host memory are kept, and `laws` recomputes them. Leases that changed are in `changed` until
+`scheduler` has taken them into account.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,26 +27,16 @@ class Books:
         self.pools: dict[str, PoolSpec] = {}
         self.devices: dict[str, Device] = {}
         self.leases: dict[str, Lease] = {}
-        self.by_state: dict[LeaseState, dict[str, Lease]] = {state: {} for state in LeaseState}
         self.waiting: dict[str, Lease] = {}  # leases with a ticket
         self.accounts = Accounts(self.shares_by_time)
         self.idle_held: dict[str, int] = {}  # by pool: what idle leases have held since the last grant, MiB times ms
         self.host_budget_mib = 0
         self.host_saved_mib = 0
         self.host_reserved_mib = 0
-        self.under_host_pressure: dict[str, Lease] = {}  # their saved state lies where host memory is short
-        self.suspend_requested: dict[str, Lease] = {}  # their suspend was requested and has not begun
-        self.moving: dict[str, Lease] = {}  # on their way to devices where room is kept for them
         self.parked: dict[str, Lease] = {}  # want room before their start, and may not have a ticket yet (`starting`)
         self.expected_victims: set[str] = set()  # idle leases that the last pass expects to make room
-        self.gates_closed: dict[str, Lease] = {}  # leases whose gates are closed
-        self.draining: dict[str, Device] = {}
         self.unsaved: dict[str, str] = {}  # leases that cannot be saved before their device goes away: why, for people
-        self.revoked: dict[str, Lease] = {}  # leases whose seats have ended
-        self.expected: dict[str, Lease] = {}  # leases with signs that their next cell is near
         self.changed: dict[str, Lease] = {}
-        self._pool_of: dict[str, str] = {}  # by device
-        self._gone_pools: dict[str, PoolSpec] = {}  # of leases whose pool is not configured (any more)
         self._number = 0
 
     # -- leases ----------------------------------------------------------------------------------------------------------
@@ -55,7 +46,6 @@ class Books:
         self._number += 1
         lease.number = self._number
         self.leases[lease.lease_id] = lease
-        self.by_state[lease.state][lease.lease_id] = lease
         self.accounts.open(lease)
         lease.size_mib = self.reserve_mib(lease, lease.spec)
         lease.demand_milli = self.forecasts.demand_milli(lease.lease_id, lease.spec.pool)
@@ -64,18 +54,17 @@ class Books:
     def remove(self, lease: Lease) -> None:
         """Forget a lease that holds nothing."""
         del self.leases[lease.lease_id]
-        del self.by_state[lease.state][lease.lease_id]
         self.accounts.close(lease, self.now_ms)
         self.changed.pop(lease.lease_id, None)
-        self.suspend_requested.pop(lease.lease_id, None)
-        self.revoked.pop(lease.lease_id, None)
         lease.due_ms = None
+
+    def in_state(self, *states: LeaseState) -> list[Lease]:
+        """Return the leases in these states, oldest first."""
+        return [lease for lease in self.leases.values() if lease.state in states]
 
     def set_state(self, lease: Lease, new: LeaseState) -> None:
         """Change the state."""
-        del self.by_state[lease.state][lease.lease_id]
         lease.state = new
-        self.by_state[new][lease.lease_id] = lease
         self.refresh(lease)
 
     def set_busy(self, lease: Lease, *, busy: bool) -> None:
@@ -120,17 +109,16 @@ class Books:
     def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
         """Close or open the lease's gate; `next_cell`: the ticket of the cell that waits there."""
         lease.gate.closed, lease.gate.ticket = closed, next_cell
-        if closed:
-            self.gates_closed[lease.lease_id] = lease
-        else:
-            self.gates_closed.pop(lease.lease_id, None)
         self.refresh(lease)
+
+    @property
+    def gates_closed(self) -> list[Lease]:
+        """The leases whose gates are closed."""
+        return [lease for lease in self.leases.values() if lease.gate.closed]
 
     def set_reservation(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
         """Set where the lease's reservation is and its size on each device; 0: where it was."""
         held_mib = held_mib if device_ids else 0
-        if bool(held_mib) != bool(lease.held_mib):
-            self.accounts.reserve(lease, 1 if held_mib else -1)
         for device in self._devices_of(lease):
             if device.spec.device_id not in device_ids or not held_mib:
                 del device.holders[lease.lease_id]
@@ -195,26 +183,14 @@ class Books:
         before, lease.size_mib = lease.size_mib, self.reserve_mib(lease, lease.spec)
         return lease.size_mib != before
 
-    def set_suspend_requested(self, lease: Lease, *, by: str | None) -> None:
-        """Note who requests the lease's suspend; None: the request is over."""
-        lease.suspend_requested_by = by
-        if by is not None:
-            self.suspend_requested[lease.lease_id] = lease
-        else:
-            self.suspend_requested.pop(lease.lease_id, None)
-
     def revoke(self, lease: Lease, ends_ms: int) -> None:
-        """Revoke a lease whose seat has ended; its processes are ended at `ends_ms`. The pool promises it nothing any more."""
-        self.accounts.revoke(lease)
+        """Revoke a lease whose seat has ended; its processes are ended at `ends_ms`."""
         lease.ends_ms = ends_ms
-        self.revoked[lease.lease_id] = lease
         self.refresh(lease)
 
     def reinstate(self, lease: Lease, spec: LeaseSpec) -> None:
         """Reinstate a revoked lease that draws on another seat: `spec` differs in the seat alone."""
         lease.spec, lease.ends_ms = spec, None
-        self.accounts.reinstate(lease)
-        del self.revoked[lease.lease_id]
         self.refresh(lease)
 
     def set_priority(self, lease: Lease, spec: LeaseSpec) -> None:
@@ -227,14 +203,6 @@ class Books:
             )
         lease.spec = spec
         self.mark_changed(lease)
-
-    def set_target(self, lease: Lease, device_ids: Sequence[str]) -> None:
-        """Set the devices the lease is being moved to, where room is kept; none: it is not being moved."""
-        lease.target_ids = tuple(device_ids)
-        if device_ids:
-            self.moving[lease.lease_id] = lease
-        else:
-            self.moving.pop(lease.lease_id, None)
 
     def mark_changed(self, lease: Lease) -> None:
         """Mark a lease whose deadlines may have changed."""
@@ -257,7 +225,7 @@ class Books:
     def advance(self, now_ms: int) -> None:
         """Let time pass. Nothing has changed since the last event, so what lasts is added up here."""
         passed_ms, self.now_ms = now_ms - self.now_ms, now_ms
-        for lease in self.by_state[LeaseState.RESIDENT].values() if passed_ms else ():
+        for lease in self.in_state(LeaseState.RESIDENT) if passed_ms else ():
             if lease.occupancy is OccupancyKind.BUSY:
                 lease.worked_ms += passed_ms
                 for device in self._devices_of(lease):
@@ -271,19 +239,25 @@ class Books:
         """Host memory that a further suspend may reserve."""
         return self.host_budget_mib - self.host_saved_mib - self.host_reserved_mib
 
+    @property
+    def draining(self) -> list[Device]:
+        """The devices that are drained."""
+        return [device for device in self.devices.values() if device.draining]
+
     def goes_away(self, lease: Lease, *, later: bool = False) -> bool:
         """Return whether a device of the lease is drained by a deadline; `later`: by one that is still to come."""
-        if not self.draining:
-            return False
-        times = [self.draining[one].deadline_ms for one in lease.device_ids if one in self.draining]
-        return any(at_ms is not None and (not later or at_ms > self.now_ms) for at_ms in times)
+        return any(not later or at_ms > self.now_ms for at_ms in self._deadlines_ms(lease))
 
     def deadline_ms(self, lease: Lease) -> int | None:
         """Return when the first of the devices that hold the lease goes away, if that is still to come."""
-        if not self.draining or not lease.held_mib:
+        if not lease.held_mib:
             return None
-        times = [self.draining[one].deadline_ms for one in lease.device_ids if one in self.draining]
-        return min((at_ms for at_ms in times if at_ms is not None and at_ms > self.now_ms), default=None)
+        return min((at_ms for at_ms in self._deadlines_ms(lease) if at_ms > self.now_ms), default=None)
+
+    def _deadlines_ms(self, lease: Lease) -> list[int]:
+        """Return the deadlines of the devices where the lease is, or was."""
+        there = [self.devices[one] for one in lease.device_ids if one in self.devices]
+        return [device.deadline_ms for device in there if device.deadline_ms is not None]
 
     def share(self, lease: Lease) -> tuple[int, int]:
         """Return the virtual time of the lease's owner and its own."""
@@ -302,13 +276,11 @@ class Books:
     def configure(self, pool: PoolSpec) -> None:
         """Take over a pool's policy."""
         self.pools[pool.name] = pool
-        self._pool_of = {device_id: name for name, one in reversed(self.pools.items()) for device_id in one.devices}
         for lease in self.leases.values():
             lease.size_mib = self.reserve_mib(lease, lease.spec)
         for lease in self.waiting.values():
             if lease.ticket is not None and not lease.target_ids:
-                lease.ticket.kept_on = ()  # room is kept anew, perhaps elsewhere
-        self.mark_all_changed()
+                lease.ticket.kept_on = ()  # the next pass keeps room again, perhaps elsewhere
         for lease in self.leases.values():
             self.accounts.meter(lease, self.now_ms)
 
@@ -329,17 +301,11 @@ class Books:
 
     def pool_of(self, device_id: str) -> str | None:
         """Return the pool that has the device."""
-        return self._pool_of.get(device_id)
+        return next((name for name, pool in self.pools.items() if device_id in pool.devices), None)
 
     def policy(self, lease: Lease) -> PoolSpec:
         """Return the policy of the lease's pool; the default one, without devices, if the pool is not configured (any more)."""
-        pool = self.pools.get(lease.spec.pool)
-        return self._gone_pool(lease.spec.pool) if pool is None else pool
-
-    def _gone_pool(self, name: str) -> PoolSpec:
-        if name not in self._gone_pools:
-            self._gone_pools[name] = PoolSpec(name=name, devices=())
-        return self._gone_pools[name]
+        return self.pools.get(lease.spec.pool) or PoolSpec(name=lease.spec.pool, devices=())
 
     def shares_by_time(self, lease: Lease) -> bool:
         """Whether the lease's pool shares by virtual time."""

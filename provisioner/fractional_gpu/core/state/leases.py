@@ -98,22 +98,38 @@ class Ticket:
 # -- leases -----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True, kw_only=True, eq=False)
 class Account:
-    """What an owner (or a group) has of one pool: totals for limits, pinned time, and use for fair shares."""
+    """What an owner (or a group) has of one pool: its leases for limits, pinned time, and use for fair shares."""
 
     name: str
-    leases: int = 0
-    milli: int = 0  # sum of the fractions of all leases
-    resident_milli: int = 0  # sum of the fractions of `holders`
-    holders: dict[str, "Lease"] = field(default_factory=dict)  # leases that hold a reservation
+    leases: dict[str, "Lease"] = field(default_factory=dict)
     weight: int = 100
-    usage: int = 0  # milli-GPU times milliseconds that its leases were busy on a device (see `suspend`)
-    busy_milli: int = 0  # milli-GPU that are busy now
+    usage: int = 0  # milli-GPU times milliseconds that its leases were busy on a device (see `Accounts`)
     usage_as_of_ms: int = 0
     contenders: dict[str, "Lease"] = field(default_factory=dict)  # leases that are busy on a device, or wait for one
     floor: int = 0  # least virtual time of a lease that contends again after a pause
     idle_since_ms: int | None = None  # none of its leases contends since then
     pinned_ms: int = 0  # used up of its pin budget
     pinned_at_ms: int = 0  # time for which `pinned_ms` is right
+
+    @property
+    def milli(self) -> int:
+        """The sum of the fractions of all its leases."""
+        return sum(lease.milli for lease in self.leases.values())
+
+    @property
+    def holders(self) -> dict[str, "Lease"]:
+        """Its leases that hold a reservation."""
+        return {lease_id: lease for lease_id, lease in self.leases.items() if lease.held_mib}
+
+    @property
+    def resident_milli(self) -> int:
+        """The sum of their fractions."""
+        return sum(lease.milli for lease in self.leases.values() if lease.held_mib)
+
+    @property
+    def busy_milli(self) -> int:
+        """What is busy on a device now, milli-GPU. A lease whose meter runs contends."""
+        return sum(lease.milli for lease in self.contenders.values() if lease.meter.is_running)
 
 
 @dataclass(slots=True, eq=False)
