@@ -1,13 +1,16 @@
 """The pictures that are drawn from what they show: `python -m docs._site.pictures` writes them into docs/.
 
-`house.svg` is the floors of import-linter's contract, and `states.svg` the arbiter's table. `taking-turns.svg` moves: two kernels that do
-not fit on a GPU together, in twelve seconds. Where a reader prefers less motion it stands still.
+`house.svg` is the floors of import-linter's contract, and `states.svg` the arbiter's table. `turns.svg` shows two kernels that do not fit
+on a GPU together; `taking-turns.svg` animates them, unless the reader prefers less motion.
+
+All are narrow enough for a phone, and have light and dark colours.
 """
 
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import wrap
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
@@ -15,20 +18,42 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.transitions import TABLE
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-_INK, _LINE, _BLUE, _PALE, _ORANGE, _SAND = "#1f2933", "#8a8f98", "#2f6fb3", "#e4edf7", "#c0662b", "#f7e9df"
+_LIGHT: Final = {
+    "paper": "#fff",
+    "ink": "#1f2933",
+    "line": "#68707c",
+    "blue": "#2f6fb3",
+    "pale": "#e4edf7",
+    "orange": "#a85420",
+    "sand": "#f7e9df",
+}
+_DARK: Final = {
+    "paper": "#14181e",
+    "ink": "#e6e8eb",
+    "line": "#9aa1ab",
+    "blue": "#7db1e8",
+    "pale": "#1d2c3f",
+    "orange": "#e59a63",
+    "sand": "#3a2a1e",
+}
+_PAPER, _INK, _LINE, _BLUE, _PALE, _ORANGE, _SAND = (f"var(--{name})" for name in _LIGHT)
+_FULL_BLUE, _FULL_ORANGE = _LIGHT["blue"], _LIGHT["orange"]  # under white words
+_WIDTH: Final = 400
 
 
 def pictures() -> Mapping[str, str]:
     """Return each picture by the name of its file in docs/."""
-    return {"house.svg": house(), "states.svg": states(), "taking-turns.svg": taking_turns()}
+    return {"house.svg": house(), "states.svg": states(), "taking-turns.svg": taking_turns(), "turns.svg": turns()}
 
 
-def _svg(width: int, height: int, label: str, body: Iterator[str] | list[str]) -> str:
+def _svg(height: int, label: str, body: Iterator[str] | list[str]) -> str:
+    light, dark = ("".join(f"--{name}:{colour};" for name, colour in one.items()) for one in (_LIGHT, _DARK))
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui,sans-serif" font-size="14" '
-        f'role="img" aria-label={quoteattr(label)}>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        f'font-family="system-ui,sans-serif" font-size="14" role="img" aria-label={quoteattr(label)}>\n'
+        f"<style>svg{{{light}}}@media (prefers-color-scheme:dark){{svg{{{dark}}}}}</style>\n"
         f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        f'<path d="M0 0 8 4 0 8z" fill="{_LINE}"/></marker></defs>\n<rect width="{width}" height="{height}" fill="#fff"/>\n'
+        f'<path d="M0 0 8 4 0 8z" fill="{_LINE}"/></marker></defs>\n<rect width="{_WIDTH}" height="{height}" fill="{_PAPER}"/>\n'
     )
     return head + "\n".join(body) + "\n</svg>\n"
 
@@ -65,7 +90,7 @@ _WORDS: Final = {
     "curves": "panels of curves",
     "stats": "medians, intervals",
     "svg": "parts of pictures",
-    "core": "the arbiter: events in, effects out",
+    "core": "events in, effects out",
 }
 
 
@@ -77,42 +102,42 @@ def floors() -> list[list[str]]:
 
 
 def house() -> str:
-    """Return the rooms of the code, floor by floor."""
-    width, step = 900, 74
+    """Return the rooms of the code, floor by floor, two in a row."""
+    y, step, each = 12, 52, (_WIDTH - 24) / 2
     body = []
-    rows = floors()
-    for number, rooms in enumerate(rows):
-        y, each = 16 + number * step, (width - 32) / len(rooms)
-        for place, room in enumerate(rooms):
-            x, word = 16 + place * each, _WORDS.get(room, "")
-            pale = room == "core"
+    for rooms in floors():
+        for number, room in enumerate(rooms):
+            alone = number % 2 == 0 and number == len(rooms) - 1
+            x, width, word = 12 + number % 2 * each, 2 * each if alone else each, _WORDS.get(room, "")
+            fill, stroke = (_SAND, _ORANGE) if room == "core" else (_PALE, _BLUE)
             body += [
-                _box(x + 4, y, each - 8, step - 14, fill=_SAND if pale else _PALE, stroke=_ORANGE if pale else _BLUE),
-                _text(x + each / 2, y + (26 if word else 35), room, bold=True),
+                _box(x + 3, y, width - 6, step - 8, fill=fill, stroke=stroke),
+                _text(x + width / 2, y + (19 if word else 27), room, bold=True),
             ]
             if word:
-                body.append(_text(x + each / 2, y + 45, word, size=12))
-    body.append(_text(width / 2, 16 + len(rows) * step + 10, "a room imports from lower floors only", size=13))
-    return _svg(
-        width, 16 + len(rows) * step + 26, "The rooms of the code: each floor imports from lower floors only.", body
-    )
+                body.append(_text(x + width / 2, y + 36, word, size=12))
+            y += step if number % 2 or alone else 0
+        body.append(f'<path d="M12 {y + 1} H{_WIDTH - 12}" stroke="{_LINE}" stroke-dasharray="3 4"/>')
+        y += 11
+    body.append(_text(_WIDTH / 2, y + 12, "a room imports from lower floors only", size=13))
+    return _svg(y + 26, "The rooms of the code: each floor imports from lower floors only.", body)
 
 
 # -- the states ------------------------------------------------------------------------------------------------------------
 
 _S = LeaseState
 _PLACES: Final = {
-    _S.UNATTACHED: (110, 70),
-    _S.NO_CONTEXT: (110, 240),
-    _S.RESIDENT: (380, 240),
-    _S.SUSPENDING: (640, 90),
-    _S.SUSPENDED: (850, 240),
-    _S.RESUMING: (640, 390),
-    _S.QUARANTINED: (640, 240),
+    _S.UNATTACHED: (310, 36),
+    _S.NO_CONTEXT: (78, 150),
+    _S.RESIDENT: (310, 255),
+    _S.SUSPENDING: (78, 350),
+    _S.QUARANTINED: (200, 460),
+    _S.RESUMING: (318, 560),
+    _S.SUSPENDED: (78, 560),
 }
 _LEFT_OUT: Final = ("process exited", "released", "expired")
 """From any state with a process: said below the picture instead of drawn."""
-_HALF_WIDTH, _HALF_HEIGHT = 62, 20
+_HALF_WIDTH, _HALF_HEIGHT = 60, 18
 
 
 def states() -> str:
@@ -137,24 +162,16 @@ def states() -> str:
             _box(x - _HALF_WIDTH, y - _HALF_HEIGHT, 2 * _HALF_WIDTH, 2 * _HALF_HEIGHT, fill=fill, stroke=stroke),
             _text(x, y + 5, state.value, bold=True),
         ]
-    body += [
-        _text(16, 460, "orange: holds device memory", anchor="start", size=12, fill=_ORANGE),
-        _text(
-            16,
-            480,
-            "From every state: its process exits (unattached), or the lease is released (ended).",
-            anchor="start",
-            size=12,
-        ),
-        _text(
-            16,
-            500,
-            "A broker that starts finds each lease in one of them, or quarantines it until it is known.",
-            anchor="start",
-            size=12,
-        ),
-    ]
-    return _svg(940, 515, "The states of a lease and the moves between them.", body)
+    words = (
+        ("orange: holds device memory", _ORANGE),
+        ("From every state: its process exits (unattached),", _INK),
+        ("or the lease is released (ended).", _INK),
+        ("A broker that starts finds each lease in one of them,", _INK),
+        ("or quarantines it until it knows.", _INK),
+    )
+    for line, (text, colour) in enumerate(words):
+        body.append(_text(12, 620 + 18 * line, text, anchor="start", size=13, fill=colour))
+    return _svg(704, "The states of a lease and the moves between them.", body)
 
 
 def _arrow(old: LeaseState | None, new: LeaseState, says: str) -> list[str]:
@@ -171,7 +188,7 @@ def _arrow(old: LeaseState | None, new: LeaseState, says: str) -> list[str]:
     label_x, label_y = (sx + 2 * mx + ex) / 4, (sy + 2 * my + ey) / 4
     return [
         line,
-        f'<g paint-order="stroke" stroke="#fff" stroke-width="4">{_text(label_x, label_y + 4, says, size=12)}</g>',
+        f'<g paint-order="stroke" stroke="{_PAPER}" stroke-width="4">{_text(label_x, label_y + 4, says, size=12)}</g>',
     ]
 
 
@@ -201,15 +218,15 @@ def taking_turns() -> str:
     rules = [
         _moving(
             "ana",
-            [(0, (0, 0)), (_ANA_LEAVES, (0, 0)), (_ANA_GONE, (0, 130)), (_BEN_GONE, (0, 130)), (_ANA_THERE, (0, 0))],
+            [(0, (0, 0)), (_ANA_LEAVES, (0, 0)), (_ANA_GONE, (0, 110)), (_BEN_GONE, (0, 110)), (_ANA_THERE, (0, 0))],
         ),
         _moving(
             "ben",
             [
                 (0, (0, 0)),
                 (_ANA_GONE, (0, 0)),
-                (_BEN_THERE, (-190, -130)),
-                (_BEN_LEAVES, (-190, -130)),
+                (_BEN_THERE, (0, -160)),
+                (_BEN_LEAVES, (0, -160)),
                 (_BEN_GONE, (0, 0)),
             ],
         ),
@@ -222,38 +239,41 @@ def taking_turns() -> str:
     captions = []
     for number, ((start, words), end) in enumerate(zip(_CAPTIONS, ends, strict=True)):
         rules.append(_lit(f"says-{number}", [(start, end)]))
-        captions.append(f'<g class="says-{number}{"" if number == 0 else " later"}">{_text(360, 306, words)}</g>')
+        lines = [_text(_WIDTH / 2, 288 + 19 * line, one, size=13) for line, one in enumerate(wrap(words, 52))]
+        captions.append(f'<g class="says-{number}{"" if number == 0 else " later"}">{"".join(lines)}</g>')
     style = (
         "<style>" + "".join(rules) + ".later,.ben-runs,.ben-waits,.ana-waits{opacity:0}"
         "@media (prefers-reduced-motion: reduce){*{animation:none!important}}</style>"
     )
     body = [
         style,
-        *_notebook(20, 40, "Ana", "ana", _BLUE),
-        *_notebook(20, 170, "Ben", "ben", _ORANGE),
-        _text(290, 30, "GPU", anchor="start", bold=True),
-        _box(290, 40, 250, 90, fill="#fff", stroke=_INK),
-        _text(290, 160, "host memory", anchor="start", bold=True),
-        _box(290, 170, 410, 90, fill="#fff", stroke=_INK),
-        f'<g class="ana">{_box(300, 50, 185, 70, fill=_BLUE)}{_text(392, 90, "Ana: 3/4 GPU", fill="#fff")}</g>',
-        f'<g class="ben">{_box(490, 180, 185, 70, fill=_ORANGE, stroke=_ORANGE)}{_text(582, 220, "Ben: 3/4 GPU", fill="#fff")}</g>',
+        *_notebook(34, "Ana", _BLUE, _FULL_BLUE),
+        *_notebook(164, "Ben", _ORANGE, _FULL_ORANGE),
+        _text(170, 24, "GPU", anchor="start", bold=True),
+        _box(170, 34, 220, 66, fill=_PAPER, stroke=_INK),
+        _text(170, 134, "host memory", anchor="start", bold=True),
+        _box(170, 144, 220, 116, fill=_PAPER, stroke=_INK),
+        f'<g class="ana">{_box(178, 42, 155, 50, fill=_FULL_BLUE)}{_text(255, 72, "Ana: 3/4 GPU", fill="#fff")}</g>',
+        f'<g class="ben">{_box(178, 202, 155, 50, fill=_FULL_ORANGE, stroke=_ORANGE)}{_text(255, 232, "Ben: 3/4 GPU", fill="#fff")}</g>',
         *captions,
     ]
     return _svg(
-        720, 325, "Two kernels take turns on one GPU: while one runs, the other's memory is saved in host memory.", body
+        320, "Two kernels take turns on one GPU: while one runs, the other's memory is saved in host memory.", body
     )
 
 
-def _notebook(x: float, y: float, name: str, who: str, colour: str) -> list[str]:
+def _notebook(y: float, name: str, colour: str, full: str) -> list[str]:
+    x, who = 10, name.lower()
+
     def cell(fill: str) -> str:
-        return _box(x + 10, y + 22, 200, 46, fill=fill, stroke=colour)
+        return _box(x + 8, y + 18, 124, 42, fill=fill, stroke=colour)
 
     return [
         _text(x, y - 10, f"{name}'s notebook", anchor="start", bold=True),
-        _box(x, y, 220, 90, fill="#fff", stroke=_LINE),
-        _text(x + 110, y + 50, "idle", fill=_LINE),
-        f'<g class="{who}-runs">{cell(colour)}{_text(x + 110, y + 50, "a cell runs", fill="#fff")}</g>',
-        f'<g class="{who}-waits">{cell("#fff")}{_text(x + 110, y + 50, "a cell waits", fill=colour)}</g>',
+        _box(x, y, 140, 80, fill=_PAPER, stroke=_LINE),
+        _text(x + 70, y + 44, "idle", fill=_LINE),
+        f'<g class="{who}-runs">{cell(full)}{_text(x + 70, y + 44, "a cell runs", fill="#fff")}</g>',
+        f'<g class="{who}-waits">{cell(_PAPER)}{_text(x + 70, y + 44, "a cell waits", fill=colour)}</g>',
     ]
 
 
@@ -271,6 +291,38 @@ def _lit(name: str, spans: list[tuple[float, float]]) -> str:
         frames[100 * end / _SECONDS] = "0" if end < _SECONDS else "1"
     listed = "".join(f"{at:.1f}%{{opacity:{seen}}}" for at, seen in sorted(frames.items()))
     return f"@keyframes {name}{{{listed}}}.{name}{{animation:{name} {_SECONDS:g}s infinite step-end}}"
+
+
+# -- turns, standing still -------------------------------------------------------------------------------------------------
+
+_TURNS: Final = (("Ana", 0, 106), ("Ben", 112, 200), ("Ana", 206, 292), ("Ben", 298, 380))
+_CELLS: Final = (("Ana", 0, 98), ("Ben", 116, 190), ("Ana", 210, 268), ("Ben", 302, 374))
+
+
+def turns() -> str:
+    """Return the cells of two notebooks, and where the memory of each kernel is meanwhile."""
+    body = []
+    for line, words in enumerate(("Ana's cells, on 3/4 GPU", "Ben's cells, on 3/4 GPU", "GPU memory", "host memory")):
+        body.append(_text(10, 20 + 62 * line, words, anchor="start", bold=True))
+    full = {"Ana": (_FULL_BLUE, _BLUE), "Ben": (_FULL_ORANGE, _ORANGE)}
+    pale = {"Ana": (_PALE, _BLUE), "Ben": (_SAND, _ORANGE)}
+
+    def bar(line: int, span: tuple[int, int], text: str, colours: tuple[str, str], ink: str) -> None:
+        (start, end), (fill, stroke) = span, colours
+        body.append(_box(10 + start, 28 + 62 * line, end - start, 30, fill=fill, stroke=stroke))
+        body.append(_text(10 + (start + end) / 2, 48 + 62 * line, text, size=13, fill=ink))
+
+    for name, start, end in _CELLS:
+        bar(0 if name == "Ana" else 1, (start, end), "cell", full[name], "#fff")
+    for name, start, end in _TURNS:
+        bar(2, (start, end), name, full[name], "#fff")
+        other = "Ben" if name == "Ana" else "Ana"
+        if start:
+            bar(3, (start, end), other, pale[other], _INK)
+    body.append(f'<path d="M10 262 H390" stroke="{_LINE}" marker-end="url(#tip)"/>')
+    body.append(_text(390, 280, "time", anchor="end", size=13))
+    body.append(_text(10, 280, "after each turn every variable is as it was", anchor="start", size=13))
+    return _svg(290, "Two kernels take turns on one GPU: while one runs, the other's memory is in host memory.", body)
 
 
 def main() -> None:

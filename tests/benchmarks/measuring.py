@@ -75,8 +75,8 @@ def tenants(options: argparse.Namespace) -> None:
                 print(_row(use_milli, one, alone))
             columns.append(_panels(f"uses {use_milli / 10:g} % alone", known, alone))
     if options.svg is not None:
-        rows = [list(row) for row in zip(*columns, strict=True)]
-        text = curves(rows, across="models", up="see each panel", note="")
+        middle = columns[len(columns) // 2]  # one column: a phone shows it
+        text = curves([[panel] for panel in middle], across="models", up="see each panel", note="")
         options.svg.write_text(text, encoding="utf-8")
 
 

@@ -116,7 +116,7 @@ TABLES: Final = {
     "idling-short": Table("benchmarks.md", "python -m tests.benchmarks.idling", _IDLE, at=1, rows=_RULES),
     "frontier": Table(
         "benchmarks.md",
-        "python -m tests.benchmarks.frontier --seeds 14 --pods openb_pod_list_default.csv --svg docs/idle-after.svg",
+        "python -m tests.benchmarks.frontier --seeds 14 --pods openb_pod_list_default.csv",
         {"load, GPUs": "{load}", "p95 wait, s": "{p95 wait, s}", "`auto` is": "{frontier of the waits}"},
         at=-1,
     ),

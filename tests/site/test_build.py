@@ -1,5 +1,6 @@
 """The documentation's site is built from the pages without a warning, and a link that leads nowhere ends the build."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def test_a_link_to_no_heading_ends_the_build(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("name", pictures())
 def test_a_picture_is_what_it_is_drawn_from(name: str) -> None:
-    assert (ROOT / "docs" / name).read_text() == pictures()[name], "`python -m docs._site.pictures` draws it anew"
+    assert (ROOT / "docs" / name).read_text() == pictures()[name], "`python -m docs._site.pictures` draws it again"
 
 
 def test_pictures_show_every_room_and_state() -> None:
@@ -103,3 +104,10 @@ def test_pictures_show_every_room_and_state() -> None:
     for state in set(LeaseState) - {LeaseState.ENDED}:
         assert f">{state.value}</text>" in drawn["states.svg"]
     assert "prefers-reduced-motion" in drawn["taking-turns.svg"]
+
+
+def test_all_pictures_have_a_dark_form_and_fit_a_phone() -> None:
+    for path in (ROOT / "docs").glob("*.svg"):
+        text = path.read_text()
+        assert re.search(r"prefers-color-scheme: ?dark", text), path.name
+        assert int(re.findall(r'viewBox="0 0 (\d+) ', text)[0]) <= 400, path.name
