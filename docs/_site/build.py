@@ -1,6 +1,6 @@
 """Builds the site: `python -m docs._site.build OUT` (or `tests/run site`). Ends with status 1 and what is wrong if anything is.
 
-The pages lie in docs/ as people read them on the forge. For the site they are copied beside a table of contents, the pages that are made
+The pages lie in docs/ as people read them on the forge. For the site they are copied next to a table of contents, the pages that are made
 from the code, and the files that they show or link to. Sphinx then treats every warning as an error: a link to a page or heading that is
 not there, an image that is missing, a page in no section. Links to other sites are listed in OUT/external-links.txt and not fetched.
 """

@@ -141,7 +141,7 @@ _HALF_WIDTH, _HALF_HEIGHT = 60, 18
 
 
 def states() -> str:
-    """Return the states of a lease, with the moves of the arbiter's table. Those of a starting broker and the ends are said in words."""
+    """Return the states of a lease, with the moves of the arbiter's table. Words below name the moves of a starting broker and the ends."""
     body = []
     for old, moves in TABLE.items():
         by_target: dict[LeaseState, list[str]] = {}
@@ -214,7 +214,7 @@ _CAPTIONS: Final = (
 
 
 def taking_turns() -> str:
-    """Return two kernels that take turns, animated by style sheets alone: pages show it as an image, where no script runs."""
+    """Return two kernels that take turns, animated by style sheets alone, because no script runs in an image."""
     rules = [
         _moving(
             "ana",
@@ -300,7 +300,7 @@ _CELLS: Final = (("Ana", 0, 98), ("Ben", 116, 190), ("Ana", 210, 268), ("Ben", 3
 
 
 def turns() -> str:
-    """Return the cells of two notebooks, and where the memory of each kernel is meanwhile."""
+    """Return the cells of two notebooks, and where the memory of each kernel is over time."""
     body = []
     for line, words in enumerate(("Ana's cells, on 3/4 GPU", "Ben's cells, on 3/4 GPU", "GPU memory", "host memory")):
         body.append(_text(10, 20 + 62 * line, words, anchor="start", bold=True))

@@ -1,4 +1,4 @@
-"""How long the broker takes to answer a kernel that asks for the GPU it has, among many leases, beside an empty request."""
+"""How fast the broker answers a kernel that asks for the GPU it already has, among many leases, compared with an empty request."""
 
 import asyncio
 import time
@@ -46,7 +46,7 @@ def measure_acquires(socket: str, kernelspec: str, leases: int, rounds: int, say
 def _row(percent: int, leases: int, asked: list[float], pinged: list[float]) -> Row:
     return Row(
         measured=f"acquire, with {leases} leases, p{percent}",
-        beside=f"an empty request on the same socket, p{percent}",
+        compared_with=f"an empty request on the same socket, p{percent}",
         unit="ms",
         ours=percentile(asked, percent),
         theirs=percentile(pinged, percent),

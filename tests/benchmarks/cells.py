@@ -1,4 +1,4 @@
-"""What the extension adds to a cell of a kernel that is on the GPU: the broker listens, the gate is open, nobody waits."""
+"""What the extension adds to a cell of a kernel that is on the GPU and need not wait."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ _WARM_UP = 20  # cells of each fresh kernel that do not count
 def measure_cells(kernelspec: str, pairs: int, blocks: int, cells: int, say: Callable[[str], None]) -> Row:
     """Run `blocks` blocks of `cells` trivial cells in turns on each of `pairs` pairs of kernels; compare neighbouring blocks.
 
-    Several pairs, because two processes of the same program differ a little for as long as they live.
+    Several pairs, because two processes of the same program always differ a little.
     """
     ours: list[float] = []
     theirs: list[float] = []
@@ -38,7 +38,7 @@ def measure_cells(kernelspec: str, pairs: int, blocks: int, cells: int, say: Cal
         say(f"cells, kernels {number + 1}/{pairs}: {median(ours):.0f} us, plain {median(theirs):.0f} us")
     return Row(
         measured="a trivial cell on a resident kernel, to its idle status",
-        beside="plain ipykernel",
+        compared_with="plain ipykernel",
         unit="us",
         ours=median(ours),
         theirs=median(theirs),

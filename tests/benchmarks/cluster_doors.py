@@ -1,9 +1,9 @@
-"""How an engine's choice of a node fares: whole GPUs, static shards, counts by the brokers' forecast, and a random node.
+"""How jobs fare if an engine chooses nodes by whole GPUs, static shards, the brokers' counts or at random.
 
     python tests/benchmarks/cluster_doors.py [--seeds 1,2] [--json]
 
-Synthetic users (`--several-gpus 0`) of one day on four hosts of two and of four GPUs of 80 GiB, about five users for each GPU and ten. Each
-row is a run of `simulator.cluster`, the last one of `--place random`.
+One day of synthetic users with one GPU each, on four hosts of two or four GPUs of 80 GiB, with about five or ten users for each GPU. The
+last row of each case is a run with `--set place=random`.
 """
 
 import argparse
@@ -27,7 +27,7 @@ PROCESSES = 2
 
 
 def hosts_with(gpus: int) -> tuple[Host, ...]:
-    """Return like hosts with so many GPUs each, and a pool of the usual shares."""
+    """Return like hosts with that number of GPUs each, and a pool of the usual shares."""
     devices = tuple(
         DeviceSpec(device_id=f"gpu-{number}", name="80GiB", memory_mib=81_920, overhead_mib=0) for number in range(gpus)
     )

@@ -1,6 +1,6 @@
-"""How long kernels that are started at the same time take, with no broker there before, beside the same kernels of the local provisioner.
+"""How long kernels take that start at the same time without a broker, compared with the same kernels of the local provisioner.
 
-Each time is of a fresh program, as a user's is: nothing is known there, and the first kernel starts the broker.
+Each time is measured in a fresh program, so the first kernel starts the broker.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _SEVERAL = {
 
 
 def measure_crowds(world: World, kernelspec: str, times: int, say: Callable[[str], None]) -> list[Row]:
-    """Start each kind in turns with plain kernels, in programs and with a broker of their own."""
+    """Start each kind in turns with plain kernels, in fresh programs and with a fresh broker."""
     rows = []
     for what, (how, number) in _SEVERAL.items():
         found: dict[str, list[float]] = {PLAIN: [], kernelspec: []}
@@ -47,7 +47,7 @@ def measure_crowds(world: World, kernelspec: str, times: int, say: Callable[[str
         rows.append(
             Row(
                 measured=f"{what}, no broker before",
-                beside="plain ipykernels",
+                compared_with="plain ipykernels",
                 unit="s",
                 ours=median(ours),
                 theirs=median(theirs),

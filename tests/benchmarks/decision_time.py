@@ -1,10 +1,10 @@
 """How long one decision of the arbiter takes: `python -m tests.benchmarks.decision_time [--events N]`.
 
-Two worlds: 200 kernels on 16 devices, of which about 30 wait for a device at a time, and 1,000 kernels on 8 devices with about 500 that
-wait; each in a pool that preempts by priority only, and in one that shares by time. Every event is timed by itself, with the arbiter's own
-checks on; microseconds of processor time. What the arbiter learns and foresees once the effects are out (`Arbiter.run_deferred_work`)
-delays no decision and is timed beside it. Each world is measured in several turns, so that what the machine does meanwhile falls on all of
-them. Exits with 1 if a goal is missed: 10 ms, and 100 ms, at the 99th percentile.
+There are two worlds: 200 kernels on 16 devices, of which about 30 wait, and 1,000 kernels on 8 devices, of which about 500 wait. Each
+runs in a pool that preempts by priority only, and in one that shares by time. The table has microseconds of processor time for one event,
+with the arbiter's own checks on. Work after the effects are out (`Arbiter.run_deferred_work`) delays no decision and is timed separately.
+The worlds take turns, so that other work on the machine falls on all of them. Exits with 1 if a goal at the 99th percentile is missed: 10
+ms for the first world, 100 ms for the second.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Crowd:
         self._now = 0
 
     def run(self, events: int, *, timed: bool = True) -> None:
-        """Let so many things happen."""
+        """Run that number of events."""
         random, arbiter, under_way = self._random, self.arbiter, self._under_way
         for _ in range(events):
             self._now += 50
@@ -148,7 +148,7 @@ def _happening(arbiter: Arbiter, random: Random, name: str, at_ms: int, wanting:
 
 
 def measure(events: int) -> list[Crowd]:
-    """Return the crowds, measured over so many events. Before, twice as many events as it has kernels go by unmeasured."""
+    """Return the crowds, measured over `events` events. Twice as many events as kernels go unmeasured before."""
     crowds = [Crowd(*world[:3], fair=fair, most_ms=world[3]) for world in WORLDS for fair in (False, True)]
     for crowd in crowds:
         crowd.run(2 * crowd.leases, timed=False)

@@ -1,19 +1,19 @@
-"""How wrong the division of a device's energy is: the meter's, and two others, against what the simulator knows.
+"""How wrong the division of a device's energy is: the meter's and two others, compared with what the simulator knows.
 
     python -m tests.benchmarks.energy_division [--seeds 20] [--jobs 2] [--json FILE]
 
-Days of users on shared devices are simulated with a meter. The simulator knows what each lease's cells have drawn; no meter does. Six
-divisions of the same readings (one a minute) are compared, lease-day by lease-day:
+The simulator knows what each lease's cells have drawn; no meter does. Three divisions of the same readings (one a minute) are compared for
+each lease and day:
 
-- `ours`: the meter's, where the use of the device is measured for all leases, for half of them, or for none (it takes their share then;
-  `work by time` is told the same use of all, so that busy time alone divides the work);
-- `by share`: all energy among those that hold the device, by their shares and the time for which they hold it;
-- `by busy time`: all energy among those that run cells, by the time for which they run them; the idle draw goes with it.
+- `ours`: the meter's, with the use of the device measured for all leases, for half of them or for none. For the others it takes their
+  share. In `work by time` all have the same use, so that busy time alone divides the work.
+- `by share`: all energy among the leases that hold the device, by their shares and times.
+- `by busy time`: all energy, the idle draw included, among the leases that run cells, by their run times.
 
-The noise is that of `simulator.metering`: of each cell's draw, of the idle draw, and of each measured use.
+`simulator.metering` describes the noise of draws and measured uses.
 
-Nothing says whose the idle draw of a device is, so the truth has two forms: it belongs to those that hold the device, by their shares, or
-to those that work there, evenly. What belongs to no lease is the pool's in both. The tables have medians over the seeds.
+Whose the idle draw of a device is, is a matter of taste, so the truth has two forms: it belongs to the leases that hold the device, by
+their shares, or to those that work there, evenly. The rest is the pool's. The tables have medians over the seeds.
 """
 
 import argparse
@@ -51,7 +51,7 @@ LeaseDays = dict[tuple[int, str], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A load, and so many devices for so many users."""
+    """A load, and its numbers of devices and users."""
 
     load: Load
     users: int
@@ -96,7 +96,7 @@ class ByWeight(Meter):
 
 
 class Compared(Meter):
-    """A meter that tells several others all that it is told, but for the use of leases that they do not know."""
+    """A meter that forwards all calls to several others, except the use of leases that they do not know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def report(done: Sequence[Measured]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the tables."""
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    made.add_argument("--seeds", type=int, default=20, metavar="N", help="so many days of each load (default: 20)")
+    made.add_argument("--seeds", type=int, default=20, metavar="N", help="number of days of each load (default: 20)")
     made.add_argument("--first", type=int, default=1, metavar="S", help="the first of their seeds (default: 1)")
     made.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes (default: one a core)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write every seed's figures there")

@@ -2,14 +2,13 @@
 
     python -m tests.benchmarks.foresight [--seeds 20] [--users 50] [--jobs 2] [--json FILE] [--foresight 20] [--gpus-per-host 0]
 
-For each seed, the devices are found that the load needs without foresight for a 95th percentile of waits of 3 s. On these the same users
-run again: their notebooks tell a sign so many seconds before each GPU cell, and of all signs 0, 30 or 70 % are false. Kernels that are
-expected come back where there is room ("free"), or idle ones make room, too ("displace"), in swaps of 2 s at most, as is the default, or
-of 30 s ("large ones, too"). The table has the median over the seeds and its
-95 % interval (sign test): of the waits and latenesses of cells, and of what was moved to devices in vain.
+For each seed the benchmark finds the devices that the load needs without foresight for a 95th percentile of waits of 3 s. On these the same
+users run again: their notebooks give a sign some seconds before each GPU cell, and 0, 30 or 70 % of all signs are false. Expected kernels
+resume if there is room ("free"), or idle ones make room for them ("displace"), in swaps of at most 2 s, the default, or 30 s ("large ones,
+too"). The table has medians over the seeds with 95 % intervals (sign test).
 
-Cells are short (2 min at the median) and hold what a cell of the trace held, one GPU each: with the long cells of the usual load, hardly
-anything is swapped on devices that keep the goal.
+Cells are short (2 min at the median), with one GPU each and the memory of one cell of the trace. With the long cells of the usual load
+hardly anything is swapped.
 """
 
 import sys

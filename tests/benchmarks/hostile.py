@@ -1,16 +1,16 @@
-"""How much of a hostile user's attacks on the broker's service another user notices.
+"""How much another user notices of a hostile user's attacks on the broker.
 
     python tests/benchmarks/hostile.py [--only NAME[:SIZE]] [--seconds 15] [--json FILE]
     python tests/benchmarks/hostile.py --combined [--minutes 2]        (tests/run hostile)
 
-Each attack (`tests/support/attacks.py`) gets a fresh service with a simulated device. A user of another uid pings the broker and has two
-programs take turns on the device, of which each suspends the other, first alone and then under the attack. Bounds, within one run: the
-ping's median at most 10 times as long, a cell's at most 3 times as long and 2 s, the broker's memory at most doubled, no restart, no wrong
-byte. `spin` is no attack: it computes only, and shows what the scheduler does to others.
+Each attack (`tests/support/attacks.py`) gets a fresh service with a simulated device. A user with another uid pings the broker and runs two
+programs that take turns on the device, first alone and then under the attack. The bounds within one run: a ping's median grows at most 10
+times, a cell's at most 3 times and to 2 s, the broker's memory at most doubles, no restart, no wrong byte. `spin` is no attack: it only
+computes, and shows what the scheduler does to others.
 
 Combined: three users make all attacks at once while eight programs of a fourth one swap; no restart, no wrong byte.
 
-Takes root, since it acts as several users; leaves nothing behind. Exits with 1 if a bound is broken.
+Needs root, because it acts as several users. Exits with 1 if a bound is broken.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def _say(line: str) -> None:
 
 
 def measure(name: str, users: int, seconds: float) -> Result:
-    """Measure one attack by so many uids, which count as one user."""
+    """Measure one attack by `users` uids, which count as one user."""
     with service(one_account=users > 1) as broker, user(broker) as one:
         broker.forget_peak()
         idle = _used(one, _IDLE_S)
@@ -127,9 +127,9 @@ def measure(name: str, users: int, seconds: float) -> Result:
 
 
 def _used(one: User, seconds: float) -> Figures | None:
-    """Return the figures of so many seconds; None if what is under way at their end takes too long."""
+    """Return the figures of that many seconds; None if what runs at their end takes too long."""
     one.go()
-    time.sleep(seconds)  # the time is what is measured, not a synchronisation
+    time.sleep(seconds)  # how long is measured, not a synchronisation
     one.stop()
     return one.figures(_PATIENCE_S)
 

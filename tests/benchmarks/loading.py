@@ -1,6 +1,6 @@
-"""What the extension adds to the start of ipykernel: the application made ready in a fresh process, with and without.
+"""What the extension adds to the start of ipykernel: the application made ready in a fresh process, with and without it.
 
-Compared is processor time, which other work on the machine disturbs little; until it is ready, an ipykernel waits for nothing else.
+Processor time is compared, because other work on the machine hardly disturbs it; an ipykernel waits for nothing else until it is ready.
 """
 
 import os
@@ -43,7 +43,7 @@ def measure_loading(pairs: int, say: Callable[[str], None]) -> Row:
     ours, theirs = times[True][1:], times[False][1:]
     return Row(
         measured="ipykernel made ready with the extension loaded, processor time",
-        beside="plain ipykernel",
+        compared_with="plain ipykernel",
         unit="ms",
         ours=median(ours),
         theirs=median(theirs),
@@ -59,7 +59,7 @@ def _ready_ms(folder: Path, *, extension: bool) -> float:
         **os.environ,
         "IPYTHONDIR": str(folder / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(folder),
-        "JUPYTER_GPU_SOCKET": str(folder / "broker.sock"),  # nobody listens: loading needs nobody
+        "JUPYTER_GPU_SOCKET": str(folder / "broker.sock"),  # no broker listens: loading needs none
         "JUPYTER_GPU_LEASE": "benchmark",
         "JUPYTER_GPU_TOKEN_FILE": str(folder / "token"),
         "PYTHONPATH": os.pathsep.join((COMPLETE_PYTHONPATH, str(folder))),

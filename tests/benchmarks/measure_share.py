@@ -2,13 +2,12 @@
 
     python -m tests.benchmarks.measure_share [--seeds 20] [--jobs 3] [--within 115s] [--json]
 
-For each seed a load whose units of work take 150 ms alone, with a noise of 5 %, and use a known part of the device meanwhile: how much
-slower it is on each share follows from the model of the device. Meanwhile visitors come and go, as the seed says: leases of the same user,
-leases that the measuring user cannot see (it has a seat of a hub, and they have none), and processes without a lease. Most of them work on
-the device; some only hold memory.
+Each seed has a load whose units of work take 150 ms alone, with 5 % noise, and use a known part of the device. So the model of the device
+says how much slower it is on each share. Visitors come and go by the seed: leases of the same user, leases that the measuring user cannot
+see (it has a seat of a hub, and they have none), and processes without a lease. Most of them work on the device; some only hold memory.
 
-An answer is right if it names the smallest share that suffices, and knows that smaller ones do not. It is unknown if it leaves open what a
-share does, and wrong otherwise. Ends with 1 if fewer than 19 of 20 answers are right, or fewer than 90 % of the intervals hold the truth.
+An answer is right if it names the smallest share that suffices and rules out the smaller ones. It is unknown if it leaves a share open, and
+wrong otherwise. Exits with 1 if fewer than 19 of 20 answers are right, or if fewer than 90 % of the intervals contain the truth.
 """
 
 import argparse
@@ -35,7 +34,7 @@ UNIT_S: Final = 0.15
 MOST_SLOWER: Final = 1.1
 _SHARES: Final = "1/3,1/2,1"
 _DEVICES: Final = "1x2GiB"
-MEMORY: Final = "128MiB"  # of each lease: so small that visitors find room beside a full set of tenants
+MEMORY: Final = "128MiB"  # of each lease: small, so that visitors find room next to a full set of tenants
 _POOL: Final = "{'idle_after': 'on-demand', 'oversubscription': 4, 'fractions': ['1/8', '1/3', '1/2', '1']}"
 _CONFIG: Final = f"c.GPUBroker.pools = {{'default': {_POOL}}}"
 _LOAD: Final = """
@@ -119,7 +118,7 @@ def visits_of(seed: int) -> Iterator[Visit]:
 
 
 def truth(tenants: int, use_milli: int, alone_s: float) -> float:
-    """How many times as long as alone a unit takes beside equals. A load leaves the device idle for a moment between its launches."""
+    """How many times longer a unit takes among equals than alone. A load leaves the device idle for a moment between its launches."""
     use_milli = min(1000, round(use_milli * UNIT_S / alone_s))
     return slowed_milli(use_milli, stretch_milli([use_milli] * tenants)) / 1000
 
@@ -228,7 +227,7 @@ class Visitors:
 
 
 def measured(seed: int, within: str, options: Sequence[str] = ("--fractions", _SHARES)) -> Outcome:
-    """Measure the seed's load in a world of its own, beside the seed's visitors. Raises RuntimeError if nothing was said."""
+    """Measure the seed's load in a separate world, among the seed's visitors. Raises RuntimeError without an answer."""
     use_milli, _ = load_of(seed)
     command = [sys.executable, "-m", "fractional_gpu.commands.main", "measure", "--json", "--within", within]
     load = [sys.executable, "-P", "-c", _LOAD, str(use_milli / 1000), str(UNIT_S)]
@@ -284,7 +283,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="how many (20)")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first one (0)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time (1)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
     parser.add_argument("--within", default="115s", metavar="DURATION", help="of each measurement (115s)")
     parser.add_argument("--json", action="store_true", help="print all outcomes as JSON")
     options = parser.parse_args()

@@ -1,9 +1,9 @@
 """`jupyter gpu measure` in real processes on the simulated device, whose slowdown is known.
 
     python -m tests.benchmarks.measuring tenants [--within 3m] --svg FILE    n models on one device against n devices
-    python -m tests.benchmarks.measuring intervals [--seeds 400]             how often intervals hold the truth, in pure simulation
+    python -m tests.benchmarks.measuring intervals [--seeds 400]             how often intervals contain the truth, in pure simulation
 
-A model is a program whose units of work take some 60 ms alone, with noise, and use a part of the device meanwhile.
+A model is a program whose units of work take about 60 ms alone, with noise, and use a part of the device.
 """
 
 import argparse
@@ -32,7 +32,7 @@ USES_MILLI = (200, 400, 800)
 
 
 def measured(world: World, use_milli: int, *options: str) -> dict[str, Any]:
-    """What `jupyter gpu measure --json` says of a model."""
+    """Return the output of `jupyter gpu measure --json` for a model."""
     command = [sys.executable, "-m", "fractional_gpu.commands.main", "measure", "--json", *options, "--"]
     model = [sys.executable, "-c", MODEL, str(use_milli / 1000)]
     ran = subprocess.run(
@@ -46,13 +46,11 @@ def measured(world: World, use_milli: int, *options: str) -> dict[str, Any]:
 
 def intervals(options: argparse.Namespace) -> None:
     """Print how often the stated intervals hold the truth, by kind of noise."""
-    print("| noise of a step | nobody else | others come and go, unnoticed |")
+    print("| noise of a step | alone | others come and go, unnoticed |")
     print("|---|---|---|")
-    for skewed in ("", "skewed", "beside others only"):
+    for skewed in ("", "skewed", "among others only"):
         for noise in (0.003, 0.01, 0.03, 0.06):
-            cells = [
-                f"{noise:.1%}{', skewed' if skewed else ''}{' and beside others only' if 'only' in skewed else ''}"
-            ]
+            cells = [f"{noise:.1%}{', skewed' if skewed else ''}{' and among others only' if 'only' in skewed else ''}"]
             for others in (False, True):
                 inside, total = holding(noise=noise, others=others, skewed=skewed, seeds=options.seeds)
                 cells.append(f"{inside / total:.1%} of {total}")

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.own_history
 
-The table has the recorded waits, which are those of the first run, and those of `jupyter gpu simulate --from-ledger`.
+The table compares the recorded waits with the waits of `jupyter gpu simulate --from-ledger`.
 """
 
 import io

@@ -3,14 +3,14 @@
     python -m tests.benchmarks.pods openb_pod_list_default.csv --day 20 --sessions sessions.csv --cells cells.csv
 
 The file is a list of pods of the public GPU-sharing trace (Alibaba's cluster-trace-gpu-v2023, `openb_pod_list_*.csv`); its columns are
-`COLUMNS` and others that are not read. The two files that are written are those of `jupyter gpu simulate --trace`. Pods are
+`COLUMNS` and others that are not read. It writes the two files of `jupyter gpu simulate --trace`. Pods are
 training and inference jobs, and no cells of notebooks. What is assumed to make sessions of them:
 
 - The run time of a pod, from `scheduled_time` to `deletion_time`, is the duration of a cell. Pods without a GPU, pods that were never
   scheduled, and those that ran for more than 12 h (services) are left out.
 - Pods of the same request (CPU, memory, GPUs, share of a GPU, quality of service) that follow one another are the runs of one person: a
   pod continues the session of its request that ended last before it, if that was at most 4 h before, on the same day. Otherwise it is
-  the first of a new session, of another person. So pods of one request that overlap are those of several people.
+  the first of a new session, of another person. So overlapping pods of one request belong to several people.
 - The pause to the next pod is the gap. A session opens with its first pod and closes an hour after the end of its last one.
 - A pod uses the share of a GPU that it asks for: so much of its time (`gpu_util`), and nine tenths of so much of its memory.
   The trace does not say how much memory its GPUs have; 24 GiB are assumed (`--gpu-memory`).

@@ -1,14 +1,13 @@
-"""The pool that is shipped beside other settings: is another one much better?
+"""The shipped pool and other settings: is another one much better?
 
     python -m tests.benchmarks.policies [--seeds 20] [--users 50] [--jobs 2] [--json FILE] [--several-gpus PERCENT] [--gpus-per-host 8]
 
-For each seed, the hosts are found that the shipped pool needs for a 95th percentile of waits of 3 s; all settings of `GRID` run on those.
-Three figures are compared: the 95th percentile of a user's own lateness which 95 % of the users do not exceed, that of the worst user, and
-the mean lateness of a cell. A setting is better by so much as its mean over the seeds is smaller. Whether that is luck, the seeds say: a
-sign test over those in which the two differ, corrected for the number of settings. The best of thirty settings is always better on the
-days that it was picked by. So the command ends with status 1 if a setting is better than the shipped one by more than 10 % in a figure and
-that is not luck; what may be luck is listed. Not compared, but in the table: settings under which users hold other amounts of memory
-(`OTHER_OFFERS`), and those in which more cells run out of memory.
+For each seed the benchmark finds the hosts that the shipped pool needs for a 95th percentile of waits of 3 s; all settings of `GRID` run
+on those. It compares three figures: the 95th percentile of each user's lateness, for 95 % of the users and for the worst user, and the
+mean lateness of a cell. A setting is better if its mean over the seeds is smaller. A sign test over the seeds, corrected for the number
+of settings, tells whether that is luck; the best of thirty settings is always better on the days that chose it. The command exits with 1
+if a setting is better than the shipped one by more than 10 % in a figure beyond luck; what may be luck is listed. Settings under which
+users hold other amounts of memory (`OTHER_OFFERS`), or more cells run out of memory, are in the table but not compared.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""How long a broker that was killed takes to serve again when it finds many kernels, beside one that finds none.
+"""How long a killed broker takes to serve again with many kernels, compared with one that has none.
 
-Each kernel is a process of its own with a context on the simulated device, so all of it is asked of /proc, the devices and the driver.
+Each kernel is a separate process with a context on the simulated device, so the broker asks /proc, the devices and the driver about it.
 """
 
 import subprocess
@@ -31,7 +31,7 @@ open(0).read()
 
 
 def measure_recovery(kernels: int, times: int, say: Callable[[str], None]) -> list[Row]:
-    """Kill and start the brokers of two worlds in turns; one has so many kernels, the other has a lease without a process."""
+    """Kill and start the brokers of two worlds in turns; one has the kernels, the other a lease without a process."""
     with new_world(_DEVICE) as full, new_world(_DEVICE) as empty, ExitStack() as stack:
         for world in (full, empty):
             world.configure("c.GPUBroker.pools = {'default': {'fractions': 'any', 'unattached_ttl': '1h'}}")
@@ -53,7 +53,7 @@ def measure_recovery(kernels: int, times: int, say: Callable[[str], None]) -> li
     return [
         Row(
             measured=f"a killed broker serves again, with {kernels} kernels",
-            beside="the same without kernels",
+            compared_with="the same without kernels",
             unit="s",
             ours=median(found["full"]),
             theirs=median(found["empty"]),

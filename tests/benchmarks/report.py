@@ -1,4 +1,4 @@
-"""What was measured, as a table for people and as JSON for programs."""
+"""Measurements as a table for people and as JSON for programs."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from tests.benchmarks.stats import CONFIDENCE, Estimate
 
 __all__ = ["Row", "as_json", "as_table"]
 
-_HEADER = ("measured", "here", "beside it, in the same run", "compared", f"{CONFIDENCE:.0%} interval", "goal")
+_HEADER = ("measured", "here", "compared with, in the same run", "compared", f"{CONFIDENCE:.0%} interval", "goal")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class Row:
     """One comparison. `ours` and `theirs` are in `unit`; `compared` is their quotient ("x") or their difference in `unit`."""
 
     measured: str
-    beside: str  # what `theirs` is of
+    compared_with: str  # what `theirs` is of
     unit: str  # "s", "ms" or "us"
     ours: float
     theirs: float
@@ -56,7 +56,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.measured,
         _side(row, row.ours),
-        f"{_side(row, row.theirs)} ({row.beside})",
+        f"{_side(row, row.theirs)} ({row.compared_with})",
         f"{_compared(row, row.compared.value)} (n = {row.samples})",
         f"{low} to {high}",
         goal,

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.revocation_kernels [--rounds 3] [--learnt 2]
 
-A round has eight kernels that hold 16 to 128 MiB on a device that saves 24 MiB/s, so that deadlines are as long as real ones, in three
-priorities, whose cells have run for 0 to 8 s. First all are suspended, one after the other, twice or as often as `--learnt` says: the
+A round has eight kernels that hold 16 to 128 MiB on a device that saves 24 MiB/s, so that deadlines have realistic lengths, in three
+priorities, whose cells have run for 0 to 8 s. First all are suspended, one after the other, `--learnt` times (default: 2): the
 broker learns from that how long saves take, and the last time tells how long all of them do. Then each order has the same kernels, resident
 and idle, and a deadline at 25, 50 and 75 % of that time. Ours is `drain --deadline`; the others suspend one kernel after the other by the
 same broker. What is suspended at the deadline counts as saved; after each trial all come back, and each kernel checks its bytes.
@@ -96,7 +96,7 @@ def _respecified(world: World, name: str, priority: int) -> str:
 
 @contextmanager
 def _kernels(number: int, random: Random) -> Iterator[tuple[World, list[Held]]]:
-    """Start a world with so many kernels that hold something and have worked."""
+    """Start a world with kernels that hold something and have worked."""
     with ExitStack() as stack:
         world = stack.enter_context(new_world("1x2GiB"))
         world.complete_without_jedi()
@@ -176,7 +176,7 @@ def _drained(world: World, client: BrokerClient, deadline_s: float) -> frozenset
 def run_round(
     number: int, seed: int, learnt: int, tallies: dict[tuple[int, str], Tally], say: Callable[[str], None]
 ) -> None:
-    """Run one round with so many kernels, of which each was saved so often before, and count it."""
+    """Run one round of kernels, each of which was saved `learnt` times before, and count it."""
     random = Random(seed)
     with _kernels(number, random) as (world, there), world.client() as client:
         all_s = 0.0

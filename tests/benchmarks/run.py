@@ -1,8 +1,8 @@
-"""The benchmarks: what a fraction of a GPU costs beside what Jupyter does by itself, measured in the same run.
+"""The benchmarks: what a fraction of a GPU costs compared with plain Jupyter in the same run.
 
-Run it with `tests/run bench` (or run this file where the project is installed). It needs no GPU: it brings a private broker with a
-simulated device, and leaves nothing behind. The table goes to stdout, ready for the README; progress goes to stderr. Exits with 1 if
-a goal is missed, except with --quick.
+Run it with `tests/run bench` (or run this file where the project is installed). It needs no GPU: it starts a private broker with a
+simulated device, and leaves nothing behind. The table goes to stdout, progress to stderr. Exits with 1 if a goal is missed, except with
+--quick.
 """
 
 import argparse
@@ -132,11 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_kernels(amounts: Amounts, parts: Sequence[str]) -> list[Row]:
-    """Measure what needs kernels and a broker, in a world of their own."""
+    """Measure the parts that need kernels and a broker, in a separate world."""
     if not parts:
         return []
     with new_world(_DEVICE) as world:
-        # Bytecode is kept, as it is where the project is installed: else each kernel would compile the extension anew.
+        # Bytecode is kept, as it is where the project is installed: else each kernel would compile the extension again.
         world.environment["PYTHONPATH"] = COMPLETE_PYTHONPATH
         world.environment.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ.clear()

@@ -2,12 +2,11 @@
 
     python -m tests.benchmarks.sensitivity [--seeds 20] [--users 50] [--jobs 2] [--json FILE] [--gpus-per-host 8]
 
-For each seed, the hosts are found that the usual load needs for a 95th percentile of waits of 3 s. Then one switch at a time is turned,
-and the same users are simulated on those devices: the table has the differences to the usual load, seed by seed, as the median over the
-seeds and its 95 % interval (sign test). The last column is how many devices more or fewer the turned load needs to keep to the 3 s.
-A load whose largest session needs more devices than were found runs on as many as that needs. With `--gpus-per-host 0` all devices are
-in one host. Weekends are compared over a week: that of the usual load, on the devices that it needs for that, with the same week in which
-two days are free. Its figures are in rows of their own.
+For each seed the benchmark finds the hosts that the usual load needs for a 95th percentile of waits of 3 s. Then it changes one switch at
+a time and runs the same users on those hosts. The table has the differences to the usual load, as medians over the seeds with 95 %
+intervals (sign test). The last column is how many more devices the changed load needs for the 3 s. If the largest session needs more
+devices than the usual load, the changed load gets these. With `--gpus-per-host 0` all devices are in one host. Weekends are compared with
+a week without free days, in separate rows.
 """
 
 import sys
@@ -52,7 +51,7 @@ WEEKENDS = {"weekends": replace(USUAL, weekends=True)}
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One load of one seed, on so many devices; 0: on as many as it needs."""
+    """One load of one seed, on `devices` devices; 0: on those that it needs."""
 
     load: Load
     seed: int

@@ -1,4 +1,4 @@
-"""How long the first request to a suspended server takes (`jupyter gpu run --serve`), beside the next one, which finds it on the GPU.
+"""How long the first request to a suspended server takes (`jupyter gpu run --serve`), compared with the next one.
 
 Everything between the client's connect and its answer counts: the runner's look at the port, the ticket, the swap, and the work itself.
 """
@@ -39,7 +39,7 @@ def measure_serving(world: World, times: int, say: Callable[[str], None]) -> lis
     return [
         Row(
             measured="first request to a suspended server of 4 MiB",
-            beside="the next request",
+            compared_with="the next request",
             unit="s",
             ours=median(firsts),
             theirs=median(nexts),

@@ -2,15 +2,15 @@
 
     python tests/benchmarks/share_advice.py [--users 20] [--days 28] [--seed 1] [--json]
 
-Users of each habit of `simulator.load` work with one GPU for so many days. They begin with a whole GPU or with an eighth of one,
-and take what is advised every three days. The recorder of the broker sees the first half of the days; the advice after it is held against
-the second half: the share that is needed is the smallest one on offer that has enough memory for every day of it and, by the model of
-contention, slows cells down by a fifth at most beside neighbours that use all the rest. Too small: short of memory on a day of the second
-half. Too large: a smaller share would have done.
+Users of each habit of `simulator.load` work with one GPU for some days. They begin with a whole GPU or with an eighth of one, and follow
+the advice every three days. The broker's recorder sees the first half of the days, and the advice is checked on the second half. The
+right share is the smallest one on offer that has enough memory on every day of it and, by the model of contention, slows cells down by at
+most a fifth among neighbours that use all the rest. Too small: short of memory on a day of the second half. Too large: a smaller share
+would do.
 
-What a user's notebook needs from day to day is an assumption. The habits of the simulator draw it anew for each session (`anew`), the
-hardest case, in which the past says little. In the other cases a user has a size of its own: within 5 % each day (`steady`), 2 % more each
-day (`growing`), or steady with two to four times as much on one day in ten (`peaks`).
+What a user's notebook needs from day to day is an assumption. The simulator's habits draw it for each session (`anew`), the hardest case,
+in which the past says little. In the other cases each user has a size: within 5 % each day (`steady`), 2 % more each day (`growing`), or
+steady with two to four times as much on one day in ten (`peaks`).
 """
 
 import argparse

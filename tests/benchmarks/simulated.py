@@ -54,7 +54,7 @@ def machine(
     failed_swaps_percent: int = 0,
     seed: int = 1,
 ) -> tuple[Host, ...]:
-    """Return hosts of `each` devices (of 80 GiB by default) in one pool, by default the shipped one, with at least so many devices in all.
+    """Return hosts of `each` devices (of 80 GiB by default) in one pool, by default the shipped one, with at least `count` devices in all.
 
     With `each` 0 all devices are in one host.
     """
@@ -80,7 +80,7 @@ def least(trace: Sequence[Session]) -> int:
 def needed(
     run: Callable[[int], Result], trace: Sequence[Session], each: int = 0, memory_mib: int = DEVICE_MIB
 ) -> Result:
-    """Return the run with the fewest devices, or hosts of `each` devices, that keeps GOAL. `run` is told how many devices.
+    """Return the run with the fewest devices, or hosts of `each` devices, that keeps GOAL. `run` gets the number of devices.
 
     Raises SimulationError where one device for each GPU, or one host for each session, is too few.
     """
@@ -119,7 +119,7 @@ def figures(result: Result, devices_needed: int) -> dict[str, float]:
 def parser(what: str, *, several_gpus: bool = False) -> argparse.ArgumentParser:
     """Return a parser with the options of all these benchmarks; some have `--several-gpus`, too."""
     made = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--seeds", type=int, default=20, metavar="N", help="so many traces (default: 20)")
+    made.add_argument("--seeds", type=int, default=20, metavar="N", help="number of traces (default: 20)")
     made.add_argument("--first", type=int, default=1, metavar="S", help="the first of their seeds (default: 1)")
     made.add_argument("--users", type=int, default=50, metavar="N", help="of each trace (default: 50)")
     made.add_argument(
@@ -160,7 +160,7 @@ def of_seeds(done: Sequence[Mapping[str, Mapping[str, float]]], columns: Sequenc
 
 
 def spread_out(work: Callable[[Task], Done], tasks: Sequence[Task], jobs: int, what: str) -> list[Done]:
-    """Return what `work` makes of each task, in the order of the tasks, computed by so many processes; progress on standard error."""
+    """Return what `work` makes of each task, in the order of the tasks, computed by `jobs` processes; progress on standard error."""
     done: dict[int, Done] = {}
     began = spoke = time.monotonic()
     with ProcessPoolExecutor(jobs) as pool:

@@ -87,7 +87,7 @@ def measured(slurm: Cluster, nodes: list[GPUNode], count: int) -> dict[str, floa
 
 
 def queued(slurm: Cluster, count: int, lives_s: int) -> dict[str, float]:
-    """Submit jobs that end by themselves, and return how long they queued, in seconds."""
+    """Submit jobs that end after a while, and return how long they queued, in seconds."""
     submitted: dict[str, float] = {}
     for _ in range(count):
         begun = time.time()
@@ -109,7 +109,7 @@ def seated(nodes: list[GPUNode]) -> int:
 def shown(figures: dict[str, dict[str, float]]) -> str:
     """Return the figures as a table."""
     lines = [
-        "| | at once | waiting meanwhile | wait in Slurm's queue, median | longest | forecast wait of a cell, p95 |",
+        "| | at once | waiting | wait in Slurm's queue, median | longest | forecast wait of a cell, p95 |",
         "|---|---|---|---|---|---|",
     ]
     names = {"without": "without the agent", "with": "with the agent"}

@@ -34,7 +34,7 @@ def measure_starts(kernelspec: str, pairs: int, say: Callable[[str], None]) -> R
         say(f"start {number + 1}/{pairs}: {ours[-1]:.3f} s, plain {theirs[-1]:.3f} s")
     return Row(
         measured="kernel start, to its first answer",
-        beside="plain ipykernel",
+        compared_with="plain ipykernel",
         unit="s",
         ours=median(ours),
         theirs=median(theirs),

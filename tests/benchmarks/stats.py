@@ -1,7 +1,7 @@
-"""What the benchmarks compare, beside the medians and intervals of `fractional_gpu.stats`.
+"""What the benchmarks compare, in addition to the medians and intervals of `fractional_gpu.stats`.
 
-What is compared is measured in turns and compared pair by pair, so that drift cancels; the interval of a quotient of percentiles comes
-from a bootstrap with a fixed seed.
+Measurements take turns and are compared pair by pair, so that drift cancels. The interval of a quotient of percentiles comes from a
+bootstrap with a fixed seed.
 """
 
 import math
@@ -53,7 +53,7 @@ class SignTest:
     higher: int
 
     def luck(self, tries: int = 1) -> float:
-        """Return the chance that one of so many things that are compared is so often lower where none is (Bonferroni)."""
+        """Return the chance that one of `tries` comparisons looks this good by luck (Bonferroni)."""
         differ = self.lower + self.higher
         of_one = sum(math.comb(differ, count) for count in range(self.lower, differ + 1)) / float(2**differ)
         return min(1.0, of_one * tries)

@@ -1,9 +1,9 @@
-"""One broker and one kernel of `swap_overhead.py`, with the packages that PYTHONPATH names first: those of any checkout.
+"""One broker and one kernel of `swap_overhead.py`.
 
     python -P tests/benchmarks/swap_lane.py FOLDER PROCESSES
 
-FOLDER is the host of the double. For each line of the standard input, a number, so many rounds are measured; their samples are one line of
-the standard output, in JSON.
+FOLDER is the host of the double. For each number on the standard input it measures that number of rounds, and writes their samples as one
+line of JSON.
 """
 
 import json

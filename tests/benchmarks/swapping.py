@@ -1,7 +1,6 @@
-"""How long a kernel takes to leave the simulated device and to come back, beside a plain copy of as many bytes in memory.
+"""How long a kernel takes to leave the simulated device and to return, compared with a plain copy of that size in memory.
 
-Everything between the request and the kernel's being suspended (or back) counts: the gate, the locks, the ledger's three writes, and
-the bytes, which really move.
+Everything between the request and its answer counts: the gate, the locks, the ledger's three writes, and the bytes, which really move.
 """
 
 import shutil
@@ -37,7 +36,7 @@ def measure_swaps(
     times: int,
     say: Callable[[str], None],
 ) -> list[Row]:
-    """Move each size to and fro `times` times. `simulated` is the simulated host's folder; copies are made beside it.
+    """Move each size to and fro `times` times. `simulated` is the simulated host's folder; copies are made next to it.
 
     Raises RuntimeError where that file system has no room for the largest size, its checkpoint and the two copies.
     """
@@ -87,7 +86,7 @@ def _measure_size(socket: str, parent: Path, kernelspec: str, mib: int, times: i
 def _row(name: str, mib: int, ours: list[float], copies: list[float]) -> Row:
     return Row(
         measured=f"{name} {mib} MiB on the simulated device",
-        beside="copying a file of that size on the same tmpfs",
+        compared_with="copying a file of that size on the same tmpfs",
         unit="s",
         ours=median(ours),
         theirs=median(copies),

@@ -9,7 +9,7 @@ from tests.benchmarks.stats import Estimate
 
 START = Row(
     measured="kernel start",
-    beside="plain ipykernel",
+    compared_with="plain ipykernel",
     unit="s",
     ours=0.21,
     theirs=0.2,

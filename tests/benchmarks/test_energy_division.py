@@ -1,4 +1,4 @@
-"""The comparison of divisions of energy: each division gives away all of it, by its rule, and errors are those of the lease-days."""
+"""The comparison of divisions of energy: each division gives away all of it, by its rule, and errors are counted for each lease and day."""
 
 import json
 from pathlib import Path

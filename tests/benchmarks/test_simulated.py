@@ -1,4 +1,4 @@
-"""The benchmarks of the simulator: their figures are those of the runs, and their tables name what they measured."""
+"""The benchmarks of the simulator: their figures come from the runs, and their tables name what they measured."""
 
 import json
 from pathlib import Path

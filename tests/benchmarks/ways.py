@@ -2,8 +2,8 @@
 
     python tests/benchmarks/ways.py [--json FILE] [--files]
 
-All processes are counted, from the request to its answer: server, kernel, broker, hub (`tests/support/traced`). What the broker does
-periodically meanwhile is counted, too, so figures vary a little from run to run. The broker of a seat is not counted: it is a service of
+All processes are counted, from the request to its answer: server, kernel, broker, hub (`tests/support/traced`). Periodic work of the broker
+is counted, too, so figures vary a little from run to run. The broker of a seat is not counted: it is a service of
 the hub, which passes the trace's variables on to its users' servers only. A call is one entry into a function of ours, generators
 and coroutines resumed included; the import of a package's face is none.
 """
@@ -25,14 +25,14 @@ from tests.support.world import Server, World, new_world, until  # noqa: E402 - 
 
 
 class Trace:
-    """Raises the flag for one way, and returns what was called meanwhile."""
+    """Raise the flag for one way, and return what was called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "flag").write_bytes(b"\0")
 
     def environment(self, inherited: str) -> dict[str, str]:
-        """Return what processes that are to be counted are started with."""
+        """Return the environment of counted processes."""
         traced = Path(__file__).parents[1] / "support" / "traced"
         return {
             "JUPYTER_GPU_TRACE": str(self.folder),

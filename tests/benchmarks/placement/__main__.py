@@ -3,7 +3,7 @@
     python -m tests.benchmarks.placement --nodes FILE --pods FILE [--policy NAME]... [--seeds 42-51]
     python -m tests.benchmarks.placement --nodes FILE --pods FILE --tune [--seeds 1-3]
 
-The files are those of the Alibaba trace `cluster-trace-gpu-v2023`: `openb_node_list_gpu_node.csv` and `openb_pod_list_default.csv`.
+The files are from the Alibaba trace `cluster-trace-gpu-v2023`: `openb_node_list_gpu_node.csv` and `openb_pod_list_default.csv`.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The placement benchmark: how much of a cluster's GPUs a policy can allocate before what is left fits no pod.
 
-The method is that of the FGD paper (Weng et al., "Beware of Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation
+The method is from the FGD paper (Weng et al., "Beware of Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation
 Gradient Descent", USENIX ATC 2023) and of its published experiments: every pod of the list arrives once, and further ones are drawn
 from the list with replacement until the GPU demand that has arrived is 130 % of the cluster's GPUs; all of them come in random order;
 nothing departs; a pod that fits nowhere is dropped. CPU and GPUs of a node have to suffice; the published
@@ -87,10 +87,10 @@ class Policy:
     version = 0  # grows when scores that were given before hold no more, though their nodes did not change
 
     def arrived(self, kind: PodKind) -> None:
-        """Learn from a pod that is to be placed."""
+        """Learn from a pod before it is placed."""
 
     def score(self, node: Node, kind: PodKind) -> int:
-        """Return how good it is to place such a pod on the node, where it fits; 0 or more."""
+        """Return the score of placing such a pod on this node, on which it fits; 0 or more."""
         raise NotImplementedError
 
     def gpu(self, node: Node, kind: PodKind, rng: random.Random) -> int:
