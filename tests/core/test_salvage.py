@@ -1,5 +1,6 @@
 """What is saved before a deadline: against every possible choice, and in the order that loses least when swaps take longer."""
 
+from collections.abc import Sequence
 from itertools import combinations
 
 from hypothesis import given
@@ -26,7 +27,7 @@ def _candidates(rows: list[tuple[int, int, int, int, bool]]) -> list[Candidate]:
     ]
 
 
-def _in_time(chosen: tuple[Candidate, ...], start_ms: int) -> bool:
+def _in_time(chosen: Sequence[Candidate], start_ms: int) -> bool:
     for one in sorted(chosen, key=lambda one: one.deadline_ms):
         start_ms += one.swap_ms
         if start_ms > one.deadline_ms:

@@ -192,17 +192,8 @@ class Arbiter:
         self._changes = Changes(parallel_swaps=parallel_swaps, forecasts=forecasts)
         self._books = self._changes.books
         self._scheduler = Scheduler(self._changes)
-        self._lifecycle = Lifecycle(
-            self._changes,
-            self._scheduler.memory_caps,
-            self._scheduler.pins,
-            self._scheduler.resizer,
-            self._scheduler.start_reservations,
-            expectations=self._scheduler.expectations,
-        )
-        self._operation_results = OperationResults(
-            self._changes, self._lifecycle, self._scheduler.resizer, self._scheduler.expectations
-        )
+        self._lifecycle = Lifecycle(self._changes, self._scheduler.memory_caps)
+        self._operation_results = OperationResults(self._changes, self._lifecycle)
         self._wake_ms: int | None = None
         self._check = check
         self._deferred_work_done = True
@@ -380,7 +371,7 @@ class Arbiter:
             case LeaseRequested():
                 self._lifecycle.requested(event)
             case LeaseRecovered():
-                self._lifecycle.recovered(event)
+                self._operation_results.recovered(event)
             case LeasesMeasured():
                 return self._measured(event)
             case (
@@ -404,11 +395,11 @@ class Arbiter:
                 if event.device_id in books.devices:
                     books.devices[event.device_id].lost = True
             case DeviceDrained():
-                self._scheduler.drains.begin(
+                self._scheduler.departures.drain(
                     event.device_id, evict_busy=event.evict_busy, deadline_ms=event.deadline_ms
                 )
             case DeviceUndrained():
-                self._scheduler.drains.end(event.device_id)
+                self._scheduler.departures.undrain(event.device_id)
             case PoolConfigured():
                 books.configure(event.pool)
                 update_all_suspendability(books, books.leases.values())
@@ -474,13 +465,14 @@ class Arbiter:
             case PinRequested():
                 self._scheduler.pins.pin(lease, event.duration_ms)
             case UnpinRequested():
-                self._scheduler.pins.unpin(lease, "pin.ended", f"its pin ended because of {event.by}")
+                self._scheduler.pins.unpin(lease, event.by)
             case PriorityChanged():
                 return set_priority(self._changes, lease, event.priority, event.sentence)
             case SeatEnded():
-                self._seat_ended(lease, event)
+                self._scheduler.pins.end(lease, "the seat of its server has ended, and its pin with it")
+                self._scheduler.departures.revoke(lease, event.since_ms)
             case SeatRenewed():
-                self._scheduler.revocations.reinstate(lease, event.seat)
+                self._scheduler.departures.reinstate(lease, event.seat)
                 if lease.state is LeaseState.RESIDENT:  # its seat's end withdrew what it waited for
                     self._scheduler.resizer.claim_missing(lease)
             case Checkpointable():
@@ -493,8 +485,3 @@ class Arbiter:
             case TruthFound():
                 self._operation_results.truth_found(lease, event)
         return True
-
-    def _seat_ended(self, lease: Lease, event: SeatEnded) -> None:
-        if lease.pinned_until_ms:
-            self._scheduler.pins.unpin(lease, "pin.ended", "the seat of its server has ended, and its pin with it")
-        self._scheduler.revocations.revoke(lease, event.since_ms)

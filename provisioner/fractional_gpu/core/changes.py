@@ -56,7 +56,7 @@ class Changes:
         self._next_operation = 1
         self._next_order = 1
         self.parallel_swaps = parallel_swaps
-        self.kept_channels = 0  # for suspends before a deadline, which `DeviceDrains` begins
+        self.kept_channels = 0  # for suspends before a deadline, which `Salvage` begins
 
     @property
     def now_ms(self) -> int:

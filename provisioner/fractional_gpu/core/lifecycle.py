@@ -1,33 +1,29 @@
-"""Events of a lease's life: it is requested, recovered, starts, is attached; it wants the GPU, runs, rests, and ends."""
+"""A lease's life: it is requested, starts, is attached; it wants the GPU, runs, rests, and ends.
+
+`Lifecycle` has one method per event. `StartReservations` bounds what leases without a process hold or ask for, because nothing proves that
+such a process ever comes (admission checks how many of them an owner may have):
+
+- Of the leases of one owner (a user, or the hub's user of a seat), as many hold or queue for room as take `unattached_share` of the pool's
+  memory, and at least one. It is only one while such leases alone keep out a ticket of another owner. The others are `parked`: they have no
+  ticket, and file one when an earlier lease has its process, ends or loses its room, behind what other owners have filed meanwhile.
+- Room is kept for `unattached_hold_ms`. After that it goes to a ticket that needs it. While no ticket waits in the pool the lease keeps
+  the room: a kernel that starts slowly on an idle machine loses nothing.
+
+What a new broker finds after a restart, and how a quarantine ends, is in `operations`.
+"""
 
 from fractional_gpu.core.changes import Changes
-from fractional_gpu.core.effects import LeaseAdmitted, LeaseRefused, LookAgain
-from fractional_gpu.core.events import LeaseRecovered, LeaseRequested, Shrunk
+from fractional_gpu.core.effects import LeaseAdmitted, LeaseRefused
+from fractional_gpu.core.events import LeaseRequested, Shrunk
 from fractional_gpu.core.foresight import Expectations
-from fractional_gpu.core.limits import Pins, refusal
+from fractional_gpu.core.limits import Pins, pool_mib, refusal
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.place import allowed_devices
 from fractional_gpu.core.resize import MemoryCaps, Resizer
-from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Lease
 from fractional_gpu.core.suspend import update_suspendability
-from fractional_gpu.core.transitions import Cause, next_state
+from fractional_gpu.core.transitions import Cause
 from fractional_gpu.core.units import format_duration, format_memory
-
-# -- starting ----------------------------------------------------------------------------------------------------------
-# Reservations for kernels that are about to start: an ungated lease asks for its room before a process stands behind it.
-#
-# Nothing proves that such a process ever comes, so what leases without a process hold or ask for is bounded:
-#
-# - Of the leases of one owner (a user, or the hub's user of a seat), as many hold or queue for room as take `unattached_share` of the
-#   pool's memory, and at least one. It is only one while such leases alone keep out a ticket of another owner. The others are `parked`:
-#   they have no ticket, and file one when an earlier lease has its process, ends or loses its room. So their place in the queue is behind
-#   the tickets that other owners have filed meanwhile.
-# - Room is kept for `unattached_hold_ms`. After that it goes to a ticket that needs it. While no ticket waits in the pool the lease keeps
-#   the room: a kernel that starts slowly on an idle machine loses nothing.
-#
-# Admission checks how many leases without a process an owner may have.
-_Owner = tuple[str, str]  # pool, owner
 
 
 class StartReservations:
@@ -36,7 +32,6 @@ class StartReservations:
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
-        self._lapsed: dict[str, Lease] = {}  # their hold is over, and they still have the room
 
     def request(self, lease: Lease, *, urgent: bool = False) -> None:
         """File a ticket for a lease that wants room before its start, or park it behind others of its owner."""
@@ -59,20 +54,32 @@ class StartReservations:
         """File tickets of parked leases, in the order of asking, as far as what their owners hold and ask for allows."""
         if not self._books.parked:
             return
-        taken = self._taken_mib()
-        full: set[_Owner] = set()
+        taken_mib = self._taken_mib()
+        full: set[tuple[str, str]] = set()
         for lease in list(self._books.parked.values()):
             owner = _owner(lease)
-            there_mib, need_mib = taken.get(owner, 0), lease.need_mib * lease.count
-            may = not there_mib or (
-                there_mib + need_mib <= share_mib(self._books, lease) and not self._keep_out_others(lease)
-            )
-            if owner in full or not may:
+            there_mib, need_mib = taken_mib.get(owner, 0), lease.need_mib * lease.count
+            if owner in full or (there_mib and not self._may_have_more(lease, there_mib + need_mib)):
                 full.add(owner)  # a smaller lease of the owner does not pass it
                 continue
-            taken[owner] = there_mib + need_mib
+            taken_mib[owner] = there_mib + need_mib
             del self._books.parked[lease.lease_id]
             self._changes.file_ticket(lease, before_start=True)
+
+    def _taken_mib(self) -> dict[tuple[str, str], int]:
+        """Return what the leases without a process hold or ask for, by owner."""
+        taken: dict[tuple[str, str], int] = {}
+        for lease in self._books.in_state(LeaseState.UNATTACHED):
+            asks = lease.ticket is not None and lease.ticket.before_start
+            mib = lease.held_mib or (lease.need_mib if asks else 0)
+            taken[_owner(lease)] = taken.get(_owner(lease), 0) + mib * lease.count
+        return taken
+
+    def _may_have_more(self, lease: Lease, mib: int) -> bool:
+        """Return whether an owner that has some room already may have so much in all."""
+        pool = self._books.policy(lease)
+        share_mib = pool_mib(self._books, pool) * pool.unattached_share_milli // 1000
+        return mib <= share_mib and not self._keep_out_others(lease)
 
     def _keep_out_others(self, lease: Lease) -> bool:
         """Return whether only leases without a process keep out a ticket of another owner, which more of them could pass one by one."""
@@ -89,21 +96,10 @@ class StartReservations:
                     return True
         return False
 
-    def _taken_mib(self) -> dict[_Owner, int]:
-        taken: dict[_Owner, int] = {}
-        for lease in self._books.in_state(LeaseState.UNATTACHED):
-            mib = lease.held_mib
-            if not mib and lease.ticket is not None and lease.ticket.before_start:
-                mib = lease.need_mib
-            if mib:
-                taken[_owner(lease)] = taken.get(_owner(lease), 0) + mib * lease.count
-        return taken
-
     def mark_lapsed(self, lease: Lease) -> None:
-        """Note that the lease's hold is over, if it is."""
-        if _may_lapse(lease, self._books.now_ms):
-            self._lapsed[lease.lease_id] = lease
-            self._books.mark_changed(lease)  # its next deadline is its end
+        """Have the lease's next deadline recomputed if its hold is over."""
+        if self._has_lapsed(lease):
+            self._books.mark_changed(lease)
 
     def reclaim_lapsed(self, *, first: bool = False) -> bool:
         """Free room whose hold is over, in pools where a ticket waits for room. Returns whether any was freed.
@@ -111,14 +107,15 @@ class StartReservations:
         `first`: before the queue is served, only for tickets that fit nowhere now. Else a lease might be suspended for them in vain.
         """
         freed = False
-        for lease in list(self._lapsed.values()):
-            if not _may_lapse(lease, self._books.now_ms):
-                del self._lapsed[lease.lease_id]
-            elif self._is_wanted(lease, first=first):
-                del self._lapsed[lease.lease_id]
-                self._lapse(lease)
+        for lease in self._books.in_state(LeaseState.UNATTACHED):
+            if self._has_lapsed(lease) and self._is_wanted(lease, first=first):
+                self._reclaim(lease)
                 freed = True
         return freed
+
+    def _has_lapsed(self, lease: Lease) -> bool:
+        holds = lease.state is LeaseState.UNATTACHED and lease.has_reservation
+        return holds and lease.hold_until_ms <= self._books.now_ms
 
     def _is_wanted(self, lease: Lease, *, first: bool) -> bool:
         """Return whether a ticket that waits for room, or a parked lease, could use the lease's room."""
@@ -132,7 +129,7 @@ class StartReservations:
         devices = [self._books.devices[device_id] for device_id in allowed_devices(self._books, lease)]
         return sum(device.free_mib >= lease.ask_mib for device in devices) >= lease.count
 
-    def _lapse(self, lease: Lease) -> None:
+    def _reclaim(self, lease: Lease) -> None:
         kept, mib = self._books.policy(lease).unattached_hold_ms, lease.held_mib
         self._changes.withdraw_ticket(lease)  # of one that waited to grow
         self._books.set_reservation(lease, ())
@@ -146,65 +143,21 @@ class StartReservations:
         )
 
 
-def share_mib(books: Books, lease: Lease) -> int:
-    """Return what one owner's leases without a process may hold together in the lease's pool, MiB."""
-    pool = books.policy(lease)
-    sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
-    return sum(sizes) * pool.unattached_share_milli // 1000
-
-
-def _owner(lease: Lease) -> _Owner:
+def _owner(lease: Lease) -> tuple[str, str]:
     return lease.spec.pool, lease.spec.owner
-
-
-def _may_lapse(lease: Lease, now_ms: int) -> bool:
-    return lease.state is LeaseState.UNATTACHED and lease.has_reservation and lease.hold_until_ms <= now_ms
-
-
-# -- lifecycle ---------------------------------------------------------------------------------------------------------
-FOUND = {
-    LeaseState.UNATTACHED: Cause.FOUND_UNATTACHED,
-    LeaseState.NO_CONTEXT: Cause.FOUND_NO_CONTEXT,
-    LeaseState.RESIDENT: Cause.FOUND_RESIDENT,
-    LeaseState.SUSPENDED: Cause.FOUND_SUSPENDED,
-    LeaseState.QUARANTINED: Cause.FOUND_UNKNOWN,
-}
-"""The states that a lease can be found in, and the cause of that transition."""
-
-
-_FOUND_AS = {
-    LeaseState.UNATTACHED: "no process of this kernel",
-    LeaseState.NO_CONTEXT: "this kernel alive, with nothing on a GPU",
-    LeaseState.RESIDENT: "this kernel on its GPU",
-    LeaseState.SUSPENDED: "this kernel's memory saved on the host",
-    LeaseState.QUARANTINED: "this kernel in a state that it examines",
-}
-
-
-NEEDS_DEVICE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
-"""States that are impossible without a device."""
 
 
 class Lifecycle:
     """One method per event."""
 
-    def __init__(
-        self,
-        changes: Changes,
-        caps: MemoryCaps,
-        pins: Pins,
-        resizing: Resizer,
-        starting: StartReservations,
-        *,
-        expectations: Expectations,
-    ) -> None:
+    def __init__(self, changes: Changes, memory_caps: MemoryCaps) -> None:
         self._changes = changes
-        self._start_reservations = starting
-        self._pins = pins
-        self._resizer = resizing
         self._books = changes.books
-        self._memory_caps = caps
-        self._expectations = expectations
+        self._memory_caps = memory_caps
+        self._pins = Pins(changes)
+        self._resizer = Resizer(changes)
+        self._start_reservations = StartReservations(changes)
+        self._expectations = Expectations(changes)
 
     def requested(self, event: LeaseRequested) -> None:
         """Admit a lease or refuse it."""
@@ -221,52 +174,6 @@ class Lifecycle:
         changes.announce_state(lease, None, "lease.admitted", f"admitted with up to {format_memory(spec.reserve_mib)}")
         if event.needs_reservation:
             self._start_reservations.request(lease)
-
-    def recovered(self, event: LeaseRecovered) -> None:
-        """Take over a lease that a new broker found. Raises ValueError for a state that cannot be found."""
-        if event.state not in FOUND:
-            allowed = ", ".join(sorted(FOUND))
-            raise ValueError(f"lease {event.spec.lease_id} cannot be recovered as {event.state}; allowed: {allowed}")
-        if event.spec.lease_id in self._books.leases:
-            return
-        changes, state = self._changes, event.state
-        device_ids = event.device_ids or ((event.device_id,) if event.device_id is not None else ())
-        if state in NEEDS_DEVICE and not device_ids:
-            state = LeaseState.QUARANTINED  # resident or saved, and its device is unknown
-        lease = Lease(spec=event.spec, state=next_state(None, FOUND[state]), generation=event.generation)
-        lease.since_ms = lease.last_active_ms = changes.now_ms
-        lease.busy = event.busy and state is not LeaseState.UNATTACHED
-        self._books.add(lease)
-        self.settle_found(lease, state, device_ids, event.saved_mib)
-        self._pins.restore(lease, event.pinned_until_ms)
-        changes.announce_state(
-            lease,
-            None,
-            f"recovered.{state}",
-            event.sentence or f"a broker was started anew and found {_FOUND_AS[state]}",
-        )
-        if state is LeaseState.QUARANTINED:
-            changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
-
-    def settle_found(self, lease: Lease, state: LeaseState, device_ids: tuple[str, ...], saved_mib: int) -> None:
-        """Record what a lease that was found in this state holds, even beyond what is free. What it certainly held stays held."""
-        held_mib = max(lease.need_mib, lease.held_mib, lease.spec.reserve_mib)
-        keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
-        holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
-        lease.is_measured = False
-        if not holds:
-            lease.used_mib = 0
-        lease.home_ids = device_ids if keeps_saved else ()
-        self._books.set_host_memory(lease, saved_mib=max(0, saved_mib) if keeps_saved else 0)
-        places = () if state is LeaseState.UNATTACHED else device_ids
-        self._books.set_reservation(lease, places, max(held_mib, lease.need_mib) if holds else 0)
-        lease.has_run = lease.busy
-        update_suspendability(self._books, lease)
-        if not keeps_saved:
-            lease.retries.forget_resumes()
-        lease.expires_ms = None
-        if state is LeaseState.UNATTACHED:
-            self._changes.restart_expiry(lease)
 
     def attached(self, lease: Lease, *, gated: bool) -> None:
         """Note that a process stands behind the lease."""
@@ -302,8 +209,7 @@ class Lifecycle:
             return
         begins, lease.left_behind = not lease.left_behind, what
         if begins:
-            if lease.pinned_until_ms:
-                self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
+            self._pins.end(lease, "the kernel process ended, and its pin with it")
             if lease.busy:
                 changes.forecast_recorder.busy_changed(lease, busy=False)
             changes.forget_expectation(lease)
@@ -322,8 +228,7 @@ class Lifecycle:
         """Free what the lease holds: its process is gone."""
         if lease.state is LeaseState.UNATTACHED:
             return
-        if lease.pinned_until_ms:
-            self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
+        self._pins.end(lease, "the kernel process ended, and its pin with it")
         if lease.busy and not lease.left_behind:
             self._changes.forecast_recorder.busy_changed(lease, busy=False)
         if lease.revoked:  # no server exists that could start another kernel for it
@@ -338,7 +243,7 @@ class Lifecycle:
     def released(self, lease: Lease, reason: str) -> None:
         """End the lease."""
         if lease.pinned_until_ms:
-            self._pins.refund(lease)
+            self._pins.set(lease, 0)
         self._changes.end(lease, Cause.RELEASED, reason)
 
     def wanted(self, lease: Lease, *, urgent: bool) -> bool:

@@ -1,9 +1,14 @@
 """Whether a new lease can be admitted, and what one user or group may have.
 
-What can never be served is refused at once, with what there is and what to do.
+- **Admission** (`refusal`): what can never be served, or exceeds a limit or what the pool may promise, is refused at once, with what there
+  is and what to do.
+- **Limits of a user or group.** The number of leases, and the sum of their fractions, are checked at admission. The sum of the fractions
+  that are on devices at a time makes a ticket wait (`over_limit`). Such a ticket does not block others and is not passed over by them; idle
+  leases of the same user (or group) leave for it.
+- **Priorities** and **pins**: a pin keeps an idle lease on its device, and is paid from its owner's daily budget.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fractional_gpu.core.changes import Changes
@@ -13,137 +18,14 @@ from fractional_gpu.core.place import allowed_of
 from fractional_gpu.core.revoke import REVOKED
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Account, Lease, OccupancyKind, Reason
-from fractional_gpu.core.suspend import lacks_device, steps_aside, suspendable_from_ms
+from fractional_gpu.core.suspend import steps_aside
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 
-
-# -- limits ------------------------------------------------------------------------------------------------------------
-# What one user, or one group, may have of a pool.
-#
-# The number of leases, and the sum of their fractions, are checked at admission. The sum of the fractions that are on devices at a time
-# makes a ticket wait. Such a ticket does not block others and is not passed over by them; idle leases of the same user (or group) leave
-# for it.
-def limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
-    """Yield the limits that apply to a lease: "user" or "group", the account, its limits."""
-    yield "user", books.accounts.owner(pool.name, spec.owner), pool.user_limits
-    for name, limits in pool.group_limits:
-        if name == spec.group and name:
-            yield "group", books.accounts.group(pool.name, name), limits
-
-
-def limit_refusal(
-    books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
-) -> Reason | None:
-    """Return why a new lease, or another size instead of `instead_of`, exceeds a limit of its user or group; None: it does not."""
-    for who, account, limits in limits_for(books, pool, spec):
-        name = f"{who} {account.name!r}"
-        if limits.leases is not None and instead_of is None and len(account.leases) >= limits.leases:
-            absent = [one for one in without_process(books, pool) if _counts_for(who, account, one)]
-            others = f", among them {describe_absent(books, absent)}" if absent else ""
-            return Reason(
-                f"{who}-limit",
-                f"{name} has {len(account.leases)} of at most {plural(limits.leases, 'kernel')} in pool {pool.name!r}{others}: "
-                "shut one down, or ask the administrator for more",
-            )
-        asked = spec.fraction_milli * spec.devices
-        had = account.milli - (instead_of.fraction_milli * instead_of.devices if instead_of is not None else 0)
-        if (
-            limits.milli is not None
-            and had + asked > limits.milli
-            and (instead_of is None or asked > account.milli - had)
-        ):
-            return Reason(
-                f"{who}-limit",
-                f"{format_gpus(asked)} was asked, but {name} has {format_gpus(had)} of at most {format_gpus(limits.milli)} "
-                f"in pool {pool.name!r}: shut a kernel down, or ask for a smaller fraction",
-            )
-    return None
-
-
-def _counts_for(who: str, account: Account, lease: Lease) -> bool:
-    return account.name == (lease.spec.owner if who == "user" else lease.spec.group)
-
-
-def without_process(books: Books, pool: PoolSpec) -> list[Lease]:
-    """Return the pool's leases without a process."""
-    return [lease for lease in books.in_state(LeaseState.UNATTACHED) if lease.spec.pool == pool.name]
-
-
-def describe_absent(books: Books, leases: Sequence[Lease]) -> str:
-    """Describe leases without a process, and say when the last of them expires."""
-    left_ms = max((lease.expires_ms or 0) - books.now_ms for lease in leases)
-    alone = len(leases) == 1
-    who, has = ("a kernel", "has") if alone else (f"{len(leases)} kernels", "have")
-    return f"{who} that {has} not started or {has} ended (counted for {format_duration(max(1000, left_ms))} at most)"
-
-
-def _excess_milli(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
-    """Return the limits that `milli` more on devices would exceed: "user" or "group", account, excess, limit."""
-    pool = books.policy(lease)
-    return [
-        (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
-        for who, account, limits in limits_for(books, pool, lease.spec)
-        if limits.resident_milli is not None and account.resident_milli + milli > limits.resident_milli
-    ]
-
-
-def added_milli(books: Books, lease: Lease) -> int:
-    """Return what the lease's ticket adds to what its user (and group) has on devices, milli-GPU; 0 if no limit applies."""
-    grows = lease.ticket.resize_to if lease.ticket is not None else None
-    limits = limits_for(books, books.policy(lease), lease.spec)
-    if all(limit.resident_milli is None for _, _, limit in limits):
-        return 0
-    return lease.milli if grows is None else max(0, grows.fraction_milli * grows.devices - lease.milli)
-
-
-def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
-    """Return why limits keep a waiting lease off its device now, or None."""
-    for who, account, _, most in _excess_milli(books, lease, milli):
-        return Reason(
-            f"wait.{who}-limit",
-            f"{format_gpus(milli)} is needed, but {who} {account.name!r} has {format_gpus(account.resident_milli)} of at most "
-            f"{format_gpus(most)} on devices at a time: it waits until one of these kernels makes room",
-            tuple(account.holders),
-        )
-    return None
-
-
-def victims_of_same_user(
-    books: Books, lease: Lease, milli: int, hint: Callable[[int], None]
-) -> tuple[Lease, ...] | None:
-    """Return idle leases of the same user (group) whose leaving brings the lease within its limits, or None; `hint` gets the next time."""
-    chosen: dict[str, Lease] = {}
-    for _, account, excess, _ in _excess_milli(books, lease, milli):
-        left = excess - sum(
-            other.milli for other in account.holders.values() if other.occupancy is OccupancyKind.SUSPENDING
-        )
-        left -= sum(other.milli for other in chosen.values() if other.lease_id in account.holders)
-        for other in sorted(account.holders.values(), key=lambda other: (other.last_active_ms, other.lease_id)):
-            if left <= 0:
-                break
-            may_leave = other is not lease and other.lease_id not in chosen and steps_aside(other, lease)
-            if may_leave and _may_be_suspended(books, other, hint):
-                chosen[other.lease_id] = other
-                left -= other.milli
-        if left > 0:
-            return None
-    return tuple(chosen.values())
-
-
-def _may_be_suspended(books: Books, lease: Lease, hint: Callable[[int], None]) -> bool:
-    if lease.occupancy is not OccupancyKind.IDLE or lacks_device(books, lease):
-        return False
-    from_ms = suspendable_from_ms(books.policy(lease), lease)
-    if from_ms is not None and from_ms > books.now_ms:
-        hint(from_ms)
-    return from_ms is not None and from_ms <= books.now_ms
-
-
-# -- admission ---------------------------------------------------------------------------------------------------------
 UNATTACHED_LIMIT = "unattached-limit"
 """The code of a refusal that ends when the owner's other kernels have started."""
 
 
+# -- admission ---------------------------------------------------------------------------------------------------------
 def refusal(books: Books, spec: LeaseSpec) -> Reason | None:
     """Return why a new lease is refused, or None."""
     if spec.lease_id in books.leases:
@@ -155,40 +37,7 @@ def refusal(books: Books, spec: LeaseSpec) -> Reason | None:
     if pool is None:
         names = ", ".join(sorted(books.pools)) or "none"
         return Reason("unknown-pool", f"there is no pool {spec.pool!r}; pools: {names}")
-    return (
-        size_refusal(books, pool, spec)
-        or limit_refusal(books, pool, spec)
-        or oversubscription_refusal(books, pool, spec)
-        or _unattached_refusal(books, pool, spec)
-    )
-
-
-def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    """Return a refusal if the owner's leases without a process are as many, or were promised as much, as the pool allows."""
-    there = [
-        lease.spec
-        for lease in books.in_state(LeaseState.UNATTACHED)
-        if lease.spec.pool == spec.pool and lease.spec.owner == spec.owner
-    ]
-    remedy = "wait until these kernels have started, or shut down those that do not start"
-    if len(there) >= pool.unattached_leases:
-        return Reason(
-            UNATTACHED_LIMIT,
-            f"one more kernel was asked, but {spec.owner!r} has {plural(len(there), 'lease')} in pool {pool.name!r} whose kernels have not "
-            f"started, of at most {pool.unattached_leases}; {remedy}",
-        )
-    if pool.oversubscription_milli is None or not there:
-        return None
-    sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
-    most_mib = sum(sizes) * pool.oversubscription_milli * pool.unattached_share_milli // 1_000_000
-    promised_mib, asked_mib = sum(map(guaranteed_mib, there)), guaranteed_mib(spec)
-    if promised_mib + asked_mib <= most_mib:
-        return None
-    return Reason(
-        UNATTACHED_LIMIT,
-        f"{format_memory(asked_mib)} were asked, but {spec.owner!r} was promised {format_memory(promised_mib)} of pool {pool.name!r} for "
-        f"kernels that have not started, of at most {format_memory(most_mib)}; {remedy}",
-    )
+    return size_refusal(books, pool, spec) or share_refusal(books, pool, spec) or _unattached_refusal(books, pool, spec)
 
 
 def _bad_size(spec: LeaseSpec) -> Reason | None:
@@ -209,7 +58,7 @@ def _bad_size(spec: LeaseSpec) -> Reason | None:
 
 
 def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    """Return a refusal if the pool does not offer the size, or has no device as large; else None."""
+    """Return a refusal if the pool does not offer the size, or has no devices for it; else None."""
     wrong = _bad_size(spec)
     if wrong is not None:
         return wrong
@@ -220,60 +69,75 @@ def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None
             f"a fraction of {format_fraction(spec.fraction_milli)} was asked, but pool {pool.name!r} offers {offered}; "
             "ask for one of these",
         )
-    return _too_large(books, pool, spec)
-
-
-def _too_large(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    sizes = [books.devices[one].spec.leasable_mib for one in allowed_of(pool, spec) if one in books.devices]
-    if spec.reserve_mib > max(sizes, default=0):
+    devices = [books.devices[one].spec for one in allowed_of(pool, spec) if one in books.devices]
+    largest_mib = max((device.leasable_mib for device in devices), default=0)
+    if spec.reserve_mib > largest_mib:
         return Reason(
             "larger-than-device",
             f"{format_memory(spec.reserve_mib)} were asked, but the largest device of pool {pool.name!r} can give "
-            f"{format_memory(max(sizes, default=0))}; ask for that or less",
+            f"{format_memory(largest_mib)}; ask for that or less",
         )
-    return _too_many(books, pool, spec)
-
-
-def _too_many(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    if spec.devices == 1:
-        return None
     if spec.devices > pool.max_devices:
         return Reason(
             "too-many-devices",
             f"{spec.devices} devices were asked, pool {pool.name!r} gives one kernel at most {pool.max_devices}; ask for that or less",
         )
-    devices = [books.devices[one].spec for one in allowed_of(pool, spec) if one in books.devices]
     kinds = [device.name for device in devices if device.leasable_mib >= spec.reserve_mib]
     most = max(map(kinds.count, kinds), default=0)
-    if spec.devices <= most:
-        return None
-    return Reason(
-        "too-many-devices",
-        f"{spec.devices} devices were asked, but pool {pool.name!r} has {most} devices of one kind with "
-        f"{format_memory(spec.reserve_mib)} each; ask for that many or less",
-    )
+    if spec.devices > most:
+        return Reason(
+            "too-many-devices",
+            f"{spec.devices} devices were asked, but pool {pool.name!r} has {most} devices of one kind with "
+            f"{format_memory(spec.reserve_mib)} each; ask for that many or less",
+        )
+    return None
 
 
-def guaranteed_mib(spec: LeaseSpec) -> int:
-    """Return what a lease is promised on all its devices: what it requests, which is never more than its cap; of several, its cap."""
-    if spec.devices > 1 or spec.request_mib is None:
-        return spec.reserve_mib * spec.devices
-    return min(spec.request_mib, spec.reserve_mib)
-
-
-def oversubscription_refusal(
+def share_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
 ) -> Reason | None:
-    """Return a refusal if the pool may not promise so much more memory. `instead_of`: what the lease was promised before."""
-    if pool.oversubscription_milli is None:
+    """Return why a new lease, or another size instead of `instead_of`, is more than its user, group or pool may have; None: it is not."""
+    by_limit = _limit_refusal(books, pool, spec, instead_of)
+    return by_limit or _oversubscription_refusal(books, pool, spec, instead_of)
+
+
+def _limit_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec, instead_of: LeaseSpec | None) -> Reason | None:
+    for who, account, limits in _limits_for(books, pool, spec):
+        name = f"{who} {account.name!r}"
+        if limits.leases is not None and instead_of is None and len(account.leases) >= limits.leases:
+            absent = [
+                lease
+                for lease in _without_process(books, pool)
+                if account.name == (lease.spec.owner if who == "user" else lease.spec.group)
+            ]
+            others = f", among them {_describe_absent(books, absent)}" if absent else ""
+            return Reason(
+                f"{who}-limit",
+                f"{name} has {len(account.leases)} of at most {plural(limits.leases, 'kernel')} in pool {pool.name!r}{others}: "
+                "shut one down, or ask the administrator for more",
+            )
+        asked = spec.fraction_milli * spec.devices
+        before = instead_of.fraction_milli * instead_of.devices if instead_of is not None else 0
+        had = account.milli - before
+        if limits.milli is not None and had + asked > limits.milli and asked > before:
+            return Reason(
+                f"{who}-limit",
+                f"{format_gpus(asked)} was asked, but {name} has {format_gpus(had)} of at most {format_gpus(limits.milli)} "
+                f"in pool {pool.name!r}: shut a kernel down, or ask for a smaller fraction",
+            )
+    return None
+
+
+def _oversubscription_refusal(
+    books: Books, pool: PoolSpec, spec: LeaseSpec, instead_of: LeaseSpec | None
+) -> Reason | None:
+    """Return a refusal if the pool may not promise so much more memory."""
+    before = _guaranteed_mib(instead_of) if instead_of is not None else 0
+    there = [lease.spec for lease in books.leases.values() if lease.spec.pool == pool.name and not lease.revoked]
+    promised, asked = sum(map(_guaranteed_mib, there)) - before, _guaranteed_mib(spec)
+    if pool.oversubscription_milli is None or asked <= before:
         return None
-    sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
-    before = guaranteed_mib(instead_of) if instead_of is not None else 0
-    there = [one.spec for one in books.leases.values() if one.spec.pool == pool.name and not one.revoked]
-    promised, asked = sum(map(guaranteed_mib, there)) - before, guaranteed_mib(spec)
-    if asked <= before:
-        return None
-    limit = sum(sizes) * pool.oversubscription_milli // 1000
+    limit = pool_mib(books, pool) * pool.oversubscription_milli // 1000
     if promised + asked <= limit:
         return None
     sentence = (
@@ -281,16 +145,125 @@ def oversubscription_refusal(
         f"{format_memory(limit)} it may promise"
     )
     remedy = "shut a kernel down, or ask for a smaller fraction"
-    absent = without_process(books, pool)
+    absent = _without_process(books, pool)
     if instead_of is None and absent:
-        absent_mib = sum(guaranteed_mib(lease.spec) for lease in absent)
-        sentence += f", {format_memory(absent_mib)} of that to {describe_absent(books, absent)}"
+        absent_mib = sum(_guaranteed_mib(lease.spec) for lease in absent)
+        sentence += f", {format_memory(absent_mib)} of that to {_describe_absent(books, absent)}"
         if promised - absent_mib + asked <= limit:
             remedy = "try again when they have ended, or ask for a smaller fraction"
     return Reason("pool-full", f"{sentence}; {remedy}")
 
 
-# -- priorities --------------------------------------------------------------------------------------------------------
+def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
+    """Return a refusal if the owner's leases without a process are as many, or were promised as much, as the pool allows."""
+    there = [lease.spec for lease in _without_process(books, pool) if lease.spec.owner == spec.owner]
+    remedy = "wait until these kernels have started, or shut down those that do not start"
+    if len(there) >= pool.unattached_leases:
+        return Reason(
+            UNATTACHED_LIMIT,
+            f"one more kernel was asked, but {spec.owner!r} has {plural(len(there), 'lease')} in pool {pool.name!r} whose kernels have not "
+            f"started, of at most {pool.unattached_leases}; {remedy}",
+        )
+    if pool.oversubscription_milli is None or not there:
+        return None
+    most_mib = pool_mib(books, pool) * pool.oversubscription_milli * pool.unattached_share_milli // 1_000_000
+    promised_mib, asked_mib = sum(map(_guaranteed_mib, there)), _guaranteed_mib(spec)
+    if promised_mib + asked_mib <= most_mib:
+        return None
+    return Reason(
+        UNATTACHED_LIMIT,
+        f"{format_memory(asked_mib)} were asked, but {spec.owner!r} was promised {format_memory(promised_mib)} of pool {pool.name!r} for "
+        f"kernels that have not started, of at most {format_memory(most_mib)}; {remedy}",
+    )
+
+
+def _guaranteed_mib(spec: LeaseSpec) -> int:
+    """Return what a lease is promised on all its devices: what it requests, which is never more than its cap; of several, its cap."""
+    if spec.devices > 1 or spec.request_mib is None:
+        return spec.reserve_mib * spec.devices
+    return min(spec.request_mib, spec.reserve_mib)
+
+
+def pool_mib(books: Books, pool: PoolSpec) -> int:
+    """Return the memory that the pool's devices can give to leases, MiB."""
+    return sum(books.devices[one].spec.leasable_mib for one in pool.devices if one in books.devices)
+
+
+def _without_process(books: Books, pool: PoolSpec) -> list[Lease]:
+    return [lease for lease in books.in_state(LeaseState.UNATTACHED) if lease.spec.pool == pool.name]
+
+
+def _describe_absent(books: Books, leases: list[Lease]) -> str:
+    """Describe leases without a process, and say when the last of them expires."""
+    left_ms = max((lease.expires_ms or 0) - books.now_ms for lease in leases)
+    who, has = ("a kernel", "has") if len(leases) == 1 else (f"{len(leases)} kernels", "have")
+    return f"{who} that {has} not started or {has} ended (counted for {format_duration(max(1000, left_ms))} at most)"
+
+
+# -- limits of users and groups ----------------------------------------------------------------------------------------
+def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
+    """Yield the limits that apply to a lease: "user" or "group", the account, its limits."""
+    yield "user", books.accounts.owner(pool.name, spec.owner), pool.user_limits
+    for name, limits in pool.group_limits:
+        if name == spec.group and name:
+            yield "group", books.accounts.group(pool.name, name), limits
+
+
+def added_milli(books: Books, lease: Lease) -> int:
+    """Return what the lease's ticket adds to what its user (and group) has on devices, milli-GPU; 0 if no limit applies."""
+    grows = lease.ticket.resize_to if lease.ticket is not None else None
+    limits = _limits_for(books, books.policy(lease), lease.spec)
+    if all(limit.resident_milli is None for _, _, limit in limits):
+        return 0
+    return lease.milli if grows is None else max(0, grows.fraction_milli * grows.devices - lease.milli)
+
+
+def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
+    """Return why limits keep a waiting lease that adds `milli` off its device now, or None."""
+    for who, account, _, most in _exceeded_limits(books, lease, milli):
+        return Reason(
+            f"wait.{who}-limit",
+            f"{format_gpus(milli)} is needed, but {who} {account.name!r} has {format_gpus(account.resident_milli)} of at most "
+            f"{format_gpus(most)} on devices at a time: it waits until one of these kernels makes room",
+            tuple(account.holders),
+        )
+    return None
+
+
+def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
+    """Return the limits that `milli` more on devices would exceed: "user" or "group", account, excess, limit."""
+    return [
+        (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
+        for who, account, limits in _limits_for(books, books.policy(lease), lease.spec)
+        if limits.resident_milli is not None and account.resident_milli + milli > limits.resident_milli
+    ]
+
+
+def victims_of_same_user(
+    books: Books, lease: Lease, milli: int, may_leave: Callable[[Lease], bool]
+) -> tuple[Lease, ...] | None:
+    """Return idle leases of the same user (group) that may leave and bring the lease within its limits by that; None: too few."""
+    chosen: dict[str, Lease] = {}
+    for _, account, excess, _ in _exceeded_limits(books, lease, milli):
+        leaving = [
+            other
+            for other in account.holders.values()
+            if other.occupancy is OccupancyKind.SUSPENDING or other.lease_id in chosen
+        ]
+        left = excess - sum(other.milli for other in leaving)
+        for other in sorted(account.holders.values(), key=lambda other: (other.last_active_ms, other.lease_id)):
+            if left <= 0:
+                break
+            free = other is not lease and other.lease_id not in chosen
+            if free and steps_aside(other, lease) and may_leave(other):
+                chosen[other.lease_id] = other
+                left -= other.milli
+        if left > 0:
+            return None
+    return tuple(chosen.values())
+
+
+# -- priorities and pins -----------------------------------------------------------------------------------------------
 def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence: str) -> bool:
     """Give the lease another priority for now, or its own one again (None). Returns whether it changed."""
     own = lease.spec.priority if lease.spec.own_priority is None else lease.spec.own_priority
@@ -304,12 +277,11 @@ def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence:
     return True
 
 
-# -- pins --------------------------------------------------------------------------------------------------------------
 _DAY_MS = 86_400_000
 
 
 class Pins:
-    """Pins and their budgets."""
+    """Pins, and the budgets that they are paid from. What is used up of a budget comes back evenly over a day."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -317,60 +289,58 @@ class Pins:
 
     def pin(self, lease: Lease, duration_ms: int) -> None:
         """Pin the lease from now on, or decline. Replaces an earlier pin."""
-        pool, account = self._books.policy(lease), self._books.accounts.of(lease)
-        no_seat = (REVOKED.code, REVOKED.sentence) if lease.revoked else None
-        refused = no_seat or self._refusal(lease, pool, account, duration_ms)
+        refused = REVOKED if lease.revoked else self._refusal(lease, duration_ms)
         if refused is not None:
-            self._changes.decline(lease, *refused, about="pin")
+            self._changes.decline(lease, refused.code, refused.sentence, about="pin")
             return
-        self._settle(account, pool)
-        account.pinned_ms = max(0, account.pinned_ms - self._left_ms(lease)) + duration_ms
-        self._set(lease, self._changes.now_ms + duration_ms)
+        self.set(lease, self._changes.now_ms + duration_ms)
         self._changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=lease.pinned_until_ms))
         self._changes.record(lease.lease_id, "pin.begun", f"pinned for {format_duration(duration_ms)}")
 
-    def _refusal(self, lease: Lease, pool: PoolSpec, account: Account, duration_ms: int) -> tuple[str, str] | None:
+    def _refusal(self, lease: Lease, duration_ms: int) -> Reason | None:
+        pool, account = self._books.policy(lease), self._books.accounts.of(lease)
         if lease.state is LeaseState.UNATTACHED or lease.left_behind:
-            return "not-alive", "the kernel has no process: start it, then pin it"
+            return Reason("not-alive", "the kernel has no process: start it, then pin it")
         if duration_ms < 1:
-            return "pin-too-short", "a pin of no time was asked: ask for a second or more"
+            return Reason("pin-too-short", "a pin of no time was asked: ask for a second or more")
+        asked = format_duration(duration_ms)
         if duration_ms > pool.max_pin_ms:
-            return "pin-too-long", _too_long(duration_ms, pool)
+            most = format_duration(pool.max_pin_ms)
+            sentence = f"a pin of {asked} was asked, pool {pool.name!r} allows {most} at a time: ask for that or less"
+            if not pool.max_pin_ms:
+                sentence = f"pool {pool.name!r} allows no pins (max_pin is 0): ask the administrator"
+            return Reason("pin-too-long", sentence)
         if pool.pin_budget_ms is None:
             return None
         left_ms = pool.pin_budget_ms - self._spent_ms(account, pool) + self._left_ms(lease)
         if duration_ms <= left_ms:
             return None
-        asked, left, budget = map(format_duration, (duration_ms, max(0, left_ms), pool.pin_budget_ms))
-        return "pin-budget", (
+        left, budget = format_duration(max(0, left_ms)), format_duration(pool.pin_budget_ms)
+        return Reason(
+            "pin-budget",
             f"a pin of {asked} was asked, {left} are left of the {budget} that {account.name!r} may pin kernels in a day: "
-            "ask for less, or unpin another kernel"
+            "ask for less, or unpin another kernel",
         )
 
-    def unpin(self, lease: Lease, reason: str, sentence: str) -> None:
+    def unpin(self, lease: Lease, by: str) -> None:
+        """End the pin at a request, which is answered even if there is none."""
+        if lease.pinned_until_ms:
+            self.end(lease, f"its pin ended because of {by}")
+        else:
+            self._changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=0))
+
+    def end(self, lease: Lease, sentence: str, reason: str = "pin.ended") -> None:
         """End the pin, if there is one; the rest of it goes back to the budget."""
         if lease.pinned_until_ms:
-            self.refund(lease)
+            self.set(lease, 0)
             self._changes.record(lease.lease_id, reason, sentence)
-        self._changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=0))
+            self._changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=0))
 
-    def refund(self, lease: Lease) -> None:
-        """End the pin of a lease that ends, without an effect."""
-        account = self._books.accounts.of(lease)
-        self._settle(account, self._books.policy(lease))
-        account.pinned_ms = max(0, account.pinned_ms - self._left_ms(lease))
-        self._set(lease, 0)
-
-    def restore(self, lease: Lease, until_ms: int) -> None:
-        """Take over a pin that a new broker found in the ledger; the rest of it counts as spent."""
-        if until_ms <= self._changes.now_ms or lease.state is LeaseState.UNATTACHED:
-            return
-        account = self._books.accounts.of(lease)
-        self._settle(account, self._books.policy(lease))
-        account.pinned_ms += until_ms - self._changes.now_ms
-        self._set(lease, until_ms)
-
-    def _set(self, lease: Lease, until_ms: int) -> None:
+    def set(self, lease: Lease, until_ms: int) -> None:
+        """Set the end of the pin (0: there is none), without an effect; the budget pays for what is still to come."""
+        account, now_ms = self._books.accounts.of(lease), self._changes.now_ms
+        spent_ms = self._spent_ms(account, self._books.policy(lease)) - self._left_ms(lease)
+        account.pinned_ms, account.pinned_at_ms = max(0, spent_ms) + max(0, until_ms - now_ms), now_ms
         lease.pinned_until_ms = until_ms
         self._books.refresh(lease)
 
@@ -378,17 +348,7 @@ class Pins:
         return max(0, lease.pinned_until_ms - self._changes.now_ms)
 
     def _spent_ms(self, account: Account, pool: PoolSpec) -> int:
-        """Return what is used up of the budget now, as it comes back evenly over a day."""
+        """Return what is used up of the budget now."""
         passed_ms = self._changes.now_ms - account.pinned_at_ms
         back_ms = passed_ms if pool.pin_budget_ms is None else pool.pin_budget_ms * passed_ms // _DAY_MS
         return max(0, account.pinned_ms - back_ms)
-
-    def _settle(self, account: Account, pool: PoolSpec) -> None:
-        account.pinned_ms, account.pinned_at_ms = self._spent_ms(account, pool), self._changes.now_ms
-
-
-def _too_long(duration_ms: int, pool: PoolSpec) -> str:
-    if not pool.max_pin_ms:
-        return f"pool {pool.name!r} allows no pins (max_pin is 0): ask the administrator"
-    asked, most = format_duration(duration_ms), format_duration(pool.max_pin_ms)
-    return f"a pin of {asked} was asked, pool {pool.name!r} allows {most} at a time: ask for that or less"

@@ -1,9 +1,19 @@
-"""Results of operations: suspends, resumes, and searches for the truth about quarantined leases."""
+"""What became of suspends and resumes, and what is true of leases after a restart or in doubt.
+
+**Suspends and resumes** end well, are rolled back and tried again after a pause, or leave their lease in quarantine.
+
+**A restart.** A new broker replays nothing. It asks /proc and the driver what is true of each lease in the ledger, and reports that in one
+`LeaseRecovered` (`recovered`): no process, a process without a context, resident, suspended, or not known yet. The lease then holds what it
+was found to hold, even beyond what is free. What is unknown is quarantined.
+
+**A quarantined lease** keeps all that it may hold, and the broker looks again until it knows the truth (`truth_found`).
+"""
 
 from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.effects import LookAgain
 from fractional_gpu.core.events import (
     HostMemoryNeeded,
+    LeaseRecovered,
     ResumeFinished,
     ResumeOutcome,
     SuspendFinished,
@@ -12,25 +22,39 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
 from fractional_gpu.core.foresight import Expectations
-from fractional_gpu.core.lifecycle import FOUND, NEEDS_DEVICE, Lifecycle
+from fractional_gpu.core.lifecycle import Lifecycle
+from fractional_gpu.core.limits import Pins
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
 from fractional_gpu.core.resize import Resizer
 from fractional_gpu.core.state.leases import Lease, Operation, Reason
 from fractional_gpu.core.suspend import update_suspendability
-from fractional_gpu.core.transitions import Cause
+from fractional_gpu.core.transitions import Cause, next_state
 
-_FIRST_RETRY_MS = 1000  # after a resume that could not start; doubled each time, up to the pool's `retry_refused_ms`
+_FIRST_RETRY_MS = 1000
+_MOST_DOUBLINGS = 16
+
+_FOUND = {
+    LeaseState.UNATTACHED: (Cause.FOUND_UNATTACHED, "no process of this kernel"),
+    LeaseState.NO_CONTEXT: (Cause.FOUND_NO_CONTEXT, "this kernel alive, with nothing on a GPU"),
+    LeaseState.RESIDENT: (Cause.FOUND_RESIDENT, "this kernel on its GPU"),
+    LeaseState.SUSPENDED: (Cause.FOUND_SUSPENDED, "this kernel's memory saved on the host"),
+    LeaseState.QUARANTINED: (Cause.FOUND_UNKNOWN, "this kernel in a state that it examines"),
+}
+"""The states that a lease can be found in: the cause of that transition, and what was found, for people."""
+
+_NEEDS_DEVICE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
 
 
 class OperationResults:
-    """One method per kind of result."""
+    """Takes the results of suspends and resumes, and what the broker found out."""
 
-    def __init__(self, changes: Changes, lifecycle: Lifecycle, resizing: Resizer, expectations: Expectations) -> None:
-        self._expectations = expectations
-        self._resizer = resizing
+    def __init__(self, changes: Changes, lifecycle: Lifecycle) -> None:
         self._changes = changes
         self._books = changes.books
         self._lifecycle = lifecycle
+        self._resizer = Resizer(changes)
+        self._pins = Pins(changes)
+        self._expectations = Expectations(changes)
 
     def suspended(self, event: SuspendFinished) -> None:
         """Take the outcome of a suspend."""
@@ -47,93 +71,45 @@ class OperationResults:
                 lease.retries.forget_suspends()
                 books.set_host_memory(lease, saved_mib=max(0, event.saved_mib))
                 books.set_reservation(lease, lease.device_ids)
-                came_back = self._settle_claims(lease)
-                changes.change_state(lease, Cause.SAVED, "suspended", sentence)
+                self._leave_devices(lease, Cause.SAVED, "suspended", sentence)
                 self._expectations.await_rhythm(lease)
-                self._record_return(lease, came_back)
             case SuspendOutcome.NOTHING_TO_SAVE:
                 lease.used_mib, lease.home_ids = 0, ()
                 lease.retries.forget_suspends()
                 books.set_host_memory(lease)
                 books.set_reservation(lease, lease.device_ids)
                 lease.target_ids = ()
-                came_back = self._settle_claims(lease)
-                changes.change_state(lease, Cause.NOTHING_TO_SAVE, "unarmed", sentence)
-                self._record_return(lease, came_back)
+                self._leave_devices(lease, Cause.NOTHING_TO_SAVE, "unarmed", sentence)
             case SuspendOutcome.UNKNOWN:
                 changes.quarantine(lease, sentence)
-            case _:  # rolled back
+            case _:
                 if event.need_mib > lease.host_mib:
                     lease.shrink.host_floor_mib = event.need_mib
-                self._rolled_back(lease, event.outcome, sentence)
+                self._roll_back(lease, event.outcome, sentence)
 
     def host_memory_needed(self, lease: Lease, event: HostMemoryNeeded) -> None:
         """Reserve what a suspend under way needs beyond its reservation, if the host has that left."""
-        books, operation = self._books, lease.operation
-        known = (event.operation_id, SUSPEND, event.generation)
-        if operation is None or (operation.operation_id, operation.kind, operation.generation) != known:
-            return
-        if 0 < event.need_mib - lease.host_mib <= books.host_left_mib:
-            books.set_host_memory(lease, reserved_mib=event.need_mib)
+        is_current = lease.operation == Operation(event.operation_id, lease.lease_id, SUSPEND, event.generation)
+        if is_current and 0 < event.need_mib - lease.host_mib <= self._books.host_left_mib:
+            self._books.set_host_memory(lease, reserved_mib=event.need_mib)
 
-    def _settle_claims(self, lease: Lease) -> tuple[bool, bool]:
-        """Apply a claim to grow, and give a preempted kernel a ticket. Returns whether a ticket was filed, and a claim applied."""
-        changes, claim = self._changes, lease.ticket.resize_to if lease.ticket is not None else None
-        if lease.ticket is not None and claim is not None:  # on no device, it needs no room to grow
-            then, kept_on = lease.ticket.after_suspend, lease.ticket.kept_on
-            self._books.dequeue(lease)
-            if self._resizer.is_allowed(lease, claim):
-                self._books.resize(lease, claim)
-            else:
-                claim = None
-            if then is not None:
-                ticket = changes.new_ticket(first=True) if lease.target_ids else then
-                ticket.kept_on = kept_on
-                self._books.enqueue(lease, ticket)
-        files = (lease.preempted or bool(lease.left_behind)) and lease.busy and lease.ticket is None
-        if files:
-            changes.file_ticket(lease, preempted=True)
-        lease.preempted = False
-        return files, claim is not None
-
-    def _record_return(self, lease: Lease, came_back: tuple[bool, bool]) -> None:
-        files, grew = came_back
-        if grew:
-            self._changes.report_size(lease, "resize.done", "its new size is there from its next resume on")
-        if files:
-            why = "its cell had to make room and goes on when it is this kernel's turn again"
-            self._changes.record_wait_reason(lease, Reason("wait.preempted", why))
-
-    def _rolled_back(self, lease: Lease, outcome: SuspendOutcome, sentence: str) -> None:
-        changes = self._changes
+    def _roll_back(self, lease: Lease, outcome: SuspendOutcome, sentence: str) -> None:
+        """Keep a lease on its devices that could not be suspended; try again after a pause, a long one if it cannot be saved at all."""
+        retries, longest_ms = lease.retries, self._books.policy(lease).retry_refused_ms
         if outcome is SuspendOutcome.IMPOSSIBLE:
             lease.why_not = sentence
             update_suspendability(self._books, lease)
         self._books.set_host_memory(lease)
         lease.target_ids = ()
         lease.home_ids, lease.preempted = (), False
-        lease.retries.failed_suspends += 1
-        lease.retries.suspend_after_ms = changes.now_ms + self._pause_ms(lease, outcome)
+        retries.failed_suspends += 1
+        pause_ms = longest_ms
+        if outcome is SuspendOutcome.ABORTED:
+            pause_ms = _pause_ms(retries.aborted_suspends, longest_ms)
+            retries.aborted_suspends += 1
+        retries.suspend_after_ms = self._changes.now_ms + pause_ms
         self._drop_ticket(lease)
-        changes.change_state(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)
-        changes.emit_granted(lease)
-        self._resizer.claim_missing(lease)
-
-    def _drop_ticket(self, lease: Lease) -> None:
-        """Drop the ticket of a lease that is still, or again, on its device; a claim to grow stays."""
-        ticket = lease.ticket
-        if ticket is not None and ticket.resize_to is not None:
-            ticket.after_suspend, ticket.kept_on = None, ()
-        else:
-            self._changes.withdraw_ticket(lease)
-
-    def _pause_ms(self, lease: Lease, outcome: SuspendOutcome) -> int:
-        """Return how long no suspend is tried: long if the lease cannot be saved, else a moment, doubled with each failure."""
-        longest_ms = self._books.policy(lease).retry_refused_ms
-        if outcome is not SuspendOutcome.ABORTED:
-            return longest_ms
-        lease.retries.aborted_suspends += 1
-        return min(_FIRST_RETRY_MS << min(lease.retries.aborted_suspends - 1, 16), longest_ms)
+        self._stay_on_devices(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)
 
     def resumed(self, event: ResumeFinished) -> None:
         """Take the outcome of a resume."""
@@ -153,28 +129,48 @@ class OperationResults:
                 changes.become_resident(lease)
                 lease.retries.forget_resumes()
                 lease.target_ids = ()
-                changes.change_state(lease, Cause.RESTORED, "resumed", sentence)
-                changes.emit_granted(lease)
-                self._resizer.claim_missing(lease)
+                self._stay_on_devices(lease, Cause.RESTORED, "resumed", sentence)
             case ResumeOutcome.NOT_STARTED:
                 books.set_reservation(lease, lease.home_ids)
                 lease.target_ids = ()
-                retry_ms = min(
-                    _FIRST_RETRY_MS << min(lease.retries.failed_resumes, 16), books.policy(lease).retry_refused_ms
-                )
+                pause_ms = _pause_ms(lease.retries.failed_resumes, books.policy(lease).retry_refused_ms)
                 lease.retries.failed_resumes += 1
-                changes.pause_resume(lease, changes.now_ms + max(1, retry_ms))
+                changes.pause_resume(lease, changes.now_ms + max(1, pause_ms))
                 changes.change_state(lease, Cause.NOT_STARTED, "resume.not-started", sentence)
             case ResumeOutcome.UNKNOWN:
                 changes.quarantine(lease, sentence)
 
+    def recovered(self, event: LeaseRecovered) -> None:
+        """Take over a lease that a new broker found. Raises ValueError for a state that cannot be found."""
+        if event.state not in _FOUND:
+            allowed = ", ".join(sorted(_FOUND))
+            raise ValueError(f"lease {event.spec.lease_id} cannot be recovered as {event.state}; allowed: {allowed}")
+        if event.spec.lease_id in self._books.leases:
+            return
+        changes, state = self._changes, event.state
+        device_ids = event.device_ids or ((event.device_id,) if event.device_id is not None else ())
+        if state in _NEEDS_DEVICE and not device_ids:
+            state = LeaseState.QUARANTINED
+        cause, found = _FOUND[state]
+        lease = Lease(spec=event.spec, state=next_state(None, cause), generation=event.generation)
+        lease.since_ms = lease.last_active_ms = changes.now_ms
+        lease.busy = event.busy and state is not LeaseState.UNATTACHED
+        self._books.add(lease)
+        self._settle_found(lease, state, device_ids, event.saved_mib)
+        if event.pinned_until_ms > changes.now_ms and state is not LeaseState.UNATTACHED:
+            self._pins.set(lease, event.pinned_until_ms)
+        sentence = event.sentence or f"a broker was started anew and found {found}"
+        changes.announce_state(lease, None, f"recovered.{state}", sentence)
+        if state is LeaseState.QUARANTINED:
+            changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
+
     def truth_found(self, lease: Lease, event: TruthFound) -> None:
         """Take the truth about a quarantined lease."""
-        changes = self._changes
+        changes, state = self._changes, event.state
         if lease.state is not LeaseState.QUARANTINED or lease.generation != event.generation:
-            changes.record(lease.lease_id, "answer.stale", f"it was found {event.state}, after another answer had come")
+            changes.record(lease.lease_id, "answer.stale", f"it was found {state}, after another answer had come")
             return
-        if event.state is LeaseState.QUARANTINED and event.sentence:
+        if state is LeaseState.QUARANTINED and event.sentence:
             lease.reason, lease.sentence = FOUND_FAILED, event.sentence
             changes.record(lease.lease_id, FOUND_FAILED, event.sentence)
             changes.requeued.add(lease.spec.pool)  # a waiting cell shows the reason
@@ -183,26 +179,86 @@ class OperationResults:
         if event.device_id is not None and event.device_id not in device_ids:
             # One device is named. A lease on several is where it was before its resume, or on that device alone.
             device_ids = lease.home_ids if event.device_id in lease.home_ids else (event.device_id,)
-        if event.state is LeaseState.SUSPENDED:
+        if state is LeaseState.SUSPENDED:
             device_ids = lease.home_ids or device_ids  # a failed resume leaves the state where it was saved from
-        unknown = event.state not in FOUND or event.state is LeaseState.QUARANTINED
-        if unknown or (event.state in NEEDS_DEVICE and not device_ids):
-            changes.record(lease.lease_id, "truth.impossible", f"it was found {event.state}, which cannot be all")
+        is_unknown = state not in _FOUND or state is LeaseState.QUARANTINED
+        if is_unknown or (state in _NEEDS_DEVICE and not device_ids):
+            changes.record(lease.lease_id, "truth.impossible", f"it was found {state}, which cannot be all")
             changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
             return
-        if event.state is LeaseState.UNATTACHED:
+        if state is LeaseState.UNATTACHED:
             self._lifecycle.exited(lease)
             return
-        saved_mib = event.saved_mib or lease.saved_mib or lease.host_mib
-        self._lifecycle.settle_found(lease, event.state, device_ids, saved_mib)
-        sentence = f"the driver says that the kernel is {event.state}"
-        if event.state is LeaseState.RESIDENT:
+        self._settle_found(lease, state, device_ids, event.saved_mib or lease.saved_mib or lease.host_mib)
+        told = _FOUND[state][0], f"found.{state}", f"the driver says that the kernel is {state}"
+        if state is LeaseState.RESIDENT:
             self._drop_ticket(lease)
             changes.become_resident(lease)
-        came_back = (False, False) if event.state is LeaseState.RESIDENT else self._settle_claims(lease)
+            lease.preempted = False
+            self._stay_on_devices(lease, *told)
+        else:
+            self._leave_devices(lease, *told)
+
+    def _settle_found(self, lease: Lease, state: LeaseState, device_ids: tuple[str, ...], saved_mib: int) -> None:
+        """Record what a lease that was found in this state holds, even beyond what is free. What it certainly held stays held."""
+        held_mib = max(lease.need_mib, lease.held_mib, lease.spec.reserve_mib)
+        keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
+        holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
+        lease.is_measured = False
+        if not holds:
+            lease.used_mib = 0
+        lease.home_ids = device_ids if keeps_saved else ()
+        self._books.set_host_memory(lease, saved_mib=max(0, saved_mib) if keeps_saved else 0)
+        places = () if state is LeaseState.UNATTACHED else device_ids
+        self._books.set_reservation(lease, places, max(held_mib, lease.need_mib) if holds else 0)
+        lease.has_run = lease.busy
+        update_suspendability(self._books, lease)
+        if not keeps_saved:
+            lease.retries.forget_resumes()
+        lease.expires_ms = None
+        if state is LeaseState.UNATTACHED:
+            self._changes.restart_expiry(lease)
+
+    def _stay_on_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
+        """Make a lease resident that is again, or still, on its devices."""
+        self._changes.change_state(lease, cause, reason, sentence)
+        self._changes.emit_granted(lease)
+        self._resizer.claim_missing(lease)
+
+    def _leave_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
+        """Change the state of a lease that is on no device any more: a claim to grow is met, and a preempted cell gets a ticket."""
+        changes, ticket = self._changes, lease.ticket
+        claim = ticket.resize_to if ticket is not None else None
+        if ticket is not None and claim is not None:  # on no device, it needs no room to grow
+            self._books.dequeue(lease)
+            if self._resizer.is_allowed(lease, claim):
+                self._books.resize(lease, claim)
+            else:
+                claim = None
+            if ticket.after_suspend is not None:
+                next_ticket = changes.new_ticket(first=True) if lease.target_ids else ticket.after_suspend
+                next_ticket.kept_on = ticket.kept_on
+                self._books.enqueue(lease, next_ticket)
+        is_interrupted = (lease.preempted or bool(lease.left_behind)) and lease.busy and lease.ticket is None
+        if is_interrupted:
+            changes.file_ticket(lease, preempted=True)
         lease.preempted = False
-        changes.change_state(lease, FOUND[event.state], f"found.{event.state}", sentence)
-        self._record_return(lease, came_back)
-        if event.state is LeaseState.RESIDENT:
-            changes.emit_granted(lease)
-            self._resizer.claim_missing(lease)
+        changes.change_state(lease, cause, reason, sentence)
+        if claim is not None:
+            changes.report_size(lease, "resize.done", "its new size is there from its next resume on")
+        if is_interrupted:
+            why = "its cell had to make room and goes on when it is this kernel's turn again"
+            changes.record_wait_reason(lease, Reason("wait.preempted", why))
+
+    def _drop_ticket(self, lease: Lease) -> None:
+        """Drop the ticket of a lease that is still, or again, on its device; a claim to grow stays."""
+        ticket = lease.ticket
+        if ticket is not None and ticket.resize_to is not None:
+            ticket.after_suspend, ticket.kept_on = None, ()
+        else:
+            self._changes.withdraw_ticket(lease)
+
+
+def _pause_ms(failures: int, longest_ms: int) -> int:
+    """Return the pause after one more failure: each is twice as long as the one before."""
+    return min(_FIRST_RETRY_MS << min(failures, _MOST_DOUBLINGS), longest_ms)

@@ -330,7 +330,7 @@ class QueuePass:
     def _free_own_share(self, lease: Lease, devices: tuple[str, ...], milli: int, over: Reason) -> None:
         """Have idle leases of the same user (group), which is at its limit, leave for the ticket if it fits then."""
         self._tell(lease, ticket_of(lease), over)
-        own = victims_of_same_user(self._books, lease, milli, self.victims.recheck_at)
+        own = victims_of_same_user(self._books, lease, milli, self.victims.may_leave)
         if not own or lease.retries.resume_paused:
             return
         fits = self._pick(lease, devices, lease.ask_mib)

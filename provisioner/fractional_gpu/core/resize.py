@@ -1,11 +1,12 @@
 """Another size for an existing lease, and the memory caps of its processes.
 
-A smaller size applies at once, if what the lease uses fits; so does a larger one while the lease is on no device. Otherwise the claim waits
-in the queue like any ticket, through the lease's own suspend, too: idle neighbours leave for it, or the lease, if it is idle and may move,
-goes where there is room. A newer request replaces it.
-
-Where reservations follow use, they keep ahead of it: beyond the pool's headroom by as much growth as there was between the last two
-measurements, and at most by another headroom. So a kernel that grows steadily stays within its reservation even if one is missed.
+- **A requested size** applies at once if it is smaller and what the lease uses fits, or while the lease is on no device. Otherwise the
+  claim waits in the queue like any ticket, even through the lease's own suspend: idle neighbours leave for it, or the lease, if it is idle
+  and may move, goes where there is room. A newer request replaces it.
+- **If reservations follow use**, they keep ahead of it: beyond the pool's headroom by as much growth as there was between the last two
+  measurements, and at most by another headroom. So a kernel that grows steadily stays within its reservation even if one is missed.
+- **Memory caps.** Frameworks limit themselves; `MemoryCaps` acts on what allocates past their limits. After `GRACE_MS` the kernel is
+  informed, once for each excess, and the pool's choice (`Breach`) is carried out; minimum residency does not protect from that.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.effects import CapBreached
 from fractional_gpu.core.events import ResizeRequested
-from fractional_gpu.core.limits import limit_refusal, oversubscription_refusal, size_refusal
+from fractional_gpu.core.limits import share_refusal, size_refusal
 from fractional_gpu.core.model import Breach, LeaseSpec, LeaseState
 from fractional_gpu.core.revoke import REVOKED
 from fractional_gpu.core.state.leases import Lease, Reason, Ticket
@@ -23,7 +24,7 @@ _UNDER_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.Q
 
 
 class Resizer:
-    """Changes sizes."""
+    """Changes sizes. A lease that has to wait for room to grow has a ticket with `resize_to`: its own spec if it grows by its use."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -41,11 +42,11 @@ class Resizer:
         if refused is not None:
             self._changes.decline(lease, refused.code, refused.sentence, about="resize")
             return
-        self.withdraw_claim(lease, "another size was asked")
-        if not lease.held_mib:
-            self._apply(lease, spec)
-        elif self._grows(lease, spec):
+        self._withdraw_claim(lease, "another size was asked")
+        is_larger = self._target_mib(lease, spec) > lease.held_mib or spec.fraction_milli > lease.spec.fraction_milli
+        if lease.held_mib and is_larger:
             self._claim(lease, spec)
+            self._changes.record(lease.lease_id, "resize.asked", f"it waits for room to grow to {_size(spec)}")
         else:
             self._apply(lease, spec)
 
@@ -57,61 +58,20 @@ class Resizer:
         pool = self._books.pools.get(spec.pool)
         if pool is None:
             return Reason("unknown-pool", f"pool {spec.pool!r} is not configured any more: ask the administrator")
-        refused = size_refusal(self._books, pool, spec) or limit_refusal(self._books, pool, spec, instead_of=lease.spec)
-        refused = refused or oversubscription_refusal(self._books, pool, spec, instead_of=lease.spec)
-        if refused is not None:
-            return refused
+        refused = size_refusal(self._books, pool, spec) or share_refusal(self._books, pool, spec, instead_of=lease.spec)
         used_mib = lease.saved_each_mib if lease.saved_mib else lease.used_each_mib
-        if used_mib <= spec.reserve_mib or spec.reserve_mib >= lease.spec.reserve_mib:
-            return None
+        if refused is not None or used_mib <= spec.reserve_mib or spec.reserve_mib >= lease.spec.reserve_mib:
+            return refused
         return Reason(
             "in-use",
             f"{format_memory(spec.reserve_mib)} were asked, but the kernel uses {format_memory(used_mib)}: "
             "free memory first (delete variables, empty the framework's cache), or ask for more",
         )
 
-    def _grows(self, lease: Lease, spec: LeaseSpec) -> bool:
-        return self._target_mib(lease, spec) > lease.held_mib or spec.fraction_milli > lease.spec.fraction_milli
-
-    def _target_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """Return what the lease should hold on each of its devices."""
-        reserve_mib = self._books.reserve_mib(lease, spec)
-        if self._books.reserves_cap(lease) or not lease.growth_mib:
-            return reserve_mib
-        wanted_mib = lease.used_each_mib + self._books.policy(lease).headroom_mib + self._growth_mib(lease)
-        return max(reserve_mib, min(spec.reserve_mib, wanted_mib))
-
-    def _growth_mib(self, lease: Lease) -> int:
-        return min(lease.growth_mib, self._books.policy(lease).headroom_mib)
-
-    def _extra_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """Return what the lease lacks on each of its devices. An exclusive device counts as a whole."""
-        reserve_mib, has_mib = self._target_mib(lease, spec), lease.held_mib
-        devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
-        if devices and all(device.is_exclusive for device in devices):
-            has_mib = max(
-                has_mib, min(device.lease_capacity_mib - device.sums.reserved_mib + has_mib for device in devices)
-            )
-        return max(0, reserve_mib - has_mib)
-
-    def _claim(self, lease: Lease, spec: LeaseSpec) -> None:
-        if lease.revoked:
-            return
-        ticket = self._changes.new_ticket()
-        ticket.resize_to = spec
-        ticket.extra_mib = self._extra_mib(lease, spec)
-        self._books.enqueue(lease, ticket)
-        self._changes.requeued.add(lease.spec.pool)
-        if spec is not lease.spec:
-            self._changes.record(lease.lease_id, "resize.asked", f"it waits for room to grow to {_size(spec)}")
-
-    # -- by use ----------------------------------------------------------------------------------------------------------
-
     def measured(self, lease: Lease) -> bool:
-        """Where reservations follow use, the lease's does now; return whether anything changed.
+        """If reservations follow use, the lease's does now; return whether anything changed.
 
-        It grows before the headroom is half used up, or would be by the next measurement, and shrinks only where that gives back a
-        headroom.
+        It grows before the headroom is half used up, or would be by the next measurement, and shrinks only if that gives back a headroom.
         """
         if self._books.reserves_cap(lease):
             return False
@@ -119,85 +79,84 @@ class Resizer:
             return self._books.refresh_size(lease)
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None and ticket.resize_to is not lease.spec:
-            return self._set_extra(lease, ticket, ticket.resize_to)  # a requested size waits as well
-        return self._follow(lease, ticket)
-
-    def _follow(self, lease: Lease, ticket: Ticket | None) -> bool:
+            return self._update_claim(lease, ticket, ticket.resize_to)  # a requested size waits as well
         headroom_mib, target_mib = self._books.policy(lease).headroom_mib, self._target_mib(lease, lease.spec)
-        if target_mib < lease.held_mib and lease.held_mib - target_mib >= max(1, headroom_mib):
-            self.withdraw_claim(lease, "it uses less")
+        if lease.held_mib - target_mib >= max(1, headroom_mib):
+            self._withdraw_claim(lease, "it uses less")
             self._books.set_reservation(lease, lease.device_ids, target_mib)
             self._changes.report_size(lease, "resize.use", f"{format_memory(target_mib)} are reserved for what it uses")
             return True
         if ticket is not None:
-            return self._set_extra(lease, ticket, lease.spec)
-        soon_mib = lease.used_each_mib + self._growth_mib(lease) + headroom_mib // 2
-        if soon_mib <= lease.held_mib or target_mib <= lease.held_mib:
+            return self._update_claim(lease, ticket, lease.spec)
+        soon_mib = lease.used_each_mib + min(lease.growth_mib, headroom_mib) + headroom_mib // 2
+        if soon_mib <= lease.held_mib or target_mib <= lease.held_mib or lease.revoked:
             return False
         self._claim(lease, lease.spec)
         return True
 
-    def _set_extra(self, lease: Lease, ticket: Ticket, spec: LeaseSpec) -> bool:
-        extra_mib = self._extra_mib(lease, spec)
-        changed, ticket.extra_mib = extra_mib != ticket.extra_mib, extra_mib
-        if not extra_mib and spec is lease.spec:
-            self.withdraw_claim(lease, "it has room enough")
-        self._books.mark_changed(lease)
-        return changed
-
     def pool_configured(self, pool: str) -> None:
-        """Follow a changed policy: claims are computed anew, and leases that hold less than it wants claim the rest."""
+        """Follow a changed policy: claims are recomputed, and leases that hold less than it wants claim the rest."""
         for lease in self._books.in_state(LeaseState.RESIDENT, LeaseState.UNATTACHED):
             if lease.spec.pool != pool:
                 continue
             if lease.held_mib and lease.ticket is not None and lease.ticket.resize_to is not None:
-                self._set_extra(lease, lease.ticket, lease.ticket.resize_to)
+                self._update_claim(lease, lease.ticket, lease.ticket.resize_to)
             self.claim_missing(lease)
 
     def claim_missing(self, lease: Lease) -> None:
         """Claim the rest for a lease that holds less than its pool wants it to."""
-        if lease.held_mib and lease.ticket is None and lease.size_mib > lease.held_mib:
+        if lease.held_mib and lease.ticket is None and lease.size_mib > lease.held_mib and not lease.revoked:
             self._claim(lease, lease.spec)
-
-    # -- claims ----------------------------------------------------------------------------------------------------------
-
-    def withdraw_claim(self, lease: Lease, why: str) -> None:
-        """Withdraw a claim that still waits."""
-        if lease.ticket is not None and lease.ticket.resize_to is not None:
-            asked = lease.ticket.resize_to is not lease.spec
-            self._changes.withdraw_ticket(lease)
-            if not asked:
-                return
-            self._changes.record(lease.lease_id, "resize.withdrawn", f"it waits no more to grow: {why}")
 
     def grow_in_place(self, lease: Lease) -> None:
         """Give the lease what it waits for: there is room on its own devices."""
         ticket, spec = lease.ticket, lease.ticket.resize_to if lease.ticket is not None else None
         if ticket is None or spec is None:
             return
-        lacks_mib = self._extra_mib(lease, spec)
-        if lacks_mib > ticket.extra_mib:  # a device that it has exclusively is smaller now
-            self._set_extra(lease, ticket, spec)
-        else:
-            self._changes.withdraw_ticket(lease)
-            if self.is_allowed(lease, spec):
-                held_mib = lease.held_mib
-                self._apply(lease, spec)
-                if lease.held_mib > held_mib:
-                    self._changes.granted_devices.update(lease.device_ids)
-            else:  # its pool may want it to hold more by now
-                self.claim_missing(lease)
+        if self._lacking_mib(lease, spec) > ticket.extra_mib:  # a device that it has exclusively is smaller now
+            self._update_claim(lease, ticket, spec)
+            return
+        self._changes.withdraw_ticket(lease)
+        if self.is_allowed(lease, spec):
+            held_mib = lease.held_mib
+            self._apply(lease, spec)
+            if lease.held_mib > held_mib:
+                self._changes.granted_devices.update(lease.device_ids)
+        else:  # its pool may want it to hold more by now
+            self.claim_missing(lease)
 
     def is_allowed(self, lease: Lease, spec: LeaseSpec) -> bool:
         """Return whether the size is still within the limits, which others may have used up meanwhile; decline it if not."""
         pool = self._books.pools.get(spec.pool)
         if pool is None or spec is lease.spec:
             return True
-        refused = limit_refusal(self._books, pool, spec, instead_of=lease.spec)
-        refused = refused or oversubscription_refusal(self._books, pool, spec, instead_of=lease.spec)
+        refused = share_refusal(self._books, pool, spec, instead_of=lease.spec)
         if refused is not None:
             self._changes.decline(lease, refused.code, refused.sentence, about="resize")
         return refused is None
+
+    def _claim(self, lease: Lease, spec: LeaseSpec) -> None:
+        ticket = self._changes.new_ticket()
+        ticket.resize_to, ticket.extra_mib = spec, self._lacking_mib(lease, spec)
+        self._books.enqueue(lease, ticket)
+        self._changes.requeued.add(lease.spec.pool)
+
+    def _update_claim(self, lease: Lease, ticket: Ticket, spec: LeaseSpec) -> bool:
+        """Recompute what the claim takes; return whether that changed."""
+        extra_mib = self._lacking_mib(lease, spec)
+        changed, ticket.extra_mib = extra_mib != ticket.extra_mib, extra_mib
+        if not extra_mib and spec is lease.spec:
+            self._withdraw_claim(lease, "it has room enough")
+        self._books.mark_changed(lease)
+        return changed
+
+    def _withdraw_claim(self, lease: Lease, why: str) -> None:
+        """Withdraw a claim that still waits."""
+        if lease.ticket is not None and lease.ticket.resize_to is not None:
+            is_by_use = lease.ticket.resize_to is lease.spec
+            self._changes.withdraw_ticket(lease)
+            if not is_by_use:
+                self._changes.record(lease.lease_id, "resize.withdrawn", f"it waits no more to grow: {why}")
 
     def _apply(self, lease: Lease, spec: LeaseSpec) -> None:
         self._books.resize(lease, spec)
@@ -207,22 +166,35 @@ class Resizer:
             lease, "resize.done", f"its size is {_size(spec)} now, {format_memory(lease.held_mib)} of it reserved"
         )
 
+    def _target_mib(self, lease: Lease, spec: LeaseSpec) -> int:
+        """Return what the lease should hold on each of its devices."""
+        reserve_mib = self._books.reserve_mib(lease, spec)
+        if self._books.reserves_cap(lease) or not lease.growth_mib:
+            return reserve_mib
+        headroom_mib = self._books.policy(lease).headroom_mib
+        wanted_mib = lease.used_each_mib + headroom_mib + min(lease.growth_mib, headroom_mib)
+        return max(reserve_mib, min(spec.reserve_mib, wanted_mib))
+
+    def _lacking_mib(self, lease: Lease, spec: LeaseSpec) -> int:
+        """Return what the lease lacks on each of its devices. An exclusive device counts as a whole."""
+        has_mib = lease.held_mib
+        devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
+        if devices and all(device.is_exclusive for device in devices):
+            whole_mib = min(device.lease_capacity_mib - device.sums.reserved_mib for device in devices) + has_mib
+            has_mib = max(has_mib, whole_mib)
+        return max(0, self._target_mib(lease, spec) - has_mib)
+
 
 def _size(spec: LeaseSpec) -> str:
     return f"{format_fraction(spec.fraction_milli)} GPU with up to {format_memory(spec.reserve_mib)}"
 
 
 # -- memory caps -------------------------------------------------------------------------------------------------------
-# Memory caps: a lease that uses more of its device than its cap.
-#
-# Frameworks limit themselves; this acts on what allocates past their limits. An excess shorter than `GRACE_MS` is ignored, and so is what
-# rounding adds (`SLACK_MIB`). After that the kernel is informed, once for each excess, and the pool's choice (`Breach`) is carried out.
-# That is no preemption, so minimum residency does not protect from it.
 GRACE_MS = 5000
+"""A shorter excess is ignored."""
 
-
-SLACK_MIB = 16  # each process's use is rounded up
-
+SLACK_MIB = 16
+"""So is one as small: each process's use is rounded up."""
 
 _WHAT_FOLLOWS = {
     Breach.WARN: "free something: other kernels may run out of memory because of it",
@@ -262,10 +234,10 @@ class MemoryCaps:
 
     def enforce(self) -> list[Lease]:
         """Report excesses whose grace is over; return the idle leases that are to be suspended for theirs."""
-        due, leases = [], self._changes.books.leases
+        due = []
         for lease_id, excess in list(self._over.items()):
             lease = excess.lease
-            if lease.state is not LeaseState.RESIDENT or leases.get(lease_id) is not lease:
+            if lease.state is not LeaseState.RESIDENT:
                 del self._over[lease_id]
             elif excess.since_ms + GRACE_MS <= self._changes.now_ms:
                 action = self._changes.books.policy(lease).breach

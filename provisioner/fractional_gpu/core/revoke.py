@@ -1,26 +1,19 @@
-"""Which leases are saved before their device goes away, in which order, and from when on.
+"""Which leases have to leave their devices: a device is drained or goes away, or the seat of a lease has ended.
 
-Each lease has a value, the predicted time of its suspend, and the time when its device goes. One swap channel saves one lease after the
-other, so that a set can be saved if, in the order of their deadlines, each ends in time. The most valuable such set is found by dynamic
-programming over time (Lawler and Moore 1969, which for one common deadline is the knapsack problem). With several channels, each takes
-the best set of what the ones before it have left.
+Pins and minimum residency do not protect from any of this. A lease that cannot be suspended (its process, its device, host memory) stays
+until it can be.
 
-**Value.** What is lost with a lease is the work that made its state: the time that its cells ran on a device since its process began
-(`Lease.worked_ms`), and a minute beside, so that a lease that has only loaded something counts, too. Each step of priority doubles it, up
-to ten steps. Whether a user has written results to a disk meanwhile is not known, so it does not count.
+**A drained device.** Idle leases are suspended at once, busy ones when they become idle, or at once if the administrator says so.
 
-**Order.** Idle leases go first, at once: that interrupts nothing. Busy ones follow as late as their swaps allow, since a cell that ends
-before needs no interruption; but a cell that is interrupted goes on later, while a lease that is late is lost, so that the latest time
-counts with durations that are hardly ever exceeded. Among equals the most value for each millisecond goes first: if swaps take longer than
-predicted, the least is lost. A lease that cannot be saved in time is not begun: under a suspend its user could not save anything to a
-disk either.
+**A seat that has ended.** The hub server is gone, and its kernels still live. Such a lease counts for its owner as before; the pool
+promises it nothing, and it has no ticket and no pin. It is suspended even in the middle of a cell, and does not come back before it draws
+on another seat. It ends with its process, which is ended after the pool's `revoked_ttl_ms`.
 
-**Exactness.** The work is bounded: with many leases the time is divided into coarser slots, durations are rounded up to them, and what the
-rounding left out is added where it fits. Host memory is a second limit. Where the chosen set needs more of it than there is left, the
-most valuable part that fits is kept, and others are added where both allow.
+**A device that goes away at a deadline** (`Salvage`, `plan_saving`). The most valuable leases that can be saved before are saved: idle ones
+at once, busy ones as late as their swaps allow. Users are told what cannot be saved. From the deadline on it is drained like any other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -33,97 +26,49 @@ from fractional_gpu.core.suspend import lacks_device
 from fractional_gpu.core.transitions import Cause
 from fractional_gpu.core.units import format_duration, format_forecast, format_memory
 
-
-# -- drain -------------------------------------------------------------------------------------------------------------
-# Draining a device: its leases leave as soon as possible. Pins do not protect from it, nor does minimum residency.
-#
-# Idle leases are suspended at once. Busy ones follow when they become idle, or at once where the administrator says so. What cannot be
-# saved (its process, its device, host memory) stays until it can. Before a deadline `revoke` decides instead.
-class DeviceDrains:
-    """Drains devices. `recheck_ms`: when time alone lets another lease leave."""
-
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-        self._books = changes.books
-        self.recheck_ms: int | None = None
-
-    def begin(self, device_id: str, *, evict_busy: bool, deadline_ms: int | None = None) -> None:
-        """Begin to drain a device. `deadline_ms`: it goes away then."""
-        device = self._books.devices.get(device_id)
-        if device is None:
-            return
-        device.draining, device.evict_busy, device.deadline_ms = True, evict_busy, deadline_ms
-        for lease in list(device.holders.values()):
-            self._record_begun(lease, device)
-
-    def end(self, device_id: str) -> None:
-        """End the drain of a device."""
-        device = self._books.devices.get(device_id)
-        if device is not None:
-            device.draining, device.evict_busy, device.deadline_ms = False, False, None
-
-    def _record_begun(self, lease: Lease, device: Device) -> None:
-        when = "at once" if device.evict_busy or not lease.busy else "when its cell has ended"
-        if lease.is_unsuspendable:
-            when = f"when it can be: {lease.unsuspendable_reason}"
-        device_id = device.spec.device_id
-        sentence = f"an administrator empties device {device_id}: the kernel is suspended {when}"
-        if device.deadline_ms is not None:
-            left = format_duration(max(0, device.deadline_ms - self._changes.now_ms))
-            sentence = f"device {device_id} goes away in {left}: what can be saved before is saved in host memory"
-        self._changes.record(lease.lease_id, "drain.begun", sentence)
-
-    def suspend_ready(self) -> None:
-        """Begin the suspends that can begin now."""
-        self.recheck_ms = None
-        for device in self._books.draining:
-            if device.deadline_ms is not None and device.deadline_ms > self._changes.now_ms:
-                continue  # `revoke` decides
-            for lease in list(device.holders.values()):
-                if not self._changes.channel_free:
-                    return
-                if lease.host_need_mib > self._books.host_left_mib:
-                    self._changes.ask_to_shrink(lease)
-                if self._may_leave(lease, device) and not self._books.goes_away(lease, later=True):
-                    what = "an administrator empties its device"
-                    self._changes.begin_suspend(lease, "suspend.drain", what)
-
-    def _may_leave(self, lease: Lease, device: Device) -> bool:
-        if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(self._books, lease):
-            return False
-        if lease.busy and not device.evict_busy:
-            return False
-        if lease.retries.suspend_after_ms > self._changes.now_ms:
-            if self.recheck_ms is None or lease.retries.suspend_after_ms < self.recheck_ms:
-                self.recheck_ms = lease.retries.suspend_after_ms
-            return False
-        return lease.host_need_mib <= self._books.host_left_mib
-
-
-# -- revocation --------------------------------------------------------------------------------------------------------
-# Leases whose seat has ended: the hub server that had the seat is gone, and its kernels still live.
-#
-# - A revoked lease counts for its owner as before. The pool promises it nothing, it has no ticket and no pin, and it keeps its size.
-# - While it is on a device it is suspended as soon as possible, even in the middle of a cell. It does not become resident again before it
-#   draws on another seat. A lease that cannot be suspended (its process, its device, host memory) stays until it can.
-# - It ends with its process. When the pool's `revoked_ttl_ms` has passed, its processes are ended; that is repeated while they live.
 REVOKED: Final = Reason(
     "seat-ended",
     "the seat of this kernel has ended: it uses no GPU before its user's server is started again with as large a share of the same pool",
 )
 """Why a request about a revoked lease is declined."""
 
+_END_AGAIN_MS = 60_000  # processes that live on are ended again after this
 
-_AGAIN_MS: Final = 60_000
 
-
-class Revocations:
-    """Revokes leases, and takes them off their devices. `recheck_ms`: when time alone lets another one leave."""
+class Departures:
+    """Drains devices and revokes leases. `recheck_ms`: when time alone lets another lease leave."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
         self.recheck_ms: int | None = None
+
+    def drain(self, device_id: str, *, evict_busy: bool, deadline_ms: int | None) -> None:
+        """Begin to drain a device, which goes away at `deadline_ms`."""
+        device = self._books.devices.get(device_id)
+        if device is None:
+            return
+        device.draining, device.evict_busy, device.deadline_ms = True, evict_busy, deadline_ms
+        for lease in device.holders.values():
+            self._record_drain(lease, device)
+
+    def undrain(self, device_id: str) -> None:
+        """Let leases come to the device again."""
+        device = self._books.devices.get(device_id)
+        if device is not None:
+            device.draining, device.evict_busy, device.deadline_ms = False, False, None
+
+    def _record_drain(self, lease: Lease, device: Device) -> None:
+        device_id = device.spec.device_id
+        if device.deadline_ms is not None:
+            left = format_duration(max(0, device.deadline_ms - self._changes.now_ms))
+            sentence = f"device {device_id} goes away in {left}: what can be saved before is saved in host memory"
+        else:
+            when = "at once" if device.evict_busy or not lease.busy else "when its cell has ended"
+            if lease.is_unsuspendable:
+                when = f"when it can be: {lease.unsuspendable_reason}"
+            sentence = f"an administrator empties device {device_id}: the kernel is suspended {when}"
+        self._changes.record(lease.lease_id, "drain.begun", sentence)
 
     def revoke(self, lease: Lease, since_ms: int) -> None:
         """Revoke a lease whose seat has ended. The caller has ended its pin."""
@@ -161,65 +106,47 @@ class Revocations:
             changes.file_ticket(lease, preempted=True)
 
     def suspend_ready(self) -> None:
-        """Begin the suspends that can begin now."""
+        """Suspend the leases that have to leave and can."""
         self.recheck_ms = None
+        for device in self._books.draining:
+            if device.deadline_ms is not None and device.deadline_ms > self._changes.now_ms:
+                continue  # `Salvage` decides
+            for lease in list(device.holders.values()):
+                may_interrupt = device.evict_busy or not lease.busy
+                if may_interrupt and not self._books.goes_away(lease, later=True):
+                    self._suspend_if_ready(lease, "suspend.drain", "an administrator empties its device")
         for lease in [one for one in self._books.leases.values() if one.revoked]:
-            if not self._changes.channel_free:
-                return
-            if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(self._books, lease):
-                continue
-            retry_ms = lease.retries.suspend_after_ms
-            if retry_ms > self._changes.now_ms:
-                self.recheck_ms = retry_ms if self.recheck_ms is None else min(self.recheck_ms, retry_ms)
-            elif lease.host_need_mib <= self._books.host_left_mib:
-                self._changes.begin_suspend(lease, "suspend.seat-ended", "the seat of its server has ended")
-            else:
-                self._changes.ask_to_shrink(lease)
+            self._suspend_if_ready(lease, "suspend.seat-ended", "the seat of its server has ended")
+
+    def _suspend_if_ready(self, lease: Lease, reason: str, sentence: str) -> None:
+        if not self._changes.channel_free or not _can_be_saved(self._changes, lease):
+            return
+        retry_ms = lease.retries.suspend_after_ms
+        if retry_ms > self._changes.now_ms:
+            self.recheck_ms = retry_ms if self.recheck_ms is None else min(self.recheck_ms, retry_ms)
+        elif lease.host_need_mib <= self._books.host_left_mib:
+            self._changes.begin_suspend(lease, reason, sentence)
+        else:
+            self._changes.ask_to_shrink(lease)
 
     def end_processes_if_due(self, lease: Lease) -> None:
         """Have the processes of a revoked lease ended if its time is over."""
         now_ms = self._changes.now_ms
         if lease.ends_ms is None or lease.ends_ms > now_ms:
             return
-        lease.ends_ms = now_ms + _AGAIN_MS
+        lease.ends_ms = now_ms + _END_AGAIN_MS
         self._books.mark_changed(lease)
         sentence = "its seat ended, and no other one has taken it over in the time that its pool allows: its processes are ended"
         self._changes.record(lease.lease_id, "seat-ended.over", sentence)
         self._changes.effects.append(EndProcesses(lease_id=lease.lease_id))
 
 
-# -- what is saved before a deadline -----------------------------------------------------------------------------------
-# Which leases are saved before their device goes away, in which order, and from when on.
-#
-# Each lease has a value, the predicted time of its suspend, and the time when its device goes. One swap channel saves one lease after the
-# other, so that a set can be saved if, in the order of their deadlines, each ends in time. The most valuable such set is found by dynamic
-# programming over time (Lawler and Moore 1969, which for one common deadline is the knapsack problem). With several channels, each takes
-# the best set of what the ones before it have left.
-#
-# **Value.** What is lost with a lease is the work that made its state: the time that its cells ran on a device since its process began
-# (`Lease.worked_ms`), and a minute beside, so that a lease that has only loaded something counts, too. Each step of priority doubles it,
-# up to ten steps. Whether a user has written results to a disk meanwhile is not known, so it does not count.
-#
-# **Order.** Idle leases go first, at once: that interrupts nothing. Busy ones follow as late as their swaps allow, since a cell that ends
-# before needs no interruption; but a cell that is interrupted goes on later, while a lease that is late is lost, so that the latest time
-# counts with durations that are hardly ever exceeded. Among equals the most value for each millisecond goes first: if swaps take longer
-# than predicted, the least is lost. A lease that cannot be saved in time is not begun: under a suspend its user could not save anything
-# to a disk either.
-#
-# **Exactness.** The work is bounded: with many leases the time is divided into coarser slots, durations are rounded up to them, and what
-# the rounding left out is added where it fits. Host memory is a second limit. Where the chosen set needs more of it than there is left,
-# the most valuable part that fits is kept, and others are added where both allow.
+def _can_be_saved(changes: Changes, lease: Lease) -> bool:
+    is_resident = lease.state is LeaseState.RESIDENT
+    return is_resident and not lease.is_unsuspendable and not lacks_device(changes.books, lease)
 
 
-_WORK = 100_000  # steps of one decision, about: some 20 ms
-
-
-_LEAST_MS = 60_000
-
-
-_MOST_STEPS = 10
-
-
+# -- saving before a deadline ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A lease on a device that goes away. Times are the arbiter's, ms."""
@@ -229,62 +156,292 @@ class Candidate:
     swap_ms: int  # how long its suspend is predicted to take
     deadline_ms: int  # when it has to be saved
     from_ms: int = 0  # when its suspend may begin: later than now after one that failed
-    cautious_ms: int = (
-        0  # what its suspend hardly ever takes longer than: how early it begins at the latest, where there is time
-    )
+    cautious_ms: int = 0  # what its suspend hardly ever takes longer than: it begins so early if there is time
     host_mib: int = 0
     busy: bool = False  # its suspend interrupts a cell
 
     @property
+    def density(self) -> tuple[int, str]:
+        """Sorts leases by value for each millisecond, the highest first: if swaps take longer than predicted, the least is lost."""
+        return -(self.value << 20) // max(1, self.swap_ms), self.lease_id
+
+    @property
     def urgency(self) -> tuple[int, bool, int, str]:
         """Sorts leases as they are saved: by deadline, idle ones before busy ones, then by value for each millisecond."""
-        return self.deadline_ms, self.busy, -(self.value << 20) // max(1, self.swap_ms), self.lease_id
+        return self.deadline_ms, self.busy, *self.density
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is saved, in order, by channel, with the latest time at which each suspend may begin; and what cannot be saved, with why."""
 
-    channels: tuple[tuple[Candidate, ...], ...] = ()
+    channels: list[list[Candidate]] = field(default_factory=list)
     latest_ms: dict[str, int] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)  # "time" or "host-memory", by lease
 
     @property
     def saved(self) -> list[Candidate]:
         """All that is saved, in order."""
-        return sorted((one for channel in self.channels for one in channel), key=lambda one: one.urgency)
+        return _in_order(one for channel in self.channels for one in channel)
+
+
+MARGIN_MS = 500
+"""Kept free before each deadline, for what happens between the end of a suspend and the news of it."""
+
+LEAST_RETRY_MS = 250
+"""The shortest pause between a suspend that failed and the next attempt."""
+
+_FIRST_RETRY_MS = 1_000
+_MOST_DOUBLINGS = 16
+
+_LOST = "revocation.lost"
+_INTERRUPTED = "revocation.interrupts"
+
+_SAVE_TO_DISK = (
+    "Save to disk now what must not be lost: results, models, tables; the notebook itself is safe. "
+    "What is only in the kernel's memory may be gone then"
+)
+
+
+class Salvage:
+    """Begins suspends before deadlines. `recheck_ms`: when time alone lets, or makes, another one begin.
+
+    The plan is recomputed in every event, so a cell that ends, or a swap that takes longer than predicted, changes it at once. Swap
+    channels serve leases on such devices first: another swap begins only if the next planned suspend can wait for its end.
+    """
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._books = changes.books
+        self._told: dict[str, str] = {}  # by lease: the reason of the last notice to its user
+        self.recheck_ms: int | None = None
+
+    def save(self) -> None:
+        """Begin suspends that are due, keep channels for those that are due soon, and tell users what is lost."""
+        self.recheck_ms, self._changes.kept_channels = None, 0
+        self._books.unsaved.clear()
+        if not self._books.draining and not self._told:
+            return
+        leases = {lease.lease_id: lease for lease in self._leases_to_save()}
+        self._withdraw_notices(leases)
+        while leases:
+            plan = self._plan(leases)
+            begun = self._begin_next(plan, leases)
+            if begun is None:
+                self._tell_users(plan, leases)
+                self._keep_channels(plan)
+                return
+            del leases[begun]
+
+    def _leases_to_save(self) -> Iterator[Lease]:
+        """Yield resident leases whose device goes away, and note the next deadline."""
+        for device in self._books.draining:
+            if device.deadline_ms is None or device.deadline_ms <= self._changes.now_ms:
+                continue
+            self._recheck(device.deadline_ms)
+            for lease in device.holders.values():
+                if lease.state is LeaseState.RESIDENT:
+                    self._hasten_retry(lease)
+                    yield lease
+
+    def _hasten_retry(self, lease: Lease) -> None:
+        """Try a suspend that failed again in time, whatever the pool's `retry_refused_ms`. Repeated, it changes nothing.
+
+        The pause doubles with each failure, but is at most half of the time in which the save can still begin, so the last attempt comes
+        when there is just time for it.
+        """
+        retries, now_ms = lease.retries, self._changes.now_ms
+        if retries.suspend_after_ms <= now_ms:
+            return
+        spare_ms = (self._books.deadline_ms(lease) or now_ms) - MARGIN_MS - self._swap_ms(lease, SUSPEND) - now_ms
+        step_ms = _FIRST_RETRY_MS << min(max(0, retries.failed_suspends - 1), _MOST_DOUBLINGS)
+        after_ms = now_ms + max(LEAST_RETRY_MS, min(step_ms, spare_ms // 2))
+        if after_ms < retries.suspend_after_ms:
+            retries.suspend_after_ms = after_ms
+            self._books.mark_changed(lease)
+
+    def _plan(self, leases: dict[str, Lease]) -> Plan:
+        changes = self._changes
+        candidates = [self._candidate(lease) for lease in leases.values() if _can_be_saved(changes, lease)]
+        free_ms = [changes.now_ms] * max(0, changes.parallel_swaps - len(changes.operations))
+        for operation in changes.operations.values():
+            lease = self._books.leases.get(operation.lease_id)
+            ends_ms = 0 if lease is None else operation.began_ms + self._swap_ms(lease, operation.kind)
+            free_ms.append(max(changes.now_ms, ends_ms))
+        return plan_saving(candidates, free_ms=free_ms, host_left_mib=self._books.host_left_mib)
+
+    def _candidate(self, lease: Lease) -> Candidate:
+        span = self._span(lease, SUSPEND)
+        return Candidate(
+            lease_id=lease.lease_id,
+            value=value_of(lease.worked_ms, lease.spec.priority),
+            swap_ms=self._swap_ms(lease, SUSPEND),
+            # Twice as far up as the bound that one of ten exceeds, and more: an interrupted cell goes on later, a late lease is lost.
+            cautious_ms=span.expected_ms + 2 * max(0, span.high_ms - span.expected_ms) + span.expected_ms // 4,
+            deadline_ms=(self._books.deadline_ms(lease) or 0) - MARGIN_MS,
+            from_ms=lease.retries.suspend_after_ms,
+            host_mib=lease.host_need_mib,
+            busy=lease.is_working,
+        )
+
+    def _swap_ms(self, lease: Lease, kind: str) -> int:
+        """Return how long a swap of the lease is predicted to take: half way from the expected value to the upper bound."""
+        span = self._span(lease, kind)
+        return max(1, span.expected_ms + max(0, span.high_ms - span.expected_ms) // 2)
+
+    def _span(self, lease: Lease, kind: str) -> Span:
+        device = self._books.devices.get(lease.device_id or lease.home_id or "")
+        mib = lease.saved_mib if kind == RESUME else lease.host_need_mib
+        return self._books.forecasts.widest_swap_span(kind, device.spec.name if device is not None else "", mib)
+
+    def _begin_next(self, plan: Plan, leases: dict[str, Lease]) -> str | None:
+        """Begin the next suspend that is due, if a channel is free; return its lease."""
+        if not self._changes.channel_free:
+            return None
+        now_ms, soonest_ms = self._changes.now_ms, None
+        for one in plan.saved:
+            lease, latest_ms = leases[one.lease_id], plan.latest_ms[one.lease_id]
+            if one.from_ms > now_ms:
+                self._recheck(one.from_ms)
+            elif one.busy and latest_ms > now_ms and not self._evicts(lease):
+                self._recheck(latest_ms)
+                soonest_ms = latest_ms if soonest_ms is None else min(soonest_ms, latest_ms)
+            elif one.busy or soonest_ms is None or now_ms + one.swap_ms <= soonest_ms:
+                left = format_duration(max(0, one.deadline_ms + MARGIN_MS - now_ms))
+                self._changes.begin_suspend(lease, "suspend.drain", f"its device goes away in {left}")
+                return lease.lease_id
+        return None
+
+    def _evicts(self, lease: Lease) -> bool:
+        """Return whether an administrator said not to wait for its cell."""
+        devices = self._books.devices
+        return any(devices[one].evict_busy for one in lease.device_ids if one in devices)
+
+    def _keep_channels(self, plan: Plan) -> None:
+        """Keep each channel whose next planned suspend could not wait for the end of the longest other swap."""
+        others = [
+            self._swap_ms(lease, kind)
+            for state, kind in ((LeaseState.SUSPENDED, RESUME), (LeaseState.RESIDENT, SUSPEND))
+            for lease in self._books.in_state(state)
+            if lease.lease_id not in plan.latest_ms
+        ]
+        longest_ms = max(others, default=0)
+        for channel in plan.channels:
+            if channel:
+                keep_from_ms = min(plan.latest_ms[one.lease_id] for one in channel) - longest_ms
+                self._changes.kept_channels += keep_from_ms <= self._changes.now_ms
+                self._recheck(keep_from_ms)
+
+    def _recheck(self, at_ms: int) -> None:
+        if at_ms > self._changes.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
+            self.recheck_ms = at_ms
+
+    def _tell_users(self, plan: Plan, leases: dict[str, Lease]) -> None:
+        """Tell each user once that the state cannot be saved in time, or that the cell will be interrupted for that."""
+        saved = {one.lease_id for one in plan.saved}
+        for lease in leases.values():
+            left = format_duration(max(0, (self._books.deadline_ms(lease) or 0) - self._changes.now_ms))
+            told = self._told.get(lease.lease_id)
+            if lease.lease_id not in saved:
+                if plan.lost.get(lease.lease_id) == "host-memory":
+                    self._changes.ask_to_shrink(lease)
+                self._books.unsaved[lease.lease_id] = why_not = self._why_not(lease, plan)
+                if told != _LOST:
+                    sentence = (
+                        f"The GPU of this kernel goes away in {left}, and its state cannot be saved before: {why_not}. "
+                        f"{_SAVE_TO_DISK}."
+                    )
+                    self._tell(lease, _LOST, sentence)
+            elif lease.is_working and told is None:
+                sentence = (
+                    f"The GPU of this kernel goes away in {left}. If its cell has not ended shortly before, the cell is interrupted: its "
+                    "state moves to host memory, and it goes on when this kernel gets a GPU again."
+                )
+                self._tell(lease, _INTERRUPTED, sentence)
+
+    def _why_not(self, lease: Lease, plan: Plan) -> str:
+        if lease.is_unsuspendable:
+            return lease.unsuspendable_reason
+        if lacks_device(self._books, lease):
+            return "its device answers nothing"
+        need = format_memory(lease.host_need_mib)
+        if plan.lost.get(lease.lease_id) == "host-memory":
+            left = format_memory(max(0, self._books.host_left_mib))
+            return f"it takes {need} of host memory, of which {left} are left, and what is worth more is saved first"
+        span = self._span(lease, SUSPEND)
+        took = format_forecast(span.expected_ms, span.low_ms, span.high_ms)
+        if failed := lease.retries.failed_suspends:
+            times = "once" if failed == 1 else f"{failed} times"
+            return f"saving it failed {times}, and the time is too short for another attempt, which is expected to take {took}"
+        return (
+            f"saving {need} is expected to take {took}, and the time is needed for what is worth more, or is too short"
+        )
+
+    def _tell(self, lease: Lease, reason: str, sentence: str) -> None:
+        self._told[lease.lease_id] = reason
+        self._changes.effects.append(UserTold(lease_id=lease.lease_id, reason=reason, sentence=sentence))
+        self._changes.record(lease.lease_id, reason, sentence)
+
+    def _withdraw_notices(self, leases: dict[str, Lease]) -> None:
+        """Tell users whose device stays after all; forget leases that have left it."""
+        for lease_id in [one for one in self._told if one not in leases]:
+            lease = self._books.leases.get(lease_id)
+            if lease is not None and lease.state is LeaseState.SUSPENDING:
+                continue  # that may fail
+            if lease is not None and lease.state is LeaseState.RESIDENT:
+                if self._books.goes_away(lease):
+                    continue  # the deadline has passed, and the device is still there
+                sentence = "The GPU of this kernel does not go away after all: the notice was withdrawn."
+                self._tell(lease, "revocation.withdrawn", sentence)
+            del self._told[lease_id]
+
+
+# -- what is saved, and when -------------------------------------------------------------------------------------------
+# A swap channel saves one lease after the other, so a set can be saved if, in the order of deadlines, each ends in time. The most valuable
+# such set is found by dynamic programming over time (Lawler and Moore 1969; for one common deadline it is the knapsack problem). With
+# several channels, each takes the best set of what the ones before have left. A lease that cannot be saved in time is not begun: its user
+# could not save anything to a disk during the suspend.
+#
+# The work is bounded: with many leases the time is divided into coarser slots, durations are rounded up to them, and leases that this
+# leaves out are added where they fit. If the set needs more host memory than is left, the most valuable part that fits is kept.
+
+_MOST_STEPS = 100_000  # of one decision: about 20 ms
+_LEAST_WORKED_MS = 60_000  # a lease that has only loaded something counts, too
+_MOST_PRIORITY_STEPS = 10
 
 
 def value_of(worked_ms: int, priority: int) -> int:
-    """Return what a lease is worth: the time its cells have run, ms, and a minute, doubled or halved by each step of priority."""
-    steps = max(-_MOST_STEPS, min(_MOST_STEPS, priority))
-    return max(1, (max(0, worked_ms) + _LEAST_MS) << (_MOST_STEPS + steps))
+    """Return what a lease is worth: the time its cells have run on a device, and a minute, doubled or halved by each step of priority."""
+    steps = max(-_MOST_PRIORITY_STEPS, min(_MOST_PRIORITY_STEPS, priority))
+    return max(1, (max(0, worked_ms) + _LEAST_WORKED_MS) << (_MOST_PRIORITY_STEPS + steps))
 
 
 def plan_saving(candidates: Sequence[Candidate], *, free_ms: Sequence[int], host_left_mib: int) -> Plan:
     """Return what to save. `free_ms`: when each swap channel is free, at the earliest now."""
-    rest, channels = sorted(candidates, key=lambda one: one.urgency), list[list[Candidate]]()
-    starts = sorted(free_ms)
+    rest, channels, starts = _in_order(candidates), list[list[Candidate]](), sorted(free_ms)
     for start_ms in starts:
-        chosen = _best_by_time(rest, start_ms)
+        chosen = _best_in_time(rest, start_ms)
         channels.append(chosen)
-        names = {one.lease_id for one in chosen}
-        rest = [one for one in rest if one.lease_id not in names]
+        rest = [one for one in rest if one not in chosen]
     # What does not fit into host memory leaves the plan first; the time that it leaves is filled with what does.
     channels = _within_host_memory(channels, host_left_mib)
-    channels = _filled(channels, starts, candidates, host_left_mib)
-    kept = {one.lease_id for channel in channels for one in channel}
-    left_mib = host_left_mib - sum(one.host_mib for channel in channels for one in channel)
-    lost = {
-        one.lease_id: "host-memory" if one.host_mib > left_mib and _fits_time([one], min(starts, default=0)) else "time"
-        for one in sorted(candidates, key=lambda one: one.urgency)
-        if one.lease_id not in kept
-    }
-    latest = {name: at_ms for channel in channels for name, at_ms in _latest(channel).items()}
-    return Plan(tuple(map(tuple, channels)), latest, lost)
+    _fill(channels, starts, candidates, host_left_mib)
+    plan = Plan(channels)
+    left_mib = host_left_mib - sum(one.host_mib for one in plan.saved)
+    for channel in channels:
+        plan.latest_ms.update(_latest_ms(channel))
+    for one in candidates:
+        if one.lease_id not in plan.latest_ms:
+            lacks_memory = one.host_mib > left_mib and _ends_in_time([one], min(starts, default=0))
+            plan.lost[one.lease_id] = "host-memory" if lacks_memory else "time"
+    return plan
 
 
-def _fits_time(ordered: Sequence[Candidate], start_ms: int) -> bool:
+def _in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=lambda one: one.urgency)
+
+
+def _ends_in_time(ordered: Sequence[Candidate], start_ms: int) -> bool:
     """Return whether all end in time, one after the other in this order."""
     for one in ordered:
         start_ms = max(start_ms, one.from_ms) + one.swap_ms
@@ -293,26 +450,23 @@ def _fits_time(ordered: Sequence[Candidate], start_ms: int) -> bool:
     return True
 
 
-def _best_by_time(ordered: Sequence[Candidate], start_ms: int) -> list[Candidate]:
+def _best_in_time(ordered: Sequence[Candidate], start_ms: int) -> list[Candidate]:
     """Return the most valuable set that one channel saves in time, in order."""
-    if _fits_time(ordered, start_ms):
+    if _ends_in_time(ordered, start_ms):
         return list(ordered)
-    able = [one for one in ordered if _fits_time([one], start_ms)]
+    able = [one for one in ordered if _ends_in_time([one], start_ms)]
     if not able:
         return []
-    exact = _best_in_slots(able, start_ms)
-    dense = list[Candidate]()
-    for one in sorted(able, key=lambda one: (one.urgency[2], one.lease_id)):
-        trial = sorted([*dense, one], key=lambda one: one.urgency)
-        if _fits_time(trial, start_ms):
-            dense = trial
-    return max(exact, dense, key=_value)  # the second is better only where the slots are coarse
+    dense: list[list[Candidate]] = [[]]
+    _fill(dense, [start_ms], able, sum(one.host_mib for one in able))
+    # The second is better only if the slots are coarse.
+    return max(_best_in_slots(able, start_ms), dense[0], key=lambda chosen: sum(one.value for one in chosen))
 
 
 def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
     """Return the most valuable set with durations in slots: `best[t]` is the most whose suspends take t slots together; -1: none does."""
     horizon_ms = able[-1].deadline_ms - start_ms
-    slot_ms = max(1, -(-horizon_ms * len(able) // _WORK))
+    slot_ms = max(1, -(-horizon_ms * len(able) // _MOST_STEPS))
     slots = horizon_ms // slot_ms
     best, taken = [0] + [-1] * slots, list[list[bool]]()
     # A channel waits for one that may begin only later: that counts as a part of its suspend.
@@ -334,7 +488,7 @@ def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
 
 
 def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[list[Candidate]]:
-    """Return the most valuable part that fits in host memory."""
+    """Return the most valuable part that fits in host memory: the same problem, with memory instead of time."""
     chosen = [one for channel in channels for one in channel]
     if sum(one.host_mib for one in chosen) <= left_mib:
         return channels
@@ -342,282 +496,31 @@ def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[
         Candidate(lease_id=one.lease_id, value=one.value, swap_ms=max(1, one.host_mib), deadline_ms=max(0, left_mib))
         for one in chosen
     ]
-    kept = {one.lease_id for one in _best_by_time(sorted(as_time, key=lambda one: one.urgency), 0)}
+    kept = {one.lease_id for one in _best_in_time(_in_order(as_time), 0)}
     return [[one for one in channel if one.lease_id in kept] for channel in channels]
 
 
-def _filled(
+def _fill(
     channels: list[list[Candidate]], starts: Sequence[int], candidates: Sequence[Candidate], left_mib: int
-) -> list[list[Candidate]]:
-    """Add what was left out and fits in time and host memory, the most valuable for its time first."""
+) -> None:
+    """Add to the channels what they leave out and what fits in time and host memory, the most valuable for its time first."""
     kept = {one.lease_id for channel in channels for one in channel}
     left_mib -= sum(one.host_mib for channel in channels for one in channel)
-    for one in sorted(candidates, key=lambda one: (one.urgency[2], one.lease_id)):
+    for one in sorted(candidates, key=lambda one: one.density):
         if one.lease_id in kept or one.host_mib > left_mib:
             continue
         for place, start_ms in enumerate(starts):
-            trial = sorted([*channels[place], one], key=lambda one: one.urgency)
-            if _fits_time(trial, start_ms):
-                channels[place] = trial
+            longer = _in_order([*channels[place], one])
+            if _ends_in_time(longer, start_ms):
+                channels[place] = longer
                 left_mib -= one.host_mib
                 break
-    return channels
 
 
-def _latest(channel: Sequence[Candidate]) -> dict[str, int]:
+def _latest_ms(channel: Sequence[Candidate]) -> dict[str, int]:
     """Return when each suspend of a channel has to begin at the latest."""
     found, after_ms = dict[str, int](), None
     for one in reversed(channel):
         ends_ms = one.deadline_ms if after_ms is None else min(one.deadline_ms, after_ms)
         found[one.lease_id] = after_ms = ends_ms - max(one.swap_ms, one.cautious_ms)
     return found
-
-
-def _value(chosen: Sequence[Candidate]) -> int:
-    return sum(one.value for one in chosen)
-
-
-# -- saving before a deadline ------------------------------------------------------------------------------------------
-# Saving what can be saved before a device goes away: a drain with a deadline.
-#
-# `revoke` says what is saved, in which order and from when on; the plan is made anew in every event, so a cell that ends, a swap
-# that takes longer than predicted or a second device changes it at once. Pins do not protect from it, nor does minimum residency.
-#
-# - Swap channels are for leases on such devices first: another swap begins only if the next planned suspend can wait for its end.
-# - A user is told once (`UserTold`) that the kernel cannot be saved in time, or that its cell will be interrupted for the save.
-# - A suspend that failed is tried again after a second, twice as long each time, but never after more than half of the time in which the
-#   save can still begin: the last attempt comes when there is just time for it. The pool's `retry_refused` does not delay it.
-# - From the deadline on the device is drained like any other.
-
-
-MARGIN_MS = 500
-"""Kept free before each deadline: what is between the end of a suspend and the news of it, and the like."""
-
-
-LEAST_RETRY_MS = 250
-"""The shortest pause between a suspend that failed and the next attempt."""
-
-
-_FIRST_RETRY_MS = 1_000
-
-
-_MOST_DOUBLINGS = 16
-
-
-_LOST = "revocation.lost"
-
-
-_LATER = "revocation.interrupts"
-
-
-_SAVE_TO_DISK = (
-    "Save to disk now what must not be lost: results, models, tables; the notebook itself is safe. "
-    "What is only in the kernel's memory may be gone then"
-)
-
-
-class Salvage:
-    """Begins suspends before deadlines. `recheck_ms`: when time alone lets, or makes, another one begin."""
-
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-        self._books = changes.books
-        self._told: dict[str, str] = {}  # reason of what the lease's user was told last
-        self.recheck_ms: int | None = None
-
-    def save(self) -> None:
-        """Begin the suspends that are to begin now, keep channels for those that are to begin soon, and tell users what is lost."""
-        self.recheck_ms, self._changes.kept_channels = None, 0
-        self._books.unsaved.clear()
-        if not self._books.draining and not self._told:
-            return
-        leases = {lease.lease_id: lease for lease in self._leases()}
-        self._withdraw(leases)
-        while leases:
-            plan = self._plan(leases)
-            begun = self._begin_next(plan, leases)
-            if begun is None:
-                self._tell(plan, leases)
-                self._keep_channels(plan)
-                return
-            del leases[begun]
-
-    # -- which leases ----------------------------------------------------------------------------------------------------------
-
-    def _leases(self) -> Iterator[Lease]:
-        """Yield resident leases whose device goes away, each once, and note the next deadline."""
-        found = set[str]()
-        for device in self._books.draining:
-            if device.deadline_ms is None or device.deadline_ms <= self._changes.now_ms:
-                continue
-            self._recheck(device.deadline_ms)
-            for lease in device.holders.values():
-                if lease.state is LeaseState.RESIDENT and lease.lease_id not in found:
-                    found.add(lease.lease_id)
-                    self._hasten_retry(lease)
-                    yield lease
-
-    def _hasten_retry(self, lease: Lease) -> None:
-        """Shorten the pause after a failed suspend, so that the next attempt can end before the deadline. Repeated, it changes nothing."""
-        retries, now_ms = lease.retries, self._changes.now_ms
-        if retries.suspend_after_ms <= now_ms:
-            return
-        spare_ms = (self._books.deadline_ms(lease) or now_ms) - MARGIN_MS - self._swap_ms(lease, SUSPEND) - now_ms
-        step_ms = _FIRST_RETRY_MS << min(max(0, retries.failed_suspends - 1), _MOST_DOUBLINGS)
-        after_ms = now_ms + max(LEAST_RETRY_MS, min(step_ms, spare_ms // 2))
-        if after_ms < retries.suspend_after_ms:
-            retries.suspend_after_ms = after_ms
-            self._books.mark_changed(lease)
-
-    def _can_be_saved(self, lease: Lease) -> bool:
-        return not lease.is_unsuspendable and not lacks_device(self._books, lease)
-
-    def _plan(self, leases: dict[str, Lease]) -> Plan:
-        changes = self._changes
-        candidates = [self._candidate(lease) for lease in leases.values() if self._can_be_saved(lease)]
-        free_ms = [
-            self._ends_ms(operation.lease_id, operation.kind, operation.began_ms)
-            for operation in changes.operations.values()
-        ]
-        free_ms += [changes.now_ms] * max(0, changes.parallel_swaps - len(free_ms))
-        return plan_saving(candidates, free_ms=free_ms, host_left_mib=self._books.host_left_mib)
-
-    def _candidate(self, lease: Lease) -> Candidate:
-        return Candidate(
-            lease_id=lease.lease_id,
-            value=value_of(lease.worked_ms, lease.spec.priority),
-            swap_ms=self._swap_ms(lease, SUSPEND),
-            cautious_ms=self._cautious_ms(lease),
-            deadline_ms=(self._books.deadline_ms(lease) or 0) - MARGIN_MS,
-            from_ms=lease.retries.suspend_after_ms,
-            host_mib=lease.host_need_mib,
-            busy=lease.is_working,
-        )
-
-    def _swap_ms(self, lease: Lease, kind: str) -> int:
-        """Return how long a swap of the lease is predicted to take: half way from the expected value to the upper bound."""
-        span = self._span(lease, kind)
-        return max(1, span.expected_ms + max(0, span.high_ms - span.expected_ms) // 2)
-
-    def _cautious_ms(self, lease: Lease) -> int:
-        """Return what its suspend hardly ever takes longer than: twice as far up as the bound that one of ten exceeds, and more."""
-        span = self._span(lease, SUSPEND)
-        return span.expected_ms + 2 * max(0, span.high_ms - span.expected_ms) + span.expected_ms // 4
-
-    def _span(self, lease: Lease, kind: str) -> Span:
-        device = self._books.devices.get(lease.device_id or lease.home_id or "")
-        mib = lease.saved_mib if kind == RESUME else lease.host_need_mib
-        return self._books.forecasts.widest_swap_span(kind, device.spec.name if device is not None else "", mib)
-
-    def _ends_ms(self, lease_id: str, kind: str, began_ms: int) -> int:
-        lease, now_ms = self._books.leases.get(lease_id), self._changes.now_ms
-        return now_ms if lease is None else max(now_ms, began_ms + self._swap_ms(lease, kind))
-
-    # -- what begins -----------------------------------------------------------------------------------------------------------
-
-    def _begin_next(self, plan: Plan, leases: dict[str, Lease]) -> str | None:
-        """Begin the next suspend that is to begin now, if a channel is free; return its lease."""
-        if not self._changes.channel_free:
-            return None
-        now_ms, soonest_ms = self._changes.now_ms, None
-        for one in plan.saved:
-            lease, latest_ms = leases[one.lease_id], plan.latest_ms[one.lease_id]
-            if lease.retries.suspend_after_ms > now_ms:
-                self._recheck(lease.retries.suspend_after_ms)
-            elif one.busy and latest_ms > now_ms and not self._evicts(lease):
-                self._recheck(latest_ms)
-                soonest_ms = latest_ms if soonest_ms is None else min(soonest_ms, latest_ms)
-            elif one.busy or soonest_ms is None or now_ms + one.swap_ms <= soonest_ms:
-                left = format_duration(max(0, one.deadline_ms + MARGIN_MS - now_ms))
-                self._changes.begin_suspend(lease, "suspend.drain", f"its device goes away in {left}")
-                return lease.lease_id
-        return None
-
-    def _evicts(self, lease: Lease) -> bool:
-        """Return whether an administrator said not to wait for its cell."""
-        devices = self._books.devices
-        return any(devices[one].evict_busy for one in lease.device_ids if one in devices)
-
-    def _keep_channels(self, plan: Plan) -> None:
-        """Keep a channel for each whose next planned suspend could not wait for the end of the longest other swap."""
-        if not any(plan.channels):
-            return
-        others = [
-            self._swap_ms(lease, kind)
-            for state, kind in ((LeaseState.SUSPENDED, RESUME), (LeaseState.RESIDENT, SUSPEND))
-            for lease in self._books.in_state(state)
-            if lease.lease_id not in plan.latest_ms
-        ]
-        longest_ms = max(others, default=0)
-        for channel in plan.channels:
-            if channel:
-                keep_from_ms = min(plan.latest_ms[one.lease_id] for one in channel) - longest_ms
-                self._changes.kept_channels += keep_from_ms <= self._changes.now_ms
-                self._recheck(keep_from_ms)
-
-    def _recheck(self, at_ms: int) -> None:
-        if at_ms > self._changes.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
-            self.recheck_ms = at_ms
-
-    # -- what users are told ---------------------------------------------------------------------------------------------------
-
-    def _tell(self, plan: Plan, leases: dict[str, Lease]) -> None:
-        saved = {one.lease_id for one in plan.saved}
-        for lease in leases.values():
-            left = format_duration(max(0, (self._books.deadline_ms(lease) or 0) - self._changes.now_ms))
-            if lease.lease_id not in saved:
-                if plan.lost.get(lease.lease_id) == "host-memory":
-                    self._changes.ask_to_shrink(lease)
-                self._books.unsaved[lease.lease_id] = why_not = self._why_not(lease, plan)
-                sentence = (
-                    f"The GPU of this kernel goes away in {left}, and its state cannot be saved before: {why_not}. "
-                    f"{_SAVE_TO_DISK}."
-                )
-                self._tell_once(lease, _LOST, sentence)
-            elif lease.is_working:
-                sentence = (
-                    f"The GPU of this kernel goes away in {left}. If its cell has not ended shortly before, the cell is interrupted: its "
-                    "state moves to host memory, and it goes on when this kernel gets a GPU again."
-                )
-                self._tell_once(lease, _LATER, sentence)
-
-    def _why_not(self, lease: Lease, plan: Plan) -> str:
-        if lease.is_unsuspendable:
-            return lease.unsuspendable_reason
-        if lacks_device(self._books, lease):
-            return "its device answers nothing"
-        need = format_memory(lease.host_need_mib)
-        if plan.lost.get(lease.lease_id) == "host-memory":
-            left = format_memory(max(0, self._books.host_left_mib))
-            return f"it takes {need} of host memory, of which {left} are left, and what is worth more is saved first"
-        span = self._span(lease, SUSPEND)
-        took = format_forecast(span.expected_ms, span.low_ms, span.high_ms)
-        if failed := lease.retries.failed_suspends:
-            times = "once" if failed == 1 else f"{failed} times"
-            return f"saving it failed {times}, and the time is too short for another attempt, which is expected to take {took}"
-        return (
-            f"saving {need} is expected to take {took}, and the time is needed for what is worth more, or is too short"
-        )
-
-    def _tell_once(self, lease: Lease, reason: str, sentence: str) -> None:
-        if self._told.get(lease.lease_id) in {reason, _LOST}:
-            return
-        self._told[lease.lease_id] = reason
-        self._tell_now(lease, reason, sentence)
-
-    def _tell_now(self, lease: Lease, reason: str, sentence: str) -> None:
-        self._changes.effects.append(UserTold(lease_id=lease.lease_id, reason=reason, sentence=sentence))
-        self._changes.record(lease.lease_id, reason, sentence)
-
-    def _withdraw(self, leases: dict[str, Lease]) -> None:
-        """Tell those whose device stays after all; forget those that have left it."""
-        for lease_id in [one for one in self._told if one not in leases]:
-            lease = self._books.leases.get(lease_id)
-            if lease is not None and lease.state is LeaseState.SUSPENDING:
-                continue  # that may fail
-            if lease is not None and lease.state is LeaseState.RESIDENT:
-                if self._books.goes_away(lease):
-                    continue  # the deadline has passed, and the device is still there
-                sentence = "The GPU of this kernel does not go away after all: the notice was withdrawn."
-                self._tell_now(lease, "revocation.withdrawn", sentence)
-            del self._told[lease_id]

@@ -18,7 +18,7 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.move import ComputeRelief, IdlePacking, move_on_request
 from fractional_gpu.core.queue import QueuePass
 from fractional_gpu.core.resize import MemoryCaps, Resizer
-from fractional_gpu.core.revoke import DeviceDrains, Revocations, Salvage
+from fractional_gpu.core.revoke import Departures, Salvage
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Lease, Reason
 from fractional_gpu.core.suspend import lacks_device
@@ -39,11 +39,10 @@ class Scheduler:
         self._last_pass: QueuePass | None = None  # over the queue, in the event in hand
         self._recheck_ms: int | None = None  # when the last pass asked to be repeated
         self.memory_caps = MemoryCaps(changes)
-        self.drains = DeviceDrains(changes)
+        self.departures = Departures(changes)
         self.salvage = Salvage(changes)
         self.pins = Pins(changes)
         self.resizer = Resizer(changes)
-        self.revocations = Revocations(changes)
         self.start_reservations = StartReservations(changes)
         self.expectations = Expectations(changes)
         self._early_resumes = EarlyResumes(changes)
@@ -59,8 +58,7 @@ class Scheduler:
         self.salvage.save()
         self._suspend_asked()
         self._suspend_breaching()
-        self.drains.suspend_ready()
-        self.revocations.suspend_ready()
+        self.departures.suspend_ready()
         self.start_reservations.reclaim_lapsed(first=True)
         self.start_reservations.file_parked()
         self._serve_tickets()
@@ -110,9 +108,8 @@ class Scheduler:
             self._changes.forecast_recorder.recheck_ms,
             self._changes.idle_costs.recheck_ms,
             self._packing.recheck_ms,
-            self.drains.recheck_ms,
+            self.departures.recheck_ms,
             self.salvage.recheck_ms,
-            self.revocations.recheck_ms,
             self.memory_caps.due_ms(),
         )
         return min((at_ms for at_ms in due if at_ms is not None and at_ms > self._changes.now_ms), default=None)
@@ -128,11 +125,11 @@ class Scheduler:
                 continue
             if lease.retries.resume_paused and lease.retries.resume_after_ms <= now_ms:
                 self._changes.unpause_resume(lease)
-            if lease.pinned_until_ms and lease.pinned_until_ms <= now_ms:
-                self.pins.unpin(lease, "pin.over", "its pin is over")
+            if lease.pinned_until_ms <= now_ms:
+                self.pins.end(lease, "its pin is over", reason="pin.over")
             self.expectations.take_due(lease)
             self.start_reservations.mark_lapsed(lease)
-            self.revocations.end_processes_if_due(lease)
+            self.departures.end_processes_if_due(lease)
             self._announce(lease)
 
     def _announce(self, lease: Lease) -> None:
@@ -159,8 +156,7 @@ class Scheduler:
                 self._changes.decline_suspend(lease, wait.code, wait.sentence)
             elif self._changes.channel_free:
                 by = lease.suspend_requested_by
-                if lease.pinned_until_ms:
-                    self.pins.unpin(lease, "pin.ended", f"its pin ended because of {by}")
+                self.pins.end(lease, f"its pin ended because of {by}")
                 self._changes.begin_suspend(lease, "suspend.asked", f"suspended because of {by}")
 
     def move_requested(self, lease: Lease, device_id: str | None) -> None:
@@ -170,8 +166,8 @@ class Scheduler:
         )
         if wait:
             self._changes.decline(lease, wait.code, wait.sentence, about="move")
-        elif lease.pinned_until_ms:
-            self.pins.unpin(lease, "pin.ended", "an administrator has it moved, which ends its pin")
+        else:
+            self.pins.end(lease, "an administrator has it moved, which ends its pin")
 
     def _suspend_breaching(self) -> None:
         for lease in self.memory_caps.enforce():
