@@ -105,8 +105,7 @@ TABLES: Final = {
         "python -m tests.benchmarks.sensitivity",
         {"load": "{load}", "GPUs needed": "{devices needed}", "waited, %": "{waited, %}"},
     ),
-    "policies": Table("benchmarks.md", f"python -m {_POLICIES}", _SETTING, rows=_SETTINGS),
-    "policies-one-gpu": Table("benchmarks.md", f"python -m {_POLICIES}{_ONE_GPU}", _SETTING, rows=_SETTINGS),
+    "policies": Table("benchmarks.md", f"python -m {_POLICIES}{_ONE_GPU}", _SETTING, rows=_SETTINGS),
     "foresight": Table(
         "benchmarks.md",
         "python -m tests.benchmarks.foresight",
