@@ -1,20 +1,17 @@
 """When an idle lease leaves though no ticket needs its room: after a fixed time, or when holding costs more than coming back."""
 
 from dataclasses import replace
-from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.effects import Effect, Recorded
 from fractional_gpu.core.events import Attached, LeaseRequested
-from fractional_gpu.core.forecasts.estimators import DURATIONS, OCTAVES, RATE_BITS, STEP, HoldCosts, leave_after_ms
-from fractional_gpu.core.forecasts.wait_prices import LEAST_WAITS, MOST_WAITS
+from fractional_gpu.core.forecasts.estimators import RATE_BITS, STEP, HoldCosts
 from fractional_gpu.core.idle import IdleCosts
-from fractional_gpu.core.model import Compute, Foresight, LeaseState, PoolSpec
-from fractional_gpu.core.place import crowding_ms
+from fractional_gpu.core.model import Foresight, LeaseState, PoolSpec
 from fractional_gpu.core.state.books import Books
-from fractional_gpu.core.state.leases import Device, Lease, Ticket
+from fractional_gpu.core.state.leases import Lease, Ticket
 from tests.core.driving import Hand, device, pool, spec
 
 HOUR_MS = 3_600_000
@@ -42,19 +39,6 @@ def stay(world: Hand, most_ms: int) -> tuple[int, list[Effect]]:
     return most_ms, []
 
 
-def habit(world: Hand, gap_ms: int, times: int = 30) -> None:
-    """Have "a" run a cell again and again, with gaps of that length between them."""
-    for _ in range(times):
-        stayed_ms, effects = stay(world, gap_ms)
-        if effects:
-            world.saved(effects)
-            world.wait(gap_ms - stayed_ms)
-        effects = world.want("a")
-        if world.resumes(effects):
-            world.restored(effects)
-        world.work("a")
-
-
 def test_no_kernel_leaves_while_holding_costs_nothing() -> None:
     world = Hand(pools=[auto()])
     world.run("a")
@@ -69,50 +53,6 @@ def test_a_kernel_leaves_sooner_the_dearer_its_share_and_the_cheaper_a_persons_t
         stays.append(stay(world, 1000 * HOUR_MS)[0])
     assert stays == sorted(stays, reverse=True)
     assert stays[0] > stays[2] > stays[-1]
-
-
-def test_a_kernel_is_held_over_the_gaps_that_it_usually_makes_and_not_much_longer() -> None:
-    world = Hand(pools=[auto(hold=2.5, wait=2000)])  # a resume is worth some 16 minutes
-    world.run("a")
-    habit(world, 5 * MINUTE_MS)
-    assert 4 * MINUTE_MS <= stay(world, HOUR_MS)[0] <= 9 * MINUTE_MS
-
-
-def test_a_kernel_whose_gaps_are_all_long_leaves_soon() -> None:
-    usual, sparse = (Hand(pools=[auto(hold=2.5, wait=2000)]) for _ in range(2))
-    for world in (usual, sparse):
-        world.run("a")
-    habit(sparse, 8 * HOUR_MS, times=20)
-    assert stay(sparse, HOUR_MS)[0] < stay(usual, HOUR_MS)[0]
-
-
-@given(
-    weights=st.lists(st.integers(0, 50), min_size=DURATIONS.size, max_size=DURATIONS.size),
-    hold=st.integers(0, 10**9),
-    back=st.integers(0, 10**13),
-)
-def test_the_chosen_time_costs_no_more_than_any_other(weights: list[int], hold: int, back: int) -> None:
-    totals, lows, times = list(accumulate(weights)), DURATIONS.lows, (0, *OCTAVES)
-    reach = [totals[-1], *(totals[-1] - totals[DURATIONS.bucket(at) - 1] for at in OCTAVES)]  # gaps at least so long
-
-    def cost(leaves_ms: int) -> int:
-        """Twice the cost of all gaps: those that end between two times end halfway, on average."""
-        last = times.index(leaves_ms)
-        held = sum((reach[at] + reach[at + 1]) * (times[at + 1] - times[at]) for at in range(last))
-        return hold * held + 2 * back * reach[last]
-
-    def exact(leaves_ms: int) -> float:
-        """The cost of all gaps, with every time that the histogram tells apart."""
-        spent = 0.0
-        for place, weight in enumerate(weights[:-1]):
-            low, high = lows[place], lows[place + 1]
-            held = leaves_ms if high > leaves_ms else (low + high) / 2
-            spent += weight * (hold * held + (back if high > leaves_ms else 0))
-        return spent + weights[-1] * (hold * leaves_ms + back)
-
-    chosen = leave_after_ms(totals, hold=hold, back=back)
-    assert cost(chosen) == min(map(cost, times))
-    assert exact(chosen) <= 2 * min(map(exact, lows[:-1])) + OCTAVES[0] * hold * sum(weights)  # the price of octaves
 
 
 def test_a_fixed_time_is_kept_whatever_holding_costs() -> None:
@@ -190,125 +130,34 @@ def test_what_another_pools_kernels_take_from_each_other_makes_no_kernel_leave()
     assert world.state("c") is LeaseState.RESIDENT
 
 
-def lost_ms(elsewhere_mib: int, policy: PoolSpec) -> int:
-    """What is lost by a cell beside a busy one on d0 while an idle lease holds so much of the 1000 MiB of d1."""
+def rate_after_a_ticket(count: int, saves_ms: int) -> int:
+    """What `hold_rate` is after a ticket for so many devices waited 40 s, part of it for idle leases to be saved."""
     books = Books()
-    books.pools[policy.name] = policy
-    for name in policy.devices:
-        books.add_device(Device(spec=device(name)))
-    for name, device_id, mib, busy in (
-        ("a", "d0", 100, True),
-        ("b", "d1", elsewhere_mib, False),
-        ("c", "d0", 200, True),
-    ):
-        lease = Lease(spec=spec(name, mib), state=LeaseState.RESIDENT, busy=busy, let_in=busy)
-        books.add(lease)
-        lease.demand_milli = 900
-        books.set_reservation(lease, (device_id,), mib)
-    return crowding_ms(books, books.leases["c"])
-
-
-def test_a_cell_beside_a_busy_one_loses_time_by_idle_memory_on_a_free_device() -> None:
-    policy = replace(auto(), devices=("d0", "d1"), compute=Compute.SPREAD, may_move=True)
-    assert lost_ms(900, policy) > 0
-    assert lost_ms(100, policy) == 0  # d1 had room: memory was not the reason
-    assert lost_ms(900, replace(policy, compute=Compute.PACK)) == 0  # no pool that spreads
-
-
-def rate_after_a_ticket(count: int, *, devices: int = 10, usual_wait_ms: int = 1000) -> int:
-    """What `hold_rate` is after a ticket for so many devices waited 40 s, 30 s of them for idle leases to be saved."""
-    books = Books()
-    names = tuple(f"d{number}" for number in range(devices))
-    books.pools["p"] = replace(auto(), devices=names, compute=Compute.PACK)
-    for name in names:
-        books.add_device(Device(spec=device(name)))
+    books.pools["p"] = auto()
     lease = Lease(spec=replace(spec("a"), devices=count, fraction_milli=1000), state=LeaseState.RESIDENT)
     books.add(lease)
-    for _ in range(LEAST_WAITS):
-        books.forecasts.wait_prices.learn("p", usual_wait_ms)
     books.now_ms = 40_000
-    IdleCosts(books).granted(lease, Ticket(order=1, asked_ms=0, saves_ms=30_000))
+    IdleCosts(books).granted(lease, Ticket(order=1, asked_ms=0, saves_ms=saves_ms))
     return books.forecasts.hold_rate("p")
 
 
-def test_a_long_wait_counts_more_than_one_of_the_usual_length() -> None:
-    usual, long = rate_after_a_ticket(1, usual_wait_ms=60_000), rate_after_a_ticket(1)
-    assert long > 5 * usual > 0
+def test_only_waits_for_idle_leases_count_and_those_for_several_devices_less() -> None:
+    one, two, four = (rate_after_a_ticket(count, 30_000) for count in (1, 2, 4))
+    assert one > two > four > rate_after_a_ticket(1, 0) == 0
 
 
-def test_long_waits_for_several_devices_count_where_that_is_less_than_half_of_the_pool() -> None:
-    one, two, four, five = (rate_after_a_ticket(count) for count in (1, 2, 4, 5))
-    assert one > two > four > five == 0
-    assert rate_after_a_ticket(2, usual_wait_ms=60_000) == 0
-    assert rate_after_a_ticket(2, devices=2) == 0
-
-
-def leaves_after_ms(policy: PoolSpec, usual_wait_ms: int, *, channel_ms: int = 0) -> int:
-    """How long "a" stays in a pool with such waits, also for a swap channel, where holding is known to cost others time."""
-    world = Hand(pools=[policy])
+def leaves_after_ms(lost_ms: int) -> int:
+    """How long "a" stays where a cell after the other loses so much time by the same idle memory."""
+    world = Hand(pools=[auto()])
     world.run("a")
-    forecasts = world.arbiter.forecasts
-    for _ in range(MOST_WAITS):
-        forecasts.wait_prices.learn("p", usual_wait_ms)
-        forecasts.wait_prices.learn_return("p", 1000, channel_ms)
-        forecasts.hold_seen("p", 1000, 40_000 * MINUTE_MS)
-    return stay(world, 100 * HOUR_MS)[0]
+    for _ in range(200):
+        world.arbiter.forecasts.hold_seen("p", lost_ms, 40_000 * MINUTE_MS)
+    return stay(world, 1000 * HOUR_MS)[0]
 
 
-def test_an_idle_kernel_stays_longer_where_its_own_return_would_be_a_long_wait() -> None:
-    assert leaves_after_ms(auto(), 60_000) < leaves_after_ms(auto(), 10)
-
-
-def test_an_idle_kernel_stays_longer_where_returns_wait_for_a_swap_channel() -> None:
-    assert leaves_after_ms(auto(), 60_000) < leaves_after_ms(auto(), 60_000, channel_ms=60_000)
-
-
-def test_a_wait_includes_the_restore_of_what_was_saved() -> None:
-    waits = []
-    for saved_mib in (100, 10_000):
-        books = Books()
-        books.pools["p"] = auto()
-        lease = Lease(spec=spec("a"), state=LeaseState.SUSPENDED, saved_mib=saved_mib)
-        books.add(lease)
-        books.now_ms = 5000
-        IdleCosts(books).granted(lease, Ticket(order=1, asked_ms=1000))
-        waits.append(books.forecasts.wait_prices.of("p").recent[0])
-    assert 4000 < waits[0] < waits[1]
-
-
-def queued_ms(*, asks_during_the_save: bool) -> int:
-    """What queueing for a channel is taken to cost after "a" has come back, that asked while it was saved for "b" or later."""
-    world = started(Hand(pools=[auto()]), "b")
-    world.idle("a")
-    world.wait(10 * MINUTE_MS)
-    saving = world.want("b")
-    if asks_during_the_save:
-        world.want("a")
-    world.wait(500)
-    world.saved(saving)
-    world.work("b")
-    world.wait(10 * MINUTE_MS)
-    effects = world.rest("b")
-    if not asks_during_the_save:
-        effects = world.want("a")
-    assert world.resumes(world.saved(effects)) == [("a", "d0")]
-    return world.arbiter.forecasts.wait_prices.of("p").queued_ms
-
-
-def test_a_return_is_seen_to_wait_for_the_swap_channel_if_that_is_in_use_when_it_is_asked_for() -> None:
-    assert queued_ms(asks_during_the_save=True) > 0
-    assert queued_ms(asks_during_the_save=False) == 0
-
-
-def test_with_a_price_for_holding_all_waits_count_alike() -> None:
-    priced = auto(hold=0.01)
-    assert leaves_after_ms(priced, 60_000) == leaves_after_ms(priced, 10)
-
-
-def test_cells_that_find_room_at_once_are_waits_of_no_time() -> None:
-    world = started(Hand(device(memory_mib=2000), pools=[auto()]), "a", "b")
-    take_turns(world, "a", "b", times=30)
-    assert list(world.arbiter.forecasts.wait_prices.of("p").recent) == [0] * 30
+def test_a_kernel_leaves_sooner_the_more_others_lose_by_the_memory_of_idle_ones() -> None:
+    rarely, often = leaves_after_ms(100), leaves_after_ms(10_000)
+    assert 1000 * HOUR_MS > rarely > 50 * often > 0
 
 
 def test_losses_fade_with_cells_and_are_not_made_of_one() -> None:

@@ -232,8 +232,7 @@ class Changes:
     def new_ticket(self, *, first: bool = False) -> Ticket:
         """Return a ticket with the next place, or with one before all others of its priority."""
         order = self._next_order - _FIRST if first else self._next_order
-        left_ms = () if self.channel_free else map(self.idle_costs.swap_left_ms, self.operations.values())
-        ticket = Ticket(order=order, asked_ms=self.now_ms, channel_ms=min(left_ms, default=0))
+        ticket = Ticket(order=order, asked_ms=self.now_ms)
         self._next_order += 1
         return ticket
 

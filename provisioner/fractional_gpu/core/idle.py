@@ -1,32 +1,30 @@
 """When an idle lease is suspended though no ticket needs its room.
 
-A pool says after how long (`idle_after_ms`), or that the arbiter decides (`idle_auto`). Then a lease holds its devices for as long as
-that is expected to cost less than to come back. Coming back costs a person the time of a resume; in a pool that names no price for
-holding, more if that is a long wait there, and with what it waits for a swap channel on average (`wait_prices`). Holding costs
+A pool says after how long (`idle_after_ms`), or that the arbiter decides (`idle_auto`). In that case a lease leaves as soon as holding its
+room has cost as much as coming back will cost. This is the ski-rental problem: whenever the next cell comes, both together are at most
+twice what the better choice would have cost.
 
-- the lease's share of a device for each hour, by the pool's price, and
-- what cells lose because idle leases hold memory, as learnt (`HoldCosts`): tickets wait until an idle lease is saved for them, and cells
-  share a device with busy neighbours because idle leases hold the memory of a less busy one (`crowding_ms`). Each MiB that idle leases of
-  the pool hold bears its part.
+- Coming back costs the time of its resume.
+- Holding costs the time that other cells lose by it, as learnt (`HoldCosts`): for how long tickets waited until idle leases were saved for
+  them, spread over the memory that idle leases of the pool held meanwhile. It counts `_LOST_COUNTS` times.
+- A pool may also name a price for holding a device (`hold_price`), next to the price of waiting (`wait_price`).
 
-While holding costs nothing, no lease leaves: what a ticket needs it takes anyway. In a pool where tickets find room at once, that is so.
-
-This is the ski-rental problem with a known distribution (Karlin et al., "Competitive randomized algorithms for non-uniform problems",
-1990): of all times t after which the lease might leave, the one is chosen at which E[min(gap, t)] x holding + P(gap > t) x coming back is
-least, with the gaps as learnt for this lease. What is best later in a gap is what was best at its start, so it is chosen once for each gap,
-and again when what cells lose has changed. What a lease saves when it leaves takes host memory that tickets may need for others, so no
-lease leaves in this way where more than half of host memory would be in use.
+While holding costs nothing, no lease leaves: a ticket that needs the room takes it anyway. What leaves takes host memory, which tickets may
+need for other leases, so no lease leaves in this way if more than half of host memory would be in use.
 """
 
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
-from fractional_gpu.core.forecasts.wait_prices import LENGTH, WaitPrice
 from fractional_gpu.core.model import LeaseState, PoolSpec
-from fractional_gpu.core.place import crowding_ms
 from fractional_gpu.core.state.books import Books
-from fractional_gpu.core.state.leases import Lease, OccupancyKind, Operation, Ticket
+from fractional_gpu.core.state.leases import Lease, OccupancyKind, Ticket
 from fractional_gpu.core.suspend import is_expected, lacks_device, suspendable_from_ms
 
 _ASKED_AGAIN_MS = 60_000  # while host memory is kept for tickets
+_BETWEEN_REVIEWS_MS = 10_000
+
+# Cells wait longest where idle leases have to be saved for them, and users remember long waits. With 1, kernels hardly leave before they
+# have to: the p95 of waits on scarce devices is then about a third higher.
+_LOST_COUNTS = 10
 
 
 def idle_due_ms(books: Books, lease: Lease) -> int | None:
@@ -50,11 +48,6 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
     return due_ms
 
 
-def wait_price(books: Books, pool: PoolSpec) -> WaitPrice:
-    """Return what waits cost in the pool: their length where holding has a price, as an hour of any wait has its own price then."""
-    return LENGTH if pool.hold_price_milli else books.forecasts.wait_prices.of(pool.name)
-
-
 def spares_host_memory(books: Books, lease: Lease) -> bool:
     """Return whether half of host memory is left to tickets if a lease leaves for its cost alone."""
     if books.policy(lease).idle_after_ms is not None:
@@ -64,109 +57,52 @@ def spares_host_memory(books: Books, lease: Lease) -> bool:
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
     """Return after how long in this gap the lease leaves; None while holding costs nothing."""
-    prices = pool.hold_price_milli, pool.wait_price_milli, wait_price(books, pool).limit_ms
-    key = (lease.last_active_ms, *prices, books.forecasts.hold_rate(pool.name))
+    # Kept for the gap: a later forecast of the resume would move the time, and the warning of it, for nothing.
+    key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli, books.forecasts.hold_rate(pool.name))
     if lease.leaves[1:] != key:
-        lease.leaves = (_best_ms(books, pool, lease), *key)
+        lease.leaves = (_break_even_ms(books, pool, lease), *key)
     return lease.leaves[0]
 
 
-def _best_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return after how long it costs least to leave; None: holding costs nothing. Costs are in millionths of the currency an hour."""
-    forecasts, wait = books.forecasts, pool.wait_price_milli * 1000
-    hold = pool.hold_price_milli * lease.milli
-    hold += forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait)
-    if not hold:
-        return None
+def _break_even_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
+    """Return when holding has cost as much as coming back. Costs are in millionths of the currency an hour."""
+    wait = pool.wait_price_milli * 1000
+    lost = books.forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait)
+    hold = pool.hold_price_milli * lease.milli + _LOST_COUNTS * lost
+    return wait * _swap_ms(books, RESUME, lease) // hold if hold else None
+
+
+def _swap_ms(books: Books, kind: str, lease: Lease) -> int:
     device = books.devices.get(lease.device_id or "")
-    name = device.spec.name if device is not None else ""
-    price = wait_price(books, pool)
-    back = wait * (price.of(forecasts.swap_ms(RESUME, name, lease.used_mib)) + price.queued_ms)
-    return forecasts.leave_after_ms(lease.lease_id, hold=hold, back=back)
-
-
-# -- what idle leases cost ---------------------------------------------------------------------------------------------
-# What cells lose because idle leases hold memory, learnt pool by pool, and the idle leases that leave sooner, or later, for it.
-#
-# At each grant it is learnt (`HoldCosts`) what the ticket's wait cost because idle leases were saved for it (`wait_prices`), what the
-# cell that gets room loses beside busy neighbours because idle leases hold the memory of a less busy device (`crowding_ms`), and what
-# idle leases held since. `idle` says what follows for one lease; all are looked at again when the loss has changed, not at each grant.
-#
-# A ticket for N of the D devices of its pool counts only as far as its wait is a long one, and by the part (D - 2N) / D: one for half of
-# the devices or more waits for busy leases as a rule, and idle ones that have left before spare it little.
-
-
-_BETWEEN_REVIEWS_MS = 10_000  # of a pool; each of its idle leases takes some 10 µs of a decision
+    return books.forecasts.swap_ms(kind, device.spec.name if device is not None else "", lease.used_mib)
 
 
 class IdleCosts:
-    """Learns what idle leases cost."""
+    """Learns what idle leases cost, and has them looked at again when that has changed."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._reviewed_ms: dict[str, int] = {}  # by pool: when its idle leases were last looked at again ...
-        self._next_review_ms: dict[str, int] = {}  # ... and when they are to be
-
-    @property
-    def recheck_ms(self) -> int | None:
-        """When a review is due, or None."""
-        return min(self._next_review_ms.values(), default=None)
+        self._reviewed_ms = -_BETWEEN_REVIEWS_MS
+        self.recheck_ms: int | None = None  # when the idle leases are looked at again
 
     def saved_for_ticket(self, lease: Lease, ticket: Ticket) -> None:
         """Note that an idle lease is about to be saved for a ticket, which waits for that."""
-        ticket.saves_ms += self._swap_ms(SUSPEND, lease)
-
-    def ran_at_once(self, lease: Lease) -> None:
-        """Note that a cell began on a lease that has its room: it did not wait."""
-        self._books.forecasts.wait_prices.learn(lease.spec.pool, 0)
-
-    def swap_left_ms(self, operation: Operation) -> int:
-        """Return how long a swap under way is still expected to take; 0 if its lease has ended."""
-        lease = self._books.leases.get(operation.lease_id)
-        if lease is None:
-            return 0
-        return max(0, operation.began_ms + self._swap_ms(operation.kind, lease) - self._books.now_ms)
+        ticket.saves_ms += _swap_ms(self._books, SUSPEND, lease)
 
     def granted(self, lease: Lease, ticket: Ticket | None) -> None:
         """Learn from a lease that has got room, for its ticket if it had one."""
         books, forecasts, pool = self._books, self._books.forecasts, lease.spec.pool
-        held = books.idle_held.pop(pool, 0)
-        price = wait_price(books, books.policy(lease))
-        before = forecasts.hold_rate(pool), price.limit_ms
-        lost_ms = crowding_ms(books, lease)
-        if ticket is not None:
-            lost_ms += self._wait_ended(lease, ticket, price)
-        forecasts.hold_seen(pool, lost_ms, held)
-        if (forecasts.hold_rate(pool), price.limit_ms) != before:
-            last_ms = self._reviewed_ms.get(pool, -_BETWEEN_REVIEWS_MS)
-            self._next_review_ms.setdefault(pool, max(books.now_ms + 1, last_ms + _BETWEEN_REVIEWS_MS))
-
-    def _wait_ended(self, lease: Lease, ticket: Ticket, price: WaitPrice) -> int:
-        """Learn how long the ticket's cell waits in all; return what of the wait's price is due to idle leases that were saved for it."""
-        waited_ms, saves_ms = self._books.now_ms - ticket.asked_ms, ticket.saves_ms
-        resume_ms = self._swap_ms(RESUME, lease) if lease.state is LeaseState.SUSPENDED else 0
-        with_saves_ms = max(waited_ms, saves_ms) + resume_ms
-        lost_ms = price.of(with_saves_ms) - price.of(with_saves_ms - saves_ms)
-        prices = self._books.forecasts.wait_prices
-        prices.learn(lease.spec.pool, waited_ms + resume_ms)
-        if lease.count == 1:
-            if lease.state is LeaseState.SUSPENDED:
-                prices.learn_return(lease.spec.pool, resume_ms, min(ticket.channel_ms, waited_ms))
-            return lost_ms
-        devices = len(self._books.policy(lease).devices)
-        return (lost_ms - saves_ms) * max(0, devices - 2 * lease.count) // max(1, devices)
-
-    def _swap_ms(self, kind: str, lease: Lease) -> int:
-        device = self._books.devices.get(lease.device_id or "")
-        mib = lease.saved_mib if kind == RESUME else lease.used_mib
-        return self._books.forecasts.swap_ms(kind, device.spec.name if device is not None else "", mib)
+        held, before = books.idle_held.pop(pool, 0), forecasts.hold_rate(pool)
+        # One lease that has left spares a ticket for N devices about one N-th of its wait.
+        forecasts.hold_seen(pool, ticket.saves_ms // lease.count if ticket is not None else 0, held)
+        if forecasts.hold_rate(pool) != before and self.recheck_ms is None:
+            self.recheck_ms = max(books.now_ms + 1, self._reviewed_ms + _BETWEEN_REVIEWS_MS)
 
     def review(self) -> None:
-        """Have the idle leases looked at again whose review is due."""
-        books = self._books
-        for pool in [pool for pool, at_ms in self._next_review_ms.items() if at_ms <= books.now_ms]:
-            del self._next_review_ms[pool]
-            self._reviewed_ms[pool] = books.now_ms
-            for lease in books.in_state(LeaseState.RESIDENT):
-                if lease.occupancy is OccupancyKind.IDLE and lease.spec.pool == pool:
-                    books.mark_changed(lease)
+        """Have all idle leases looked at again if that is due."""
+        if self.recheck_ms is None or self.recheck_ms > self._books.now_ms:
+            return
+        self.recheck_ms, self._reviewed_ms = None, self._books.now_ms
+        for lease in self._books.in_state(LeaseState.RESIDENT):
+            if lease.occupancy is OccupancyKind.IDLE:
+                self._books.mark_changed(lease)

@@ -303,8 +303,6 @@ class Lifecycle:
         if busy == lease.busy:
             return False
         lease.last_active_ms, need_mib = self._changes.now_ms, lease.host_need_mib
-        if busy and lease.state is LeaseState.RESIDENT and not (lease.let_in or lease.ticket or lease.gate.closed):
-            self._changes.idle_costs.ran_at_once(lease)
         self._books.set_busy(lease, busy=busy)
         self._changes.forecast_recorder.busy_changed(lease, busy=busy)
         counted = lease.suspend_requested or lease.lease_id in self._books.expected_victims

@@ -16,7 +16,7 @@ from fractional_gpu.core.forecasts.asks import AskMix
 from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind
-from fractional_gpu.core.time_slicing import WHOLE_MILLI, slowed_milli, stretch_milli
+from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 
 
 def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
@@ -137,37 +137,6 @@ def busy_others(device: Device, lease: Lease) -> list[Lease]:
 def beside(want_milli: int, others: Sequence[Lease]) -> int:
     """Return how much longer than alone a cell that needs `want_milli` of a device takes next to other busy leases, thousandths."""
     return slowed_milli(want_milli, stretch_milli((want_milli, *[one.busy_milli for one in others])))
-
-
-def crowding_ms(books: Books, lease: Lease) -> int:
-    """Return what the lease's next cell and its neighbours lose because idle leases hold memory of less busy devices, ms."""
-    here = books.devices.get(lease.occupied_ids[0]) if lease.count == 1 and lease.occupied_ids else None
-    if here is None or not spreads(books, lease):
-        return 0
-    with_room = with_room_made = _added_loss(here, lease)
-    if not with_room:
-        return 0
-    for device_id in other_devices(books, lease):
-        device = books.devices[device_id]
-        if device.free_mib >= lease.held_mib:
-            with_room = min(with_room, _added_loss(device, lease))
-        elif device.free_mib + device.mib(OccupancyKind.IDLE) >= lease.held_mib:
-            with_room_made = min(with_room_made, _added_loss(device, lease))
-    lost = max(0, with_room - with_room_made)
-    return books.forecasts.next_cell_ms(lease.lease_id) * lost // WHOLE_MILLI
-
-
-def _added_loss(device: Device, lease: Lease) -> int:
-    """Return what the lease's cell and those on the device lose more for running together, ms a second, at least."""
-    others_milli = device.sums.wanted_milli
-    if lease.counted_milli and device.spec.device_id in lease.occupied_ids:
-        others_milli -= lease.counted_milli
-    return _loss(others_milli + lease.demand_milli) - _loss(others_milli)
-
-
-def _loss(wants_milli: int) -> int:
-    """Return what cells that need so much together lose, ms a second. No cell takes less than by this; `time_slicing` is exact."""
-    return wants_milli * max(0, wants_milli - WHOLE_MILLI) // WHOLE_MILLI
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -256,7 +256,6 @@ def taught(seed: int) -> Forecasts:
         forecasts.swap_finished(SUSPEND, "d 80", 1_000 * number, 100 + 300 * number)
         forecasts.wait_ended(forecasts.wait_span("swap", 700 * number), 1_000 * number)
         forecasts.hold_seen(f"p{number % 2}", 10 * number, 10**9 * number)
-        forecasts.wait_prices.learn("p0", 100 * number)
         run_cells(forecasts, f"k{number % 3}", [(random.randrange(10**6), random.randrange(10**5))], number * 10**7)
     return forecasts
 
@@ -266,7 +265,6 @@ def answers(forecasts: Forecasts) -> list[object]:
         forecasts.swap_span(SUSPEND, "d 80", 3_000),
         [forecasts.wait_span("swap", length) for length in (0, 500, 5_000, 50_000)],
         [forecasts.hold_cost(pool, 1_000, 40_000_000) for pool in ("p0", "p1", "other")],
-        [forecasts.wait_prices.of(pool).of(10_000) for pool in ("p0", "p1")],
         forecasts.errors(),
     ]
 
@@ -303,7 +301,6 @@ def test_equal_calls_give_equal_answers() -> None:
         ("leases", [1], "allowed: an object"),
         ("holds", {"p": [1]}, "allowed: a list of 2"),
         ("holds", {"p": [-1, 5]}, "-1 was given; allowed: a whole number"),
-        ("recent_waits", {"p": [[5, -1], 0, 0]}, "-1 was given; allowed: a whole number"),
         ("waits", {"swap soon": [[]]}, "'soon' was given; allowed: a whole number"),
         ("accuracy", {"luck": [1, []]}, "'luck' was given; allowed: wait, suspend, resume, cell"),
     ],

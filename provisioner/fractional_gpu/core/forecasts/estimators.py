@@ -12,8 +12,8 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, repeat
-from operator import add, mul, sub
+from itertools import accumulate
+from operator import add
 from typing import Any, NamedTuple
 
 from fractional_gpu.core.model import Span
@@ -238,9 +238,6 @@ def _line(
 
 DURATIONS = Scale(bits=2, shift=6, most=1 << 30)
 """Durations in ms, from 64 ms to 12 days."""
-_OCTAVE = 4  # buckets
-OCTAVES = DURATIONS.lows[_OCTAVE::_OCTAVE]
-_OCTAVE_WIDTHS = tuple(map(sub, OCTAVES, (0, *OCTAVES)))
 _PRIOR_WEIGHT = 64  # observations that the published distribution counts for
 _COMMON_WEIGHT = 6  # observations that all leases together count for in a lease's own distribution
 _REFRESH = 32  # the common distribution is brought up to date after so many observations
@@ -298,17 +295,6 @@ def rest_ms(totals: Sequence[int], elapsed_ms: int, permille: int) -> int:
     if left * 2048 <= total:
         return elapsed_ms * permille // (1000 - permille)
     return max(0, value_at(DURATIONS, totals, gone + left * permille // 1000) - elapsed_ms)
-
-
-def leave_after_ms(totals: Sequence[int], *, hold: int, back: int) -> int:
-    """Return after how long it costs least to stop waiting for an end: waiting costs `hold` a ms, a later end `back`. See `idle`."""
-    total = totals[-1]
-    after = [total - one for one in totals[_OCTAVE - 1 : -1 : _OCTAVE]]
-    # Twice what is waited up to each time: between two of them, ends are spread evenly.
-    waited = accumulate(map(mul, map(add, chain((total,), after), after), _OCTAVE_WIDTHS))
-    costs = list(map(add, map(mul, repeat(hold), waited), map(mul, repeat(2 * back), after)))
-    least = min(costs)
-    return OCTAVES[costs.index(least)] if least < 2 * back * total else 0
 
 
 # -- rhythm ------------------------------------------------------------------------------------------------------------

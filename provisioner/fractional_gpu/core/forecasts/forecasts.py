@@ -6,7 +6,7 @@
   to 90th. What is left of a gap or cell is conditional on how long it has lasted. A kernel that ends while it idles had no next cell: some
   gaps never end, and the longer one lasts, the likelier it is such a one.
 - Demands: what a lease uses of a device while it is busy, a decayed mean. A new lease starts from the mean of its pool.
-- Memory that idle leases hold: what cells lose by it, per pool (`HoldCosts`), and what waits cost there (`wait_prices`).
+- Memory that idle leases hold: what cells lose by it, per pool (`HoldCosts`).
 - Signs of a coming cell: how often each kind was right, for each lease. A new lease starts from the mean of all.
 - Asks: which sizes the leases of a pool ask for (`asks`).
 - Waits: `queue_wait` computes a wait from the queue and the devices. It is corrected here by how earlier ones turned out.
@@ -47,7 +47,6 @@ from fractional_gpu.core.forecasts.estimators import (
     Rhythm,
     SwapTimes,
     chance_milli,
-    leave_after_ms,
     ratio,
     rest_ms,
     rhythm_of,
@@ -66,7 +65,6 @@ from fractional_gpu.core.forecasts.track_record import (
     WAIT,
     TrackRecord,
 )
-from fractional_gpu.core.forecasts.wait_prices import WaitPrices
 from fractional_gpu.core.model import Sign, Span
 
 __all__ = ["RESUME", "SUSPEND", "Company", "Forecasts", "WaitSpan"]
@@ -141,7 +139,6 @@ class Forecasts:
         self._wait_totals: dict[tuple[str, int], Sequence[int]] = {}
         self._slowdowns = Slowdowns()
         self._ended: list[_EndedCell] = []
-        self.wait_prices = WaitPrices()
         self.record = TrackRecord()
 
     def errors(self) -> tuple[ErrorView, ...]:
@@ -182,7 +179,6 @@ class Forecasts:
                 for sign, one in own.items()
             },
             "waits": {f"{kind} {length}": [sparse(one.weights)] for (kind, length), one in self._waits.items()},
-            **self.wait_prices.state(),
             **self.record.state(),
             **self._slowdowns.state(),
         }
@@ -238,7 +234,6 @@ class Forecasts:
             self._waits[kind, read.whole(length)] = corrected
             self._wait_totals[kind, read.whole(length)] = corrected.totals()
         self.record.take_state(read)
-        self.wait_prices.take_state(read)
         self._slowdowns.take_state(read)
 
     # -- swaps --------------------------------------------------------------------------------------------------------
@@ -327,13 +322,6 @@ class Forecasts:
             return 0
         totals = self._gaps.totals if lease.gaps is None else lease.gaps.totals
         return rest_ms(totals, max(0, now_ms - lease.ended_ms), 500)
-
-    def leave_after_ms(self, lease_id: str, *, hold: int, back: int) -> int:
-        """Return after how long in a gap the lease had better leave: holding costs `hold` a ms, coming back `back`. A sum over a list."""
-        lease = self._leases.get(lease_id)
-        return leave_after_ms(
-            self._gaps.totals if lease is None or lease.gaps is None else lease.gaps.totals, hold=hold, back=back
-        )
 
     def cell_left_ms(self, lease_id: str, now_ms: int) -> int:
         """Return the median of what is left of the lease's cell, ms; 0 if none runs. Kept for an eighth of the time that it has run."""

@@ -91,7 +91,6 @@ class Ticket:
     shown: ShownForecast | None = None
     reason: str = "wait.new"  # code that the lease's story has of this wait
     wait: Reason | None = None  # why the last pass left it waiting; None: for room
-    channel_ms: int = 0  # how long no swap channel was expected to become free when the lease asked
     saves_ms: int = 0  # how long the saves take that idle leases were begun to leave by for it, as expected
 
 
