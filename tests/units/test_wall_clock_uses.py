@@ -60,7 +60,6 @@ ALLOWED = {
     "provisioner/fractional_gpu/broker/accounting/metering.py": "which hour a stretch of time is booked in; what to show",
     "provisioner/fractional_gpu/broker/api/account_routes.py": "what to show: today and this month",
     "provisioner/fractional_gpu/commands/report.py": "what to show: which days `this-month` and its like are",
-    "provisioner/fractional_gpu/core/metering/observed.py": "as in the next one",
     "provisioner/fractional_gpu/core/metering/meter.py": "which hour a stretch of time is booked in, which a bill and its prices go by",
     "provisioner/fractional_gpu/gpu/simulated/load.py": "as in the next one",
     "provisioner/fractional_gpu/gpu/simulated/monitor.py": "no date: a file's time of change holds the time since boot",

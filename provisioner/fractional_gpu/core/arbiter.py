@@ -9,6 +9,8 @@ ignored, because the driver's view is always a little out of date. An event that
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.effects import Effect, WakeAt
@@ -54,7 +56,7 @@ from fractional_gpu.core.laws import check_devices, validate
 from fractional_gpu.core.lifecycle import Lifecycle
 from fractional_gpu.core.limits import refusal, set_priority
 from fractional_gpu.core.metering.meter import Holding
-from fractional_gpu.core.metering.observed import Observer
+from fractional_gpu.core.metering.usage import Party
 from fractional_gpu.core.model import (
     DeviceView,
     LeaseSpec,
@@ -76,107 +78,7 @@ from fractional_gpu.core.state.leases import Device, Lease
 from fractional_gpu.core.suspend import likelihood_milli, update_all_suspendability
 from fractional_gpu.core.words import describe_slowdown, turns_end_ms, wait_reason
 
-# -- views -------------------------------------------------------------------------------------------------------------
-# Read-only views of the books, for status, for the ledger and for waiting cells.
-
-
-def lease_view(books: Books, lease: Lease, foresight: ForecastRecorder) -> LeaseView:
-    """Return the view of a lease."""
-    known = lease.expectation
-    return LeaseView(
-        spec=lease.spec,
-        state=lease.state,
-        generation=lease.generation,
-        device_id=lease.device_id,
-        saved_mib=lease.saved_mib,
-        used_mib=lease.used_mib,
-        is_measured=lease.is_measured,
-        busy=lease.busy,
-        since_ms=lease.since_ms,
-        last_active_ms=lease.last_active_ms,
-        operation_id=lease.operation.operation_id if lease.operation is not None else None,
-        reason=lease.reason,
-        sentence=lease.sentence,
-        reserved_mib=lease.held_mib,
-        host_reserved_mib=lease.host_mib,
-        suspend_requested=lease.suspend_requested,
-        device_ids=lease.device_ids,
-        pinned_until_ms=lease.pinned_until_ms,
-        unsuspendable_reason=lease.unsuspendable_reason,
-        left_behind=lease.left_behind,
-        revoked=lease.revoked,
-        ends_ms=lease.ends_ms,
-        resume=foresight.resume_span(lease),
-        gate_closed=lease.gate.closed,
-        at_gate=lease.gate.ticket is not None,
-        demand_milli=lease.demand_milli,
-        expected_until_ms=known.until_ms if known is not None else 0,
-        expected_by=known.best if known is not None else "",
-        expected_milli=likelihood_milli(lease),
-        came_early=lease.came_early,
-        deadline_ms=books.deadline_ms(lease),
-        lost_because=_lost_because(books, lease),
-    )
-
-
-def _lost_because(books: Books, lease: Lease) -> str:
-    if lease.state is LeaseState.QUARANTINED and books.deadline_ms(lease) is not None:
-        return "the state of its GPU memory is unknown"
-    return books.unsaved.get(lease.lease_id, "")
-
-
-def ticket_views(books: Books, pool: str, foresight: ForecastRecorder) -> list[TicketView]:
-    """Return the pool's queue in order."""
-    waits = foresight.queue_waits.waits_of_pool(pool)
-    views, position = [], 0
-    for lease, expected in zip(books.line(pool), waits, strict=True):
-        if (ticket := lease.ticket) is None:
-            continue
-        wait = wait_reason(books, lease, ticket)
-        is_served = lease.state is LeaseState.RESUMING  # it has its room, so tickets behind do not wait for it
-        position += not is_served
-        views.append(
-            TicketView(
-                lease_id=lease.lease_id,
-                position=None if is_served else position,
-                asked_ms=ticket.asked_ms,
-                passed_over=min(ticket.passed_over, books.policy(lease).max_passed_over),
-                reason=wait.code,
-                sentence=wait.sentence,
-                blockers=wait.blockers,
-                urgent=ticket.urgent,
-                need_mib=lease.ask_mib if lease.waits_for_room else kept_mib(lease),
-                kept_on=ticket.kept_on,
-                expected=None if expected is None else shown_span(ticket, lease, expected, books.now_ms),
-            )
-        )
-    return views
-
-
-def device_views(books: Books) -> list[DeviceView]:
-    """Return every device."""
-    return [
-        DeviceView(
-            device_id=device.spec.device_id,
-            name=device.spec.name,
-            pool=books.pool_of(device.spec.device_id),
-            memory_mib=device.spec.memory_mib,
-            leasable_mib=device.spec.leasable_mib,
-            reserved_mib=device.sums.reserved_mib,
-            stranger_mib=device.stranger_mib,
-            over_committed=device.sums.reserved_mib + device.stranger_mib > device.spec.leasable_mib,
-            lost=device.lost,
-            draining=device.draining,
-            why_not=device.spec.why_not,
-            why_no_move=device.spec.why_no_move,
-            demand_milli=device.sums.demand_milli,
-            deadline_ms=device.deadline_ms,
-        )
-        for device in books.devices.values()
-    ]
-
-
-# -- arbiter -----------------------------------------------------------------------------------------------------------
+_WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
 
 class Arbiter:
@@ -198,129 +100,6 @@ class Arbiter:
         self._check = check
         self._deferred_work_done = True
         self._views: dict[str, LeaseView] = {}  # built since the last event
-        self._observer = Observer()
-
-    def lease(self, lease_id: str) -> LeaseView | None:
-        """Return one lease; None if there is none with this id (any more)."""
-        lease = self._books.leases.get(lease_id)
-        return None if lease is None else self._view(lease)
-
-    def leases(self) -> list[LeaseView]:
-        """Return every living lease, oldest first. Views are kept until the next event."""
-        return [self._view(lease) for lease in self._books.leases.values()]
-
-    def _view(self, lease: Lease) -> LeaseView:
-        view = self._views.get(lease.lease_id)
-        if view is None:
-            view = self._views[lease.lease_id] = lease_view(self._books, lease, self._changes.forecast_recorder)
-        return view
-
-    def holding(self, lease_id: str) -> Holding | None:
-        """Return what the meter counts of a lease from now on; None if nothing."""
-        lease = self._books.leases.get(lease_id)
-        if lease is None:
-            self._observer.forget(lease_id)
-            return None
-        return self._observer.holding(lease)
-
-    def ticket(self, lease_id: str) -> TicketView | None:
-        """Return the lease's place in the queue, or None if it does not wait."""
-        lease = self._books.leases.get(lease_id)
-        views = [] if lease is None or lease.ticket is None else self.tickets(lease.spec.pool)
-        return next((view for view in views if view.lease_id == lease_id), None)
-
-    def waits(self, lease_id: str) -> bool:
-        """Return whether the lease has a ticket. `ticket` works out the whole queue."""
-        lease = self._books.leases.get(lease_id)
-        return lease is not None and lease.ticket is not None
-
-    def tickets(self, pool: str, at_ms: int | None = None) -> list[TicketView]:
-        """Return a pool's queue in order, as of `at_ms`, or else of the last event."""
-        books, event_ms = self._books, self._books.now_ms
-        books.now_ms = event_ms if at_ms is None else max(event_ms, at_ms)
-        try:
-            return ticket_views(books, pool, self._changes.forecast_recorder)
-        finally:
-            books.now_ms = event_ms
-
-    def slowdown(self, lease_id: str) -> Slowdown:
-        """Return how much neighbours slow the lease's cell down, or would where it waits to go: an estimate."""
-        lease = self._books.leases.get(lease_id)
-        return Slowdown() if lease is None else describe_slowdown(self._books, lease)
-
-    def turns_end_ms(self, lease_id: str) -> int | None:
-        """Return when the turns of busy leases have made room for the waiting one; None: time alone does not bring that about."""
-        lease = self._books.leases.get(lease_id)
-        return None if lease is None else turns_end_ms(self._books, lease)
-
-    def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
-        """Return how long the lease's next cell still waits at its closed gate, as of `at_ms`; None if it does not wait there."""
-        books, lease = self._books, self._books.leases.get(lease_id)
-        if lease is None:
-            return None
-        event_ms, books.now_ms = books.now_ms, max(books.now_ms, at_ms)
-        try:
-            return self._changes.forecast_recorder.queue_waits.gate_wait(lease)
-        finally:
-            books.now_ms = event_ms
-
-    def queue_lengths(self) -> dict[str, int]:
-        """Return how many leases wait in each pool's queue. A pool without any may be missing; leases being resumed do not count."""
-        waiting = self._books.waiting.values()
-        return dict(Counter(lease.spec.pool for lease in waiting if lease.state is not LeaseState.RESUMING))
-
-    def queue_delays(self, at_ms: int) -> dict[str, QueueDelay]:
-        """Return how long the tickets of each pool have waited, as of `at_ms`."""
-        books, event_ms = self._books, self._books.now_ms
-        books.now_ms = max(event_ms, at_ms)
-        try:
-            return {pool: queue_delay(books, pool) for pool in books.pools}
-        finally:
-            books.now_ms = event_ms
-
-    def devices(self) -> list[DeviceView]:
-        """Return every device."""
-        return device_views(self._books)
-
-    def refusal(self, spec: LeaseSpec) -> tuple[str, str] | None:
-        """Return why a lease would be refused now (code, sentence), or None. Changes nothing."""
-        refused = refusal(self._books, spec)
-        return None if refused is None else (refused.code, refused.sentence)
-
-    @property
-    def forecasts(self) -> Forecasts:
-        """What was learnt, and how accurate the forecasts were."""
-        return self._changes.forecast_recorder.forecasts
-
-    def pools(self) -> dict[str, PoolSpec]:
-        """Return the pools by name."""
-        return dict(self._books.pools)
-
-    @property
-    def host_budget_mib(self) -> int:
-        """Host memory that suspended state may take in all."""
-        return self._books.host_budget_mib
-
-    @property
-    def host_left_mib(self) -> int:
-        """What saved state may still take of the budget, less what is reserved for suspends under way, MiB; may be negative."""
-        return self._books.host_left_mib
-
-    @property
-    def host_saved_mib(self) -> int:
-        """Host memory that suspended state takes."""
-        return self._books.host_saved_mib
-
-    @property
-    def host_reserved_mib(self) -> int:
-        """Host memory reserved for suspends under way."""
-        return self._books.host_reserved_mib
-
-    def validate(self) -> None:
-        """Check the whole state. Raises InvariantError that lists what is broken."""
-        validate(self._books, self._changes.operations)
-
-    # -- the one mutator ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Effect]:
         """Take an event in and return what is to be done, in order. Raises ValueError or TypeError for an impossible event."""
@@ -374,19 +153,13 @@ class Arbiter:
                 self._operation_results.recovered(event)
             case LeasesMeasured():
                 return self._measured(event)
-            case (
-                DeviceSeen() | DeviceLost() | DeviceDrained() | DeviceUndrained() | PoolConfigured() | HostMemorySeen()
-            ):
-                self._take_about_host(event)
             case LeaseEvent():
                 return self._take_about_lease(event)
             case _:
-                raise TypeError(f"the arbiter does not know the event {type(event).__name__}")
+                self._take_about_host(event)
         return True
 
-    def _take_about_host(
-        self, event: DeviceSeen | DeviceLost | DeviceDrained | DeviceUndrained | PoolConfigured | HostMemorySeen
-    ) -> None:
+    def _take_about_host(self, event: Event) -> None:
         books = self._books
         match event:
             case DeviceSeen():
@@ -406,6 +179,8 @@ class Arbiter:
                 self._scheduler.resizer.pool_configured(event.pool.name)
             case HostMemorySeen():
                 books.host_budget_mib = event.budget_mib
+            case _:
+                raise TypeError(f"the arbiter does not know the event {type(event).__name__}")
         books.mark_all_changed()
         self._changes.requeued |= books.waiting_pools
 
@@ -485,3 +260,235 @@ class Arbiter:
             case TruthFound():
                 self._operation_results.truth_found(lease, event)
         return True
+
+    # -- what is known -----------------------------------------------------------------------------------------------------
+
+    def lease(self, lease_id: str) -> LeaseView | None:
+        """Return one lease; None if there is none with this id (any more)."""
+        lease = self._books.leases.get(lease_id)
+        return None if lease is None else self._view(lease)
+
+    def leases(self) -> list[LeaseView]:
+        """Return every living lease, oldest first. Views are kept until the next event."""
+        return [self._view(lease) for lease in self._books.leases.values()]
+
+    def _view(self, lease: Lease) -> LeaseView:
+        view = self._views.get(lease.lease_id)
+        if view is None:
+            view = self._views[lease.lease_id] = _lease_view(self._books, lease, self._changes.forecast_recorder)
+        return view
+
+    def holding(self, lease_id: str) -> Holding | None:
+        """Return what the meter counts of a lease from now on; None if nothing."""
+        lease = self._books.leases.get(lease_id)
+        return None if lease is None else _holding(lease)
+
+    def ticket(self, lease_id: str) -> TicketView | None:
+        """Return the lease's place in the queue, or None if it does not wait."""
+        lease = self._books.leases.get(lease_id)
+        views = [] if lease is None or lease.ticket is None else self.tickets(lease.spec.pool)
+        return next((view for view in views if view.lease_id == lease_id), None)
+
+    def waits(self, lease_id: str) -> bool:
+        """Return whether the lease has a ticket. `ticket` works out the whole queue."""
+        lease = self._books.leases.get(lease_id)
+        return lease is not None and lease.ticket is not None
+
+    def tickets(self, pool: str, at_ms: int | None = None) -> list[TicketView]:
+        """Return a pool's queue in order, as of `at_ms`, or else of the last event."""
+        with self._as_of(at_ms):
+            return _ticket_views(self._books, pool, self._changes.forecast_recorder)
+
+    def slowdown(self, lease_id: str) -> Slowdown:
+        """Return how much neighbours slow the lease's cell down, or would where it waits to go: an estimate."""
+        lease = self._books.leases.get(lease_id)
+        return Slowdown() if lease is None else describe_slowdown(self._books, lease)
+
+    def turns_end_ms(self, lease_id: str) -> int | None:
+        """Return when the turns of busy leases have made room for the waiting one; None: time alone does not bring that about."""
+        lease = self._books.leases.get(lease_id)
+        return None if lease is None else turns_end_ms(self._books, lease)
+
+    def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
+        """Return how long the lease's next cell still waits at its closed gate, as of `at_ms`; None if it does not wait there."""
+        lease = self._books.leases.get(lease_id)
+        if lease is None:
+            return None
+        with self._as_of(at_ms):
+            return self._changes.forecast_recorder.queue_waits.gate_wait(lease)
+
+    def queue_lengths(self) -> dict[str, int]:
+        """Return how many leases wait in each pool's queue. A pool without any may be missing; leases being resumed do not count."""
+        waiting = self._books.waiting.values()
+        return dict(Counter(lease.spec.pool for lease in waiting if lease.state is not LeaseState.RESUMING))
+
+    def queue_delays(self, at_ms: int) -> dict[str, QueueDelay]:
+        """Return how long the tickets of each pool have waited, as of `at_ms`."""
+        with self._as_of(at_ms):
+            return {pool: queue_delay(self._books, pool) for pool in self._books.pools}
+
+    @contextmanager
+    def _as_of(self, at_ms: int | None) -> Iterator[None]:
+        """Read the books as of a time after the last event; None: of that event."""
+        event_ms = self._books.now_ms
+        self._books.now_ms = max(event_ms, at_ms or 0)
+        try:
+            yield
+        finally:
+            self._books.now_ms = event_ms
+
+    def devices(self) -> list[DeviceView]:
+        """Return every device."""
+        return _device_views(self._books)
+
+    def refusal(self, spec: LeaseSpec) -> tuple[str, str] | None:
+        """Return why a lease would be refused now (code, sentence), or None. Changes nothing."""
+        refused = refusal(self._books, spec)
+        return None if refused is None else (refused.code, refused.sentence)
+
+    @property
+    def forecasts(self) -> Forecasts:
+        """What was learnt, and how accurate the forecasts were."""
+        return self._changes.forecast_recorder.forecasts
+
+    def pools(self) -> dict[str, PoolSpec]:
+        """Return the pools by name."""
+        return dict(self._books.pools)
+
+    @property
+    def host_budget_mib(self) -> int:
+        """Host memory that suspended state may take in all."""
+        return self._books.host_budget_mib
+
+    @property
+    def host_left_mib(self) -> int:
+        """What saved state may still take of the budget, less what is reserved for suspends under way, MiB; may be negative."""
+        return self._books.host_left_mib
+
+    @property
+    def host_saved_mib(self) -> int:
+        """Host memory that suspended state takes."""
+        return self._books.host_saved_mib
+
+    @property
+    def host_reserved_mib(self) -> int:
+        """Host memory reserved for suspends under way."""
+        return self._books.host_reserved_mib
+
+    def validate(self) -> None:
+        """Check the whole state. Raises InvariantError that lists what is broken."""
+        validate(self._books, self._changes.operations)
+
+
+def _lease_view(books: Books, lease: Lease, foresight: ForecastRecorder) -> LeaseView:
+    known = lease.expectation
+    return LeaseView(
+        spec=lease.spec,
+        state=lease.state,
+        generation=lease.generation,
+        device_id=lease.device_id,
+        saved_mib=lease.saved_mib,
+        used_mib=lease.used_mib,
+        is_measured=lease.is_measured,
+        busy=lease.busy,
+        since_ms=lease.since_ms,
+        last_active_ms=lease.last_active_ms,
+        operation_id=lease.operation.operation_id if lease.operation is not None else None,
+        reason=lease.reason,
+        sentence=lease.sentence,
+        reserved_mib=lease.held_mib,
+        host_reserved_mib=lease.host_mib,
+        suspend_requested=lease.suspend_requested,
+        device_ids=lease.device_ids,
+        pinned_until_ms=lease.pinned_until_ms,
+        unsuspendable_reason=lease.unsuspendable_reason,
+        left_behind=lease.left_behind,
+        revoked=lease.revoked,
+        ends_ms=lease.ends_ms,
+        resume=foresight.resume_span(lease),
+        gate_closed=lease.gate.closed,
+        at_gate=lease.gate.ticket is not None,
+        demand_milli=lease.demand_milli,
+        expected_until_ms=known.until_ms if known is not None else 0,
+        expected_by=known.best if known is not None else "",
+        expected_milli=likelihood_milli(lease),
+        came_early=lease.came_early,
+        deadline_ms=books.deadline_ms(lease),
+        lost_because=_lost_because(books, lease),
+    )
+
+
+def _lost_because(books: Books, lease: Lease) -> str:
+    if lease.state is LeaseState.QUARANTINED and books.deadline_ms(lease) is not None:
+        return "the state of its GPU memory is unknown"
+    return books.unsaved.get(lease.lease_id, "")
+
+
+def _holding(lease: Lease) -> Holding | None:
+    """Return what the meter counts; None: the lease has no process, so nothing counts, even if room is reserved for its start.
+
+    It holds its devices while it has a reservation there, so also during swaps. It is busy while a cell, or what an ended kernel left
+    behind, may run on them: not while it is swapped, not while its truth is unknown, and not while its cell waits at a closed gate.
+    """
+    spec, held = lease.spec, lease.held_mib > 0
+    if lease.state in _WITHOUT_PROCESS:
+        return None
+    return Holding(
+        party=Party(pool=spec.pool, owner=spec.owner, group=spec.group, label=spec.label, seated=bool(spec.seat)),
+        milli=spec.fraction_milli,
+        count=spec.devices,
+        devices=lease.occupied_ids,
+        busy=held and lease.is_working and lease.state is LeaseState.RESIDENT,
+        suspended=lease.state is LeaseState.SUSPENDED,
+        device_mib=lease.used_mib if held else 0,
+        host_mib=lease.saved_mib,
+    )
+
+
+def _ticket_views(books: Books, pool: str, foresight: ForecastRecorder) -> list[TicketView]:
+    waits = foresight.queue_waits.waits_of_pool(pool)
+    views, position = [], 0
+    for lease, expected in zip(books.line(pool), waits, strict=True):
+        if (ticket := lease.ticket) is None:
+            continue
+        wait = wait_reason(books, lease, ticket)
+        is_served = lease.state is LeaseState.RESUMING  # it has its room, so tickets behind do not wait for it
+        position += not is_served
+        views.append(
+            TicketView(
+                lease_id=lease.lease_id,
+                position=None if is_served else position,
+                asked_ms=ticket.asked_ms,
+                passed_over=min(ticket.passed_over, books.policy(lease).max_passed_over),
+                reason=wait.code,
+                sentence=wait.sentence,
+                blockers=wait.blockers,
+                urgent=ticket.urgent,
+                need_mib=lease.ask_mib if lease.waits_for_room else kept_mib(lease),
+                kept_on=ticket.kept_on,
+                expected=None if expected is None else shown_span(ticket, lease, expected, books.now_ms),
+            )
+        )
+    return views
+
+
+def _device_views(books: Books) -> list[DeviceView]:
+    return [
+        DeviceView(
+            device_id=device.spec.device_id,
+            name=device.spec.name,
+            pool=books.pool_of(device.spec.device_id),
+            memory_mib=device.spec.memory_mib,
+            leasable_mib=device.spec.leasable_mib,
+            reserved_mib=device.sums.reserved_mib,
+            stranger_mib=device.stranger_mib,
+            over_committed=device.sums.reserved_mib + device.stranger_mib > device.spec.leasable_mib,
+            lost=device.lost,
+            draining=device.draining,
+            why_not=device.spec.why_not,
+            why_no_move=device.spec.why_no_move,
+            demand_milli=device.sums.demand_milli,
+            deadline_ms=device.deadline_ms,
+        )
+        for device in books.devices.values()
+    ]

@@ -21,7 +21,6 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect
 from fractional_gpu.core.events import Event
 from fractional_gpu.core.metering.meter import Meter
-from fractional_gpu.core.metering.observed import tell
 from fractional_gpu.core.metering.tariffs import SLICE_MS, Tariff
 from fractional_gpu.core.metering.usage import FIGURES, HOUR_MS, Usage, UsageRow
 from fractional_gpu.simulator.machine import Host
@@ -142,7 +141,7 @@ class HostMeter:
         holding = arbiter.holding(lease_id)
         now: tuple[str, ...] = holding.devices if holding is not None else ()
         milli = holding.milli if holding is not None else 0
-        tell(self.meter, at_ms, BEGINS_MS + at_ms, lease_id, holding)
+        self.meter.set_lease(at_ms, BEGINS_MS + at_ms, lease_id, holding)
         before = self._held.get(lease_id, ())
         for device_id in {*before, *now}:
             device = self._devices[device_id]

@@ -2,7 +2,6 @@
 
 from fractional_gpu.core.events import LeaseReleased, LeaseRequested, ProcessExited, SuspendOutcome
 from fractional_gpu.core.metering.meter import Holding, Meter
-from fractional_gpu.core.metering.observed import tell
 from fractional_gpu.core.metering.usage import Party, Usage
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from tests.core.driving import Hand, device, lease_measured, pool
@@ -94,7 +93,7 @@ def test_the_meter_follows_a_lease_from_its_process_to_its_end() -> None:
     hand, meter = Hand(), Meter()
 
     def observe() -> None:
-        tell(meter, hand.now, hand.now, "a", hand.arbiter.holding("a"))
+        meter.set_lease(hand.now, hand.now, "a", hand.arbiter.holding("a"))
 
     hand.request("a")
     observe()

@@ -23,7 +23,6 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect, Granted, LeaseEnded, StateChanged
 from fractional_gpu.core.events import BusyChanged, Event, Expected, LeaseRecovered, Wanted
 from fractional_gpu.core.metering.meter import Meter
-from fractional_gpu.core.metering.observed import tell
 from fractional_gpu.core.metering.tariffs import SLICE_MS, LocalTime, Tariff
 from fractional_gpu.core.metering.turns import TurnRecorder
 from fractional_gpu.core.metering.usage import UsageRow
@@ -138,7 +137,7 @@ class Metering:
         holding = self._arbiter.holding(lease_id)
         if holding is not None and busy is not None:
             holding = replace(holding, busy=busy)
-        tell(self.meter, at_ms, self._wall_at(at_ms), lease_id, holding)
+        self.meter.set_lease(at_ms, self._wall_at(at_ms), lease_id, holding)
         if holding is None or not holding.host_mib:
             self._saved_mib.pop(lease_id, None)
         else:

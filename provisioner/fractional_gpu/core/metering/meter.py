@@ -111,8 +111,11 @@ class Meter:
         """
         self._devices[device_id] = _Device(pool, at_ms, at_ms, counter_mj, idle_mw)
 
-    def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding) -> None:
-        """Take note of what the lease is from now on. The same again only counts the time until now."""
+    def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding | None) -> None:
+        """Take note of what the lease is from now on; None: it counts no more. The same again only counts the time until now."""
+        if holding is None:
+            self.end_lease(at_ms, wall_ms, lease_id)
+            return
         lease = self._leases.get(lease_id)
         if lease is None:
             lease = self._leases[lease_id] = _Lease(holding, at_ms)

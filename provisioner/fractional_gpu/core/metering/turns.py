@@ -1,6 +1,6 @@
 """The turns of leases on their devices: when each cell asked for its device, when it ran there, and until when.
 
-A turn begins when the lease runs on its device as the meter counts it (`observed`), so after its wait and its resume, and ends with the
+A turn begins when the lease runs on its device as the meter counts it, so after its wait and its resume, and ends with the
 cell or when the lease has to leave. A cell that is preempted is two turns: the second one asks when the first one ends, and continues it.
 Cells that follow each other without a pause may be one turn. Pure; `at_ms` never goes back.
 """
