@@ -115,7 +115,7 @@ class Compared(Meter):
         for other in self.others.values():
             other.add_device(at_ms, device_id, pool, idle_mw=idle_mw, counter_mj=counter_mj)
 
-    def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding) -> None:
+    def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding | None) -> None:
         super().set_lease(at_ms, wall_ms, lease_id, holding)
         for other in self.others.values():
             other.set_lease(at_ms, wall_ms, lease_id, holding)

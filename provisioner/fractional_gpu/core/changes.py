@@ -1,6 +1,7 @@
 """The only place where a lease's state or its ticket changes: each change goes into the books and becomes effects.
 
-`transitions` says which changes are legal. `lifecycle` decide them by events, `scheduler` by the queue.
+First states and what ends with them, then the queue and gates, then swaps. `transitions` says which changes are legal; `lifecycle` decides
+on them by events, `scheduler` by the queue.
 """
 
 from collections.abc import Sequence
@@ -31,14 +32,8 @@ from fractional_gpu.core.transitions import Cause, next_state
 from fractional_gpu.core.units import format_duration, format_memory
 
 _FEW, _ONE_OF = 64, 32  # with more tickets than `_FEW`, one in `_ONE_OF` has its forecast compared with what happens
-
-
-_NOT_ON_DEVICE = frozenset({LeaseState.UNATTACHED, LeaseState.NO_CONTEXT, LeaseState.SUSPENDED, LeaseState.ENDED})
-
-
+_NOT_ON_DEVICE = (LeaseState.UNATTACHED, LeaseState.NO_CONTEXT, LeaseState.SUSPENDED, LeaseState.ENDED)
 _AT_ONCE_MS = 100  # a shorter wait is called none
-
-
 _FIRST = 1 << 60  # far before any place in the queue
 
 
@@ -223,10 +218,9 @@ class Changes:
         self.books.enqueue(lease, ticket)
         if fresh and lease.need_mib and self.books.reserves_cap(lease):  # what grows with its use is of no size
             self.books.forecasts.asked(lease.spec.pool, lease.need_mib, lease.count)
+        # Of many tickets a sample is enough: what is shown is computed when it is read.
         if fresh and (len(self.books.waiting) < _FEW or not ticket.order % _ONE_OF):
-            self.forecast_recorder.ticket_filed(
-                lease
-            )  # of many tickets a sample is enough: what is shown is computed when it is read
+            self.forecast_recorder.ticket_filed(lease)
         self.requeued.add(lease.spec.pool)
 
     def new_ticket(self, *, first: bool = False) -> Ticket:

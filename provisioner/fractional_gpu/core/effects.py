@@ -14,46 +14,47 @@ class Effect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseAdmitted(Effect):
-    """The request was accepted; the lease is unattached."""
+class LeaseEffect(Effect):
+    """Base of effects about one lease."""
 
     lease_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRefused(Effect):
+class LeaseAdmitted(LeaseEffect):
+    """The request was accepted; the lease is unattached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRefused(LeaseEffect):
     """The request was refused: a code, and a sentence with what was requested, what there is and what to do."""
 
-    lease_id: str
     reason: str
     sentence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declined(Effect):
+class Declined(LeaseEffect):
     """A request about an existing lease (suspend, want) cannot be met now."""
 
-    lease_id: str
     reason: str
     sentence: str
     about: str = ""  # the request: "suspend" (also when empty), "pin", "resize" or "move"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Granted(Effect):
+class Granted(LeaseEffect):
     """The lease is resident on the device: open the gate."""
 
-    lease_id: str
     device_id: str
     device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
     reserved_mib: int = 0  # on each: what the kernel's own memory limit may be for now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspend(Effect):
+class Suspend(LeaseEffect):
     """Suspend the lease; answer with `SuspendFinished` carrying the same operation id and generation."""
 
-    lease_id: str
     operation_id: int
     generation: int
     device_id: str
@@ -70,28 +71,24 @@ class Suspend(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CloseGate(Effect):
+class CloseGate(LeaseEffect):
     """The resident lease makes room at the end of its cell: make its next cell ask before it runs, and let the running one go on.
 
     A cell that asks is `Wanted`; where no extension of ours guards the cells, so is one that begins. `Granted` opens the gate again.
     """
 
-    lease_id: str
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shrink(Effect):
+class Shrink(LeaseEffect):
     """Make the idle kernel give cached device memory back, as host memory is short. Always answered with `Shrunk`."""
 
-    lease_id: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume(Effect):
+class Resume(LeaseEffect):
     """Resume the lease on the device, where `reserve_mib` are reserved for it; answer with `ResumeFinished`."""
 
-    lease_id: str
     operation_id: int
     generation: int
     device_id: str
@@ -107,77 +104,67 @@ class Resume(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CapBreached(Effect):
+class CapBreached(LeaseEffect):
     """The lease uses more than its cap: inform the kernel; with `Breach.KILL` end those of its processes that use the device."""
 
-    lease_id: str
     action: Breach
     sentence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resized(Effect):
+class Resized(LeaseEffect):
     """The lease has another size, or (by measured use) another reservation: set the kernel's memory limit."""
 
-    lease_id: str
     fraction_milli: int
     reserve_mib: int  # its cap
     reserved_mib: int  # what it holds on each of its devices now; 0: nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pinned(Effect):
+class Pinned(LeaseEffect):
     """The lease is not suspended for others, nor for being idle, before `until_ms`; 0: it is not pinned (any more)."""
 
-    lease_id: str
     until_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SuspendAnnounced(Effect):
+class SuspendAnnounced(LeaseEffect):
     """An idle lease will be suspended at `at_ms` unless it runs something or is pinned before."""
 
-    lease_id: str
     at_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UserTold(Effect):
+class UserTold(LeaseEffect):
     """Tell the lease's user something at once, in the notebook: its device goes away, or does not after all. It is in its story, too."""
 
-    lease_id: str
     reason: str
     sentence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookAgain(Effect):
+class LookAgain(LeaseEffect):
     """The lease is quarantined: find out the truth and answer with `TruthFound` when it is known."""
 
-    lease_id: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndProcesses(Effect):
+class EndProcesses(LeaseEffect):
     """The time of a revoked lease is over: end its processes. Repeated while they live; the lease ends with them."""
-
-    lease_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseEnded(Effect):
+class LeaseEnded(LeaseEffect):
     """The lease is over (released or expired): forget it."""
 
-    lease_id: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateChanged(Effect):
+class StateChanged(LeaseEffect):
     """For the ledger and for listeners."""
 
-    lease_id: str
     old: LeaseState | None
     new: LeaseState
     generation: int
@@ -186,10 +173,9 @@ class StateChanged(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded(Effect):
+class Recorded(LeaseEffect):
     """A line of the lease's story."""
 
-    lease_id: str
     at_ms: int
     reason: str  # machine-readable, e.g. "suspend.idle", "suspend.needed-by", "wait.busy-neighbour"
     sentence: str

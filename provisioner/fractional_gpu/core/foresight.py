@@ -1,11 +1,15 @@
-"""Expectations of cells: signs that a suspended kernel's next cell is near, and how much they are worth.
+"""What is done for a suspended lease before a cell asks for it: signs of cells, early resumes, relief of host memory.
 
-A front end that sees a person come back to a notebook tells so, and the kernel when a completion or a widget's message reaches it; the
-lease's own rhythm is a sign, too. An expectation is what the signs of one lease say together, until its time is over, when all were wrong,
-or a cell comes, when all were right. That is learnt for each lease and kind of sign, whatever was done for it. A suspend that was asked for
-is taken at its word: no sign brings the lease back, only a cell.
+**Expectations.** Front ends and the kernel send signs that a cell is near; the lease's own rhythm is one, too. When a cell comes, all signs
+of the lease were right; when their time is over, all were wrong. That is learnt for each lease and kind of sign. A lease whose user asked
+for its suspend waits for a cell; signs do not bring it back.
 
-What is done for an expected lease is in `foresight`: it comes back early. On its device, it is a dear victim, and not suspended for idling.
+**Early resumes** take only what tickets leave: one begins while no ticket waits in the pool and a swap channel is free, and is predicted
+to take no longer than `foresight_swap_ms`. A lease that came back early leaves for a ticket at once. Without free room, idle leases that
+are expected later leave in a pool that displaces, if that saves more waiting than it costs. What early swaps move without a cell that
+follows is bounded for each device and hour (`foresight_vain_mib`), so signs that deceive cost no more than that.
+
+**Relief.** While host memory is short and no ticket waits, saved leases come back, for no more than is lacking.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -20,6 +24,18 @@ from fractional_gpu.core.units import format_memory
 
 LONGEST_MS = 600_000
 """An expectation lasts no longer than this from its last sign on."""
+_HOUR_MS = 3_600_000
+_SIGNS = {
+    Sign.FOCUS: "its notebook came to the front",
+    Sign.SCROLL: "its notebook is being read",
+    Sign.TYPING: "a cell is being edited",
+    Sign.HOVER: "the pointer is on a button that runs a cell",
+    Sign.COMPLETION: "a completion was asked for",
+    Sign.INSPECTION: "a tooltip was asked for",
+    Sign.WIDGET: "a widget is being used",
+    Sign.RHYTHM: "its cells come at such intervals",
+    Sign.OTHER: "a program says so",
+}
 
 
 class Expectations:
@@ -95,38 +111,6 @@ class Expectations:
         for sign in known.signs:
             self._books.forecasts.sign_settled(lease.lease_id, sign, true=true)
         self._changes.forget_expectation(lease)
-
-
-# -- early resumes -----------------------------------------------------------------------------------------------------
-# Early resumes: a suspended lease comes back before its expected cell asks for it.
-#
-# Only what tickets leave is used. An early swap begins only while no ticket waits in the lease's pool and a swap channel is free, so it
-# displaces no ticket and no busy lease. A ticket that comes while one is under way waits at most for the rest of it, which is bounded:
-# none is begun that is predicted to take longer than the pool allows (`foresight_swap_ms`). A lease that came back early and has not run
-# yet is protected by no minimum residency, so it leaves for a ticket at once.
-#
-# **Free room** is taken where there is some. In a pool that displaces, idle leases make room if they are expected later and that is
-# expected to save more waiting than it costs: an expected lease saves its resume with its own likelihood; each that leaves loses the time
-# of its swaps with the likelihood that it is wanted before the expectation lapses.
-#
-# **In vain.** What an early swap moves is at stake until a cell of the lease comes. What is at stake on one device within an hour is
-# bounded (`foresight_vain_mib`), so signs that deceive cost no more than that.
-
-
-_HOUR_MS = 3_600_000
-
-
-_SIGNS = {
-    Sign.FOCUS: "its notebook came to the front",
-    Sign.SCROLL: "its notebook is being read",
-    Sign.TYPING: "a cell is being edited",
-    Sign.HOVER: "the pointer is on a button that runs a cell",
-    Sign.COMPLETION: "a completion was asked for",
-    Sign.INSPECTION: "a tooltip was asked for",
-    Sign.WIDGET: "a widget is being used",
-    Sign.RHYTHM: "its cells come at such intervals",
-    Sign.OTHER: "a program says so",
-}
 
 
 class EarlyResumes:
@@ -265,13 +249,12 @@ class EarlyResumes:
             self._books.devices[device_id].stakes.append(Stake(lease.lease_id, self._books.now_ms, mib))
 
 
-# -- host memory relief ------------------------------------------------------------------------------------------------
-# Early resumes: while host memory is short and a device has room, saved leases come back before they are wanted.
-#
-# That happens only while no ticket waits, and for no more than host memory lacks. Leases whose own control group is short come first, then
-# the most recently active one, which is likely to run next. A lease that came back early is not saved again before host memory allows it.
 class HostMemoryRelief:
-    """Begins early resumes."""
+    """Begins early resumes while host memory is short.
+
+    Leases whose own control group is short come first, then the most recently active one, which is likely to run next. A lease that came
+    back early is not saved again before host memory allows it.
+    """
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes

@@ -1,15 +1,15 @@
-"""How many thousandths of a device an engine (Slurm, Kubernetes) may give away on a node.
+"""What a node agent tells its engine (Slurm, Kubernetes): how many thousandths of a device it may give away, and when to write that.
 
 The engine gives away what its count leaves beside what is in use by its own books. So the count is
 
     what is in use by its books + what the pool's forecast admits - what is given away already and has no seat yet
 
-Seats of others (a hub, a user of the machine) are not in the books; what they hold is missing from what is admitted. Where the books say
-less than the seats (Slurm forgets part when its configuration is read again), they decide all the same: they are what it gives away by.
+Seats of others (a hub, a user of the machine) are not in the books; what they hold is missing from what is admitted. If the books say less
+than the seats (Slurm forgets part when its configuration is read again), the books still count, as the engine gives away by them.
 
 Slurm refuses a job that asks for more than the count of any node, and holds one that waits already, for good. So the count is never
-below `least_milli`, the largest share on offer: where less is in use, one job may start that is not admitted, within what the pool may
-promise. Without a broker the last count stays for a while, since a broker restarts within seconds; then only what is in use remains.
+below `least_milli`, the largest share on offer: one job may then start that is not admitted, within what the pool may promise. Without a
+broker the last count stays for a while, since a broker restarts within seconds; then only what is in use remains.
 """
 
 from dataclasses import dataclass
@@ -54,23 +54,8 @@ def rounded_memory_mib(mib: int) -> int:
     return mib // step * step
 
 
-# -- pacing ------------------------------------------------------------------------------------------------------------
-# When a node agent writes its state: a cluster has hundreds of agents and one controller.
-#
-# Only a state that differs from what the engine has is written, after a random part of `jitter_ms`, so that agents that saw the same
-# event do not write together, and not before `floor_ms` after the last attempt. Further changes do not postpone the write; it takes the
-# state of its time. A failed write is repeated after twice as long each time, up to `longest_retry_ms`, with jitter.
-#
-# Laws: between two attempts lies at least `floor_ms`; while writes succeed, a wanted state that lasts is written within `floor_ms +
-# jitter_ms` of its first appearance. Times are milliseconds of any clock that does not go back.
-
-
 State = TypeVar("State")
-
-
 _MASK = (1 << 64) - 1
-
-
 _FIRST_RETRY_MS = 1000
 
 
@@ -92,7 +77,15 @@ def spread(number: int, bound: int) -> int:
 
 
 class Pacing(Generic[State]):
-    """The pace of one agent. `seed`: agents with different ones spread their writes."""
+    """When a node agent writes its state: a cluster has hundreds of agents and one controller.
+
+    Only a state that differs from what the engine has is written, after a random part of `jitter_ms`, so that agents that saw the same
+    event do not write together, and not before `floor_ms` after the last attempt. Further changes do not postpone the write; it takes the
+    latest state. A failed write is repeated after twice as long each time, up to `longest_retry_ms`, with jitter.
+
+    While writes succeed, a wanted state that lasts is written within `floor_ms + jitter_ms` of its first appearance. Times are
+    milliseconds of any clock that does not go back. `seed`: agents with different ones spread their writes.
+    """
 
     def __init__(self, rules: PacingRules, seed: int) -> None:
         self._rules = rules

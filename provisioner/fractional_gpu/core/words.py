@@ -1,11 +1,9 @@
-"""Why a ticket waits: a code, a sentence, and the leases in the way.
+"""What people read of a wait and of a neighbour: a code, a sentence and the leases in the way; and by how much a cell is slowed down.
 
-The reason comes from the first of these that has one: the state of the ticket's lease, the last pass over the queue, a pause after a
-failed resume, the room on its devices. The sentence and the blockers are computed when they are read.
-
-The sentence has a clause for each lease in the way: what it does, and until when. A kernel of the same owner is named by its label; another
-one is "another user's kernel", and what its driver or process said is left out, as in `neighbours` of a lease's status. An owner is named
-only for processes that an ended kernel left behind, as the owner may not know of them.
+The reason of a wait comes from the first of these that has one: the state of the ticket's lease, the last pass over the queue, a pause
+after a failed resume, the room on its devices. The sentence has a clause for each lease in the way: what it does, and until when. A kernel
+of the same user is named by its label; another one is "another user's kernel", and what its driver or process said is left out. An owner
+is named only for processes that an ended kernel left behind, as the owner may not know of them.
 """
 
 from collections.abc import Sequence
@@ -19,17 +17,9 @@ from fractional_gpu.core.suspend import preempts_from_ms, suspendable_from_ms
 from fractional_gpu.core.units import format_duration, format_memory
 
 _MOST_DESCRIBED = 4
-
-
 _LONGEST_NAME = 60
-
-
 _MINUTE_MS = 60_000
-
-
 _OTHERS = "another user's kernel"
-
-
 _DOING = {
     LeaseState.SUSPENDING: "is being suspended",
     LeaseState.RESUMING: "is being brought back to its device",
@@ -247,26 +237,16 @@ def display_name(lease: Lease) -> str:
     return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
 
 
-# -- slowdowns ---------------------------------------------------------------------------------------------------------
-# How much neighbours slow a lease's cells down, for people: a forecast with its bounds.
-#
-# It begins with what each lease was learnt to need while it is busy (`place`), and is corrected by what cells took with and without
-# neighbours (`forecasts.company`).
-#
-# For a lease that waits, the estimate is of the device that busy leases leave most of, of those that it may come to, and of the leases
-# that can stay there: where it needs the memory of others, the largest leave. For one that is being resumed for a cell, it is of the
-# device to which it comes. Kernels of other owners are not named (`wait_reasons.name_for`).
-
-
-_WAITING = (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT)
-
-
 def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
-    """Return how many times as long as alone the lease's cell takes, or would take where it waits to go, and beside whom."""
+    """Return how many times as long as alone the lease's cell takes, or would take where it waits to go, and beside whom.
+
+    What each lease was learnt to need while it is busy (`place`) is corrected by what cells took with and without neighbours
+    (`forecasts.company`). For a lease that waits, it is the device that busy leases leave most of, without those that must leave for it.
+    """
     devices = books.devices
     if lease.state is LeaseState.RESUMING and lease.let_in:
         there = [(devices[one], busy_others(devices[one], lease)) for one in lease.occupied_ids if one in devices]
-    elif lease.ticket is not None and lease.state in _WAITING:
+    elif lease.ticket is not None and lease.state in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
         there = [(devices[one], _staying(devices[one], lease)) for one in allowed_devices(books, lease)]
     elif lease.occupancy is OccupancyKind.BUSY:
         there = [(devices[one], busy_others(devices[one], lease)) for one in lease.occupied_ids if one in devices]

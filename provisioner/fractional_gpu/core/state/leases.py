@@ -1,7 +1,7 @@
-"""The records that the books hold: leases, tickets, devices, accounts.
+"""The records that the books hold: operations, tickets, accounts, leases, devices.
 
-Each field has one writer. `Books` writes what its totals depend on (state, reservations, host memory, gates, `busy`), `Accounts` the
-fields of accounts and meters; the comments here say what a field means.
+`Books` writes the fields that sums depend on (state, reservations, host memory, gates, `busy`), `Accounts` those of accounts and meters;
+what follows from other fields is a property. The comments say what a field means.
 """
 
 from dataclasses import dataclass, field
@@ -13,21 +13,11 @@ from fractional_gpu.core.time_slicing import WHOLE_MILLI, most_wanted_milli
 
 HOST_MARGIN_MIB = 64
 """What a lease's suspend may save beyond its last measured use, whatever its size (`Lease.host_margin_mib`)."""
-
-
 HOST_MARGIN_PARTS = 16
 """One part in so many of its use is added to that."""
-
-
 _RESTING_PARTS = 4  # kernels that idle between cells are busy about a quarter of the time, in published traces
-
-
 _FULL_MILLI = 900  # thousandths of a device that its busy leases use together when they leave none, about
-
-
 _SAME_TIME_MILLI = 1050  # what samples of all its busy leases add up to at most, about, if they are of the same time
-
-
 _INEXACT_PARTS = 8  # one part in so many is allowed for what a driver measures and shares out inexactly
 
 
@@ -61,7 +51,6 @@ class OccupancyKind(IntEnum):
     FIXED = 4  # resuming, quarantined, or reserved before its start
 
 
-# -- the queue --------------------------------------------------------------------------------------------------------
 @dataclass(slots=True, kw_only=True)
 class ShownForecast:
     """The forecast of a wait that was shown last. For display only (`forecast_recorder`); no decision depends on it."""
@@ -94,7 +83,6 @@ class Ticket:
     saves_ms: int = 0  # how long the saves take that idle leases were begun to leave by for it, as expected
 
 
-# -- leases -----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True, kw_only=True, eq=False)
 class Account:
     """What an owner (or a group) has of one pool: its leases for limits, pinned time, and use for fair shares."""
@@ -399,7 +387,6 @@ class Lease:
         return max(0, min(margin_mib, self.held_mib * len(self.device_ids) - need_mib))
 
 
-# -- devices ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Stake:
     """What an early swap moves, and is moved in vain unless a cell follows."""
