@@ -1,35 +1,20 @@
 """How many hub seats a device can carry, by a forecast of waits instead of a sum of caps.
 
-**The model.** A seat is active for `duty_milli` thousandths of the time that its server lives, independently of the others, and while it
-is active it needs `mib` of its device. What is needed at a random moment is then the sum of independent on-or-off terms: a
-Poisson-binomial distribution with weights. It is computed exactly, by convolution, seat by seat, over thousandths of the device's
-memory (needs are rounded up, so the forecast errs on the side of waiting); what exceeds the device falls into one last bin.
-References: Hong, "On computing the distribution function for the Poisson binomial distribution", CSDA 59 (2013), for the recursion;
-Kaufman, "Blocking in a shared resource environment", IEEE Trans. Comm. 29 (1981), and Roberts (1981), who do the same for calls that
-share trunks.
+A seat is active for `duty_milli` thousandths of its server's life, independently of the others, and then needs `mib` of its device. What is
+needed at a random moment is a Poisson-binomial distribution with weights, computed exactly by convolution over thousandths of the device's
+memory (Hong, CSDA 59, 2013; Kaufman 1981 and Roberts 1981 for calls that share trunks). Needs are rounded up; what exceeds the device
+falls into one last bin.
 
-**The chance that a cell must wait.** A cell of seat i begins while the others are as they are at any moment (cells begin independently
-of one another), so it finds no room with probability P(S > C | i active), S the need and C the device's memory. Averaged over cells,
-each seat's in proportion to its activity, that is E[N; S > C] / E[N], N the number of active seats. So two sums are carried through
-the convolution: P(S = s) and E[N; S = s].
+A cell of seat i finds no room with probability P(S > C | i active), S the need and C the device's memory. Averaged over cells, that is
+E[N; S > C] / E[N], N the number of active seats, so P(S = s) and E[N; S = s] are carried through the convolution. The cell then waits for
+another one to end. Cells that use a GPU last two minutes in the median (a 48-hour excerpt of a notebook platform's trace); taken as
+memoryless, half of them are over after each further two minutes.
 
-**Like devices.** A suspended kernel may resume on another device of the same kind, where the driver and the pool allow that. Then a cell
-waits only if none of these devices has room, so they are forecast as one device of their common size (`SeatDevice.kind`). A share that
-does not divide a device counts as the next larger one that does (3/4 as a whole), because what is left beside it on several devices is no
-room for another of its size. Forecast one by one, eight devices would be called full although a cell on them never waits
-(docs/cluster-simulation.md has the figures).
+Devices among which a suspended kernel may move are forecast as one of their common size, because a cell waits only if none has room. A
+share that does not divide a device counts as the next larger one that does (3/4 as a whole): what is left beside it on several devices is
+no room for another of its size. Independence breaks first, in a lesson where all run the same cell: such a pool needs a smaller bound.
 
-**How long it then waits.** A cell of another seat has to end first. Cells that use a GPU last two minutes in the median (a 48-hour
-excerpt of an industrial notebook platform's trace: median 2 min, third quartile 5 min); taken as memoryless, half of them are over after
-each further two minutes. That several are active, so that the first ends sooner, and that the arbiter preempts, is left out: it makes
-waits shorter. That one end may not suffice for a large seat, and that real cells have a heavier tail, is left out too: it makes them
-longer. What suspending and resuming takes (seconds) is not counted: it is paid with room as well.
-
-**What is learnt.** Duty and memory of each user come from the ledger, drawn towards a prior while there is little of it. The prior is the
-same excerpt's: reserved GPUs were busy 25.7 % of the time; a cell used 4.6 GB of device memory in the third quartile. Independence is the
-assumption that breaks first, in a lesson where all users run the same cell at once: a pool for lessons should have a smaller bound.
-
-Integers only: memory in MiB, time in milliseconds, chances in millionths; the same seats give the same forecast, in any order.
+Integers only: MiB, milliseconds, millionths; the same seats give the same forecast, in any order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,15 +23,7 @@ from functools import lru_cache
 
 CELL_MEDIAN_MS = 120_000
 _BINS = 1000  # thousandths of the device
-_BINS_OF_LIKE_DEVICES = (
-    420,
-    360,
-    240,
-    120,
-    60,
-    24,
-    12,
-)  # of each of several, whose common shares are whole numbers of them
+_BINS_OF_LIKE_DEVICES = (420, 360, 240, 120, 60, 24, 12)  # for each of several: common shares are whole numbers of them
 _MOST_BINS = 1080
 _WHOLE = 10**12  # probability 1, while it is computed
 _PRIOR_LIVE_MS = 8 * 3_600_000  # the prior counts as much as this experience: a working day with a server
@@ -61,6 +38,7 @@ class Usage:
     active_mib: int
 
 
+# Of the same excerpt: reserved GPUs were busy 25.7 % of the time; a cell used 4.6 GB of device memory in the third quartile.
 PRIOR_USAGE = Usage(duty_milli=257, active_mib=4400)
 
 
@@ -163,7 +141,12 @@ def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad | None, capacity_mi
     if more is not None:
         active = active.copy()
         _add_seat(chance.copy(), active, more, capacity_mib)
-    return min(1_000_000, -(-active[-1] * 1000 * 1_000_000 // (expected * _WHOLE)))
+    return _millionths(active, expected)
+
+
+def _millionths(active: list[int], expected_milli: int) -> int:
+    """Return E[N; S > C] / E[N], rounded up."""
+    return min(1_000_000, -(-active[-1] * 1000 * 1_000_000 // (expected_milli * _WHOLE)))
 
 
 @lru_cache(maxsize=64)
@@ -283,8 +266,7 @@ def more_seats(
     for count in range(most):
         _add_seat(chance, active, load, capacity_mib)
         expected += load.duty_milli
-        waiting = min(1_000_000, -(-active[-1] * 1000 * 1_000_000 // (expected * _WHOLE)))
-        if _late_chance(waiting, target_ms) > bound_milli * 1000:
+        if _late_chance(_millionths(active, expected), target_ms) > bound_milli * 1000:
             return count
     return most
 

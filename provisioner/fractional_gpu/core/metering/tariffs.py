@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 SLICE_MS = 900_000
 """Prices and hours change at whole quarters of an hour, in whatever time zone."""
-
-
 _DAY = 24 * 60
 _WEEK = 7 * _DAY
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
