@@ -1,27 +1,26 @@
-"""Is `idle_after: "auto"` as good as every fixed idle time, whatever the users do and however many devices there are?
+"""Is `idle_after: "auto"` as good as every fixed idle time, for all habits of users and numbers of devices?
 
     python -m tests.benchmarks.frontier [--seeds 10] [--users 10] [--jobs 2] [--load NAME] [--pods FILE] [--svg FILE]
         [--json FILE] [--read FILE]
 
-Loads are the habits of `jupyter gpu simulate --habit`, and with `--pods` the days of a list of pods (`pods.py`), which no rule was tuned
-on. Each runs on three numbers of devices, all in one host:
+Loads are the habits of `jupyter gpu simulate --set habit=...`, and with `--pods` the days of a list of pods (`pods.py`), for which no rule
+was tuned. Each runs on three numbers of devices, all in one host:
 
-- enough: as many as fixed fractions need for waits, those at the door included, of 3 s at the 95th percentile;
-- just enough: as many as kernels need for such waits that leave only when another one needs their room (`on-demand`);
+- enough: fixed fractions keep the 95th percentile of waits, at the door too, within 3 s;
+- just enough: kernels that leave only if another one needs their room (`on-demand`) do;
 - tight: three quarters of just enough, or what the largest session needs.
 
-A rule is judged by the GPU hours for which kernels hold devices and by the 95th percentile of the waits: to leave sooner holds less and
-waits more. Its point is the median over the seeds of both. A fixed time beats `auto` if it holds less, and its waits are shorter, each in
-so many seeds that it is no luck (sign test, corrected for the number of fixed times). As there are times between those of `FIXED`, `auto`
-is compared with their curve as well: with a mixture of the two neighbours between whose held hours it lies, such that the mixture holds
-as much. So `auto` is
+Two figures judge a rule: the GPU hours for which kernels hold devices, and the 95th percentile of the waits. A kernel that leaves sooner
+holds less and waits more. A rule's point has the medians of both over the seeds. A fixed time beats `auto` if it holds less and waits less,
+both beyond luck (sign test over the seeds, corrected for the number of fixed times). `auto` is also compared with the curve of the fixed
+times: with the mixture of two neighbours that holds as much as `auto`. So `auto` is
 
-- below the frontier if a fixed time beats it, or if its waits are longer than those of the curve beyond luck,
-- above it if its waits are shorter than those of the curve beyond luck,
+- below the frontier if a fixed time beats it, or if it waits longer than the curve, beyond luck,
+- above it if it waits less than the curve, beyond luck,
 - on it otherwise.
 
-The same is said of mean lateness. With a price for holding (`hold_price`) `auto` holds less; its points are drawn as a curve of its own.
-The command ends with status 1 if the shipped `auto` is below the frontier of the waits anywhere.
+The same holds for mean lateness. With a `hold_price` `auto` holds less; these points are a separate curve. Exits with 1 if the shipped
+`auto` is below the frontier of the waits anywhere.
 """
 
 import json
@@ -64,7 +63,7 @@ USERS = {
     Habit.TEACHING_LAB.value: 2,
     Habit.TRAINERS.value: 2,
 }
-"""So many times `--users` have this habit: they run few cells, or are a class. Others: once."""
+"""Multiples of `--users` for habits with few cells, or with classes. Others: 1."""
 SITUATIONS = ("enough", "just enough", "tight")
 _MINUTE_MS = 60_000
 FIXED = {
@@ -162,8 +161,8 @@ class Verdict:
     perhaps_by: tuple[str, ...]  # those whose medians are better in both, which may be luck
     beats: tuple[str, ...]  # fixed times that are worse in both, beyond luck
     between: tuple[str, str] | None  # the neighbours of the mixture; None: it holds less or more than every fixed time
-    above_curve: float  # the median of what is felt less that of the mixture
-    curve_luck: float  # the chance of so many seeds on one side of the mixture
+    above_curve: float  # the median over the seeds of the difference to the mixture
+    curve_luck: float  # the chance that the seeds are on one side of the mixture by luck
 
     @property
     def place(self) -> str:
@@ -173,7 +172,7 @@ class Verdict:
         return "above" if self.above_curve < 0 and self.curve_luck < LUCK else "on"
 
     def sentence(self) -> str:
-        """Return what is said of it, one line."""
+        """Return the verdict in one line."""
         said = [f"{self.rule} is {self.place} the frontier of {self.felt.removesuffix(', s')}"]
         if self.beaten_by:
             said.append(f"BEATEN in both by {', '.join(self.beaten_by)}")

@@ -1,12 +1,11 @@
-"""When idle kernels had better leave: `idle_after: auto` beside every fixed time.
+"""When should idle kernels leave? `idle_after: auto` and every fixed time.
 
     python -m tests.benchmarks.idling [--seeds 20] [--users 30] [--jobs 2] [--json FILE]
 
-Each user has whole GPUs, as many as all sessions together could hold, so that kernels leave for no other one: what a rule costs is the
-GPU hours that kernels hold, and how long cells wait for their kernels to come back. Two loads, each with habits of its own: the usual one
-(long cells, few sessions) and the short one (many short cells), see docs/simulator.md. Fixed times are compared with `auto` at a row of
-prices for holding; a person's waiting has its default price. A fixed time is dominated if some price holds no more GPU hours and lets
-cells wait no longer on average. The command ends with status 1 if a price of `auto` is dominated by a fixed time by more than 2 % in both.
+Each user has whole GPUs, enough for all sessions, so no kernel leaves for another one. A rule costs the GPU hours that kernels hold, and
+the time that cells wait for their kernels to return. There are two loads: long cells in few sessions, and many short cells
+(docs/simulator.md). Fixed times are compared with `auto` at several prices for holding. The command exits with 1 if a fixed time beats a
+price of `auto` by more than 2 % in both figures.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Where `auto` stands against fixed idle times: the figures are those of the runs, and luck is no verdict."""
+"""Where `auto` stands against fixed idle times: the figures come from the runs, and luck is no verdict."""
 
 import json
 import xml.etree.ElementTree as ET

@@ -20,7 +20,7 @@ def test_shares_are_of_the_value_of_all_kernels() -> None:
     tally = Tally()
     tally.add(
         THERE, frozenset("b")
-    )  # four of seven minutes: priority counts twice twofold, and a minute beside the work
+    )  # four of seven minutes: priority counts twice twofold, and a minute in addition to the work
     tally.add(THERE, frozenset("abc"))
     *_, line = table({(25, "ours"): tally})
     assert line == "| 25 % | ours | 79 % | 67 % |"

@@ -1,4 +1,4 @@
-"""The benchmarks' intervals contain the truth as often as they say, and say nothing where too little was measured."""
+"""The benchmarks' intervals contain the truth as often as they say, and say nothing if too little was measured."""
 
 import itertools
 import math

@@ -8,7 +8,7 @@ experiments do not count memory, and neither do we. Of equally good nodes the on
 A figure is allocated milli-GPU over all milli-GPU, in percent, when that much demand has arrived.
 
 Nothing departs, so a node that cannot take a pod never can again, and the score of a node for a kind of pod changes only when that
-node does, unless the policy has learnt something. The scores are kept per kind, and only those of nodes that changed since the kind
+node does, unless the policy has learnt something. The scores are kept per kind, and only the scores of nodes that changed since the kind
 came last are computed again.
 """
 
