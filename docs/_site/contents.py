@@ -38,7 +38,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         "Commands, settings, pools, errors, events and routes, from the code itself; metrics are in metrics.md.",
         ("commands", "routes"),
     ),
-    "Change it": ("Add to it, and how it is tested.", ("contributing", "extending", "arbiter-tests", "gpu-tests")),
+    "Change it": ("Add to it, and how it is tested.", ("contributing", "extending", "gpu-tests")),
     "Questions": ("Short answers, and what words mean here.", ("faq", "glossary")),
 }
 """Section -> a sentence about it, and its pages: names of files in docs/ without `.md`."""

@@ -9,6 +9,8 @@ from fractional_gpu.broker.clock import DeadlineClock
 from fractional_gpu.ledger.ledger import Ledger
 from tests.broker.persistence.disk import Disk
 
+pytestmark = pytest.mark.promise("wall-clock")
+
 HOUR_MS = 3_600_000
 NS = 1_000_000
 

@@ -14,6 +14,8 @@ from fractional_gpu.broker.cost import EXEMPT, Account, Costs, metered
 from fractional_gpu.broker.lanes import PAYER, Lane
 from fractional_gpu.protocol.limits import COST_BURST_S, COST_RESERVE_S, COST_SHARE, COST_SHARE_OF_ALL
 
+pytestmark = pytest.mark.promise("hostile")
+
 
 class Clock:
     now_s = 0.0

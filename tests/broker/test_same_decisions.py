@@ -32,6 +32,8 @@ from fractional_gpu.simulator.record import digest, recording, replay
 from tests.broker.driver import Driver, swaps_of
 from tests.broker.live import live_broker
 
+pytestmark = pytest.mark.promise("same-decisions")
+
 Placed = tuple[str, tuple[str, ...]]
 """A lease, and the devices it was given."""
 

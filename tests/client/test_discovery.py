@@ -25,6 +25,8 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError, ForbiddenErro
 from tests.support.fake_broker import FakeBroker
 from tests.support.full_disks import no_temporary_files
 
+pytestmark = pytest.mark.promise("state-folder", "shared-home", "system-service", "start-together")
+
 SOMEBODY = 54321
 
 

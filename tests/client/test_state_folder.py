@@ -17,6 +17,8 @@ from fractional_gpu.client.state_folder import (
 )
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
+pytestmark = pytest.mark.promise("state-folder", "shared-home")
+
 SOCKET = "/somewhere/gpu/broker.sock"
 
 

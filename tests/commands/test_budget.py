@@ -14,6 +14,8 @@ from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageRo
 from fractional_gpu.protocol.seats import OfferRequest, SeatRequest
 from tests.broker.live import LiveBroker, live_broker
 
+pytestmark = pytest.mark.promise("budgets")
+
 BUDGETS = [
     {"user": "*", "limit": "40 GPU hours", "per": "month"},
     {"group": "students", "limit": "10 GPU hours", "per": "week"},

@@ -11,6 +11,8 @@ from fractional_gpu.commands.completion import SHELLS
 from fractional_gpu.commands.main import COMMANDS, main
 from tests.commands.conftest import OwnBroker
 
+pytestmark = pytest.mark.promise("completion")
+
 
 def proposed(line: str, folder: Path, *, shell: str = "bash") -> list[str]:
     """What the shell's function would be told: the line goes through `jupyter`, which hands it on."""

@@ -15,6 +15,8 @@ import pytest
 from tests.commands.conftest import OwnBroker
 from tests.support.paths import PYTHONPATH
 
+pytestmark = pytest.mark.promise("completion")
+
 DEADLINE_S = 240
 READY = "ready"  # each shell's prompt
 TAB = "\t"

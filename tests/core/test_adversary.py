@@ -31,6 +31,8 @@ from tests.core.driving import Hand, device, pool
 from tests.core.simulation import World
 from tests.core.theatre import Actor, Theatre
 
+pytestmark = pytest.mark.promise("fairness")
+
 DAY_MS = 86_400_000
 
 

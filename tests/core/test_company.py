@@ -8,6 +8,8 @@ from fractional_gpu.core.model import Span
 from tests.core.driving import Hand
 from tests.core.test_compute import SMALL, hand, seen
 
+pytestmark = pytest.mark.promise("forecasts")
+
 
 def slowdowns(world: Hand) -> ErrorView:
     world.arbiter.run_deferred_work()

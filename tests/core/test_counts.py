@@ -1,9 +1,12 @@
 """Counts of shares for an engine."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.nodes import count_of, count_without_broker, rounded_memory_mib, rounded_wait_ms
+
+pytestmark = pytest.mark.promise("slurm")
 
 SHARES = st.integers(0, 100_000)
 

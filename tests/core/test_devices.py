@@ -221,6 +221,7 @@ def test_host_memory_that_shrinks_takes_nothing_away() -> None:
     assert hand.state("a") is LeaseState.RESUMING, "a device has room and the host has none: it comes back early"
 
 
+@pytest.mark.promise("race-size")
 @pytest.mark.parametrize("bigger", [False, True], ids=["grew", "overhead-was-raised"])
 def test_what_grew_into_the_overhead_comes_back_to_a_device_of_its_own(bigger: bool) -> None:
     """The kernel was on a device with so much memory: it must not wait for ever because a lease may have less."""

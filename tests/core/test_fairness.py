@@ -16,6 +16,8 @@ from fractional_gpu.core.model import LeaseSpec, QueueDelay
 from tests.core.driving import Hand, device, pool
 from tests.core.theatre import FOR_EVER, Actor, Theatre
 
+pytestmark = pytest.mark.promise("fairness")
+
 HOUR_MS = 3_600_000
 SLACK = 0.05
 

@@ -21,6 +21,8 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.state.leases import HOST_MARGIN_MIB, HOST_MARGIN_PARTS
 from tests.core.driving import Hand, device, lease_measured, pool
 
+pytestmark = pytest.mark.promise("race-size")
+
 CAP_MIB, USE_MIB, BUDGET_MIB = 512, 232, 700
 
 

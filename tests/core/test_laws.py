@@ -3,6 +3,7 @@
 from dataclasses import replace
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,8 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.model import Foresight, LeaseState, Sign
 from tests.core.driving import Hand, device, lease_measured, pool
+
+pytestmark = pytest.mark.promise("laws")
 
 sizes = st.integers(1, 1000)
 few = settings(max_examples=60, deadline=None)

@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
+
 from fractional_gpu.core.events import Attached, LeftBehind, ProcessExited
 from fractional_gpu.core.model import LeaseState
 from tests.core.driving import Hand, pool
+
+pytestmark = pytest.mark.promise("left-behind")
 
 WHAT = "process 7 (train)"
 NEVER = replace(pool(), preempt_equals=False, preempt_priorities=False)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -49,6 +50,8 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.model import DeviceSpec, Foresight, LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy, Sign
 from tests.core.observer import Observer
+
+pytestmark = pytest.mark.promise("laws")
 
 DEVICES = ("d0", "d1", "d2")
 names = st.sampled_from(["a", "b", "c", "d", "e", "f"])

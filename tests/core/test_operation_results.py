@@ -36,6 +36,8 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
 from tests.core.driving import Hand, device, lease_measured, pool, spec
 
+pytestmark = pytest.mark.promise("race-host-memory")
+
 Kind = TypeVar("Kind", bound=Effect)
 
 

@@ -14,6 +14,8 @@ from fractional_gpu.core.state.leases import Lease, Ticket
 from tests.core.driving import device, spec
 from tests.core.theatre import FOR_EVER, Actor, Theatre
 
+pytestmark = pytest.mark.promise("overdue")
+
 SLACK_MS = 1_000
 STEP_MS = 500
 

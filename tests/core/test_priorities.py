@@ -7,6 +7,8 @@ from fractional_gpu.core.metering.budgets import LAST_PRIORITY
 from fractional_gpu.core.model import LeaseState
 from tests.core.driving import Hand, device, pool
 
+pytestmark = pytest.mark.promise("budgets")
+
 
 def change(hand: Hand, name: str, priority: int | None) -> None:
     hand.send(PriorityChanged(at_ms=hand.now, lease_id=name, priority=priority, sentence="its budget"))

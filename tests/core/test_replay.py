@@ -6,9 +6,13 @@ import pickle
 import subprocess
 import sys
 
+import pytest
+
 from fractional_gpu.core.arbiter import Arbiter
 from tests.core.simulation import simulate
 from tests.support.paths import PYTHONPATH
+
+pytestmark = pytest.mark.promise("replay")
 
 _REPLAY = """
 import hashlib, pickle, sys

@@ -26,6 +26,8 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.model import LeaseState, Limits, ReserveBy
 from tests.core.driving import Hand, device, lease_measured, pool, spec
 
+pytestmark = pytest.mark.promise("live-seat")
+
 DAY_MS = 86_400_000
 
 

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from itertools import combinations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.revoke import Candidate, Plan, plan_saving, value_of
+
+pytestmark = pytest.mark.promise("revocation")
 
 _SOME = st.lists(
     st.tuples(

@@ -20,6 +20,8 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.revoke import LEAST_RETRY_MS, MARGIN_MS
 from tests.core.driving import Hand, device, lease_measured, pool
 
+pytestmark = pytest.mark.promise("revocation")
+
 LONG = 120_000
 
 

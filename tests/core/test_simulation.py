@@ -8,6 +8,8 @@ from fractional_gpu.core.model import LeaseState
 from tests.core.seeds import main, run_seed
 from tests.core.simulation import simulate
 
+pytestmark = pytest.mark.promise("laws", "workload-seat")
+
 SEEDS = 40
 
 

@@ -11,6 +11,8 @@ from fractional_gpu.core.events import Attached, LeaseReleased, LeaseRequested
 from fractional_gpu.core.model import LeaseState, PoolSpec
 from tests.core.driving import Hand, device, pool, spec
 
+pytestmark = pytest.mark.promise("unstarted")
+
 HOLD_MS = PoolSpec(name="p", devices=()).unattached_hold_ms
 
 

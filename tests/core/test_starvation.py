@@ -18,6 +18,8 @@ from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec
 from tests.core.driving import Hand, device, pool
 from tests.core.theatre import Actor, Theatre
 
+pytestmark = pytest.mark.promise("fairness")
+
 CELL_MS = 1_000
 SWAP_MS = 50
 

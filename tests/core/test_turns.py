@@ -30,6 +30,8 @@ from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec
 from tests.core.driving import Hand, device, lease_measured, pool, spec
 from tests.core.theatre import FOR_EVER, Actor, Theatre
 
+pytestmark = pytest.mark.promise("race-gate", "bounded-wait")
+
 SWAP_MS = 300  # each way
 QUIET_MS = 100
 DEFAULT = PoolSpec(name="p", devices=("d0",))

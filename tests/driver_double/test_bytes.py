@@ -19,6 +19,8 @@ from tests.driver_double.double import Call, Device, DriverDouble
 from tests.driver_double.remote import Remote
 from tests.gpu_sim.kernels import KernelProcess
 
+pytestmark = pytest.mark.promise("driver-bytes")
+
 ALL: Final = bool(os.environ.get("JUPYTER_GPU_ALL_BINDINGS"))
 RELEASES: Final = releases.installed() if ALL else [releases.oldest(), releases.newest()]
 ZEROS: Final = "00" * 64

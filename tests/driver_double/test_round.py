@@ -15,6 +15,8 @@ from tests.driver_double import releases
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.remote import Remote
 
+pytestmark = pytest.mark.promise("driver-bytes")
+
 CONTEXT_MIB = 512
 
 

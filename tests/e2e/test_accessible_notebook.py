@@ -11,6 +11,8 @@ from tests.support.axe import ALL_LOOKS, SMALL_PX, assert_accessible
 from tests.support.stories import fill
 from tests.support.world import World, until
 
+pytestmark = pytest.mark.promise("accessibility")
+
 OUTPUT = ".jp-OutputArea-output"
 WIDTH_PX, TALL_PX = 1200, 3000  # no output is outside of the window
 SHOWN = {

@@ -10,6 +10,8 @@ from tests.support.pair import NO_TURNS, Pair, new_pair
 from tests.support.stories import CHECK
 from tests.support.world import Notebook, Server, World, until
 
+pytestmark = pytest.mark.promise("race-background")
+
 WORKER = """
 import threading, time
 from fractional_gpu.gpu.simulated import cuda

@@ -20,6 +20,8 @@ from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
 from tests.support.world import Server, World
 
+pytestmark = pytest.mark.promise("broker-restart")
+
 
 def ended(world: World, *words: str, code: int = 0) -> dict[str, Any]:
     """Run `jupyter gpu broker WORDS --json` in the world and return what it printed."""

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import expect
 
 from fractional_gpu.core.forecasts.habits import Share
@@ -16,6 +17,8 @@ from tests.support.pair import NO_TURNS
 from tests.support.share_days import keep_days
 from tests.support.stories import CHECK, fill
 from tests.support.world import World
+
+pytestmark = pytest.mark.promise("accessibility")
 
 KERNEL = "Python 3 · 3/4 GPU"
 OURS = ".jp-FractionalGPU-item, .jp-FractionalGPU-panel"

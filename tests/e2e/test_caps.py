@@ -11,6 +11,8 @@ import websocket
 from tests.support.paths import STRANGER
 from tests.support.world import Notebook, Server, World, until
 
+pytestmark = pytest.mark.promise("race-limits", "caps")
+
 PAST = """
 from fractional_gpu.gpu.simulated import context, cuda
 context.memory_cap_bytes = lambda: None  # what allocates directly knows no cap, whenever the kernel is told of it

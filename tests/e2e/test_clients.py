@@ -16,6 +16,8 @@ from tests.support.paths import PYTHONPATH
 from tests.support.stories import CHECK, fill
 from tests.support.world import DEADLINE_S, World, until
 
+pytestmark = pytest.mark.promise("other-programs")
+
 MIB = 8
 
 

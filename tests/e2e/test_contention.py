@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from fractional_gpu.protocol.status import LeaseStatus
 from tests.labextension.conftest import enable
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, new_world, until
+
+pytestmark = pytest.mark.promise("contention")
 
 # Uses so much of the device until it is told to end.
 WORK = """

@@ -4,12 +4,16 @@ import os
 import signal
 import time
 
+import pytest
+
 from fractional_gpu.protocol.status import LeaseStatus
 from tests.e2e.test_background_work import CHILD
 from tests.e2e.test_more_edges import STUCK
 from tests.support.stopping import stop
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
+
+pytestmark = pytest.mark.promise("deaf-kernels")
 
 # What a cell may do that leaves our extension without a way to answer the broker.
 MUTE = {

@@ -12,6 +12,8 @@ from tests.support.paths import COMPLETE_PYTHONPATH
 from tests.support.stories import CHECK
 from tests.support.world import Notebook, Server, new_world, until
 
+pytestmark = pytest.mark.promise("race-requests")
+
 TOUCHING = """
 class Touching:
     def __repr__(self):

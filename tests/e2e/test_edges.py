@@ -137,6 +137,7 @@ def test_gpu_suspend_in_a_cell_with_other_work_comes_after_the_work(pair: Pair) 
     assert notebook.must(CHECK).text == "intact\n"
 
 
+@pytest.mark.promise("race-requests")
 def test_a_silent_execute_brings_the_memory_back(pair: Pair) -> None:
     first, second = pair.ready()
     assert first.wait(first.send("silent_result = buffer.sha256() == digest", silent=True)).status == "ok"
@@ -162,6 +163,7 @@ def test_completion_on_a_suspended_kernel_answers_at_once_and_leaves_it_suspende
     assert second.must(CHECK).text == "intact\n"
 
 
+@pytest.mark.promise("race-requests")
 @pytest.mark.parametrize("kind", ["complete_request", "inspect_request"])
 def test_completion_and_inspection_that_touch_the_gpu_bring_the_memory_back(pair: Pair, kind: str) -> None:
     first, second = pair.ready(TOUCHING)
@@ -175,6 +177,7 @@ def test_completion_and_inspection_that_touch_the_gpu_bring_the_memory_back(pair
     assert second.must(CHECK).text == "intact\n"
 
 
+@pytest.mark.promise("race-background")
 def test_a_background_thread_is_held_while_suspended_and_goes_on_afterwards(pair: Pair) -> None:
     first, second = pair.ready(IN_THREAD)
     counted = [first.must("%%cpu\nprint(count)").text for _ in range(3)]
@@ -185,6 +188,7 @@ def test_a_background_thread_is_held_while_suspended_and_goes_on_afterwards(pair
     assert first.must(CHECK).text == "intact\n"
 
 
+@pytest.mark.promise("race-background")
 def test_a_task_that_outlives_its_cell_and_blocks_on_the_gpu_gets_a_suspended_kernel_back(pair: Pair) -> None:
     first, second = pair.ready()
     first.must(TASK)  # runs when the cell is over, and holds the main loop
@@ -194,6 +198,7 @@ def test_a_task_that_outlives_its_cell_and_blocks_on_the_gpu_gets_a_suspended_ke
     assert first.must(CHECK).text == "intact\n"
 
 
+@pytest.mark.promise("race-background")
 @pytest.mark.parametrize("kind", CHILDREN)
 def test_a_child_process_is_suspended_and_resumed_with_its_kernel(pair: Pair, kind: str) -> None:
     world = pair.world
@@ -211,6 +216,7 @@ def test_a_child_process_is_suspended_and_resumed_with_its_kernel(pair: Pair, ki
     first.must("child.kill()\nend()")
 
 
+@pytest.mark.promise("race-cell")
 @pytest.mark.parametrize("step", ["lock", "checkpoint", "restore"])
 def test_a_cell_that_starts_in_the_middle_of_a_swap_loses_nothing(pair: Pair, step: str) -> None:
     world = pair.world

@@ -15,6 +15,8 @@ from tests.support.dying import INJECTED, Story, Strike
 from tests.support.steered import SteeredStory
 from tests.support.world import new_world
 
+pytestmark = pytest.mark.promise("failpoints", "full-disk")
+
 # Kinds of points at which nothing else here strikes: servers and a second write of the ledger have tests of their own, and
 # `test_kills` has the broker and its worker die at each call of the driver (the points `link` and `worker`). In the story's order.
 SAMPLE = [

@@ -1,8 +1,12 @@
 """A suspended kernel is back before its next cell asks, because of what a person does in the notebook; and never in a neighbour's way."""
 
+import pytest
+
 from fractional_gpu.protocol.messages import ExpectRequest
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World
+
+pytestmark = pytest.mark.promise("early-resume")
 
 
 def suspended(world: World, server: Server, policy: str = "") -> Notebook:

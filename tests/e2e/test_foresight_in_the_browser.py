@@ -5,11 +5,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 from playwright.sync_api import Request, expect
 
 from tests.e2e.browser import Lab, opened_lab, opened_notebook
 from tests.support.stories import CHECK, fill
 from tests.support.world import World
+
+pytestmark = pytest.mark.promise("early-resume")
 
 KERNEL = "Python 3 · 3/4 GPU"
 SETTINGS = "lab/api/settings/jupyter-fractional-gpu:status"

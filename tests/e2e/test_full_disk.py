@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.commands.terminal.text import plain
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
+
+pytestmark = pytest.mark.promise("full-disk-told")
 
 LEAST_BYTES = 1
 

@@ -12,6 +12,8 @@ import pytest
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, new_world, until
 
+pytestmark = pytest.mark.promise("race-main-loop")
+
 COUNT = """
 def tick():
     with open("ticks", "a") as file:

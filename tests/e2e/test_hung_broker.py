@@ -17,6 +17,8 @@ from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
 from tests.support.world import DEADLINE_S, Notebook, Server, World
 
+pytestmark = pytest.mark.promise("hung-broker", "watchdog")
+
 HANG_LIMIT_S = 3
 
 

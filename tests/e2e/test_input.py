@@ -15,6 +15,8 @@ from tests.support.pair import Pair, new_pair
 from tests.support.stories import CHECK, fill
 from tests.support.world import DEADLINE_S, Notebook, Server, World, until
 
+pytestmark = pytest.mark.promise("input")
+
 ASK = "text = input('go on? ')\n"
 GOES_ON = """
 import os, time
@@ -83,6 +85,7 @@ def test_an_interrupt_instead_of_an_answer_ends_the_cell_at_once(pair: Pair) -> 
     assert first.must(CHECK).text == "intact\n"
 
 
+@pytest.mark.promise("race-interrupt")
 def test_what_an_interrupt_asks_for_a_kernel_that_may_be_blocked_is_withdrawn_when_it_is_not(pair: Pair) -> None:
     """After an interrupt a cell runs without its memory, and may be blocked in a call of the GPU: the server asks for it, a second later.
 

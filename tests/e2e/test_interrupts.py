@@ -17,6 +17,8 @@ from tests.support.pair import NO_TURNS, Pair, new_pair
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
+pytestmark = pytest.mark.promise("race-interrupt", "race-shutdown")
+
 PROMPT_S = 15.0  # on the slowest machine; the holder does not let go before
 INTERRUPTED = "KeyboardInterrupt"
 

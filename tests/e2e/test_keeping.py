@@ -14,6 +14,8 @@ from tests.support.stories import CHECK, fill
 from tests.support.victims import kill_all, released
 from tests.support.world import Notebook, Server, World, until
 
+pytestmark = pytest.mark.promise("keep-kernels")
+
 
 @pytest.fixture
 def servers(world: World) -> Iterator["Servers"]:

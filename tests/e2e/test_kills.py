@@ -31,6 +31,8 @@ from tests.support.victims import (
 )
 from tests.support.world import Notebook, Server, World, new_world, until
 
+pytestmark = pytest.mark.promise("kills")
+
 MIB = 16
 ALL_KILLS = bool(os.environ.get("JUPYTER_GPU_ALL_KILLS"))
 STEPS = [(operation, fault) for operation in ("lock", "checkpoint", "restore", "unlock") for fault in ("hang", "late")]
@@ -252,6 +254,7 @@ SAMPLE: dict[Callable[[World], list[int]], list[tuple[str, str]]] = {
 }
 
 
+@pytest.mark.promise("race-brokers")
 @pytest.mark.parametrize("victims", SAMPLE)
 def test_a_kill_at_any_step_of_a_turn_loses_nothing(
     world: World, pair: Pair, victims: Callable[[World], list[int]]
@@ -409,6 +412,7 @@ def test_a_worker_that_hangs_without_its_broker_ends_itself(stage: Stage, world:
     pair.finish()
 
 
+@pytest.mark.promise("race-brokers")
 @pytest.mark.usefixtures("empty")
 def test_starters_at_once_end_up_with_one_broker(world: World) -> None:
     options = json.dumps({"socket": world.socket})
@@ -424,6 +428,7 @@ def test_starters_at_once_end_up_with_one_broker(world: World) -> None:
         world.kill_broker()  # and again over what a killed one leaves behind
 
 
+@pytest.mark.promise("race-first-use")
 @pytest.mark.usefixtures("empty")
 def test_nothing_is_granted_before_the_ledger_holds_it_and_what_was_let_in_keeps_its_room(
     world: World, server: Server
@@ -460,6 +465,7 @@ def test_nothing_is_granted_before_the_ledger_holds_it_and_what_was_let_in_keeps
         notebook.shut_down()
 
 
+@pytest.mark.promise("race-moves")
 @pytest.mark.usefixtures("empty")
 def test_a_broker_killed_in_a_move_remembers_where_the_checkpoint_was_made(world: World, server: Server) -> None:
     """Restored onto the device where its room is, not onto the one it came from, which is full: that would be fatal."""

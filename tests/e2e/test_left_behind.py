@@ -13,6 +13,8 @@ from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.stories import SLEEPS
 from tests.support.world import Notebook, Server, World, until
 
+pytestmark = pytest.mark.promise("left-behind")
+
 NEVER = "c.GPUBroker.pools = {'default': {'preempt': 'never', 'idle_after': 'on-demand', 'min_residency': 0}}"
 HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(400 << 20)"
 CHILD_MIB = 332  # with its context

@@ -1,7 +1,11 @@
 """A small crowd in random use for a few seconds. `tests/run load` takes 200 kernels and ten minutes."""
 
+import pytest
+
 from tests.e2e.load import Plan, run_load
 from tests.support.crowd import Size
+
+pytestmark = pytest.mark.promise("crowd")
 
 
 def test_a_crowd_loses_no_byte_and_leaves_nothing_behind() -> None:

@@ -6,10 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fractional_gpu.broker.persistence.lease_files import lease_folder
 from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World
+
+pytestmark = pytest.mark.promise("lost-ledger")
 
 
 def ledger_files(world: World) -> list[Path]:

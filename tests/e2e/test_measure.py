@@ -14,6 +14,8 @@ from tests.support.runs import READER, Run
 from tests.support.stories import fill
 from tests.support.world import DEADLINE_S, Server, World, new_world, until
 
+pytestmark = pytest.mark.promise("measure")
+
 QUICK = "c.GPUBroker.pools = {'default': {'idle_after': 'on-demand'}}"
 WORKS = """
 import sys

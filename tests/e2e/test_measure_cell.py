@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.world import Notebook, Server, World, until
+
+pytestmark = pytest.mark.promise("measure-cell")
 
 SETUP = "from fractional_gpu.gpu.simulated import cuda\npasses = 0"
 CELL = "buffer = cuda.allocate(8 << 20)\nwhile passes < 3:\n    cuda.launch(0.02, 1.0)\n    passes += 1\npasses = 0\nbuffer.free()"

@@ -108,6 +108,7 @@ def test_a_resume_that_is_given_up_leaves_a_blocked_kernel_its_place(pair: Pair)
     assert first.must(CHECK).text == "intact\n"
 
 
+@pytest.mark.promise("race-interrupt")
 def test_an_interrupted_kernel_that_is_blocked_goes_before_those_that_wait(world: World, server: Server) -> None:
     world.configure(NO_TURNS)
     (name,) = world.install(750)
@@ -132,6 +133,7 @@ def test_an_interrupted_kernel_that_is_blocked_goes_before_those_that_wait(world
     assert first.must(CHECK).text == "intact\n"
 
 
+@pytest.mark.promise("race-lost-lease")
 def test_a_cell_that_waits_is_told_when_its_lease_is_taken_away(pair: Pair) -> None:
     world = pair.world
     first, second = pair.ready()
@@ -152,6 +154,7 @@ def test_a_cell_that_waits_is_told_when_its_lease_is_taken_away(pair: Pair) -> N
     assert second.must(CHECK).text == "intact\n"
 
 
+@pytest.mark.promise("race-host-memory")
 def test_without_host_memory_nobody_is_suspended_and_the_cell_that_waits_says_so(world: World, server: Server) -> None:
     world.configure("c.GPUBroker.host_memory = '64MiB'")
     (name,) = world.install(750)
@@ -217,6 +220,7 @@ def test_what_is_long_over_is_forgotten(world: World) -> None:
         assert _stories(reader, "young") == ["ten days ago"]
 
 
+@pytest.mark.promise("race-fork")
 def test_a_kernel_started_by_a_kernel_has_a_share_of_its_own(world: World, server: Server) -> None:
     (name,) = world.install(500)
     outer = server.start(name)
@@ -240,6 +244,7 @@ def test_a_kernel_started_by_a_kernel_has_a_share_of_its_own(world: World, serve
     assert outer.must(CHECK).text == "intact\n"
 
 
+@pytest.mark.promise("race-fork")
 def test_a_suspended_kernel_may_fork(pair: Pair) -> None:
     first, second = pair.ready()
     answer = first.must(
@@ -253,6 +258,7 @@ def test_a_suspended_kernel_may_fork(pair: Pair) -> None:
     assert second.must(CHECK).text == "intact\n"
 
 
+@pytest.mark.promise("race-stuck")
 def test_a_suspended_kernel_whose_python_is_stuck_gets_its_memory_back(pair: Pair) -> None:
     first, second = pair.ready(STUCK)
     stuck = pair.world.notebooks / "stuck"

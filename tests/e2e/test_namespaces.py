@@ -17,6 +17,8 @@ from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.stories import CHECK, fill
 from tests.support.world import World, until
 
+pytestmark = pytest.mark.promise("namespaces")
+
 FORMS = {
     "pid": ["--pid", "--fork"],
     "net": ["--net"],

@@ -15,6 +15,8 @@ from tests.support.paths import ROOT
 from tests.support.stories import CHECK, fill
 from tests.support.world import Server, World
 
+pytestmark = pytest.mark.promise("race-stuck")
+
 MIB = 8
 BASH_FILL = """\
 mkfifo ask$$ tell$$

@@ -29,6 +29,8 @@ from tests.support.stories import CHECK, fill
 from tests.support.victims import workers
 from tests.support.world import World, new_world, until
 
+pytestmark = pytest.mark.promise("worker-container", "pods")
+
 USER = 212_345
 _DAEMON_SET = Path(__file__).parents[2] / "examples" / "kubernetes" / "daemonset.yaml"
 _LOOPBACK = """

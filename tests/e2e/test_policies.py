@@ -48,6 +48,7 @@ def two(world: World) -> World:
     return world
 
 
+@pytest.mark.promise("race-moves")
 def test_a_kernel_leaves_an_emptied_device_in_the_middle_of_its_cell_and_none_comes_over_a_restart_of_the_broker(
     two: World, server: Server
 ) -> None:

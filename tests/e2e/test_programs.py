@@ -12,6 +12,8 @@ from tests.support.managed import entered, must
 from tests.support.stories import CHECK, fill
 from tests.support.world import DEADLINE_S, World, until
 
+pytestmark = pytest.mark.promise("other-programs")
+
 _RUN = """
 import nbformat
 from nbclient import NotebookClient

@@ -28,6 +28,8 @@ from tests.support.ports import free_port
 from tests.support.stories import CHECK
 from tests.support.world import DEADLINE_S, until
 
+pytestmark = pytest.mark.promise("alerts")
+
 MONITORING = ROOT / "examples" / "monitoring"
 ALERTS = MONITORING / "alerts.yml"
 CONFIG = """

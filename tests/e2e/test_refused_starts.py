@@ -14,6 +14,8 @@ from fractional_gpu.jupyter.provisioner import start_error
 from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError, UnauthorizedError
 from tests.support.world import Server, World
 
+pytestmark = pytest.mark.promise("refused-start")
+
 
 def write_spec(world: World, name: str, **config: object) -> str:
     """Write a kernelspec of ours with this stanza, and return its name."""

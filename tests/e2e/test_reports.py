@@ -8,7 +8,11 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
+import pytest
+
 from tests.support.world import Server, new_world
+
+pytestmark = pytest.mark.promise("reports-add-up")
 
 PRICED = """
 c.GPUBroker.pools = {"default": {"price": "360000 EUR"}}

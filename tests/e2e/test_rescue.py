@@ -5,9 +5,13 @@ import shutil
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from fractional_gpu.broker.persistence.lease_files import lease_folder
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World
+
+pytestmark = pytest.mark.promise("rescue")
 
 WITHOUT_WAITING = "%%cpu\n" + CHECK
 

@@ -11,6 +11,8 @@ from fractional_gpu.gpu.simulated.store import Store
 from tests.e2e.test_policies import CHECK, FILL, begin_work
 from tests.support.world import Notebook, Server, World, until
 
+pytestmark = pytest.mark.promise("revocation")
+
 MIB_S = 64
 
 

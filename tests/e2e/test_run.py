@@ -23,6 +23,8 @@ from tests.support.runs import READER, SERVER, Run, intact
 from tests.support.stories import CHECK, fill
 from tests.support.world import DEADLINE_S, Server, World, new_world, until
 
+pytestmark = pytest.mark.promise("commands-run")
+
 QUICK = "c.GPUBroker.pools = {'default': {'idle_after': 0, 'min_residency': 0}}"
 PAST = """
 from fractional_gpu.gpu.simulated import context, cuda

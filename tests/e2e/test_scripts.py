@@ -6,7 +6,11 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.support.world import DEADLINE_S, World, until
+
+pytestmark = pytest.mark.promise("abandoned")
 
 # Says which process its kernel is, and ends in the way that it is told.
 SCRIPT = """

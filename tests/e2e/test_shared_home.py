@@ -17,6 +17,8 @@ import pytest
 from tests.support.stories import CHECK, fill
 from tests.support.world import Server, World, new_world
 
+pytestmark = pytest.mark.promise("shared-home")
+
 _NODE = """
 import socket
 from pathlib import Path

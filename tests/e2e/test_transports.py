@@ -10,6 +10,8 @@ from tests.support.managed import client_of, entered, must, own_event_loop
 from tests.support.stories import CHECK, fill
 from tests.support.world import World, until
 
+pytestmark = pytest.mark.promise("other-programs")
+
 
 @pytest.fixture
 def name(world: World) -> str:

@@ -10,9 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.support.stories import CHECK as INTACT
 from tests.support.stories import fill
 from tests.support.world import Notebook, Server, World, until
+
+pytestmark = pytest.mark.promise("race-gate", "bounded-wait")
 
 ALLOCATE = (
     "from fractional_gpu.gpu.simulated import cuda\nbuffer = cuda.allocate(64 << 20)\nbuffer.write(b'x' * (4 << 20))"
@@ -141,6 +145,7 @@ def test_a_cell_that_has_not_used_the_gpu_keeps_its_room_and_the_wait_says_what_
     assert first.wait(cell).status == second.wait(waits).status == "ok"
 
 
+@pytest.mark.promise("race-unused-room")
 def test_a_pool_may_take_room_from_a_cell_that_does_not_use_it_until_it_does(world: World, server: Server) -> None:
     _configure(world, "")
     (name,) = world.install(1000)
@@ -165,6 +170,7 @@ def test_a_pool_may_take_room_from_a_cell_that_does_not_use_it_until_it_does(wor
 USE_MIB, CONTEXT_MIB, CAP_MIB, BUDGET_MIB = 72, 32, 128, 220
 
 
+@pytest.mark.promise("race-host-memory")
 def test_busy_kernels_whose_caps_the_host_could_not_hold_take_turns(world: World, server: Server) -> None:
     """Of four kernels two are saved at any time, and a third one while they change places: three fit in host memory by use, not by cap."""
     assert 3 * USE_MIB <= BUDGET_MIB < 2 * USE_MIB + CAP_MIB

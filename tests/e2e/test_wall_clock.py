@@ -9,6 +9,8 @@ import pytest
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, new_world, until
 
+pytestmark = pytest.mark.promise("wall-clock")
+
 HOUR_S = 3600
 
 

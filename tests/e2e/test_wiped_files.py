@@ -23,6 +23,8 @@ from tests.support.stopping import stop
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
+pytestmark = pytest.mark.promise("restored-files")
+
 
 def suspended(world: World, server: Server, seed: int) -> Notebook:
     """A kernel whose bytes are in host memory."""

@@ -7,6 +7,8 @@ import pytest
 from tests.support.kept import Kept
 from tests.support.wiping import CASES, KINDS, Case, Stage, new_stage, play
 
+pytestmark = pytest.mark.promise("removed-files")
+
 # Each moment with the broker alive and killed, but at rest and alive: `test_wiped_files`.
 SAMPLE = [
     Case(kind="everything", moment="rest", alive=False),

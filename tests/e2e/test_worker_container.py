@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.support.stories import CHECK, fill
 from tests.support.victims import kill_all, workers
 from tests.support.world import Server, World, new_world, until
+
+pytestmark = pytest.mark.promise("worker-container")
 
 
 @contextmanager

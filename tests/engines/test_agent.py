@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import cast
 
+import pytest
+
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.core.nodes import PacingRules
 from fractional_gpu.engines.agent import Agent, AgentRules
@@ -14,6 +16,8 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.nodes import Capacity, PoolCapacity, parse_summary
 from fractional_gpu.protocol.seats import SeatList
 from fractional_gpu.protocol.status import SeatStatus
+
+pytestmark = pytest.mark.promise("slurm")
 
 
 @dataclass

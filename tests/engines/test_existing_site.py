@@ -19,6 +19,8 @@ from tests.support.slurm import Cluster, new_cluster
 from tests.support.slurm_site import View, new_environment, new_site
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("slurm")
+
 PAGE = ROOT / "docs" / "clusters.md"
 UNIT = ROOT / "examples" / "systemd" / "jupyter-gpu.service"
 

@@ -4,6 +4,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Usage
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
@@ -13,6 +15,8 @@ from fractional_gpu.engines.slurm import Slurm
 from fractional_gpu.protocol.messages import SLURM, Workload
 from fractional_gpu.protocol.status import SeatStatus
 from tests.engines.test_slurm_texts import seat
+
+pytestmark = pytest.mark.promise("slurm")
 
 LOOK_MS, COMMENT_MS, ENDED_MS = 100, 1_000, 10_000
 DOWN = EngineUnavailableError("slurmdbd does not answer")

@@ -20,6 +20,8 @@ from tests.support.slurm_site import new_environment
 from tests.support.stopping import stop
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("slurm")
+
 HALF = f"--gres={GRES}:open:500"
 QUARTER = f"--gres={GRES}:open:250"
 IDLE, BUSY = "1%", "100%"

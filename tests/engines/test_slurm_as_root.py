@@ -20,6 +20,8 @@ from tests.support.slurm_job import JobKernel
 from tests.support.slurm_nodes import GPUNode, gpu_nodes, install_scripts
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("slurm")
+
 HALF = f"--gres={GRES}:open:500"
 NOBODY = pwd.getpwnam("nobody")
 # Of what a kernel holds, 32 MiB are compared: that takes processor time. All of it has pages, which control groups count.

@@ -15,6 +15,8 @@ from tests.hub.pages import Visitor
 from tests.support.service_page import Member
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("slurm-hub")
+
 
 @pytest.fixture(scope="module")
 def story() -> Iterator[Story]:

@@ -21,6 +21,8 @@ from fractional_gpu_hub.engines.slurm_commands import NODES, jobs_named
 from tests.support.slurm import Cluster, new_cluster
 from tests.support.stopping import stop
 
+pytestmark = pytest.mark.promise("slurm-hub")
+
 PATIENCE_S = 60
 POOL = PoolSummary(
     name="default", devices=1, total_milli=1000, held_milli=0, admissible_milli=1000, fraction_milli=250,

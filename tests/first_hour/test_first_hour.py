@@ -11,6 +11,8 @@ import pytest
 
 from tests.first_hour.story import PACKAGE, Home, Installed, build_wheel, entries, first_hour, run, traces
 
+pytestmark = pytest.mark.promise("first-hour")
+
 
 @pytest.fixture
 def home() -> Iterator[Home]:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from tests.fuzz.targets import TARGETS, seeds
 
+pytestmark = pytest.mark.promise("decoders")
+
 CORPUS = Path(__file__).parent / "corpus"
 SCALARS = st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats() | st.text()
 JSON = st.recursive(

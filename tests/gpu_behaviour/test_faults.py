@@ -9,6 +9,8 @@ from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, P
 from tests.gpu_behaviour.hosts import Host
 from tests.gpu_sim.kernels import KernelProcess, WorkerProcess, answer, ask, eventually
 
+pytestmark = pytest.mark.promise("driver-bytes")
+
 S = ProcessState
 
 

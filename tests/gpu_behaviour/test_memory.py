@@ -10,6 +10,8 @@ from fractional_gpu.gpu.interface import Monitor
 from tests.gpu_behaviour.hosts import CONTEXT_MIB, DEVICE_MIB, Host
 from tests.gpu_sim.kernels import MIB, KernelError, KernelProcess
 
+pytestmark = pytest.mark.promise("driver-bytes")
+
 
 def test_bytes_are_kept(kernel: KernelProcess) -> None:
     kernel.run("!x = cuda.allocate(1000); x.fill(bytes(1))")

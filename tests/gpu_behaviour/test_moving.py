@@ -12,6 +12,8 @@ from tests.gpu_behaviour.conftest import MakeHost
 from tests.gpu_behaviour.hosts import Host
 from tests.gpu_sim.kernels import MIB, KernelProcess, answer, ask, eventually
 
+pytestmark = pytest.mark.promise("race-moves", "driver-bytes")
+
 S = ProcessState
 ALL = bool(os.environ.get("JUPYTER_GPU_ALL_KINDS"))
 FILL = """!

@@ -5,6 +5,8 @@ import pytest
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, Monitor
 from tests.gpu_behaviour.hosts import Host
 
+pytestmark = pytest.mark.promise("energy")
+
 
 def test_a_device_says_what_it_draws_and_what_it_has_drawn(host: Host, monitor: Monitor) -> None:
     for device_id in host.devices:

@@ -9,6 +9,8 @@ from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, P
 from tests.gpu_behaviour.hosts import CONTEXT_MIB, DEVICE_MIB, Host
 from tests.gpu_sim.kernels import KernelError, KernelProcess, ask, eventually
 
+pytestmark = pytest.mark.promise("driver-bytes")
+
 S, C = ProcessState, GPUErrorCode
 OPERATIONS = ("lock", "checkpoint", "restore", "unlock")
 

@@ -3,10 +3,14 @@
 import signal
 from itertools import product
 
+import pytest
+
 from fractional_gpu.gpu.interface import Checkpointer, ProcessState
 from fractional_gpu.host.process import identify
 from tests.gpu_behaviour.hosts import Host
 from tests.gpu_sim.kernels import KernelProcess, answer, ask, eventually, send
+
+pytestmark = pytest.mark.promise("driver-bytes")
 
 
 def test_a_whole_round_is_answered_in_order(host: Host, kernel: KernelProcess) -> None:

@@ -11,6 +11,8 @@ from fractional_gpu.gpu.nvidia.support import why_no_bindings
 from tests.gpu_nvidia.fake_driver import FakeDriver, GpuPair, LockArgs, RestoreArgs, Result, StateNumber
 from tests.gpu_nvidia.record_bindings import PROBE_CALLS, RECORD, calls_of, classes_of
 
+pytestmark = pytest.mark.promise("driver-bytes")
+
 RECORDED: dict[str, dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))
 NEWEST = max(RECORDED, key=lambda version: tuple(map(int, version.split("."))))
 DOUBLES = {"CUcheckpointLockArgs": LockArgs, "CUcheckpointRestoreArgs": RestoreArgs, "CUcheckpointGpuPair": GpuPair}

@@ -15,6 +15,8 @@ from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.nvidia.checkpointer import NvidiaCheckpointer
 from tests.gpu_nvidia.fake_driver import CHECKPOINTED, FAILED, LOCKED, RUNNING, FakeDriver, FakeProcess, StateNumber
 
+pytestmark = pytest.mark.promise("driver-answers")
+
 PHASES: dict[str, tuple[str, Callable[[NvidiaCheckpointer, int], None]]] = {
     "lock": ("cuCheckpointProcessLock", lambda one, pid: one.lock(pid, 100)),
     "checkpoint": ("cuCheckpointProcessCheckpoint", lambda one, pid: one.checkpoint(pid)),

@@ -7,6 +7,8 @@ from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from tests.gpu_sim.kernels import Kernel
 from tests.gpu_sim.machine import Machine
 
+pytestmark = pytest.mark.promise("energy")
+
 IDLE_MW, PEAK_MW = 75_000, 700_000
 
 

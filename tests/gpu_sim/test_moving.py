@@ -46,6 +46,7 @@ def test_a_machine_without_room_for_the_copy_refuses_and_loses_nothing(
     assert kernel.run("x.read() == b'k' * 2**20")
 
 
+@pytest.mark.promise("race-moves")
 def test_a_device_lost_in_the_middle_of_a_checkpoint_fails_the_process(
     simulated: host.SimulatedHost, kernel: Kernel, driver: SimulatedCheckpointer
 ) -> None:

@@ -21,6 +21,8 @@ from fractional_gpu.gpu.simulated.store import DATABASE, SimulatedHostError, Sto
 from tests.gpu_sim.kernels import KernelError, KernelProcess, eventually
 from tests.support.control_group import memory_group, used_mib
 
+pytestmark = pytest.mark.promise("shared-simulator")
+
 MIB = 1 << 20
 SIZE_MIB = 48
 ADA, BOB = 65_501, 65_502  # uids that no user of the machine has

@@ -31,6 +31,8 @@ from tests.support import faults
 from tests.support.paths import PYTHONPATH
 from tests.support.stopping import stop
 
+pytestmark = pytest.mark.promise("worker-container")
+
 C, S = GPUErrorCode, ProcessState
 _PIDFD_GETFD = 438  # the system call's number on all machines
 

@@ -10,6 +10,8 @@ import pytest
 from fractional_gpu.host import accounts
 from fractional_gpu.host.accounts import Accounts
 
+pytestmark = pytest.mark.promise("one-user")
+
 NOBODY = pwd.getpwnam("nobody").pw_uid
 DAEMON = pwd.getpwnam("daemon").pw_uid
 NAMELESS = 300_000  # and the following ones: no user of the machine has them

@@ -14,6 +14,8 @@ from fractional_gpu.client.seat import Seat, read_seat, write_seat
 from fractional_gpu.host.files import open_own, replace_file
 from fractional_gpu.jupyter.kernel_record import RecordFile, unlocked_records
 
+pytestmark = pytest.mark.promise("small-files")
+
 
 def in_small_pieces(monkeypatch: pytest.MonkeyPatch, *, room: int) -> None:
     """Let the system take three bytes a call, and be full after `room` bytes."""

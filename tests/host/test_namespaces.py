@@ -24,6 +24,8 @@ from fractional_gpu.host.namespaces import (
 from fractional_gpu.host.process import identify
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("namespaces")
+
 CHILD = "import os; print(os.getpid(), flush=True); open(0).read()"
 
 

@@ -88,6 +88,7 @@ def test_a_reaped_process_is_not_alive(child: subprocess.Popen[bytes]) -> None:
         open_pidfd(identity)
 
 
+@pytest.mark.promise("race-pids")
 @pytest.mark.parametrize("change", ["boot_id", "start_time"])
 def test_another_incarnation_of_the_pid_is_not_the_process(child: subprocess.Popen[bytes], change: str) -> None:
     identity = identify(child.pid)

@@ -121,6 +121,7 @@ def test_what_a_dead_root_left_behind_is_found_for_its_user(family: Callable[...
     assert snapshot.tree(one.root, LEASE_1) == []
 
 
+@pytest.mark.promise("race-pids")
 def test_a_reused_pid_brings_in_nothing(family: Callable[..., Family]) -> None:
     one = family()
     earlier = ProcessIdentity(one.root.boot_id, one.root.pid, one.root.start_time - 1)

@@ -16,7 +16,10 @@ import pytest
 
 from tests.support.paths import PYTHONPATH
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="control groups and mounts are root's")
+pytestmark = [
+    pytest.mark.promise("workload-seat"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="control groups and mounts are root's"),
+]
 
 JOB, POD = str(secrets.randbelow(10**9) + 10**9), str(uuid4())
 # {slice}: the pod's UID as systemd has it.

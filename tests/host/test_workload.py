@@ -17,6 +17,8 @@ from fractional_gpu.host.workload import (
     workload_of,
 )
 
+pytestmark = pytest.mark.promise("workload-seat")
+
 UID = "0f2f5bd5-9ac2-4a4b-8e0e-2a4f8fd7a3a8"
 UNDERSCORED = UID.replace("-", "_")
 HASH = "c5c1a2a7" * 8

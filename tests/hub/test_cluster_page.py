@@ -33,6 +33,8 @@ from tests.support.axe import SMALL_PX, assert_accessible_in_any_look
 from tests.support.screenshots import take
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("accessibility")
+
 NOW_S = 1_000_000.0
 
 

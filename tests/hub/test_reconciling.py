@@ -23,6 +23,8 @@ from fractional_gpu_hub.seats import Reconciler
 from fractional_gpu_hub.service import add_page
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 
+pytestmark = pytest.mark.promise("seat-ends")
+
 HUB = "http://127.0.0.1:8081/hub/api"
 ATTENDANT = str(Path(fractional_gpu_hub.__file__).with_name("attendant.py"))
 

@@ -15,6 +15,8 @@ from tests.support.managed import must, ready
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, World, new_world, until
 
+pytestmark = pytest.mark.promise("live-seat", "seat-ends")
+
 SETTINGS = {
     "pools": {
         "default": {

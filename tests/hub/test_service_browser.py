@@ -23,6 +23,8 @@ from tests.support.share_days import days_of_little_use
 from tests.support.stories import CHECK, fill
 from tests.support.world import new_world, until
 
+pytestmark = pytest.mark.promise("accessibility")
+
 POOLS = {
     # A kernel that waits goes on waiting, however long axe takes, and a third server with three quarters waits for a seat.
     "default": {

@@ -14,6 +14,8 @@ from tests.e2e.browser import opened_browser
 from tests.support.axe import assert_accessible_in_any_look
 from tests.support.ports import free_port
 
+pytestmark = pytest.mark.promise("accessibility")
+
 
 def test_whoever_comes_early_is_told_to_come_again_and_nobody_is_lost_on_the_way() -> None:
     port = free_port()

@@ -19,6 +19,8 @@ from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.broker_follower import BrokerFollower
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
 
+pytestmark = pytest.mark.promise("hub-rights")
+
 DEADLINE_S = 60.0
 ACCESS = "access:services!service=gpu"
 

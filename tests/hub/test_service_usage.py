@@ -39,6 +39,8 @@ from tests.hub.test_service_trust import ACCESS, serving
 from tests.kernelext.statuses import ADVICE
 from tests.support.share_days import days_of_little_use
 
+pytestmark = pytest.mark.promise("usage-privacy")
+
 PREFIX = "/services/gpu/"
 OTHERS = re.compile(r"bob|eve|carol|secret")
 

@@ -33,6 +33,8 @@ from fractional_gpu_hub.engines.slurm_commands import (
 )
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.promise("slurm-hub")
+
 QUARTER = Allocation(pool="default", fraction_milli=250, memory_mib=1000, host_memory_mib=3000)
 NOW = datetime(2026, 11, 24, 18, 0)  # noqa: DTZ001 - as Slurm prints it
 

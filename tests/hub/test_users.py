@@ -11,6 +11,8 @@ from tests.hub.story import SETTINGS, SIMULATE, Story
 from tests.support.hub import HubWorld, new_hub
 from tests.support.world import new_world
 
+pytestmark = pytest.mark.promise("hub-restarts")
+
 
 @pytest.fixture
 def hub() -> Iterator[HubWorld]:

@@ -20,6 +20,8 @@ from fractional_gpu.jupyter.kernelspecs import PROVISIONER_NAME
 from tests.support.paths import QUICK, SOURCES
 from tests.support.world import DEADLINE_S, Server, World, new_world
 
+pytestmark = pytest.mark.promise("imports")
+
 MODULES = ("provisioner/__init__.py", "kernelext.py", "hub_spawner/__init__.py")
 LOOK = """
 import json, os, sys

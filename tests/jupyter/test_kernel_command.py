@@ -15,6 +15,8 @@ from tests.support.fake_broker import FakeBroker
 from tests.support.kernels import evaluate, running_kernel, talking_to
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.promise("extension-name", "start-together")
+
 
 @pytest.mark.parametrize(
     ("argv", "position"),

@@ -30,6 +30,8 @@ from tests.support.kernels import KERNEL_DEADLINE_S, evaluate, running_kernel, t
 from tests.support.paths import PYTHONPATH
 from tests.support.robber import rob
 
+pytestmark = pytest.mark.promise("ports")
+
 LOG = logging.getLogger(__name__)
 
 

@@ -357,6 +357,7 @@ async def test_a_server_that_can_open_nothing_more_ends_its_kernels_all_the_same
     assert broker.leases["lease-1"].state == "ended"
 
 
+@pytest.mark.promise("race-first-use")
 def test_a_kernel_without_the_extension_asks_for_its_reservation_at_once(places: Places, broker: FakeBroker) -> None:
     bare = places.write_gpu_spec("bare", ["/bin/sh", "-c", "sleep 1000"])
     with running_kernel(bare) as manager:

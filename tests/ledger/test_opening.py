@@ -17,6 +17,8 @@ from fractional_gpu.ledger import opening, schema
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError
 
+pytestmark = pytest.mark.promise("ledger-version")
+
 _NOBODY = 65534
 _OPEN_AS = """
 import os, sys

@@ -13,6 +13,8 @@ from fractional_gpu.ledger import opening
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError, LedgerInUseError
 
+pytestmark = pytest.mark.promise("restored-files")
+
 _FILES = ["", "-wal", "-shm", ".lock"]
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from decimal import Decimal
 from html.parser import HTMLParser
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,8 @@ from fractional_gpu.reports.columns import AMOUNT, decimals, tabulated
 from fractional_gpu.reports.page import day_bars, page
 from fractional_gpu.reports.sums import columns_of, rolled_up, summed
 from tests.reports.made import report_of, reports, rows
+
+pytestmark = pytest.mark.promise("reports-add-up")
 
 questions = st.lists(st.sampled_from(USAGE_BY), unique=True, max_size=4)
 

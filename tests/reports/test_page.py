@@ -23,6 +23,8 @@ from tests.kernelext.statuses import ADVICE
 from tests.reports.made import BEGINS_S, report_of
 from tests.support.axe import assert_accessible, assert_accessible_in_any_look, violations
 
+pytestmark = pytest.mark.promise("accessibility")
+
 PAGES = {"light": "#ffffff", "dark": "#14171c"}
 H = SHARE_HOUR
 

@@ -17,6 +17,8 @@ from fractional_gpu.protocol.seats import SeatRequest
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 from tests.support.callers import Caller, caller
 
+pytestmark = pytest.mark.promise("one-user")
+
 FIRST, SECOND = 300_000, 300_007  # two of nobody's subordinate uids
 UNKNOWN, OTHER = 400_000, 400_001
 NOBODY = pwd.getpwnam("nobody").pw_uid

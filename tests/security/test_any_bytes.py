@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from tests.broker.live import DEADLINE_S, LiveBroker
 
+pytestmark = pytest.mark.promise("any-bytes")
+
 BODY = b'{"fraction_milli":0}'
 PIECES = [
     b"GET /v1/ping HTTP/1.1\r\nHost: b\r\n\r\n",

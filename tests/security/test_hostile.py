@@ -27,6 +27,8 @@ from tests.support.callers import Caller, caller
 from tests.support.hostile import attacking
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.promise("hostile")
+
 USER, ATTACKER = (base + os.getpid() % 10_000 for base in (70_000, 80_000))  # other tests attack at the same time
 MOST_ANSWERS = 40
 """What the broker may answer the attacker between another user's question and its answer. Without turns it is hundreds."""

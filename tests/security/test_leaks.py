@@ -30,6 +30,8 @@ from tests.support.stories import CHECK, fill
 from tests.support.victims import anybody, brokers, workers
 from tests.support.world import Server, World, new_world
 
+pytestmark = pytest.mark.promise("tokens")
+
 VERBOSE = """
 import os
 from IPython.core.ultratb import VerboseTB

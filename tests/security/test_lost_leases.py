@@ -12,6 +12,8 @@ import pytest
 from fractional_gpu.host.process import identify
 from tests.broker.live import LiveBroker, attach_fields, live_broker
 
+pytestmark = pytest.mark.promise("lost-ledger")
+
 # Sends the requests that it reads, a JSON list [method, route, body, token] a line, and answers each with status and body.
 PEER = """
 import http.client, json, socket, sys

@@ -13,6 +13,8 @@ from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 from tests.support.callers import Caller, caller
 from tests.support.control_group import JOIN, job_group, memory_group
 
+pytestmark = pytest.mark.promise("namespaces")
+
 NESTED = ["unshare", "--pid", "--fork", "--mount-proc"]
 POOLS: dict[str, Any] = {"default": {"wait_bound": "100%", "unattached_leases": 64, "unattached_share": "100%"}}
 AS_NOBODY = """

@@ -25,6 +25,8 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError
 from tests.broker.live import BECOME_NOBODY
 from tests.support.world import World, new_world
 
+pytestmark = pytest.mark.promise("prepared-places", "state-folder")
+
 NOBODY = pwd.getpwnam("nobody").pw_uid
 
 

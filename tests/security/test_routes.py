@@ -7,6 +7,8 @@ from tests.broker.live import live_broker
 from tests.security.routes import Cell, end_as_stranger, probe, table
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.promise("own-leases")
+
 PAGE = ROOT / "docs" / "routes.md"
 OPEN_TO_ALL = {
     "ping",

@@ -24,6 +24,8 @@ from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 from tests.support.paths import ROOT
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("hostile", "slow-clients")
+
 PING = b"GET /v1/ping HTTP/1.1\r\nHost: b\r\n"
 PAGE = ROOT / "docs" / "limits.md"
 SOON_S = 0.4

@@ -11,6 +11,8 @@ from fractional_gpu.protocol.limits import PROTOCOL_VERSION, VERSION_HEADER
 from fractional_gpu.protocol.messages import LeaseRequest, Pong
 from tests.broker.live import LiveBroker
 
+pytestmark = pytest.mark.promise("versions")
+
 LATER = f"99.1; protocol={PROTOCOL_VERSION}"
 
 

@@ -28,6 +28,8 @@ from tests.simulator.audit.__main__ import main as audit
 from tests.simulator.loads import BUSY
 from tests.support.simulated_draw import TruthfulMeter
 
+pytestmark = pytest.mark.promise("meter", "simulated-meter")
+
 LARGE = Tariff(currency="EUR", price_milli=2400, bands=(PriceBand(spans=((480, 1080),), price_milli=3600),))
 SMALL = Tariff(currency="EUR", price_milli=900, basis=Basis.RESERVED, credit_milli=800)
 K = TypeVar("K")

@@ -11,6 +11,8 @@ from fractional_gpu.commands.simulation.sessions import read_history, recorded_w
 from fractional_gpu.ledger.ledger import Ledger
 from tests.support.own_history import ledger_of
 
+pytestmark = pytest.mark.promise("own-history")
+
 MACHINE = "--devices 4x80GiB"
 LOAD = "--users 24 --set several_gpus=0 --set pace=short"
 

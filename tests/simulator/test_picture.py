@@ -20,6 +20,8 @@ from tests.e2e.browser import opened_browser
 from tests.simulator.loads import BUSY
 from tests.support.axe import assert_accessible_in_any_look
 
+pytestmark = pytest.mark.promise("accessibility")
+
 HOUR_MS = 3_600_000
 ABOUT = About(
     users=50, machine="6 devices of 80 GiB", whole_gpus=41, command="jupyter gpu simulate --users 50", version="1.2"

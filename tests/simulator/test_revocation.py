@@ -31,6 +31,8 @@ from fractional_gpu.simulator.traces import Session
 from tests.simulator.by_hand import SWAP, gpu_cell, host, session
 from tests.simulator.loads import BUSY
 
+pytestmark = pytest.mark.promise("revocation")
+
 AN_HOUR = Lifetimes(servers=1, revoked=(1, *(0,) * 23))
 """Each server is revoked within its first hour."""
 

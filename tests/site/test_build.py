@@ -14,6 +14,8 @@ from tests.e2e.browser import opened_browser
 from tests.support.axe import ALL_LOOKS, SMALL_PX, violations
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.promise("accessibility", "documents")
+
 _IN_EACH_LOOK = ("index", "search", "docs/policies")
 LOOKS = [(1280, "light"), (SMALL_PX, "dark"), (1280, "dark"), (SMALL_PX, "light")]
 

@@ -15,6 +15,8 @@ from tests.site.desk import Desk, check_arguments, open_desk, says
 from tests.support.paths import ROOT
 from tests.support.world import new_world
 
+pytestmark = pytest.mark.promise("documents")
+
 ALL = [block for page in pages() for block in blocks(page)]
 LEFT_OUT = [block for block in ALL if block.reason]
 RUNNABLE = [block for block in ALL if block.language in RUN and not block.reason]

@@ -7,7 +7,11 @@ time since boot (`fractional_gpu.host.clock`), or, for a moment that survives a 
 import ast
 from collections.abc import Iterator
 
+import pytest
+
 from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.promise("wall-clock")
 
 PACKAGES = ("provisioner", "kernelext", "hub_spawner")
 CLOCKS = {

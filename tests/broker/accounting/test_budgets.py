@@ -22,6 +22,8 @@ from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import NoRoomError
 from tests.core.driving import Hand
 
+pytestmark = pytest.mark.promise("budgets")
+
 EUR = Budget(
     kind="user", name="*", unit=Unit.MONEY, amount=1000, currency="EUR", window=WindowKind.DAY, text="1.00 EUR per day"
 )

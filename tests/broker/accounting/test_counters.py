@@ -16,6 +16,8 @@ from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.ledger.ledger import Ledger
 from tests.broker.accounting.test_metering import MINUTE, SECOND, World
 
+pytestmark = pytest.mark.promise("metrics")
+
 Counted = Mapping[tuple[str, ...], float]
 
 

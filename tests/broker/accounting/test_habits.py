@@ -17,6 +17,8 @@ from fractional_gpu.protocol.status import ShareAdvice
 from tests.core.driving import Hand, device, lease_measured, spec
 from tests.support.counted import calls_of
 
+pytestmark = pytest.mark.promise("advice")
+
 DAY_MS = 86_400_000
 KEPT = Share(250, 250)  # what `Hand` asks for, of a device of 1000 MiB
 

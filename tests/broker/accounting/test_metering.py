@@ -21,6 +21,8 @@ from fractional_gpu.ledger.ledger import METER, Ledger
 from fractional_gpu.ledger.records import LedgerError
 from tests.core.driving import Hand, spec
 
+pytestmark = pytest.mark.promise("meter")
+
 EUR = Tariff(currency="EUR", price_milli=1000)
 MINUTE = 60_000
 SECOND = 1000

@@ -19,6 +19,8 @@ from fractional_gpu.core.metering.usage import MJ_PER_KWH, Party, Usage, UsageKe
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.accounts import UsageEntry
 
+pytestmark = pytest.mark.promise("usage-privacy")
+
 T = TypeVar("T")
 BERLIN = ZoneInfo("Europe/Berlin")
 EVER = 2**40

@@ -14,6 +14,8 @@ from fractional_gpu.core.metering.usage import Party, Usage, UsageKey, UsageRow
 from fractional_gpu.protocol.seats import SeatRequest
 from tests.broker.live import BECOME_NOBODY, LiveBroker
 
+pytestmark = pytest.mark.promise("usage-privacy")
+
 HOUR_S = 1_795_000_000
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,8 @@ from fractional_gpu.protocol.messages import (
     ResumeRequest,
 )
 from tests.broker.live import Answer, LiveBroker
+
+pytestmark = pytest.mark.promise("any-bytes")
 
 # In parentheses the kind of message that the route takes.
 ROUTES: Mapping[str, type[Any]] = {

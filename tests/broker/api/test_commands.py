@@ -13,6 +13,8 @@ from fractional_gpu.core.model import Breach, LeaseState
 from fractional_gpu.protocol.messages import AcquireRequest, LeaseReply, Progress
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 
+pytestmark = pytest.mark.promise("commands-run")
+
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveBroker]:

@@ -39,6 +39,8 @@ from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, _Connection
 from tests.support.ports import free_port
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("metrics")
+
 Values = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 TICK = Tick(at_ms=0)
 

@@ -24,6 +24,8 @@ from tests.broker.api.test_declined import resident
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.promise("overdue")
+
 
 @contextmanager
 def kernel(live: LiveBroker, label: str, milli: int = 1000) -> Iterator[LeaseReply]:

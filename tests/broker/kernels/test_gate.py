@@ -344,6 +344,7 @@ while sys.stdin.readline():
 """
 
 
+@pytest.mark.promise("race-stuck")
 def test_a_process_whose_python_does_not_run_reads_nothing(live: LiveBroker) -> None:
     lease = live.lease()
     kernel = live.broker.kernels[lease.lease_id]

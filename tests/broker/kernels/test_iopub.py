@@ -19,6 +19,8 @@ from fractional_gpu.broker.kernels.iopub import USES, IOPubWatch
 from fractional_gpu.protocol.limits import COST_BYTE_S
 from tests.broker.kernels.kernel_line import DEADLINE_S, KEY, KernelLine, Watched, sign
 
+pytestmark = pytest.mark.promise("race-iopub")
+
 
 @pytest.fixture
 async def line() -> AsyncIterator[KernelLine]:

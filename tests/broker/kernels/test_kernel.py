@@ -14,6 +14,8 @@ from fractional_gpu.host.process import ProcessIdentity, identify
 from fractional_gpu.protocol.messages import GateAnswer
 from tests.broker.live import DEADLINE_S, started_for
 
+pytestmark = pytest.mark.promise("input")
+
 
 def kernel() -> Kernel:
     return Kernel(lease_id="lease", uid=os.getuid(), token_sha256="")

@@ -10,6 +10,8 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.memory import Headroom
 from tests.broker.monitoring.test_sampler import LEASE, World
 
+pytestmark = pytest.mark.promise("race-host-memory")
+
 
 @pytest.mark.parametrize(
     ("room_mib", "saved_mib", "budget_mib"),

@@ -41,6 +41,8 @@ from tests.broker.monitoring.test_sampler import LEASE, view_of
 from tests.broker.recovery.test_recovery import record_of
 from tests.support.control_group import JOIN, memory_group
 
+pytestmark = pytest.mark.promise("out-of-memory")
+
 RAISED = 600
 LIMIT_MIB = 400
 S, L = ProcessState, LeaseState

@@ -366,6 +366,7 @@ async def test_small_changes_of_the_host_budget_are_not_told() -> None:
         assert budgets == [max(0, budget_mib)] * told
 
 
+@pytest.mark.promise("race-stuck")
 @pytest.mark.parametrize(
     ("state", "linked", "silent_s", "busy_s", "exempt", "wanted"),
     [
@@ -422,6 +423,7 @@ class Reader:
         return self.reads
 
 
+@pytest.mark.promise("race-stuck")
 @pytest.mark.parametrize("between_s", [2.0, 20.0, 60.0, 600.0])
 @pytest.mark.parametrize("reads", [True, False])
 def test_only_time_in_which_the_broker_looked_counts_as_silence(
@@ -439,6 +441,7 @@ def test_only_time_in_which_the_broker_looked_counts_as_silence(
     assert bool(world.wanted) is not reads
 
 
+@pytest.mark.promise("race-stuck")
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_who_is_held_up_is_not_stuck_and_has_time_to_read_when_he_goes_on(
     monkeypatch: pytest.MonkeyPatch, *, goes_on: bool

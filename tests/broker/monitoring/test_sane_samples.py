@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import cast
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -19,6 +20,8 @@ from fractional_gpu.host.clock import WallClock
 from tests.broker.driver import DEVICE
 from tests.broker.supervision.test_gpu_activity import World
 from tests.gpu_nvidia.fake_nvml import FakeGPU, FakeNVML
+
+pytestmark = pytest.mark.promise("samples")
 
 SECOND = 1_000_000
 BEGAN_US = 1_700_000_000 * SECOND

@@ -27,6 +27,8 @@ from fractional_gpu.host.process import ProcessIdentity
 from tests.broker.driver import DEVICE, OTHERS
 from tests.broker.monitoring.test_sampler import view_of
 
+pytestmark = pytest.mark.promise("contention")
+
 SECOND = 1_000_000
 LONG_AGO_S = 60.0
 A, B, CHILD, STRANGER = 11, 12, 13, 14

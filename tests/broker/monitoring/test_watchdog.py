@@ -11,6 +11,8 @@ import pytest
 from fractional_gpu.broker.monitoring import watchdog as module
 from fractional_gpu.broker.monitoring.watchdog import EXIT_HUNG, watchdog
 
+pytestmark = pytest.mark.promise("watchdog")
+
 DEADLINE_S = 60.0
 HOUR_S = 3600.0
 

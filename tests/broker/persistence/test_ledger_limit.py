@@ -23,6 +23,8 @@ from tests.broker.live import live_broker
 from tests.support.records import a_record
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("ledger-size")
+
 HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 NOW_MS = 20_718 * DAY_MS

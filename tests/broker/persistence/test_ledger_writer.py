@@ -15,6 +15,8 @@ from fractional_gpu.ledger.ledger import ACCOUNTS_MS, HISTORY_MS, Ledger
 from fractional_gpu.ledger.records import LedgerError, RecordError
 from tests.broker.persistence.disk import Disk
 
+pytestmark = pytest.mark.promise("full-disk-told")
+
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:

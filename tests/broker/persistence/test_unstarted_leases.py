@@ -10,6 +10,8 @@ from fractional_gpu.protocol.messages import AcquireRequest, LeaseRequest
 from tests.broker.live import LiveBroker, live_broker, started_for
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("unstarted")
+
 
 @pytest.fixture
 def fresh() -> Iterator[LiveBroker]:

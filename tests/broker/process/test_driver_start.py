@@ -28,6 +28,8 @@ from tests.broker.live import DEADLINE_S, started_for
 from tests.broker.persistence.disk import Disk
 from tests.broker.recovery.test_recovery import LEASE, record_of
 
+pytestmark = pytest.mark.promise("late-driver")
+
 NOT_READY = GPUError(GPUErrorCode.SYSTEM_NOT_READY, "CUDA_ERROR_SYSTEM_NOT_READY (802)")
 TRANSIENT = [code for code in GPUErrorCode if code not in (GPUErrorCode.NOT_SUPPORTED, GPUErrorCode.NOT_PERMITTED)]
 ON_MIG = "it is a MIG instance"

@@ -9,6 +9,8 @@ import pytest
 
 from fractional_gpu.broker.process.logs import RepeatFilter, _PrivateLog
 
+pytestmark = pytest.mark.promise("full-disk-told")
+
 
 class Clock:
     now_s = 0.0

@@ -25,6 +25,8 @@ from tests.support.control_group import JOIN, job_group
 from tests.support.paths import PYTHONPATH
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("workload-broker")
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:

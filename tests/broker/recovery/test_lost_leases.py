@@ -46,6 +46,8 @@ from tests.broker.driver import DEVICE, Driver, swaps_of
 from tests.broker.live import BECOME_NOBODY
 from tests.support.records import a_record
 
+pytestmark = pytest.mark.promise("lost-ledger")
+
 S, L = ProcessState, LeaseState
 CONNECTION = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 9, "shell_port": 9, "key": "k"}
 

@@ -40,6 +40,8 @@ from tests.broker.live import DEADLINE_S, started_for
 from tests.broker.persistence.disk import Disk
 from tests.support.records import a_record
 
+pytestmark = pytest.mark.promise("full-disk")
+
 LEASE = "lease-of-tests"
 S, L = ProcessState, LeaseState
 OWN_SIZE = ResizeRequested(at_ms=0, lease_id=LEASE, fraction_milli=250, reserve_mib=250)
@@ -128,6 +130,7 @@ async def test_whether_a_lease_ever_had_a_process_outlives_the_broker(tmp_path: 
         assert broker.writer.ledger.has_lease(LEASE) is had_process, "one that never had leaves no history"
 
 
+@pytest.mark.promise("race-pids")
 async def test_after_a_reboot_nobody_is_taken_for_the_kernel_that_had_its_pid(tmp_path: Path) -> None:
     """What was saved is gone with the machine's memory, and a process that has the pid by chance is nobody's kernel."""
     driver = Driver()
@@ -214,6 +217,7 @@ async def test_a_lease_that_was_found_on_a_full_disk_comes_back_when_there_is_ro
             assert kept.state is L.RESIDENT
 
 
+@pytest.mark.promise("race-half-done")
 @pytest.mark.parametrize("quarantined", [False, True])
 @pytest.mark.parametrize(("left_mib", "state"), [(299, L.QUARANTINED), (300, L.RESIDENT)])
 async def test_what_an_earlier_broker_left_half_saved_comes_back_only_if_it_has_room(

@@ -14,6 +14,8 @@ from fractional_gpu.protocol.seats import SeatProgress, SeatRequest
 from fractional_gpu.protocol.status import SeatStatus
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 
+pytestmark = pytest.mark.promise("workload-seat")
+
 POOLS: dict[str, Any] = {
     # By its forecast, one seat of an eighth is all that `small` takes beside nothing else.
     "default": {"devices": [0, 1], "fractions": ["1/8", "1/4", "1/2", "1"], "wait_bound": "5%"},

@@ -18,6 +18,8 @@ from fractional_gpu.protocol.seats import SeatProgress, SeatRequest
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("live-seat")
+
 POOLS: dict[str, Any] = {"default": {"wait_bound": "100%", "user_limits": {"fraction": "1/2"}}}
 
 

@@ -35,6 +35,8 @@ from fractional_gpu.protocol.seats import OfferRequest, SeatProgress, SeatReques
 from fractional_gpu.protocol.status import HostChange, HostStatus
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker
 
+pytestmark = pytest.mark.promise("full-disk", "seats")
+
 CLOSED = time.strftime("%a", time.localtime(time.time() + 3 * 86_400))  # a day that is not today, nor near it
 POOLS: dict[str, Any] = {
     "default": {"wait_bound": "100%", "kernels_per_seat": 2, "price": "0.80 EUR"},

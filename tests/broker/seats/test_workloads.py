@@ -22,6 +22,8 @@ from tests.support.control_group import JOIN, job_group
 from tests.support.descriptors import no_free_descriptors
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("workload-seat")
+
 POOLS: dict[str, Any] = {"default": {"wait_bound": "100%", "kernels_per_seat": 8}}
 
 

@@ -16,6 +16,8 @@ from fractional_gpu.protocol.errors import BadRequestError, ConflictError
 from fractional_gpu.protocol.messages import EvictRequest, MoveRequest
 from tests.broker.live import BECOME_NOBODY, LiveBroker, attach_fields, started_for
 
+pytestmark = pytest.mark.promise("evicted")
+
 # A kernel that will not end when it is asked to, with a child in a session of its own.
 STUBBORN = """
 import signal, subprocess, sys

@@ -17,6 +17,8 @@ from fractional_gpu.protocol.messages import COMMAND, AcquireRequest, AttachRequ
 from tests.broker.live import LiveBroker, live_broker
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("measure")
+
 WORKS = """
 from fractional_gpu.gpu.simulated import cuda
 buffer = cuda.allocate(1 << 20)

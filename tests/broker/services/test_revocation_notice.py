@@ -25,6 +25,8 @@ from fractional_gpu.broker.services.revocation_notice import (
 from fractional_gpu.ledger.records import LedgerError
 from tests.broker.live import LiveBroker, live_broker
 
+pytestmark = pytest.mark.promise("revocation")
+
 AWS = "/latest/meta-data/spot/instance-action"
 GOOGLE = "/computeMetadata/v1/instance/preempted"
 MOMENT_MS = int(datetime(2026, 9, 18, 8, 22, tzinfo=UTC).timestamp() * 1000)

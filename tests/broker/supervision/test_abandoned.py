@@ -23,6 +23,8 @@ from tests.broker.recovery.test_recovery import record_of
 from tests.support.descriptors import no_free_descriptors
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("abandoned")
+
 # Asks for a lease, and then, for each line that it reads, attaches or detaches a process of that description.
 SERVER = """
 import json, sys

@@ -22,6 +22,8 @@ from tests.broker.driver import DEVICE
 from tests.broker.live import started_for
 from tests.broker.monitoring.test_sampler import LEASE, World
 
+pytestmark = pytest.mark.promise("race-limits", "caps")
+
 STUBBORN = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); sys.stdin.read()"
 MEEK = "import sys; print(flush=True); sys.stdin.read()"
 

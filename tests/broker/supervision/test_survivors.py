@@ -24,6 +24,8 @@ from tests.broker.driver import DEVICE
 from tests.broker.live import DEADLINE_S
 from tests.gpu_sim.test_worker_link import fails_once
 
+pytestmark = pytest.mark.promise("left-behind")
+
 LEASE = "lease"
 AT_REST_MIB = 40
 ROOT = ProcessIdentity(boot_id(), os.getpid(), 1)  # this number's process of another time: it has ended

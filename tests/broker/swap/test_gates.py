@@ -15,6 +15,8 @@ from fractional_gpu.protocol.messages import CELL_RUNS, NO_CELL_RUNS
 from tests.broker.driver import Driver, journal, kernel_of, run_extension, suspend_of, swaps_of
 from tests.broker.swap.kernels import CLOSES, S, room_for, running
 
+pytestmark = pytest.mark.promise("race-unused-room", "deaf-kernels")
+
 
 async def test_a_kernel_without_a_context_has_nothing_to_save_if_its_gate_is_shut_and_is_refused_if_it_has_none() -> (
     None
@@ -228,6 +230,7 @@ async def test_a_cell_gives_up_room_that_it_never_used_and_keeps_what_it_begins_
     assert driver.calls == []
 
 
+@pytest.mark.promise("race-host-memory")
 async def test_caches_are_given_back_before_host_memory_is_called_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspend_module, "shortage", room_for(200, "the test"))
     driver = Driver()

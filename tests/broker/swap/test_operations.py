@@ -32,6 +32,8 @@ from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView
 from tests.broker.persistence.disk import Disk
 from tests.support.records import a_record
 
+pytestmark = pytest.mark.promise("full-disk")
+
 LEASE = "lease-of-tests"
 DEVICE = "GPU-0"
 SPEC = LeaseSpec(lease_id=LEASE, pool="default", owner="me", fraction_milli=500, reserve_mib=500)

@@ -10,6 +10,8 @@ from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState
 from tests.broker.driver import DEVICE, Driver, journal, kernel_of, suspend_of, swaps_of
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.promise("driver-answers")
+
 S = ProcessState
 CLOSES = {"close": "closed", "shrink": "done"}
 CODES = list(GPUErrorCode)

@@ -17,6 +17,7 @@ from tests.broker.swap.kernels import CLOSES, S, resume_of, running
 from tests.support.stopping import stop
 
 
+@pytest.mark.promise("race-processes")
 async def test_a_cuda_process_that_no_device_counts_is_saved_at_the_most_it_can_have() -> None:
     """It only initialised the driver, or the device does not list it: what no process is charged with is the most that it has."""
     driver = Driver()
@@ -55,6 +56,7 @@ def forked_by(kernel: Kernel) -> int:
     return child.pid
 
 
+@pytest.mark.promise("race-processes")
 @pytest.mark.parametrize("says", ["an error", "running"])
 async def test_a_forked_child_that_inherited_a_context_keeps_the_kernel_and_is_named(says: str) -> None:
     driver = Driver()
@@ -126,6 +128,7 @@ async def test_an_error_about_a_program_of_its_own_is_an_error_about_the_kernel(
     assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])
 
 
+@pytest.mark.promise("race-processes")
 @pytest.mark.parametrize("which", [0, 1], ids=["the-kernel", "a-child"])
 async def test_a_stopped_process_is_named_at_once_and_not_asked(which: int) -> None:
     driver = Driver()

@@ -19,6 +19,8 @@ from fractional_gpu.host.process import scan as real_scan
 from tests.broker.driver import DEVICE, OTHERS, Driver, kernel_of, swaps_of
 from tests.broker.swap.kernels import SHORT, S, fails_to_look, resume_of, saved
 
+pytestmark = pytest.mark.promise("driver-answers")
+
 
 async def test_a_resume_brings_every_process_back() -> None:
     driver = Driver()
@@ -160,6 +162,7 @@ async def test_a_resume_that_cannot_be_verified_is_unknown_until_the_driver_says
     assert found.state is LeaseState.RESIDENT
 
 
+@pytest.mark.promise("race-size")
 @pytest.mark.parametrize(("others_mib", "outcome"), [(399, ResumeOutcome.RESTORED), (400, ResumeOutcome.NOT_STARTED)])
 async def test_a_restore_leaves_a_margin_free(others_mib: int, outcome: ResumeOutcome) -> None:
     driver = Driver()

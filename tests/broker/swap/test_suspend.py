@@ -18,6 +18,8 @@ from fractional_gpu.ledger.records import LedgerError
 from tests.broker.driver import DEVICE, OTHERS, Driver, Quiet, journal, kernel_of, suspend_of, swaps_of
 from tests.broker.swap.kernels import CLOSES, SHORT, S, fails_to_look, room_for, running
 
+pytestmark = pytest.mark.promise("driver-answers")
+
 
 async def test_a_suspend_locks_all_before_it_saves_any() -> None:
     driver, phases = Driver(), list[str]()
@@ -58,6 +60,7 @@ def busy_already(_driver: Driver, _pids: list[int], quiet: Quiet) -> None:
     quiet.busy = True
 
 
+@pytest.mark.promise("race-lock")
 @pytest.mark.parametrize(
     ("spoil", "outcome", "says"),
     [
@@ -80,6 +83,7 @@ async def test_what_fails_before_anything_was_saved_is_undone(spoil: Spoil, outc
     assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
 
 
+@pytest.mark.promise("race-lock")
 async def test_a_lock_that_fails_half_way_is_undone_in_reverse_order() -> None:
     driver = Driver()
     async with kernel_of(3, CLOSES) as (kernel, _, pids):
@@ -91,6 +95,7 @@ async def test_a_lock_that_fails_half_way_is_undone_in_reverse_order() -> None:
     assert [pid for name, pid in driver.calls if name == "unlock"] == locked[::-1]
 
 
+@pytest.mark.promise("race-lock")
 async def test_a_kernel_that_becomes_busy_while_it_is_locked_is_let_go() -> None:
     driver = Driver()
     async with kernel_of(1, CLOSES) as (kernel, quiet, pids):
@@ -102,6 +107,7 @@ async def test_a_kernel_that_becomes_busy_while_it_is_locked_is_let_go() -> None
     assert driver.calls == [("lock", pids[0]), ("unlock", pids[0])]
 
 
+@pytest.mark.promise("race-lock")
 async def test_a_process_that_begins_to_use_cuda_after_the_lock_stops_the_suspend() -> None:
     driver = Driver()
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
@@ -113,6 +119,7 @@ async def test_a_process_that_begins_to_use_cuda_after_the_lock_stops_the_suspen
     assert set(driver.states.values()) == {S.RUNNING}
 
 
+@pytest.mark.promise("race-host-memory")
 async def test_what_would_not_fit_in_host_memory_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspend_module, "shortage", room_for(200, "the group of the notebook server"))
     driver = Driver()
@@ -231,6 +238,7 @@ async def test_a_suspend_looks_at_the_processes_twice_and_again_if_shrinking_tak
     assert len(looks) == count
 
 
+@pytest.mark.promise("race-host-memory")
 async def test_what_several_processes_would_save_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspend_module, "shortage", room_for(500, "the test"))  # room for each, and not for both
     driver = Driver()
@@ -241,6 +249,7 @@ async def test_what_several_processes_would_save_is_added_up(monkeypatch: pytest
     assert "600 MiB would have to be saved" in sentence
 
 
+@pytest.mark.promise("race-size")
 async def test_more_than_was_reserved_for_it_is_not_saved_and_is_told() -> None:
     driver = Driver()
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
@@ -278,6 +287,7 @@ async def test_what_is_lacking_is_asked_of_the_arbiter_before_the_point_of_no_re
             assert not [name for name, _ in driver.calls if name == "checkpoint"]
 
 
+@pytest.mark.promise("race-size")
 async def test_a_kernel_that_grows_before_it_is_locked_is_let_go() -> None:
     driver = Driver()
     async with kernel_of(1, CLOSES) as (kernel, _, pids):

@@ -10,6 +10,8 @@ from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState
 from tests.broker.driver import DEVICE, OTHERS, Driver, journal, kernel_of, suspend_of, swaps_of
 from tests.broker.swap.kernels import CLOSES, SHORT, S, fails_to_look, running
 
+pytestmark = pytest.mark.promise("driver-answers")
+
 
 async def test_a_kernel_on_several_devices_is_where_its_first_one_is() -> None:
     driver = Driver()
@@ -69,6 +71,7 @@ async def half_saved(driver: Driver, kernel: Kernel, pids: list[int]) -> None:
     driver.calls.clear()
 
 
+@pytest.mark.promise("race-half-done")
 async def test_what_a_suspend_left_half_saved_comes_back_only_where_the_saved_half_has_room() -> None:
     driver = Driver()
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
@@ -80,6 +83,7 @@ async def test_what_a_suspend_left_half_saved_comes_back_only_where_the_saved_ha
         assert await swaps_of(driver).truth(kernel, DEVICE, 0) == Truth(state=LeaseState.RESIDENT, device_id=DEVICE)
 
 
+@pytest.mark.promise("race-half-done")
 @pytest.mark.parametrize("newcomer", [False, True])
 async def test_what_has_grown_since_the_rest_was_saved_makes_the_rest_no_smaller(*, newcomer: bool) -> None:
     driver = Driver()

@@ -26,6 +26,8 @@ from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.status import ForecastError
 from tests.support.fake_broker import FakeBroker
 
+pytestmark = pytest.mark.promise("forecasts")
+
 
 def device(memory_mib: int) -> DeviceInfo:
     return DeviceInfo(

@@ -11,6 +11,8 @@ from fractional_gpu.commands.doctor.setup import check_cullers, check_kernelspec
 from fractional_gpu.config import Settings, load
 from fractional_gpu.jupyter.kernelspecs import install
 
+pytestmark = pytest.mark.promise("extension-name")
+
 
 @pytest.fixture
 def specs(jupyter_home: Path) -> Path:

@@ -9,6 +9,8 @@ from fractional_gpu.commands.measuring.measure import as_json, cost_text, figure
 from fractional_gpu.commands.measuring.study import Finding, Setting
 from fractional_gpu.stats import Estimate
 
+pytestmark = pytest.mark.promise("measure")
+
 ALONE = Finding(
     setting=Setting(1000, 1),
     rounds=6,

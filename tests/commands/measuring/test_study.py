@@ -20,6 +20,8 @@ from fractional_gpu.commands.measuring.study import (
 from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 from fractional_gpu.stats import Estimate
 
+pytestmark = pytest.mark.promise("measure")
+
 OFFERED = [125, 250, 500, 1000]
 __all__ = ["holding"]
 

@@ -23,6 +23,8 @@ from fractional_gpu.commands.run.supervisor import (
 )
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("commands-run")
+
 # -- CPU ---------------------------------------------------------------------------------------------------------------
 
 

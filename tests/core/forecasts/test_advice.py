@@ -1,5 +1,6 @@
 """Advice on shares: what suffices by the record, what it risks, and nothing that had been short without saying so."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from fractional_gpu.core.forecasts.habits import (
     bin_top_mib,
     memory_bin,
 )
+
+pytestmark = pytest.mark.promise("advice")
 
 OFFERS = [Share(milli, 80 * milli) for milli in (125, 250, 500, 750, 1000)]
 WHOLE, EIGHTH = OFFERS[-1], OFFERS[0]

@@ -12,6 +12,8 @@ from fractional_gpu.core.forecasts.bands import LEAST_LEVEL, MISS, MOST_DOUBLING
 from fractional_gpu.core.forecasts.forecasts import RESUME, Company, Forecasts
 from fractional_gpu.core.model import Span
 
+pytestmark = pytest.mark.promise("forecasts")
+
 
 def span(expected: int, low: int, high: int) -> Span:
     return Span(expected_ms=expected, low_ms=low, high_ms=high)

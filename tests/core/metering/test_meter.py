@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.metering.meter import Holding, Meter
 from fractional_gpu.core.metering.tariffs import Basis, PriceBand, Tariff, utc
 from fractional_gpu.core.metering.usage import FIGURES, SHARE_HOUR, Party, Usage, UsageRow, divided
+
+pytestmark = pytest.mark.promise("meter")
 
 DEVICES = ("GPU-0", "GPU-1")
 LEASES = ("a", "b", "c")

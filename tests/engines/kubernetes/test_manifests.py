@@ -16,6 +16,8 @@ from fractional_gpu.engines.pods import DOMAIN
 from tests.engines.kubernetes.api_server import validate
 from tests.engines.kubernetes.conftest import EXAMPLES
 
+pytestmark = pytest.mark.promise("pods")
+
 
 @pytest.fixture(scope="module")
 def pod(base: list[dict[str, Any]]) -> dict[str, Any]:

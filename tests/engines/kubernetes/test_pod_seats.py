@@ -23,6 +23,8 @@ from tests.engines.kubernetes.pods import pod_of, read_of, uid_of
 from tests.support.callers import Caller, caller
 from tests.support.control_group import JOIN, pod_group
 
+pytestmark = pytest.mark.promise("pods")
+
 POOL = "fractional-gpu.jupyter.org/pool"
 FRACTION = "fractional-gpu.jupyter.org/fraction"
 OWNER = "fractional-gpu.jupyter.org/owner"

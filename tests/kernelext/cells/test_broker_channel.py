@@ -24,6 +24,8 @@ from tests.kernelext.scripted_broker import LEASE, TOKEN, ScriptedBroker
 from tests.support.fake_broker import DEADLINE_S
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("deaf-kernels")
+
 
 @pytest.fixture
 def settings(folder: Path, broker: ScriptedBroker) -> Settings:

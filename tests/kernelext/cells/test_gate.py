@@ -8,6 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fractional_gpu_kernel.cells.gate import Gate
 
+pytestmark = pytest.mark.promise("race-gate")
+
 
 def ignore(_: Mapping[str, str]) -> None:
     pass
@@ -35,6 +37,7 @@ def test_an_opening_tells_everybody_who_waits_and_who_comes_just_then() -> None:
     assert told == ["first", "second"]
 
 
+@pytest.mark.promise("race-cell")
 def test_a_cell_passes_from_waiting_to_running_in_one_step() -> None:
     gate = Gate(ignore)
     note: list[None] = []

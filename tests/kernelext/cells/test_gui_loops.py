@@ -10,6 +10,8 @@ from tests.kernelext.kernels import RunningKernel
 from tests.kernelext.scripted_broker import ScriptedBroker
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.promise("race-main-loop")
+
 GUI = """
 import time
 from ipykernel.eventloops import get_shell_stream, register_integration

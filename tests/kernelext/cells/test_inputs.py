@@ -14,6 +14,8 @@ from fractional_gpu_kernel.registrations import Registrations
 from tests.kernelext.interrupting import interrupt_at
 from tests.kernelext.parts import a_kernel
 
+pytestmark = pytest.mark.promise("input")
+
 
 class Kernel:
     """A kernel whose user types what the test says."""

@@ -68,6 +68,7 @@ def test_close_while_idle_shuts_the_gate_and_the_next_cell_waits(kernel: Running
     assert kernel.finish(request).status == "ok"
 
 
+@pytest.mark.promise("race-gate")
 @pytest.mark.parametrize(
     "code", ["print('on'); open(fifo).close()", "print('on'); await asyncio.to_thread(open, fifo)"]
 )
@@ -332,6 +333,7 @@ def test_the_broker_opens_the_gate_while_a_cell_waits(kernel: RunningKernel, bro
     broker.wait_for(lambda: "acquire" in broker.hung_up)
 
 
+@pytest.mark.promise("race-gate")
 def test_close_while_a_cell_waits_is_answered_busy(kernel: RunningKernel, broker: ScriptedBroker) -> None:
     gate = broker.stream("gate")
     request = kernel.send("1")
@@ -610,6 +612,7 @@ def test_a_task_that_blocks_the_main_loop_of_a_suspended_kernel_has_the_gpu_aske
     assert broker.answer_to(6) == "closed"
 
 
+@pytest.mark.promise("race-background")
 def test_a_main_loop_that_runs_again_by_itself_asks_no_more(
     kernel: RunningKernel, broker: ScriptedBroker, folder: Path
 ) -> None:

@@ -18,6 +18,8 @@ from fractional_gpu_kernel.magics.measure_cell import setup_numbers
 from fractional_gpu_kernel.measure import FILE
 from tests.support.world import until
 
+pytestmark = pytest.mark.promise("measure-cell")
+
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), min_size=1, max_size=6))
 def test_the_setup_is_what_the_ranges_name_in_their_order(ranges: list[tuple[int, int]]) -> None:

@@ -12,6 +12,8 @@ import pytest
 from fractional_gpu_kernel.memory import CONTEXT_MIB, ImportHooks, MemoryLimits
 from tests.support.packages import write
 
+pytestmark = pytest.mark.promise("race-limits")
+
 OLD, NEW = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
 CUDA, ANY = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 GRANT = {"JUPYTER_GPU_MEMORY_MIB": "20480", "JUPYTER_GPU_DEVICE_MIB": "81920"}

@@ -13,6 +13,8 @@ import pytest
 from fractional_gpu_kernel.memory import CONTEXT_MIB, MemoryLimits, framework_mib
 from tests.support.paths import PYTHONPATH
 
+pytestmark = pytest.mark.promise("race-limits")
+
 TORCH = """
 calls = []
 class cuda:

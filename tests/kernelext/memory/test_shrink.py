@@ -57,6 +57,7 @@ def test_a_loop_that_waits_for_input_is_not_waited_for(
     assert loop.callbacks == []
 
 
+@pytest.mark.promise("race-main-loop")
 def test_a_cell_that_began_meanwhile_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fractional_gpu_kernel.memory.free_caches", lambda: pytest.fail("disturbed"))
     loop, answers = Loop(), Answers()
@@ -70,6 +71,7 @@ def test_a_cell_that_began_meanwhile_is_not_disturbed(monkeypatch: pytest.Monkey
     assert loop.callbacks == []
 
 
+@pytest.mark.promise("race-main-loop")
 def test_a_loop_that_is_not_free_in_time_is_busy_and_nothing_is_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fractional_gpu_kernel.memory.free_caches", lambda: pytest.fail("too late"))
     loop, answers = Loop(), Answers()
@@ -79,6 +81,7 @@ def test_a_loop_that_is_not_free_in_time_is_busy_and_nothing_is_done_later(monke
     assert answers.words == ["busy"]
 
 
+@pytest.mark.promise("race-main-loop")
 @pytest.mark.parametrize(("why_not", "word"), [("", "done"), ("it uses managed memory", "managed")])
 def test_a_gui_event_loop_that_runs_no_callback_is_no_reason_to_stay(
     monkeypatch: pytest.MonkeyPatch, why_not: str, word: str
