@@ -6,7 +6,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "Start": ("Five minutes on your own machine, with or without a GPU.", ("start", "environments")),
     "Use": (
         "Notebooks, scripts and programs on a share of a GPU.",
-        ("using", "frameworks", "magics", "clients", "measuring", "advice"),
+        ("using", "frameworks", "magics", "clients", "measuring"),
     ),
     "Run a hub": (
         "Many users on few GPUs: pools, seats, costs.",
