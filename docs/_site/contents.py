@@ -1,44 +1,38 @@
-"""Which page of docs/ is in which section of the site, in the order of reading. Every page is in exactly one; the build checks it."""
+"""Which page of docs/ is in which section of the site, in reading order. Each page is in exactly one; the build checks it.
+
+The first five sections are one path for each reader.
+"""
 
 from typing import Final
 
 SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
-    "Start": ("Five minutes on your own machine, with or without a GPU.", ("start", "environments")),
-    "Use": (
-        "Notebooks, scripts and programs on a share of a GPU.",
-        ("using", "frameworks", "magics", "clients", "measuring"),
+    "One GPU": (
+        "For your own machine, with or without a GPU. Read the first page, then go on with Use a share.",
+        ("start", "environments"),
+    ),
+    "Use a share": (
+        "For notebooks, scripts and programs, on your own machine or on a hub. On a hub, begin here.",
+        ("using", "frameworks", "magics", "clients", "measuring", "troubleshooting", "faq", "glossary"),
     ),
     "Run a hub": (
-        "Many users on few GPUs: pools, seats, costs.",
-        ("hub", "tljh", "policies", "costs"),
+        "For administrators of a JupyterHub: many users on few GPUs.",
+        ("hub", "tljh", "policies", "costs", "operating", "broker", "nvidia", "metrics", "revocation", "audit"),
     ),
     "Run a cluster": (
-        "Shares of GPUs for the jobs of Slurm and the pods of Kubernetes.",
+        "For administrators of Slurm and Kubernetes: shares of GPUs for jobs and pods.",
         ("clusters", "clusters-operating", "clusters-facts", "kubernetes", "workloads", "cluster-simulation"),
     ),
-    "Operate": (
-        "Install, look after and mend it; what happens when something goes away.",
-        ("operating", "troubleshooting", "broker", "nvidia", "metrics", "revocation", "audit", "limits"),
+    "Contribute": (
+        "For contributors, and for packages that extend it.",
+        ("contributing", "architecture", "lease-states", "promises", "extending", "gpu-tests", "driver-errors"),
     ),
-    "Understand": (
-        "How it decides, what is promised, and what it costs and saves.",
-        (
-            "architecture",
-            "lease-states",
-            "promises",
-            "forecasts",
-            "simulator",
-            "simulator-files",
-            "benchmarks",
-            "overhead",
-            "driver-errors",
-        ),
+    "Evidence": (
+        "What it costs and saves, and how well it forecasts.",
+        ("benchmarks", "overhead", "forecasts", "simulator", "simulator-files"),
     ),
     "Reference": (
-        "Commands, settings, pools, errors, events and routes, from the code itself; metrics are in metrics.md.",
-        ("commands", "routes"),
+        "Commands, settings, pools, errors, events and routes, generated from the code.",
+        ("commands", "routes", "limits"),
     ),
-    "Change it": ("Add to it, and how it is tested.", ("contributing", "extending", "gpu-tests")),
-    "Questions": ("Short answers, and what words mean here.", ("faq", "glossary")),
 }
 """Section -> a sentence about it, and its pages: names of files in docs/ without `.md`."""

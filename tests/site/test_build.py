@@ -73,7 +73,7 @@ def test_a_page_in_no_section_ends_the_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sections = dict(contents.SECTIONS)
-    sections.pop("Operate")
+    sections.pop("Run a hub")
     monkeypatch.setattr(build, "SECTIONS", sections)
     assert build.main([str(tmp_path / "out")]) == 1
     assert "docs/broker.md is in 0 sections" in capsys.readouterr().err
