@@ -211,6 +211,18 @@ def test_what_a_kernel_uses_after_it_gave_its_room_up_counts_as_a_strangers_unti
     assert (seen.reserved_mib, seen.stranger_mib) == (1000, 0)
 
 
+def test_two_kernels_that_gave_their_room_up_do_not_both_count_the_same_memory_of_strangers_as_theirs() -> None:
+    hand = Hand(pools=[pool(idle_after_ms=1_000)])
+    for name in ("a", "b"):
+        hand.idle(name, 550)
+        hand.saved(hand.wait(1_000), SuspendOutcome.NOTHING_TO_SAVE)
+        hand.send(lease_measured(hand.now, name, 100))
+    hand.send(DeviceSeen(at_ms=hand.now, device=device(), stranger_mib=100))
+    hand.want("a")
+    hand.want("b")
+    assert (hand.state("a"), hand.state("b")) == (LeaseState.RESIDENT, LeaseState.NO_CONTEXT)
+
+
 def test_an_idle_suspend_is_woken_for() -> None:
     hand = Hand(pools=[pool(idle_after_ms=5_000)])
     hand.run("a")

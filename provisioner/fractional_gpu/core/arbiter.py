@@ -191,10 +191,8 @@ class Arbiter:
         if device is None:
             device = Device(spec=event.device)
             books.add_device(device)
-        device.spec, device.stranger_mib, device.lost = event.device, max(0, event.stranger_mib), False
-        for lease in books.in_state(LeaseState.NO_CONTEXT):
-            if lease.used_mib:
-                books.note_unreserved(lease)
+        device.spec, device.lost = event.device, False
+        books.set_strangers(device, max(0, event.stranger_mib))
         if news:
             update_all_suspendability(books, books.leases.values())
 

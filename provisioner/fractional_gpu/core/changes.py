@@ -271,8 +271,9 @@ class Changes:
         """Reserve room for a ticket: a saved lease is resumed, any other one becomes resident at once."""
         waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
         lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
+        own_mib = lease.unreserved_mib
         for device in [self.books.devices[one] for one in lease.bound_ids]:  # it is no stranger any more
-            device.stranger_mib -= lease.unreserved_mib
+            self.books.set_strangers(device, device.stranger_mib - own_mib)
         lease.unreserved_mib = 0
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)

@@ -322,8 +322,12 @@ class QueuePass:
         return lease.held_mib > held_mib and self._count_passed_over(lease, ticket, chosen, urgent=urgent_waits)
 
     def _grant(self, lease: Lease, device_ids: tuple[str, ...]) -> None:
-        """If this grant brings the owner to its limit, another pass releases the room kept for its other tickets."""
-        self.needs_another |= self.capacity.keeps_any and bool(added_milli(self._books, lease))
+        """If this grant brings the owner to its limit, another pass releases the room kept for its other tickets.
+
+        The same if the lease was a stranger on its devices: other tickets that are bound to them need more by now, or may go elsewhere.
+        """
+        if lease.bound_ids or (self.capacity.keeps_any and added_milli(self._books, lease)):
+            self.needs_another = True
         self._changes.grant(lease, device_ids)
         self.victims.forget(device_ids)
 

@@ -128,6 +128,13 @@ class Books:
             device.holders[lease.lease_id] = lease
         self.refresh(lease)
 
+    def set_strangers(self, device: Device, stranger_mib: int) -> None:
+        """Set what strangers have on a device. Two leases without a reservation must not both count the same part of it as theirs."""
+        device.stranger_mib = stranger_mib
+        for lease in self.in_state(LeaseState.NO_CONTEXT):
+            if device.spec.device_id in lease.device_ids:
+                self.note_unreserved(lease)
+
     def note_unreserved(self, lease: Lease) -> None:
         """Note what a lease without a reservation has of the strangers' memory on its devices."""
         strangers = [self.devices[one].stranger_mib for one in lease.device_ids if one in self.devices]
