@@ -12,10 +12,8 @@ PAGE = ROOT / "docs" / "promises.md"
 
 def promised() -> dict[str, tuple[str, str]]:
     """Each promise's name, with its text and the longer command (empty if there is none)."""
-    lines = re.findall(
-        r"^- \*\*([\w-]+)\*\*: (.+?)(?: \*Longer:\* (.+))?$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    return {name: (text, longer) for name, text, longer in lines}
+    lines = re.findall(r"^- \*\*([\w-]+)\*\*(?: \((`.+?`)\))?: (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: (text, longer) for name, longer, text in lines}
 
 
 def marked() -> dict[str, list[str]]:
