@@ -29,7 +29,7 @@ from random import Random
 from statistics import median
 
 from fractional_gpu.core.forecasts.forecasts import Forecasts
-from fractional_gpu.core.forecasts.track_record import CELL, REST, RESUME, SLOWDOWN, SUSPEND, WAIT, Judged
+from fractional_gpu.core.forecasts.outcomes import CELL, REST, RESUME, SLOWDOWN, SUSPEND, WAIT, Judged
 from fractional_gpu.core.model import Span
 from fractional_gpu.simulator import TraceError
 from fractional_gpu.simulator.load import Habit, Load, synthetic_sessions

@@ -33,7 +33,8 @@ from fractional_gpu.core.events import (
     Tick,
     Wanted,
 )
-from fractional_gpu.core.forecasts.forecasts import SUSPEND, Forecasts
+from fractional_gpu.core.forecasts.forecasts import Forecasts
+from fractional_gpu.core.forecasts.outcomes import SUSPEND
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.core.revoke import value_of
 from tests.core.driving import lease_measured

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.core.forecasts.track_record import CELL, Judged
+from fractional_gpu.core.forecasts.outcomes import CELL, Judged
 from fractional_gpu.core.model import Span
 from fractional_gpu.simulator.load import Habit
 from tests.benchmarks.forecast_error import LAST, MEAN, OURS, Judge, as_table, main, of_habit, of_swaps

@@ -3,7 +3,7 @@
 import pytest
 
 from fractional_gpu.core.events import LeaseReleased
-from fractional_gpu.core.forecasts.estimators import ErrorView
+from fractional_gpu.core.forecasts.outcomes import ErrorView
 from fractional_gpu.core.model import Span
 from tests.core.driving import Hand
 from tests.core.test_compute import SMALL, hand, seen

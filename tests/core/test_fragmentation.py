@@ -8,15 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.events import Attached, LeaseReleased, LeaseRequested, SuspendRequested
-from fractional_gpu.core.forecasts.asks import AskMix
+from fractional_gpu.core.forecasts.sizes import AskMix
 from fractional_gpu.core.model import ReserveBy
 from fractional_gpu.core.place import DeviceChoice, Place
 from tests.core.driving import Hand, device, pool, spec
 
+
+def mix_of(weights: Mapping[tuple[int, int], int]) -> AskMix:
+    return AskMix(size for size, weight in weights.items() for _ in range(weight))
+
+
 SIZES = (125, 250, 375, 500, 750, 1000)
 MIXES = st.dictionaries(
     st.tuples(st.sampled_from(SIZES), st.sampled_from((1, 1, 2, 4))), st.integers(1, 9), max_size=5
-).map(AskMix)
+).map(mix_of)
 FREE = st.lists(st.one_of(st.sampled_from(SIZES), st.integers(0, 1000)), min_size=1, max_size=8)
 NEEDS = st.sampled_from(SIZES)
 
@@ -97,7 +102,7 @@ def test_while_no_lease_has_asked_it_is_best_fit(free: list[int], need: int) -> 
 def test_where_all_ask_for_the_same_it_is_best_fit(free: list[int], need: int, weight: int) -> None:
     places = named(free)
     able = fitting(places, need)
-    best = choice(AskMix({(need, 1): weight}), need, places).best(able)
+    best = choice(mix_of({(need, 1): weight}), need, places).best(able)
     assert best == (min(able, key=lambda place: place[1])[0] if able else None)
 
 
@@ -136,18 +141,18 @@ def test_several_devices_are_of_one_kind_and_fit(
 
 
 def test_a_small_lease_leaves_whole_what_larger_ones_are_asking_for() -> None:
-    halves = AskMix({(500, 1): 3, (125, 1): 1})
+    halves = mix_of({(500, 1): 3, (125, 1): 1})
     places = named([500, 625, 1000])
     assert choice(halves, 125, places).best(places) == "d1", "best fit would take d0, and no half would fit there again"
-    assert choice(AskMix({(125, 1): 1}), 125, places).best(places) == "d0"
+    assert choice(mix_of({(125, 1): 1}), 125, places).best(places) == "d0"
 
 
 def test_the_device_that_a_lease_of_several_needs_is_spared() -> None:
-    pairs = AskMix({(1000, 2): 1, (250, 1): 3})
+    pairs = mix_of({(1000, 2): 1, (250, 1): 3})
     places = named([1000, 1000, 1000])
     kinds = {"d0": "H", "d1": "H", "d2": "L"}
     assert choice(pairs, 250, places, kinds).best(places) == "d2"
-    assert choice(AskMix({(250, 1): 3}), 250, places, kinds).best(places) == "d0"
+    assert choice(mix_of({(250, 1): 3}), 250, places, kinds).best(places) == "d0"
 
 
 # -- in the arbiter ------------------------------------------------------------------------------------------------------

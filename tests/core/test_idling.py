@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fractional_gpu.core.effects import Effect, Recorded
 from fractional_gpu.core.events import Attached, LeaseRequested
-from fractional_gpu.core.forecasts.estimators import RATE_BITS, STEP, HoldCosts
+from fractional_gpu.core.forecasts.forecasts import RATE_BITS, HoldCosts
 from fractional_gpu.core.idle import IdleCosts
 from fractional_gpu.core.model import Foresight, LeaseState, PoolSpec
 from fractional_gpu.core.state.books import Books
@@ -179,5 +179,5 @@ def test_a_rate_is_rounded_down_by_less_than_a_quarter(cells: list[tuple[int, in
     costs = HoldCosts()
     for lost_ms, held in cells:
         costs.learn(lost_ms, held)
-    exact = (costs.lost << RATE_BITS) // (STEP * costs.held)
+    exact = (costs.lost << RATE_BITS) // (1024 * costs.held)
     assert costs.rate <= exact <= costs.rate + (costs.rate >> 2)

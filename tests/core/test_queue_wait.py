@@ -19,7 +19,8 @@ from fractional_gpu.core.events import (
     SuspendOutcome,
     Wanted,
 )
-from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
+from fractional_gpu.core.forecasts.forecasts import Forecasts, WaitSpan
+from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.core.queue_wait import MOST_AHEAD, QueueWaitForecast
 from tests.core.driving import lease_measured

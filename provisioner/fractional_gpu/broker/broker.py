@@ -73,7 +73,7 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.forecasts.estimators import ContextSizes
+from fractional_gpu.core.forecasts.sizes import ContextSizes
 from fractional_gpu.core.model import LeaseState, LeaseView, ReserveBy, Sign, TicketView
 from fractional_gpu.core.units import format_duration, format_memory
 from fractional_gpu.gpu.interface import DeviceInfo, DeviceSensors, Monitor

@@ -121,15 +121,14 @@ class Arbiter:
         return changes.take_effects()
 
     def run_deferred_work(self) -> None:
-        """Learn from the last event, and forecast the waits that began in it.
+        """Forecast the waits and cells that began in the last event.
 
         None of this changes what that event decided, so a driver calls it once the effects are on their way. Otherwise the next `handle`
         does it first; decisions are the same either way.
         """
         if not self._deferred_work_done:
             self._deferred_work_done = True
-            if self._changes.forecast_recorder.run_deferred_work():
-                self._views.clear()  # they hold forecasts
+            self._changes.forecast_recorder.run_deferred_work()
 
     def _set_wake(self, *, anew: bool) -> None:
         """Ask for a tick if the time of the next one changed; `anew`: a tick used it up, however early it came."""

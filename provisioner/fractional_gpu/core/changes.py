@@ -21,7 +21,8 @@ from fractional_gpu.core.effects import (
     Suspend,
     TicketsChanged,
 )
-from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts
+from fractional_gpu.core.forecasts.forecasts import Forecasts
+from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.idle import IdleCosts
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.queue_wait import ForecastRecorder

@@ -14,7 +14,7 @@ follows is bounded for each device and hour (`foresight_vain_mib`), so signs tha
 
 from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.events import Expected
-from fractional_gpu.core.forecasts.forecasts import RESUME
+from fractional_gpu.core.forecasts.outcomes import RESUME
 from fractional_gpu.core.limits import over_limit
 from fractional_gpu.core.model import Foresight, LeaseState, Sign
 from fractional_gpu.core.place import eligible_devices

@@ -13,13 +13,12 @@ While holding costs nothing, no lease leaves: a ticket that needs the room takes
 need for other leases, so no lease leaves in this way if more than half of host memory would be in use.
 """
 
-from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
+from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.model import LeaseState, PoolSpec
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Lease, OccupancyKind, Ticket
 from fractional_gpu.core.suspend import is_expected, lacks_device, suspendable_from_ms
 
-_ASKED_AGAIN_MS = 60_000  # while host memory is kept for tickets
 _BETWEEN_REVIEWS_MS = 10_000
 
 # Cells wait longest where idle leases have to be saved for them, and users remember long waits. With 1, kernels hardly leave before they
@@ -38,11 +37,9 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
     if idle_ms is None:
         return None
     willing_ms = suspendable_from_ms(pool, lease)
-    if willing_ms is None or lacks_device(books, lease):
+    if willing_ms is None or lacks_device(books, lease) or not spares_host_memory(books, lease):
         return None
     due_ms = max(lease.last_active_ms + idle_ms, willing_ms)
-    if not spares_host_memory(books, lease):
-        due_ms = max(due_ms, books.now_ms + _ASKED_AGAIN_MS)
     if lease.expectation is not None and is_expected(books, lease):
         due_ms = max(due_ms, lease.expectation.until_ms)
     return due_ms

@@ -25,7 +25,7 @@ def check_devices(books: Books, device_ids: set[str]) -> None:
 
 def validate(books: Books, operations: dict[int, Operation]) -> None:
     """Check the whole state. Raises InvariantError."""
-    broken = [*_sums(books), *_queue(books), *books.forecasts.broken()]
+    broken = [*_sums(books), *_queue(books)]
     for lease in books.leases.values():
         found = [
             *_reservation(books, lease),

@@ -20,7 +20,7 @@ from fractional_gpu.core.events import (
     SuspendOutcome,
     TruthFound,
 )
-from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
+from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.foresight import Expectations
 from fractional_gpu.core.lifecycle import Lifecycle
 from fractional_gpu.core.limits import Pins

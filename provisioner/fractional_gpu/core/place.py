@@ -12,7 +12,7 @@ only orders devices that have the memory, or will have it.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from fractional_gpu.core.forecasts.asks import AskMix
+from fractional_gpu.core.forecasts.sizes import AskMix
 from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind
@@ -149,7 +149,7 @@ class DeviceChoice:
     """Orders devices for leases that need `need_mib` on each of theirs, by how little of the free memory they spoil.
 
     Free memory that no lease can use is as good as gone: 30 GiB serve one ask for 20 GiB, three for 10 GiB, and none for 40 GiB. What a
-    lease spoils on a device is what the device could give to the asks of its pool before (`forecasts.asks`), less what it can give after.
+    lease spoils on a device is what the device could give to the asks of its pool before (`forecasts.sizes`), less what it can give after.
     The least spoilt comes first, then the least memory left (best fit), then the first of the given devices. While no lease has asked,
     that is best fit.
 

@@ -26,7 +26,7 @@ then the pass asks for another one (`needs_another`).
 from collections.abc import Iterable
 
 from fractional_gpu.core.changes import Changes
-from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
+from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.limits import added_milli, over_limit, victims_of_same_user
 from fractional_gpu.core.model import LeaseState, QueueDelay
 from fractional_gpu.core.move import Migrations, kept_mib

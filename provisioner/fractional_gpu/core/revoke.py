@@ -19,7 +19,7 @@ from typing import Final
 
 from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.effects import EndProcesses, UserTold
-from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
+from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.model import LeaseState, Span
 from fractional_gpu.core.state.leases import Device, Lease, Reason
 from fractional_gpu.core.suspend import lacks_device

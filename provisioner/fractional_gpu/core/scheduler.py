@@ -105,7 +105,6 @@ class Scheduler:
             self._recheck_ms,
             self._compute_relief.recheck_ms,
             self._early_resumes.recheck_ms,
-            self._changes.forecast_recorder.recheck_ms,
             self._changes.idle_costs.recheck_ms,
             self._packing.recheck_ms,
             self.departures.recheck_ms,
@@ -204,7 +203,7 @@ class Scheduler:
                     self._changes.ask_to_shrink(lease)
                 continue
             if not spares_host_memory(self._books, lease):
-                self._books.mark_changed(lease)  # it is asked again later
+                self._books.mark_changed(lease)  # it is due again when host memory is freed
                 continue
             if self._makes_room_to_grow(lease):
                 continue

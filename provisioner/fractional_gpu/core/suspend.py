@@ -22,7 +22,7 @@ save.
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
-from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
+from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.model import LeaseState, PoolSpec, Sharing
 from fractional_gpu.core.place import (
     FULL,

@@ -241,7 +241,7 @@ def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
     """Return how many times as long as alone the lease's cell takes, or would take where it waits to go, and beside whom.
 
     What each lease was learnt to need while it is busy (`place`) is corrected by what cells took with and without neighbours
-    (`forecasts.company`). For a lease that waits, it is the device that busy leases leave most of, without those that must leave for it.
+    (`forecasts`). For a lease that waits, it is the device that busy leases leave most of, without those that must leave for it.
     """
     devices = books.devices
     if lease.state is LeaseState.RESUMING and lease.let_in:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from fractional_gpu.core.forecasts.estimators import ErrorView
+from fractional_gpu.core.forecasts.outcomes import ErrorView
 from fractional_gpu.simulator.felt import USERS_TOO_LATE, Felt, Goal, Lateness, Spread, nearest_rank, too_long
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.revocation import RevocationFigures

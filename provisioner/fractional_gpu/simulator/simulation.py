@@ -7,7 +7,7 @@ order. A session is given its host when it opens (`hosts`), and stays there; wha
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from fractional_gpu.core.forecasts.track_record import Judged
+from fractional_gpu.core.forecasts.outcomes import Judged
 from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.hosts import Door, Machine, Moments, hosts_of
 from fractional_gpu.simulator.metering import RunMeter

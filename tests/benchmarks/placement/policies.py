@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
 
-from fractional_gpu.core.forecasts.asks import AskMix
+from fractional_gpu.core.forecasts.sizes import AskMix
 from fractional_gpu.core.place import DeviceChoice
 from tests.benchmarks.placement.cluster import MILLI, Node, PodKind, Policy
 
@@ -211,6 +211,7 @@ class BrokerScorer(Policy):
 
     def __init__(self) -> None:
         self._mix = AskMix()
+        self._asks = 0
         self._found: dict[tuple[tuple[int, ...], int, int], tuple[int, int, int]] = {}
         self._without_gpu = BestFit()
 
@@ -218,8 +219,9 @@ class BrokerScorer(Policy):
         """Learn the size."""
         if kind.gpus:
             self._mix.add(kind.milli, kind.gpus)
-            if self._mix.version != self.version:
-                self.version = self._mix.version
+            self._asks += 1
+            if self._asks % _NEWS == 0:  # what one more ask changes is little, and takes long to work out
+                self.version += 1
                 self._found.clear()
 
     def _best(self, node: Node, kind: PodKind) -> tuple[int, int, int]:
@@ -253,6 +255,7 @@ class BrokerScorer(Policy):
 
 
 _FREE_BITS = 16
+_NEWS = 16  # asks after which a choice is worked out again
 _MOST_SPOILT = 1 << 80
 
 
@@ -278,7 +281,7 @@ class BrokerScorerOnNodes(BrokerScorer):
         left = sum(node.left)
         now = imbalance(node.cpu_left, left, self._cpu, self._gpu, self._weights)
         then = imbalance(node.cpu_left - kind.cpu_milli, left - kind.demand_milli, self._cpu, self._gpu, self._weights)
-        saved = now - then - 100 * spoilt // max(1, self._mix.total)
+        saved = now - then - 100 * spoilt // max(1, len(self._mix.recent))
         return max(0, _OFFSET + saved // (100 * self._weights.step))
 
 

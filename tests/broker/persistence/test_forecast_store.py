@@ -13,8 +13,8 @@ from fractional_gpu.broker.persistence.ledger_writer import (
     save_forecasts,
 )
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.forecasts.estimators import ContextSize, ContextSizes
 from fractional_gpu.core.forecasts.forecasts import Forecasts
+from fractional_gpu.core.forecasts.sizes import ContextSize, ContextSizes
 from fractional_gpu.ledger.ledger import Ledger
 
 

@@ -12,7 +12,7 @@ from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import CheckpointState, Kernel
 from fractional_gpu.broker.supervision import enforcement
 from fractional_gpu.broker.supervision.enforcement import ContextLearner
-from fractional_gpu.core.forecasts.estimators import ContextSizes
+from fractional_gpu.core.forecasts.sizes import ContextSizes
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceUse, ProcessUse
 from fractional_gpu.host.process import ProcessIdentity

@@ -143,6 +143,8 @@ class Books:
 
     def set_host_memory(self, lease: Lease, *, saved_mib: int = 0, reserved_mib: int = 0) -> None:
         """Set what the lease has in host memory, and what is reserved there for it."""
+        if saved_mib + reserved_mib < lease.saved_mib + lease.host_mib:
+            self.changed.update(self.leases)  # idle leases may leave that had to leave host memory to tickets
         self.host_saved_mib += saved_mib - lease.saved_mib
         self.host_reserved_mib += reserved_mib - lease.host_mib
         lease.saved_mib, lease.host_mib = saved_mib, reserved_mib
