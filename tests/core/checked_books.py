@@ -57,6 +57,7 @@ class Seen:
     urgent: bool = False
     expected_until: int = 0  # signs say that its next cell comes before this
     sent_away: bool = False  # its last suspend was asked for
+    moves: bool = False  # its last suspend was the first half of a move
     early: bool = False  # it came back for an expected cell, and none has run
     passed: int = 0
     told: str = ""  # reason of what its user was told of its device, as long as it is there

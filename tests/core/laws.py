@@ -194,6 +194,7 @@ class Laws:
         """Somebody is suspended: not while it is busy, not before it had a chance to run, and not in vain. `later`: what follows."""
         pool, stayed = self._world.pool(seen), self._world.now - seen.since
         seen.sent_away = why.reason == "suspend.asked"
+        seen.moves = why.reason.startswith("move.")
         if seen.sent_away:
             seen.expected_until = 0
         law(
@@ -402,8 +403,13 @@ class Laws:
                 other.urgent for _, _, other in line
             ):  # who was passed over too often goes before the urgent
                 ahead += [other for _, _, other in line[place + 1 :]]
-            else:  # what is being moved has its room whatever comes
-                ahead += [other for _, mover, other in line[place + 1 :] if mover.state is S.SUSPENDING]
+            else:  # what is being moved has its room whatever comes, also once it is saved and waits for a swap channel
+                on_its_way = [
+                    other
+                    for _, mover, other in line[place + 1 :]
+                    if mover.state is S.SUSPENDING or (mover.state is S.SUSPENDED and mover.moves)
+                ]
+                ahead += on_its_way
             self._fits_and_waits(seen, view, ahead)
         if channel_free:
             self._nobody_blocks_each_other([(seen, view) for _, seen, view in line])

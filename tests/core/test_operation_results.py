@@ -223,6 +223,17 @@ def test_two_kernels_that_gave_their_room_up_do_not_both_count_the_same_memory_o
     assert (hand.state("a"), hand.state("b")) == (LeaseState.RESIDENT, LeaseState.NO_CONTEXT)
 
 
+def test_what_a_kernel_uses_beyond_its_cap_is_free_for_an_earlier_ticket_once_it_is_admitted() -> None:
+    hand = Hand(pools=[pool(idle_after_ms=1_000)])
+    hand.idle("a", 100)
+    hand.saved(hand.wait(1_000), SuspendOutcome.NOTHING_TO_SAVE)
+    hand.send(lease_measured(hand.now, "a", 400))
+    hand.send(DeviceSeen(at_ms=hand.now, device=device(), stranger_mib=400))
+    hand.start("b", 800)
+    hand.want("b")
+    assert hand.granted(hand.want("a")) == [("a", "d0"), ("b", "d0")]
+
+
 def test_an_idle_suspend_is_woken_for() -> None:
     hand = Hand(pools=[pool(idle_after_ms=5_000)])
     hand.run("a")

@@ -324,7 +324,8 @@ class QueuePass:
     def _grant(self, lease: Lease, device_ids: tuple[str, ...]) -> None:
         """If this grant brings the owner to its limit, another pass releases the room kept for its other tickets.
 
-        The same if the lease was a stranger on its devices: other tickets that are bound to them need more by now, or may go elsewhere.
+        The same if the lease was a stranger on its devices: if it used more than it reserves, room is free by now, and other tickets that
+        are bound to them may need more, or may go elsewhere.
         """
         if lease.bound_ids or (self.capacity.keeps_any and added_milli(self._books, lease)):
             self.needs_another = True
