@@ -114,16 +114,15 @@ class Expectations:
 
 
 class EarlyResumes:
-    """Begins early resumes, and the suspends that make room for them. `recheck_ms`: when time alone allows one."""
+    """Begins early resumes, and the suspends that make room for them."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
-        self.recheck_ms: int | None = None
 
     def begin(self) -> None:
         """Bring expected leases back, the likeliest first, as long as swap channels are free."""
-        books, self.recheck_ms = self._books, None
+        books = self._books
         able = [lease for lease in books.in_state(LeaseState.SUSPENDED) if self._may_come(lease)]
         if not able:
             return
@@ -134,7 +133,6 @@ class EarlyResumes:
                 return
             if self._may_come(lease):
                 self._bring_back(lease, capacity, victims)
-        self._recheck_at(victims.recheck_ms)
 
     def _rank(self, lease: Lease) -> tuple[int, int, int]:
         until_ms = lease.expectation.until_ms if lease.expectation is not None else 0
@@ -147,7 +145,7 @@ class EarlyResumes:
         if lease.revoked or not is_expected(books, lease) or lease.spec.pool in books.waiting_pools:
             return False
         if lease.retries.resume_after_ms > books.now_ms:
-            self._recheck_at(lease.retries.resume_after_ms)
+            books.recheck_at(lease.retries.resume_after_ms)
             return False
         return over_limit(books, lease, lease.milli) is None and self._resume_ms(lease) <= pool.foresight_swap_ms
 
@@ -237,12 +235,8 @@ class EarlyResumes:
         mib = 2 * (lease.saved_mib + sum(victim.host_need_mib for victim in victims))
         may = sum(stake.mib for stake in device.stakes) + mib <= self._books.policy(lease).foresight_vain_mib
         if not may and device.stakes:
-            self._recheck_at(device.stakes[0].at_ms + _HOUR_MS)
+            self._books.recheck_at(device.stakes[0].at_ms + _HOUR_MS)
         return may
-
-    def _recheck_at(self, at_ms: int | None) -> None:
-        if at_ms is not None:
-            self.recheck_ms = at_ms if self.recheck_ms is None else min(self.recheck_ms, at_ms)
 
     def _stake(self, lease: Lease, device_ids: tuple[str, ...], mib: int) -> None:
         for device_id in device_ids:

@@ -80,7 +80,7 @@ class IdleCosts:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._reviewed_ms = -_BETWEEN_REVIEWS_MS
-        self.recheck_ms: int | None = None  # when the idle leases are looked at again
+        self._review_ms: int | None = None  # when the idle leases are looked at again
 
     def saved_for_ticket(self, lease: Lease, ticket: Ticket) -> None:
         """Note that an idle lease is about to be saved for a ticket, which waits for that."""
@@ -92,14 +92,18 @@ class IdleCosts:
         held, before = books.idle_held.pop(pool, 0), forecasts.hold_rate(pool)
         # One lease that has left spares a ticket for N devices about one N-th of its wait.
         forecasts.hold_seen(pool, ticket.saves_ms // lease.count if ticket is not None else 0, held)
-        if forecasts.hold_rate(pool) != before and self.recheck_ms is None:
-            self.recheck_ms = max(books.now_ms + 1, self._reviewed_ms + _BETWEEN_REVIEWS_MS)
+        if forecasts.hold_rate(pool) != before and self._review_ms is None:
+            self._review_ms = max(books.now_ms + 1, self._reviewed_ms + _BETWEEN_REVIEWS_MS)
+            books.recheck_at(self._review_ms)
 
     def review(self) -> None:
         """Have all idle leases looked at again if that is due."""
-        if self.recheck_ms is None or self.recheck_ms > self._books.now_ms:
+        if self._review_ms is None:
             return
-        self.recheck_ms, self._reviewed_ms = None, self._books.now_ms
+        if self._review_ms > self._books.now_ms:
+            self._books.recheck_at(self._review_ms)
+            return
+        self._review_ms, self._reviewed_ms = None, self._books.now_ms
         for lease in self._books.in_state(LeaseState.RESIDENT):
             if lease.occupancy is OccupancyKind.IDLE:
                 self._books.mark_changed(lease)

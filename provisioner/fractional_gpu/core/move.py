@@ -108,7 +108,7 @@ class Migrations:
         if not any(self._capacity.fits([one], lease.held_mib) for one in other_devices(self._books, lease)):
             return False
         if from_ms > self._books.now_ms:
-            self._victims.recheck_at(from_ms)
+            self._books.recheck_at(from_ms)
             return False
         return lease.host_need_mib <= self._books.host_left_mib
 
@@ -268,7 +268,7 @@ def _rank(move: _Move) -> tuple[int, int, int]:
 
 
 class ComputeRelief:
-    """Moves busy leases off devices whose busy leases slow each other down. `recheck_ms`: when time alone allows a move.
+    """Moves busy leases off devices whose busy leases slow each other down.
 
     Where kernels start says little about which cells will run at the same time, and how much of a device a cell needs is known only once it
     runs. So the arbiter looks again if busy leases need more of a device than the bound of their pool.
@@ -285,11 +285,6 @@ class ComputeRelief:
         self._changes = changes
         self._books = changes.books
         self._victims = Victims(changes.books)
-
-    @property
-    def recheck_ms(self) -> int | None:
-        """When to look again, or None."""
-        return self._victims.recheck_ms
 
     def relieve(self) -> None:
         """Begin the move that gains most, or the first suspend that makes room for it, while swap channels are free."""
@@ -378,8 +373,7 @@ class ComputeRelief:
         from_ms = preemptible_from_ms(books, lease)
         if from_ms is None or lease.host_need_mib > books.host_left_mib:
             return False
-        if from_ms > books.now_ms:
-            self._victims.recheck_at(from_ms)
+        books.recheck_at(from_ms)
         return from_ms <= books.now_ms
 
     def _load(self, device: Device, loads: dict[str, _Load]) -> _Load:
@@ -406,7 +400,7 @@ QUIET_MS = 60_000
 
 
 class IdlePacking:
-    """Empties devices in pools with `empty_devices`. `recheck_ms`: when time alone allows a move.
+    """Empties devices in pools with `empty_devices`.
 
     The idle leases of a device move to fuller ones of its kind, so that none moves back, if all of them can: a partly emptied device is
     worth nothing. Only leases move that have been idle for a while, are not expected, and take no longer than the pool allows for early
@@ -416,11 +410,9 @@ class IdlePacking:
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
-        self.recheck_ms: int | None = None
 
     def pack(self) -> None:
         """Begin the next move of each pool that empties devices, while swap channels are free."""
-        self.recheck_ms = None
         for pool in self._books.pools.values():
             if pool.empty_devices and pool.may_move and pool.name not in self._books.waiting_pools:
                 self._pack(pool)
@@ -451,8 +443,7 @@ class IdlePacking:
         if lease.host_need_mib > books.host_left_mib or swap_ms(books, lease) > pool.foresight_swap_ms:
             return False
         from_ms = max(from_ms, lease.last_active_ms + QUIET_MS)
-        if from_ms > books.now_ms:
-            self.recheck_ms = from_ms if self.recheck_ms is None else min(self.recheck_ms, from_ms)
+        books.recheck_at(from_ms)
         return from_ms <= books.now_ms
 
     def _plan(self, leases: Iterable[Lease], device: Device) -> tuple[Lease, str] | None:

@@ -129,9 +129,9 @@ class QueuePass:
         self._changes = changes
         self._resizer = resizer
         self._books = changes.books
-        self.victims = Victims(changes.books)  # its `recheck_ms`: when time alone may change a decision of this pass
-        self.capacity = Capacity(changes.books, self.victims)
-        self._migrations = Migrations(changes, self.capacity, self.victims)
+        self._victims = Victims(changes.books)
+        self.capacity = Capacity(changes.books, self._victims)
+        self._migrations = Migrations(changes, self.capacity, self._victims)
         self._line: list[Lease] = []  # all that waited for room at the beginning, by their turns
         self._visited: set[str] = set()
         self._unservable: dict[tuple[object, ...], tuple[int, Reason | None]] = {}  # a need that found no room, and why
@@ -200,7 +200,7 @@ class QueuePass:
             if ticket.due_ms <= books.now_ms:
                 ticket.due_ms = ticket.asked_ms + patience_ms(books, lease)
             if ticket.due_ms > books.now_ms:
-                self.victims.recheck_at(ticket.due_ms)
+                self._books.recheck_at(ticket.due_ms)
             else:
                 ticket.is_due = True
                 ticket.passed_over = max(ticket.passed_over, pool.max_passed_over)
@@ -330,12 +330,12 @@ class QueuePass:
         if lease.bound_ids or (self.capacity.keeps_any and added_milli(self._books, lease)):
             self.needs_another = True
         self._changes.grant(lease, device_ids)
-        self.victims.forget(device_ids)
+        self._victims.forget(device_ids)
 
     def _free_own_share(self, lease: Lease, devices: tuple[str, ...], milli: int, over: Reason) -> None:
         """Have idle leases of the same user (group), which is at its limit, leave for the ticket if it fits then."""
         self._tell(lease, ticket_of(lease), over)
-        own = victims_of_same_user(self._books, lease, milli, self.victims.may_leave)
+        own = victims_of_same_user(self._books, lease, milli, self._victims.may_leave)
         if not own or lease.retries.resume_paused:
             return
         fits = self._pick(lease, devices, lease.ask_mib)
@@ -476,7 +476,7 @@ class QueuePass:
         if lease.gate.ticket is None:
             return False
         until_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms)
-        self.victims.recheck_at(until_ms)
+        self._books.recheck_at(until_ms)
         return until_ms <= self._books.now_ms
 
     def settle_gates(self) -> None:

@@ -36,12 +36,11 @@ _END_AGAIN_MS = 60_000  # processes that live on are ended again after this
 
 
 class Departures:
-    """Drains devices and revokes leases. `recheck_ms`: when time alone lets another lease leave."""
+    """Drains devices and revokes leases."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
-        self.recheck_ms: int | None = None
 
     def drain(self, device_id: str, *, evict_busy: bool, deadline_ms: int | None) -> None:
         """Begin to drain a device, which goes away at `deadline_ms`."""
@@ -107,7 +106,6 @@ class Departures:
 
     def suspend_ready(self) -> None:
         """Suspend the leases that have to leave and can."""
-        self.recheck_ms = None
         for device in self._books.draining:
             if device.deadline_ms is not None and device.deadline_ms > self._changes.now_ms:
                 continue  # `Salvage` decides
@@ -123,7 +121,7 @@ class Departures:
             return
         retry_ms = lease.retries.suspend_after_ms
         if retry_ms > self._changes.now_ms:
-            self.recheck_ms = retry_ms if self.recheck_ms is None else min(self.recheck_ms, retry_ms)
+            self._books.recheck_at(retry_ms)
         elif lease.host_need_mib <= self._books.host_left_mib:
             self._changes.begin_suspend(lease, reason, sentence)
         else:
@@ -204,7 +202,7 @@ _SAVE_TO_DISK = (
 
 
 class Salvage:
-    """Begins suspends before deadlines. `recheck_ms`: when time alone lets, or makes, another one begin.
+    """Begins suspends before deadlines.
 
     The plan is recomputed in every event, so a cell that ends, or a swap that takes longer than predicted, changes it at once. Swap
     channels serve leases on such devices first: another swap begins only if the next planned suspend can wait for its end.
@@ -214,11 +212,10 @@ class Salvage:
         self._changes = changes
         self._books = changes.books
         self._told: dict[str, str] = {}  # by lease: the reason of the last notice to its user
-        self.recheck_ms: int | None = None
 
     def save(self) -> None:
         """Begin suspends that are due, keep channels for those that are due soon, and tell users what is lost."""
-        self.recheck_ms, self._changes.kept_channels = None, 0
+        self._changes.kept_channels = 0
         self._books.unsaved.clear()
         if not self._books.draining and not self._told:
             return
@@ -238,7 +235,7 @@ class Salvage:
         for device in self._books.draining:
             if device.deadline_ms is None or device.deadline_ms <= self._changes.now_ms:
                 continue
-            self._recheck(device.deadline_ms)
+            self._books.recheck_at(device.deadline_ms)
             for lease in device.holders.values():
                 if lease.state is LeaseState.RESIDENT:
                     self._hasten_retry(lease)
@@ -302,9 +299,9 @@ class Salvage:
         for one in plan.saved:
             lease, latest_ms = leases[one.lease_id], plan.latest_ms[one.lease_id]
             if one.from_ms > now_ms:
-                self._recheck(one.from_ms)
+                self._books.recheck_at(one.from_ms)
             elif one.busy and latest_ms > now_ms and not self._evicts(lease):
-                self._recheck(latest_ms)
+                self._books.recheck_at(latest_ms)
                 soonest_ms = latest_ms if soonest_ms is None else min(soonest_ms, latest_ms)
             elif one.busy or soonest_ms is None or now_ms + one.swap_ms <= soonest_ms:
                 left = format_duration(max(0, one.deadline_ms + MARGIN_MS - now_ms))
@@ -330,11 +327,7 @@ class Salvage:
             if channel:
                 keep_from_ms = min(plan.latest_ms[one.lease_id] for one in channel) - longest_ms
                 self._changes.kept_channels += keep_from_ms <= self._changes.now_ms
-                self._recheck(keep_from_ms)
-
-    def _recheck(self, at_ms: int) -> None:
-        if at_ms > self._changes.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
-            self.recheck_ms = at_ms
+                self._books.recheck_at(keep_from_ms)
 
     def _tell_users(self, plan: Plan, leases: dict[str, Lease]) -> None:
         """Tell each user once that the state cannot be saved in time, or that the cell will be interrupted for that."""

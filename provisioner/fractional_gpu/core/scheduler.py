@@ -37,7 +37,6 @@ class Scheduler:
         self._books = changes.books
         self._deadlines = Deadlines(changes.books)
         self._last_pass: QueuePass | None = None  # over the queue, in the event in hand
-        self._recheck_ms: int | None = None  # when the last pass asked to be repeated
         self.memory_caps = MemoryCaps(changes)
         self.departures = Departures(changes)
         self.salvage = Salvage(changes)
@@ -52,6 +51,7 @@ class Scheduler:
 
     def serve(self) -> None:
         """Do everything that can be done now."""
+        self._books.recheck_ms = None
         self._changes.idle_costs.review()
         self._deadlines.refresh()
         self._take_due()
@@ -76,14 +76,13 @@ class Scheduler:
         self._deadlines.refresh(at_end=True)
 
     def _serve_tickets(self) -> None:
-        self._recheck_ms = None
         # Bounded: each further pass follows a ticket that was served, or that needs more than it said.
         for _ in range(_SPARE_PASSES + 2 * len(self._books.waiting)):
             if not self._books.waiting:
                 break
             self._last_pass = one = QueuePass(self._changes, self.resizer)
             one.serve()
-            self._recheck_ms, self._books.expected_victims = one.victims.recheck_ms, one.expected_victims
+            self._books.expected_victims = one.expected_victims
             for lease_id in sorted(one.capacity.short_of_host_memory):
                 self._changes.ask_to_shrink(self._books.leases[lease_id])
             if not one.needs_another:
@@ -100,17 +99,7 @@ class Scheduler:
 
     def wake_ms(self) -> int | None:
         """Return when to serve again if no event comes, or None. What waits for the result of an operation needs no alarm."""
-        due = (
-            self._deadlines.next_ms(),
-            self._recheck_ms,
-            self._compute_relief.recheck_ms,
-            self._early_resumes.recheck_ms,
-            self._changes.idle_costs.recheck_ms,
-            self._packing.recheck_ms,
-            self.departures.recheck_ms,
-            self.salvage.recheck_ms,
-            self.memory_caps.due_ms(),
-        )
+        due = (self._deadlines.next_ms(), self._books.recheck_ms, self.memory_caps.due_ms())
         return min((at_ms for at_ms in due if at_ms is not None and at_ms > self._changes.now_ms), default=None)
 
     def _take_due(self) -> None:

@@ -212,18 +212,12 @@ def suspend_cost(books: Books, lease: Lease) -> int:
 
 
 class Victims:
-    """The candidates on each device in one pass, each list made once. `recheck_ms`: when time alone adds a candidate."""
+    """The candidates on each device in one pass, each list made once."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
         self._idle: dict[str, list[Lease]] = {}
         self._busy: dict[str, list[tuple[int, Lease]]] = {}
-        self.recheck_ms: int | None = None
-
-    def recheck_at(self, at_ms: int) -> None:
-        """Note a future time at which the candidates change."""
-        if at_ms > self._books.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
-            self.recheck_ms = at_ms
 
     def may_preempt_busy(self, lease: Lease) -> bool:
         """Return whether the lease may preempt any busy lease."""
@@ -240,7 +234,7 @@ class Victims:
             return False
         from_ms = suspendable_from_ms(self._books.policy(lease), lease)
         if from_ms is not None:
-            self.recheck_at(from_ms)
+            self._books.recheck_at(from_ms)
         return from_ms is not None and from_ms <= self._books.now_ms
 
     def forget(self, device_ids: Iterable[str]) -> None:
@@ -273,7 +267,7 @@ class Victims:
             before_ms = goes_before_from_ms(books, beneficiary, lease)
             if before_ms is None:
                 continue
-            self.recheck_at(max(before_ms, from_ms))
+            self._books.recheck_at(max(before_ms, from_ms))
             if max(before_ms, from_ms) <= books.now_ms:
                 owner, own = books.share(lease)
                 found.append((lease.spec.priority, -owner, -own, suspend_cost(books, lease), lease.lease_id, lease))
@@ -284,7 +278,7 @@ class Victims:
         books, found = self._books, []
         for residency_ms, lease in self._working(device_id):
             from_ms = max(residency_ms, lease.gate.open_until_ms)
-            self.recheck_at(from_ms)
+            self._books.recheck_at(from_ms)
             if from_ms <= books.now_ms and lease.spec.priority <= beneficiary.spec.priority:
                 cost = suspend_cost(books, lease)
                 found.append((not lease.gate.closed, lease.spec.priority, cost, lease.lease_id, lease))

@@ -37,7 +37,13 @@ class Books:
         self.expected_victims: set[str] = set()  # idle leases that the last pass expects to make room
         self.unsaved: dict[str, str] = {}  # leases that cannot be saved before their device goes away: why, for people
         self.changed: dict[str, Lease] = {}
+        self.recheck_ms: int | None = None  # when time alone may change a decision of the last event (`recheck_at`)
         self._number = 0
+
+    def recheck_at(self, at_ms: int) -> None:
+        """Ask for a decision at a future time, from which on another one is possible."""
+        if at_ms > self.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
+            self.recheck_ms = at_ms
 
     # -- leases ----------------------------------------------------------------------------------------------------------
 
