@@ -245,6 +245,7 @@ def squatted(live: LiveBroker) -> int:
     return sum(lease["lease"]["spec"]["owner"] == "nobody" for lease in live.call("GET", "/v1/status").body["leases"])
 
 
+@pytest.mark.promise("unstarted")
 def test_leases_that_never_attach_keep_no_other_user_out() -> None:
     """Each is in after one hold, of a second here, however many leases the others may have (64 of them would take a minute)."""
     with live_broker(pools={"default": {"unattached_hold": "1s"}}) as live, squatting(live):
