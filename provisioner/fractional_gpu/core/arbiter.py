@@ -82,7 +82,7 @@ _WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
 
 class Arbiter:
-    """See the module. `check` asserts law 1 for granted devices; `forecasts`: what an earlier arbiter learnt, this one goes on learning."""
+    """See the module. `check` asserts law 1 for granted devices; `forecasts`: an earlier arbiter's, to continue from."""
 
     def __init__(
         self,
@@ -261,7 +261,6 @@ class Arbiter:
     # -- what is known -----------------------------------------------------------------------------------------------------
 
     def lease(self, lease_id: str) -> LeaseView | None:
-        """Return one lease; None if there is none with this id (any more)."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else self._view(lease)
 
@@ -349,7 +348,6 @@ class Arbiter:
         return self._changes.forecast_recorder.forecasts
 
     def pools(self) -> dict[str, PoolSpec]:
-        """Return the pools by name."""
         return dict(self._books.pools)
 
     @property

@@ -85,7 +85,6 @@ class Changes:
         self.announce_state(lease, old, reason, sentence)
 
     def announce_state(self, lease: Lease, old: LeaseState | None, reason: str, sentence: str) -> None:
-        """Announce the state of the lease; its generation grows."""
         lease.generation += 1
         lease.reason, lease.sentence = reason, sentence
         self.effects.append(
@@ -107,7 +106,6 @@ class Changes:
         self.effects.append(Recorded(lease_id=lease_id, at_ms=self.now_ms, reason=reason, sentence=sentence))
 
     def decline(self, lease: Lease, reason: str, sentence: str, *, about: str = "") -> None:
-        """Refuse a request about a lease."""
         self.effects.append(Declined(lease_id=lease.lease_id, reason=reason, sentence=sentence, about=about))
         self.record(lease.lease_id, f"declined.{reason}", sentence)
 
@@ -117,7 +115,6 @@ class Changes:
         self.decline(lease, reason, sentence)
 
     def report_size(self, lease: Lease, reason: str, sentence: str) -> None:
-        """Report the lease's size and what it holds."""
         self.effects.append(
             Resized(
                 lease_id=lease.lease_id,
@@ -170,7 +167,6 @@ class Changes:
         self.books.mark_changed(lease)
 
     def end(self, lease: Lease, cause: Cause, reason: str) -> None:
-        """End the lease and forget it."""
         self.release_everything(lease)
         self.change_state(lease, cause, f"lease.{reason}", f"the lease is over: {reason}")
         self.books.remove(lease)
@@ -189,7 +185,6 @@ class Changes:
         self.books.mark_changed(lease)
 
     def unpause_resume(self, lease: Lease) -> None:
-        """Allow resumes again."""
         lease.retries.resume_paused = False
         self.books.mark_changed(lease)
 

@@ -72,7 +72,7 @@ class Suspend(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseGate(LeaseEffect):
-    """The resident lease makes room at the end of its cell: make its next cell ask before it runs, and let the running one go on.
+    """The resident lease makes room at the end of its cell: make its next cell ask before it runs, and let the running one continue.
 
     A cell that asks is `Wanted`; where no extension of ours guards the cells, so is one that begins. `Granted` opens the gate again.
     """
@@ -163,8 +163,6 @@ class LeaseEnded(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChanged(LeaseEffect):
-    """For the ledger and for listeners."""
-
     old: LeaseState | None
     new: LeaseState
     generation: int

@@ -264,7 +264,7 @@ class MoveRequested(LeaseEvent):
 class ResizeRequested(LeaseEvent):
     """Another size for a lease that exists. Answered by `Resized`, at once or when there is room, or by `Declined`.
 
-    A resident lease that grows keeps what it has until there is room beside it; idle neighbours step aside for it. An idle one that
+    A resident lease that grows keeps what it has until there is room next to it; idle neighbours step aside for it. An idle one that
     may move goes where there is room. A newer request replaces an older one that still waits.
     """
 
@@ -288,8 +288,6 @@ class UnpinRequested(LeaseEvent):
 
 
 class SuspendOutcome(StrEnum):
-    """What became of a suspend."""
-
     SAVED = "saved"  # checkpointed: saved_mib in host memory
     NOTHING_TO_SAVE = "nothing-to-save"  # no CUDA context: the reservation is given back, lease unarmed
     ABORTED = "aborted"  # rolled back (became busy, gate did not close, lock timed out): resident
@@ -321,8 +319,6 @@ class SuspendFinished(LeaseEvent):
 
 
 class ResumeOutcome(StrEnum):
-    """What became of a resume."""
-
     RESTORED = "restored"  # resident
     NOT_STARTED = "not-started"  # the device turned out not to have the room: still suspended, ticket kept
     UNKNOWN = "unknown"  # quarantine
@@ -330,8 +326,6 @@ class ResumeOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeFinished(LeaseEvent):
-    """The answer to `Resume`."""
-
     operation_id: int
     generation: int
     outcome: ResumeOutcome
@@ -340,7 +334,7 @@ class ResumeFinished(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthFound(LeaseEvent):
-    """The answer to `LookAgain`: what a quarantined lease really is. Quarantined with a sentence: the driver failed, the search goes on."""
+    """The answer to `LookAgain`: what a quarantined lease really is. Quarantined with a sentence: the driver failed."""
 
     generation: int
     state: LeaseState

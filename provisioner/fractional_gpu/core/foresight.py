@@ -182,7 +182,7 @@ class EarlyResumes:
         if best is None:
             return
         *_, device_id, chosen = best
-        victim = chosen[0]  # the next one is looked at anew when this one has left
+        victim = chosen[0]  # the next one is looked at again when this one has left
         self._stake(lease, (device_id,), 2 * victim.host_need_mib)
         sentence = "idle, and another kernel is expected to need its room sooner"
         self._changes.begin_suspend(victim, "suspend.expected", sentence, beneficiary=lease)

@@ -6,7 +6,7 @@ twice what the better choice would have cost.
 
 - Coming back costs the time of its resume.
 - Holding costs the time that other cells lose by it, as learnt (`HoldCosts`): for how long tickets waited until idle leases were saved for
-  them, spread over the memory that idle leases of the pool held meanwhile. It counts `_LOST_COUNTS` times.
+  them, spread over the memory that idle leases of the pool held in the meantime. It counts `_LOST_COUNTS` times.
 - A pool may also name a price for holding a device (`hold_price`), next to the price of waiting (`wait_price`).
 
 While holding costs nothing, no lease leaves: a ticket that needs the room takes it anyway. What leaves takes host memory, which tickets may

@@ -5,7 +5,7 @@ such a process ever comes (admission checks how many of them an owner may have):
 
 - Of the leases of one owner (a user, or the hub's user of a seat), as many hold or queue for room as take `unattached_share` of the pool's
   memory, and at least one. It is only one while such leases alone keep out a ticket of another owner. The others are `parked`: they have no
-  ticket, and file one when an earlier lease has its process, ends or loses its room, behind what other owners have filed meanwhile.
+  ticket, and file one when an earlier lease has its process, ends or loses its room, behind what other owners have filed in the meantime.
 - Room is kept for `unattached_hold_ms`. After that it goes to a ticket that needs it. While no ticket waits in the pool the lease keeps
   the room: a kernel that starts slowly on an idle machine loses nothing.
 
@@ -160,7 +160,6 @@ class Lifecycle:
         self._expectations = Expectations(changes)
 
     def requested(self, event: LeaseRequested) -> None:
-        """Admit a lease or refuse it."""
         spec, changes = event.spec, self._changes
         refused = refusal(self._books, spec)
         if refused is not None:
@@ -241,7 +240,6 @@ class Lifecycle:
         )
 
     def released(self, lease: Lease, reason: str) -> None:
-        """End the lease."""
         if lease.pinned_until_ms:
             self._pins.set(lease, 0)
         self._changes.end(lease, Cause.RELEASED, reason)

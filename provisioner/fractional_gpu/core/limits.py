@@ -27,7 +27,6 @@ UNATTACHED_LIMIT = "unattached-limit"
 
 # -- admission ---------------------------------------------------------------------------------------------------------
 def refusal(books: Books, spec: LeaseSpec) -> Reason | None:
-    """Return why a new lease is refused, or None."""
     if spec.lease_id in books.leases:
         return Reason("duplicate-lease", f"lease {spec.lease_id} exists already; a new lease needs a new id")
     wrong = _bad_size(spec)

@@ -83,7 +83,7 @@ class Sign(StrEnum):
 class AfterKernel(StrEnum):
     """What becomes of a kernel's processes that outlive it and have device memory."""
 
-    KEEP = "keep"  # they go on and keep the kernel's room
+    KEEP = "keep"  # they continue and keep the kernel's room
     END = "end"  # they are asked to end, and killed after a grace
 
 
@@ -157,7 +157,7 @@ class PoolSpec:
     move_busy: bool = False  # with `may_move`: a busy lease may be moved where that lets a waiting one in
     reserve_by: ReserveBy = ReserveBy.CAP
     headroom_mib: int = 512  # ReserveBy.USE: reserved beyond what is used
-    # Minimum residency is at least so many thousandths of the predicted suspend and resume
+    # Minimum residency is at least this many thousandths of the predicted suspend and resume
     min_residency_swaps_milli: int = 30_000
     preempt_equals: bool = True  # weighted fair share among equal priorities, by preempting busy leases
     # A higher priority preempts busy leases of a lower one after their minimum residency
@@ -202,7 +202,7 @@ class LeaseSpec:
     label: str = ""  # for people: kernel or notebook name
     request_mib: int | None = None  # guaranteed; None: as much as the cap
     devices: int = 1  # more than one: so many whole devices, all or none (fraction_milli is 1000)
-    group: str = ""  # whose limits it counts against, beside the owner's
+    group: str = ""  # whose limits it counts against, next to the owner's
     owner_weight: int = 100  # the owner's share among owners, where the pool preempts equals
     weight: int = 100  # this lease's share among its owner's
     seat: str = ""  # the hub seat that it draws on; empty: none
@@ -262,7 +262,7 @@ class Slowdown:
     milli: int = 1000
     low_milli: int = 1000  # the bounds that four of five cells lie between
     high_milli: int = 1000
-    brief: str = ""  # without its subject: "runs beside eval.ipynb, about 1.4 times as long as alone"
+    brief: str = ""  # without its subject: "runs next to eval.ipynb, about 1.4 times as long as alone"
 
     @property
     def sentence(self) -> str:

@@ -467,7 +467,6 @@ class IdlePacking:
 
 
 def _is_in_use(device: Device) -> bool:
-    """Return whether a lease is on the device that does not idle."""
     return device.mib(OccupancyKind.IDLE) < device.sums.reserved_mib
 
 

@@ -1,6 +1,6 @@
 """What a node agent tells its engine (Slurm, Kubernetes): how many thousandths of a device it may give away, and when to write that.
 
-The engine gives away what its count leaves beside what is in use by its own books. So the count is
+The engine gives away what its count leaves next to what is in use by its own books. So the count is
 
     what is in use by its books + what the pool's forecast admits - what is given away already and has no seat yet
 
@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, least_milli: int = 0) -> int:
     """Return the engine's count, milli-GPU, at least `least_milli`.
 
-    `seated_milli`: by seats of the engine's jobs; `admissible_milli`: beside all seats; `in_use_milli`: by the engine's own books.
+    `seated_milli`: by seats of the engine's jobs; `admissible_milli`: next to all seats; `in_use_milli`: by the engine's own books.
     """
     unseated = max(0, in_use_milli - seated_milli)
     return max(least_milli, in_use_milli + max(0, admissible_milli - unseated))

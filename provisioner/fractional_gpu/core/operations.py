@@ -57,7 +57,6 @@ class OperationResults:
         self._expectations = Expectations(changes)
 
     def suspended(self, event: SuspendFinished) -> None:
-        """Take the outcome of a suspend."""
         changes, books = self._changes, self._books
         finished = changes.finish_operation(Operation(event.operation_id, event.lease_id, SUSPEND, event.generation))
         if finished is None:
@@ -112,7 +111,6 @@ class OperationResults:
         self._stay_on_devices(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)
 
     def resumed(self, event: ResumeFinished) -> None:
-        """Take the outcome of a resume."""
         changes, books = self._changes, self._books
         finished = changes.finish_operation(Operation(event.operation_id, event.lease_id, RESUME, event.generation))
         if finished is None:

@@ -130,7 +130,6 @@ def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Leas
 
 
 def busy_others(device: Device, lease: Lease) -> list[Lease]:
-    """Return the other leases that are busy on a device."""
     return [one for one in device.holders.values() if one.occupancy is OccupancyKind.BUSY and one is not lease]
 
 

@@ -103,7 +103,6 @@ class Turns:
                 self._latest_urgent[priority] = max(ticket.order, self._latest_urgent.get(priority, ticket.order))
 
     def turn(self, lease: Lease) -> tuple[int, ...]:
-        """Return what sorts a ticket."""
         ticket, pool, priority = ticket_of(lease), self._books.policy(lease), lease.spec.priority
         # An older ticket for which room is kept goes first together with an urgent one.
         is_owed = ticket.passed_over >= pool.max_passed_over

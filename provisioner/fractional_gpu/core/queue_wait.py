@@ -291,7 +291,7 @@ class ForecastRecorder:
     def _cell_began(self, lease: Lease) -> None:
         device = self._books.devices.get(lease.device_id or "")
         self.forecasts.cell_began(lease.lease_id, self._books.now_ms, "" if device is None else device.spec.name)
-        # A cell that goes on after it was preempted says nothing of slowdowns.
+        # A cell that continues after it was preempted says nothing of slowdowns.
         if self._begun.pop(lease.lease_id, None) is None:
             self._beginning.append(lease)
 
@@ -325,11 +325,9 @@ class ForecastRecorder:
             self.forecasts.swap_finished(kind, device.spec.name, mib, took_ms)
 
     def ticket_filed(self, lease: Lease) -> None:
-        """Note that the lease has a new ticket."""
         self._filed.append(lease)
 
     def ticket_served(self, lease: Lease) -> None:
-        """Note that the lease got what its ticket was for."""
         ticket = lease.ticket
         if ticket is not None and ticket.expected is not None:
             self.forecasts.wait_ended(ticket.expected, self._books.now_ms - ticket.asked_ms)
@@ -341,7 +339,6 @@ class ForecastRecorder:
             self.forecasts.wait_given_up(ticket.expected, self._books.now_ms - ticket.asked_ms)
 
     def lease_ended(self, lease: Lease) -> None:
-        """Forget a lease that is over."""
         self._begun.pop(lease.lease_id, None)
         self.forecasts.forget(lease.lease_id)
 
@@ -365,7 +362,7 @@ class ForecastRecorder:
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
 # A forecast says how long a ticket still waits. If the wait outlasts the upper end of what was shown, the basis of that forecast is wrong
-# for this ticket, and the next one on the same basis deserves less trust the longer that goes on. From then on
+# for this ticket, and the next one on the same basis deserves less trust the longer that continues. From then on
 #
 # - the upper end is at least the time waited so far, times n; n is 1, and grows by one whenever the wait has doubled since the miss;
 # - the expected value is at least half of the time waited, and the lower end a tenth: a wait of unknown cause that has lasted for t ends

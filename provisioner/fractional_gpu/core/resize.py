@@ -126,7 +126,7 @@ class Resizer:
             self.claim_missing(lease)
 
     def is_allowed(self, lease: Lease, spec: LeaseSpec) -> bool:
-        """Return whether the size is still within the limits, which others may have used up meanwhile; decline it if not."""
+        """Return whether the size is still within the limits, which others may have used up in the meantime; decline it if not."""
         pool = self._books.pools.get(spec.pool)
         if pool is None or spec is lease.spec:
             return True
@@ -151,7 +151,6 @@ class Resizer:
         return changed
 
     def _withdraw_claim(self, lease: Lease, why: str) -> None:
-        """Withdraw a claim that still waits."""
         if lease.ticket is not None and lease.ticket.resize_to is not None:
             is_by_use = lease.ticket.resize_to is lease.spec
             self._changes.withdraw_ticket(lease)
@@ -213,8 +212,6 @@ class _Excess:
 
 
 class MemoryCaps:
-    """Watches the caps of resident leases."""
-
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._over: dict[str, _Excess] = {}

@@ -36,8 +36,6 @@ _END_AGAIN_MS = 60_000  # processes that live on are ended again after this
 
 
 class Departures:
-    """Drains devices and revokes leases."""
-
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
@@ -105,7 +103,6 @@ class Departures:
             changes.file_ticket(lease, preempted=True)
 
     def suspend_ready(self) -> None:
-        """Suspend the leases that have to leave and can."""
         for device in self._books.draining:
             if device.deadline_ms is not None and device.deadline_ms > self._changes.now_ms:
                 continue  # `Salvage` decides
@@ -179,7 +176,6 @@ class Plan:
 
     @property
     def saved(self) -> list[Candidate]:
-        """All that is saved, in order."""
         return _in_order(one for channel in self.channels for one in channel)
 
 
@@ -273,7 +269,7 @@ class Salvage:
             lease_id=lease.lease_id,
             value=value_of(lease.worked_ms, lease.spec.priority),
             swap_ms=self._swap_ms(lease, SUSPEND),
-            # Twice as far up as the bound that one of ten exceeds, and more: an interrupted cell goes on later, a late lease is lost.
+            # Twice as far up as the bound that one of ten exceeds, and more: an interrupted cell continues later, a late lease is lost.
             cautious_ms=span.expected_ms + 2 * max(0, span.high_ms - span.expected_ms) + span.expected_ms // 4,
             deadline_ms=(self._books.deadline_ms(lease) or 0) - MARGIN_MS,
             from_ms=lease.retries.suspend_after_ms,

@@ -254,7 +254,6 @@ class Deadlines:
                 self.ripe[lease.lease_id] = lease
 
     def next_ms(self) -> int | None:
-        """Return when the next lease is due."""
         return self._heap[0][0] if self._heap else None
 
     def _push(self, at_ms: int, lease: Lease) -> None:

@@ -11,7 +11,7 @@ another one to end. Cells that use a GPU last two minutes in the median (a 48-ho
 memoryless, half of them are over after each further two minutes.
 
 Devices among which a suspended kernel may move are forecast as one of their common size, because a cell waits only if none has room. A
-share that does not divide a device counts as the next larger one that does (3/4 as a whole): what is left beside it on several devices is
+share that does not divide a device counts as the next larger one that does (3/4 as a whole): what is left next to it on several devices is
 no room for another of its size. Independence breaks first, in a lesson where all run the same cell: such a pool needs a smaller bound.
 
 Integers only: MiB, milliseconds, millionths; the same seats give the same forecast, in any order.
@@ -32,7 +32,7 @@ _PRIOR_BUSY_MS = 30 * 60_000  # and for memory as much as this busy time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How a user uses a GPU: the share of a server's time in which it is busy, and the device memory in use meanwhile."""
+    """How a user uses a GPU: the share of a server's time in which it is busy, and the device memory in use in the meantime."""
 
     duty_milli: int
     active_mib: int
@@ -94,7 +94,7 @@ class _Group:
 
 
 def _bins_of(devices: int) -> int:
-    """Return into how many bins so many devices together are divided: each into as many, so that what fills one fills its bins."""
+    """Return into how many bins this many devices together are divided: each into as many, so that what fills one fills its bins."""
     if devices == 1:
         return _BINS
     each = next((bins for bins in _BINS_OF_LIKE_DEVICES if bins * devices <= _MOST_BINS), _BINS_OF_LIKE_DEVICES[-1])
@@ -258,7 +258,7 @@ def more_seats(
     most: int,
     bins: int = _BINS,
 ) -> int:
-    """Return how many seats of this load a device takes beside the sorted `loads` within the bound; at most `most`. Cached."""
+    """Return how many seats of this load a device takes next to the sorted `loads` within the bound; at most `most`. Cached."""
     if load.mib > capacity_mib or not load.duty_milli or bound_milli >= 1000:
         return most if load.mib <= capacity_mib else 0
     chance, active = (known.copy() for known in _distribution(loads, capacity_mib, bins))
@@ -272,7 +272,7 @@ def more_seats(
 
 
 def more_seats_in(places: Sequence[SeatDevice], load: SeatLoad, *, target_ms: int, bound_milli: int, most: int) -> int:
-    """Return how many seats of this load these devices take beside those that are there within the bound; at most `most` on each."""
+    """Return how many seats of this load these devices take next to those that are there within the bound; at most `most` on each."""
     return sum(
         more_seats(
             group.loads,
@@ -289,7 +289,7 @@ def more_seats_in(places: Sequence[SeatDevice], load: SeatLoad, *, target_ms: in
 
 
 def admissible_milli(counts: Mapping[int, int]) -> int:
-    """Return how many thousandths may be asked for in any division into fractions of which so many seats each fit.
+    """Return how many thousandths may be asked for in any division into fractions of which this many seats each fit.
 
     `counts`: how many seats of each fraction, milli-GPU, fit. With `m` admissible, `m // fraction` seats of each fraction fit.
     """

@@ -220,7 +220,6 @@ class Victims:
         self._busy: dict[str, list[tuple[int, Lease]]] = {}
 
     def may_preempt_busy(self, lease: Lease) -> bool:
-        """Return whether the lease may preempt any busy lease."""
         pool = self._books.policy(lease)
         return not lease.is_growing and (pool.preempt_equals or pool.preempt_priorities)
 
@@ -229,7 +228,6 @@ class Victims:
         return lease.is_unsuspendable or lease.pinned_until_ms > self._books.now_ms or lacks_device(self._books, lease)
 
     def may_leave(self, lease: Lease) -> bool:
-        """Return whether the lease is idle and may be suspended now."""
         if lease.occupancy is not OccupancyKind.IDLE or lacks_device(self._books, lease):
             return False
         from_ms = suspendable_from_ms(self._books.policy(lease), lease)
@@ -371,7 +369,6 @@ class Room:
         self.look()
 
     def look(self) -> None:
-        """Compute what is left."""
         device, kept_mib = self.device, sum(self.kept.values())
         self.seen = device.sums
         free_mib = device.free_mib - kept_mib
@@ -408,7 +405,6 @@ class Capacity:
         self.short_of_host_memory: set[str] = set()  # idle leases that there is too little host memory for
 
     def room(self, device_id: str) -> Room:
-        """Return a device's room as it is now."""
         room = self._rooms[device_id]
         if room.seen is not self._books.devices[device_id].known_sums:
             room.look()
@@ -417,11 +413,9 @@ class Capacity:
     # -- where a ticket fits ---------------------------------------------------------------------------------------------
 
     def fits(self, devices: Iterable[str], need_mib: int) -> bool:
-        """Return whether the need fits on each of these devices now."""
         return all(self.room(device_id).free_mib >= need_mib for device_id in devices)
 
     def idle_could_free(self, devices: Iterable[str], need_mib: int) -> bool:
-        """Return whether idle leases could make room on one of the devices."""
         return any(self.room(device_id).with_idle_mib >= need_mib for device_id in devices)
 
     def choice(self, lease: Lease, devices: Sequence[str], need_mib: int) -> DeviceChoice:
@@ -475,7 +469,6 @@ class Capacity:
 
     @property
     def keeps_any(self) -> bool:
-        """Whether room is kept for any lease."""
         return any(room.kept for room in self._rooms.values())
 
     def devices_to_keep(self, lease: Lease, devices: Sequence[str], need_mib: int, number: int) -> tuple[str, ...]:

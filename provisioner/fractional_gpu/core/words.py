@@ -139,7 +139,6 @@ def _blockers(books: Books, holders: Sequence[Lease]) -> Sequence[Lease]:
 
 
 def _does_not_leave(books: Books, lease: Lease) -> bool:
-    """Return whether a lease that runs no cell does not leave now."""
     if lease.state is not LeaseState.RESIDENT:
         return True
     willing_ms = suspendable_from_ms(books.policy(lease), lease)
@@ -163,7 +162,6 @@ def _describe_blockers(books: Books, lease: Lease, blockers: Sequence[Lease]) ->
 
 
 def _doing(books: Books, lease: Lease, *, mine: bool) -> str:
-    """Return what a lease does, or what keeps it on its device."""
     now_ms = books.now_ms
     if lease.state is not LeaseState.RESIDENT:
         return _DOING.get(lease.state, f"is {lease.state}")
@@ -238,7 +236,7 @@ def display_name(lease: Lease) -> str:
 
 
 def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
-    """Return how many times as long as alone the lease's cell takes, or would take where it waits to go, and beside whom.
+    """Return how many times as long as alone the lease's cell takes, or would take where it waits to go, and next to whom.
 
     What each lease was learnt to need while it is busy (`place`) is corrected by what cells took with and without neighbours
     (`forecasts`). For a lease that waits, it is the device that busy leases leave most of, without those that must leave for it.
@@ -262,7 +260,7 @@ def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
 
 
 def _staying(device: Device, lease: Lease) -> list[Lease]:
-    """Return the busy leases that fit on the device beside this one, the smallest first."""
+    """Return the busy leases that fit on the device next to this one, the smallest first."""
     left_mib = device.lease_capacity_mib - lease.size_mib
     staying = []
     for other in sorted(busy_others(device, lease), key=lambda one: (one.held_mib, one.number)):

@@ -67,15 +67,13 @@ _MOST_LINES = 64
 
 
 class SwapTimes:
-    """One kind of swap on one type of device."""
-
     def __init__(self, kind: str, swaps: Iterable[tuple[int, int]] = ()) -> None:
         self._prior = _PRIOR_SWAPS[kind]
         self.swaps = deque(swaps, _SWAPS)  # (MiB, ms)
         self.fixed_ms, self.ms_per_mib = self._fitted() if self.swaps else self._prior
 
     def expected_ms(self, mib: int) -> int:
-        """Return how long a swap of so many MiB is expected to take, ms."""
+        """Return how long a swap of this many MiB is expected to take, ms."""
         return int(self.fixed_ms + self.ms_per_mib * mib + 0.5)
 
     def span(self, mib: int) -> Span:
@@ -84,7 +82,6 @@ class SwapTimes:
         return Span(expected_ms=expected_ms, low_ms=expected_ms * 2 // 3, high_ms=expected_ms * 4 // 3)
 
     def learn(self, mib: int, took_ms: int) -> None:
-        """Learn from a swap."""
         self.swaps.append((max(0, mib), max(0, took_ms)))
         self.fixed_ms, self.ms_per_mib = self._fitted()
 
@@ -126,15 +123,13 @@ _PRIOR_TIMES = {kind: SwapTimes(kind) for kind in _PRIOR_SWAPS}
 _NEVER_MS = 1 << 30
 """A gap that no cell ended: the kernel ended first. The longest duration, 12 days, too."""
 _OWN, _COMMON, _TYPICAL = 32, 1024, 9
-_REFRESH = 32  # what is typical is looked up again after so many outcomes
+_REFRESH = 32  # what is typical is looked up again after this many outcomes
 # Sixteen quantiles of published traces of notebook use, seconds: cells of 2 minutes at the median, gaps of 3 minutes.
 _CELLS_S = (8, 19, 31, 42, 57, 75, 93, 111, 143, 188, 233, 278, 380, 545, 830, 2_150)
 _GAPS_S = (12, 26, 39, 53, 75, 105, 135, 165, 218, 293, 368, 443, 893, 1_718, 3_110, _NEVER_MS // 1000)
 
 
 class Durations:
-    """The last durations of each lease, and of all."""
-
     def __init__(self, start_s: Sequence[int]) -> None:
         self.common = deque((4 * [1000 * one for one in start_s]), _COMMON)
         self.own: dict[str, list[int]] = {}
@@ -148,7 +143,6 @@ class Durations:
         self._left = _REFRESH
 
     def add(self, lease_id: str, duration_ms: int) -> None:
-        """Count one more of a lease."""
         self.add_common(duration_ms)
         self.own[lease_id] = [*self.own.get(lease_id, ()), min(duration_ms, _NEVER_MS)][-_OWN:]
         self._mixed[lease_id] = sorted([*self.own[lease_id], *self._typical])
@@ -172,7 +166,6 @@ class Durations:
         self._mixed = {lease_id: sorted([*durations, *self._typical]) for lease_id, durations in self.own.items()}
 
     def forget(self, lease_id: str) -> None:
-        """Forget a lease that is over."""
         self.own.pop(lease_id, None)
         self._mixed.pop(lease_id, None)
 
@@ -186,7 +179,7 @@ def rest_ms(durations: Sequence[int], elapsed_ms: int, part: float) -> int:
 
 
 def chance_milli(durations: Sequence[int], elapsed_ms: int, within_ms: int) -> int:
-    """Return how likely something that has lasted `elapsed_ms` ends within so many ms more, thousandths."""
+    """Return how likely something that has lasted `elapsed_ms` ends within this many ms more, thousandths."""
     gone = bisect_right(durations, elapsed_ms)
     if gone == len(durations):
         return 0
@@ -194,7 +187,7 @@ def chance_milli(durations: Sequence[int], elapsed_ms: int, within_ms: int) -> i
 
 
 def _span(durations: Sequence[int], elapsed_ms: int) -> Span:
-    """Return what is left of a cell that has run for so long."""
+    """Return what is left of a cell that has run for this long."""
     low, middle, high = (rest_ms(durations, elapsed_ms, part) for part in (0.1, 0.5, 0.9))
     return Span(expected_ms=middle, low_ms=low, high_ms=high)
 
@@ -223,7 +216,6 @@ class Mean:
     count: int = 2
 
     def learn(self, milli: int, memory: int) -> None:
-        """Learn from a sample."""
         self.count = min(self.count + 1, memory)
         self.value += (milli - self.value) / self.count
 
@@ -244,7 +236,6 @@ class Means:
         return self._first_milli if known is None else int(known.value)
 
     def learn(self, own: str, common: str, milli: int) -> None:
-        """Learn from a sample."""
         self.own.setdefault(own, Mean(self.milli(own, common))).learn(milli, self._OWN)
         kept(self.common, common, lambda: Mean(self._first_milli), _MOST_POOLS).learn(milli, self._COMMON)
 
@@ -278,7 +269,7 @@ class HoldCosts:
 
 
 # -- slowdowns ---------------------------------------------------------------------------------------------------------
-# How many times as long as alone a cell takes beside busy neighbours, thousandths, at least 1000: no neighbour makes a cell faster.
+# How many times as long as alone a cell takes next to busy neighbours, thousandths, at least 1000: no neighbour makes a cell faster.
 #
 # What a cell would have taken alone is not known. It is compared with the usual one of its lease: the median of its last cells that began
 # without a busy neighbour on their device and had one for at most half of their time. Cells are divided by how they began, not by whom
@@ -288,7 +279,7 @@ class HoldCosts:
 _WHOLE = 1000  # as long as alone
 _SLOWEST = 1_000_000
 _ALONE_CELLS, _LEAST_ALONE = 16, 4  # that are kept of a lease; fewer say nothing
-_LEAST_CELL_MS = 1_000  # shorter cells say more of what runs beside the GPU's work than of the device
+_LEAST_CELL_MS = 1_000  # shorter cells say more of what runs next to the GPU's work than of the device
 _ALONE_MILLI = 500  # busy neighbours on average that a cell had at most that counts as alone
 _MOST_OTHERS = 4  # so many neighbours and more are alike
 _RATIOS = 64  # of outcome and model, or outcome and worked-out wait, that are kept of each kind
@@ -375,12 +366,12 @@ class Forecasts:
     # -- swaps ---------------------------------------------------------------------------------------------------------
 
     def swap_finished(self, kind: str, device_name: str, mib: int, took_ms: int) -> None:
-        """Learn from a successful `SUSPEND` or `RESUME` of so many MiB."""
+        """Learn from a successful `SUSPEND` or `RESUME` of this many MiB."""
         self.record.judge(kind, device_name, self._swap_times(kind, device_name).span(mib), took_ms)
         kept(self._swaps, f"{kind} {device_name}", lambda: SwapTimes(kind), _MOST_LINES).learn(mib, took_ms)
 
     def swap_ms(self, kind: str, device_name: str, mib: int) -> int:
-        """Return how long a swap of so many MiB is expected to take, ms. Cheap."""
+        """Return how long a swap of this many MiB is expected to take, ms. Cheap."""
         return self._swap_times(kind, device_name).expected_ms(mib)
 
     def swap_span(self, kind: str, device_name: str, mib: int) -> Span:
@@ -438,7 +429,7 @@ class Forecasts:
         return 0 if idle_ms is None else rest_ms(self._gaps.of(lease_id), idle_ms, 0.5)
 
     def chance_milli(self, lease_id: str, now_ms: int, within_ms: int) -> int:
-        """Return how likely the lease's next cell comes within so many ms, by its gaps, thousandths; 1000 while one runs."""
+        """Return how likely the lease's next cell comes within this many ms, by its gaps, thousandths; 1000 while one runs."""
         idle_ms = self._idle_ms(lease_id, now_ms)
         return 1000 if idle_ms is None else chance_milli(self._gaps.of(lease_id), idle_ms, within_ms)
 
@@ -503,7 +494,7 @@ class Forecasts:
     # -- slowdowns -----------------------------------------------------------------------------------------------------
 
     def slowdown_span(self, lease_id: str, device_name: str, others: int, model_milli: int) -> Span:
-        """Return how many times as long as alone a cell takes beside busy neighbours, thousandths; `model_milli`: by `place.beside`."""
+        """Return how many times as long as alone a cell takes next to busy neighbours, thousandths; `model_milli`: by `place.beside`."""
         stated = self.record.stated(SLOWDOWN, device_name, self._slowed(lease_id, device_name, others, model_milli))
         low, high = max(_WHOLE, stated.low_ms), max(_WHOLE, stated.high_ms)
         return Span(expected_ms=max(low, min(high, stated.expected_ms)), low_ms=low, high_ms=high)
@@ -520,7 +511,7 @@ class Forecasts:
         return Span(expected_ms=expected, low_ms=min(expected, max(_WHOLE, low)), high_ms=max(expected, high))
 
     def cell_in_company(self, lease_id: str, company: Company, lasted_ms: int, mean_others_milli: int) -> None:
-        """Learn from a cell that began in this company, and had so many busy neighbours on average, thousandths of one."""
+        """Learn from a cell that began in this company, and had this many busy neighbours on average, thousandths of one."""
         name, others, model_milli, stated = company
         if lasted_ms < _LEAST_CELL_MS:
             return
@@ -572,7 +563,7 @@ class Forecasts:
         self._signs.learn(f"{sign} {lease_id}", sign, 1000 if true else 0)
 
     def hold_cost(self, pool: str, mib: int, wait: int) -> int:
-        """Return what cells of the pool lose in a ms for which an idle lease holds so much memory, if a ms of waiting costs `wait`."""
+        """Return what cells of the pool lose in a ms for which an idle lease holds this much memory, if a ms of waiting costs `wait`."""
         return mib * wait * self.hold_rate(pool) >> RATE_BITS
 
     def hold_rate(self, pool: str) -> int:
@@ -585,11 +576,10 @@ class Forecasts:
         kept(self._holds, pool, HoldCosts, _MOST_POOLS).learn(lost_ms, held)
 
     def asked(self, pool: str, mib: int, devices: int) -> None:
-        """Learn that a lease of the pool asks for so much memory on each of so many devices."""
+        """Learn that a lease of the pool asks for this much memory on each of this many devices."""
         kept(self._asks, pool, AskMix, _MOST_POOLS).add(mib, devices)
 
     def asks(self, pool: str) -> AskMix:
-        """Return what the leases of the pool ask for. Cheap."""
         return self._asks.get(pool, NO_ASKS)
 
     # -- stored state --------------------------------------------------------------------------------------------------
@@ -620,7 +610,7 @@ class Forecasts:
 
     @classmethod
     def from_state(cls, state: object) -> Self:
-        """Return forecasts that go on from what `state` returned. Raises ValueError that says what is wrong with anything else."""
+        """Return forecasts that continue from what `state` returned. Raises ValueError that says what is wrong with anything else."""
         found = cls()
         found._take(read_parts(state, _VERSION, records=_RECORDS, lists=_LISTS))
         return found

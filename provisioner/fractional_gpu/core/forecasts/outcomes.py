@@ -123,14 +123,12 @@ class Accuracy:
         self.recent = deque(recent, _KEPT)  # twice the error in thousandths, and 1 if between the bounds
 
     def compare(self, stated: Span, happened: int) -> None:
-        """Record a forecast and what happened."""
         off = abs(stated.expected_ms - happened) * 1000 // max(_LEAST_MS, happened)
         covered = stated.low_ms <= happened <= stated.high_ms
         self.recent.append(2 * min(off, _MOST_PERMILLE) + covered)
         self.count += 1
 
     def view(self, what: str) -> ErrorView:
-        """Return the figures."""
         errors = sorted(entry // 2 for entry in self.recent)
         inside = sum(entry % 2 for entry in self.recent)
         return ErrorView(
@@ -176,7 +174,6 @@ class TrackRecord:
         self.band(kind, name).learn(span, happened)
 
     def band(self, kind: str, name: str) -> Band:
-        """Return the band to learn with."""
         return kept(self.bands, (kind, name), Band, _MOST_BANDS)
 
     def errors(self) -> tuple[ErrorView, ...]:

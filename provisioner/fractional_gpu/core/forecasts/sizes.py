@@ -23,7 +23,7 @@ class AskMix:
         self._count()
 
     def add(self, mib: int, devices: int) -> None:
-        """Count an ask for so much memory on each of so many devices."""
+        """Count an ask for this much memory on each of this many devices."""
         self.recent.append((mib, devices))
         self._count()
 
@@ -101,7 +101,6 @@ class ContextSizes:
         return max(FLOOR_MIB, -(-max(quartile, own) // _STEP_MIB) * _STEP_MIB)
 
     def state(self) -> dict[str, Any]:
-        """Return what was learnt, for JSON."""
         devices = {name: [[kernel, *one] for kernel, one in sizes.items()] for name, sizes in self._seen.items()}
         return {"version": _VERSION, "devices": devices}
 

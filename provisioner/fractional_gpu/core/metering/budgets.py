@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fractional_gpu.core.metering.usage import ACCOUNTS, Party, Usage, UsageRow
 
 WARN_MILLI = 800
-"""A budget of which so many thousandths are spent is warned of."""
+"""A budget of which this many thousandths are spent is warned of."""
 LAST_PRIORITY = -1_000_000
 """The priority of kernels that get what no other ticket waits for: below all that a configuration allows."""
 _MINUTE_S = 60
@@ -117,12 +117,10 @@ class BudgetState:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether nothing is left."""
         return self.spent >= self.amount
 
     @property
     def is_warned(self) -> bool:
-        """Whether most of it is spent."""
         return self.spent * 1000 >= self.amount * WARN_MILLI
 
 
@@ -161,7 +159,6 @@ class Spending:
                 buckets[hour_s] = buckets.get(hour_s, 0) + amount
 
     def forget(self, before_s: int) -> None:
-        """Forget what no window reaches any more."""
         for key, buckets in list(self._spent.items()):
             for at_s in [one for one in buckets if one < before_s]:
                 del buckets[at_s]

@@ -146,7 +146,6 @@ class Meter:
             del self._leases[lease_id]
 
     def knows(self, lease_id: str) -> bool:
-        """Whether the lease is counted now."""
         return lease_id in self._leases
 
     def moved(self, wall_ms: int, lease_id: str, mib: int) -> None:
@@ -306,7 +305,7 @@ class Meter:
         quiet: bool,
         utilisation: Mapping[str, int],
     ) -> None:
-        """Book what the device drew since the last reading, and begin anew."""
+        """Book what the device drew since the last reading, and begin again."""
         parts, device.parts = device.parts, {}
         workers = sorted(lease_id for lease_id, part in parts.items() if part.busy_ms)
         idle_mj = min(drawn_mj, (device.idle_mw or 0) * max(0, passed_ms) // 1000)

@@ -29,7 +29,7 @@ class TurnRecorder:
     def __init__(self) -> None:
         self._asked: dict[str, int] = {}
         self._begun: dict[str, tuple[int, int, bool]] = {}  # when it asked and began, and whether it continues a cell
-        self._preempted: set[str] = set()  # leases whose cell waits to go on
+        self._preempted: set[str] = set()  # leases whose cell waits to continue
         self.turns: list[Turn] = []  # that have ended; the reader empties it
 
     def saw(

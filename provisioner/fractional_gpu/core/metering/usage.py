@@ -65,12 +65,10 @@ class Usage:
     whole_milli: int = 0  # what whole devices would have cost for the time that it was reserved
 
     def add(self, other: Self) -> None:
-        """Add other figures to these."""
         for name in FIGURES:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def is_empty(self) -> bool:
-        """Whether all figures are 0."""
         return not any(getattr(self, name) for name in FIGURES)
 
 

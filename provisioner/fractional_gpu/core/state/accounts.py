@@ -30,11 +30,9 @@ class Accounts:
         self._floors: dict[str, int] = {}  # by pool: least virtual time of an owner that contends again
 
     def owner(self, pool: str, name: str) -> Account:
-        """Return an owner's account."""
         return self._owners.get((pool, name)) or Account(name=name)
 
     def group(self, pool: str, name: str) -> Account:
-        """Return a group's account."""
         return self._groups.get((pool, name)) or Account(name=name)
 
     def of(self, lease: Lease) -> Account:
@@ -44,7 +42,6 @@ class Accounts:
     # -- leases ------------------------------------------------------------------------------------------------------------
 
     def open(self, lease: Lease) -> None:
-        """Take a new lease in."""
         spec = lease.spec
         owner = self._owners.setdefault((spec.pool, spec.owner), Account(name=spec.owner))
         owner.leases[lease.lease_id] = lease

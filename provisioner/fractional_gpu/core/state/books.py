@@ -48,7 +48,6 @@ class Books:
     # -- leases ----------------------------------------------------------------------------------------------------------
 
     def add(self, lease: Lease) -> None:
-        """Take a new lease in."""
         self._number += 1
         lease.number = self._number
         self.leases[lease.lease_id] = lease
@@ -69,12 +68,10 @@ class Books:
         return [lease for lease in self.leases.values() if lease.state in states]
 
     def set_state(self, lease: Lease, new: LeaseState) -> None:
-        """Change the state."""
         lease.state = new
         self.refresh(lease)
 
     def set_busy(self, lease: Lease, *, busy: bool) -> None:
-        """Set whether the lease runs something."""
         lease.busy = busy
         lease.let_in, lease.seen_milli, lease.cell_milli = False, None, None
         lease.has_run |= busy
@@ -119,7 +116,6 @@ class Books:
 
     @property
     def gates_closed(self) -> list[Lease]:
-        """The leases whose gates are closed."""
         return [lease for lease in self.leases.values() if lease.gate.closed]
 
     def set_reservation(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
@@ -148,7 +144,6 @@ class Books:
         self.mark_changed(lease)
 
     def set_host_memory(self, lease: Lease, *, saved_mib: int = 0, reserved_mib: int = 0) -> None:
-        """Set what the lease has in host memory, and what is reserved there for it."""
         if saved_mib + reserved_mib < lease.saved_mib + lease.host_mib:
             self.changed.update(self.leases)  # idle leases may leave that had to leave host memory to tickets
         self.host_saved_mib += saved_mib - lease.saved_mib
@@ -194,7 +189,7 @@ class Books:
         return lease.spec.devices > 1 or self.policy(lease).reserve_by is ReserveBy.CAP
 
     def refresh_size(self, lease: Lease) -> bool:
-        """Compute the size anew after the use changed. Returns whether it changed."""
+        """Recompute the size after the use changed. Returns whether it changed."""
         before, lease.size_mib = lease.size_mib, self.reserve_mib(lease, lease.spec)
         return lease.size_mib != before
 
@@ -256,7 +251,6 @@ class Books:
 
     @property
     def draining(self) -> list[Device]:
-        """The devices that are drained."""
         return [device for device in self.devices.values() if device.draining]
 
     def goes_away(self, lease: Lease, *, later: bool = False) -> bool:
@@ -270,7 +264,6 @@ class Books:
         return min((at_ms for at_ms in self._deadlines_ms(lease) if at_ms > self.now_ms), default=None)
 
     def _deadlines_ms(self, lease: Lease) -> list[int]:
-        """Return the deadlines of the devices where the lease is, or was."""
         there = [self.devices[one] for one in lease.device_ids if one in self.devices]
         return [device.deadline_ms for device in there if device.deadline_ms is not None]
 
@@ -315,7 +308,6 @@ class Books:
         return self.devices[device_id].spec.name
 
     def pool_of(self, device_id: str) -> str | None:
-        """Return the pool that has the device."""
         return next((name for name, pool in self.pools.items() if device_id in pool.devices), None)
 
     def policy(self, lease: Lease) -> PoolSpec:
@@ -330,7 +322,6 @@ class Books:
 
     @property
     def waiting_pools(self) -> set[str]:
-        """The pools in which leases wait."""
         return {lease.spec.pool for lease in self.waiting.values()}
 
     def line(self, pool: str) -> list[Lease]:

@@ -105,12 +105,10 @@ class Account:
 
     @property
     def holders(self) -> dict[str, "Lease"]:
-        """Its leases that hold a reservation."""
         return {lease_id: lease for lease_id, lease in self.leases.items() if lease.held_mib}
 
     @property
     def resident_milli(self) -> int:
-        """The sum of their fractions."""
         return sum(lease.milli for lease in self.leases.values() if lease.held_mib)
 
     @property
@@ -141,11 +139,9 @@ class SwapRetries:
     resume_paused: bool = False  # `resume_after_ms` is still to come
 
     def forget_suspends(self) -> None:
-        """Allow a suspend at once."""
         self.suspend_after_ms = self.aborted_suspends = self.failed_suspends = 0
 
     def forget_resumes(self) -> None:
-        """Allow a resume at once."""
         self.resume_after_ms = self.failed_resumes = 0
         self.resume_paused = False
 
@@ -255,12 +251,10 @@ class Lease:
 
     @property
     def suspend_requested(self) -> bool:
-        """Whether its suspend was requested and has not begun."""
         return self.suspend_requested_by is not None
 
     @property
     def occupancy(self) -> OccupancyKind:
-        """How it occupies its devices."""
         if not self.held_mib:
             return OccupancyKind.NONE
         if self.state is LeaseState.RESIDENT:
@@ -302,7 +296,6 @@ class Lease:
 
     @property
     def device_id(self) -> str | None:
-        """The first of its devices."""
         return self.device_ids[0] if self.device_ids else None
 
     @property
@@ -332,7 +325,6 @@ class Lease:
 
     @property
     def has_reservation(self) -> bool:
-        """Whether it counts against its devices."""
         return self.held_mib > 0
 
     @property
@@ -372,7 +364,7 @@ class Lease:
 
     @property
     def host_margin_mib(self) -> int:
-        """What is reserved beside `host_need_mib` where the host has that much left, so that a low estimate costs no attempt.
+        """What is reserved next to `host_need_mib` where the host has that much left, so that a low estimate costs no attempt.
 
         A lease may use more when it is locked than when it was last measured: small allocations (`HOST_MARGIN_MIB`), what grows with the
         data (one part in `HOST_MARGIN_PARTS`), and, while it is busy, the growth between two measurements. What was counted under locks
@@ -458,7 +450,6 @@ class Device:
 
     @property
     def free_or_idle_mib(self) -> int:
-        """What is free, or would be without the idle leases."""
         return self.free_mib + self.mib(OccupancyKind.IDLE) + self.mib(OccupancyKind.SUSPENDING)
 
     def most_needed_milli(self, seen_milli: int) -> int:
