@@ -128,12 +128,12 @@ _WAITS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800
 # gave a seat, and a reason is a code of the broker's or of this package, or an error's class.
 SPAWNS = Counter(
     "jupyter_gpu_hub_spawns_total",
-    "Servers that were asked for: `gpu` and `without` were started, `refused` and `failed` were not (with the reason's code)",
+    "Requested servers; `gpu` and `without` were started",
     ("outcome", "reason"),
 )
 SEAT_WAIT = Histogram(
     "jupyter_gpu_hub_seat_wait_seconds",
-    "From the wish for a seat to the seat, of servers that got one",
+    "From the request for a seat to the seat",
     ("pool",),
     buckets=_WAITS_S,
 )

@@ -67,22 +67,22 @@ class Metric:
 
 
 COUNTED = (
-    Metric("counter", "leases_admitted", "Leases that were given", ("pool",)),
-    Metric("counter", "leases_refused", "Leases that were refused, by the reason's code", ("reason",)),
-    Metric("counter", "leases_ended", "Leases that ended, by the reason's code; evicted: by an administrator", ("reason",)),
-    Metric("counter", "grants", "Times a kernel was let onto its GPU", ("pool",)),
-    Metric("counter", "declined", "Requests about leases that were declined: what was asked, and why", ("about", "reason")),
-    Metric("histogram", "wait_seconds", "From the wish for the GPU to the grant; 0 where nothing was in the way", ("pool",), _WAITS_S),
-    Metric("counter", "waits_over_target", "Waits that took longer than the pool's wait_target", ("pool",)),
-    Metric("counter", "waits_abandoned", "Waits that were given up before the grant", ("pool",)),
-    Metric("histogram", "swap_seconds", "Suspends, resumes and moves (resumes on another device) that were done", ("kind",), _SWAPS_S),
-    Metric("counter", "swap_bytes", "Device memory that they moved", ("kind",)),
-    Metric("counter", "swap_failures", "Suspends and resumes that came to something else", ("kind", "outcome")),
+    Metric("counter", "leases_admitted", "Leases granted", ("pool",)),
+    Metric("counter", "leases_refused", "Leases refused", ("reason",)),
+    Metric("counter", "leases_ended", "Leases ended; evicted: by an administrator", ("reason",)),
+    Metric("counter", "grants", "Times a kernel got its GPU", ("pool",)),
+    Metric("counter", "declined", "Declined requests about leases", ("about", "reason")),
+    Metric("histogram", "wait_seconds", "From the request for the GPU to the grant", ("pool",), _WAITS_S),
+    Metric("counter", "waits_over_target", "Waits longer than the pool's wait_target", ("pool",)),
+    Metric("counter", "waits_abandoned", "Waits given up before the grant", ("pool",)),
+    Metric("histogram", "swap_seconds", "Duration of suspends, resumes and moves", ("kind",), _SWAPS_S),
+    Metric("counter", "swap_bytes", "Device memory moved by suspends, resumes and moves", ("kind",)),
+    Metric("counter", "swap_failures", "Suspends, resumes and moves that failed", ("kind", "outcome")),
     Metric("counter", "preemptions", "Suspends of busy kernels for others", ("pool",)),
-    Metric("counter", "quarantines", "Times the state of a kernel's GPU memory was unknown", ("pool",)),
-    Metric("counter", "cap_breaches", "Times a kernel was found over its memory cap, by what was done", ("action",)),
-    Metric("histogram", "ledger_write_seconds", "Transactions of the ledger, with the wait for its disk", (), _WRITES_S),
-    Metric("histogram", "loop_lag_seconds", "How late the broker's event loop was, looked at every two seconds", (), _LAGS_S),
+    Metric("counter", "quarantines", "Times the state of a kernel's GPU memory became unknown", ("pool",)),
+    Metric("counter", "cap_breaches", "Times a kernel exceeded its memory cap", ("action",)),
+    Metric("histogram", "ledger_write_seconds", "Duration of the ledger's transactions", (), _WRITES_S),
+    Metric("histogram", "loop_lag_seconds", "Delay of the broker's event loop", (), _LAGS_S),
 )  # fmt: skip
 
 

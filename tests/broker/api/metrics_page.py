@@ -23,10 +23,10 @@ _TABLES = {
 
 
 def _table(metrics: Iterable[Metric]) -> str:
-    lines = ["| metric | kind | labels | what it is |", "|---|---|---|---|"]
+    lines = ["| metric, without `jupyter_gpu_` | kind, labels | meaning |", "|---|---|---|"]
     for metric in metrics:
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        lines.append(f"| `{PREFIX}{_name(metric)}` | {metric.kind} | {labels} | {metric.help} |")
+        labels = ", ".join([metric.kind, *(f"`{label}`" for label in metric.labels)])
+        lines.append(f"| `{_name(metric)}` | {labels} | {metric.help} |")
     return "\n".join(lines) + "\n"
 
 
@@ -46,8 +46,10 @@ def names() -> set[str]:
 
 
 def written(page: str) -> str:
-    """Return the page with its tables as the code is."""
+    """Return the page with its tables as the code is. Metrics by user are those of the meter again, so they have no table."""
     for name, metrics in _TABLES.items():
+        if name == "users":
+            continue
         head, begin, rest = page.partition(f"<!-- {name} -->\n")
         _, end, tail = rest.partition("<!-- end -->\n")
         page = f"{head}{begin}{_table(metrics)}{end}{tail}"
