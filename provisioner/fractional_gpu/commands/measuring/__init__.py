@@ -1,1 +1,1 @@
-"""`jupyter gpu measure`: which share of a GPU a program needs, measured beside others on one device."""
+"""`jupyter gpu measure`: which share of a GPU a program needs, measured next to others on one device."""

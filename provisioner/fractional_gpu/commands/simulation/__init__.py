@@ -1,1 +1,1 @@
-"""What `jupyter gpu simulate` is told: whose sessions, on what machine, and how what they use is metered."""
+"""The options of `jupyter gpu simulate`: sessions, machine and metering."""
