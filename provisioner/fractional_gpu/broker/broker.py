@@ -84,7 +84,7 @@ from fractional_gpu.protocol.messages import GateVerb
 log = logging.getLogger(__name__)
 
 _TICKETS_MS = 1000
-_SIGN_MS = 60_000  # a sign of a coming cell lasts for so long, unless its sender says otherwise
+_SIGN_MS = 60_000  # how long a sign of a coming cell lasts, unless its sender says otherwise
 _SIGN_AGAIN_MS = 2_000
 _SHARE_UNUSED = (
     "This cell has held its share of the GPU without using it for as long as its pool allows (`max_unused_hold`), so others may have the "
@@ -129,7 +129,7 @@ class Broker:
         self.history = History(writer)
         self.records = LeaseRecords(self, files)
         self.end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease
-        self.exit_followers: list[Callable[[Kernel], None]] = []  # are told of each kernel whose process has ended
+        self.exit_followers: list[Callable[[Kernel], None]] = []  # called with each kernel whose process has ended
         writer.connect(wrote=self.metrics.wrote, trouble_changed=self._trouble_changed)
         self._inspector = swaps.inspector
         self.scans = swaps.inspector.scans
@@ -194,7 +194,7 @@ class Broker:
                     if new is not LeaseState.ENDED:
                         self.records.save(kernel)
             case Suspend() | Resume() | LookAgain() | Shrink():
-                if not self.stopping:  # otherwise the next broker finds out what is true and decides anew
+                if not self.stopping:  # otherwise the next broker examines the lease and decides again
                     self.operations.start(effect)
             case EndProcesses():
                 if not self.stopping:
@@ -227,7 +227,7 @@ class Broker:
             if change.new is LeaseState.RESIDENT:
                 kernel.checkpoint.homes = view.device_ids
                 if kernel.launch.command:
-                    # No cell says that it goes on: until the counters show that it is quiet, it counts as at work.
+                    # No message says that it continues: it counts as busy until the counters show that it is quiet.
                     kernel.gpu_work.clear()
                     asyncio.get_running_loop().call_soon(self.sync_busy_state, kernel)
             self.history.note(view)
@@ -243,7 +243,7 @@ class Broker:
                 if self.records.may_use(kernel):
                     self.open_gate(kernel)
             case CloseGate():
-                # Its next cell asks first. Where no extension is connected, IOPub says when a cell begins (`sync_busy_state`).
+                # Its next cell asks first. If no extension is connected, IOPub says when a cell begins (`sync_busy_state`).
                 if kernel.link is not None:
                     kernel.link.send(GateVerb.PREEMPT)
                 return
@@ -399,7 +399,7 @@ class Broker:
         return self.costs.of_user(kernel.uid)
 
     def _context_for(self, kernel: Kernel, identity: ProcessIdentity) -> zmq.asyncio.Context | None:
-        """Return the context that reaches the kernel's sockets; None, with a line in its story, where the broker may not listen there."""
+        """Return the context that reaches the kernel's sockets; None, with a line in its story, if the broker may not listen there."""
         try:
             return self._networks.context_for(kernel.lease_id, identity)
         except PermissionError as error:
@@ -518,7 +518,7 @@ class Broker:
             )
 
     def set_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
-        """Note that a signal or a debugger stopped the process, or that it goes on.
+        """Note that a signal or a debugger stopped the process, or that it continues.
 
         A stopped process stays on its device, and the reason shows in its story and to those that wait for the device.
         """

@@ -1,15 +1,12 @@
-"""What users cost the broker: one budget for all that a user sends, so that no user can keep it from the others.
+"""What users cost the broker: one budget for everything that a user sends, so that no user can keep it from the others.
 
-- An account is a seat, if a token or a control group proves one, else a user. It is charged with what is done for it: the processor time
-  of each step on the loop (`metered`) and of blocking work in threads (`lanes.PAYER`), a fixed price for each request and each message of
-  its kernels, and a price for each byte that arrives.
-- An account gets `COST_SHARE` of a processor, and may save up `COST_BURST_S` of it. An overdrawn account waits: of its requests only the
-  heads are read, of its kernels' messages none. Those that wait get their turns in order, one at a time.
-- An account has a few turns in each round of the loop, overdrawn or not: a user who sends much at once waits behind one who sends little.
-- All accounts that wait get `COST_SHARE_OF_ALL` together, in equal parts: many users at once leave the others room, too.
-- What others may wait for (a gate's answer, the end of a lease) is still served, down to a debt of `COST_RESERVE_S`. Below that nothing of
-  the account is read at all.
-- Processor time is charged, not elapsed time: a slow machine makes no account overdrawn.
+- An account is a seat, if a token or a control group proves one, else a user. It pays for processor time on the loop (`metered`) and in
+  threads (`lanes.PAYER`), a fixed price for each request and kernel message, and a price for each byte. Elapsed time costs nothing: a slow
+  machine makes no account overdrawn.
+- An account gets `COST_SHARE` of a processor, and may save up `COST_BURST_S`. An overdrawn account waits: the broker reads only the heads
+  of its requests, and none of its kernels' messages. Waiting accounts get turns in order, and together `COST_SHARE_OF_ALL`.
+- Any account has only a few turns in each round of the loop: a user who sends much waits behind one who sends little.
+- Requests that others may wait for (a gate's answer, the end of a lease) are served down to a debt of `COST_RESERVE_S`.
 """
 
 import asyncio

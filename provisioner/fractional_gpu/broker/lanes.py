@@ -12,7 +12,9 @@ from typing import Final, ParamSpec, TypeVar
 
 from fractional_gpu.host.threads import StartedThreads
 
-_SWITCH_S: Final = 0.0005  # a thread that computes holds the interpreter for so long when the loop needs it; Python's own value is 5 ms
+_SWITCH_S: Final = (
+    0.0005  # the longest that a computing thread holds the interpreter when the loop needs it; Python's default is 5 ms
+)
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -36,7 +38,7 @@ class Lane:
         return self._threads
 
     async def run(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what `act` returns, and charge its processor time. Cancelled: `act` goes on."""
+        """Return what `act` returns, and charge its processor time. Cancelled: `act` continues."""
         loop, charge = asyncio.get_running_loop(), PAYER.get()
 
         def work() -> T:

@@ -62,7 +62,7 @@ Reply = TypeVar("Reply", bound=Struct)
 Line = TypeVar("Line", bound=WaitLine)
 
 _FOR_EVER_S = 20 * 86_400.0  # of a stream that says nothing while nothing changes; sockets allow 24 days
-_SILENCE_S = 3 * PULSE_S  # without a keep-alive for so long, a stream is dead
+_SILENCE_S = 3 * PULSE_S  # a stream without a keep-alive for this long is dead
 
 
 class BrokerClient:
@@ -144,7 +144,7 @@ class BrokerClient:
                     yield status
 
     def create_lease(self, request: LeaseRequest) -> LeaseReply:
-        """Request a new lease. Waits `request.wait_ms` longer: for so long the broker may make room. Raises NoRoomError."""
+        """Request a new lease. Waits up to `request.wait_ms` longer, while the broker makes room. Raises NoRoomError."""
         return self.call(routes.CREATE, request)
 
     def lease(self, lease_id: str, *, fresh: bool = False) -> "LeaseStatus":
@@ -212,7 +212,7 @@ class BrokerClient:
         return self.call(routes.COST, about=lease_id)
 
     def others(self, lease_id: str, last_ms: int, beside: Sequence[str] = ()) -> OthersUse:
-        """Return what others used of the lease's device in the last milliseconds (a minute at most). Leases `beside` it are no others."""
+        """Return what others used of the lease's device in the last milliseconds (at most a minute), without the leases in `beside`."""
         return self.call(routes.OTHERS, OthersQuery(last_ms=last_ms, beside=",".join(beside)), lease_id)
 
     def usage(
@@ -254,7 +254,7 @@ class BrokerClient:
         return self.wait(routes.ACQUIRE, request, lease_id)
 
     def hold(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
-        """Yield what `acquire` does, and go on after `granted`: the lease is in use until the generator or the client is closed.
+        """Yield the same as `acquire`, and continue after `granted`: the lease is in use until the generator or the client is closed.
 
         It waits again where the lease is preempted, and says so; it ends with `refused`. Raises BrokerUnavailableError.
         """

@@ -1,13 +1,11 @@
 """Where the broker's socket is, and how a broker is started on it.
 
-- The socket: `$JUPYTER_GPU_SOCKET`, else the system service's if the machine has one, else one in the user's Jupyter runtime folder; where
-  several hosts share that (a home on NFS), in a folder for each host.
-- Clients send connection keys to the process that serves the socket, so its folder must belong to this user or root and no
-  other user may write to it.
-- A missing broker is started, except on a system service's socket, where its administrator starts it, and within a job or a pod,
-  with which it would end. Two starters at once are no conflict: each command succeeds when *a* broker serves.
-- The start command is the one that the last broker wrote into `broker.json` beside the socket, and again into its state
-  folder: so a kernel in another environment starts the broker of the environment that installed it.
+- The socket: `$JUPYTER_GPU_SOCKET`, else the system service's, else one in the user's Jupyter runtime folder; if several hosts share that
+  (a home on NFS), in a folder for each host. Clients send connection keys to its server, so only this user or root may write to its folder.
+- A missing broker is started, except a system service (its administrator starts it) and within a job or a pod, with which it would end.
+  Two starters at once are no conflict: each command succeeds when *a* broker serves.
+- The last broker wrote its start command into `broker.json` next to the socket and in its state folder: a kernel in another environment
+  starts the broker of the environment that installed it.
 """
 
 import contextlib
@@ -35,8 +33,8 @@ if TYPE_CHECKING:
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 IN_WORKLOAD = "JUPYTER_GPU_BROKER_IN_WORKLOAD"
-"""The variable that, as `1`, lets brokers start by themselves within a job or a pod."""
-_LONGEST_PATH = 100  # bytes; Linux allows 107, and a broker puts temporary names beside its socket
+"""If this variable is `1`, brokers start automatically within a job or a pod."""
+_LONGEST_PATH = 100  # bytes; Linux allows 107, and a broker puts temporary names next to its socket
 _SIMULATE = "JUPYTER_GPU_SIMULATE"
 _PAUSE_S = 0.05
 _LOCK_PAUSE_S = 0.01
@@ -55,7 +53,7 @@ def runtime_dir() -> Path:
 
 
 def runtime_place() -> Path:
-    """Return the folder below Jupyter's runtime folder that is this host's, whether it exists or not, and whoever has it."""
+    """Return this host's folder below Jupyter's runtime folder. It may not exist, or belong to another user."""
     try:
         runtime = Path(jupyter_runtime_dir()).absolute()
     except RuntimeError as error:
@@ -111,7 +109,7 @@ def ensure_broker(
 
     `timeout_s` bounds, in seconds, the start as well as each of the client's calls; `answer_s` (default: the same) the
     wait for the first answer of a broker that runs. `command` starts one, by default the one of `restart_command`.
-    `simulate`: the simulated devices of a first broker, where the environment names none.
+    `simulate`: the simulated devices of a first broker, if the environment names none.
     Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError that says what to do.
     """
     path = socket if socket is not None else socket_path()
@@ -238,7 +236,7 @@ def _start_once(client: "BrokerClient", timeout_s: float, command: tuple[list[st
             _start(path, timeout_s, command)
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child forked since then has the descriptor, too
         os.close(folder)
 
 

@@ -319,7 +319,7 @@ def _no_connection(path: str, error: OSError) -> BrokerUnavailableError:
         reason = "no-access"
         why = f"the socket of the GPU broker, {path}, may not be opened by this user; ask the administrator for access"
     elif error.errno == errno.EAGAIN:
-        # A full backlog belongs to a broker that runs and accepts no connection: a second one must not be started beside it.
+        # A full backlog belongs to a broker that runs and accepts no connection: do not start a second one next to it.
         reason = "timeout"
         why = (
             f"the GPU broker at {path} takes no connections now: it is overloaded or stopped; if it stays so, "

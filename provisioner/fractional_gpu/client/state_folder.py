@@ -4,10 +4,9 @@ Cleaners empty runtime folders, and SQLite's write-ahead log does not work on a 
 has a state folder on a local disk:
 
 - for a system service `/var/lib/jupyter-gpu`;
-- for a user `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or, where that is on a network filesystem, cannot be
-  written or lies below another user's folder, `/var/tmp/jupyter-gpu-UID/HOST/SOCKET`; an existing one of the two is taken;
-- the folder in the setting `state_dir`, if there is one; on a network filesystem a folder below it for each node (`node_name`), unless a
-  ledger lies in it already.
+- for a user `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or `/var/tmp/jupyter-gpu-UID/HOST/SOCKET` if that is
+  on a network filesystem, not writable or below another user's folder; an existing one of the two is taken;
+- the folder in the setting `state_dir`; on a network filesystem one below it for each node (`node_name`), unless it has a ledger already.
 """
 
 import hashlib
@@ -48,7 +47,7 @@ def state_folder(socket: str, configured: Path | None = None) -> Path:
         return configured / node_name() if is_network(configured) and not has_ledger else configured
     if os.geteuid() == 0 and Path(socket).parent == _SERVICE_FOLDER:
         return SERVICE_STATE
-    # Links are not followed: a link in the place of a deleted folder must not lead a broker away from its ledger.
+    # Links are not followed: a link that replaces a deleted folder must not lead a broker away from its ledger.
     tail = Path(_host(), hashlib.sha256(os.fsencode(Path(socket).absolute())).hexdigest()[:12])
     bases = [base for base in (_state_home(), _spare_base()) if base is not None]
     for base in bases:

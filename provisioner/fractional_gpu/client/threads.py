@@ -1,4 +1,4 @@
-"""Blocking calls beside an event loop that may be forked, or run while its program exits: each has its own thread, which ends with it.
+"""Blocking calls from an event loop that may be forked, or run while its program exits: one thread for each call.
 
 `asyncio.to_thread` keeps its threads in the loop's default executor. After a fork the child has the executor without its threads: its work
 never runs. Once the interpreter has begun to exit (`atexit`), executors refuse work. And calls that wait for the GPU would fill it.
@@ -21,7 +21,7 @@ _LOST_WAKEUP_S = 0.05
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in a daemon thread and return its result; where no thread can be started, run it here. Raises what it raises.
+    """Run `work` in a daemon thread and return its result; if no thread can be started, run it here. Raises what it raises.
 
     Cancelled, it returns at once; the work runs to its end, and its result is dropped.
     """

@@ -1,14 +1,13 @@
 """The broker's database: one SQLite file, one writer.
 
-- A write is on the disk when its method returns, or inside `transaction()`, when the block ends: SQLite appends it to the write-ahead
-  log (WAL) and synchronizes that at each commit (synchronous=FULL; NORMAL would lose the last commits in a power failure).
-- The journal of a lease's suspends and resumes is its record: its state, and what is to be saved, is written before each act. After a
-  crash it says what may have happened; nothing is replayed.
-- Any thread may call. A mutex admits one at a time, and none during another thread's transaction. `metered` alone reads past it, by a
-  connection of its own: figures of a year take seconds, and grants wait for writes.
-- An ended lease stays ended; its secrets (connection, token) are erased with its end. Of one that never had a process only a count
-  stays: a user could make any number of them.
-- Every failure is a LedgerError, after which nothing of the failed write or transaction remains.
+- A write is on the disk when its method returns or, inside `transaction()`, when the block ends (WAL with synchronous=FULL; NORMAL would
+  lose the last commits in a power failure).
+- Each suspend and resume is recorded before it starts. After a crash the record says what may have happened; nothing is replayed.
+- Any thread may call; a mutex admits one at a time, and none during another thread's transaction. Only `metered` reads past it, on a
+  separate connection: a year's figures take seconds, and grants wait for writes.
+- An ended lease stays ended, and its secrets (connection, token) are erased. Leases that never had a process are only counted: a user
+  could make any number of them.
+- Every failure is a LedgerError, and nothing of the failed write or transaction remains.
 """
 
 import logging
@@ -288,7 +287,7 @@ class Ledger:
                 self._write(statement, (at_ms, reason, self._document(ended), seat_id))
 
     def seat_times_ms(self, pool: str, limit: int = 200) -> list[int]:
-        """Return how long the last seats of the pool lasted, the latest end first; 0 where the wall clock was set back meanwhile."""
+        """Return how long the last seats of the pool lasted, the latest end first; 0 if the wall clock was set back."""
         return [int(row["lasted_ms"]) for row in self._read(_SEAT_TIMES, (pool, max(0, limit)))]
 
     def add_usage(self, usage: UsageRecord) -> None:
@@ -301,7 +300,7 @@ class Ledger:
     # What leases used
 
     def add_metered(self, rows: Sequence[UsageRow], state: str) -> None:
-        """Add figures to those of the same hour, lease, device and currency, and keep the meter's state, in one transaction."""
+        """Add figures to the totals of their hour, lease, device and currency, and save the meter's state, in one transaction."""
         with self.transaction():
             for row in rows:
                 party = (row.party.pool, row.party.owner, row.party.group, row.party.label, row.party.seated)
@@ -493,7 +492,7 @@ class Ledger:
         if not in_place:
             yield from self._read(statement, values)
             return
-        # A connection that only reads never deletes the write-ahead log as it closes, not even that of a file that took the name meanwhile.
+        # A read-only connection never deletes a write-ahead log when it closes, not even the log of a file that took the name since.
         with closing(opening.connect_existing(self.path, "ro")) as connection, self._explained():
             cursor = connection.cursor()
             cursor.row_factory = sqlite3.Row

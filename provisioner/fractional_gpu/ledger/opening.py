@@ -64,7 +64,7 @@ def set_aside_command(path: Path) -> str:
 
 
 def lock(path: Path) -> int:
-    """Create the folder if it is missing, take the lock beside `path` and return its descriptor. Raises LedgerError."""
+    """Create the folder if it is missing, take the lock next to `path` and return its descriptor. Raises LedgerError."""
     _check_folder(path)
     beside = path.with_name(path.name + ".lock")
     with explained(path, f"cannot be locked: {beside.name}", "check the folder's owner and mode"):
@@ -275,7 +275,7 @@ def _create(path: Path) -> None:
 
 
 def _new_file(path: Path) -> tuple[Path, int]:
-    """Create an empty private file beside the ledger; return its path and descriptor. Raises OSError."""
+    """Create an empty private file next to the ledger; return its path and descriptor. Raises OSError."""
     unfinished = path.with_name(f".{path.name}.new")
     for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
         leftover.unlink(missing_ok=True)

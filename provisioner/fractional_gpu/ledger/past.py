@@ -1,4 +1,4 @@
-"""What a ledger recorded of leases and their turns, read without a broker, or beside one: the file is opened to read only."""
+"""The leases and turns in a ledger, read with or without a running broker: the file is opened read-only."""
 
 import sqlite3
 from contextlib import closing

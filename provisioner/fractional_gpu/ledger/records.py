@@ -26,7 +26,7 @@ class RecordError(LedgerError):
 
 @dataclass(slots=True, kw_only=True)
 class Launch:
-    """What the client said of the kernel when it asked for the lease and when it attached the process.
+    """What the client said about the kernel when it asked for the lease and when it attached the process.
 
     The broker changes it; a `LeaseRecord` has a copy.
     """
@@ -38,7 +38,7 @@ class Launch:
     token_file: str = ""  # as the environment of the kernel's process names it
     started_on: tuple[str, ...] = ()  # the devices that the reply to its request bound a kernel without a gate to
     command: bool = False  # it is no kernel: its runner, which is `server`, says when it needs the GPU
-    served: bool = False  # by the connections to it alone, where a device does not count its work
+    served: bool = False  # judged only by the connections to it, if a device does not count its work
 
     def attached(self, *, server: ProcessIdentity | None, token_file: str, language: str, ipykernel: bool) -> None:
         self.server, self.token_file, self.had_process = server, token_file, True
@@ -65,7 +65,7 @@ class LeaseRecord:
     pinned_until_ms: int = 0  # 0: not pinned
     members: tuple[ProcessIdentity, ...] = ()  # processes that were seen in the kernel's tree
     released: bool = False  # its kernel has ended for good; the lease ends with the processes that the kernel left
-    taken_over: bool = False  # an earlier server than that of its seat started its kernel
+    taken_over: bool = False  # an earlier server than its seat's started its kernel
     own_size: ResizeRequested | None = None  # in a burst: the size to which it goes back
 
     @property

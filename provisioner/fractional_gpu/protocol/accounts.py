@@ -79,21 +79,21 @@ class BudgetStatus(Struct, frozen=True, kw_only=True):
     spent_text: str
     left_text: str
     since_s: int  # when its window began, seconds since 1970
-    until_s: int | None  # when it begins anew; None: a rolling window
+    until_s: int | None  # when it resets; None: a rolling window
     warned: bool  # most of it is spent
     used_up: bool
     sentence: str
 
 
 class BudgetList(Struct, frozen=True, kw_only=True):
-    """Budgets that the peer may see: those of its user and group, for administrators all."""
+    """Budgets that the peer may see: its user's and group's, or all for administrators."""
 
     budgets: list[BudgetStatus]
     scope: str  # `all` or `own`
 
 
 class BudgetExtension(Struct, frozen=True, kw_only=True):
-    """More for one user or group: an amount such as `10 GPU hours`, until then (None: until the budget begins anew).
+    """More for one user or group: an amount such as `10 GPU hours`, until then (None: until the budget resets).
 
     `account`: only for the user of that name of the hub (`hub`) or of the machine (`machine`); empty: for each of the two.
     """

@@ -134,7 +134,7 @@ def changed_fields(request: msgspec.Struct) -> dict[str, Any]:
 
 @cache
 def _defaults(kind: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
-    """Return the name and the default of each field; NODEFAULT, which equals nothing else, where it has none."""
+    """Return the name and the default of each field, or NODEFAULT, which equals nothing else."""
     return tuple(
         (field.name, field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory())
         for field in msgspec.structs.fields(kind)

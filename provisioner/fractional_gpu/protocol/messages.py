@@ -40,7 +40,7 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
     fraction_milli: int
     pool: str = "default"
     memory_mib: int | None = None
-    request_mib: int | None = None  # the guaranteed part, where the pool reserves by use; None: the fraction's share
+    request_mib: int | None = None  # the guaranteed part, if the pool reserves by use; None: the fraction's share
     devices: int = 1  # more than one: whole devices (fraction_milli 1000), `memory_mib` on each
     priority: int = 0
     kernel_id: str = ""
@@ -75,7 +75,7 @@ class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
     ipykernel: bool = True  # subscribe to the prefix `kernel.` only
     # KERNEL, or COMMAND: then `connection` is empty, and the process of the client is the one that says when it needs the GPU
     kind: str = KERNEL
-    served: bool = False  # a command that is in use by the connections to it, where a device does not count its work
+    served: bool = False  # a command that is in use while it has connections, if a device does not count its work
 
 
 class Done(Struct, frozen=True, kw_only=True):
@@ -85,13 +85,13 @@ class Done(Struct, frozen=True, kw_only=True):
 
 
 class PinRequest(Struct, frozen=True, kw_only=True):
-    """Keep the lease resident for so long from now."""
+    """Keep the lease resident for this long from now."""
 
     duration_ms: int
 
 
 class ExpectRequest(Struct, frozen=True, kw_only=True):
-    """A sign of a coming cell: focus, scroll, typing, hover, completion, inspection, widget or other. Nothing tells of the cell."""
+    """A sign of a coming cell: focus, scroll, typing, hover, completion, inspection, widget or other. Contains nothing about the cell."""
 
     sign: str = "other"
     within_ms: int = 60_000
@@ -136,7 +136,7 @@ class OthersUse(Struct, frozen=True, kw_only=True):
 class AcquireRequest(Struct, frozen=True, kw_only=True):
     """Take a ticket for the GPU. The stream ends with `granted` or `refused`; hanging up withdraws the ticket.
 
-    With `hold` the wait has no limit, and the stream goes on after `granted`: the lease is in use until the client hangs up. One that is
+    With `hold` the wait has no limit, and the stream goes on after `granted`: the lease is in use until the client disconnects. One that is
     preempted meanwhile waits again, and the stream says so. With `watch` the stream follows the ticket that a preempted cell has.
     """
 
@@ -182,14 +182,16 @@ class WaitLine(Struct, frozen=True, kw_only=True):
 class Progress(WaitLine, frozen=True, kw_only=True):
     """A line of an acquire stream. `environment` comes with `granted`: variables that bind the process to its device.
 
-    `overlap` comes with `waiting` (and with the environment): the resume is under way, and the pool lets the cell run meanwhile. The cell
-    blocks in its first call of the device until the state is back. The caller reads on until `granted`.
+    `overlap` comes with `waiting` (and with the environment): the pool lets the cell run during the resume. The cell blocks in its
+    first call of the device until the state is back. The caller reads on until `granted`.
     """
 
     device_id: str | None = None
     environment: dict[str, str] = {}
     overlap: bool = False
-    turn_ms: int | None = None  # the turns of the busy kernels in the way end in so long; None: they are not preempted
+    turn_ms: int | None = (
+        None  # the turns of the busy kernels in the way end in this time; None: they are not preempted
+    )
     slowdown_brief: str = ""  # where the cell would run: a forecast
 
 
@@ -259,6 +261,6 @@ class Workload(Struct, frozen=True, kw_only=True):
 
     engine: str  # SLURM or KUBERNETES
     id: str  # a Slurm job's number, or a pod's UID
-    # Path of its control group on this node, below the mount of the hierarchy (`/slurm/uid_1000/job_12`). Empty: it is that of the first
+    # Path of its control group on this node, below the mount of the hierarchy (`/slurm/uid_1000/job_12`). Empty: the group of the first
     # process of the workload that uses the seat
     control_group: str = ""

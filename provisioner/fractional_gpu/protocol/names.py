@@ -163,7 +163,7 @@ def refusal(*, client: str = VERSION, broker: str = VERSION) -> str:
     )
 
 
-# Each side needs msgspec, which defines the messages. A kernel runs in an environment of its own, which may have none, or an old one.
+# Each side needs msgspec, which defines the messages. A kernel has its own environment, which may have none, or an old one.
 LOWEST_MSGSPEC = "0.19"  # as in pyproject.toml
 
 

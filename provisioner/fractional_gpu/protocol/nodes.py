@@ -1,6 +1,6 @@
 """What a host could still give, and what its agent publishes in its cluster's engine (Slurm's `Extra`, an annotation of Kubernetes' node).
 
-Whoever reads nodes may read what is published: a hub's spawn page, an administrator. It has no names of users.
+Whoever reads nodes may read what is published: a hub's spawn page, an administrator. It contains no users' names.
 
 The text is JSON without spaces, of printable ASCII without `=` and quotes other than JSON's own, so that it goes through `scontrol` as one
 word, and at most `MAX_SUMMARY` bytes. A reader checks every field; the writer of a node's record in the engine is not always its agent.

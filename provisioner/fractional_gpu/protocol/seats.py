@@ -18,7 +18,7 @@ class OfferRequest(Struct, frozen=True, kw_only=True):
     owner: str
     groups: list[str] = []
     server: str = ""  # the server that is to start: a seat that it has already does not count
-    hub: str = ""  # of the server: that of the same names at another hub is another one, and its seat counts
+    hub: str = ""  # of the server: the server of the same names at another hub is another one, and its seat counts
 
 
 class FractionOffer(Struct, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ class SeatRequest(Struct, frozen=True, kw_only=True):
     memory_mib: int | None = None
     uid: int | None = None  # the only uid that may draw on it; None: any process with the token
     ttl_ms: int = 600_000  # it expires after so long unless it is confirmed
-    wait_ms: int = 0  # how long to wait while the pool is full, where the pool has a queue
+    wait_ms: int = 0  # how long to wait while the pool is full, if the pool has a queue
     hub: str = ""  # the address of the hub's API, by which a hub finds its own seats
     # The engine (Slurm, Kubernetes) has decided that it fits: no forecast decides, and it does not wait behind others. What the pool may
     # promise (`oversubscription`), its groups, hours, limits and budgets still count.

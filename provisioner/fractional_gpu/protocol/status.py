@@ -101,7 +101,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
     left: list[LeftProcess] = []  # processes with device memory that its ended kernel left
     position: int | None = None  # place in the queue
     expected: Span | None = None  # forecast of the rest of its wait
-    slowdown: Slowdown = Slowdown()  # of its cell beside busy neighbours, or what it would be: a forecast
+    slowdown: Slowdown = Slowdown()  # of its cell with busy neighbours: measured, or a forecast
     foresight: str = ""  # what its pool does for expected cells: off, free, displace
     budget: str = ""  # that most of a budget that it counts for is spent, or all of it, a sentence
     budget_used_up: bool = False

@@ -62,7 +62,7 @@ def begin_of(budget: Budget, now_s: int) -> int:
 
 
 def end_of(budget: Budget, now_s: int) -> int | None:
-    """Return when it begins anew; None: it has no calendar, what was spent leaves it little by little."""
+    """Return when the budget resets, or None for a rolling window."""
     if budget.window is WindowKind.ROLLING:
         return None
     begin = time.localtime(begin_of(budget, now_s))
@@ -209,7 +209,7 @@ class BudgetKeeper:
         ]
 
     async def extend(self, subject: Subject, budgets: Iterable[Budget], amount: int, until_s: int | None) -> None:
-        """Add an amount to a subject's budgets, until then or else until each begins anew (rolling: for its length).
+        """Add an amount to a subject's budgets, until then, or else until each resets (rolling: for its length).
 
         Returns when that is on the disk. Raises LedgerError: then nothing was added. Cancelled: it is added.
         """

@@ -3,7 +3,7 @@
 - A scrape has the meter count until that moment, so that a counter is never late; it writes nothing. Figures only grow, so the counters do.
 - They begin at 0 with the broker, and include the time between two brokers that this one's meter counts.
 - Counted in whole units of the meter (milli-GPU milliseconds and the like), and converted at the scrape: rounding never adds up.
-- Users' names are personal data: `users` is a collector of its own, which only administrators and the configured address are given.
+- Users' names are personal data: `users` is a separate collector, for administrators and the configured address only.
 """
 
 from collections import Counter, defaultdict
@@ -79,14 +79,14 @@ _Sums = defaultdict[str, Counter[tuple[str, ...]]]  # by the metric's name and i
 class UsageCounters:
     """The counters of one broker's meter, from now on. For the broker's loop only.
 
-    `pools`: the collector of `POOL_METRICS`, without names; `users`: that of `USER_METRICS`.
+    `pools`: the collector of `POOL_METRICS`, without names; `users`: the collector of `USER_METRICS`.
     """
 
     def __init__(self, metering: Metering, pools: Callable[[], Iterable[str]]) -> None:
         """`pools`: the names of the pools that are configured. They have their counters before anything is counted."""
         self._metering = metering
         self._pools = pools
-        self._users: dict[str, set[tuple[str, str]]] = {}  # by pool: those who are named
+        self._users: dict[str, set[tuple[str, str]]] = {}  # by pool: the users with a label
         self._taken = _Sums(Counter)  # what the meter has given away
         self.pools = _Counters(POOL_METRICS, self._until_now)
         self.users = _Counters(USER_METRICS, self._until_now)

@@ -103,7 +103,7 @@ class ShareHabits:
         self._holders = holders
 
     def write(self) -> None:
-        """Write the days that changed, and forget those beyond the window, and advice that would be worked out anew."""
+        """Write the days that changed; forget days beyond the window and outdated advice."""
         self.recorder.forget(self._today() - WINDOW_DAYS)
         self._told = {key: told for key, told in self._told.items() if self._is_fresh(told)}
         if rows := list(self.recorder.take_changed()):
@@ -137,7 +137,7 @@ class ShareHabits:
         ]
         found = []
         for number, key in enumerate(keys, 1):
-            if days := self.recorder.days(key):  # none, if they were forgotten meanwhile
+            if days := self.recorder.days(key):  # empty if they were forgotten in between
                 advice = self._advice(key, days[-1].share)
                 if advice is not None and advice.sentence:
                     found.append(advice)
@@ -195,7 +195,7 @@ def _share(view: LeaseView) -> Share:
 
 
 def _sample(view: LeaseView, use_milli: int | None) -> Sample:
-    """Return what a lease is. Memory of several devices is their mean; a use that was not measured is what was learnt of the lease."""
+    """Return a lease's sizes. Memory of several devices is their mean; use that was not measured is taken from what was learnt."""
     count = max(1, view.spec.devices)
     learnt = view.demand_milli or None
     return Sample(_share(view), -(-view.used_mib // count), view.busy, use_milli if use_milli is not None else learnt)

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _WRITE_S: Final = 60.0
 _LEAST_TURN_MS: Final = 100
-_REST_WRITES: Final = 10  # while no lease lives, one of so many writes is done
+_REST_WRITES: Final = 10  # while no lease lives, only one write in this many is done
 _MOVED = {
     (LeaseState.SUSPENDING, LeaseState.SUSPENDED),
     (LeaseState.RESUMING, LeaseState.RESIDENT),
@@ -82,10 +82,10 @@ class Metering:
         self._boot_id = boot_id()  # read once: later the broker may have no descriptor left
         self._saved_mib: dict[str, int] = {}  # of leases that are suspended
         self._writes = 0
-        self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # told of each write's figures
+        self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # called with each write's figures
 
     def begin(self, ledger: Ledger, tariffs: Mapping[str, Tariff]) -> None:
-        """Go on from the last write of the broker before, once devices and pools are known. Raises LedgerError."""
+        """Continue from the previous broker's last write, once devices and pools are known. Raises LedgerError."""
         state = _read_state(ledger)
         same_boot = state.boot_id == self._boot_id
         if same_boot:

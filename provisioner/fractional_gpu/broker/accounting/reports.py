@@ -1,4 +1,4 @@
-"""Sums of what leases used, for those who may see them.
+"""Sums of what leases used, for the peers that may see them.
 
 - Users see their own figures; where `usage_visible` says so, the sums of each user of their group, or of every user. What others' notebooks
   are called is not shown to them.
@@ -68,7 +68,7 @@ class UsageReports:
     async def answer(self, reader: Reader, question: Question) -> tuple[list[UsageEntry], Carbon | None, str]:
         """Return the sums, the carbon they are reckoned with, and what is missing, a sentence. Raises LedgerError.
 
-        Cancelled: nothing is lost; figures that were to be written are.
+        Cancelled: figures that are due are still written.
         """
         await self._refresh()
         own = self._own(reader, self.scope(reader, question.by))

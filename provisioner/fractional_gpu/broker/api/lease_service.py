@@ -1,12 +1,10 @@
-"""The work of the API's routes about leases, apart from HTTP: creation, attachment, the end, and the gate's line.
+"""The API's work on leases, apart from HTTP: creating, attaching, ending, and the gate's line.
 
-What a client claims about itself is verified: a pid must have the peer's uid, the start time that the client states and the lease's id
-in its environment; a connection must be loopback.
-
-Which peer may use which lease:
+It verifies clients' claims: a pid must have the peer's uid, the stated start time and the lease's id in its environment; a connection
+must be loopback. Which peer may use which lease:
 
 - A lease's token opens its own routes; these are the kernel's calls (attach, acquire, gate).
-- Without a token, a uid controls its own leases; but not those of a hub's seats, since containers share uids.
+- Without a token, a uid controls its own leases, except leases of a hub's seats, since containers share uids.
 - A seat's token opens the leases of the seat, and revoked leases of the seat's user.
 - Root, the broker's own uid and members of the configured group control all.
 - A lease that the peer may not see is "not found": whether it exists is not disclosed.
@@ -86,7 +84,7 @@ Refresh = Callable[[], Coroutine[None, None, None]]
 
 
 class LeaseService:
-    """What the routes use: its own methods, and those of its parts. One per broker. `refresh` samples the devices."""
+    """What the routes call: its methods, and its parts' methods. One per broker. `refresh` samples the devices."""
 
     def __init__(self, broker: Broker, settings: Settings, *, refresh: Refresh | None = None) -> None:
         self.broker = broker
@@ -177,12 +175,12 @@ class LeaseService:
         return not own and view is not None and self.seats.draws.opens(token, view)
 
     async def create(self, peer: Peer, request: LeaseRequest) -> LeaseReply:
-        """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. Cancelled: the lease expires by itself."""
+        """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. Cancelled: the lease expires."""
         broker, uid = self.broker, peer.credentials.uid
         await self._let_others_start(peer, request)
         spec = self.seats.draws.apply_terms(peer, request, lease_spec(broker.arbiter, peer, request))
         self._check_count(spec)
-        if not spec.seat:  # a seat's kernels may start for as long as the seat lasts
+        if not spec.seat:  # a seat's kernels may start until the seat ends
             self.seats.budgets.check(party_of(spec))
         token = secrets.token_urlsafe(32)
         kernel = Kernel(

@@ -150,7 +150,7 @@ class Payers:
         return self._broker.costs.of_seat(seat.seat_id, seat.owner)
 
     def _seat_of(self, token: str, kernel: Kernel | None) -> SeatRecord | None:
-        """Return the seat that the token proves: its own token, or that of the lease in the request's path."""
+        """Return the seat that the token proves: its own token, or the token of the lease in the request's path."""
         digest = token_digest(token)
         if kernel is not None and hmac.compare_digest(digest, kernel.token_sha256):
             view = self._broker.arbiter.lease(kernel.lease_id)
@@ -458,7 +458,7 @@ class PausingListener(socket.socket):
 
 
 def drain_claim_queries(claim: NameClaim) -> None:
-    """Discard the connections by which processes ask which one holds the claim, for as long as the running loop lives.
+    """Discard the connections by which processes ask which one holds the claim, until the running loop ends.
 
     The operating system answers them, with the listener's credentials; but it does so only while the backlog has room. The claim must be
     held until the loop ends.

@@ -37,7 +37,7 @@ def command_connection(*, served: bool) -> str:
 
 
 def is_command(connection: str) -> tuple[bool, bool]:
-    """Return whether a record's connection is that of a command, and whether the connections to it say when it is in use."""
+    """Return whether a record's connection belongs to a command, and whether the connections to it say when it is in use."""
     if COMMAND not in connection:
         return False, False
     try:
@@ -133,7 +133,7 @@ def _check_mounts(folder: Path, pid: int) -> None:
     try:
         same = shows_same_folder(pid, folder)
     except PermissionError:
-        same = True  # whose namespaces may not be read, as those of other users: its folder is checked as any
+        same = True  # namespaces of other users' processes may not be read: check the folder as usual
     except OSError:
         same = False
     if not same:
@@ -192,7 +192,7 @@ def _endpoint(transport: str, ip: str, info: dict[str, Any], field: str) -> str:
 # The broker's end of the line to one kernel's extension: commands go down a stream, answers come back as requests.
 #
 # The broker must know whether Python still runs in the kernel. It writes a keep-alive, and sees a moment later whether the stream was
-# read, which takes a step of Python in the kernel (`BrokerClient.gate` sees to that). Where the broker cannot see that, a request every
+# read, which takes a step of Python in the kernel (`BrokerClient.gate` sees to that). If the broker cannot see that, a request every
 # few seconds, the pulse, shows the same.
 
 

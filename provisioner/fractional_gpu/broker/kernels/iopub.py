@@ -1,16 +1,14 @@
-"""Is the kernel busy? The broker's own subscription to a kernel's IOPub.
+"""Is the kernel busy? The broker's subscription to a kernel's IOPub.
 
-- IOPub says busy and idle for every message on the shell and control channels; the types in `USES` count as use. Subshells overlap, so
+- IOPub reports busy and idle for every message on the shell and control channels; the types in `USES` count as use. Subshells overlap, so
   the watch keeps a *set* of busy parent message ids, never a flag.
-- Doubt counts as busy. IOPub can lose messages and a late subscriber gets no current state, so a fresh watch is in doubt until the kernel
-  has answered a `kernel_info` request on its shell channel *and* the idle status of that very request came over IOPub. A broken connection
-  and a kernel that says that it starts bring the doubt back.
-- While a kernel stays busy without a message, each busy shell is probed in the same way, in case an idle was lost. A shell answers in
-  order, so its answer clears what it was busy with. Probes take time from the user, so they are repeated ever more rarely.
-- A kernel may send as much as it likes, and the broker must serve all others meanwhile. Each message is charged to the account of the
-  kernel's user; while that is overdrawn none is read, and the watch is in doubt. Few messages of a bounded size wait to be read.
-- A kernel's first status shows the topic of them all: from then on the watch subscribes to that alone, and output stays in the kernel. One
-  frame over `_LONGEST_FRAME` breaks the connection: a kernel with other topics that publishes such images is busy until it is next idle.
+- Doubt counts as busy. IOPub can lose messages, and a late subscriber gets no current state. So a new watch is in doubt until the kernel
+  has answered a `kernel_info` request on its shell channel *and* the idle status of that request came over IOPub.
+- If a kernel stays busy without a message, each busy shell gets the same request, in case an idle was lost. A shell answers in order, so
+  its answer clears its earlier messages. Probes take the user's time, so they become rarer.
+- Messages are charged to the kernel's user; while that account is overdrawn none is read, and the watch is in doubt.
+- The watch subscribes only to the topic of the kernel's first status, so output stays in the kernel. A kernel with other topics that
+  publishes a frame over `_LONGEST_FRAME` breaks the connection, and is busy until it is next idle.
 """
 
 import asyncio
@@ -118,13 +116,13 @@ class IOPubWatch:
         self._changed = changed
         self._signed = signed
         self._busy: dict[str, str] = {}  # message id -> the shell that handles it
-        self._cells: set[str] = set()  # those of them that run cells
+        self._cells: set[str] = set()  # the busy ones that run cells
         self._probes: dict[str, str] = {}  # our own message id -> the shell that was probed
         self.is_certain = False
         self._doubt_since_s = time.monotonic()
         self._message_came = asyncio.Event()
         self._iopub: zmq.asyncio.Socket = self._socket(context, zmq.SUB)
-        # The topics of ipykernel, which our kernelspecs run, distinguish status from output. Those of other kernels are unknown.
+        # The topics of ipykernel, which our kernelspecs run, distinguish status from output. Other kernels' topics are unknown.
         self._all_topics = self._topic = b"kernel." if ipykernel else b""
         self._iopub.subscribe(self._topic)
         self._line_events: zmq.asyncio.Socket = self._iopub.get_monitor_socket(_JOINED | _BROKEN)

@@ -1,4 +1,4 @@
-"""What the broker keeps in memory about each lease, beside the arbiter's view: the process, its connections, and what the parts know.
+"""What the broker keeps in memory about each lease, next to the arbiter's view: the process, its connections, and the parts' notes.
 
 A `Kernel` holds one small object for each part of the broker that keeps something about it. Only the part that the object's docstring names
 changes the object; all others read it.
@@ -78,7 +78,7 @@ class Measurement:
     """What the devices counted last. Changed by `Sampler`."""
 
     is_fresh: bool = False  # made since a cell began or ended
-    grew: bool = False  # that was more than before, where the lease's reservation follows its use
+    grew: bool = False  # more than before, if the lease's reservation follows its use
     seen_on: frozenset[str] = frozenset()  # the devices on which its processes had memory
     has_used: bool = False  # a command's had memory on any, at any time
     users_on_disk: frozenset[ProcessIdentity] = frozenset()  # processes that used a device and are in the ledger
@@ -144,7 +144,7 @@ class Kernel:
     facts: KernelFacts = field(default_factory=KernelFacts)
     changes: int = 0  # of its state, as far as this broker saw them
     identity: ProcessIdentity | None = None
-    members: frozenset[ProcessIdentity] = frozenset()  # processes beside the kernel itself that were seen in its tree
+    members: frozenset[ProcessIdentity] = frozenset()  # processes in the kernel's tree other than the kernel itself
     connection: str = field(default="", repr=False)  # the checked connection contents, JSON
     iopub: IOPubWatch | None = None
     signs: dict[Sign, int] = field(default_factory=dict)  # of a coming cell: when each may be told again, ms
@@ -154,7 +154,9 @@ class Kernel:
     notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects
     budget: str = ""  # that most of a budget it counts for is spent, or all, a sentence
     budget_used_up: bool = False
-    budget_told: object = None  # which budget its notebook was told of, in which window, and whether it was used up
+    budget_told: object = (
+        None  # the budget that its notebook was notified about, its window, and whether it was used up
+    )
     unsaveable: str = ""  # why its process cannot be checkpointed, as its extension knows, a sentence
     unheard: str = ""  # why the broker cannot listen to its messages, a sentence; empty: it can
     stopped: str = ""  # that its process is stopped, and what to do, a sentence; empty: it runs
@@ -276,7 +278,7 @@ class Kernel:
     @property
     def handles_message(self) -> bool:
         """Whether it handles, or may handle, a message that counts as use of the GPU."""
-        # Doubt counts: a live kernel to whose messages the broker cannot listen may be running a cell. Where the broker may never listen,
+        # Doubt counts: a live kernel to whose messages the broker cannot listen may be running a cell. If the broker may never listen,
         # the gate says whether a cell runs before anything is saved, and the counters say when to ask; without a gate nothing would bring
         # the kernel back.
         if self.unheard and self.link is not None:

@@ -1,8 +1,8 @@
-"""ZeroMQ contexts in the network namespaces of kernels: a kernel in a container listens on a loopback interface of its own.
+"""ZeroMQ contexts in the network namespaces of kernels: a kernel in a container listens on its own loopback interface.
 
 A context opens its connections in its own threads, and these are in the namespace of the thread that creates the context's first socket.
 So a context for another namespace is made by a thread that enters it and then ends (`host.namespaces.in_network`). There is one for each
-namespace, for as long as a kernel in it is followed. Its threads keep the namespace alive until then, so its id is not reused.
+namespace, as long as a kernel in it is followed. Its threads keep the namespace alive until then, so its id is not reused.
 """
 
 import os
@@ -42,7 +42,7 @@ class Networks:
         try:
             opened = open_network(identity)
         except PermissionError:
-            return self._own  # whose namespaces may not be read, as those of other users; most are here
+            return self._own  # namespaces of other users' processes may not be read; most share ours
         if opened is None:
             return self._own
         descriptor, namespace = opened

@@ -1,14 +1,12 @@
-"""What is true of kernels now, according to the operating system, the driver and the devices.
+"""The current truth about kernels, from the operating system, the driver and the devices.
 
-A `HostSnapshot` is one pass over /proc and one reading of each device concerned. Several questions, about one kernel or about many, share
-one snapshot. It does not contain what happened after it was taken: certainty needs a new one.
+A `HostSnapshot` is one pass over /proc and one reading of each device concerned. Several questions share one; certainty needs a new one.
 
-- A CUDA process that no device counts (it only initialised the driver, or the device does not list it) holds at most what the devices
-  hold beyond what they charge to processes. That is taken for its size, once the devices are known to count processes by the pids that
-  are visible here. Where they do not (a container with pids of its own), its size is unknown.
-- A process that forked from a CUDA process and runs no program of its own inherited a context that it cannot use. What the driver says
-  of it, errors included, says nothing about the kernel.
-- A stopped process may not answer the driver, and the driver has no time limit for that: the driver is not asked about it.
+- A CUDA process that no device counts holds at most the memory that devices do not charge to any process. That is taken as its size if
+  the devices are known to count the pids that are visible here; otherwise (a container with its own pids) the size is unknown.
+- A process that forked from a CUDA process without executing a program inherited a context that it cannot use. The driver's answers about
+  it, errors included, say nothing about the kernel.
+- The driver has no time limit for a stopped process, so it is not asked about one.
 """
 
 import asyncio
@@ -111,7 +109,7 @@ class ProcessInspector:
         self.scans = ProcessScans()
         self._monitor = monitor
         self._worker = worker
-        # The processes of all kernels: a kernel that was started by another one has a lease of its own.
+        # The processes of all kernels: a kernel that another kernel started has its own lease.
         self.roots: Callable[[], list[ProcessIdentity]] = list
         self._own = identify(os.getpid())
 
@@ -216,7 +214,7 @@ class ProcessInspector:
     async def states(
         self, kernel: Kernel, host: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, ProcessState], list[ProcessIdentity]]:
-        """Return the CUDA states, now, of the kernel's processes that have one of their own, and those that inherited a context.
+        """Return the current CUDA states of the kernel's processes that have their own context, and the processes that inherited one.
 
         Raises GPUError.
         """
@@ -233,10 +231,10 @@ class ProcessInspector:
             except GPUError as error:
                 if error.code in _WORKERS:
                     raise
-                if error.code not in ENDED:  # a process that has ended meanwhile is left out
+                if error.code not in ENDED:  # leave out a process that has just ended
                     failed[identity] = error
         cuda = {identity for identity, state in states.items() if state not in _NO_CUDA}
-        # A process that is saved, locked or half-way has a context of its own for certain. Any other may have inherited one.
+        # A saved, locked or half-way process certainly has its own context. Any other may have inherited one.
         doubtful = [one for one, state in states.items() if state in (ProcessState.RUNNING, ProcessState.NO_CONTEXT)]
         heirs = [
             one
@@ -258,7 +256,7 @@ class ProcessInspector:
     async def _is_heir(
         host: HostSnapshot, identity: ProcessIdentity, cuda: Collection[ProcessIdentity], *, answered: bool
     ) -> bool:
-        """Return whether the process inherited the context of a CUDA process and has none of its own."""
+        """Return whether the process only inherited the context of a CUDA process."""
         if host.used_mib(identity.pid) or not any(one in cuda for one in host.processes.forked_from(identity)):
             return False
         return identity in cuda or not answered or await SWAPS.run(holds_open, identity.pid, is_device_file)

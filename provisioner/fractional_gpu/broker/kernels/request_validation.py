@@ -1,4 +1,4 @@
-"""Checks what clients say of themselves: the request for a lease against the pools, and the process of a kernel against /proc."""
+"""Checks clients' claims: the request for a lease against the pools, and the process of a kernel against /proc."""
 
 import asyncio
 import grp
@@ -135,7 +135,7 @@ def cap_mib(arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, memory_mib: i
 def guaranteed_mib(
     arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, reserve_mib: int, request_mib: int | None
 ) -> int | None:
-    """Return the memory that is guaranteed, where a pool reserves by use: as requested, or the fraction's share of a device.
+    """Return the guaranteed memory in a pool that reserves by use: as requested, or the fraction's share of a device.
 
     None: all of the cap. Raises BadRequestError.
     """
@@ -190,7 +190,7 @@ def _named_process(peer: Peer, named_pid: int) -> tuple[int, ProcessIdentity, in
     try:
         pid = pid_meant_by(peer.credentials.pid, named_pid)
     except PermissionError:
-        pid = named_pid  # the namespaces of other users' processes may not be read without root: it is verified as one of this one
+        pid = named_pid  # other users' namespaces may not be read without root: verify the pid in this namespace
     return pid, identify(pid), owner_uid(pid)
 
 
@@ -212,7 +212,7 @@ def token_file_of(identity: ProcessIdentity) -> str:
 
 
 async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
-    """Return the variable once it is what is expected, or what it is after a moment.
+    """Return the variable once it has the expected value, or its value after a moment.
 
     `exec` closes the old program's descriptors, by which its parent learns that it worked, before Linux puts the new environment in place.
     Until then an empty environment is read. Raises as `environment_value`.

@@ -36,7 +36,7 @@ from fractional_gpu.host.process import ProcessIdentity, identify, is_alive, sca
 if TYPE_CHECKING:
     from fractional_gpu.broker.broker import Broker
 
-KEPT_FREE_PARTS: Final = 50  # 2 % of the machine's memory stay free beside what the headroom keeps already
+KEPT_FREE_PARTS: Final = 50  # 2 % of the machine's memory stay free in addition to the headroom
 _KEPT_FREE_LEAST_MIB: Final = 256
 # What processes take of the room in their control group within a second, at most and about: one thread alone fills a GiB or two.
 _FILLED_MIB_S: Final = 8192.0
@@ -65,7 +65,7 @@ class HostMemoryPressure:
         self._rooms: dict[str, tuple[int, float]] = {}  # leases not to be read yet: pid, and until when
 
     def __call__(self, pids: Mapping[str, int], now_s: float) -> set[str]:
-        """Return those of the leases (with their kernels' pids) that are pressed.
+        """Return the leases (with their kernels' pids) that are under memory pressure.
 
         Where the machine as a whole has no room, no group is to blame. Raises OSError, ValueError for a machine that cannot be read.
         """

@@ -329,7 +329,7 @@ class Sampler:
                 kernel.link.look(now_s, OPEN_LINE_S if is_open else PULSE_S)
 
     def check_stopped(self) -> None:
-        """Find stopped kernels on a device, while others wait: they cannot make room before they go on."""
+        """Find stopped kernels on a device while others wait: they cannot make room until they continue."""
         waited_for = any(
             kernel.requests.waiters or kernel.cell.ticket_by_broker for kernel in self._broker.kernels.values()
         )
@@ -371,7 +371,7 @@ class Sampler:
 
 
 def _is_held_up(kernel: Kernel) -> bool:
-    """Whether the process is stopped or debugged: it is not stuck, and needs no GPU before it goes on."""
+    """Whether the process is stopped or debugged: it is not stuck, and needs no GPU until it continues."""
     try:
         return kernel.identity is not None and read_stat(kernel.identity.pid).stopped_or_traced
     except OSError:  # it ended, or this cannot be seen

@@ -35,7 +35,7 @@ _Beginning = tuple[float, float, int]
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A cell that runs, and from when on each of its devices is to be read, microseconds since boot."""
+    """A running cell, and the time from which to read each of its devices, in microseconds since boot."""
 
     beginning: _Beginning
     devices: Mapping[str, int]

@@ -1,13 +1,12 @@
-"""Ends a broker whose event loop stands still, with the stacks of all its threads in the log.
+"""Ends a broker whose event loop is blocked, with the stacks of all its threads in the log.
 
-A thread hands the loop a callback and waits until the loop has run it. For kernels and ledger the end is like a SIGKILL, which is tested
-at every step: the next client that needs a broker starts one, or its supervisor does. What may take long is waited for in other threads
-or processes, so that 30 s are long for the loop.
+A thread hands the loop a callback and waits until the loop has run it. The end is like a SIGKILL: the next client or the supervisor starts
+a broker. Slow work runs in other threads or processes, so 30 s are long for the loop.
 
-- Only time in which this thread ran counts: a broker that was stopped (SIGSTOP, a frozen control group, a machine that slept) was not
-  blocked. While a debugger holds the process, or is loaded in it, nothing counts.
-- A loop that goes on while its stacks are written stays.
-- A call into native code that keeps the interpreter's lock stops this thread, too, and is not noticed.
+- Only time in which this thread ran counts: a stopped broker (SIGSTOP, a frozen control group, a machine that slept) was not blocked.
+  Nothing counts while a debugger holds the process or is loaded in it.
+- If the loop continues while its stacks are written, the broker stays.
+- Native code that keeps the interpreter's lock stops this thread, too, and is not noticed.
 """
 
 import asyncio

@@ -1,13 +1,11 @@
 """The audit log of administrators' actions: who requested what, and its outcome.
 
 - One JSON line when an action is requested, and one with its outcome before the reply; each is on the disk (fsync) first. If the first
-  line cannot be written, the action is refused (reason `audit-log`), unless `audit_required` is off. If only the outcome cannot be
-  written, the action stays done, and the reply is an error that says so.
+  line fails, the action is refused (reason `audit-log`), unless `audit_required` is off. If the second fails, the reply is an error.
 - Refused attempts of other users are in the broker's log, so they cannot fill this one.
-- Each line is ASCII and bounded: JSON escapes all characters that would end a line or control a terminal. A token is never a parameter.
-- Only the broker's user may read the file (0600). A full or old file is renamed with the time as its suffix; files beyond the configured
-  number or age are removed. The file is opened for each line, so that external rotation does no harm. A line that a full disk cut short
-  is truncated away.
+- Each line is ASCII and bounded, and JSON escapes control characters. A token is never a parameter.
+- The file is private (0600) and opened for each line, so that external rotation works. Full or old files are renamed and later removed. A
+  line that a full disk cut short is truncated away.
 """
 
 import asyncio
@@ -92,7 +90,7 @@ def is_anothers(peer: Peer, kernel: Kernel, view: LeaseView) -> bool:
 
 
 class AuditLog:
-    """The audit log of one broker. Its methods are for the broker's loop; a thread of its own writes."""
+    """The audit log of one broker. Its methods are for the broker's loop; a separate thread writes."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.path = settings.audit_file or folder / FILE_NAME

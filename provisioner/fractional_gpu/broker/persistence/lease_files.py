@@ -1,19 +1,11 @@
 """Files about leases outside the ledger: second records of leases and seats, and the removal of clients' token files.
 
-A broker whose ledger is lost restores the leases of living kernels from small files beside its socket, one for each lease and each
-confirmed seat. The kernels' processes cannot supply pool, size, priority and seat: they write their environment themselves.
+A broker that lost its ledger restores living kernels' leases from small files next to its socket. Kernels cannot supply pool, size,
+priority and seat: they write their environment themselves. A file counts only if it belongs to this user and no other user may write to
+it, and only for the process that it names (`lost_leases` checks that). It is not synchronised: no process survives a reboot.
 
-- A thread writes; no decision and no grant waits for it.
-- A file is replaced in one step and not synchronised: it matters only while its process lives, and no process survives a reboot.
-- A file counts only if it belongs to this user and no other user may write to it, and only for the process that it names
-  (`lost_leases` checks that).
-
-`remove_token_file` removes the token file of a lease that has ended: a client that is killed leaves its own behind.
-
-- The kernel's environment names the path, so the path is not trusted: a file is removed only if its name begins with the lease's id and
-  ends with `.token`, and only from a folder of the lease's user (or root) to which no other user may write.
-- The client's filesystem may hang (NFS, FUSE), so a separate thread removes the files and no decision waits for it. A file that cannot
-  be removed stays; its token opens nothing any more.
+`remove_token_file` does not trust the path, which the kernel's environment names: it removes only `LEASE*.token` in a folder of the
+lease's user (or root) to which no other user may write. A separate thread removes it, because the client's filesystem may hang.
 """
 
 import asyncio
@@ -48,7 +40,7 @@ _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOE
 
 
 def lease_folder(socket: str, *, simulated: bool) -> Path:
-    """Return where the broker on this socket keeps its second records; simulated devices have a folder of their own, as their ledger."""
+    """Return where the broker on this socket keeps its second records; simulated devices have a separate folder, as their ledger has."""
     return Path(f"{socket}.leases{'-simulated' if simulated else ''}")
 
 
@@ -130,7 +122,7 @@ class LeaseFiles:
 
 
 def write_lease_file(folder: Path, record: LeaseRecord) -> None:
-    """Write one lease's record, where no broker runs that writes its own. Raises OSError."""
+    """Write one lease's record while no broker runs. Raises OSError."""
     _replace(folder, record.spec.lease_id + _LEASE, msgspec.json.encode(record))
 
 
@@ -215,7 +207,7 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def remove_token_file(lease_id: str, path: str, uid: int) -> None:
-    """Remove the token's file of a lease of this user that has ended. Blocks for as long as its filesystem does.
+    """Remove the token's file of a lease of this user that has ended. Blocks as long as its filesystem does.
 
     A name that is not a token file's is ignored, as is "" (no file).
     """

@@ -1,13 +1,11 @@
 """The driver of a starting broker: its backend, and the checkpoint worker, which is retried until the driver works or refuses for good.
 
-- NOT_SUPPORTED and NOT_PERMITTED are final: only a new broker retries.
-- Every other failure may be temporary: a fabric manager that is still starting (CUDA error 802), a worker that hangs or dies, a lack of
-  memory. The next attempt follows after a second, then after twice as long each time, up to a minute.
-- Until an attempt succeeds, the broker serves without suspending: kernels share devices and stay on them. `Swaps.off` and the devices'
-  `why_not` hold the driver's reason and the time of the next attempt, so status, refusals and the doctor repeat both.
-- When an attempt succeeds, both are cleared, leases that stayed for that reason only may be suspended, leases whose state only the driver
-  knows are examined at once, and the self-test runs. A driver that works from the start is tested before the API answers.
-- While the worker of an earlier broker still runs an operation, there is no reason yet, and the first attempt waits for its end.
+- NOT_SUPPORTED and NOT_PERMITTED are final. Any other failure may be temporary (a fabric manager that is still starting, a worker that
+  dies): the next attempt follows after a second, then after twice as long each time, up to a minute.
+- Until then the broker serves without suspending. `Swaps.off` and the devices' `why_not` hold the reason and the time of the next attempt.
+- After a success both are cleared, leases whose state only the driver knows are examined, and the self-test runs. If the first attempt
+  succeeds, the self-test runs before the API answers.
+- While an earlier broker's worker still runs an operation, the first attempt waits for its end.
 """
 
 import asyncio
@@ -56,7 +54,7 @@ class DriverStart:
         self._pending = True  # neither started nor refused for good
 
     async def begin(self) -> str:
-        """Make the first attempt and return `off`. Takes as long as the driver's start, a minute at most."""
+        """Make the first attempt and return `off`. Takes as long as the driver's start, at most a minute."""
         if all(spec.why_not for spec in self._specs.values()):
             self._pending = False
             self.off = next((spec.why_not for spec in self._specs.values()), "no device can be checkpointed")
@@ -149,7 +147,7 @@ class DriverStart:
             if error.code in DRIVER_REFUSES:
                 self._pending, self.off = False, self._error
             else:
-                # An absolute time stays true for as long as the sentence stands in status.
+                # An absolute time stays true as long as status shows the sentence.
                 at = time.strftime("%H:%M:%S %Z", time.localtime(time.time() + self._pause_s))
                 self.off = f"{self._error} (attempt {self._attempts}; the next one is at {at})"
             level = logging.WARNING if news else logging.INFO
@@ -174,7 +172,7 @@ class DriverStart:
             broker.operations.look_now()  # what only the driver knows can be found out from now on
 
     def _tell(self, broker: Broker, device_id: str, why_not: str) -> None:
-        """Give a device its reason. A lost device is told when it is back: the event would call it found."""
+        """Set a device's reason. A lost device gets it when it is back: the event would call it found."""
         spec = self._specs[device_id] = replace(self._specs[device_id], why_not=why_not)
         view = next((one for one in broker.arbiter.devices() if one.device_id == device_id), None)
         if view is None or not view.lost:

@@ -1,17 +1,12 @@
-"""The one repair of a running broker: if a file is not its own any more, it writes its ledger out and executes itself again.
+"""Repair of a running broker: if one of its files is gone, it writes its ledger out and executes itself again.
 
-Cleaners empty runtime folders, and users delete files that look like leftovers. Once a second the broker looks whether the names of its
-files still refer to the files that it made at its start. If one does not, the broker ends as for an upgrade, and then its process
-executes the same program again: that start makes every file, and takes all leases back.
+Cleaners empty runtime folders, and users delete files that look like leftovers. Once a second the broker checks that its files' names
+still refer to the files that it made. If not, it finishes the swap under way, writes the deleted ledger, which is still open, to another
+file (`Ledger.write_out`) and executes the same program again. It keeps its claim of the socket's name, so no second broker starts.
 
-- A deleted ledger is still open here. It is written in full to another file, from which the next start continues (`Ledger.write_out`).
-- A swap that has begun is finished first.
-- The process keeps its claim of the socket's name in the abstract namespace, which has no files: a broker that starts meanwhile waits
-  until this one serves again.
-- Nothing is done while a folder is not private to this user: another user may have made it. The reason is logged once.
-- If the whole folder of the socket was deleted, a broker without leases and seats ends: no kernel's state depends on it, and a test suite
-  or a container's user deletes a runtime folder at the end. One with leases ends soon after its last lease. A broker with
-  `idle_exit: "never"` (a service's, a hub's) serves on.
+- While a folder is not private to this user it does nothing and logs the reason once: another user may have made the folder.
+- If the socket's whole folder is gone, a broker without leases and seats ends, unless `idle_exit` is "never". One with leases ends soon
+  after its last lease.
 """
 
 import asyncio
@@ -37,7 +32,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class BrokerLock:
-    """The lock beside the socket: its holder is the socket's broker, or about to be."""
+    """The lock next to the socket: its holder is the socket's broker, or about to be."""
 
     def __init__(self, socket: str) -> None:
         self._path = Path(f"{socket}.lock")

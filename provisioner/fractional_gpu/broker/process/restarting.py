@@ -1,6 +1,6 @@
-"""Starting a broker again, or beside its caller: its options, the file `broker.json` with the command, and detaching.
+"""Restarting or detaching a broker: its options, and the file `broker.json` with the command.
 
-The file is beside the socket, where clients of every version read it, and in the state folder, which no cleaner empties.
+The file is next to the socket, where clients read it, and in the state folder, which no cleaner empties.
 """
 
 import json
@@ -55,12 +55,12 @@ class BrokerOptions:
     socket: str | None = None
     config_file: str | None = None
     simulate: str | None = None
-    detach: bool = False  # in the background, with a log beside the socket
+    detach: bool = False  # in the background, with a log next to the socket
     idle_exit: str | None = None
     state_dir: str | None = None
     log_level: str | None = None
     settings: str | None = None  # JSON: settings by their names, which win over the files
-    service: bool = False  # it serves all users of the machine, has no idle end, and runs in no job or pod of its own
+    service: bool = False  # it serves all users of the machine, has no idle end, and runs outside jobs and pods
     stand_by: bool = False  # if another broker serves, wait for its end and serve then
     worker_socket: str | None = None  # of the service that starts the checkpoint worker; None: the broker starts it
 
@@ -68,7 +68,7 @@ class BrokerOptions:
 def write_restart_files(options: BrokerOptions, socket: str) -> None:
     """Write `broker.json` in both places, with the options of the running broker; they replace an earlier broker's.
 
-    Raises OSError if the one beside the socket cannot be written.
+    Raises OSError if the one next to the socket cannot be written.
     """
     # A starter wants to know at once whether a broker serves, so it must not stand by.
     started = asdict(replace(options, detach=False, stand_by=False, socket=socket))

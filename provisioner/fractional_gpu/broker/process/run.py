@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 _DAY_S = 24 * 3600
 _LIMIT_LOOK_S = 60.0
-_THREADS = min(32, (os.cpu_count() or 1) + 4)  # for what blocks, as many as asyncio would start one by one
+_THREADS = min(32, (os.cpu_count() or 1) + 4)  # for blocking work, as many as asyncio would start one by one
 _SOCKET_MODE_OWN = 0o600
 _SOCKET_MODE_SERVICE = 0o666  # a system service serves every user; peer credentials tell them apart
 
@@ -145,7 +145,7 @@ class BrokerRun:
                 with watchdog(self.settings.hang_limit):
                     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
-                        task.result()  # raise what it raised: a broker without its sampler, say, must not go on
+                        task.result()  # raise its error: a broker without its sampler, say, must not continue
             finally:
                 await self._shut_down(tasks)
         log.info("stopped; %s", "leases live on" if self.leases_live else "no lease was left")
@@ -157,7 +157,7 @@ class BrokerRun:
     async def _make_parts(self, end: AsyncExitStack) -> list[Coroutine[Any, Any, object]]:
         """Make the parts of the broker, and restore the leases and seats that an earlier broker left. `end` ends the worker.
 
-        Returns what runs for as long as the broker serves. The broker ends when one of these ends or fails.
+        Returns the tasks that run as long as the broker serves. The broker ends when one of them ends or fails.
         """
         settings, ledger = self.settings, self.ledger
         ACCOUNTS.unknown = settings.account_of_unknown_uids
@@ -188,7 +188,7 @@ class BrokerRun:
         if settings.metrics_address is not None:
             self.metrics_server = listen(broker.metrics.full_registry, settings.metrics_address)
 
-        # What runs beside it.
+        # Background tasks.
         work: list[Coroutine[Any, Any, object]] = [
             sampler.run(),
             self.repair.run(),

@@ -1,13 +1,12 @@
 """Living kernels whose leases the ledger does not know.
 
-A ledger can be lost while kernels live: deleted, moved away, replaced by an older copy. Each kernel still has its lease's id and the path
-of its broker's socket in its environment, and a second record of the lease may lie in a file that a broker wrote (`lease_files`).
+A ledger can be deleted, moved or replaced by an older copy while kernels live. Each kernel still has its lease's id and its broker's
+socket in its environment, and a second record of the lease may lie in a file (`lease_files`).
 
-- The ledger wins. A lease that it knows, as live or as ended, is not looked for.
-- A record counts if the process that it names lives (boot, pid, start time), belongs to the user that it names, and carries the lease.
-- Without a record nothing is guessed: the kernel is listed, nothing of it is touched, and `jupyter gpu rescue` writes its record again.
-- A process writes its environment, its command line and its connection file itself. So they decide nothing about sizes, priorities or
-  other users: only the uid and the identity of the process come from the operating system.
+- The ledger wins: a lease that it knows, live or ended, is not looked for.
+- A record counts if its process lives (boot, pid, start time), belongs to the named user, and carries the lease.
+- Without a record the kernel is only listed; `jupyter gpu rescue` writes its record again.
+- A process writes its environment, command line and connection file itself, so they decide nothing about sizes, priorities or other users.
 """
 
 import json
@@ -61,7 +60,7 @@ class Carrier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What a process's command line says of it. `connection`: a connection file's JSON, checked, or UNKNOWN_CONNECTION."""
+    """What a process's command line says. `connection`: a connection file's JSON, checked, or UNKNOWN_CONNECTION."""
 
     connection: str = UNKNOWN_CONNECTION
     kernel_id: str = ""

@@ -67,7 +67,7 @@ async def _examine(broker: Broker, swaps: Swaps, record: LeaseRecord, host: Host
     left = await _find_left(broker, kernel, record, host)
     kernel.checkpoint.needs_driver = bool(swaps.inspector.off) and record.state in _IN_A_SWAP
     if kernel.checkpoint.needs_driver and kernel.identity is not None:
-        # While the driver cannot be asked, the devices' counters stand in for it. They count a locked process, or a tree of which a
+        # While the driver cannot be asked, use the devices' counters instead. They count a locked process, or a tree of which a
         # part is saved, as one that runs: called resident, it would stay locked for good. What was in a swap waits for the driver.
         truth = None
     else:

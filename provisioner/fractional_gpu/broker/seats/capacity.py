@@ -55,7 +55,7 @@ class HostCapacity:
         self._default_milli = default_milli
 
     async def now(self, seats: Sequence[SeatRecord]) -> Capacity:
-        """Return what the host could still give beside these seats. The forecast runs in a thread. Cancelled: it runs on, unused."""
+        """Return what the host could still give next to these seats. The forecast runs in a thread. Cancelled: it continues, unused."""
         broker, arbiter = self._broker, self._broker.arbiter
         pools = [self._snapshot(pool, seats) for _, pool in sorted(arbiter.pools().items())]
         left_mib = max(0, arbiter.host_left_mib)

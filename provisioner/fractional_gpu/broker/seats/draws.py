@@ -149,7 +149,7 @@ class SeatDraws:
         return seat.owner if seat is not None else ""
 
     def opens(self, token: str, view: LeaseView) -> bool:
-        """Whether the token is that of the lease's seat, or, if the lease is revoked, of another seat of its user."""
+        """Whether the token belongs to the lease's seat or, if the lease is revoked, to another seat of its user."""
         seat_id = self.of_token(token)
         own = view.revoked and self.owner_of(seat_id) == view.spec.owner
         return bool(view.spec.seat) and (seat_id == view.spec.seat or own)

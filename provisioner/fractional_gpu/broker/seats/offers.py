@@ -81,7 +81,7 @@ class PoolForecasts:
     def seat_ended(self, pool: str, lasted_ms: int) -> None:
         """Count a seat of the pool that has ended among the last ones."""
         lasted = self.lasted_ms.setdefault(pool, [])
-        lasted.insert(0, max(0, lasted_ms))  # the wall clock may have been set back meanwhile
+        lasted.insert(0, max(0, lasted_ms))  # the wall clock may have been set back
         del lasted[LAST_SEATS:]
 
     def habits(self, owner: str, pool: str) -> Usage:
@@ -116,7 +116,7 @@ class PoolForecasts:
     def full(
         self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int, seats: Sequence[SeatRecord]
     ) -> PoolFull | str | None:
-        """Return the device on which one more seat beside `seats` would be placed, or why the pool is full.
+        """Return the device on which one more seat in addition to `seats` would be placed, or why the pool is full.
 
         For a seat that its engine has admitted the forecast chooses a device, and refuses none.
         """
@@ -192,7 +192,7 @@ class PoolForecasts:
         return None if found is None else self._broker.arbiter.forecasts.seat_span(pool, found)
 
     def worked_out(self, pool: str, position: int, seats: int) -> Span | None:
-        """Return what that wait would be if so many seats had to end at the pace of the last ones, or of the shorter or longer ones."""
+        """Return the wait until this many seats end, at the median, the shorter and the longer pace of the last ones."""
         lasted = sorted(self.lasted_ms.get(pool) or _FIRST_SEATS_MS)
         if not seats:
             return None
@@ -272,7 +272,7 @@ class PoolForecasts:
         why_not = _over_limit(request, pool, hub, seats)
         free = not isinstance(where, PoolFull) and not kept and not why_not
         expected = None if free else self.expected(pool.name, waiting + 1, len(seats))
-        at_once_milli = 0  # so many of a thousand cells would start without a wait, where the seat would be
+        at_once_milli = 0  # of a thousand cells on the seat's device, how many would start without a wait
         if isinstance(where, str):
             places = self.places(pool, self.usable_devices(pool), seats)
             load = self.load(request.owner, pool, memory_mib)

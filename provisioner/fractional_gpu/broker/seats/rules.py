@@ -98,7 +98,7 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
 
 
 def check_workload(request: SeatRequest, pool: PoolSpec) -> None:
-    """Check what an engine says of a seat: its workload, and the devices that it was given. Raises BadRequestError."""
+    """Check an engine's statement about a seat: its workload, and the devices that it was given. Raises BadRequestError."""
     if (only := request.allowed_devices) is not None:
         if not only:
             raise BadRequestError("allowed_devices is empty; leave it out to allow all devices of the pool")
@@ -211,7 +211,7 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
 def check_seat_usage(
     seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
-    """Check that the seat has room for a kernel beside those that it `held`. Raises ForbiddenError or NoRoomError.
+    """Check that the seat has room for another kernel in addition to those that it `held`. Raises ForbiddenError or NoRoomError.
 
     `earlier`: the seat's leases whose kernels an earlier server started.
     """

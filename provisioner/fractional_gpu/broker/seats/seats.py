@@ -1,13 +1,11 @@
 """Seats, the entitlements of a hub's servers: how a server waits for one and gets it, and how a seat ends.
 
-- A seat is in the ledger before the hub receives it. It expires unless the hub confirms that it has saved it: a hub that dies between
-  taking and saving leaves no seat behind. A confirmed seat (the confirmation, too, is in the ledger before the reply) lives until it is
-  ended, through restarts of hub and broker. So is its end: no restart brings back a seat that was given back.
-- A server of a hub has one seat: taking another one ends the older.
+- A seat is in the ledger before the hub receives it, and expires unless the hub confirms that it has saved it. A confirmed seat lives until
+  it is ended, through restarts of hub and broker; an ended one never returns. A server has one seat: taking another ends the older.
 - A pool is full by the forecast (`core.seat_packing`) or by what it may promise. Its requests then wait, first come, first served within
-  a priority, or are refused, as the pool is configured. A request that the pool could never serve, or must not, is refused at once.
+  a priority, or are refused, as configured. A request that the pool could never serve is refused at once.
 - A request that fits passes earlier ones that do not, `max_passed_over` times at most; then the pool keeps its room for the passed
-  request. It keeps none for a request that even the empty pool could not serve (it lost devices, or its terms became stricter).
+  request, unless even the empty pool could not serve it.
 """
 
 import asyncio
@@ -450,7 +448,7 @@ class Seats:
         if seat.expires_ms is not None:
             confirmed = structs.replace(seat, expires_ms=None)
             await self._broker.writer.run(partial(self._broker.writer.ledger.save_seat, confirmed))
-            # Meanwhile it may have ended, or its workload's group become known, which was written with the expiry.
+            # By now it may have ended, or its workload's group may be known, which was written with the expiry.
             seat = structs.replace(self._known(seat_id), expires_ms=None)
             self._keep(seat)
         return self.status(seat)

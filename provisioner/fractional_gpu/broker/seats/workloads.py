@@ -127,7 +127,7 @@ class Workloads:
         seats = [seat for seat in self._seats.values() if seat.workload is not None]
         for seat, group, there in await asyncio.to_thread(_states, seats, self._boot_id) if seats else ():
             if self._seats.get(seat.seat_id) is not seat:
-                continue  # it changed or ended meanwhile
+                continue  # it has changed or ended
             if there is False:
                 self._gone(seat)
                 continue

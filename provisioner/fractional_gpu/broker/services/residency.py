@@ -52,7 +52,7 @@ class Residency:
     ) -> AsyncGenerator[Progress, None]:
         """Yield why the kernel waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the ticket.
 
-        With `hold` it waits without a limit and goes on after `granted`; the lease is in use until it is closed.
+        With `hold` it waits without a limit and continues after `granted`; the lease is in use until it is closed.
         """
         broker = self._broker
         patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
@@ -155,7 +155,7 @@ class Residency:
     async def suspend(self, kernel: Kernel, by: str) -> LeaseStatus:
         """Suspend the lease and return when it is suspended. `by` names the requester in its story. Raises ConflictError.
 
-        Cancelled: a suspend that has begun goes on; one that waits for the kernel to become idle does not begin.
+        Cancelled: a suspend that has begun continues; one that waits for the kernel to become idle does not begin.
         """
         view = view_of(self._broker, kernel)
         if view.state in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
@@ -177,7 +177,7 @@ class Residency:
                 view = view_of(self._broker, kernel)
                 if request.declined is not None or view.reason != "suspend.aborted" or time.monotonic() >= until_s:
                     break
-                await asyncio.sleep(_AGAIN_S)  # a message came meanwhile: a debugger asked for the variables, say
+                await asyncio.sleep(_AGAIN_S)  # a message came in between: a debugger asked for the variables, say
         finally:
             kernel.requests.suspend_waiters -= 1
             if request in kernel.requests.suspends:
@@ -237,7 +237,7 @@ class Residency:
     async def move(self, kernel: Kernel, device_id: str | None) -> LeaseStatus:
         """Move an idle kernel to the device (None: any other of its pool); return when it is there.
 
-        Raises ConflictError with the reason if it stays. Cancelled: a move that has begun goes on.
+        Raises ConflictError with the reason if it stays. Cancelled: a move that has begun continues.
         """
         kernel.requests.suspend_waiters += 1  # an explicit request: only a running cell prevents it
         try:

@@ -1,13 +1,12 @@
-"""Follows a notice that this host, with its devices, goes away (`c.GPUBroker.revocation_notice`): a file, or a cloud's metadata URL.
+"""Follows a notice that this host goes away (`c.GPUBroker.revocation_notice`): a file, or a cloud's metadata URL.
 
-When there is a notice, all devices are drained by its deadline, and every kernel's user is told to save to disk: the host's memory, and
-what is saved there, goes with the host. When the notice has disappeared, the devices that were drained for it (by an earlier broker, too:
-the ledger has them) are given back as they were. A source that cannot be read says neither that there is a notice nor that there is none.
+On a notice all devices are drained by its deadline, and users are told to save to disk: the host's memory goes, too. When the notice
+disappears, the devices that were drained for it are given back; the ledger lists them, so a later broker does that, too. A source that
+cannot be read says nothing either way.
 
-- A file: its being there is the notice. It may be empty, or hold the JSON of a URL.
-- A URL: 404 says that there is none, as AWS does; 200 says that there is one, except where its text says `FALSE`, as on Google's cloud, or
-  is JSON with an empty list of `Events`, as on Azure. `time` (AWS), or the earliest `NotBefore` of an event that takes the host away
-  (Azure), is the deadline; without one, `c.GPUBroker.revocation_deadline` after the notice was seen.
+- A file: its existence is the notice. It may be empty, or hold the JSON of a URL.
+- A URL: 404 means no notice (AWS); 200 means a notice, unless the text is `FALSE` (Google) or JSON with an empty list of `Events` (Azure).
+  The deadline is `time` (AWS), the earliest `NotBefore` (Azure), or else `c.GPUBroker.revocation_deadline` after the notice was seen.
 """
 
 import asyncio
@@ -74,7 +73,7 @@ def parse_notice(text: str) -> Notice | None:
 
 
 def _moment_ms(text: object) -> int | None:
-    """Return a time as wall-clock ms: ISO 8601 as AWS writes it, or that of an HTTP header, as Azure does; None for anything else."""
+    """Return a time as wall-clock ms: ISO 8601 (AWS) or an HTTP date (Azure); None for anything else."""
     if not isinstance(text, str):
         return None
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
@@ -99,7 +98,7 @@ def _read_file(path: Path) -> str | None:
 def _read_url(url: SplitResult) -> str | None:
     headers = dict(_METADATA)
     try:
-        if url.path.startswith(_AWS_PREFIX):  # AWS may demand a token; where it does not know them, none is needed
+        if url.path.startswith(_AWS_PREFIX):  # AWS may demand a token; if it does not know tokens, none is needed
             asked = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
             status, token = _ask(url, "PUT", "/latest/api/token", asked)
             if status == http.HTTPStatus.OK and token.isascii() and token.isprintable():
@@ -150,7 +149,7 @@ class RevocationNotice:
         self._problem = ""
 
     async def run(self) -> None:
-        """Follow the source until cancelled. Where the ledger cannot be written, the next look tries again."""
+        """Follow the source until cancelled. If the ledger cannot be written, the next look tries again."""
         while True:
             try:
                 await self.look()
@@ -159,7 +158,7 @@ class RevocationNotice:
             await asyncio.sleep(_PERIOD_S)
 
     async def look(self) -> None:
-        """Read the source once, and do what follows. Raises LedgerError. Cancelled: the next look, of the next broker too, goes on."""
+        """Read the source once and act on it. Raises LedgerError. Cancelled: the next look continues, in the next broker too."""
         try:
             notice = await asyncio.to_thread(self._read, self._source)
         except UnreadableNoticeError as error:
@@ -227,7 +226,7 @@ class RevocationNotice:
         broker = self._broker
         evicting = await broker.writer.read(broker.writer.ledger.drained)
         names = [view.device_id for view in broker.arbiter.devices() if view.device_id in broker.devices]
-        # First what is to be undone, so that a broker that dies between the two gives back too much rather than too little.
+        # Record first what must be undone: a broker that dies in between then gives back too much rather than too little.
         await self._remember({name: before.get(name, evicting.get(name)) for name in names})
         for name in names:
             await begin_drain(broker, name, evict_busy=bool(evicting.get(name)), deadline_in_ms=left_ms)

@@ -214,7 +214,7 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
 #
 # - One task computes the status for all subscribers, at most every `RATE_S` (less often where computing takes long). A subscriber that
 #   reads slowly gets fewer, newer lines; lines are never queued.
-# - Ages and the rest of a pin run on by themselves: a difference in them alone causes no line. The time that is left before a deadline
+# - Ages and the rest of a pin change with time alone: a difference in them alone causes no line. The time that is left before a deadline
 #   causes one in coarse steps.
 # - A line after the first holds the devices and leases that differ from the line before. Pinned leases, and what has a deadline, are in
 #   each line, because clients count down from when they receive it.
@@ -222,7 +222,7 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
 
 RATE_S = 0.2
 _SHARE = 20  # computing statuses takes a twentieth of the broker's time at most, however many leases and subscribers there are
-_RUNNING = frozenset({"now_ms", "host_goes_away_in_ms"})  # fields that change by themselves
+_RUNNING = frozenset({"now_ms", "host_goes_away_in_ms"})  # fields that change with time alone
 _lasting_fields = attrgetter(*(name for name in LeaseStatus.__struct_fields__ if name not in _RUNNING))
 _MINUTE_S, _STEP_S = 60, 5
 
@@ -315,7 +315,7 @@ class StatusStream:
                 self._changed.set()
                 self._changed = asyncio.Event()
             self._took_s = time.monotonic() - begun_s
-            await asyncio.sleep(RATE_S)  # meanwhile the subscribers get theirs
+            await asyncio.sleep(RATE_S)  # let the subscribers get their lines
             await asyncio.sleep(max(0.0, _SHARE * self._took_s - RATE_S))
             # No event announces what changes with time alone, such as a shrinking forecast: sample now and then without one.
             ends = self._latest.goes_away_in_ms or any(device.goes_away_in_ms for device in self._latest.devices)

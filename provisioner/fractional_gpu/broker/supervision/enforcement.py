@@ -1,13 +1,10 @@
-"""What the devices count per process, compared with what the broker knows: caps and claims are enforced, use is seen.
+"""Compares the devices' counts per process with the broker's records: enforces caps and claims, and sees use.
 
-It backs up every other limit:
-
-- A lease over its cap (the arbiter decides when that is a breach): its notebook gets a notice, and where the pool says `kill`, those of its
-  processes that use a device are killed at once.
-- Processes on a managed device that belong to no lease are shown. Where the pool says `refuse`, they get SIGTERM when they have been there
-  for `PATIENCE_S`, and SIGKILL after as long again. Programs that only draw, NVIDIA's own servers, and every process that carries the id
-  of a living lease are left alone.
-- No process is ended on the strength of a pid alone: a process is known by its start time, and signalled through its pidfd.
+- A lease over its cap (the arbiter decides when that is a breach): its notebook gets a notice; if the pool says `kill`, its processes that
+  use a device are killed at once.
+- Processes on a managed device without a lease are shown. If the pool says `refuse`, they get SIGTERM after `PATIENCE_S`, and SIGKILL
+  after as long again. Display programs, NVIDIA's servers, and processes that carry a living lease's id are left alone.
+- A process is known by its start time and signalled through its pidfd, never by its pid alone.
 """
 
 import asyncio
@@ -47,7 +44,7 @@ _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 @dataclass(slots=True)
 class _Unwanted:
-    """A stranger that is to be ended: since when it is there, whether it got SIGTERM, and whether the broker's user may signal it."""
+    """A stranger to end: since when it is there, whether it got SIGTERM, and whether the broker's user may signal it."""
 
     since_s: float
     terminated: bool = False
@@ -250,7 +247,7 @@ class ContextLearner:
             log.info("a context on %s takes %d MiB beside its framework (uid %d)", device.name, context_mib, kernel.uid)
 
 
-# Is a kernel that runs no cell really idle? Decided by the devices' own counters of work, beside IOPub.
+# Is a kernel that runs no cell really idle? The devices' counters of work decide, in addition to IOPub.
 #
 # A thread that a cell left behind, or a child process, works without a busy message. So a resident kernel that has just become idle by its
 # messages still counts as busy until the counters have shown that its whole process tree is quiet, and counts as busy again whenever they
@@ -377,7 +374,7 @@ class GpuActivity:
         for kernel, identity, device_id in watched:
             activity = activities.get(device_id)
             if kernel.identity is not identity or kernel.gpu_work.idle_us is None:
-                continue  # it was restarted or runs a cell meanwhile
+                continue  # it has restarted or runs a cell
             if activity is None:
                 self._conclude(kernel, working=self._is_unknown(kernel))
             elif activity.worked_us or kernel.gpu_work.working:  # otherwise it stays quiet

@@ -1,14 +1,12 @@
-"""What is left of a kernel's processes when the kernel itself has ended, the device memory that they hold, and who killed it.
+"""Processes and device memory that are left when a kernel has ended, and what killed the kernel.
 
-- A lease's room is not free because its kernel has ended. It is free when no process of the kernel's tree has device memory, on a device
-  or saved on the host, and the devices no longer count what the tree had: the driver frees memory after a process has ended.
-- While processes with device memory are left, the lease goes on: it holds what it held, counts for its owner as before, takes turns where
-  its pool preempts, and is brought back if it was suspended. A new kernel of the same lease takes it over as it is.
-- Processes that are about to end with their kernel get `_MOMENT_S` for it.
-- Memory that a device still counts after `FREED_S`, and charges to no process, is a stranger's from then on, until it is freed.
-- While the devices or the driver do not say what is left, the lease keeps its room, however long that takes: unknown is not free.
-- `after_kernel: "end"` ends what is left (`kernels.ending`). A process is ended only if it is certain which one it is: its identity, its
-  user, and that it was seen in the tree. The kernel itself is left to the process that started it.
+- A lease's room is free when no process of the kernel's tree has device memory, on a device or saved on the host, and the devices no
+  longer count the tree's memory: the driver frees memory only after a process has ended. Unknown is not free.
+- While processes with device memory are left, the lease continues: it keeps its memory and its turns, counts for its owner, and is resumed
+  if it was suspended. A new kernel of the same lease takes it over. Processes that end with their kernel get `_MOMENT_S` for it.
+- Memory that a device still counts after `FREED_S`, and charges to no process, counts as a stranger's until it is freed.
+- `after_kernel: "end"` ends what is left (`kernels.ending`), but only processes whose identity and user match and that were seen in the
+  tree. The kernel itself is left to the process that started it.
 """
 
 import asyncio
@@ -59,7 +57,7 @@ def has_lost_server(kernel: Kernel) -> bool:
     """Return whether the lease's server is known and has ended. A server that cannot be looked at now, or never, counts as alive."""
     try:
         return kernel.launch.server is not None and not is_alive(kernel.launch.server)
-    except OSError:  # it may not be read, or the broker is short of descriptors
+    except OSError:  # not readable, or the broker is short of descriptors
         return False
 
 
@@ -105,7 +103,7 @@ log = logging.getLogger(__name__)
 FREED_S: Final = 5.0
 _MOMENT_S: Final = 0.5
 _AGAIN_S: Final = 0.05
-_LONGEST_PAUSE_S: Final = 2.0  # between looks that find out nothing: each pause is twice as long as the one before
+_LONGEST_PAUSE_S: Final = 2.0  # between looks without a result: each pause is twice as long as the one before
 _SAMPLED_S: Final = 10.0  # the next sample of the devices comes before that
 _SLACK_MIB: Final = 16
 _LONGEST_COMMAND: Final = 200
@@ -138,7 +136,7 @@ class Survivors:
                 self._free(kernel)
 
     async def release(self, kernel: Kernel, reason: str = "released") -> None:
-        """End the lease, at once or with what its kernel left behind. Returns when it is known which. Cancelled: the ending goes on."""
+        """End the lease, at once or when what its kernel left behind ends. Returns when it is known which. Cancelled: the end continues."""
         if not kernel.ending.released:
             kernel.ending.released, kernel.ending.reason = True, reason
         kernel.notify()
@@ -181,7 +179,7 @@ class Survivors:
         self._free(kernel)
 
     async def _settle_now(self, kernel: Kernel, root: ProcessIdentity | None, begun_s: float) -> bool | None:
-        """Look once. Return True if the room is free, False if the lease goes on with what is left, None if it must be looked at again.
+        """Look once. Return True if the room is free, False if the lease continues with what is left, None if it must be looked at again.
 
         `begun_s`: when the looks began, monotonic. Raises GPUError or OSError where this cannot be seen now.
         """
@@ -254,7 +252,7 @@ class Survivors:
         self.sampled = asyncio.Event()
 
     def keep(self, kernel: Kernel, left: list[Survivor]) -> bool:
-        """Let the lease go on with what is left. Returns False if the first process of it has ended meanwhile.
+        """Continue the lease with what is left. Returns False if its first process has ended.
 
         Raises OSError if that process cannot be watched now: the broker is short of descriptors, or may not.
         """
@@ -300,7 +298,7 @@ class Survivors:
             self._broker.exited(kernel)
 
     async def end(self, kernel: Kernel) -> None:
-        """End what the kernel left behind, and return when its room is free. Raises ConflictError. Cancelled: it goes on."""
+        """End what the kernel left behind, and return when its room is free. Raises ConflictError. Cancelled: the end continues."""
         await self.settled(kernel)
         if not kernel.ending.survivors:
             raise ConflictError(
@@ -334,7 +332,7 @@ class Survivors:
                 await end_processes(left, "process {pid}, which the kernel left behind,")
             except ConflictError as error:
                 log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
-            except OSError as error:  # short of descriptors: nobody else would end them
+            except OSError as error:  # short of descriptors: nothing else would end them
                 log.warning("lease %s: what its kernel left cannot be ended yet: %s", kernel.lease_id[:8], error)
                 await asyncio.sleep(_LONGEST_PAUSE_S)
                 continue
@@ -409,8 +407,8 @@ def _log_failure(task: "asyncio.Task[None]") -> None:
 # - Each group counts its killed processes. A kernel that ends while its group's counter has risen counts as killed; one kill accounts for
 #   one kernel.
 # - A kill older than `_WINDOW_S` accounts for none. The window is wider than it takes a process of many GiB to end after it was killed.
-# - The broker is not the parent of kernels and cannot read how they ended. Where it may read the system's log, that decides. Otherwise a
-#   process that the killer took beside the kernel, in the same seconds and the same group, can be mistaken for it.
+# - The broker is not the parent of kernels and cannot read how they ended. If it may read the system's log, that decides. Otherwise a
+#   process that the killer took in addition to the kernel, in the same seconds and the same group, can be mistaken for it.
 
 
 _WINDOW_S: Final = 15.0

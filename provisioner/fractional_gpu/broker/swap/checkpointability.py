@@ -5,7 +5,7 @@ The driver promises nothing about a process whose checkpoint failed, so what is 
 - NCCL: communicators within one machine map segments in /dev/shm, which can be found. Invisible are a collective with a process outside of
   the kernel's tree, and one without shared memory (`NCCL_SHM_DISABLE=1`).
 - Injected profilers and debuggers are found by their own libraries, and by the variable that makes the driver load one. `libcupti` itself
-  proves nothing: torch and JAX link it, used or not. Profilers that a kernel starts by itself are found by its extension.
+  proves nothing: torch and JAX link it, used or not. The extension finds profilers that the kernel itself starts.
 """
 
 from collections.abc import Collection

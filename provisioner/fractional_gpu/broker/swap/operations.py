@@ -113,7 +113,7 @@ class Operations:
                 )
             )
             if (kernel := self._broker.kernels.get(effect.lease_id)) is not None:
-                self._broker.suspend_finished(kernel)  # it may have become busy meanwhile
+                self._broker.suspend_finished(kernel)  # it may have become busy
 
     def _reserve(self, effect: Suspend, need_mib: int) -> int:
         """Ask the arbiter for so much host memory for the suspend; return what is reserved for it then, MiB."""

@@ -1,13 +1,10 @@
-"""What an error of the driver means for the lease: a table, by the phase in which it came.
+"""What a driver's error means for the lease: a table by phase, which `docs/driver-errors.md` shows.
 
-- Before the checkpoint nothing can be lost. What was only a bad moment is tried again soon (ABORTED), what may be better later is left
-  alone for a while (REFUSED), what this process or this host cannot do is not tried again (IMPOSSIBLE).
-- A checkpoint that failed may leave the process unsound: it is not tried again, even if the driver says that everything is still where it
-  was. If the driver does not say so, the outcome is UNKNOWN.
-- A restore that failed leaves the lease saved only if the driver says that everything still is. A restore without room is fatal, so after
-  an out-of-memory error the driver's word is not enough: the outcome is UNKNOWN, and the lease is looked at again.
-
-`docs/driver-errors.md` shows the table.
+- Before the checkpoint nothing can be lost: the suspend is tried again soon (ABORTED), later (REFUSED) or never (IMPOSSIBLE).
+- A failed checkpoint may leave the process unsound: it is not tried again, even if the driver reports that everything is still where it
+  was. Without that report the outcome is UNKNOWN.
+- A failed restore leaves the lease saved only if the driver reports that everything is still saved. A restore without room is fatal, so
+  after an out-of-memory error that report is not enough: the outcome is UNKNOWN, and the lease is examined again.
 """
 
 from collections.abc import Collection

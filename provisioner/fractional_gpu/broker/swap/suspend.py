@@ -1,15 +1,14 @@
-"""Suspending one kernel: its gate is closed, its processes are locked, checkpointed and verified.
+"""Suspending one kernel: close its gate, lock its processes, checkpoint and verify them.
 
-The order:
-1. Close the gate, see that the kernel is idle, have it give cached memory back, and take a snapshot of the machine.
-2. Check what is known to speak against it: nothing is locked yet, so a refusal costs nothing. More to save than is reserved on the host
-   is asked of the arbiter, here and in 4.
-3. Lock every CUDA process of the kernel's tree. From here on no process of it changes what it has on the device.
-4. Take a second snapshot under the locks. What began, grew or ended since the first one shows now, and nothing can change after it.
-5. Checkpoint each process, and see that the driver says the same. The first checkpoint is the point of no return.
+1. Close the gate, check that the kernel is idle, have it free cached memory, and take a snapshot of the machine.
+2. Check for known obstacles: nothing is locked yet, so a refusal costs nothing. If the host reservation is too small, ask the arbiter
+   for more, here and in 4.
+3. Lock every CUDA process of the kernel's tree. From here on they cannot change what they have on the device.
+4. Take a second snapshot under the locks. It shows what began, grew or ended since the first one.
+5. Checkpoint each process, and verify the driver's answer. The first checkpoint is the point of no return.
 
-Up to 4 every failure rolls back and the kernel goes on where it was. After it the suspend ends SAVED or, where the driver does not say
-that all of the kernel is where it was, UNKNOWN. What the driver's errors mean is a table in `outcomes`.
+Before 5 every failure rolls back and the kernel continues. After it the suspend ends SAVED or, if the driver does not confirm that
+everything is saved or everything is back, UNKNOWN. The table in `outcomes` explains the driver's errors.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ Journal = Callable[[str], Awaitable[None]]
 """Writes the lease durably before this phase of an operation begins."""
 
 Reserve = Callable[[int], int]
-"""Asks the arbiter for so many MiB of host memory for the suspend under way; returns what is reserved for it then."""
+"""Asks the arbiter for this much host memory (MiB) for the running suspend; returns what is then reserved for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,7 @@ _LOOK_S = 0.02
 _DEAF_S = 5.0  # a process whose connections broke this long ago, and that answers nothing, is no kernel any more
 
 IsQuiet = Callable[[Kernel], Awaitable[bool]]
-"""Returns whether the devices have seen no work of a kernel for so long that it is idle, though its extension does not say so."""
+"""Returns whether the devices have seen no work of a kernel for long enough to call it idle, though its extension does not say so."""
 
 
 CheckpointCheck = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], Awaitable[str]]
@@ -100,7 +99,7 @@ def _runs_no_cell(kernel: Kernel) -> bool:
 
 
 def _is_no_kernel(kernel: Kernel) -> bool:
-    """Return whether `os.execv` put another program in the place of a kernel with our extension: it runs no cells any more."""
+    """Return whether `os.execv` replaced a kernel that has our extension: it no longer runs cells."""
     doubt_s = kernel.iopub.doubt_s if kernel.iopub is not None else 0.0
     return kernel.gated and kernel.link is None and doubt_s >= _DEAF_S
 
@@ -133,7 +132,7 @@ class Suspension:
     async def suspend(
         self, kernel: Kernel, effect: Suspend, journal: Journal, reserve: Reserve | None = None
     ) -> Suspended:
-        """Return the outcome, MiB and a sentence. The MiB are what was saved, or what would have to be, if too little was reserved.
+        """Return the outcome, MiB and a sentence. The MiB are what was saved or, if too little was reserved, what is needed.
 
         `reserve` is asked if more would be saved than the effect says is reserved on the host; without it no more is.
         Cancellation may leave locks behind: only at the broker's end.
@@ -222,11 +221,11 @@ class Suspension:
                 SuspendOutcome.ABORTED,
                 "the kernel's extension does not answer, and the kernel has worked on the GPU within the last seconds",
             )
-        # The extension obeys a command in the step that reads it. Where the command was read, only the answer could not be sent.
+        # The extension obeys a command in the step that reads it. If the command was read, only the answer could not be sent.
         return Gate(shut=link is not None and link.was_read())
 
     async def _shut_gate(self, kernel: Kernel, effect: Suspend) -> Gate:
-        """Have the next cell ask before it runs, where an extension is there to do so. A kernel that is busy is no reason to stop.
+        """Have the next cell ask before it runs, if the kernel has an extension. A kernel that is busy is no reason to stop.
 
         An extension that does not answer (the running cell may hold the interpreter) obeys later. Until then a cell that runs blocks in
         CUDA, and gets its ticket for being busy. Raises StepError if the kernel was to be between two cells, and a cell runs in another of
@@ -413,7 +412,7 @@ def _check_places(use: Mapping[ProcessIdentity, int], host: HostSnapshot, effect
     own = effect.devices
     foreign = [device_id for device_id in host.homes({one.pid for one in use}) if device_id not in own]
     if foreign:
-        # The memory would come back there, where no room is reserved for it.
+        # The memory would come back to a device where no room is reserved for it.
         raise StepError(
             SuspendOutcome.REFUSED,
             f"its processes have memory on device {foreign[0]}, which is not the lease's: it can be suspended when they have freed it",
@@ -437,7 +436,7 @@ def _check_reserved(use: Mapping[ProcessIdentity, int], effect: Suspend, reserve
 async def _check_host_memory(use: Mapping[ProcessIdentity, int]) -> None:
     for identity, used_mib in use.items():
         if used_mib == 0:
-            # Where no device counts processes by their pids here (a container with pids of its own, say), it is not known what room the
+            # If no device counts processes by their pids here (a container with pids of its own, say), it is not known what room the
             # state needs on the host, or to come back.
             raise StepError(SuspendOutcome.REFUSED, f"no device tells how much memory process {identity.pid} uses")
     needs = {identity.pid: used_mib + _HOST_MARGIN_MIB for identity, used_mib in use.items()}

@@ -71,7 +71,7 @@ class Swaps:
     def connect(self, *, roots: Callable[[], list[ProcessIdentity]], is_quiet: IsQuiet | None = None) -> None:
         """Connect to what knows all kernels. To be called once, before the first operation.
 
-        `roots` returns the processes of all kernels: a kernel that was started by another one has a lease of its own. `is_quiet` decides
+        `roots` returns the processes of all kernels: a kernel that another kernel started has its own lease. `is_quiet` decides
         about kernels whose extension does not answer; without it they count as quiet.
         """
         self.inspector.roots = roots
@@ -122,7 +122,7 @@ class Swaps:
         from_ids = effect.from_device_ids or ((effect.from_device_id,) if effect.from_device_id is not None else ())
         try:
             await self._restore(saved, locked, moves_between(kernel.checkpoint.homes or from_ids, device_ids))
-            # The kernel's calls go on already; what the driver said is verified afterwards, to save that time.
+            # The kernel's calls already continue; verify the driver's answer afterwards, to save that time.
             states = await self._states_of(states)
         except GPUError as error:
             return await self._after_failed_restore(kernel, error)
@@ -164,7 +164,7 @@ class Swaps:
         return ""
 
     async def _states_of(self, identities: Iterable[ProcessIdentity]) -> dict[ProcessIdentity, ProcessState]:
-        """Return what the driver says of these processes, without those that are gone. Raises GPUError."""
+        """Return the driver's state of each of these processes that still exists. Raises GPUError."""
         states = {}
         for identity in identities:
             try:
@@ -192,7 +192,7 @@ class Swaps:
     ) -> Truth | None:
         """Find out what the kernel is, and finish or undo half-done work if that is safe. None: still unknown; look again later.
 
-        `device_id` and `saved_mib` are what is known of the lease. A snapshot that was taken a moment ago saves the first one.
+        `device_id` and `saved_mib` come from the lease's record. A snapshot that was taken a moment ago saves the first one.
         """
         try:
             if kernel.identity is None or not is_alive(kernel.identity):
@@ -207,7 +207,7 @@ class Swaps:
             log.warning("lease %s: the truth is not to be had yet: %s", kernel.lease_id, error)
             return None
         kinds = set(states.values())
-        if not kinds:  # a driver that cannot be asked would not tell of what is saved
+        if not kinds:  # a driver that cannot be asked does not report what is saved
             return None if self.inspector.off and saved_mib else Truth(state=LeaseState.NO_CONTEXT)
         if kinds == {ProcessState.CHECKPOINTED}:
             saved_mib = max(saved_mib, kernel.checkpoint.total_mib, sum(host.used_mib(one.pid) for one in states))
