@@ -39,9 +39,8 @@ async def within(seconds: float, event: asyncio.Event) -> bool:
 class DeadlineClock:
     """The clock of pins and unconfirmed seats, whose ends must survive a restart of the broker and a reboot.
 
-    It shows milliseconds since 1970, like the ledger's dates, but setting the wall clock must not end a pin. So it is the time since
-    boot, plus a start that is measured by the wall clock once for each boot and kept in the ledger: the wall clock counts over a
-    reboot only. `start_ms`: what it showed at boot; `since_boot`: nanoseconds.
+    Milliseconds since 1970, but setting the wall clock must not end a pin. So it is the time since boot plus a start, measured by the wall
+    clock once for each boot and kept in the ledger. `start_ms`: its value at boot; `since_boot`: nanoseconds.
     """
 
     def __init__(self, start_ms: int, since_boot: Callable[[], int] = since_boot_ns) -> None:

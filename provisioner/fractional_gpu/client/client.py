@@ -66,12 +66,11 @@ _SILENCE_S = 3 * PULSE_S  # a stream without a keep-alive for this long is dead
 
 
 class BrokerClient:
-    """Speaks to the broker at `socket_path`; nothing is opened before the first call.
+    """Speaks to the broker at `socket_path`; opens nothing before the first call.
 
-    `token` is the lease's (None: only what the peer's uid allows). `timeout_s` bounds, in seconds, each wait for an
-    answer, except where the call waits for the GPU itself; those calls say so. `acting_for` names the administrator on whose
-    behalf an administrator's program calls: the broker writes the name into its audit log. Raises BadRequestError for an
-    invalid name.
+    `token` is the lease's (None: only what the peer's uid allows). `timeout_s` bounds, in seconds, each wait for an answer, except in calls
+    that wait for the GPU; those say so. `acting_for` names the administrator for whom a program calls; the broker writes it into its
+    audit log. Raises BadRequestError for an invalid name.
     """
 
     def __init__(
@@ -267,8 +266,8 @@ class BrokerClient:
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
         """Yield the broker's commands for this kernel's gate, until the broker ends the stream; between them it blocks.
 
-        Keep-alives have an empty verb. The broker takes a keep-alive that was read as proof that Python runs in this process, so the
-        socket has a timeout: then Python polls before it reads, while without one the system would read alone.
+        Keep-alives have an empty verb. To the broker, a keep-alive that was read proves that Python runs in this process. So the socket has
+        a timeout: with it Python polls before each read; without one the system would read alone.
         """
         return self.stream(routes.GATE, hello, lease_id, silence_s=MAX_WAIT_S)
 
@@ -377,9 +376,9 @@ PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # for an answer: with the pause and half
 
 
 class SilenceWatch:
-    """Pings the broker from `start` to `stop`, in a separate thread, while a long call cannot tell a broker that hangs from one that waits.
+    """Pings the broker from `start` to `stop`, in a separate thread, to find out during a long call whether the broker hangs.
 
-    `connect` makes a client from a timeout in seconds. The thread calls `report` with the error each time that the broker did not answer,
+    `connect` makes a client from a timeout in seconds. The thread calls `report` with the error each time that the broker does not answer,
     and with None when it answers again.
     """
 

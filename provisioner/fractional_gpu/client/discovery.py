@@ -107,10 +107,9 @@ def ensure_broker(
 ) -> "BrokerClient":
     """Return a client of the broker on `socket` (default: `socket_path()`), after starting one if none serves there.
 
-    `timeout_s` bounds, in seconds, the start as well as each of the client's calls; `answer_s` (default: the same) the
-    wait for the first answer of a broker that runs. `command` starts one, by default the one of `restart_command`.
-    `simulate`: the simulated devices of a first broker, if the environment names none.
-    Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError that says what to do.
+    `timeout_s` bounds, in seconds, the start and each of the client's calls; `answer_s` (default: the same) the first answer of a running
+    broker. `command` starts one (default: `restart_command`). `simulate`: the first broker's simulated devices, if the environment names
+    none. Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError that says what to do.
     """
     path = socket if socket is not None else socket_path()
     _check_folder_if_there(path)

@@ -91,10 +91,10 @@ _LONGEST_RETRY_S = 30.0
 
 
 class Connection:
-    """One connection to the broker. Not for two threads at once; `abort` alone may be called from another thread.
+    """One connection to the broker, for one thread at a time; only `abort` may be called from another.
 
-    `timeout_s` bounds each wait for the broker in seconds; None waits for ever. Raises BrokerUnavailableError when
-    no broker listens at `path`, or no socket can be had.
+    `timeout_s` bounds each wait for the broker in seconds (None: no limit). Raises BrokerUnavailableError if no broker listens at `path`,
+    or no socket is available.
     """
 
     def __init__(self, path: str, timeout_s: float | None) -> None:

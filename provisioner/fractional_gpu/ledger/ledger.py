@@ -157,8 +157,8 @@ class Ledger:
     def write_out(self) -> None:
         """Write the whole ledger to `<file>.whole` after its files were deleted or replaced: the next `open` continues with that.
 
-        `close` writes it once more, with what comes meanwhile. A file that has taken the ledger's name is set aside, unless another
-        process holds its lock. Raises LedgerError; then nothing has changed.
+        `close` writes it again, with later changes. A file that has taken the ledger's name is set aside, unless another process holds its
+        lock. Raises LedgerError; then nothing has changed.
         """
         with self._mutex:
             connection, path = self._require(), self.path
@@ -425,8 +425,8 @@ class Ledger:
     def prune(self, before_ms: int, accounts_before_ms: int = 0) -> bool:
         """Delete some of the history before `before_ms`, and some of what leases used before `accounts_before_ms`. Live rows stay.
 
-        The file gets smaller by what is free in it. Returns whether there is more: repeat it, with other writes in between, since kernels
-        wait for those.
+        Returns freed space to the file system. Returns True if there is more: repeat it, with pauses for other writes, since kernels wait
+        for those.
         """
         with self.transaction():
             deleted = []

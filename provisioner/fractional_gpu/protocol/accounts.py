@@ -16,10 +16,10 @@ _Seconds = Annotated[int, Meta(ge=0, le=EVER_S)]
 
 
 class UsageQuery(Struct, frozen=True, kw_only=True):
-    """What to sum by (any of `USAGE_BY`, separated by commas; nothing: one sum for each currency), and over which hours.
+    """What to sum by (any of `USAGE_BY`, separated by commas; empty: one sum for each currency), and over which hours.
 
-    Hours count that begin from `since_s` to `until_s`, seconds since 1970. The others: only of that one, by its exact name (empty: the
-    pool's own part); `seated`: only of users of the hub (1), or of the machine (0): two with the same name are two.
+    `since_s`, `until_s`: hours that begin in this range, seconds since 1970. The other fields: only this one, by exact name (empty: the
+    pool's own part). `seated`: only users of the hub (1) or of the machine (0); the same name in both is two users.
     """
 
     by: str = ""

@@ -134,10 +134,10 @@ class OthersUse(Struct, frozen=True, kw_only=True):
 
 
 class AcquireRequest(Struct, frozen=True, kw_only=True):
-    """Take a ticket for the GPU. The stream ends with `granted` or `refused`; hanging up withdraws the ticket.
+    """Take a ticket for the GPU. The stream ends with `granted` or `refused`; disconnecting withdraws the ticket.
 
-    With `hold` the wait has no limit, and the stream goes on after `granted`: the lease is in use until the client disconnects. One that is
-    preempted meanwhile waits again, and the stream says so. With `watch` the stream follows the ticket that a preempted cell has.
+    With `hold` the wait has no limit, and the stream continues after `granted`: the lease is in use until the client disconnects. A lease
+    that is preempted waits again, and the stream says so. With `watch` the stream follows the ticket that a preempted cell has.
     """
 
     wait_ms: int = 3_600_000
@@ -213,9 +213,8 @@ class GateVerb(StrEnum):
 class GateCommand(Struct, frozen=True, kw_only=True):
     """A line of the gate stream. The answer to a command repeats its `number` (0: no answer); an empty verb is a keep-alive.
 
-    `urgent`: show the sentence of a notice now, also while a cell runs.
-    `topic`: the sentence takes the place of an earlier one with this topic where that is not yet part of a cell's output.
-    `hears`, in any line: the broker itself detects whether this stream is read, so the extension need not pulse.
+    `urgent`: show a notice now, also while a cell runs. `topic`: replace an earlier notice with this topic that is not yet in a cell's
+    output. `hears`, in any line: the broker itself detects whether this stream is read, so the extension need not pulse.
     """
 
     verb: str = ""
@@ -241,10 +240,10 @@ class GateAnswer(Struct, frozen=True, kw_only=True):
     """The extension's answer. `word`: closed, busy, done, managed, open, input or pulse.
 
     With `number` 0 it answers no command: `pulse` proves that Python runs (to a broker that cannot detect it), `exempt` says that the
-    cells that run do not use the GPU, and `done` that the last of them has ended. `managed` says that the process cannot be
-    checkpointed, and `detail` why. `input` lists in `detail`, separated by spaces, the ids of all requests that use no GPU, because they
-    wait for input or cannot reach the GPU.
-    The `detail` of `done` to a shrink says what was freed, and `reserved_mib=N` where the frameworks' allocators report what they hold.
+    running cells do not use the GPU, and `done` that the last of them has ended. `managed` says that the process cannot be checkpointed,
+    and `detail` why. `input` lists in `detail`, separated by spaces, the ids of all requests that use no GPU, because they wait for input
+    or cannot reach it. The `detail` of `done` after a shrink says what was freed, and `reserved_mib=N` if the frameworks' allocators report
+    it.
     """
 
     number: int

@@ -112,9 +112,9 @@ class LeaseService:
     async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
         """Return the lease's kernel if the peer may control it. Routes that are `own` need the lease's token.
 
-        A process of the kernel that shows no token, because the token's file is gone, is recognized by its place in the kernel's process
-        tree. A lease that is being evicted, or that lives on only for processes that its kernel left behind, is over for its own kernel.
-        Raises NotFoundError, UnauthorizedError or ForbiddenError, and ConflictError for a kernel whose record was lost.
+        A process of the kernel without a token, because the token's file is gone, is recognized by its place in the kernel's process tree.
+        For its own kernel, a lease that is being evicted, or that lives only for processes left behind, is over. Raises NotFoundError,
+        UnauthorizedError or ForbiddenError, and ConflictError for a kernel whose record was lost.
         """
         if own and lease_id in self.broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
             raise ConflictError(
@@ -279,9 +279,9 @@ class LeaseService:
     async def evict(self, peer: Peer, kernel: Kernel, request: EvictRequest) -> None:
         """End the kernel's processes and its lease: the only action that loses a kernel's state on purpose.
 
-        Raises BadRequestError without `confirm`, ConflictError if a process does not end; that process keeps the lease. Jupyter may start
-        the kernel again before its last process has ended: from now on, the new kernel gets another lease. Cancelled: processes that were
-        asked to end do so, and the lease stays.
+        Raises BadRequestError without `confirm`, and ConflictError if a process does not end; that process keeps the lease. From now on a
+        new kernel gets another lease: Jupyter may start one before the last process has ended. Cancelled: processes that were asked to end
+        do so, and the lease stays.
         """
         if not request.confirm:
             raise BadRequestError(
@@ -369,8 +369,8 @@ class LeaseService:
     async def detach(self, kernel: Kernel) -> None:
         """Take the process, which has ended or is about to be replaced, from the lease. The lease stays.
 
-        Its reservation ends when its device memory is free. Returns when it is known which processes it left behind. Cancelled: the
-        search for these goes on.
+        Its reservation ends when its device memory is free. Returns when the processes that it left behind are known. Cancelled: the search
+        continues.
         """
         if kernel.identity is not None and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)

@@ -418,8 +418,7 @@ class Server(HTTPServer):
 class PausingListener(socket.socket):
     """A listening socket that pauses for `_PAUSE_S` when the process has no free descriptor; clients wait in the backlog.
 
-    The event loop's own way is to fail, to be called again at once because a connection still waits, and to fail again: a full core
-    and a full log.
+    Without it the event loop calls again at once, because a connection still waits, and fails again: a full core and a full log.
     """
 
     _paused: object | None = None
@@ -460,8 +459,7 @@ class PausingListener(socket.socket):
 def drain_claim_queries(claim: NameClaim) -> None:
     """Discard the connections by which processes ask which one holds the claim, until the running loop ends.
 
-    The operating system answers them, with the listener's credentials; but it does so only while the backlog has room. The claim must be
-    held until the loop ends.
+    The operating system answers them with the listener's credentials, but only while the backlog has room.
     """
     loop = asyncio.get_running_loop()
 

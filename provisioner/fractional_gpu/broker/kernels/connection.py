@@ -191,9 +191,8 @@ def _endpoint(transport: str, ip: str, info: dict[str, Any], field: str) -> str:
 
 # The broker's end of the line to one kernel's extension: commands go down a stream, answers come back as requests.
 #
-# The broker must know whether Python still runs in the kernel. It writes a keep-alive, and sees a moment later whether the stream was
-# read, which takes a step of Python in the kernel (`BrokerClient.gate` sees to that). If the broker cannot see that, a request every
-# few seconds, the pulse, shows the same.
+# The broker must know whether Python still runs in the kernel. It writes a keep-alive and looks a moment later whether it was read, which
+# takes a step of Python (`BrokerClient.gate`). If the broker cannot see that, a request every few seconds, the pulse, shows the same.
 
 
 # From one keep-alive to the next while the gate is open: no decision depends on it then.

@@ -96,9 +96,8 @@ def _try_rarely(socket: zmq.asyncio.Socket) -> None:
 class IOPubWatch:
     """Watches one kernel, at the account's cost. `changed()` is called on the loop when `busy`, or what is being handled, changes.
 
-    `signed(sign)` is called before that for a message that only a person at work sends.
-
-    `busy` counts doubt; `executing` is True while a message is known to be handled.
+    `busy` counts doubt; `executing` is True while a message is known to be handled. `signed(sign)` is called before `changed()` for a
+    message that only a person at work sends.
     """
 
     def __init__(
@@ -213,9 +212,9 @@ class IOPubWatch:
     async def _keep_line(self) -> None:
         """Follow the state of the IOPub connection, and connect again after a pause when it broke.
 
-        What was sent while the connection was broken is lost, so the watch is in doubt again. ZeroMQ retries a refused connection by
-        itself, ever more rarely. But it retries one that is accepted and then closed ten times a second, and one that a too long frame
-        broke not at all: those are disconnected here, and connected again after a growing pause.
+        Messages are lost while it is broken, so the watch is in doubt again. ZeroMQ retries a refused connection ever more rarely. But it
+        retries one that is accepted and then closed ten times a second, and one that too long a frame broke not at all: disconnect those
+        here, and connect again after a growing pause.
         """
         pause_s = _REJOIN_S
         joined_s: float | None = None

@@ -309,14 +309,13 @@ def _unwatch(pidfd: int | None) -> None:
         os.close(pidfd)
 
 
-# What a pool's way of sharing puts into its kernels' environment, and what it needs of the machine.
+# What each kind of sharing puts into its kernels' environment.
 #
-# - `time-slice`: the kernel must be no client of an MPS daemon that the host may run: such clients cannot be checkpointed.
-# - `mps`: the thread percentage is the fraction (a cap on multiprocessors, not a reservation), and the pinned memory limit is the memory
-#   cap, by the UUID of each device that the kernel sees: a number that it does not see would lift all limits.
-# - `mig`: the kernel may use the whole instance, whatever the fraction came to.
-# - HAMi-core is preloaded if the administrator names its library. Its bookkeeping file would be shared by all kernels of a machine, so each
-#   lease has a separate file.
+# - `time-slice`: no client of an MPS daemon that the host may run: such clients cannot be checkpointed.
+# - `mps`: the thread percentage is the fraction (a cap, not a reservation); the pinned memory limit is the cap, by the UUID of each device
+#   that the kernel sees: the number of a hidden device would lift all limits.
+# - `mig`: the kernel may use the whole instance, whatever its fraction.
+# - HAMi-core is preloaded if the administrator names its library. Its file would be shared by the whole machine, so each lease has its own.
 
 
 _MIG = "MIG-"

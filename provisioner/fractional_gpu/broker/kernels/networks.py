@@ -35,7 +35,7 @@ class Networks:
     def context_for(self, lease_id: str, identity: ProcessIdentity) -> zmq.asyncio.Context:
         """Return the context that reaches the loopback interface of the process. Blocks for some milliseconds the first time.
 
-        Raises PermissionError where this process may not enter the network namespace, OSError where the system is short of something,
+        Raises PermissionError if the network namespace is closed to this process, OSError if the system lacks a resource,
         ProcessLookupError if the process has ended.
         """
         self.forget(lease_id)

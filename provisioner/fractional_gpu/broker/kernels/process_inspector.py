@@ -97,10 +97,10 @@ class ProcessScans:
 
 
 class ProcessInspector:
-    """Answers from snapshots and from the driver what a kernel's processes are.
+    """Classifies a kernel's processes, from snapshots and the driver's answers.
 
-    `off` is why the driver cannot be asked, a sentence; while it is set, what the devices say is all that is known. `counts_processes`:
-    a device is known to count CUDA processes under the pids that they have here.
+    `off` is the reason why the driver cannot be asked; while it is set, only the devices' counts are known. `counts_processes`: a device is
+    known to count CUDA processes under the pids that they have here.
     """
 
     def __init__(self, monitor: Monitor, worker: WorkerLink, *, off: str = "") -> None:
@@ -175,10 +175,10 @@ class ProcessInspector:
         return found
 
     async def _has_cuda(self, kernel: Kernel, host: HostSnapshot, identity: ProcessIdentity) -> bool:
-        """Ask the driver whether the process has CUDA state. A stopped one would not answer, and may have. Raises GPUError.
+        """Ask the driver whether the process has CUDA state. True for a stopped one, which would not answer. Raises GPUError.
 
-        Where it is known what was saved, a failure of the driver on a process that was not saved, and that runs no program of its own, says
-        nothing: that process inherited a context.
+        If it is known which processes were saved, an error about another one that runs its parent's program says nothing: it inherited a
+        context.
         """
         if host.processes.stopped_or_traced(identity):
             return True

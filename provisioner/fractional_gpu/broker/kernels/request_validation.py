@@ -214,8 +214,8 @@ def token_file_of(identity: ProcessIdentity) -> str:
 async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
     """Return the variable once it has the expected value, or its value after a moment.
 
-    `exec` closes the old program's descriptors, by which its parent learns that it worked, before Linux puts the new environment in place.
-    Until then an empty environment is read. Raises as `environment_value`.
+    `exec` tells the parent that it worked (by closing descriptors) before Linux puts the new environment in place; until then it reads as
+    empty. Raises as `environment_value`.
     """
     pause_s, end_s = _EXEC_PAUSE_S, time.monotonic() + _EXEC_PATIENCE_S
     while (value := await ATTACHING.run(environment_value, pid, name)) != expected and time.monotonic() < end_s:

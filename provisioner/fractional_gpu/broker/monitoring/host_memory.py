@@ -91,16 +91,15 @@ class HostMemoryPressure:
         return pressed
 
 
-# Keeps the system's out-of-memory killer from taking a kernel because of its saved state, which makes it look like the biggest process.
+# Keeps the system's out-of-memory killer from choosing a kernel because of its saved state, which makes it look like the biggest process.
 #
-# - While a lease has saved state, its processes' adjustment is lowered by that state's share of the memory that would be full first (the
-#   smallest of its control groups, or the machine): they count as they would without it. What else they use still counts.
-# - As far as is permitted: root with CAP_SYS_RESOURCE may; any other broker may as far as the kernels' adjustment was raised before.
-# - The old value of an adjustment is in a file before it is changed. A broker that is killed leaves it to the next one to put it back.
-# - It is put back once the state is on a device again. What a process of the kernel starts meanwhile inherits the adjustment. So that no
-#   user collects protected processes, those that the user has started since and that have it are set back, too: every half minute, and at
-#   the end. Only a value below 0 is looked for, which users cannot give themselves, and not among root's processes, whose services have
-#   such values.
+# - While a lease has saved state, its processes' `oom_score_adj` is lowered by that state's share of the memory that would be full first
+#   (its smallest control group, or the machine). Other memory still counts.
+# - Root with CAP_SYS_RESOURCE may do this; any other broker only as far as the kernels' adjustment was raised before.
+# - The old value is written to a file first, so that the next broker can restore it if this one is killed.
+# - It is restored once the state is on a device again. New processes of the kernel inherit the lowered value. So that no user collects
+#   protected processes, every half minute and at the end they are set back, too. Only values below 0 count, which users cannot set
+#   themselves, and not root's processes, whose services have such values.
 
 
 log = logging.getLogger(__name__)

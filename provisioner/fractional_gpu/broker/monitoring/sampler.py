@@ -113,11 +113,10 @@ class Sampler:
             log.error("the devices and the machine could not be sampled: %s", error)  # noqa: TRY400 - the sentence says it
 
     async def sample(self) -> None:
-        """Read once and report to the arbiter what changed. A reading that a state change overtook is dropped, at most twice in a row.
+        """Read once and report changes to the arbiter. A reading that a state change overtook is dropped, at most twice in a row.
 
-        A user who changes a lease without end would otherwise blind the broker. The third reading counts, but for the use of the leases
-        that changed during it. What those have given back since counts as a stranger's until the next sample, so no lease is let in too
-        early.
+        Otherwise a user who changes a lease without end would blind the broker. The third reading counts, except for leases that changed
+        during it. Memory that they have since freed counts as a stranger's until the next sample, so no lease is let in too early.
         """
         self._report_host_budget()
         for left in reversed(range(_ATTEMPTS)):

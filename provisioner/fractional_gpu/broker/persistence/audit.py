@@ -106,7 +106,7 @@ class AuditLog:
         """Write the request of an action before the block, and its outcome after it.
 
         Raises InternalBrokerError if the log cannot be written: before the block, which then does not run, or after it. Exceptions of the
-        block pass through. Cancelled (or the peer disconnected): the outcome is `withdrawn`, and is written, too.
+        block pass through. Cancelled (or the peer disconnected): the outcome is `withdrawn`.
         """
         act = Act(what=what, target=target, peer=peer, parameters=parameters)
         try:

@@ -47,8 +47,8 @@ def lease_folder(socket: str, *, simulated: bool) -> Path:
 class LeaseFiles:
     """Writes the second records of one broker. All methods are for its event loop.
 
-    `check_above` raises OSError or BrokerUnavailableError while the folder above is not one that only this user writes to, such as after
-    another user put a folder or a link in its place. Nothing is written then.
+    `check_above` raises OSError or BrokerUnavailableError if another user can write to the folder above, for example after replacing it by
+    a link. Nothing is written then.
     """
 
     def __init__(self, folder: Path, check_above: Callable[[], object] = lambda: None) -> None:

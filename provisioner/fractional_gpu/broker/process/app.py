@@ -220,13 +220,12 @@ def _overrides(options: BrokerOptions) -> dict[str, object]:
 def _take_turn(
     lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_s: float, kept: NameClaim | None = None
 ) -> NameClaim | str | None:
-    """Return the claim of the socket's name if this process is to serve; "" if another broker serves, which is reported to `ready`.
+    """Return the claim of the socket's name if this process should serve, or "" if another broker serves, after reporting it to `ready`.
 
-    None: this process is to serve, but another user's process holds the claim. Another string: the reason why no broker serves.
+    None: this process should serve, but another user's process holds the claim. Another string: the reason why no broker serves.
 
-    A process that holds the lock or the claim is about to serve, serves, or is stopping; after a stop it is this process's turn. A
-    broker with the claim and without the lock has lost its files: it executes itself again with the claim that it `kept` and needs the
-    lock, so give it up.
+    A process with the lock or the claim is starting, serves, or is stopping; after a stop it is this process's turn. A broker that has the
+    claim but not the lock has lost its files: it executes itself again with the claim that it `kept` and needs the lock, so give it up.
     """
     deadline = time.monotonic() + patience_s
     while True:

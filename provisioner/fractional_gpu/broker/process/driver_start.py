@@ -86,10 +86,10 @@ class DriverStart:
             log.warning("checkpointing was tried on a process of our own, which took more than %g s", _SELF_TEST_S)
 
     async def self_test(self, broker: Broker, swaps: Swaps) -> str:
-        """Try a checkpoint on a device that is mostly free; return the result, a sentence for the log. Cancellation kills the process.
+        """Try a checkpoint on a device that is mostly free; return the result as a sentence for the log. Cancellation kills the process.
 
-        The checkpoint worker is the only part that needs privileges, and the driver shows only on a real CUDA process whether it has them.
-        A refusal for good becomes the devices' `why_not`. Any other failure proves nothing.
+        Only the checkpoint worker needs privileges, and only a real CUDA process shows whether the driver accepts them. A final refusal
+        becomes the devices' `why_not`; any other failure proves nothing.
         """
         idle = (
             device_id
@@ -226,9 +226,8 @@ def open_backend(
 ) -> Iterator[Backend]:
     """Open the devices. Raises BackendError, ValueError (a bad `simulate`) or GPUError.
 
-    `device_kind` is the setting of this name; simulated devices go before it.
-
-    With `patient`, block until the machine has a device, for as long as it takes: a system service may start before the driver is loaded.
+    `device_kind` is the setting of this name; simulated devices take precedence. With `patient`, block until the machine has a device: a
+    system service may start before the driver is loaded.
     """
     if simulate is None:
         name, folder, is_new = backend_name(device_kind), None, False

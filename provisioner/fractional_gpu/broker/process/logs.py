@@ -53,8 +53,7 @@ class RepeatFilter(logging.Filter):
 class _PrivateLog(logging.handlers.RotatingFileHandler):
     """A log whose files, old and new, only their owner may read.
 
-    Lines that cannot be written, because the disk is full or the folder is missing, are counted; their number is written when it is
-    possible again.
+    Lines that cannot be written (disk full, folder missing) are counted; the count is written when that is possible again.
     """
 
     _lost = 0

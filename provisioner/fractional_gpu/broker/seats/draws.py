@@ -192,8 +192,8 @@ _DAY_MS = 86_400_000
 class UsageRecorder:
     """Samples how much each user uses each pool, sums it by day in the ledger, and passes it to the forecasts.
 
-    A user is live in a pool while they have a kernel there, and busy while one of these kernels is busy on a device; the memory is what
-    the user's busy kernels use together. `wall` and `now` return milliseconds.
+    A user is live in a pool while they have a kernel there, and busy while one of these is busy on a device; the memory is what the busy
+    kernels use together. `wall` and `now` return milliseconds.
     """
 
     def __init__(

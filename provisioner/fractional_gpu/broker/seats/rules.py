@@ -260,10 +260,10 @@ def total_usage(draws: Iterable[SeatUsage]) -> SeatUsage:
 
 
 class PoolEditor:
-    """Changes the keys of `pools` while the broker runs, at once for existing leases and seats, too, until the broker restarts.
+    """Changes the keys of `pools` in a running broker, at once for existing leases and seats, too, until the broker restarts.
 
-    Leases and seats keep their size, seat, place in the queue and pool, even if the changed pool would no longer give them. `changed` is
-    called with each changed pool; `note` returns a sentence that administrators should read about a pool, or "".
+    Leases and seats keep their size, seat, pool and place in the queue, even if the changed pool would no longer give them. `changed` is
+    called with each changed pool; `note` returns a warning for administrators about a pool, or "".
     """
 
     def __init__(

@@ -263,10 +263,10 @@ class LeaseControl:
 
 
 async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: int) -> int | None:
-    """Return what others used of the first lease's device in the last milliseconds, the mean in thousandths of the device.
+    """Return others' mean use of the first lease's device in the last milliseconds, in thousandths of the device.
 
-    `kernels`: the leases that are no others. None: the lease has no single device, or the device does not count by process: memory shows
-    that a process is there, but not whether it works. A process that has ended does not count: whose it was is not known any more.
+    `kernels`: the leases that do not count as others. None: the lease has no single device, or the device does not count by process. A
+    process that has ended does not count: its owner is no longer known.
     """
     view = broker.arbiter.lease(kernels[0].lease_id)
     if view is None or view.device_id is None or len(view.device_ids) > 1:

@@ -278,10 +278,10 @@ class Residency:
 
 
 async def end_tree(broker: Broker, kernel: Kernel) -> None:
-    """End every process of the kernel's tree, which is read again until none is left. Raises ConflictError for one that does not end.
+    """End every process of the kernel's tree, reading it again until none is left. Raises ConflictError for one that does not end.
 
-    Each is identified by its start time and signalled through its pidfd, so that a reused pid is never hit. Cancelled: processes that
-    were asked to end do so.
+    Each is identified by its start time and signalled through its pidfd, so a reused pid is never hit. Cancelled: processes that were asked
+    to end do so.
     """
     root = kernel.identity
 

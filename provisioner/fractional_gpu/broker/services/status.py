@@ -210,14 +210,13 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
     ]
 
 
-# `GET /v1/events`: tells subscribers the host's status, at once and after each change.
+# `GET /v1/events`: sends subscribers the host's status, at once and after each change.
 #
-# - One task computes the status for all subscribers, at most every `RATE_S` (less often where computing takes long). A subscriber that
-#   reads slowly gets fewer, newer lines; lines are never queued.
-# - Ages and the rest of a pin change with time alone: a difference in them alone causes no line. The time that is left before a deadline
-#   causes one in coarse steps.
-# - A line after the first holds the devices and leases that differ from the line before. Pinned leases, and what has a deadline, are in
-#   each line, because clients count down from when they receive it.
+# - One task computes it for all, at most every `RATE_S` (less often if computing takes long). A slow subscriber gets fewer, newer lines;
+#   lines are never queued.
+# - Ages and the rest of a pin change with time alone and cause no line; the time before a deadline causes one in coarse steps.
+# - Later lines hold the devices and leases that differ from the line before, and always pinned leases and deadlines, because clients count
+#   down from when they receive them.
 
 
 RATE_S = 0.2

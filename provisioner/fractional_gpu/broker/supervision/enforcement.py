@@ -158,13 +158,11 @@ def _described(process: ProcessUse) -> Stranger:
     return Stranger(pid=process.pid, user=user, used_mib=process.used_mib)
 
 
-# Learns what contexts take on each kind of device, so that frameworks' limits leave room for them.
+# Learns the memory of contexts on each kind of device, so that frameworks' limits leave room for them.
 #
-# A kernel's extension says what the frameworks' allocators hold when it has given caches back (the answer to `shrink`); the device says
-# what it charges to the process. Both are known of one moment at each suspend, where the process is locked. A kernel over its cap is asked
-# as soon as it is idle, too: where nothing is ever suspended, this is where a limit that left too little room shows.
-#
-# What is learned reaches kernels with the variables of their next grant; one that was over its cap gets it at once.
+# At each suspend the device's figure for the process, and the extension's figure for the frameworks (its answer to `shrink`), are known for
+# one moment, under the lock. A kernel over its cap is asked as soon as it is idle, too: without suspends, only this shows that a limit left
+# too little room. The result reaches kernels with their next grant, or at once if one was over its cap.
 
 
 _SHRINK_TIMEOUT_S: Final = 10.0
@@ -249,18 +247,16 @@ class ContextLearner:
 
 # Is a kernel that runs no cell really idle? The devices' counters of work decide, in addition to IOPub.
 #
-# A thread that a cell left behind, or a child process, works without a busy message. So a resident kernel that has just become idle by its
-# messages still counts as busy until the counters have shown that its whole process tree is quiet, and counts as busy again whenever they
-# show work.
+# A thread that a cell left behind, or a child process, works without a busy message. So a resident kernel that has just become idle counts
+# as busy until the counters have shown that its whole process tree is quiet, and again whenever they show work.
 #
-# - What a cell did before it ended says nothing. A device reports work with a delay (`settle_us`): for so long after a cell's end it is
-#   not known yet.
-# - Work makes a kernel busy for `QUIET_S` after it was last seen, so that a loop with short pauses is one piece of work.
-# - For a device that reports nothing (MIG instances and some virtual machines), the messages alone decide. It is read again every minute:
-#   a driver that was restarted may report. A command (`jupyter gpu run`) sends no messages: there it counts as at work for as long as it
-#   is resident, unless the connections to it say when it is in use.
+# - A device reports work with a delay (`settle_us`): until then its counters may still show the cell that has just ended.
+# - Work makes a kernel busy for `QUIET_S` after it was last seen, so that a loop with short pauses counts as one.
+# - For a device that reports nothing (MIG instances, some virtual machines) messages alone decide; it is read again every minute, in case
+#   its driver was restarted. A command (`jupyter gpu run`) sends no messages: there it is busy while it is resident, unless its connections
+#   show when it is in use.
 # - All times are since boot: setting the clock makes no kernel busy or quiet.
-# - While a client waits for a suspend (`PendingRequests.suspend_waiters`), only the messages count, and work under way is waited for.
+# - While a client waits for a suspend (`PendingRequests.suspend_waiters`), only messages count; the suspend waits for other work to end.
 
 
 QUIET_S: Final = 2.0

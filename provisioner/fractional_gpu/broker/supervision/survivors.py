@@ -36,16 +36,14 @@ from fractional_gpu.protocol.errors import ConflictError
 if TYPE_CHECKING:
     from fractional_gpu.broker.broker import Broker
 
-# Ends leases whose kernels no process can start again. Only the lease's server does: a Jupyter server, a script that uses jupyter_client,
-# or a launcher that becomes the kernel.
+# Ends leases whose kernels no process can start again. Only a lease's server can: a Jupyter server, a script that uses jupyter_client, or a
+# launcher that becomes the kernel.
 #
-# - The server of a lease is the process that asked for the lease, and from each `attach` on the process that attached the kernel. A server
-#   that takes over a kernel attaches it again.
-# - If the kernel's process has ended and the server has ended, the lease ends at once. While the server lives it may start the kernel
-#   again: the lease is kept for `unattached_ttl`.
-# - If no process was attached and the server has ended, the server may have started a process before it ended. The lease ends when no
-#   process carries its id.
-# - A server that is unknown (it is in another pid namespace, or the lease was taken back without a record) ends nothing.
+# - The server is the process that asked for the lease or, later, the one that attached the kernel. A server that takes over a kernel
+#   attaches it again.
+# - If kernel and server have ended, the lease ends at once. While the server lives it is kept for `unattached_ttl`.
+# - If nothing was attached and the server has ended, it may have started a process before. The lease ends when no process carries its id.
+# - An unknown server (in another pid namespace, or of a lease without a record) ends nothing.
 
 
 ABANDONED: Final = "abandoned"
@@ -402,13 +400,12 @@ def _log_failure(task: "asyncio.Task[None]") -> None:
         log.critical("what a kernel left behind could not be found out", exc_info=error)
 
 
-# Did the system's out-of-memory killer end a kernel? Decided by the counters of control groups, for the sentence that its user gets.
+# Did the system's out-of-memory killer end a kernel? The counters of control groups decide, for the message to the user.
 #
-# - Each group counts its killed processes. A kernel that ends while its group's counter has risen counts as killed; one kill accounts for
-#   one kernel.
-# - A kill older than `_WINDOW_S` accounts for none. The window is wider than it takes a process of many GiB to end after it was killed.
-# - The broker is not the parent of kernels and cannot read how they ended. If it may read the system's log, that decides. Otherwise a
-#   process that the killer took in addition to the kernel, in the same seconds and the same group, can be mistaken for it.
+# - Each group counts its killed processes. A kernel that ends after its group's counter has risen counts as killed; one kill explains one
+#   kernel, and only within `_WINDOW_S`, which is longer than a process of many GiB takes to end.
+# - The broker is not the kernels' parent and cannot read how they ended. If it may read the system's log, that decides. Otherwise another
+#   process that was killed in the same seconds and group can be mistaken for the kernel.
 
 
 _WINDOW_S: Final = 15.0

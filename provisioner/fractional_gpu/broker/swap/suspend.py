@@ -134,8 +134,8 @@ class Suspension:
     ) -> Suspended:
         """Return the outcome, MiB and a sentence. The MiB are what was saved or, if too little was reserved, what is needed.
 
-        `reserve` is asked if more would be saved than the effect says is reserved on the host; without it no more is.
-        Cancellation may leave locks behind: only at the broker's end.
+        `reserve` is asked if the effect reserves too little on the host; without it no more is reserved. Cancellation may leave locks
+        behind: only at the broker's end.
         """
         reserve = reserve or (lambda _mib: effect.host_mib)
         locked: list[ProcessIdentity] = []
@@ -198,9 +198,9 @@ class Suspension:
     async def _close_gate(self, kernel: Kernel) -> Gate:
         """Have our extension keep cells out from now on. Raises StepError if a cell runs.
 
-        A gate that does not answer in time, or is not connected, is no veto: the kernel is treated as one without our extension once the
-        devices' counters were quiet for a while. They decide because Python that does not run (an extension module holds the GIL) looks
-        idle by its messages, too.
+        A gate that is not connected, or does not answer in time, is no veto: once the devices' counters were quiet for a while, the kernel
+        is treated as one without our extension. Python that does not run (an extension module holds the GIL) looks idle by its messages,
+        too.
         """
         await kernel.until_linked(self._times.gate_s)  # right after a broker's start it may not have come back yet
         link = kernel.link
@@ -225,11 +225,11 @@ class Suspension:
         return Gate(shut=link is not None and link.was_read())
 
     async def _shut_gate(self, kernel: Kernel, effect: Suspend) -> Gate:
-        """Have the next cell ask before it runs, if the kernel has an extension. A kernel that is busy is no reason to stop.
+        """Have the next cell ask before it runs, if the kernel has an extension. A busy kernel is no reason to stop.
 
-        An extension that does not answer (the running cell may hold the interpreter) obeys later. Until then a cell that runs blocks in
-        CUDA, and gets its ticket for being busy. Raises StepError if the kernel was to be between two cells, and a cell runs in another of
-        its shells.
+        An extension that does not answer (the running cell may hold the interpreter) obeys later. Until then a running cell blocks in CUDA,
+        and gets its ticket for being busy. Raises StepError if the kernel should be between two cells, but runs one in another of its
+        shells.
         """
         _check_alive(kernel)
         # As in `_close_gate`: a cell that enters the open gate would block without a line.

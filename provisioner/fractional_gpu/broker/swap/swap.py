@@ -47,8 +47,8 @@ class Truth:
 class Swaps:
     """Carries out one operation at a time with the checkpoint worker.
 
-    `overhead_mib` is what no lease may have of each device: a restore leaves a margin free, and no more than that. `check` says of each
-    kernel whether it can be checkpointed; `off` why nothing can.
+    `overhead_mib` is kept free of leases on each device: a restore leaves a margin free, and no more than that. `check` returns whether a
+    kernel can be checkpointed; `off` is the reason why none can.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class Swaps:
     ) -> str:
         """Return a sentence about the first of the devices without the room for what is saved of these processes, or "".
 
-        How much of what was saved belongs on which of several devices is not known: each must have room for all of it, or be as free as
-        what is reserved there. A device that no other process uses will never have more room: it needs no margin. Raises GPUError.
+        How the saved memory divides between several devices is unknown: each must have room for all of it, or be as free as what is
+        reserved there. A device that no other process uses needs no margin: it will never have more room. Raises GPUError.
         """
         need_mib = saved_mib if len(device_ids) == 1 else min(saved_mib, reserve_mib)
         for device_id in device_ids:
@@ -293,8 +293,8 @@ def _rest_mib(
 ) -> int:
     """Return what the saved processes of a half-saved tree need on its devices, MiB; 0: unknown.
 
-    The broker that saved them knows it of each. A later one knows the sum, and subtracts what is locked, which has what it had then. What
-    runs is not subtracted: it may have grown, or come since.
+    The broker that saved them knows each one's size. A later one knows only the sum, and subtracts the locked processes, which have not
+    changed. It does not subtract running ones, which may have grown or be new.
     """
     if kernel.checkpoint.sizes:
         saved = [
