@@ -225,6 +225,7 @@ async def test_kernels_without_a_record_are_listed_and_nothing_of_them_is_guesse
     driver = OneDevice()
     other = socket.with_name("other.sock")
     with (
+        carrier("one", other, connection=connection),  # older, and of the same id: it hides nothing
         carrier("one", socket, connection=connection) as process,
         carrier("job", socket),
         carrier("theirs", other, connection=connection),

@@ -73,7 +73,8 @@ class Command:
 def carriers(uid: int | None, socket: str | None = None) -> list[Carrier]:
     """Return the oldest process of each lease and user, oldest first; of one user only if `uid` is given.
 
-    With `socket`, only those that were started for the broker on that socket. Blocks. Raises OSError.
+    With `socket`, only those that were started for the broker on that socket, even if an older one carries the same id for another broker.
+    Blocks. Raises OSError.
     """
     snapshot = scan(LEASE_VARIABLE, None if uid is None else {uid})
     oldest: dict[tuple[str, int], Carrier] = {}
@@ -82,10 +83,11 @@ def carriers(uid: int | None, socket: str | None = None) -> list[Carrier]:
             continue
         for identity in members:
             owner = snapshot.owner(identity)
-            if owner is not None:
-                oldest.setdefault((lease_id, owner), Carrier(lease_id=lease_id, uid=owner, identity=identity))
-    found = sorted(oldest.values(), key=lambda one: (one.identity.start_time, one.identity.pid))
-    return [one for one in found if socket is None or _is_for(one.identity.pid, socket)]
+            if owner is None or (lease_id, owner) in oldest:
+                continue
+            if socket is None or _is_for(identity.pid, socket):
+                oldest[lease_id, owner] = Carrier(lease_id=lease_id, uid=owner, identity=identity)
+    return sorted(oldest.values(), key=lambda one: (one.identity.start_time, one.identity.pid))
 
 
 def _is_for(pid: int, socket: str) -> bool:
