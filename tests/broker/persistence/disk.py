@@ -15,9 +15,10 @@ _PATIENCE_S = 30.0
 
 
 class Disk(Ledger):
-    """While it is full every write fails. While `goes_on` is clear every write waits, up to 30 s."""
+    """While it is full every write fails, for `reason`. While `goes_on` is clear every write waits, up to 30 s."""
 
     full = False
+    reason = "the disk is full"
 
     def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
         super().__init__(path, connection, lock)
@@ -27,5 +28,5 @@ class Disk(Ledger):
     def _write(self, statement: str, values: Mapping[str, Any] | tuple[Any, ...]) -> int:
         self.goes_on.wait(_PATIENCE_S)
         if self.full:
-            raise LedgerError("the disk is full")
+            raise LedgerError(self.reason)
         return super()._write(statement, values)

@@ -240,6 +240,56 @@ async def test_a_write_of_ours_that_is_broken_is_not_repeated(ledger: Ledger) ->
     await writer.close()
 
 
+async def test_a_repeated_write_that_always_fails_does_not_make_others_fail(
+    ledger: Ledger, transactions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_LOOK_AGAIN_S", 60)
+    writer = LedgerWriter(ledger)
+
+    def broken() -> None:
+        ledger.record("lease", 1, "test", "half of it")
+        raise LedgerError("the ledger cannot be used: string or blob too big")
+
+    with pytest.raises(LedgerError, match="too big"):
+        await writer.submit(broken, again=True)
+    with pytest.raises(LedgerError, match="too big"):
+        await writer.flushed()  # writes nothing, so the disk may be the cause
+    assert writer.trouble
+    for word in ("a", "b"):
+        before, failed = writer.submit(note(ledger, f"{word}1")), writer.submit(broken, again=True)
+        after = writer.submit(note(ledger, f"{word}2"))
+        await before
+        with pytest.raises(LedgerError, match="too big"):
+            await failed
+        await after
+        assert not writer.trouble
+    count = len(transactions)
+    await writer.run(note(ledger, "c"))
+    assert len(transactions) == count + 1, "none of them is repeated"
+    assert told(ledger) == ["a1", "a2", "b1", "b2", "c"]
+    await writer.close()
+
+
+async def test_while_nothing_can_be_written_what_is_repeated_is_kept_in_order(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the disk is not full, but fails."""
+    monkeypatch.setattr(writer_module, "_LOOK_AGAIN_S", 60)
+    monkeypatch.setattr(disk, "reason", "disk I/O error")
+    writer = LedgerWriter(disk)
+    disk.full = True
+    written = [writer.submit(note(disk, f"must {number}"), again=True) for number in range(3)]
+    for one in written:
+        with pytest.raises(LedgerError, match="I/O error"):
+            await one
+    assert writer.trouble
+    disk.full = False
+    await writer.run(note(disk, "later"))
+    assert told(disk) == ["must 0", "must 1", "must 2", "later"]
+    assert not writer.trouble
+    await writer.close()
+
+
 async def test_others_write_while_much_is_pruned(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels wait for the ledger before they get a device."""
     writer, left = LedgerWriter(ledger), [True, True, False]

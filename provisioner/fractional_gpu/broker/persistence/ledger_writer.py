@@ -45,6 +45,14 @@ class _Write:
     again: bool  # repeat it until it succeeds
 
 
+class _ActError(Exception):
+    """One act of a transaction failed; rolls the transaction back."""
+
+    def __init__(self, number: int, error: LedgerError) -> None:
+        super().__init__(str(error))
+        self.number, self.error = number, error
+
+
 class LedgerWriter:
     """The only user of an open ledger: one thread, one writer. Long reads have a thread of their own: no write waits for them."""
 
@@ -71,7 +79,8 @@ class LedgerWriter:
         """Write soon, after everything submitted before. Returns a future that is done when the write is on the disk.
 
         A failure is logged; a restarted broker queries the driver for the truth anyway. With `again`, a valid write that fails (the disk
-        is full) is repeated before all later writes until it succeeds. Its future has failed by then.
+        is full) is repeated before all later writes until it succeeds, or until it fails though others can be written. Its future has
+        failed by then.
         """
         done = self._enqueue(act, again=again)
         done.add_done_callback(_log_failure)
@@ -203,21 +212,46 @@ class LedgerWriter:
             self._enqueue(partial(self.ledger.keep, "last-look", "")).add_done_callback(_seen)
 
     def _write(self, acts: list[Callable[[], None]]) -> list[LedgerError | None]:
-        failures: list[LedgerError | None] = []
+        """Write all in one transaction; return how each failed. Raises LedgerError if nothing can be written.
+
+        One that fails is left out of the next attempt, in which the others keep their order: a write that fails each time, and is
+        repeated before all others, would make them fail for ever.
+        """
+        failures: list[LedgerError | None] = [None] * len(acts)
+        first: LedgerError | None = None
         points = sorted({_name(act) for act in acts}) if files.enabled() else []
         _reach(points, "before")
-        with self.ledger.transaction():
-            for act in acts:
-                try:
-                    act()
-                except RecordError as error:  # this record was invalid and changed nothing; the others stand
-                    failures.append(error)
-                else:
-                    failures.append(None)
-            _reach(points, "unfinished")
+        while True:
+            try:
+                with self.ledger.transaction():
+                    _run(acts, failures)
+                    _reach(points, "unfinished")
+                break
+            except _ActError as failed:
+                if _is_full(failed.error):
+                    raise failed.error from failed
+                first = first or failed.error
+                failures[failed.number] = RecordError(str(failed.error))
+        if first is not None and not any(
+            failure is None and act is not _nothing for act, failure in zip(acts, failures, strict=True)
+        ):
+            raise first  # the cause may be the disk
         self.size_bytes = self.ledger.size_bytes()
         _reach(points, "after")
         return failures
+
+
+def _run(acts: list[Callable[[], None]], failures: list[LedgerError | None]) -> None:
+    """Run the acts that have not failed yet."""
+    for number, act in enumerate(acts):
+        if failures[number] is not None:
+            continue
+        try:
+            act()
+        except RecordError as error:  # this record was invalid and changed nothing; the others stand
+            failures[number] = error
+        except LedgerError as error:
+            raise _ActError(number, error) from error
 
 
 def _retentions() -> Iterator[tuple[int, int]]:
@@ -241,8 +275,12 @@ def _reach(points: list[str], moment: str) -> None:
             raise LedgerError("the ledger cannot be used: a test says that the disk is full")
 
 
+def _is_full(error: LedgerError) -> bool:
+    return "disk is full" in str(error)  # SQLite's words; the path, which is named too, may contain "full"
+
+
 def _explained(folder: Path, error: LedgerError) -> str:
-    if "full" in str(error):
+    if _is_full(error):
         return (
             f"the broker's state folder {folder} is full; free some room there (`df -h {folder}`), and everything goes on by itself, "
             "within seconds"
