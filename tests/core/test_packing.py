@@ -18,12 +18,10 @@ from fractional_gpu.core.seat_packing import (
     admissible_milli,
     choose_device,
     estimated_usage,
-    late_chance_millionths,
     least_waiting,
     more_seats,
     more_seats_in,
     still_waiting_milli,
-    wait_chance_millionths,
     wait_chance_with,
     wait_quantile_ms,
 )
@@ -44,43 +42,47 @@ def _enumerated(loads: list[SeatLoad], capacity: int) -> Fraction:
     return waiting / expected
 
 
+def waiting(loads: list[SeatLoad], capacity: int) -> int:
+    *there, last = loads
+    return wait_chance_with(last, [SeatDevice(device_id="0", capacity_mib=capacity, loads=tuple(there))], "0")
+
+
 @given(loads=st.lists(LOADS, min_size=1, max_size=7))
 def test_it_is_what_enumeration_gives(loads: list[SeatLoad]) -> None:
     exact = _enumerated(loads, 1000)  # a device of 1000 MiB: thousandths are MiB, and nothing is rounded
-    forecast = Fraction(wait_chance_millionths(loads, 1000), 1_000_000)
+    forecast = Fraction(waiting(loads, 1000), 1_000_000)
     assert exact <= forecast <= exact + Fraction(2, 1_000_000)
 
 
 @given(loads=st.lists(LOADS, max_size=12), more=LOADS, capacity=st.integers(1, 2000))
 def test_more_memory_never_makes_the_wait_longer(loads: list[SeatLoad], more: SeatLoad, capacity: int) -> None:
     seats = [*loads, more]
-    assert wait_chance_millionths(seats, capacity + 500) <= wait_chance_millionths(seats, capacity)
+    assert waiting(seats, capacity + 500) <= waiting(seats, capacity)
 
 
-@given(loads=st.lists(LOADS, min_size=2, max_size=12), capacity=st.integers(1, 2000))
-def test_the_order_of_the_seats_does_not_matter(loads: list[SeatLoad], capacity: int) -> None:
-    assert wait_chance_millionths(loads, capacity) == wait_chance_millionths(reversed(loads), capacity)
+@given(loads=st.lists(LOADS, min_size=2, max_size=12), more=LOADS, capacity=st.integers(1, 2000))
+def test_the_order_of_the_seats_does_not_matter(loads: list[SeatLoad], more: SeatLoad, capacity: int) -> None:
+    assert waiting([*loads, more], capacity) == waiting([*reversed(loads), more], capacity)
 
 
 @given(load=LOADS, count=st.integers(1, 20))
 def test_one_more_like_the_others_never_makes_the_wait_shorter(load: SeatLoad, count: int) -> None:
-    before = wait_chance_millionths([load] * count, 1000)
-    assert wait_chance_millionths([load] * (count + 1), 1000) >= before - 1
+    before = waiting([load] * count, 1000)
+    assert waiting([load] * (count + 1), 1000) >= before - 1
 
 
 @given(load=LOADS)
 def test_who_is_alone_on_a_device_that_is_large_enough_never_waits(load: SeatLoad) -> None:
-    assert wait_chance_millionths([load], load.mib) == 0
-    assert wait_chance_millionths([], 1000) == 0
+    assert waiting([load], load.mib) == 0
 
 
 @given(loads=st.lists(LOADS, min_size=1, max_size=8))
 def test_seats_whose_sum_fits_never_wait(loads: list[SeatLoad]) -> None:
-    assert wait_chance_millionths(loads, 1000 * len(loads) + 1000) == 0
+    assert waiting(loads, 1000 * len(loads) + 1000) == 0
 
 
 def test_without_memory_everybody_waits() -> None:
-    assert wait_chance_millionths([SeatLoad(mib=1, duty_milli=1)], 0) == 1_000_000
+    assert waiting([SeatLoad(mib=1, duty_milli=1)], 0) == 1_000_000
 
 
 def test_half_of_those_who_wait_still_wait_after_the_median_of_a_cell() -> None:
@@ -92,8 +94,9 @@ def test_half_of_those_who_wait_still_wait_after_the_median_of_a_cell() -> None:
 
 def test_a_longer_target_is_kept_more_often() -> None:
     crowd = [SeatLoad(mib=250, duty_milli=400)] * 12
-    at_once, later = (late_chance_millionths(crowd, 1000, target) for target in (0, 240_000))
-    assert at_once == wait_chance_millionths(crowd, 1000)
+    place = SeatDevice(device_id="0", capacity_mib=1000, loads=tuple(crowd[1:]))
+    at_once, later = (choose_device(crowd[0], [place], target_ms=ms, bound_milli=1000)[1] for ms in (0, 240_000))
+    assert at_once == waiting(crowd, 1000)
     assert later == -(-at_once // 4)
 
 
@@ -129,11 +132,6 @@ def test_devices_are_filled_one_after_the_other_up_to_the_bound() -> None:
     each = len(order) // 2
     assert each > 8, "more seats than the caps alone would allow"
     assert order == ["a"] * each + ["b"] * each
-    # Just full: what was admitted keeps the bound, and one more would not.
-    full = [seat] * each
-    assert (
-        late_chance_millionths(full, 80_000, 30_000) <= 50_000 < late_chance_millionths([*full, seat], 80_000, 30_000)
-    )
 
 
 def test_a_seat_that_no_device_can_hold_has_no_place() -> None:
@@ -146,7 +144,7 @@ def test_a_seat_that_no_device_can_hold_has_no_place() -> None:
 def test_a_forecast_for_a_full_device_takes_little_time(seats: int) -> None:
     crowd = [SeatLoad(mib=400 + number, duty_milli=100) for number in range(seats)]
     begun = time.process_time()
-    wait_chance_millionths(crowd, 81_920)
+    waiting(crowd, 81_920)
     assert time.process_time() - begun < 2.0  # about 0.1 s; the bound only catches another order of growth
 
 
@@ -191,7 +189,7 @@ def test_a_seat_that_must_be_placed_goes_where_the_fewest_cells_wait() -> None:
     )
     place, chance = least_waiting(load, [crowded, calm])
     assert place is calm
-    assert chance == wait_chance_millionths([load, load], 1000)
+    assert chance == waiting([load, load], 1000)
     assert least_waiting(SeatLoad(mib=1001, duty_milli=1), [crowded, calm]) == (None, 1_000_000)
 
 

@@ -17,7 +17,7 @@ no room for another of its size. Independence breaks first, in a lesson where al
 Integers only: MiB, milliseconds, millionths; the same seats give the same forecast, in any order.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -125,22 +125,16 @@ def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usag
     return Usage(duty_milli=min(1000, max(1, duty)), active_mib=max(1, mib))
 
 
-def wait_chance_millionths(loads: Iterable[SeatLoad], capacity_mib: int) -> int:
-    """Return the chance that a cell of one of these seats finds no room when it begins."""
-    return _wait_chance(tuple(sorted(loads)), None, capacity_mib)
-
-
-def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad | None, capacity_mib: int, bins: int = _BINS) -> int:
+def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad, capacity_mib: int, bins: int) -> int:
     """Return the chance with one more seat. `loads` are sorted: rounding depends on the order by a hair, the forecast must not."""
-    expected = sum(load.duty_milli for load in loads) + (more.duty_milli if more is not None else 0)
+    expected = sum(load.duty_milli for load in loads) + more.duty_milli
     if not expected:
         return 0
     if capacity_mib < 1:
         return 1_000_000
     chance, active = _distribution(loads, capacity_mib, bins)
-    if more is not None:
-        active = active.copy()
-        _add_seat(chance.copy(), active, more, capacity_mib)
+    active = active.copy()
+    _add_seat(chance.copy(), active, more, capacity_mib)
     return _millionths(active, expected)
 
 
@@ -183,11 +177,6 @@ def still_waiting_milli(target_ms: int, median_ms: int = CELL_MEDIAN_MS) -> int:
         return 0
     upper = 1000 * (2 * median_ms - rest)  # the chord lies above the curve
     return -(-upper // (2 * median_ms << halvings))
-
-
-def late_chance_millionths(loads: Iterable[SeatLoad], capacity_mib: int, target_ms: int) -> int:
-    """Return the chance that a cell of one of these seats waits longer than `target_ms`."""
-    return _late_chance(wait_chance_millionths(loads, capacity_mib), target_ms)
 
 
 def _late_chance(wait_millionths: int, target_ms: int) -> int:

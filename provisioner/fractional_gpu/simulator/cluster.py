@@ -44,14 +44,10 @@ _DUTY_STEP = 10  # thousandths: forecasts of like loads are computed once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitTerms:
-    """How long a cell should wait at most (ms), and the thousandths of the cells that may wait longer.
-
-    `together`: devices on which each other's suspended kernels may resume are forecast together; False: one by one, for comparison.
-    """
+    """How long a cell should wait at most (ms), and the thousandths of the cells that may wait longer."""
 
     target_ms: int = WAIT_TARGET_MS
     bound_milli: int = WAIT_BOUND_MILLI
-    together: bool = True
 
 
 @dataclass(slots=True)
@@ -122,7 +118,7 @@ class Node:
                 device_id=device.device_id,
                 capacity_mib=device.leasable_mib,
                 loads=tuple(there),
-                kind=device.name if self.terms.together and pool.may_move and not device.why_no_move else "",
+                kind=device.name if pool.may_move and not device.why_no_move else "",
             )
             for device, there in zip(self.host.devices, loads, strict=True)
         ]
