@@ -21,7 +21,7 @@ class LedgerInUseError(LedgerError):
 
 
 class RecordError(LedgerError):
-    """The file is sound, but the write contradicts its contents (an ended lease)."""
+    """The file is sound, but the write contradicts its contents (an ended lease), or fails alone while others can be written."""
 
 
 @dataclass(slots=True, kw_only=True)
