@@ -13,11 +13,19 @@ While holding costs nothing, no lease leaves: a ticket that needs the room takes
 need for other leases, so no lease leaves in this way if more than half of host memory would be in use.
 """
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fractional_gpu.core.effects import SuspendAnnounced
 from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.model import LeaseState, PoolSpec
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Lease, OccupancyKind, Ticket
 from fractional_gpu.core.suspend import is_expected, lacks_device, suspendable_from_ms
+from fractional_gpu.core.units import format_duration
+
+if TYPE_CHECKING:
+    from fractional_gpu.core.changes import Changes
 
 _BETWEEN_REVIEWS_MS = 10_000
 
@@ -37,7 +45,7 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
     if idle_ms is None:
         return None
     willing_ms = suspendable_from_ms(pool, lease)
-    if willing_ms is None or lacks_device(books, lease) or not spares_host_memory(books, lease):
+    if willing_ms is None or lacks_device(books, lease) or not _spares_host_memory(books, lease):
         return None
     due_ms = max(lease.last_active_ms + idle_ms, willing_ms)
     if lease.expectation is not None and is_expected(books, lease):
@@ -45,11 +53,50 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
     return due_ms
 
 
-def spares_host_memory(books: Books, lease: Lease) -> bool:
+def _spares_host_memory(books: Books, lease: Lease) -> bool:
     """Return whether half of host memory is left to tickets if a lease leaves for its cost alone."""
     if books.policy(lease).idle_after_ms is not None:
         return True
     return books.host_left_mib - lease.host_need_mib >= books.host_budget_mib // 2
+
+
+def suspend_idle(changes: "Changes", leases: Iterable[Lease]) -> bool:
+    """Suspend those of the leases that have idled for long enough. Returns whether room had been kept for one of them to grow in place."""
+    books, kept = changes.books, False
+    for lease in leases:
+        if not changes.channel_free:
+            break
+        due_ms = idle_due_ms(books, lease)
+        if due_ms is None or due_ms > books.now_ms or _neighbours_leave_for(lease):
+            continue
+        if lease.host_need_mib > books.host_left_mib:
+            changes.ask_to_shrink(lease)
+            continue
+        kept |= lease.is_growing
+        why = f"idle for {format_duration(books.now_ms - lease.last_active_ms)}"
+        if books.policy(lease).idle_after_ms is None:
+            why += ", and keeping its memory costs others more than restoring it"
+        changes.begin_suspend(lease, "suspend.idle", why)
+    return kept
+
+
+def _neighbours_leave_for(lease: Lease) -> bool:
+    """Return whether neighbours are leaving so that the lease can grow in place: its own suspend would waste that."""
+    wait = lease.ticket.wait if lease.ticket is not None else None
+    return lease.is_growing and wait is not None and wait.code == "wait.making-room"
+
+
+def announce(changes: "Changes", lease: Lease) -> None:
+    """Warn an idle kernel once before it is suspended for idling, if its pool says so."""
+    warn_ms, now_ms = changes.books.policy(lease).warn_before_ms, changes.now_ms
+    due_ms = idle_due_ms(changes.books, lease) if warn_ms else None
+    if due_ms is None or due_ms == lease.announced_ms or not now_ms < due_ms <= now_ms + warn_ms:
+        return
+    lease.announced_ms = due_ms
+    changes.books.mark_changed(lease)
+    changes.effects.append(SuspendAnnounced(lease_id=lease.lease_id, at_ms=due_ms))
+    left = format_duration(due_ms - now_ms)
+    changes.record(lease.lease_id, "suspend.announced", f"idle: it is suspended in {left} unless it runs something")
 
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:

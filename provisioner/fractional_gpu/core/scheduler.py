@@ -9,9 +9,8 @@ together. All share the swap channels.
 from heapq import heapify, heappop, heappush
 
 from fractional_gpu.core.changes import Changes
-from fractional_gpu.core.effects import SuspendAnnounced
 from fractional_gpu.core.foresight import EarlyResumes, Expectations, HostMemoryRelief
-from fractional_gpu.core.idle import idle_due_ms, spares_host_memory
+from fractional_gpu.core.idle import announce, idle_due_ms, suspend_idle
 from fractional_gpu.core.lifecycle import StartReservations
 from fractional_gpu.core.limits import Pins
 from fractional_gpu.core.model import LeaseState
@@ -23,7 +22,7 @@ from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Lease, Reason
 from fractional_gpu.core.suspend import lacks_device
 from fractional_gpu.core.transitions import Cause
-from fractional_gpu.core.units import format_duration, format_memory
+from fractional_gpu.core.units import format_memory
 
 # -- scheduler ---------------------------------------------------------------------------------------------------------
 _SPARE_PASSES = 4  # over the queue in one event, in addition to two for each waiting lease; a second pass is rare
@@ -69,7 +68,7 @@ class Scheduler:
         self._relief.relieve()
         self._early_resumes.begin()
         self._compute_relief.relieve()
-        if self._suspend_idle():
+        if suspend_idle(self._changes, list(self._deadlines.ripe.values())):
             self._serve_tickets()
         self._packing.pack()
         self._settle_gates()
@@ -118,21 +117,7 @@ class Scheduler:
             self.expectations.take_due(lease)
             self.start_reservations.mark_lapsed(lease)
             self.departures.end_processes_if_due(lease)
-            self._announce(lease)
-
-    def _announce(self, lease: Lease) -> None:
-        """Warn an idle kernel once before it is suspended for idling, if its pool says so."""
-        warn_ms, now_ms = self._books.policy(lease).warn_before_ms, self._changes.now_ms
-        due_ms = idle_due_ms(self._books, lease) if warn_ms else None
-        if due_ms is None or due_ms == lease.announced_ms or not now_ms < due_ms <= now_ms + warn_ms:
-            return
-        lease.announced_ms = due_ms
-        self._books.mark_changed(lease)
-        self._changes.effects.append(SuspendAnnounced(lease_id=lease.lease_id, at_ms=due_ms))
-        left = format_duration(due_ms - now_ms)
-        self._changes.record(
-            lease.lease_id, "suspend.announced", f"idle: it is suspended in {left} unless it runs something"
-        )
+            announce(self._changes, lease)
 
     def _suspend_asked(self) -> None:
         for lease in [one for one in self._books.leases.values() if one.suspend_requested]:
@@ -177,44 +162,6 @@ class Scheduler:
             return None
         need, left = format_memory(need_mib), format_memory(max(0, left_mib))
         return Reason("host-memory", f"saving it is expected to take {need} of host memory, of which {left} are left")
-
-    def _suspend_idle(self) -> bool:
-        """Suspend leases that were idle for long enough. Returns whether room had been kept for one of them to grow in place."""
-        now_ms, kept = self._changes.now_ms, False
-        for lease in list(self._deadlines.ripe.values()):
-            if not self._changes.channel_free:
-                break
-            if lease.state is LeaseState.ENDED:
-                continue
-            if lease.host_need_mib > self._books.host_left_mib:
-                due_ms = idle_due_ms(self._books, lease)
-                if due_ms is not None and due_ms <= now_ms:
-                    self._changes.ask_to_shrink(lease)
-                continue
-            if not spares_host_memory(self._books, lease):
-                self._books.mark_changed(lease)  # it is due again when host memory is freed
-                continue
-            if self._makes_room_to_grow(lease):
-                continue
-            due_ms = idle_due_ms(self._books, lease)
-            if due_ms is not None and due_ms <= now_ms:
-                idle = format_duration(now_ms - lease.last_active_ms)
-                kept |= lease.is_growing
-                why = f"idle for {idle}"
-                if self._books.policy(lease).idle_after_ms is None:
-                    why += ", and to hold its memory is expected to cost more than to bring it back"
-                self._changes.begin_suspend(lease, "suspend.idle", why)
-        return kept
-
-    def _makes_room_to_grow(self, lease: Lease) -> bool:
-        """Return whether neighbours are leaving so that the lease can grow in place: its own suspend would waste that."""
-        ticket = lease.ticket
-        return (
-            lease.is_growing
-            and ticket is not None
-            and ticket.wait is not None
-            and ticket.wait.code == "wait.making-room"
-        )
 
 
 # -- deadlines ---------------------------------------------------------------------------------------------------------
