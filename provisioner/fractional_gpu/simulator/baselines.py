@@ -1,9 +1,8 @@
 """What users do without this project, on the same trace, for comparison; docs/simulator.md describes each of `BASELINES`.
 
-A wait at the door, and the wait of a culled kernel for GPUs, delay everything of the session that comes after. Of several hosts, a session
-is on one of them, and keeps to it for as long as it has devices there. It goes where least is left over: whole GPUs to the host with the
-fewest free ones that are enough, a fraction to the device with the least room that is enough, several devices to the host on which the
-fewest are free.
+A wait at the door, and a culled kernel's wait for GPUs, delay the rest of the session. A session stays on one host while it has devices
+there. Hosts are chosen by best fit: whole GPUs go to the host with the fewest free ones that suffice, a fraction to the device with the
+least room that suffices, several devices to the host with the fewest free.
 """
 
 from collections import deque
@@ -221,7 +220,7 @@ class _Whole(_Base):
         self._admit()
 
     def _admit(self) -> None:
-        """Let the first in the queue have its GPUs, as long as there are enough for it on one host."""
+        """Serve the queue in order while one host has enough GPUs for the first session."""
         while self._door:
             kernel, then = self._door[0]
             gpus = kernel.session.gpus

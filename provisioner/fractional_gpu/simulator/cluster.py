@@ -1,9 +1,9 @@
-"""Many hosts behind an engine (Slurm, Kubernetes) that knows numbers only: how it gives a job its node, and how long jobs queue there.
+"""Many hosts behind an engine (Slurm, Kubernetes) that knows only counts: which node a job gets, and how long jobs queue.
 
-docs/cluster-simulation.md describes what the engine counts (`EngineDoor`). The count is how many thousandths more of its devices a node's
-broker would give away, by the forecast that places a hub's seats (`core.seat_packing`), asked as the node's agent asks it: how many seats
-of each fraction on offer, of users of whom nothing is known, the node takes within the pool's `wait_bound`. A job that has begun is a
-seat on the device that the forecast chooses; what its user does is learnt from the cells that have ended on this node.
+docs/cluster-simulation.md describes what the engine counts (`EngineDoor`). A node's count is how many more thousandths of its devices its
+broker would grant, by the forecast that places a hub's seats (`core.seat_packing`): how many seats of each fraction on offer, of unknown
+users, the node takes within the pool's `wait_bound`. A job that has begun is a seat on the device that the forecast chooses; its user's
+habits are learnt from the cells that have ended on this node.
 """
 
 from array import array
@@ -140,8 +140,8 @@ def _busy_ms(session: Session, now_ms: int) -> int:
     )
 
 
-AGENT_MS = 2_000  # after a job began or ended on a node, its agent has written the count anew
-LOOK_MS = 60_000  # how often all counts are written while jobs wait: what is known of users changes as their cells end
+AGENT_MS = 2_000  # from a job's begin or end on a node until its agent has updated the count
+LOOK_MS = 60_000  # how often all counts are written while jobs wait: forecasts change as cells end
 
 
 def later(session: Session, by_ms: int) -> Session:
@@ -260,9 +260,9 @@ def run_engine(
 ) -> Result:
     """Run the trace behind the engine; `doors` of the result are the waits in its queue.
 
-    `terms`: of the pool, for the counts. `processes`: so many hosts run at a time. `record` is a file, or with counts one for each host
-    beside it. `progress` is given the sessions that ended, and all; `placing` those that the engine has seen end. Raises SimulationError
-    for a session that no host can serve, or for which no count is ever enough.
+    `terms`: of the pool, for the counts. `processes`: how many hosts run at a time. `record` is a file, or with counts one per host next to
+    it. `progress` gets the number of ended sessions and of all; `placing` the number that the engine has seen end. Raises
+    SimulationError for a session that no host can serve, or for which no count is ever enough.
     """
     if door in _BASELINES:
         result = run_baseline(_BASELINES[door], hosts, trace, record=record, progress=progress)

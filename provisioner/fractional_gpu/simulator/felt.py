@@ -1,6 +1,6 @@
-"""What a user feels of sharing: waits of cells, waits at the door, lateness and stretch, which docs/simulator.md defines.
+"""What users feel of sharing: waits of cells and at the door, lateness and stretch (docs/simulator.md defines them).
 
-All are of GPU cells only; times in ms, stretches in thousandths. A cell that fails for want of memory has a wait only. The stretch is the
+Only GPU cells count; times in ms, stretches in thousandths. A cell that runs out of memory has only a wait. The stretch is the
 bounded slowdown of Feitelson, Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
 """
 
@@ -80,10 +80,10 @@ USERS_TOO_LATE = "more than 5 % of the users have a lateness whose 95th percenti
 
 @dataclass(slots=True)
 class _Allowance:
-    """How many times may still be longer than a limit if their percentile is to keep it.
+    """How many more times can exceed a limit before their percentile does.
 
     The percentile p of n times (nearest rank) keeps a limit exactly if at most n - ceil(n p) of them are longer, and times are only added.
-    So once more than floor(N (1 - p)) of at most N times are longer, no rest of the run can bring the percentile back.
+    So if more than floor(N (1 - p)) of at most N times are longer, the rest of the run cannot change the outcome.
     """
 
     limit_ms: int
@@ -139,7 +139,7 @@ class Felt:
             self.hopeless = allowance.sentence
 
     def waited(self, wait_ms: int, overdue: int = 0, *, host: int = 0) -> None:
-        """Count a cell that begins after so long a wait, ms; it was counted as overdue for so many of the limits, shortest first."""
+        """Count a cell that begins after `wait_ms`; it was already counted as overdue for the `overdue` shortest limits."""
         self.waits_ms.setdefault(host, []).append(wait_ms)
         for allowance in self._waits[overdue:]:
             if allowance.spent(wait_ms):
@@ -155,7 +155,7 @@ class Felt:
         self._is_late(user, late_ms, stretch_milli(late_ms, alone_ms))
 
     def add(self, other: "Felt", host: int) -> None:
-        """Count all that was felt on one host by itself, as what was felt on that host."""
+        """Add the figures of a host that ran alone."""
         for wait_ms in chain(*other.waits_ms.values()):
             self.waited(wait_ms, host=host)
         for wait_ms in other.doors_ms:

@@ -1,8 +1,8 @@
-"""Many hosts: sessions are given their hosts, at the door on one clock, or all of them beforehand, and then each host runs by itself.
+"""Many hosts: sessions get their hosts at the door, on one clock, or all beforehand, and then each host runs separately.
 
 docs/simulator.md describes the rules (`PlaceRule`). A rule knows what a hub or an engine could know at login, and nothing of what the
-hosts' arbiters do, so the hosts can run one by one, or beside each other. A session stays on its host and hosts share nothing, so a host's
-run is the same alone as beside the others, and what comes out is what one run over all hosts would give.
+hosts' arbiters do. Sessions stay on their host and hosts share nothing, so separate runs, in turn or in parallel, give the figures of one
+run over all hosts.
 """
 
 import multiprocessing
@@ -35,7 +35,7 @@ from fractional_gpu.simulator.traces import Session
 
 _MILLIONTHS = 1_000_000
 _PRIOR_UTIL_PERCENT = 15  # about the mean of the published utilisations
-_PRIOR_BUSY_MS = 30 * 60_000  # counts as much as so long a time of cells
+_PRIOR_BUSY_MS = 30 * 60_000  # the prior weighs as much as cells of this total length
 SUMS = (
     "busy", "held", "suspends", "resumes", "failed_swaps", "early_resumes", "vain_mib", "preemptions", "moved_mib", "out_of_memory", "lost",
 )  # fmt: skip
@@ -52,8 +52,8 @@ class PlaceRule(StrEnum):
 class Way:
     """How sessions are given their hosts.
 
-    By a `DoorRule` as they open, and all hosts run on one clock; or by a `PlaceRule` beforehand, with draws by `seed`, and each host runs
-    by itself in one of so many `processes`.
+    By a `DoorRule` as they open, and all hosts run on one clock; or by a `PlaceRule` beforehand, with draws by `seed`, and the hosts run
+    separately in `processes` processes.
     """
 
     rule: DoorRule | PlaceRule = DoorRule.FIT
@@ -77,9 +77,9 @@ def run(
     meter: RunMeter | None = None,
     revocation: Revocation | None = None,
 ) -> Result:
-    """Run the trace and return its figures under that name. `record` is a file; hosts that run by themselves have one each beside it.
+    """Run the trace and return its figures under that name. `record` is a file; hosts that run separately have one each next to it.
 
-    `progress` is given the sessions that ended, and all; `placing` those that have their host, where they are placed beforehand.
+    `progress` gets the number of ended sessions and of all; `placing` the number placed, if they are placed beforehand.
     A run that cannot reach the goal any more is given up there. `meter` counts what the leases use, and `revocation` takes devices away,
     where all hosts run on one clock.
     Raises SimulationError for a session that no host can serve.
@@ -133,7 +133,7 @@ def choose_hosts(
     for placed, number in enumerate(sorted(range(len(trace)), key=lambda number: trace[number].open_ms), 1):
         session = trace[number]
         able = leases.able(session)
-        if rule is PlaceRule.RANDOM:  # each session draws from random numbers of its own
+        if rule is PlaceRule.RANDOM:  # each session has its own random numbers
             rng = random.Random(f"{seed}/place/{session.session_id}")  # noqa: S311 - a workload, not a secret
             host = rng.choices(able, weights=[len(hosts[host].devices) for host in able])[0]
         else:
@@ -175,7 +175,7 @@ class _User:
     busy_util_ms: int = 0  # times percent
 
     def habits(self, now_ms: int) -> tuple[int, int]:
-        """Return in how much of the time the user's kernels are busy, thousandths, and the utilisation meanwhile, percent."""
+        """Return how much of the time the user's kernels are busy, thousandths, and their utilisation when busy, percent."""
         live_ms = self.lived_ms + len(self.open) * now_ms - self.opened_ms
         duty_milli = estimated_usage(live_ms=live_ms, busy_ms=self.busy_ms, busy_mib_ms=0).duty_milli
         util_percent = (self.busy_util_ms + _PRIOR_UTIL_PERCENT * _PRIOR_BUSY_MS) // (self.busy_ms + _PRIOR_BUSY_MS)
@@ -226,7 +226,7 @@ class _Load:
             one.counted = use
 
 
-# Each host by itself, and the figures of all of them together.
+# Separate runs of hosts, and their common figures.
 
 
 def simulate_apart(
@@ -240,10 +240,10 @@ def simulate_apart(
     goal: Goal | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """Run each host by itself with the sessions that `chosen` gives it: its host for each session of the trace.
+    """Run each host separately; `chosen` is the host of each session of the trace.
 
-    One process runs all hosts here; more of them run beside this one. `record` is a file: each host's goes beside it (`record_of`).
-    `progress` is given, after each host, the sessions that it had and those before, and all.
+    With one process, all hosts run in this one; more are children. `record` is a file: each host's is next to it (`record_of`).
+    `progress` gets, after each host, the number of sessions so far and of all.
     A run that cannot reach the goal any more is given up after a host.
     Raises SimulationError for a session that its host cannot serve, and for a process that ends early.
     """
@@ -281,7 +281,7 @@ def simulate_apart(
 
 
 def record_of(record: Path, host: int) -> Path:
-    """Return the file beside `record` that takes down one host: `host-3.run.log` for `run.log`."""
+    """Return the file next to `record` for one host: `host-3.run.log` for `run.log`."""
     return record.with_name(f"host-{host}.{record.name}")
 
 

@@ -1,7 +1,7 @@
-"""Several hosts under one clock, and the door at which a session is given one of them (`fleet` has what is placed beforehand).
+"""Several hosts under one clock, and the door that gives each session its host (`fleet` places sessions beforehand).
 
-docs/simulator.md describes the rules of the door. It knows what the open sessions' leases may use on each host (a host's room is what its
-devices give to leases in the session's pool, less that), and neither what kernels hold at the moment nor how busy the devices are.
+docs/simulator.md describes the door's rules. It knows what the open sessions' leases may use on each host (a host's room is what its
+devices offer in the session's pool, less that), but not what kernels hold at the moment or how busy the devices are.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ class Moments:
         heappush(self._heap, (max(at_ms, self.now_ms), self._order, act))
 
     def run(self, passing: Callable[[int], None] | None = None, until: Callable[[], bool] = lambda: False) -> None:
-        """Let everything happen that is planned, also meanwhile. `passing` is given each moment before it becomes now."""
+        """Run all planned moments, and those that they plan. `passing` gets each moment before it becomes now."""
         while self._heap and not until():
             at_ms, _, act = heappop(self._heap)
             if passing is not None:
@@ -62,7 +62,7 @@ class Leases:
         return [host for host, kind in enumerate(self._kinds) if asked[kind] is not None]
 
     def size(self, session: Session) -> tuple[tuple[int, int] | None, ...]:
-        """Return the MiB and the number of devices that it asks for on each kind of host: where one of a size fits, so do all of it."""
+        """Return the MiB and the number of devices that it requests on each kind of host: sessions of equal size fit the same hosts."""
         asked = self._asked[session.session_id]
         return tuple((lease.reserve_mib, lease.devices) if lease is not None else None for lease in asked)
 

@@ -1,8 +1,8 @@
-"""Synthetic load: what a group of notebook users does, by the statistics of a published trace or by other habits.
+"""Synthetic load: a group of notebook users, by the statistics of a published trace or by other habits.
 
-`synthetic_sessions` makes the sessions of so many users over so many days, by the switches of `Load`. What is drawn for one thing in one
-session comes from random numbers of its own, so what one switch changes leaves the other draws as they are. One seed gives one trace, on
-every machine. docs/simulator.md says what each habit assumes, and has the source of the published one.
+`synthetic_sessions` makes the sessions that `Load` describes. Each quantity of a session has its own random numbers, so changing one
+switch leaves the other draws unchanged. A seed gives the same trace on every machine. docs/simulator.md says what each habit assumes, and
+has the source of the published one.
 """
 
 import random
@@ -53,7 +53,7 @@ class Load:
     joint_percent: int = (
         0  # of the users are in classes: sessions open within a minute, first cells begin within another
     )
-    lunch_ms: int = 0  # beginning at some time from 12 to 1: no cell begins in it, but those of a teaching lab
+    lunch_ms: int = 0  # beginning at some time from 12 to 1: only a teaching lab's cells begin in it
     weekends: bool = False  # the sixth and the seventh day of a week are free
     weekend_percent: int = 0  # of the users work on such a day nonetheless, drawn for each of them
     time_zones: int = 1  # in which the users live, evenly around the clock
@@ -94,7 +94,7 @@ class Signs:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group, how large it is beside the others, and the pool of its sessions (empty: the default pool)."""
+    """A group, its weight, and the pool of its sessions (empty: the default pool)."""
 
     name: str
     weight: int = 1
@@ -125,7 +125,7 @@ _USUAL = Load()
 def synthetic_sessions(
     users: int, days: int, seed: int, load: Load = _USUAL, progress: Callable[[int, int], None] = lambda *_: None
 ) -> list[Session]:
-    """Return the sessions of so many users over so many days, in the order in which they open.
+    """Return the sessions of all users over all days, in the order in which they open.
 
     `progress` is given how many days of a user are made up, and all.
     """
@@ -141,7 +141,7 @@ def synthetic_sessions(
 
 
 def _day(number: int, day: int, seed: int, load: Load) -> "_UserDay":
-    """Return a day of a user, whose habit is that of all users, or with `MIXED` one in turn."""
+    """Return a user's day, by the habit of all users, or with `MIXED` by one habit in turn."""
     habit, rank = load.habit, number
     if habit is Habit.MIXED:
         mixed = [one for one in Habit if one is not Habit.MIXED]
@@ -169,7 +169,7 @@ def _draw(rng: random.Random, points: _Points) -> float:
 
 
 def _is_chosen(number: int, percent: int) -> bool:
-    """Return whether a user is among so many percent, evenly spread."""
+    """Return whether a user is among this percentage, evenly spread."""
     return (number + 1) * percent // 100 > number * percent // 100
 
 
@@ -250,7 +250,7 @@ class _PaceShape:
     gap_s: _Points
     head_s: _Points  # from the opening to the first cell
     cells: _Points | None  # of one working session; None: until it closes
-    looks: int  # a day, beside the working session
+    looks: int  # a day, in addition to the working session
     idle_looks_percent: int  # of the looks use no GPU
 
 
@@ -351,7 +351,7 @@ class _PublishedDay(_UserDay):
         return gpus, max(1, round(_draw(self.stream("memory", which), points)))
 
 
-# Habits beside the published one. No trace shows them: their figures are assumptions, chosen to differ from one another. All cells use the
+# Habits other than the published one. No trace shows them: their figures are assumptions, chosen to differ. All cells use the
 # GPU; a session holds its memory from its first cell on.
 
 _CLASS_MS = 90 * _MINUTE_MS
@@ -408,7 +408,7 @@ _EVENING_H, _NIGHT_JOB_H, _NEXT_MORNING_H = (17.0, 19.5), (8.0, 12.0), (32.0, 33
 
 
 class _HabitDay(_UserDay):
-    """One day of a user with one of these habits; `rank` counts those who have it, from 0."""
+    """One day of a user with one of these habits; `rank` numbers the users who have it, from 0."""
 
     def __init__(self, number: int, day: int, seed: int, load: Load, *, habit: Habit, rank: int) -> None:
         super().__init__(number, day, seed, load, rank // CLASS_SIZE if habit is Habit.TEACHING_LAB else None)
@@ -455,7 +455,7 @@ class _HabitDay(_UserDay):
         return self.session("work", opens, self.begins_ms + morning, cells)
 
     def _cells(self, which: str, opens: int, until: int) -> list[Cell]:
-        """Return the cells that begin before a time, as many as the habit has."""
+        """Return the habit's cells that begin before a time."""
         shape = self._shape
         lengths, gaps, utils = (self.stream(what, which) for what in ("cells", "gaps", "util"))
         left = round(_draw(self.stream("count", which), shape.cells)) if shape.cells is not None else -1

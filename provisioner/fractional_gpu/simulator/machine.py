@@ -37,7 +37,7 @@ class SharedDevice:
     slowdown: bool
     fill_percent: int = 100
     running: dict[str, Running] = field(default_factory=dict)
-    _k_milli: int = WHOLE_MILLI  # how many times as long as alone what runs on the device takes
+    _k_milli: int = WHOLE_MILLI  # how much slower than alone cells on the device run
 
     def begin(self, cell: Running) -> list[tuple[int, Running]]:
         """Let a cell run. Returns when each cell of the device ends now, for those whose end moved."""
@@ -112,7 +112,7 @@ class Host:
     slowdown: bool = True
     every_cell_asks: bool = False
     request_percent: int = 100  # of its cap, what a session is guaranteed where the pool reserves by use
-    patience_ms: int = 60_000  # a cell that finds no more memory for so long fails
+    patience_ms: int = 60_000  # a cell that gets no more memory within this time fails
 
     @property
     def device_mib(self) -> int:

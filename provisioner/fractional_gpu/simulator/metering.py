@@ -1,13 +1,11 @@
-"""The meter in virtual time: what the leases of a run use, and what their devices draw, which only a simulator knows for sure.
+"""The meter in virtual time: what a run's leases use and their devices draw; only a simulator knows the truth.
 
-The meter is the broker's (`core.metering.meter`), one for each host. It is told what the arbiter's views say after each event, what each
-swap has moved when it ends, and what the devices' energy counters say every minute. None of that reaches the arbiter: a run with a meter
-decides what it decides without one.
+The meter is the broker's (`core.metering.meter`), one for each host. It gets the arbiter's views after each event, what each swap has
+moved, and the devices' energy counters every minute. None of that reaches the arbiter: a meter changes no decision.
 
-A device draws its idle power, and on top of it what the cells that run there draw: their use of the device (`machine`) of the difference
-between its peak and its idle power. With noise of n percent, each cell draws more or less than its use says by a factor of its own, each
-device's idle power is drawn anew each quarter of an hour, and each measured use is off by a factor; all factors are normal around 1 with a
-standard deviation of n percent, at least `_LEAST`, by the seed. What swaps draw is left out.
+A device draws its idle power plus the cells' use (`machine`) of the difference between peak and idle power. With noise of n percent, each
+cell's power, each device's idle power (redrawn every quarter of an hour) and each measured use is off by a factor: normal around 1 with a
+standard deviation of n percent, at least `_LEAST`, by the seed. The power of swaps is left out.
 """
 
 import json
@@ -71,7 +69,7 @@ class RunMeter:
                 host.read(self._read_ms)
 
     def finish(self, at_ms: int) -> None:
-        """Go on to the end of the day, and stop."""
+        """Run to the end of the day, and stop."""
         self.ended_ms = -(-at_ms // DAY_MS) * DAY_MS
         self.advance(self.ended_ms)
         for host in self.hosts:
@@ -173,7 +171,7 @@ class HostMeter:
         return self._devices[device_id].drawn_uj
 
     def read(self, at_ms: int) -> None:
-        """Read all counters, as often as the simulation says: no stretch between two readings crosses an hour."""
+        """Read all counters when the simulation asks: no interval between two readings crosses an hour."""
         wall = BEGINS_MS + at_ms
         if not wall % HOUR_MS:
             wall -= 1  # what ends now was of the hour that ends now

@@ -67,7 +67,7 @@ _REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """What the hosts of a run share. `over` is told of the end of a session's lease, and `ended` of each session that is over."""
+    """What the hosts of a run share. `over` is called when a session's lease ends, and `ended` when a session is over."""
 
     moments: Moments
     accounts: Accounts
@@ -296,7 +296,7 @@ class HostRun:
         self._expect(kernel, thinks_ms)
         self.after(thinks_ms, partial(self._next, kernel))
 
-    # Cells: the memory that one takes, how long it runs beside its neighbours, and what is measured of it.
+    # Cells: their memory, how long they run next to their neighbours, and what is measured.
 
     def asks(self, kernel: Kernel) -> bool:
         return bool(kernel.cell.gpus) or self.host.every_cell_asks

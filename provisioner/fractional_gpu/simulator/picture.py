@@ -1,6 +1,6 @@
 """A report of the runs as one HTML file: SVG only, no script, nothing loaded from elsewhere, for light and dark screens.
 
-The page begins with a sentence about what came out, and ends with all that is needed to make it again (`About`).
+The page begins with a sentence that sums up the result, and ends with all that is needed to reproduce it (`About`).
 """
 
 from bisect import bisect_right
@@ -202,7 +202,7 @@ def share_axis(least: float) -> tuple[list[tuple[float, str]], float]:
 
 
 def _share(result: Result, decade: float) -> float:
-    """Return the share of cells that waited at most so many decades more than the axis begins with."""
+    """Return the share of cells whose wait is at most this many decades above the start of the axis."""
     ordered = result.waits.ordered
     return bisect_right(ordered, 1000 * _SHORTEST_S * 10**decade) / len(ordered) if ordered else 1.0
 

@@ -1,7 +1,7 @@
 """The figures of a run, and the accounts that keep them up to date moment by moment.
 
-Accounts add up GPU time, devices in use, and memory a second time: from what kernels hold, not from what they reserve, so that
-`out_of_memory` is what a real driver would have refused.
+Accounts add up GPU time, devices in use, and memory: from what kernels hold, not what they reserve, so that `out_of_memory` is what a
+real driver would have refused.
 """
 
 from array import array
@@ -44,7 +44,7 @@ class Timeline:
 class Result:
     """The figures of a run. GPU time is counted in milli-GPU times ms: one GPU for a second is 1,000,000.
 
-    `finish` computes waits and lateness from what was `felt`, and the forecasts' errors from those of each host (`errors`).
+    `finish` computes waits and lateness from `felt`, and the forecasts' errors from each host's (`errors`).
     """
 
     name: str
@@ -78,7 +78,7 @@ class Result:
     lost: int = 0
     wall_s: float = 0.0
     timeline: Timeline = field(default_factory=Timeline)
-    revocation: RevocationFigures | None = None  # what left meanwhile, and what was lost
+    revocation: RevocationFigures | None = None  # which devices left, and what was lost
     forecast_error: dict[str, dict[str, float]] = field(default_factory=dict)  # by kind of forecast
 
     def as_json(self) -> dict[str, object]:

@@ -1,9 +1,9 @@
 """Devices, or whole hosts, leave a simulated run after lifetimes of transient servers, with a notice, and are replaced.
 
-Draws depend on the seed, the host and the device alone, so that every run has the same. A kernel that is not saved by the end has lost
-its process: a cell that ran has failed, the person goes on with the next one, in a new process. The run goes on as the arbiter decides;
-what the other orders would have saved is worked out for each notice from the kernels that were there then (`saved_in`). They know nothing
-of what fits: a save that has not ended at the deadline is lost. Kernels whose notebook was closed before the end count for none of them.
+Draws depend only on the seed, the host and the device, so every run has the same. A kernel that is not saved at the deadline loses its
+process: its running cell fails, and the user continues with the next one in a new process. The run follows the arbiter's order; what other
+orders would have saved is computed at each notice from the kernels there (`saved_in`). Those do not know what fits: a save still running
+at the deadline is lost. Kernels whose notebook closes before the deadline do not count.
 
 docs/revocation.md has the source of the lifetimes, and what is assumed.
 """
@@ -199,7 +199,7 @@ class RevocationFigures:
 
 @dataclass(frozen=True, slots=True)
 class HostRevocations:
-    """Takes the devices of one host away, one by one or all at once, for as long as `goes_on` says."""
+    """Takes the devices of one host away, one by one or all at once, while `goes_on` says so."""
 
     revocation: Revocation
     number: int

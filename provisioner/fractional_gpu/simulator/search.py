@@ -1,4 +1,4 @@
-"""The fewest devices, or hosts, that keep to a goal: runs of the same trace with more and fewer of them."""
+"""The fewest devices, or hosts, that meet a goal: runs of the same trace with more and fewer of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,7 +1,7 @@
 """Virtual time: a trace of notebook sessions drives the same arbiter that the broker drives in real time, one on each host.
 
-One heap of (time, order) moments for all hosts; an arbiter's effects come back as later moments; nothing depends on a clock or on hash
-order. A session is given its host when it opens (`hosts`), and stays there; what happens there is in `one_host`.
+One heap of (time, order) moments for all hosts; an arbiter's effects return as later moments; nothing depends on a clock or on hash
+order. A session gets its host when it opens (`hosts`), and stays there; `one_host` runs it.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,14 +34,11 @@ def simulate(
     revocation: Revocation | None = None,
     judged: Callable[[Judged], None] | None = None,
 ) -> Result:
-    """Run the trace on one host or on several, among which `door` chooses, by `DoorRule.FIT` if none is given.
+    """Run the trace on one host, or on several that `door` chooses from (default: `DoorRule.FIT`).
 
-    `watch` sees every event and its effects; `progress` the sessions that ended, and all; `judged` every forecast with what happened.
-    `meter` counts what the leases use, and changes no decision. `revocation` takes devices or hosts away meanwhile; what was lost is in the
-    result.
-
-    A run that cannot reach the `goal` any more is given up there.
-    Raises SimulationError for a session that no host can serve at all.
+    `watch` gets every event and its effects; `progress` the number of ended sessions and of all; `judged` every forecast with its outcome.
+    `meter` counts what the leases use, and changes no decision. `revocation` takes devices or hosts away; the result says what was lost.
+    The run stops as soon as it cannot reach the `goal`. Raises SimulationError for a session that no host can serve.
     """
     hosts = hosts_of(machine)
     gate = door if door is not None else Door(hosts, trace)

@@ -91,7 +91,7 @@ class Cell:
 class Session:
     """One kernel, its cells in the order of their starts. `gpus` and `gpu_mib` are what it would have reserved.
 
-    `asked_mib` is the memory for which it asks on each GPU, MiB; 0: as much as it needs. `pool` is empty for the default pool.
+    `asked_mib` is the memory that it requests on each GPU, MiB; 0: as much as it needs. `pool` is empty for the default pool.
     """
 
     session_id: str
