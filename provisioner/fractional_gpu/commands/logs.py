@@ -51,7 +51,7 @@ _STYLES: Final = {"WARNING": Style.ATTENTION, "ERROR": Style.WRONG, "CRITICAL": 
 _LINES = 100
 _ALL = "all"
 _FILES = 9  # as many rotated files are looked for
-_SHORT_ID = 8  # so many characters of an id are written into the log
+_SHORT_ID = 8  # characters of an id in the log
 _HEAD = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)", re.DOTALL)
 
 
@@ -202,7 +202,7 @@ def _number(text: str) -> int | None:
 
 
 def _short_id(name: str, socket: str | None) -> str:
-    """Return how the log writes a lease's id: from the broker, where it runs and knows the lease, else as it was given."""
+    """Return a lease's id as the log writes it: from the broker if it runs and knows the lease, else as given."""
     leases: list[LeaseStatus] = []
     try:
         client = broker_if_running(socket)

@@ -230,7 +230,7 @@ def _formed(report: UsageReport, ask: _Ask, zone: tzinfo | None, provider: str, 
 def as_text(
     report: UsageReport, by: Sequence[str], *, width: int | None = None, zone: tzinfo | None = None
 ) -> "list[Text]":
-    """Return the report for a terminal of so many characters: a table, or two where one would be too wide."""
+    """Return the report for a terminal of this width: a table, or two if one would be too wide."""
     lines = [line(f"Use of GPUs from {period_text(report, zone)}. {scope_text(report)}"), line()]
     if not report.entries:
         lines.append(line("Nothing was used in this time, or nothing that you may see."))

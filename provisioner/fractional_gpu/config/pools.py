@@ -388,7 +388,7 @@ def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> l
 def assign(
     pools: Sequence[Pool], where: str, devices: Sequence[DeviceSpec], managed: Sequence[DeviceSpec]
 ) -> tuple[PoolSpec, ...]:
-    """Give the pools their devices, in order; `managed` are those of `devices` that may be used. Raises ConfigError."""
+    """Give the pools their devices, in order; `managed` are the usable ones of `devices`. Raises ConfigError."""
     usable = {device.device_id for device in managed}
     owner: dict[str, str] = {}
     for pool in pools:

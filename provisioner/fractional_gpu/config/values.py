@@ -258,7 +258,7 @@ def optional(parse: Callable[[object], G]) -> Callable[[object], G | None]:
 
 
 def choice(words: Mapping[str, G] | type[E]) -> Callable[[object], G | E]:
-    """Return a parser of some words, each with what it stands for, or of those of an enumeration."""
+    """Return a parser of words, each with its value, or of an enumeration's words."""
     known: Mapping[str, Any] = words if isinstance(words, Mapping) else {one.value: one for one in words}
     *others, last = (repr(word) for word in known)
     allowed = f"allowed: {', '.join(others)} or {last}"

@@ -1,6 +1,6 @@
 """A job's figures from the broker's meter, for its AdminComment in Slurm: what its kernels used, in GPU hours, energy and money.
 
-Slurm takes a comment on a job that runs. Once the job has ended only the accounting database does, where there is one (slurmdbd).
+Slurm takes a comment on a running job. After the job's end only the accounting database does, if there is one (slurmdbd).
 """
 
 import time

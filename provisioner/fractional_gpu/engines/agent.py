@@ -54,7 +54,7 @@ class AgentRules:
     asked: Mapping[str, str] = field(default_factory=dict)
     pacing: PacingRules = field(default_factory=PacingRules)
     look_ms: int = 30_000  # how often the engine's record is read
-    heartbeat_ms: int = 300_000  # how often an unchanged summary is written anew
+    heartbeat_ms: int = 300_000  # how often an unchanged summary is rewritten
     refuses_beyond: bool = True  # the engine refuses a request that no node's count covers; else it waits
     patience_ms: int = 120_000  # how long the last count stays without a broker
 

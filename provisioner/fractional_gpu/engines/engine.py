@@ -23,7 +23,7 @@ class EngineUnavailableError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """What the engine says of a node. Counts are in the engine's unit, by its name for it."""
+    """A node as the engine reports it. Counts are in the engine's units, by their names there."""
 
     counts: Mapping[str, int]  # what it may give away
     in_use: Mapping[str, int]  # what it has given away, by its books
@@ -47,4 +47,4 @@ class Engine(Protocol):
         """Return the node's record."""
 
     def write_node(self, write: NodeWrite, record: NodeRecord) -> None:
-        """Write counts and summary; `record` is what was read last."""
+        """Write counts and summary; `record` is the last one read."""

@@ -76,7 +76,7 @@ def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[
 
 
 def end(settings: HookSettings, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
-    """End the seat of the job that has ended, and remove its files. The broker ends the seat by itself where it cannot be told."""
+    """End the seat of the job that has ended, and remove its files. A broker that cannot be reached ends it automatically."""
     files = SeatFiles(settings.folder)
     try:
         number = job_number(environment.get("SLURM_JOB_ID", ""))
@@ -136,7 +136,7 @@ def _wanted(settings: HookSettings, slurm: Slurm, job: SlurmJob, environment: Ma
 def _register(
     settings: HookSettings, files: SeatFiles, wanted: JobSeat, log: Callable[[str], None]
 ) -> tuple[JobSeat, list[str]]:
-    """Register the seat; return it and what the job is told. Raises BadRequestError and ForbiddenError if it can never have one."""
+    """Register the seat; return it and the message for the job. Raises BadRequestError and ForbiddenError if it can never have one."""
     try:
         with _client(settings) as client:
             seat, told = files.register(client, wanted)
@@ -152,7 +152,7 @@ def _register(
 
 @contextmanager
 def _client(settings: HookSettings) -> Iterator[SeatClient]:
-    """Return a client whose calls all end within `broker_s`: a wait for a seat has a limit of its own, which is too long here."""
+    """Return a client whose calls all end within `broker_s`: the limit of a wait for a seat is too long here."""
     with SeatClient(settings.socket, timeout_s=settings.broker_s) as client:
         timer = threading.Timer(settings.broker_s, client.close)
         timer.daemon = True

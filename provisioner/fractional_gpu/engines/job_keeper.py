@@ -1,4 +1,4 @@
-"""What the node agent does for Slurm's jobs beside the counts: seats that were missed, seats that were left, and figures for accounting.
+"""What the node agent does for Slurm's jobs in addition to the counts: missed seats, abandoned seats, and figures for accounting.
 
 - A running job whose Prolog could not register its seat gets it as soon as the broker answers.
 - A seat whose job Slurm knows no more, or knows as ended, ends: its Epilog did not run, or could not reach the broker.

@@ -137,13 +137,13 @@ class Node(Struct):
 def shares_of(spec: PodSpec) -> dict[str, int]:
     """Return the thousandths that a pod's spec asks for, by pool, as the scheduler counts them. Raises ValueError.
 
-    The containers run together, with the init containers that stay beside them; the other init containers run before, one at a time.
+    The containers run together, with the init containers that stay; the other init containers run before, one at a time.
     """
     together, before = Counter[str](), Counter[str]()
     for container in spec.init_containers or ():
         if container.restart_policy == "Always":
             together += _asked(container)
-        else:  # it runs beside those that were started before it and stay
+        else:  # it runs next to the earlier ones that stay
             before |= together + _asked(container)
     for container in spec.containers or ():
         together += _asked(container)

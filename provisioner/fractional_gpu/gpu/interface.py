@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class GPUErrorCode(StrEnum):
-    """Driver errors that decide what happens next (CUDA's numbers beside them)."""
+    """Driver errors that decide what happens next, with CUDA's numbers."""
 
     OUT_OF_MEMORY = "out-of-memory"  # 2
     NOT_INITIALIZED = "not-initialized"  # 3: not a CUDA process
@@ -100,7 +100,7 @@ class DeviceActivity:
     """Which processes worked on a device. Times in microseconds since boot, so that setting the wall clock does not change them."""
 
     known_until_us: int  # work up to then is reported
-    settle_us: int  # for so long after its end, work may be reported as if it went on
+    settle_us: int  # for this long after its end, work may be reported as still running
     worked_us: Mapping[int, int]  # by pid: the last time at which it worked
 
 

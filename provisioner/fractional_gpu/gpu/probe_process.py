@@ -23,7 +23,7 @@ _PATTERN: Final = b"\xa5\x5a\x3c\xc3"
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until standard input ends; 1 without device memory, 2 for arguments that are not understood."""
+    """Serve until standard input ends; 1 without device memory, 2 for invalid arguments."""
     opened = {"nvidia": hold_nvidia, "simulated": hold_simulated}.get(arguments[0] if len(arguments) == 1 else "")
     if opened is None:
         sys.stderr.write("usage: python -P -m fractional_gpu.gpu.probe_process nvidia|simulated\n")

@@ -35,7 +35,7 @@ OPERATIONS: Final = ("ping", "state", "lock", "checkpoint", "restore", "unlock")
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until standard input ends; 1 when the backend cannot be opened, 2 for arguments that are not understood."""
+    """Serve until standard input ends; 1 if the backend cannot be opened, 2 for invalid arguments."""
     if len(arguments) != 2 or arguments[0] != "--backend":
         sys.stderr.write("usage: python -P -m fractional_gpu.gpu.worker --backend nvidia|simulated:DIRECTORY\n")
         return 2

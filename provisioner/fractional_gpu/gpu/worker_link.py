@@ -1,4 +1,4 @@
-"""The broker's end of the checkpoint worker: claims the right to one, starts it, sends it requests, replaces it.
+"""The broker's end of the checkpoint worker: claims it, starts it, sends it requests, replaces it.
 
 The rules:
 - Calls are served one at a time, first come, first served.
@@ -234,7 +234,7 @@ class WorkerLink:
     def _finished(self, operation: asyncio.Task[Reply]) -> None:
         self._turn.release()
         if not operation.cancelled():
-            operation.exception()  # asyncio logs one that nobody has read, as after a cancelled call
+            operation.exception()  # asyncio logs an exception that is never read, as after a cancelled call
 
     async def _serve(
         self, op: str, target: ProcessIdentity | None, deadline_s: float, arguments: Mapping[str, object]
@@ -341,7 +341,7 @@ class WorkerLink:
         worker.channel.close()
 
     async def _end(self, worker: Worker) -> None:
-        """Let the worker end by itself, so that its exit status is its own; kill it if it does not."""
+        """Let the worker end normally, so that its exit status means something; kill it if it does not."""
         worker.channel.close()
         if not await worker.wait(self._answer_s):
             await self._kill()

@@ -1,4 +1,4 @@
-"""The checkpoint worker as a service of its own: a small supervisor on a UNIX socket that starts the worker for a broker.
+"""The checkpoint worker as a separate service: a small supervisor on a UNIX socket that starts the worker for a broker.
 
     jupyter gpu node worker --socket PATH
 
@@ -10,11 +10,11 @@ The rules:
   that the broker starts itself does: the claim is free when the broker *and* the worker have ended. The supervisor takes the lock on the
   first descriptor itself, so a message without a claim, or with one that another broker holds, starts nothing.
 - The reply has two descriptors: the broker's end of the worker's channel, on which they talk as ever, and the worker's pidfd. The
-  connection stays open: whatever the broker sends on it later means that the worker is to be killed.
+  connection stays open: anything that the broker sends on it later means "kill the worker".
 - The end of a connection is not a kill. The broker's end of the channel went with the broker, so the worker finishes its operation and
   ends.
 - One worker at a time, for one broker. A second request is refused until the first worker has ended.
-- The peer is root or this process's user, by the kernel's word, and sees the same pids. Anything else is refused and logged.
+- The peer is root or this process's user, as the kernel reports it, and sees the same pids. Anything else is refused and logged.
 - SIGTERM ends the service in order: the worker finishes its operation first. The worker ignores SIGTERM itself.
 """
 
@@ -77,7 +77,7 @@ class WorkerService:
                 await self._finish()
 
     async def _finish(self) -> None:
-        """Let the worker end after its operation, which has a deadline of its own, and close every connection."""
+        """Let the worker end after its operation, which has a deadline, and close every connection."""
         if self._channel is not None:
             self._channel.shutdown(socket.SHUT_RD)
         try:

@@ -8,7 +8,7 @@ _STEP_US: Final = 100_000
 
 
 def since_boot_ns() -> int:
-    """Return nanoseconds since boot: a clock that cannot be set, and that goes on while the machine sleeps."""
+    """Return nanoseconds since boot: a clock that cannot be set, and that runs while the machine sleeps."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 

@@ -1,4 +1,4 @@
-"""Where hierarchies of control groups are mounted, with the host's paths, also for a process that has a control group namespace of its own.
+"""Where hierarchies of control groups are mounted, with the host's paths, also for a process in a separate control group namespace.
 
 In a container such a process sees the groups above its own as `/..`, once for each level: another pod's group is `/../../podUID/...`, and
 the root of the whole hierarchy, where that is mounted too (a host path), is `/../../..`. What lies between is not named. So its own group
@@ -16,7 +16,7 @@ ROOT = PurePosixPath("/")
 
 
 class Mount(NamedTuple):
-    """A part of a hierarchy. `root`: its host's path; `own`: that of this process's group, where a namespace hides it."""
+    """A part of a hierarchy. `root`: its host's path; `own`: the path of this process's group, if a namespace hides it."""
 
     version: int
     controllers: frozenset[str]  # with version 1
@@ -67,7 +67,7 @@ def _own_group(whole: Path, levels: int, device: int, inode: int) -> PurePosixPa
         try:
             status = folder.stat()
         except OSError:
-            continue  # the group has ended meanwhile
+            continue  # the group has ended
         if (status.st_dev, status.st_ino) == (device, inode):
             return ROOT / folder.relative_to(whole)
     return None

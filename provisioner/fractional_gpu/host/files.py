@@ -48,7 +48,7 @@ def mount_table(file: Path) -> list[MountLine]:
 
 
 def temporary_folder() -> Path:
-    """Return the folder that Python's `tempfile` finds, without writing: on a full disk that would go on to another one."""
+    """Return the folder that Python's `tempfile` finds, without writing: on a full disk `tempfile` would choose another one."""
     named = (os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
     folders = [Path(folder).absolute() for folder in (*named, *_TEMPORARY) if folder]
     usable = (folder for folder in folders if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
@@ -115,7 +115,7 @@ def open_own(path: Path | str, flags: int) -> int:
 def replace_file(
     path: Path, content: bytes, *, prepare: Callable[[int], None] | None = None, keep: bool = False
 ) -> int:
-    """Write a private file (0600) in place of the one at `path`, if there is one; a link there is replaced, not followed.
+    """Write a private file (0600), which replaces the one at `path`, if any; a link there is replaced, not followed.
 
     `prepare` is called with the descriptor of the new file before it takes the name: to lock it, or to change its owner.
     Returns the open descriptor of the new file if `keep` is set, else -1.

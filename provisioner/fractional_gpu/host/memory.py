@@ -300,7 +300,7 @@ def kill_count(counter: Path) -> int:
 
 
 def was_killed(identity: ProcessIdentity, *, messages: Path = KERNEL_MESSAGES) -> bool | None:
-    """Return whether the system's log says that the killer ended this process; None in a container, or if it may not be read."""
+    """Return whether the system's log says that the killer ended this process; None in a container, or if it cannot be read."""
     if (PROC / "self/ns/pid").readlink().name != _FIRST_PID_NAMESPACE:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Processes in namespaces of their own: which pid a process means, and work in another network namespace.
+"""Processes in other namespaces: which pid a process means, and work in another network namespace.
 
 - The operating system reports a socket's peer by the pid that it has here (SO_PEERCRED). A pid in a message counts in the peer's own pid
   namespace: `NSpid` in /proc/PID/status has a process's pid in each namespace that it is in, from here inwards.

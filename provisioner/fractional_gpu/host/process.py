@@ -453,7 +453,7 @@ def _look(pid: int, boot: str, markers: _Markers | None, path: str) -> _Seen | N
         uid = parse_uid(read_file("status", folder))
         value = None if markers is None else markers.of(folder, uid)
     except (FileNotFoundError, ProcessLookupError):
-        return None  # it exited meanwhile
+        return None  # it has exited
     finally:
         os.close(folder)
     identity = ProcessIdentity(boot, pid, stat.start_time)
@@ -467,7 +467,7 @@ _DELETED: Final = " (deleted)"
 
 
 def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, proc: Path = PROC) -> bool:
-    """Return whether the process has a file mapped whose path fits; `unreadable` if it may not be read. Blocks."""
+    """Return whether the process has a file mapped whose path fits; `unreadable` if that cannot be read. Blocks."""
     try:
         return any(fits(path) for line in entries(f"{proc}/{pid}/maps", b"\n") if (path := _path(os.fsdecode(line))))
     except PermissionError:
@@ -488,7 +488,7 @@ def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> b
         try:
             path = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - a process may have thousands
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # closed meanwhile
+            continue  # closed in between
         if fits(path.removesuffix(_DELETED)):
             return True
     return len(names) == _MOST_DESCRIPTORS

@@ -1,4 +1,4 @@
-"""Threads that are started before they are needed: a user's limit of processes counts threads, too, and may be reached at any moment later.
+"""Threads that start before they are needed: a user's limit of processes also counts threads, and can be reached at any later moment.
 
 A pool of the standard library starts a thread when work comes for which none is free. Where the system then refuses one, the caller gets
 RuntimeError, and the work, which the pool has queued by then, may still be done later, by another of its threads.

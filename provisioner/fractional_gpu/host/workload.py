@@ -88,7 +88,7 @@ def workload_of(pid: int, *, proc: Path = PROC) -> Workload | None:
 
 
 def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
-    """Return what people call our job or pod, "" for none. Where the groups are hidden, the engines' variables decide. Never raises."""
+    """Return the name of our job or pod, "" for none. If the groups are hidden, the engines' variables decide. Never raises."""
     try:
         found = parse_workload((proc / "self" / "cgroup").read_bytes())
     except OSError:

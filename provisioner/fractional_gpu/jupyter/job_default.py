@@ -1,7 +1,7 @@
 """Gives kernels that name no provisioner ours, in a job with a share. Python imports this when it starts (`jupyter-fractional-gpu.pth`).
 
 JUPYTER_DEFAULT_PROVISIONER_NAME cannot do it: the whole job inherits it, and in an environment without this package every kernel then
-fails to start. So jupyter_client is told here to read another variable.
+fails to start. So this module makes jupyter_client read another variable.
 """
 
 import os

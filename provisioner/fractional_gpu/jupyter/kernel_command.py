@@ -4,7 +4,7 @@ Rules:
 
 - The command keeps its form: `-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`.
 - The interpreter itself is asked whether it can import the extension: a kernel that is believed to have a gate and has none would start
-  on the GPU without admission. If it cannot be asked, also in a wrapper, it has no gate, and is told why.
+  on the GPU without admission. If it cannot be asked, also in a wrapper, it has no gate, and gets the reason.
 - A module of one of our names is ours only if its source has `MARK`. Where another module has the name (on `PYTHONPATH`, or in the
   notebook's folder, which ipykernel puts before site-packages), the kernel starts without the extension and says so. The same holds where
   msgspec, with which the extension calls the broker, is missing or too old.

@@ -112,7 +112,7 @@ class KernelLease:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
     def unblock(self) -> None:
-        """Resume the lease if its process may be blocked in a GPU call, where no interrupt arrives. Raises the errors of the protocol."""
+        """Resume the lease if its process may be blocked in a GPU call, which no interrupt reaches. Raises the errors of the protocol."""
         with BrokerClient(self.socket, token=self.token or None) as client:
             client.resume(self.lease_id, ResumeRequest(if_blocked=True))
 
@@ -269,7 +269,7 @@ def attach_request(pid: int, connection: Mapping[str, Any], argv: Sequence[str],
 
 
 def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the kernel's environment with its lease, without that of a lease under which this server itself runs."""
+    """Return the kernel's environment with its lease, without the variables of a lease under which this server runs."""
     clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     ours = dict(lease.environment)
     if (preloaded := clean.get(_PRELOAD)) and ours.get(_PRELOAD, preloaded) not in preloaded.split(":"):

@@ -216,7 +216,7 @@ class SeatKernelSpecManager(KernelSpecManager):
         except NoSuchKernel:
             return True
         except _UNREADABLE:
-            return True  # Jupyter logs it and leaves it out; the others are to be shown
+            return True  # Jupyter logs it and leaves it out, and shows the others
         stanza = metadata.get("kernel_provisioner")
         if not isinstance(stanza, dict) or stanza.get("provisioner_name") != PROVISIONER_NAME:
             return True

@@ -6,7 +6,7 @@ Rules:
 - An error of a first start is raised as one sentence, for JupyterLab's dialog. A *re*start never fails because of the GPU (Jupyter would
   list the kernel as idle for ever): the kernel then starts without a GPU, and its first cell says why.
 - The process is attached to its lease before jupyter_client watches it: if that fails at a first start, nothing restarts it.
-- jupyter_client may call `cleanup` twice, or never: the broker sees processes end by itself.
+- jupyter_client may call `cleanup` twice, or never: the broker itself watches for the end of processes.
 - Where the server keeps its kernels (`kernel_manager`), each has a record from which the next server takes it over.
 - As the default provisioner (JUPYTER_DEFAULT_PROVISIONER_NAME, and `job_default`) it also starts kernelspecs that name none. If no broker
   can be started, these start as under the local provisioner.

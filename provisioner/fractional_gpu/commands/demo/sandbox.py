@@ -1,4 +1,4 @@
-"""A sandbox for the demonstration: folders, settings, copies of the example notebooks and a broker of its own.
+"""A sandbox for the demonstration: folders, settings, copies of the example notebooks and a separate broker.
 
 Rules: nothing of the user's Jupyter is read or written, and no broker of the user's is used or disturbed. At the end, whatever happened
 in between, the kernels that are left are ended, then the broker, and then the folder is removed.

@@ -333,7 +333,7 @@ def check_nvidia(
     proc: Path = PROC,
     sysfs: Path = SYS,
 ) -> NvidiaReport:
-    """In tests `nvml` stands in for pynvml, `bindings` for the check of cuda-bindings, `level` for `cuda_level`."""
+    """In tests, `nvml` replaces pynvml, `bindings` the check of cuda-bindings, `level` `cuda_level`."""
     library = importlib.import_module("pynvml") if nvml is None else nvml
     monitor = NvidiaMonitor(nvml=library, bindings=bindings)
     try:

@@ -1,7 +1,7 @@
-"""`jupyter gpu measure`: which share of a GPU suffices for a program, measured beside others, with how sure that is.
+"""`jupyter gpu measure`: which share of a GPU a program needs, measured next to others, with confidence intervals.
 
-A trial run finds out whether the program reports units of work or is one by itself; then come rounds of steps (`study`), each a few seconds
-with fresh processes under leases (`tenants`), until every interval is narrow enough or the time is over.
+A trial run finds out whether the program reports units of work or is itself one unit. Then rounds of steps follow (`study`), each a few
+seconds with fresh processes under leases (`tenants`), until every interval is narrow enough or the time is over.
 """
 
 import argparse
@@ -587,7 +587,7 @@ class Measurement:
         measured = 1 if plan.beside else setting.tenants
         with self._places.tenants(commands, setting.fraction_milli, limit_s) as tenants:
             bystander = os.environ.get("JUPYTER_GPU_LEASE", "")
-            # Tenants with long units work together for so long that enough rounds fit into the time.
+            # With long units of work, a step ends early enough for the wanted rounds to fit into the time.
             share_s = plan.within_s / (len(self.study.settings) * _ROUNDS_WANTED)
             long_s = min(LONGEST_S, max(SHORTEST_S, share_s))
             return Step(self.client, plan.pool, tenants, measured, limit_s, long_s, bystander).run()

@@ -1,4 +1,4 @@
-"""Runs a program again and again, and reports each run that succeeded as a unit of work: a script of its own, standard library only.
+"""Runs a program repeatedly, and reports each successful run as a unit of work: a separate script, standard library only.
 
     python -I -S repeat.py COMMAND [ARGUMENTS]
 

@@ -1,16 +1,16 @@
-"""What is measured, in which order, until when, and what follows from it. Samples in, findings out; no I/O and no clock.
+"""The method of measuring: what, in which order, until when, and the findings. Samples in, findings out; no I/O and no clock.
 
 The method:
 
 - A setting is a share and how many tenants the device has. One of them, the baseline, is a single tenant of the largest share: alone.
-- Settings are measured in rounds, one step of each. Every other round goes backwards (A B B A), so that what drifts steadily cancels.
-- A step's typical time of a unit of work (the mean of the middle half: a host that stalls now and then makes some units much longer, on
-  any share) is compared with that of the baseline in the same round only. The finding is the centre of these quotients over the rounds,
-  its interval the narrower one of the signed-rank test and the sign test (`fractional_gpu.stats`): it needs eight rounds at least.
-- The test is made of the quotients' logarithms. A logarithm is the difference of two steps' logarithms: where noise multiplies the times of
-  both alike, skewed as it may be, the difference scatters symmetrically, which is what the signed-rank test assumes.
-- Each look at the interval is at 98.5 %, so that the one at which measuring stops is at 95 % still.
-- A setting whose interval is narrow enough is measured no more. What other tenants disturbed is left out, not averaged in.
+- Settings are measured in rounds, one step of each. Every other round is backwards (A B B A), so that steady drift cancels.
+- A step's typical time of a unit of work (the mean of the middle half, because a stalling host makes some units much longer on any share)
+  is compared only with the baseline's in the same round. The finding is the centre of these quotients over the rounds, its interval the
+  narrower one of the signed-rank test and the sign test (`fractional_gpu.stats`), which need at least eight rounds.
+- The tests use the quotients' logarithms, each the difference of two steps' logarithms. If noise multiplies both times alike, however
+  skewed, the difference scatters symmetrically, as the signed-rank test assumes.
+- Each look at the interval is at 98.5 %, so that the one at which measuring stops is still at 95 %.
+- A setting with a narrow enough interval is no longer measured. Disturbed steps are left out, not averaged in.
 """
 
 import math
@@ -31,7 +31,7 @@ class TickError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """At that time of CLOCK_MONOTONIC, ns, so many units of work were done."""
+    """The units of work done at a time of CLOCK_MONOTONIC, ns."""
 
     at_ns: int
     units: int
@@ -128,7 +128,7 @@ class Finding:
     setting: Setting
     rounds: int
     why_not: str = ""  # why it cannot be known, a sentence
-    slower: Estimate | None = None  # how many times as long as alone a unit typically takes; exactly 1 for the baseline
+    slower: Estimate | None = None  # a unit's typical time as a multiple of its time alone; exactly 1 for the baseline
     unit_s: float = math.nan  # the mean, pauses and stalls included: what throughput and cost follow from
     median_s: float = math.nan  # latency
     p95_s: float = math.nan
@@ -142,7 +142,7 @@ class Finding:
     cost: float | None = None  # of a unit, as a part of what it costs alone
 
     def suffices(self, most_slower: float) -> bool | None:
-        """Whether a unit takes at most so many times as long as alone (1.1); None: cannot be said."""
+        """Whether a unit takes at most this multiple of its time alone (1.1); None: unknown."""
         if self.slower is None:
             return None
         if self.slower.high <= most_slower:

@@ -1,8 +1,8 @@
-"""Tenants, programs under leases of their own on one device together; and steps, in which they work side by side for a while.
+"""Tenants: programs that share one device, each under a lease; and steps, in which they work at the same time for a while.
 
-A program waits in its stub until all tenants have their places on the same device. Brokers choose devices, so stubs that got places
-elsewhere give them back. Unless waiting is allowed, places come from spare room only, for which the user's own idle kernels are suspended,
-each once: nothing that waits for a GPU is overtaken, and no other lease is suspended. What tenants do in a step is the sample.
+A program waits in its stub until all tenants have places on the same device. The broker chooses devices, so stubs with places elsewhere
+give them back. Unless waiting is allowed, places come only from spare room, for which the user's own idle kernels are suspended, each
+once: no waiting lease is overtaken, and no other lease is suspended. What tenants do in a step is the sample.
 """
 
 import os
@@ -321,7 +321,7 @@ def others_mib(status: HostStatus, tenants: Collection[Tenant], device_id: str) 
 ENOUGH_UNITS: Final = 12  # reports of all measured tenants, of which each has
 LEAST_UNITS: Final = 4  # at least, and the shortest time of a step
 SHORTEST_S: Final = 1.0
-LONGEST_S: Final = 10.0  # a step in which tenants have worked together for so long needs only one unit of each
+LONGEST_S: Final = 10.0  # after this time of working together, a step needs only one unit of each tenant
 _LOOK_S: Final = 0.05
 _STATUS_S: Final = 0.5
 _LEAST_LAST_MS: Final = 1000
@@ -413,7 +413,7 @@ class Step:
         return seconds >= SHORTEST_S and min(inside) > least
 
     def _look(self, *, fresh: bool = True) -> str:
-        """Note what the broker says of the device now; return what disturbs the tenants there, a sentence, or nothing."""
+        """Note the device's state; return a sentence about what disturbs the tenants there, or nothing."""
         status = self.client.status(fresh=fresh)
         seen_ns, device_id = time.monotonic_ns(), self.tenants[0].device_id
         if why := disturbance(status, self.tenants, device_id, self.pool) or self._others_work(status, device_id):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fractional_gpu.engines.files import NodeFiles
 
 FOLDER = Path("/etc/jupyter-gpu/slurm")
-WRAPPER = "jupyter-gpu-wrapper"  # beside slurm.conf
+WRAPPER = "jupyter-gpu-wrapper"  # next to slurm.conf
 EPILOG = """\
 examples:
   jupyter gpu node install --wrapper                write what slurm.conf is to name on every node, beside slurm.conf

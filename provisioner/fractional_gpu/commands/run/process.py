@@ -206,7 +206,7 @@ class RunningCommand:
     def _stop_too(self, number: int) -> None:
         """Stop as the command was stopped by the terminal, so that the shell has it back; when continued, continue the command."""
         if self._terminal is None or number not in _BY_TERMINAL:
-            return  # whoever stopped it continues it
+            return  # the process that stopped it continues it
         if number != signal.SIGTSTP and self._foreground() == self.pid:  # it read just before it got the terminal
             self._signal(signal.SIGCONT)
             return
@@ -307,7 +307,7 @@ def wait_for_gpu(lease: KernelLease, wait_ms: int | None, say: Callable[[str], N
 
 
 def _last_progress(client: BrokerClient, lease: KernelLease, wait_ms: int | None, line: WaitLine) -> Progress:
-    """Return the grant or the refusal, and tell of the wait meanwhile, and of a broker that does not answer."""
+    """Return the grant or the refusal; report the wait, and a broker that does not answer."""
     if wait_ms is None:
         lines = client.hold(lease.lease_id, AcquireRequest())
     else:

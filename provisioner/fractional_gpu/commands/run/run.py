@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         )
     killed = status in _KILLED and not running.killed_by_us
     supervisor.close(was_killed=killed)
-    with suppress(FractionalGPUError):  # the broker sees by itself that the command has ended
+    with suppress(FractionalGPUError):  # the broker also notices that the command has ended
         lease.release()
     return die_of(-status) if status < 0 else status
 
@@ -130,7 +130,7 @@ def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseReques
             f"--fraction is {options.fraction} with {devices} devices; several devices are whole ones: leave --fraction out"
         )
     fraction = "1" if devices > 1 else options.fraction or "1/4"
-    # The program's name, and that of the file that it is given first: arguments may be secret.
+    # The program's name and its first file's name only: arguments may be secret.
     script = next((word for word in command[1:] if not word.startswith("-")), "")
     is_file = os.path.isfile(script)  # noqa: PTH113 - a word may be a whole program, too long for a path
     names = [Path(command[0]).name, *([Path(script).name] if is_file else [])]

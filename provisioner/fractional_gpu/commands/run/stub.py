@@ -1,10 +1,10 @@
-"""Becomes a command of `jupyter gpu run` once that has the GPU: a script of its own, which imports the standard library only.
+"""Becomes a command of `jupyter gpu run` once that has the GPU: a separate script that imports only the standard library.
 
     python -I -S stub.py RUNNER IN OUT COMMAND [ARGUMENTS]
 
-It is the process that the broker knows before the command runs: a process keeps its id when it executes another program. RUNNER is the
-pid of its parent. From the descriptor IN it reads the command's environment, JSON, and executes the command with it; on an empty input it
-ends. Why that failed goes to the descriptor OUT as an error number; it is closed when the command runs.
+The broker knows this process before the command runs: a process keeps its id when it executes another program. RUNNER is the pid of its
+parent. It reads the command's environment as JSON from the descriptor IN and executes the command with it; it ends on an empty input. If
+that fails, the error number goes to the descriptor OUT, which is closed when the command runs.
 
 The command gets SIGTERM when its runner dies: the system sends it (PR_SET_PDEATHSIG).
 """

@@ -151,9 +151,9 @@ def _thread_us(folder: str) -> int:
 
 
 BUSY_US: Final = 5_000
-"""A look in which the command used so much of the CPU finds it computing; in one with less it waits for something, perhaps for the GPU."""
+"""CPU time in a look from which on the command is computing; with less it waits for something, perhaps for the GPU."""
 USEFUL_US: Final = 1_000
-"""One that came back and used less than that of the CPU came back in vain, unless the device saw work of it."""
+"""A resume after which the command used less CPU time was in vain, unless the device saw work of it."""
 LOOK_S: Final = 0.25
 _DOUBTFUL: Final = 10
 FIRST_PATIENCE_S: Final = 5.0
@@ -197,8 +197,8 @@ class CpuWatch:
 
     def suspended(self, used_us: int, now_s: float, *, worked: bool) -> None:
         """Note that it was suspended. `worked`: it was seen to use the GPU since it came back last."""
-        # Saving it may have used its CPU time, so the last look before that counts. It goes on as soon as it is back, before that is known
-        # here: what it used since it was last seen suspended counts, though bringing it back may have a part in that.
+        # Saving may use the command's CPU time, so the last look before it counts. After a resume the command runs before that is known
+        # here, so its use since it was last seen suspended counts, though the resume may have a part in that.
         if worked or abs(self._last_us - self._away_us) >= USEFUL_US:
             self._in_vain = 0
         elif self._woken:
@@ -213,7 +213,7 @@ class CpuWatch:
         self._used_since_s = now_s if self._used_before else None
 
     def look(self, used_us: int, now_s: float) -> bool:
-        # What threads and processes that ended had used counts no more: any difference is use.
+        # The use of ended threads and processes no longer counts, so the total can fall: any difference is use.
         step_us, self._last_us, self._away_us = abs(used_us - self._last_us), used_us, used_us
         if step_us > 0:
             self._only_before = False
@@ -226,13 +226,13 @@ class CpuWatch:
         return True
 
     def woken(self) -> None:
-        """Note that it is brought back for another reason, such as a signal: whether that was of use says nothing."""
+        """Note a resume for another reason, such as a signal: whether it was of use means nothing."""
         self._woken = False
 
 
 PORT_LOOK_S: Final = 0.1  # while it is suspended
 _RESIDENT_PORT_LOOK_S: Final = 0.5
-_LINGER_S: Final = 1.0  # the lease stays in use for so long after the last connection: a browser opens several in a row
+_LINGER_S: Final = 1.0  # the lease stays in use this long after the last connection: browsers open several in a row
 _RESIDENT_LOOK_S: Final = 1.0
 _RETRY_S: Final = 1.0
 _RESIDENT: Final = "resident"

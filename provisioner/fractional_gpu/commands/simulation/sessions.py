@@ -66,7 +66,7 @@ def _groups(text: str) -> list[Group]:
 
 
 def read_history(given: str) -> list[PastLease]:
-    """Return the leases of a ledger that ran a cell; "": that of one's own broker. Raises CommandError."""
+    """Return the leases of a ledger that ran a cell; "": the user's own broker's ledger. Raises CommandError."""
     if given:
         path = Path(given)
     else:

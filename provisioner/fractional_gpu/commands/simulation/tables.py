@@ -83,7 +83,7 @@ def revocation_text(figures: dict[str, Any], width: int | None = None) -> "list[
 
 
 def compared(recorded: Spread, simulated: Spread) -> dict[str, object]:
-    """Return the recorded waits beside those of the run, s, and the percent of cells that waited in each.
+    """Return the recorded waits next to the run's, s, and the percent of cells that waited in each.
 
     `mean_error_s`: the mean distance of the two distributions, quantile by quantile (the Wasserstein distance).
     """

@@ -173,7 +173,7 @@ def is_drawable(out: TextIO) -> bool:
 class WaitLine:
     """Says why a program waits for the GPU, its place and the expected time: when it has waited for two seconds, and at changes.
 
-    `say` gets each line, in a thread of its own: the broker sends nothing while nothing changes.
+    `say` gets each line, in a separate thread: the broker sends nothing while nothing changes.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -47,7 +47,7 @@ def parse_argument(parse: Callable[[str], T], text: str, option: str = "") -> T:
 Piece: TypeAlias = "str | tuple[str, str] | Text"
 """Text, text and its style, or a line."""
 
-_ENDLESS: Final = 1 << 20  # characters: no line is wrapped at so many
+_ENDLESS: Final = 1 << 20  # characters: lines are not wrapped
 _GAP: Final = 2  # characters between columns
 _HANGING: Final = 2  # characters by which the rest of a wrapped line is indented more
 _NARROWEST: Final = 8  # characters that a wrapped line has at least
@@ -55,7 +55,7 @@ _JOINERS: Final = "\u200c\u200d"  # between letters of Persian and Indian names,
 
 
 class Style(StrEnum):
-    """What a style says of its text; the values are rich's. A terminal that wants no colour shows bold text only."""
+    """The meaning of a style; the values are rich's. A terminal without colour shows only bold text."""
 
     HEADING = "bold"
     GOOD = "green"

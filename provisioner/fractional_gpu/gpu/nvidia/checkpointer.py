@@ -294,7 +294,7 @@ def _check(pid: int) -> None:
 
 
 def _maps_driver(pid: int) -> bool:
-    """Return whether the process has the driver's library mapped, without which it has no CUDA state, or may not be read."""
+    """Return whether the process has the driver's library mapped, without which it has no CUDA state, or is unreadable."""
     return maps(pid, lambda path: path.rpartition("/")[2].startswith("libcuda.so"), unreadable=True)
 
 

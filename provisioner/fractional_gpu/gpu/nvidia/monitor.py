@@ -10,17 +10,17 @@
   is repeated with a fresh one, so that each error is about the device as it is now.
 - A device in MIG mode is not listed itself: its instances are, each as a device.
 - Activity comes from the samples that the driver keeps of each process's utilisation. A sample covers a period that ends with it (up to a
-  second long, shorter on better devices), so for a while after its end work may look as if it went on.
+  second long, shorter on better devices), so work may look busy for a while after its end.
 - Impossible samples are dropped: NVML is known to give utilisations of 37,100 % and time stamps far off. A stamp up to a second ahead of
   this machine's clock counts as now; a later one would make its process look busy until then.
-- A process's utilisation is read since the newest sample of the reading before: the driver gives one figure for each process that worked,
-  the mean since the time that it is asked from, and the answer NOT_FOUND where none worked. Where it gives several, their mean counts.
-  Where it gives none though the device works (processes in other containers, some virtual machines), nothing is known by process: then
-  there is the device's own figure, which is of the last second at most. MIG instances have neither.
-- The driver stamps its samples with the wall clock. They are converted to the time since boot. After that clock was set, the samples at
-  the next reading were stamped by the old or the new clock, and nothing says by which: none of them counts, then or later.
-- Power and energy are of a whole device. A MIG instance has neither: NVML does not document what it answers of one, and the figure of the
-  whole device would count once for each instance.
+- A process's utilisation is read from the newest sample of the previous reading on: the driver gives one mean for each process that
+  worked since then, and NOT_FOUND if none did. If it gives several, their mean counts. If it gives none though the device works (processes
+  in other containers, some virtual machines), only the device's own figure is known, of the last second at most. MIG instances have
+  neither.
+- The driver stamps its samples with the wall clock; they are converted to the time since boot. After that clock was set, the samples of
+  the next reading may have stamps of the old or the new clock: none of them counts, then or later.
+- Power and energy are of a whole device. A MIG instance has neither: NVML does not document its answer, and the whole device's figure
+  would count once for each instance.
 - Where NVML does not report a process's memory (in some virtual machines and containers), the processes without a figure
   share the memory that no other process accounts for, in equal parts: exact for one process, a guess for more.
 """

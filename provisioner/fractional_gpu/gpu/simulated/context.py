@@ -366,7 +366,7 @@ class Context:
             self.load.end(piece)
 
     def go_on(self) -> None:
-        """Go on with the work under way: other processes' work may slow it down from now on. Raises SimulatedCudaError."""
+        """Continue the running work: other processes' work may slow it down from now on. Raises SimulatedCudaError."""
         self.load.go_on(_living(self.store, self.key).device)
 
     def destroy(self) -> None:

@@ -179,7 +179,7 @@ def allocate(n_bytes: int) -> Buffer:
 
 
 def launch(seconds: float, utilisation: float = 1.0) -> None:
-    """Keep the device at work and wait for it: `seconds` where nothing else works there, longer beside other work.
+    """Keep the device busy and wait: for `seconds` if nothing else runs there, longer next to other work.
 
     `utilisation` is the part of the device that it uses meanwhile. Work that uses more than a whole device together slows each other
     down (`load`). The process cannot be locked before the work is done.

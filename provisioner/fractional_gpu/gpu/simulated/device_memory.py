@@ -1,15 +1,15 @@
-"""Whose memory a shared host's bytes are: a device's are the host's, saved ones are those of the process's job.
+"""Which control group a shared host's bytes are charged to: device memory to the host, saved memory to the process's job.
 
-The kernel charges the pages of a memory file to the control group that first touches them. Left to itself that is the wrong way round: the
-notebook fills its device's memory, and root's checkpoint worker writes what is saved. With a real device it is the other way: device memory
-is charged to no group, and saved state lands in the process's own memory. So, in a host that users share:
+The kernel charges the pages of a memory file to the control group that first touches them. Without further steps that is the wrong way
+round: the notebook fills its device's memory, and root's checkpoint worker writes the saved copy. A real device's memory is charged to no
+group, and saved state is in the process's own memory. So, on a shared host:
 
-- A process that allocates hands the descriptor of the file to the server of the host (a thread of the broker), which reserves its pages:
-  they are charged to the broker's group. Where no server answers, they are charged to the process.
-- Before the worker saves a process, a short-lived helper in the process's control group reserves the pages of the saved copy. Where the
-  group has no room, the helper is what the kernel ends, and the process stays as it was.
-- Between processes of one group nothing is reserved: files stay as sparse as they are.
-- The server trusts nobody: it takes plain files of the peer's own user in the host's file system, not larger than a device.
+- A process that allocates sends the file's descriptor to the host's server (a thread of the broker), which reserves the pages: they are
+  charged to the broker's group. If no server answers, they are charged to the process.
+- Before the worker saves a process, a short-lived helper in the process's control group reserves the pages of the saved copy. If the
+  group has no room, the kernel kills the helper, and the process stays as it was.
+- Between processes of one group nothing is reserved: files stay sparse.
+- The server trusts no client: it takes only plain files of the peer's user in the host's file system, not larger than a device.
 
 The notebook's side (`reserve`) needs the standard library only.
 """
@@ -60,7 +60,7 @@ def reserve(directory: Path, path: Path) -> None:
 
 
 class DeviceMemoryServer:
-    """Reserves device memory for the users of a shared host, in threads of its own, until `close`."""
+    """Reserves device memory for the users of a shared host, in separate threads, until `close`."""
 
     def __init__(self, directory: Path) -> None:
         # Open as long as the service: users cannot create the files that SQLite keeps beside the books while a connection is open.

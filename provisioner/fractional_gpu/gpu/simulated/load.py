@@ -1,12 +1,12 @@
-"""Work on the simulated devices: how much of its device each process uses, and how pieces of work slow each other down.
+"""Work on the simulated devices: how much each process uses of its device, and how pieces of work slow each other down.
 
 The rules:
-- A piece of work says how long it takes alone, and how much of the device it uses meanwhile, thousandths.
+- A piece of work has a duration when it runs alone, and a use of the device in that time, thousandths.
 - Pieces do not slow each other down while they use at most the whole device together. Beyond that, a piece that uses u takes 1 - u + u * k
   times as long: only what it does on the device is stretched. k is the number for which the uses, each u / (1 - u + u * k), add up to the
   whole device, as in `core.time_slicing`, which a notebook cannot import.
-- Each process publishes in a file what each piece of its work uses, and what it has used of devices so far: a ring of running totals, as a
-  driver keeps samples. The last of them is written again until it is `_STEP_NS` old, so that short pieces do not fill the ring.
+- Each process publishes in a file what each piece of its work uses, and its past use: a ring of running totals, like a driver's samples.
+  The last total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill the ring.
   Of more than `_PIECES` pieces, the last ones count as one.
 - Work that is published with an end in the past is over, whatever the file says: its process was killed or stopped.
 """
@@ -43,7 +43,7 @@ class Piece:
 
     milli: int
     left_ns: int | None
-    stretch_milli: int = WHOLE  # how many times as long as alone it takes now
+    stretch_milli: int = WHOLE  # how much longer than alone it takes now
 
     @property
     def left_s(self) -> float:
@@ -56,7 +56,7 @@ class Piece:
         return 0 if self.left_ns == 0 else self.milli
 
     def advance(self, ns: int) -> int:
-        """Let it go on for so long; return what it used of the device, nanoseconds of a whole one."""
+        """Let time pass; return the piece's use of the device, nanoseconds of a whole one."""
         done_ns = ns * WHOLE // self.stretch_milli
         if self.left_ns is not None:
             done_ns = min(done_ns, self.left_ns)
@@ -66,7 +66,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """What a process says of its work: running totals in order, what its pieces use alone, what all use as it is, and when that ends."""
+    """What a process publishes: running totals in order, its pieces' use when alone, their current use together, and when that ends."""
 
     totals: list[tuple[int, int]]
     wants_milli: list[int]
@@ -102,7 +102,7 @@ class Load:
         return piece
 
     def go_on(self, device_id: str) -> None:
-        """Count what was done, and share the device anew with what works there now."""
+        """Count the work done so far, and share the device again among the current work."""
         with self._mutex:
             self._count()
             self._share(device_id)
@@ -192,7 +192,7 @@ def _total_at(totals: list[tuple[int, int]], at_ns: int) -> int:
 
 
 def common_stretch(wants_milli: list[int]) -> float:
-    """Return how many times as long as alone takes what pieces do on their device, by halving the range in which that lies."""
+    """Return the factor k by which pieces slow each other down on their device, by bisection."""
     low, high = 1.0, max(1.0, len(wants_milli))
     if sum(wants_milli) <= WHOLE:
         return low
@@ -206,7 +206,7 @@ def common_stretch(wants_milli: list[int]) -> float:
 
 
 def _read(store: Store, process: Process, *, totals: bool = True) -> _Published | None:
-    """Return what a process says of its work; None if it has ended."""
+    """Return what a process publishes of its work; None if it has ended."""
     folder = f"{store.memory}/{process.key}"  # read often, for many processes: no Path for each
     try:
         end_ns = os.stat(f"{folder}/{WORK}").st_mtime_ns  # noqa: PTH116

@@ -119,7 +119,7 @@ def visible_pid(key: str, pid: int) -> int:
 
 
 def _namespace(pid: int) -> str:
-    """Return what names the pid namespace of a process; our own where it may not be read."""
+    """Return the name of a process's pid namespace; our own if it cannot be read."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")[5:-1]  # noqa: PTH115
     except OSError:
