@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process after writing what it still buffers, without the teardown of the interpreter.
+    """Flush the output and end the process, without the teardown of the interpreter.
 
     The teardown takes a fifth of a broker's start, and gives back only what the system takes back anyway.
     """
@@ -22,7 +22,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    gc.disable()  # of what is imported nothing is garbage, and a kernel's start waits for this
+    gc.disable()  # imported modules are no garbage, and a kernel's start waits for this
     if sys.argv[1:2] == ["--detach"]:
         from fractional_gpu.broker.process.restarting import BrokerOptions, start_detached
 

@@ -236,7 +236,7 @@ class Broker:
     def _tell(
         self, kernel: Kernel, effect: Granted | CloseGate | Declined | Resized | Pinned | SuspendAnnounced | UserTold
     ) -> None:
-        """Pass on to a kernel, or to those that wait for its answer, what was decided about it."""
+        """Pass a decision about a kernel to the kernel, or to the requests that wait for it."""
         match effect:
             case Granted():
                 kernel.cell.ticket_by_broker, kernel.cell.granted_s = False, time.monotonic()
@@ -343,7 +343,7 @@ class Broker:
             self._alarm = asyncio.get_running_loop().call_later(delay_s, lambda: self.dispatch(Tick(at_ms=now_ms())))
 
     def environment(self, lease_id: str, device_ids: Sequence[str]) -> dict[str, str]:
-        """Return what binds a kernel to its devices and its cap; without devices, what it needs before it has any."""
+        """Return the environment that binds a kernel to its devices and its cap; without devices, what it needs before."""
         environment = self.monitor.kernel_environment(device_ids[0] if device_ids else None)
         for device_id in device_ids[1:]:
             for name, value in self.monitor.kernel_environment(device_id).items():
@@ -351,7 +351,7 @@ class Broker:
                     environment[name] += f",{value}"
         view = self.arbiter.lease(lease_id)
         if view is not None:
-            # On each of its devices it may use no more than is reserved for it.
+            # On each device its cap is its reservation there.
             follows_use = self.reserves_by_use(view.spec.pool) and view.reserved_mib > 0
             limit_mib = view.reserved_mib if follows_use else view.spec.reserve_mib
             environment["JUPYTER_GPU_MEMORY_MIB"] = str(limit_mib)
@@ -429,7 +429,7 @@ class Broker:
             self.request_on_behalf(kernel)
 
     def process_gone(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """Handle that the kernel's process ended or is about to be replaced: what it held is free once nothing of it is left."""
+        """Handle that the kernel's process ended or is about to be replaced: its memory is free once no process of it is left."""
         if kernel.identity != identity:
             return
         log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)

@@ -1,4 +1,4 @@
-"""The broker's clocks, and rates: `now_ms` for decisions, `wall_ms` for dates, `DeadlineClock` for what survives a restart."""
+"""The broker's clocks, and rates: `now_ms` for decisions, `wall_ms` for dates, `DeadlineClock` for deadlines that survive a restart."""
 
 import asyncio
 import json

@@ -27,7 +27,7 @@ _KEPT: Final = 1024  # accounts; beyond that those with a full balance are forgo
 
 
 class Account:
-    """One account; for the loop. `name`: what people call who pays; `exempt`: nothing is charged, and `turn` never waits."""
+    """One account; for the loop. `name`: the payer's name in messages; `exempt`: nothing is charged, and `turn` never waits."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Account:
 
     def charge(self, seconds: float) -> None:
         if not self._exempt:
-            self._left -= seconds  # what was earned since is added at the next turn
+            self._left -= seconds  # credit since then is added at the next turn
 
     def take_turn(self, *, reserved: bool = False) -> bool:
         """Take a turn now, if there is one: then return True."""
@@ -188,11 +188,11 @@ class _Metered:
             thrown = None
             try:
                 yield waits_for
-            except BaseException as error:  # noqa: BLE001 - what it waited for failed, or it is cancelled: the work decides
+            except BaseException as error:  # noqa: BLE001 - the awaited call failed, or it is cancelled: the work decides
                 thrown = error
 
 
 async def metered(work: Coroutine[Any, Any, T], charge: Callable[[float], None]) -> T:
-    """Return what the work returns, and charge the processor time of its steps on the loop. Cancelled: the work is."""
+    """Return what the work returns, and charge the processor time of its steps on the loop. Cancellation cancels the work."""
     result: T = await _Metered(work, charge)
     return result

@@ -1,4 +1,4 @@
-"""Threads for blocking work, a pool for each kind: what a user can ask for takes no thread from swaps.
+"""Threads for blocking work, a pool for each kind: users' requests take no thread from swaps.
 
 The rest (samples, files, forecasts) runs in the loop's default executor, and no request causes it.
 """

@@ -84,7 +84,7 @@ class BrokerClient:
         self._headers = {} if acting_for is None else {ACTING_FOR: encode_acting_for(acting_for)}
 
     def because_of(self, cause: str) -> Self:
-        """Name what the stories of leases say to be the cause of the requests that follow, such as "`%gpu suspend`"; return the client."""
+        """Set the cause of the following requests in leases' stories, such as "`%gpu suspend`"; return the client."""
         self._headers[CAUSE] = cause
         return self
 
@@ -128,7 +128,7 @@ class BrokerClient:
         return self.call(routes.STATUS, Fresh(fresh=fresh))
 
     def capacity(self) -> "Capacity":
-        """Return what the host could still give, by pool."""
+        """Return the host's remaining capacity, by pool."""
         return self.call(routes.CAPACITY)
 
     def events(self) -> Iterator["HostStatus"]:
@@ -207,7 +207,7 @@ class BrokerClient:
         return self.call(routes.HISTORY, about=lease_id)
 
     def cost(self, lease_id: str) -> "Cost":
-        """Return what the lease and its user used, and what it costs."""
+        """Return the use and the costs of the lease and its user."""
         return self.call(routes.COST, about=lease_id)
 
     def others(self, lease_id: str, last_ms: int, beside: Sequence[str] = ()) -> OthersUse:
@@ -223,7 +223,7 @@ class BrokerClient:
         *,
         advice: bool = False,
     ) -> "UsageReport":
-        """Return sums of what leases used, of what this user may see, as `UsageQuery` says. Raises BadRequestError."""
+        """Return sums of leases' use that this user may see, as `UsageQuery` says. Raises BadRequestError."""
         from fractional_gpu.protocol.accounts import UsageQuery  # noqa: PLC0415 - few kernels ask
 
         query = UsageQuery(by=",".join(by), since_s=since_s, until_s=until_s, advice=advice, **(only or {}))

@@ -36,7 +36,7 @@ class AsyncClient(Generic[C]):
         raise AssertionError("there is one result")
 
     async def stream(self, lines: Callable[[C], Iterable[T]]) -> AsyncGenerator[T, None]:
-        """Yield what `lines` yields, each when the one before was taken. Raises what it raises. Closed or cancelled: it is given up."""
+        """Yield the items of `lines`, one at a time. Raises what it raises. Closed or cancelled: it is given up."""
         end_s = time.monotonic() + self._patience_s
         while True:
             try:

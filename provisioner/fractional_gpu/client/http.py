@@ -264,7 +264,7 @@ class Call:
     def give_up(self) -> None:
         """Wake the call from any wait: it raises BrokerUnavailableError, and sends nothing more."""
         if self._pid == os.getpid():
-            # The flag is set first: `use` checks it for each connection that is taken from now on.
+            # Set the flag first: `use` checks it for each new connection.
             self._given_up.set()
             if (connection := self._connection) is not None:
                 connection.abort()

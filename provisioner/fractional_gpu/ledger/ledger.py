@@ -70,7 +70,7 @@ _PRUNE = "DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} WHERE {o
 HISTORY_MS: Final = 90 * 86_400_000
 """How long history is kept: ended leases, their stories, cells and points."""
 ACCOUNTS_MS: Final = 400 * 86_400_000
-"""How long what leases used is kept: long enough for the bills of a year."""
+"""How long usage rows are kept: long enough for a year's bills."""
 PRUNED_AT_ONCE: Final = 5000
 """Rows of each table, and pages of the file, in one transaction of `Ledger.prune`: about a tenth of a second."""
 STORY_LINES: Final = 1000
@@ -344,7 +344,7 @@ class Ledger:
             self._write("DELETE FROM advised WHERE day < ?", (before_day - _ADVISED_DAYS,))
 
     def share_days(self, since_day: int) -> list[tuple[HabitKey, ShareDay]]:
-        """Return the days from that one on, oldest first, without those that cannot be read: what is lost by them is advice."""
+        """Return the days from that one on, oldest first, without unreadable ones: only advice needs them."""
         rows = self._read("SELECT key, document FROM share_days WHERE day >= ? ORDER BY day, key", (since_day,))
         found = self._readable(rows, "days of shares", tuple[HabitKey, Share], ShareDay)
         return [(key, day) for (key, _), day in found]

@@ -31,7 +31,7 @@ _SET_ASIDE = ".damaged"
 
 
 def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerError:
-    """Return the error: which file, what is wrong, what to do. `remedy` None: put a backup in its place, or set it aside."""
+    """Return the error: which file, what is wrong, what to do. `remedy` None: restore a backup, or set the file aside."""
     if remedy is None:
         remedy = (
             f"it was left as it is: put a backup in its place, or set it aside with `{set_aside_command(path)}`; the next broker then "
@@ -42,7 +42,7 @@ def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerErr
 
 @contextlib.contextmanager
 def explained(path: Path, wrong: str, remedy: str | None = None) -> Iterator[None]:
-    """Raise what the system or SQLite refuses as a LedgerError, with the reason after `wrong`."""
+    """Raise the system's or SQLite's error as a LedgerError, with the reason after `wrong`."""
     try:
         yield
     except OSError as error:

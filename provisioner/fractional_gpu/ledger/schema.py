@@ -33,7 +33,7 @@ TABLES: Final = {
         reason   TEXT NOT NULL,
         sentence TEXT NOT NULL
     """,
-    # `document`: a SeatRecord, likewise
+    # `document`: a SeatRecord
     "seats": """
         seat_id    TEXT PRIMARY KEY NOT NULL,
         pool       TEXT NOT NULL,
@@ -84,7 +84,7 @@ TABLES: Final = {
         {", ".join(f"{name} INTEGER NOT NULL" for name in FIGURES)},
         PRIMARY KEY (hour_s, lease_id, device_id, currency)
     """,
-    # what notebooks and seats used of their shares, by day, for advice. `key`: a HabitKey and a Share; `document`: a ShareDay
+    # notebooks' and seats' use of their shares, by day, for advice. `key`: a HabitKey and a Share; `document`: a ShareDay
     "share_days": """
         day      INTEGER NOT NULL,
         key      TEXT NOT NULL,
@@ -101,7 +101,7 @@ TABLES: Final = {
         use_milli INTEGER NOT NULL,
         continues INTEGER NOT NULL
     """,
-    # the last advice that each notebook and seat got. `key`: a HabitKey; `document`: what was given
+    # the last advice that each notebook and seat got. `key`: a HabitKey; `document`: the advice
     "advised": """
         key      TEXT PRIMARY KEY NOT NULL,
         day      INTEGER NOT NULL,

@@ -1,4 +1,4 @@
-"""Messages about what leases used and what it costs."""
+"""Messages about leases' use and costs."""
 
 from typing import Annotated, Final
 
@@ -47,7 +47,7 @@ class UsageEntry(Struct, frozen=True, kw_only=True):
 
 
 class UsageReport(Struct, frozen=True, kw_only=True):
-    """Sums of what leases used, sorted by what they are summed by. The pool's own part has the user, group, notebook and lease ""."""
+    """Sums of leases' use, sorted by the names in `by`. The pool's own part has the user, group, notebook and lease ""."""
 
     by: list[str]
     since_s: int

@@ -1,4 +1,4 @@
-"""Keeps the budgets: counts what users and groups spend, warns them, and does what their pools say when a budget is used up.
+"""Keeps the budgets: counts what users and groups spend, warns them, and applies their pools' `over_budget` when a budget is used up.
 
 - Nothing is reserved of a budget: it is spent by use. Users who share a group's budget are treated alike once it is used up.
 - Figures come from the meter once a minute, so a budget may be exceeded by what its owner's kernels use in a minute.
@@ -102,7 +102,7 @@ class BudgetKeeper:
         return bool(self._spending.budgets)
 
     def recover(self, ledger: Ledger) -> None:
-        """Count what was spent before, by the ledger. Raises LedgerError."""
+        """Load earlier spending from the ledger. Raises LedgerError."""
         if not self.is_needed:
             return
         now_s = self._now_s()
@@ -246,7 +246,7 @@ class BudgetKeeper:
         )
 
     def _sentence(self, state: BudgetState, pool: str = "") -> str:
-        """Return what is spent, and what follows in the pool where the budget is used up."""
+        """Return a sentence about the spending, and what the pool does if the budget is used up."""
         budget = state.budget
         whose = "Your budget" if state.subject.kind == "user" else f"The budget of the group {state.subject.name!r}"
         spent = format_amount(budget.unit, state.spent, budget.currency)

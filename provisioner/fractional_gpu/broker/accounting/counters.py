@@ -37,7 +37,7 @@ class _Figure:
     of_leases: bool = True  # of leases alone, so by user, too; else also what no lease had
 
     def of(self, row: UsageRow) -> int:
-        """Return what is counted of a row, in the meter's units."""
+        """Return a row's amount in the meter's units."""
         figure: int = getattr(row.usage, self.field)
         return figure if row.key.lease_id or not self.of_leases else 0
 
@@ -87,7 +87,7 @@ class UsageCounters:
         self._metering = metering
         self._pools = pools
         self._users: dict[str, set[tuple[str, str]]] = {}  # by pool: the users with a label
-        self._taken = _Sums(Counter)  # what the meter has given away
+        self._taken = _Sums(Counter)  # the usage rows that the meter has passed on
         self.pools = _Counters(POOL_METRICS, self._until_now)
         self.users = _Counters(USER_METRICS, self._until_now)
         metering.followers.append(partial(self._add, self._taken))

@@ -1,4 +1,4 @@
-"""Keeps what notebooks and seats use of their shares, day by day, and advises on it. The decisions are in `core.forecasts.advice`.
+"""Records notebooks' and seats' use of their shares by day, and advises on it. The decisions are in `core.forecasts.advice`.
 
 - Leases are read with each sample of the devices, every second or two while kernels live; a peak between two samples is not seen.
 - Days are written whole, once a minute, and kept for `WINDOW_DAYS`. A broker that is killed loses at most a minute.
@@ -78,7 +78,7 @@ class ShareHabits:
         self._given = ledger.given_advice()
 
     def sampled(self, utilisation: Mapping[str, int] = _NOTHING) -> None:
-        """Take note of what leases are at a sample. `utilisation`: of those that ran a cell all the time, thousandths of a device."""
+        """Record leases' sizes at a sample. `utilisation`: of leases that ran a cell all the time, thousandths of a device."""
         holders: dict[str, HabitKey] = {}
         seats: dict[str, tuple[LeaseSpec, list[Sample]]] = {}
         for lease_id in self._kernels:

@@ -115,7 +115,7 @@ class Metering:
             self._observe(lease_id, self._clocks.now())
 
     def read_energy(self, sensors: Mapping[str, DeviceSensors], utilisation: Mapping[str, int]) -> None:
-        """Divide what the devices drew since the last sample. `utilisation`: of leases while they ran cells, thousandths of a device.
+        """Divide the energy that the devices used since the last sample. `utilisation`: of leases during cells, in thousandths.
 
         A lease that was not measured in this time, because its cells were too short for a figure, counts with what is learnt of it.
         """
@@ -160,7 +160,7 @@ class Metering:
         return self._clocks.wall() - (self._clocks.now() - at_ms)
 
     def uncollected(self) -> Iterable[UsageRow]:
-        """Return what was counted until now and not yet given to the followers: to read at once, not to keep."""
+        """Return the figures that the followers do not have yet: read them at once, do not keep them."""
         self.meter.count(self._clocks.now(), self._clocks.wall())
         return self.meter.rows()
 
@@ -176,7 +176,7 @@ class Metering:
             self.write()
 
     def write(self) -> asyncio.Future[None]:
-        """Write what was counted since the last write. The future is done when it is on the disk."""
+        """Write the figures since the last write. The future is done when they are on the disk."""
         fresh = self.meter.take(self._clocks.now(), self._clocks.wall())
         for follower in self.followers:
             follower(fresh)

@@ -66,7 +66,7 @@ class UsageReports:
         return self.visible
 
     async def answer(self, reader: Reader, question: Question) -> tuple[list[UsageEntry], Carbon | None, str]:
-        """Return the sums, the carbon they are reckoned with, and what is missing, a sentence. Raises LedgerError.
+        """Return the sums, the carbon intensity that they use, and a sentence about missing figures. Raises LedgerError.
 
         Cancelled: figures that are due are still written.
         """
@@ -94,7 +94,7 @@ class UsageReports:
         return await self._writer.read_aside(read), found, note
 
     async def _refresh(self) -> None:
-        """Write what was counted, unless that has just been done: readers cannot keep the disk busy."""
+        """Write new figures, unless that has just been done: readers cannot keep the disk busy."""
         if time.monotonic() - self._fresh_s >= _FRESH_S:
             self._fresh_s = time.monotonic()
             self._metering.write()

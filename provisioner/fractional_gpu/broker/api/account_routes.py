@@ -1,4 +1,4 @@
-"""The routes that show what leases used and what it costs. Who sees whose figures: `broker.accounting.reports`."""
+"""The routes for leases' use and costs. `broker.accounting.reports` decides which peer sees which figures."""
 
 import time
 from typing import Any
@@ -71,7 +71,7 @@ async def _usage(call: Call[UsageQuery]) -> UsageReport:
 
 
 async def _advice(service: LeaseService, reader: Reader, query: UsageQuery) -> list[ShareAdvice]:
-    """Return what is suggested for the notebooks that the reader sees, of the user and pool that are asked for."""
+    """Return the advice for the notebooks that the reader may see, of the requested user and pool."""
     owner, seated = query.user, query.seated
     if not reader.administrator:
         if owner not in (None, reader.owner) or seated not in (None, reader.seated):
@@ -158,7 +158,7 @@ def _beginnings() -> tuple[int, int]:
 
 
 def _now_milli(tariff: Tariff, view: LeaseView) -> int:
-    """Return what an hour of the lease costs as it is now, thousandths."""
+    """Return the current price of an hour of the lease, in thousandths."""
     charged = tariff.charged_milli(
         held=view.reserved_mib > 0, busy=view.busy, suspended=bool(view.saved_mib) and not view.reserved_mib
     )

@@ -61,7 +61,7 @@ class Shared:
     service: LeaseService
     socket_path: str
     statuses: StatusStream
-    hears: bool  # the operating system tells whether a peer has read what was written
+    hears: bool  # the operating system knows whether a peer has read the data
     log_lines: TokenBucket
 
 

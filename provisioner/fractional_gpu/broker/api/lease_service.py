@@ -76,7 +76,7 @@ from fractional_gpu.protocol.status import KernelFacts, LeaseStatus
 
 log = logging.getLogger(__name__)
 
-_START_PATIENCE_S, _START_PAUSE_S = 10.0, 0.2  # a new lease waits so long for other kernels of its user to start
+_START_PATIENCE_S, _START_PAUSE_S = 10.0, 0.2  # how long a new lease waits for other kernels of its user to start
 _LONGEST_REASON = 300
 _MEASURE_PATIENCE_S = 2.0  # for a sample before an answer
 
@@ -342,7 +342,7 @@ class LeaseService:
 
     @staticmethod
     async def _checked_connection(kernel: Kernel, request: AttachRequest, pid: int) -> str:
-        """Return what the broker keeps of the process's connection, JSON. Raises BadRequestError."""
+        """Return the stored form of the process's connection, JSON. Raises BadRequestError."""
         check_kind(request.kind)
         if request.kind == COMMAND:
             return command_connection(served=request.served)

@@ -258,14 +258,14 @@ class _Admission(httputil.HTTPMessageDelegate):
 
     def _refuse(self, error: FractionalGPUError) -> None:
         log.debug("refused a request: %s", error)
-        stream = self._connection.detach()  # what was read of the body already is not looked at
+        stream = self._connection.detach()  # ignore the part of the body that was already read
         if not stream.closed():
             stream.write(_last_reply(error))
             stream.close()
 
 
 def _body_length(headers: httputil.HTTPHeaders) -> int:
-    """Return the length of the body, bytes. Raises RequestTooLargeError or BadRequestError for what is not to be read."""
+    """Return the length of the body, bytes. Raises RequestTooLargeError or BadRequestError if it must not be read."""
     size = sum(len(name) + len(value) for name, value in headers.get_all())
     if size > MAX_HEADER_BYTES:
         raise RequestTooLargeError(f"the headers have {size} bytes; allowed: {MAX_HEADER_BYTES}")

@@ -60,7 +60,7 @@ class Connection:
 
 
 def connection_from_json(info: object) -> Connection:
-    """Check a connection file's contents. Raises ValueError naming the field, what was given and what is allowed."""
+    """Check a connection file's contents. Raises ValueError naming the field, its value and the allowed ones."""
     if not isinstance(info, dict):
         sentence = f"the connection is {_shown(info)}; allowed: the object that a connection file holds"
         raise ValueError(sentence)  # noqa: TRY004 - one kind of error for what was sent
@@ -212,7 +212,7 @@ class GateLink:
         self.closed = False
         self.mute = False  # the last command got no answer in time, and nothing came from the extension since
         self.detail = ""  # of the last answer
-        self.reserved_mib: int | None = None  # what frameworks held at the last answer, if that says so
+        self.reserved_mib: int | None = None  # the frameworks' memory at the last answer, if that says so
         self.stream: Any = None  # once it carries anything: the route, which has `keep_alive` and `is_read`
         self._line_s = now_s  # when the last keep-alive was written, or last seen unread
         self._on_its_way = False  # that keep-alive has not been seen to be read

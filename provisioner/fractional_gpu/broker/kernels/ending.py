@@ -40,7 +40,7 @@ async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]]
         if not found:
             return
         await wait_for_end(found, max(0.0, deadline_s - time.monotonic()), number)
-        # Every later round kills: what is left then outlived the grace, or was started after the first round.
+        # Every later round kills: its processes outlived the grace, or were started after the first round.
         number, deadline_s = signal.SIGKILL, time.monotonic() + GRACE_S
         found = await left()
     if found:

@@ -197,7 +197,7 @@ class IOPubWatch:
             self._account.charge(time.thread_time() - begun_s)
 
     def _lose_certainty(self) -> None:
-        """Be in doubt: what was not heard may say that the kernel is busy."""
+        """Be in doubt: a missed message may say that the kernel is busy."""
         if self.is_certain:
             self.is_certain, self._doubt_since_s = False, time.monotonic()
             self._message_came.set()
@@ -266,7 +266,7 @@ class IOPubWatch:
     def _apply_status(self, about: _Header, state: str) -> Sign | None:
         """Evaluate a status message about the message with this header; return the sign that this one is."""
         if state == "starting":
-            self._forget()  # of the new incarnation nothing is known yet
+            self._forget()  # nothing is known yet about the new incarnation
         elif state == "idle":
             self._busy.pop(about.msg_id, None)
             self._cells.discard(about.msg_id)

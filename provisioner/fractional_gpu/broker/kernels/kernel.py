@@ -40,13 +40,13 @@ class Survivor:
 
     identity: ProcessIdentity
     used_mib: int
-    name: str  # of its program, as every user may see it
+    name: str  # of its program, as every user can see it
     command: str  # with its arguments, for its owner and for administrators
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class CheckpointState:
-    """What is known of the kernel's checkpoints. Changed by the swap, and by the broker when the lease comes to a device."""
+    """The state of the kernel's checkpoints. The swap changes it, and the broker when the lease gets a device."""
 
     homes: tuple[str, ...] = ()  # the devices on which its processes last had their memory: what a checkpoint is of
     sizes: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that the last suspend was to save
@@ -66,10 +66,10 @@ class CheckpointState:
 class Ending:
     """The end of the kernel's process, and of its lease. Changed by `Survivors`."""
 
-    task: "asyncio.Task[None] | None" = None  # finds out what the kernel's process left behind
+    task: "asyncio.Task[None] | None" = None  # finds the processes that the kernel left behind
     survivors: tuple[Survivor, ...] = ()  # the kernel has ended, and these of its processes have device memory
     root: ProcessIdentity | None = None  # the last process that was the kernel itself
-    released: bool = False  # its kernel is over for good: the lease ends with what the kernel left behind
+    released: bool = False  # its kernel has ended for good: the lease ends with the processes left behind
     reason: str = "released"  # of the lease's end then
 
 
@@ -105,8 +105,10 @@ class PendingRequests:
     suspends: list[Request] = field(default_factory=list)  # that the arbiter has not answered yet
     suspend_waiters: int = 0  # clients who wait for its suspend: then only its messages make it busy
     resize: Request | None = None  # the request for another size that waits
-    seat_size: tuple[int, int] = (0, 0)  # fraction and memory, MiB, that the waiting resize asks of its seat
-    size_before_burst: ResizeRequested | None = None  # what the lease goes back to if the process ends in a burst
+    seat_size: tuple[int, int] = (0, 0)  # fraction and memory, MiB, that the waiting resize requests from its seat
+    size_before_burst: ResizeRequested | None = (
+        None  # the size that the lease returns to if the process ends in a burst
+    )
     evictions: int = 0  # administrators who are ending it
 
 

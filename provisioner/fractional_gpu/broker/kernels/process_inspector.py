@@ -46,7 +46,7 @@ class HostSnapshot:
         return sum(one.used_mib for use in self.uses.values() for one in use.processes if one.pid == pid)
 
     def free_mib(self, device_id: str) -> int:
-        """Return what is free on the device. Raises GPUError if there is no such device."""
+        """Return the device's free memory. Raises GPUError if there is no such device."""
         if device_id not in self.uses:
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"device {device_id} is not there")
         return self.uses[device_id].memory_mib - self.uses[device_id].used_mib
@@ -69,7 +69,7 @@ class HostSnapshot:
 
 
 def uncounted_mib(use: DeviceUse) -> int:
-    """Return what the device holds beyond what it charges to processes, MiB."""
+    """Return the device memory that is used but charged to no process, MiB."""
     return max(0, use.used_mib - sum(one.used_mib for one in use.processes))
 
 
@@ -133,7 +133,7 @@ class ProcessInspector:
                 uses[device_id] = self._monitor.use(device_id)
             except GPUError as error:
                 if error.code not in (GPUErrorCode.DEVICE_LOST, GPUErrorCode.NO_SUCH_DEVICE):
-                    raise  # of a lost device nothing is known: a step that needs it finds it missing
+                    raise  # a lost device has no reading: a step that needs it finds it missing
         return uses
 
     async def used_mib(self, kernel: Kernel) -> int:

@@ -46,7 +46,7 @@ _LONGEST_S: Final = 10.0  # until a group is read again, however much room it ha
 def host_budget_mib(
     configured_mib: int, total_mib: int, saved_mib: int, room: Callable[[], Headroom] = system_headroom
 ) -> int:
-    """Return what saved state may take in all now, MiB: what is configured, and no more than leaves the machine some room.
+    """Return how much memory all saved state may take now, MiB: as configured, but leave the machine some room.
 
     What it is below `saved_mib` should go back to devices. Raises OSError, ValueError.
     """
@@ -106,7 +106,7 @@ log = logging.getLogger(__name__)
 
 _OWN_ADJUSTMENT: Final = -500
 _OWN_NICENESS: Final = -10  # computing programs of users share what the broker leaves
-"""For the broker and its worker: they are taken after all processes of users, and before what the system cannot do without."""
+"""For the broker and its worker: the killer takes them after all users' processes, and before vital services."""
 _SWEEP_S: Final = 30.0
 _SHORTEST_S: Final = 0.05
 _SAVED: Final = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
@@ -129,12 +129,12 @@ class Lowered:
 
     @property
     def is_inherited_visibly(self) -> bool:
-        """Whether a process that has one of its values, and that its user started since, must have inherited it."""
+        """Whether a process with one of its values, which its user started since, must have inherited it."""
         return self.uid != 0 and any(value < 0 for value in self.given)
 
 
 class OomProtection:
-    """Protects the saved state of one broker's leases. `record` is the file of what has been changed."""
+    """Protects the saved state of one broker's leases. `record` is the file of the changes."""
 
     def __init__(self, broker: "Broker", record: Path) -> None:
         self._broker = broker
@@ -166,7 +166,7 @@ class OomProtection:
         found = {}
         for kernel, view in self._broker.views():
             if view.state in _SAVED and kernel.identity is not None:
-                # Of an earlier broker's suspend only the sum is known, and of one that has just begun only what is in use.
+                # Only the sum is known of an earlier broker's suspend, and only the use of one that has just begun.
                 rest = {kernel.identity: max(view.saved_mib, view.used_mib)}
                 found[kernel.lease_id] = kernel.uid, dict(kernel.checkpoint.sizes) or rest
         return found
@@ -242,7 +242,7 @@ class OomProtection:
         replace_file(self._record, msgspec.json.encode(list(lowered.values())))
 
     def _read(self) -> None:
-        """Take over what an earlier broker changed. A record that cannot be read is ignored: nothing of it can be put back."""
+        """Take over an earlier broker's changes. An unreadable record is ignored: they cannot be undone."""
         try:
             found = msgspec.json.decode(self._record.read_bytes(), type=list[Lowered])
         except FileNotFoundError:

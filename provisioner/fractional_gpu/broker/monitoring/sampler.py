@@ -94,7 +94,7 @@ class Sampler:
         await asyncio.sleep(_STEP_S)
 
     async def refresh(self) -> None:
-        """Sample for a reader that needs what is true now. Cancelled: there is no new sample.
+        """Sample for a reader that needs current figures. Cancelled: there is no new sample.
 
         Requests that come together share one sample, and one follows another after a pause: readers cannot keep the broker busy.
         """
@@ -175,7 +175,7 @@ class Sampler:
         broker.used_mib.update(used_mib)
         broker.sensors = dict(sample.sensors)
         broker.oom_kills.look({identity.pid for _, identity in self._live()}, time.monotonic())
-        # MiB by lease and device; "" has what processes of no lease use.
+        # MiB by lease and device; "": processes without a lease.
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():
             if use is None:
@@ -260,7 +260,7 @@ class Sampler:
     def _report_leases(
         self, kernels: list[Kernel], used: dict[str, dict[str, int]], utilisation: dict[str, int]
     ) -> None:
-        """Report in one event what is new of all leases, so that the arbiter serves the queue once for each sample."""
+        """Report all leases' news in one event, so that the arbiter serves the queue once for each sample."""
         measurements, measured = [], []
         for kernel in kernels:
             known, lease_id = kernel.measurement, kernel.lease_id

@@ -43,7 +43,7 @@ class _Cell:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The cells under way before a sample, and what the devices said, by device and the time from which on they were asked."""
+    """The running cells before a sample, and the devices' readings, by device and start of the reading."""
 
     cells: Mapping[str, _Cell]  # by lease
     devices: dict[tuple[str, int], DeviceUtilisation | None] = field(default_factory=dict)

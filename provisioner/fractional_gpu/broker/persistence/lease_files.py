@@ -54,7 +54,7 @@ class LeaseFiles:
     def __init__(self, folder: Path, check_above: Callable[[], object] = lambda: None) -> None:
         self.folder = folder
         self._check_above = check_above
-        self._wanted: dict[str, bytes] = {}  # by name: what the file should contain
+        self._wanted: dict[str, bytes] = {}  # contents by name
         self._failed: set[str] = set()  # names of files that could not be written; for the thread
         self._logged = ""  # the last failure; for the thread
         self._thread = StartedThreads(1, "lease-files")
@@ -87,7 +87,7 @@ class LeaseFiles:
         await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
 
     async def close(self) -> None:
-        """Write what is due and stop. The folder goes with its last file."""
+        """Write what is due and stop. The folder is removed with its last file."""
         await self.flushed()
         self._thread.shutdown()
         with suppress(OSError):
@@ -117,7 +117,7 @@ class LeaseFiles:
             self._check_above()
             there = set(os.listdir(self.folder))  # noqa: PTH208 - names are enough
         except (OSError, BrokerUnavailableError):
-            there = set()  # another user may have made what is seen in their place
+            there = set()  # another user may have replaced them
         self._write({name: wanted.get(name) for name in (wanted.keys() - there) | self._failed})
 
 

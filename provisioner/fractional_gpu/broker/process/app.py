@@ -128,7 +128,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             protect_this_process()
             # A service may start before the driver is loaded, so it waits. A process that waits for this start needs the reason instead.
             everyone = options.service or serves_everyone(socket)
-            undo = stack.enter_context(ExitStack())  # what a start takes back that comes to nothing
+            undo = stack.enter_context(ExitStack())  # undone if the start fails
             patient, kind = everyone and not options.detach, settings.device_kind
             backend = stack.enter_context(open_backend(options.simulate, socket, patient=patient, device_kind=kind))
             if backend.is_new:

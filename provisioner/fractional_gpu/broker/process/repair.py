@@ -118,7 +118,7 @@ class Repair:
         return "" if ledger.is_in_place() else f"the ledger {ledger.path}"
 
     async def _prepare(self) -> None:
-        """Make sure that the next start can make what is missing. Raises OSError, LedgerError or BrokerUnavailableError."""
+        """Make sure that the next start can make the missing files. Raises OSError, LedgerError or BrokerUnavailableError."""
         make_socket_folder(str(self._socket))
         ledger = self._writer.ledger
         if not ledger.is_in_place():

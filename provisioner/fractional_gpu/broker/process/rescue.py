@@ -70,7 +70,7 @@ class Rescued:
 
     @property
     def is_well(self) -> bool:
-        """Whether the kernel's memory is on the device, or comes with its next cell."""
+        """Whether the kernel's memory is on the device, or returns there with its next cell."""
         return self.outcome in ("restored", "running", "saved")
 
 
@@ -126,7 +126,7 @@ def rescue(options: BrokerOptions) -> Rescue:
 
 
 def _as_told_last(options: BrokerOptions) -> BrokerOptions:
-    """Fill in what the last broker on the socket was told and this command was not."""
+    """Fill in options that the last broker on the socket had and this command has not."""
     command = restart_command(options.socket or "")
     if command is None:
         return options
@@ -141,7 +141,7 @@ def _as_told_last(options: BrokerOptions) -> BrokerOptions:
 
 
 def _take_place(socket: str, stack: ExitStack) -> None:
-    """Hold what a broker on this socket holds while it serves, until the stack ends. Raises ConflictError if one does."""
+    """Hold the locks of a serving broker on this socket until the stack ends. Raises ConflictError if one does."""
     make_socket_folder(socket)
     lock = BrokerLock(socket)
     stack.callback(lock.close)

@@ -88,7 +88,7 @@ def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]
 def configuration(
     settings: Settings, everything: Sequence[DeviceSpec], managed: Iterable[DeviceSpec], *, host_budget_mib: int
 ) -> Iterator[Event]:
-    """Yield what gives a broker's arbiter its devices, its pools and its budget of host memory. `everything`: all of the machine."""
+    """Yield the source of the arbiter's devices, pools and host memory budget. `everything`: all of the machine."""
     at_ms = now_ms()
     for spec in managed:
         yield DeviceSeen(at_ms=at_ms, device=spec)
@@ -172,7 +172,7 @@ class BrokerRun:
         sampler = Sampler(broker, specs, partial(host_budget_mib, budget_mib, total_mib))
         self._configure(budget_mib)
         await self._take_back_leases(files, swaps)
-        await sampler.sample()  # what leases use is known before any request is answered
+        await sampler.sample()  # leases' use is known before any request is answered
         await driver.try_checkpoint(broker, swaps)
 
         # The API.
@@ -313,7 +313,7 @@ class BrokerRun:
             try:
                 if is_due or writer.size_bytes > writer.limit_bytes:
                     await writer.prune(wall_ms())
-            except LedgerError as error:  # a full disk: what is left is deleted the next time
+            except LedgerError as error:  # a full disk: the rest is deleted the next time
                 log.error("the ledger's old entries were not deleted: %s", error)  # noqa: TRY400 - a full disk is no defect of ours
             await asyncio.sleep(_LIMIT_LOOK_S)
 

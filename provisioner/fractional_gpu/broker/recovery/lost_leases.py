@@ -170,7 +170,7 @@ def lost_kernels(uid: int | None, socket: str, ledger: Ledger, known: Collection
 
 
 def lost_sentence(lost: Mapping[str, ProcessIdentity]) -> str:
-    """Return what status says about those that live still, "" if there is none; a sentence without its full stop."""
+    """Return status's sentence (without full stop) about those that still live, or ""."""
     pids = sorted(identity.pid for identity in lost.values() if is_alive(identity))
     if not pids:
         return ""

@@ -1,4 +1,4 @@
-"""A broker's first work: find out what has become of the leases of the broker before it.
+"""A broker's first work: find out what happened to the previous broker's leases.
 
 Nothing is replayed. For each lease of the ledger, /proc says whether its process lives and the driver says what it is. Half-done work is
 finished forward or undone, whichever is safe, and a lease about which that cannot be known is quarantined.
@@ -42,7 +42,7 @@ class _Found:
 
 
 async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
-    """Bring every live lease of the ledger, and those that it `lost`, back into the arbiter as what they really are.
+    """Bring every live lease of the ledger, and those that it `lost`, back into the arbiter in their real state.
 
     Pools and devices must be known to the arbiter already.
     """
@@ -62,7 +62,7 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[L
 
 
 async def _examine(broker: Broker, swaps: Swaps, record: LeaseRecord, host: HostSnapshot | None) -> _Found:
-    """Find out what the lease is. Half-done work is finished forward or undone, whichever is safe (`swap.truth`)."""
+    """Find out the lease's state. Half-done work is finished or undone, whichever is safe (`swap.truth`)."""
     kernel = broker.kernels[record.spec.lease_id]
     left = await _find_left(broker, kernel, record, host)
     kernel.checkpoint.needs_driver = bool(swaps.inspector.off) and record.state in _IN_A_SWAP

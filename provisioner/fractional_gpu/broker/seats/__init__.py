@@ -1,1 +1,1 @@
-"""Seats of a hub's servers: what they are entitled to, how seats are given, used and revoked."""
+"""Seats, the entitlements of a hub's servers: how they are given, used and revoked."""

@@ -1,4 +1,4 @@
-"""What kernels may draw on their server's seat, and what users use of a pool over the days.
+"""How much of their server's seat kernels may use, and users' use of a pool by day.
 
 A seat is named with its token; a pod's seat needs neither: its kernels are known by their control group. A kernel of a seat gets owner,
 group, priority and weight from the seat, whatever it requests. All kernels of a seat together stay within
@@ -167,7 +167,7 @@ class SeatDraws:
         ]
 
     def seat_usage(self, seat_id: str, *, but: str = "") -> SeatUsage:
-        """Return what the seat's kernels have, or will if they get the size that they wait for: that may be at any moment."""
+        """Return what the seat's kernels have, including the sizes that they wait for, which they may get at any moment."""
         return total_usage(
             self.lease_usage(kernel, view.spec)
             for kernel, view in self._broker.views()
@@ -250,7 +250,7 @@ class UsageRecorder:
             self._unwritten[owner, pool, day] = more if known is None else known + more
 
     def write(self) -> None:
-        """Write what was counted since the last write, and pass it to the forecasts, which forget what is older than they need."""
+        """Write the counts since the last write, and pass them to the forecasts, which drop old ones."""
         fresh, self._unwritten = list(self._unwritten.values()), {}
         self._written_ms = self._now()
         self._forecasts.learn(fresh)

@@ -45,11 +45,11 @@ HISTORY_DAYS = 28
 LAST_SEATS = 200  # of each pool, from which the wait for a place is worked out
 # Assumed until one has ended: a short look, an afternoon, a working day.
 _FIRST_SEATS_MS = (30 * 60_000, 2 * 3_600_000, 8 * 3_600_000)
-ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # what a page offers of a pool that gives any
+ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # a page's choices in a pool that has any
 
 
 class PoolForecasts:
-    """What is known of users and pools. `UsageRecorder` keeps it up to date."""
+    """Statistics of users and pools. `UsageRecorder` keeps them up to date."""
 
     def __init__(self, broker: Broker, settings: Settings) -> None:
         self._broker = broker
@@ -85,7 +85,7 @@ class PoolForecasts:
         del lasted[LAST_SEATS:]
 
     def habits(self, owner: str, pool: str) -> Usage:
-        """Return the user's habits in the pool; the less is known, the closer to the prior."""
+        """Return the user's habits in the pool; with little data, close to the prior."""
         prior = replace(PRIOR_USAGE, duty_milli=self.hub(pool).expected_use)
         who = owner, pool
         days, known = self._usage.get(who), self._sums.get(who)

@@ -195,7 +195,7 @@ def _check_limit(who: str, milli: int, there_milli: int, limits: Limits) -> None
 
 
 def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity_mib: int) -> PoolFull | None:
-    """Return why the pool may not promise `memory_mib` more, or None. The pool honours what it promised, so it never promises too much."""
+    """Return why the pool may not promise `memory_mib` more, or None. The pool keeps its promises, so it never promises too much."""
     if pool.oversubscription_milli is None:
         return None
     limit_mib = capacity_mib * pool.oversubscription_milli // 1000

@@ -80,7 +80,7 @@ class _Waiter:
     given: bool = False  # the caller has received the seat
     since_ms: int = field(default_factory=now_ms)
     passed_over: int = 0  # how many later requests got a seat before this one
-    forecast: tuple[Span, Span] | None = None  # of its wait, at its beginning: as worked out, and as stated
+    forecast: tuple[Span, Span] | None = None  # of its wait, at its beginning: computed, and as shown
     refused: NoRoomError | None = None  # a limit that its owner or group reached while it waited
 
 
@@ -199,7 +199,7 @@ class Seats:
         return Share(seat.fraction_milli, seat.memory_mib) if seat is not None else None
 
     def _with_advice_and_budget(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
-        """Return the offer with advice by past use, and with what is left of the user's budgets; with none left, it may be none."""
+        """Return the offer with advice by past use and the rest of the user's budgets; it may be empty if nothing is left."""
         spec, hub = self._pool(offer.pool)
         terms = hub.terms(request.groups)
         group = counted_group(terms[0] if terms is not None else "", request.groups, spec)

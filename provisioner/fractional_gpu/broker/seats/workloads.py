@@ -1,4 +1,4 @@
-"""The jobs and pods that seats belong to: who may use such a seat, when it ends, and whether its memory holds what is saved.
+"""The jobs and pods that seats belong to: which process may use such a seat, when it ends, and whether its memory holds saved state.
 
 - A process uses a workload's seat only if its control group is that workload's: jobs of one user share a uid, and read each other's files.
 - A seat ends when the control group of its workload, which was there, is gone; and with the machine's boot. Before a job's first step its
@@ -151,7 +151,7 @@ def _with_group(seat: SeatRecord, group: str) -> SeatRecord:
 
 
 def _states(seats: list[SeatRecord], boot: str) -> list[tuple[SeatRecord, str, bool | None]]:
-    """Return each seat with its group and whether that is there; False: its workload is over, None: nothing is known."""
+    """Return each seat with its group and whether the group exists; False: its workload is over, None: unknown."""
     found: list[tuple[SeatRecord, str, bool | None]] = []
     for seat in seats:
         workload = seat.workload

@@ -304,7 +304,7 @@ def _over(view: LeaseView | None) -> Progress:
 
 
 def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
-    """Whether to send the waiting cell this progress; `age_ms` is the age of what it was sent last.
+    """Whether to send the waiting cell this progress; `age_ms` is the age of the last one.
 
     The cell counts its times down by itself: one that differs little from the counted-down one is not sent.
     """

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _PERIOD_S = 2.0
 _TIMEOUT_S = 1.5
 _MOST_BYTES = 65_536
-_KEPT = "revocation_notice"  # in the ledger: the devices that were drained for a notice, and what they were before
+_KEPT = "revocation_notice"  # in the ledger: the devices that were drained for a notice, and their earlier state
 _MOVED_MS = 1_000  # a deadline that moves by less is the same
 _LEAVES = frozenset({"Preempt", "Terminate", "Redeploy", "Reboot"})  # Azure's events after which the memory is lost
 _METADATA = {"Metadata-Flavor": "Google", "Metadata": "true"}
@@ -144,7 +144,7 @@ class RevocationNotice:
         self._drains = drains
         self._read = read
         self._deadline_ms: int | None = None  # wall-clock ms, of the notice that is followed
-        self._must_drain = False  # what the notice demands of devices was not done yet
+        self._must_drain = False  # the devices are not drained yet
         self._drained: dict[str, bool | None] | None = None  # as in the ledger; None: not read yet
         self._problem = ""
 

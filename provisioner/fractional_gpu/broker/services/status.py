@@ -42,7 +42,7 @@ _OF_VIEW = {field.name for field in fields(DeviceView)} & set(DeviceStatus.__str
 
 
 def explain(broker: Broker, view: LeaseView) -> tuple[str, str, Span | None]:
-    """Return why the lease is as it is, or waits: the reason, a sentence, and the forecast of its wait."""
+    """Return why the lease waits or is in its state: the reason, a sentence, and the forecast of its wait."""
     if view.at_gate:
         return "wait.turn", HAD_ITS_TURN, broker.arbiter.gate_wait(view.spec.lease_id, now_ms())
     if view.revoked:
@@ -227,7 +227,7 @@ _MINUTE_S, _STEP_S = 60, 5
 
 
 def coarse_s(left_ms: int | None) -> int | None:
-    """Return what is left before a deadline in steps: of a minute, in the last two minutes of 5 s; 0: it has passed."""
+    """Return the time before a deadline, in steps of a minute, or of 5 s in the last two minutes; 0: it has passed."""
     if left_ms is None:
         return None
     step_s = _MINUTE_S if left_ms > 2 * _MINUTE_MS else _STEP_S

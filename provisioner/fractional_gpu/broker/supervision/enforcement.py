@@ -52,7 +52,7 @@ class _Unwanted:
 
 
 class Enforcement:
-    """Compares what leases and strangers really use with what they may. `clock` in seconds, for tests."""
+    """Compares the use of leases and strangers with their limits. `clock` in seconds, for tests."""
 
     def __init__(self, broker: "Broker", clock: Callable[[], float] = time.monotonic) -> None:
         self.strangers: dict[str, list[Stranger]] = {}  # by device
@@ -177,7 +177,7 @@ class ContextLearner:
         self._asking: dict[str, asyncio.Task[None]] = {}  # by lease
 
     def context_mib(self, lease_id: str, device_ids: Sequence[str]) -> int:
-        """Return what a context takes in the lease's kernel on these devices, the largest, MiB."""
+        """Return the size of a context in the lease's kernel, the largest on these devices, MiB."""
         devices, kernel = self._broker.devices, self._broker.kernels.get(lease_id)
         uid = kernel.uid if kernel is not None else _NO_USER
         known = [self.sizes.estimate_mib(devices[one].name, uid) for one in device_ids if one in devices]
@@ -221,7 +221,7 @@ class ContextLearner:
             link.send(GateVerb.LIMIT, environment=self._broker.environment(kernel.lease_id, device_ids))
 
     async def _compare(self, kernel: Kernel, link: GateLink, device_ids: Sequence[str]) -> bool:
-        """Learn from what the device charges to an idle kernel now; return whether that was possible."""
+        """Learn from the device's current figure for an idle kernel; return whether that was possible."""
         try:
             use = await asyncio.to_thread(self._broker.monitor.use, device_ids[0])
         except GPUError:
@@ -233,7 +233,7 @@ class ContextLearner:
         return device_ids == self._broker.records.may_use(kernel)
 
     def _learn(self, kernel: Kernel, device_ids: Sequence[str], used_mib: int) -> None:
-        """Learn from what the kernel's own process has on its only device. Of several devices it is unknown which holds what."""
+        """Learn from the memory of the kernel's own process on its only device. With several, the division is unknown."""
         reserved_mib = kernel.link.reserved_mib if kernel.link is not None else None
         view = self._broker.arbiter.lease(kernel.lease_id)
         device = self._broker.devices.get(device_ids[0]) if len(device_ids) == 1 else None
@@ -348,7 +348,7 @@ class GpuActivity:
         return found
 
     def _pause_s(self) -> float:
-        """Return the time until the first kernel of which nothing is known yet can be known; longer while all are known to be quiet."""
+        """Return the time until the first undecided kernel can be decided; longer while all are quiet."""
         now_us = self._since_boot_us()
         working = [
             one for one in self._broker.kernels.values() if one.gpu_work.idle_us is not None and one.gpu_work.working

@@ -69,7 +69,7 @@ class AbandonedLeases:
             await self.look()
 
     async def look(self) -> None:
-        """End what is abandoned now. Cancelled: some of it is ended."""
+        """End abandoned leases. Cancelled: some have ended."""
         lost = [kernel for kernel in self._broker.kernels.values() if self._is_abandoned(kernel)]
         if any(not kernel.launch.had_process for kernel in lost):
             try:
@@ -115,7 +115,7 @@ class Survivors:
     """Follows leases whose kernels have ended. One per broker. Everything runs on its loop."""
 
     def __init__(self, broker: "Broker", inspector: ProcessInspector) -> None:
-        self.uncounted_mib: dict[str, int] = {}  # by device: what it holds beyond what it charges to processes, at rest
+        self.uncounted_mib: dict[str, int] = {}  # by device: memory at rest that it charges to no process
         self.unfreed: dict[str, int] = {}  # the same for devices that did not free what an ended process had
         self.sampled = asyncio.Event()  # set with the arbiter's next sample of the devices; then there is a new one
         self._broker = broker
@@ -222,7 +222,7 @@ class Survivors:
         return known_mib is None or uncounted_mib(use) <= known_mib + _SLACK_MIB
 
     async def _give_up(self, kernel: Kernel, device_ids: list[str]) -> None:
-        """Count what the devices did not free as a stranger's. Returns once the arbiter knows: only then is the room given away."""
+        """Count unfreed device memory as a stranger's. Returns once the arbiter knows: only then is the room given away."""
         log.error(
             "lease %s: %g s after its kernel ended, %s still counts its memory: it is counted as a stranger's until it is freed",
             kernel.lease_id[:8],
@@ -413,7 +413,7 @@ _WINDOW_S: Final = 15.0
 
 @dataclass(slots=True)
 class _Counter:
-    """One group's counter. `accounted` kills are old, or belong to a kernel that is known to have ended by one."""
+    """One group's counter. `accounted` kills are old, or explain a kernel's end."""
 
     limited_by: str
     accounted: int

@@ -1,4 +1,4 @@
-"""Runs the arbiter's decisions that take time: suspends, resumes, shrinks, and second looks at what is unknown.
+"""Runs the arbiter's decisions that take time: suspends, resumes, shrinks, and second looks at leases in an unknown state.
 
 - Each begins with its intent on the disk (the lease's record, whose state says that it is being suspended or resumed), and each is
   answered by an event, whatever happens: an operation without an answer would hold the swap channel for ever.
@@ -116,7 +116,7 @@ class Operations:
                 self._broker.suspend_finished(kernel)  # it may have become busy
 
     def _reserve(self, effect: Suspend, need_mib: int) -> int:
-        """Ask the arbiter for so much host memory for the suspend; return what is reserved for it then, MiB."""
+        """Ask the arbiter for this much host memory for the suspend; return what is then reserved for it, MiB."""
         self._broker.dispatch(
             HostMemoryNeeded(
                 at_ms=now_ms(),
@@ -181,7 +181,7 @@ class Operations:
                 if kernel is None or view is None or view.generation != effect.generation:
                     return
                 if kernel.checkpoint.needs_driver and self._swaps.inspector.off:
-                    continue  # what the devices say does not answer it (`recovery`)
+                    continue  # the devices' counts do not decide it (`recovery`)
                 truth = await self._swaps.truth(kernel, view.device_id, view.saved_mib)
             except OSError as error:  # short of descriptors or memory: the next look may succeed
                 log.error("lease %s could not be looked at: %s", effect.lease_id[:8], error)  # noqa: TRY400 - as it says
@@ -208,7 +208,7 @@ class Operations:
             reported = truth.sentence
 
     async def _write_down(self, kernel: Kernel, phase: str) -> None:
-        """Write the lease as it is, with what is about to be saved, before the phase begins. Raises LedgerError: then it does not begin."""
+        """Record the lease and what will be saved before the phase starts. Raises LedgerError: then it does not start."""
         log.debug("lease %s: %s", kernel.lease_id[:8], phase)
         await self._broker.records.write(kernel)
 

@@ -34,7 +34,7 @@ def before_checkpoint(code: GPUErrorCode) -> SuspendOutcome:
 
 
 def after_checkpoint(code: GPUErrorCode, states: Collection[ProcessState]) -> SuspendOutcome:
-    """Return the outcome of a suspend whose checkpoint failed; `states` are what the driver says then (empty: nothing)."""
+    """Return the outcome of a suspend whose checkpoint failed; `states` are the driver's answers afterwards (empty: none)."""
     if not states or any(state not in (ProcessState.LOCKED, ProcessState.RUNNING) for state in states):
         return SuspendOutcome.UNKNOWN
     return SuspendOutcome.ABORTED if code in _MOMENT else SuspendOutcome.IMPOSSIBLE

@@ -87,7 +87,7 @@ CheckpointCheck = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What became of a kernel's gate: whether it keeps cells out, as far as is known, and whether the extension answers."""
+    """The result of closing a gate: whether it is known to keep cells out, and whether the extension answers."""
 
     shut: bool = False
     answers: bool = False
@@ -314,7 +314,7 @@ class Suspension:
         empty: Collection[ProcessIdentity],
         reserve: Reserve,
     ) -> dict[ProcessIdentity, int]:
-        """Return what the locked processes use. Raises StepError if the kernel is not what it was before it was locked."""
+        """Return the locked processes' use. Raises StepError if the kernel changed before it was locked."""
         check = _check_alive if effect.preempt or effect.between_cells else _check_idle
         check(kernel)
         host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices))
@@ -377,7 +377,7 @@ class Suspension:
 
 
 async def _shrink(kernel: Kernel) -> StepError | None:
-    """Have cached memory given back on the idle main loop; return what speaks against saving what is left."""
+    """Have cached memory freed on the idle main loop; return the obstacles to saving the rest."""
     if kernel.link is None:
         return StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
     word = await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S)

@@ -69,7 +69,7 @@ class Swaps:
         self.suspend = self._suspension.suspend
 
     def connect(self, *, roots: Callable[[], list[ProcessIdentity]], is_quiet: IsQuiet | None = None) -> None:
-        """Connect to what knows all kernels. To be called once, before the first operation.
+        """Connect to the parts that know all kernels. Call it once, before the first operation.
 
         `roots` returns the processes of all kernels: a kernel that another kernel started has its own lease. `is_quiet` decides
         about kernels whose extension does not answer; without it they count as quiet.
@@ -102,7 +102,7 @@ class Swaps:
         device_ids = effect.devices
         try:
             # A restore without room kills the process. So it is never tried to find out whether there is room: the devices are read
-            # first, and a margin covers what another process might take meanwhile.
+            # first, and a margin covers what another process might take until then.
             device_reads = kernel.measurement.devices_to_read(device_ids)
             host = await self.inspector.take(device_reads, max_age_s=FRESH_S)
             states, _ = await self.inspector.states(kernel, host)
@@ -190,7 +190,7 @@ class Swaps:
     async def truth(
         self, kernel: Kernel, device_id: str | None, saved_mib: int, host: HostSnapshot | None = None
     ) -> Truth | None:
-        """Find out what the kernel is, and finish or undo half-done work if that is safe. None: still unknown; look again later.
+        """Find out the kernel's state, and finish or undo half-done work if that is safe. None: still unknown; look again later.
 
         `device_id` and `saved_mib` come from the lease's record. A snapshot that was taken a moment ago saves the first one.
         """
