@@ -86,11 +86,9 @@ def test_what_is_left_is_listed(live: LiveBroker, capsys: pytest.CaptureFixture[
     assert main(["budget", "--socket", live.socket]) == 0
     first, ada, _ = capsys.readouterr().out.splitlines()
     assert first.startswith(
-        "group students: 10.0 GPU hours per week: 9.0 GPU hours spent, 1.0 GPU hours left; begins anew 20"
+        "group students: 10.0 GPU hours per week: 9.0 GPU hours spent, 1.0 GPU hours left; resets 20"
     )
-    assert ada.startswith(
-        "user ada: 40.0 GPU hours per month: 4.0 GPU hours spent, 36.0 GPU hours left; begins anew 20"
-    )
+    assert ada.startswith("user ada: 40.0 GPU hours per month: 4.0 GPU hours spent, 36.0 GPU hours left; resets 20")
     assert [one["name"] for one in budget(live, capsys, "--user", "eve")] == ["eve"]
     assert [one["name"] for one in budget(live, capsys, "--group", "students")] == ["students"]
 

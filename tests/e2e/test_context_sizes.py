@@ -100,7 +100,7 @@ def test_a_kernel_over_its_cap_teaches_without_being_suspended(world: World, ser
     (name,) = world.install(125)
     first = server.start(name)
     assert filled(world, first) > CAP_MIB + SLACK_MIB
-    until(lambda: "takes 704 MiB beside its framework" in world.logs()["broker.log"], "it is asked when it is idle")
+    until(lambda: "takes 704 MiB beyond its framework" in world.logs()["broker.log"], "it is asked when it is idle")
     context = "import os; print(os.environ['JUPYTER_GPU_CONTEXT_MIB'])"
     until(lambda: first.must(context).text == "704\n", "it is told")
     assert world.lease(first.kernel_id).suspends == 0

@@ -116,7 +116,7 @@ def test_what_looks_and_asks_says_it_instead_of_hanging(world: World, server: Se
     lease = world.lease(notebook.kernel_id).lease_id
     pid = world.broker_pid()
     assert pid is not None
-    remedy = f"`kill -CONT {pid}` lets it go on"
+    remedy = f"`kill -CONT {pid}` continues it"
     with stopped(pid):
         assert remedy in notebook.must("%gpu").data[-1]["text/plain"]
         assert remedy in notebook.run("%gpu pin 5m").error

@@ -88,7 +88,7 @@ _SIGN_MS = 60_000  # how long a sign of a coming cell lasts, unless its sender s
 _SIGN_AGAIN_MS = 2_000
 _SHARE_UNUSED = (
     "This cell has held its share of the GPU without using it for as long as its pool allows (`max_unused_hold`), so others may have the "
-    "share now. The cell goes on. What it uses of the GPU later is not reserved for it until it is this kernel's turn again."
+    "share now. The cell continues. What it uses of the GPU later is not reserved for it until it is this kernel's turn again."
 )
 
 

@@ -65,9 +65,9 @@ def not_answering(path: str, seconds: float, pid: int | None) -> str:
     except OSError:
         status = ""
     if "\nState:\tT" in status:
-        remedy = f"that process is stopped; `kill -CONT {pid}` lets it go on"
+        remedy = f"that process is stopped; `kill -CONT {pid}` continues it"
     elif "\nState:\tt" in status:
-        remedy = "a debugger holds that process; it goes on when the debugger lets it"
+        remedy = "a debugger holds that process; continue it there"
     else:
         restart = (
             "an administrator restarts it with `systemctl restart jupyter-gpu`"

@@ -24,7 +24,7 @@ NO_BUDGETS: Final = (
 EPILOG = """\
 examples:
   jupyter gpu budget                                        your budgets; for administrators, everybody's
-  jupyter gpu budget --user ada --add "10 GPU hours"        more for ada, until her budget begins anew
+  jupyter gpu budget --user ada --add "10 GPU hours"        more for ada, until her budget resets
   jupyter gpu budget --group students --add "50 EUR" --until 2026-12-24
 
 An amount is added to the budgets of that user or group that are in its unit. Administrators add; it is written to the audit log. What
@@ -47,7 +47,7 @@ def configure(parser: Parser) -> None:
     parser.argument(
         "--until",
         "WHEN",
-        "with --add: a date, a time, or a duration such as 7d (default: until the budget begins anew)",
+        "with --add: a date, a time, or a duration such as 7d (default: until the budget resets)",
     )
     parser.flag("--json", "print the budgets as JSON")
     parser.add_socket()
@@ -105,9 +105,9 @@ def _listed(budgets: list[BudgetStatus]) -> "list[Text]":
     names = budget_names(budgets)
     for one in sorted(budgets, key=lambda one: (one.kind, one.name, one.account, one.text)):
         state = ("used up", Style.WRONG) if one.used_up else f"{one.left_text} left"
-        anew = "" if one.until_s is None else f"; begins anew {_moment(one.until_s)}"
+        reset = "" if one.until_s is None else f"; resets {_moment(one.until_s)}"
         more = "" if one.amount_text in one.text else f" (of {one.amount_text}, with what was added)"
-        lines.append(line(f"{names(one)}: {one.text}: {one.spent_text} spent, ", state, f"{more}{anew}"))
+        lines.append(line(f"{names(one)}: {one.text}: {one.spent_text} spent, ", state, f"{more}{reset}"))
     return lines
 
 

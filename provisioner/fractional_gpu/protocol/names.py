@@ -88,7 +88,7 @@ STATES: Final[Mapping[str, StateWords]] = {
     "resuming": StateWords("being resumed", "on its way back to the GPU"),
     "quarantined": StateWords(
         "unknown, under examination",
-        "unknown: the broker examines what is true on the GPU, and touches nothing of this kernel meanwhile",
+        "unknown: the broker examines the GPU, and leaves this kernel alone until then",
     ),
     "ended": StateWords("ended", "ended; a new share takes a restart of the kernel, which loses its variables"),
 }
@@ -158,7 +158,7 @@ def refusal(*, client: str = VERSION, broker: str = VERSION) -> str:
     if client.partition("; protocol=")[2] == broker.partition("; protocol=")[2]:
         return ""
     return (
-        f"the GPU broker has version {broker[:60]!a} and its client {client[:60]!a}, and these do not understand each other: install the "
+        f"the GPU broker has version {broker[:60]!a} and its client {client[:60]!a}, which are incompatible: install the "
         "same version of jupyter-fractional-gpu on both sides, and restart the older one (kernels outlive a restart of the broker)"
     )
 

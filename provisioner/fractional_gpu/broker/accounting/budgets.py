@@ -47,7 +47,7 @@ _SOME_S: Final = 7200
 _DAY_S: Final = 86_400
 _WHAT_FOLLOWS = {
     Consequence.LOWER_PRIORITY: "other kernels go first",
-    Consequence.WHEN_FREE: "kernels get a GPU only while nobody else waits for one",
+    Consequence.WHEN_FREE: "kernels get a GPU only while no other user waits for one",
     Consequence.NO_SEATS: "no further server or kernel with a GPU is started",
 }
 
@@ -255,15 +255,15 @@ class BudgetKeeper:
         if state.amount != budget.amount:
             more = f" and what was added, {format_amount(budget.unit, state.amount, budget.currency)} in all"
         until_s = end_of(budget, self._now_s())
-        anew = "what was spent counts less and less"
+        reset = "what was spent counts less and less"
         if until_s is not None:
-            anew = time.strftime("it begins anew on %A, %d %B", time.localtime(until_s))
+            reset = time.strftime("it resets on %A, %d %B", time.localtime(until_s))
         if not state.is_used_up:
-            return f"{whose} of {budget.text}{more}: {spent} are spent ({percent} %); {anew}."
+            return f"{whose} of {budget.text}{more}: {spent} are spent ({percent} %); {reset}."
         follows = [_WHAT_FOLLOWS[one] for one in self._terms(pool).over_budget] if pool else []
         what = f": {' and '.join(follows)}" if follows else ""
         return (
-            f"{whose} of {budget.text}{more} is used up ({spent} spent){what}; {anew}. "
+            f"{whose} of {budget.text}{more} is used up ({spent} spent){what}; {reset}. "
             "No kernel is ended and nothing is lost; an administrator can add to it."
         )
 

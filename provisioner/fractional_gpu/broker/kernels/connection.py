@@ -138,7 +138,7 @@ def _check_mounts(folder: Path, pid: int) -> None:
         same = False
     if not same:
         raise ValueError(
-            f"the kernel's sockets are in {folder} of its own mount namespace, which is another folder for the broker; start the kernel "
+            f"the kernel's sockets are in {folder} in its mount namespace, a different folder for the broker; start the kernel "
             "with transport tcp"
         )
 

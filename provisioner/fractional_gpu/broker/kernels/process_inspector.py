@@ -286,7 +286,7 @@ def _shortage_as_gpu_error() -> Iterator[None]:
 
 def stopped_sentence(pid: int) -> str:
     return (
-        f"process {pid} is stopped and cannot answer the driver: `kill -CONT {pid}` lets it go on (or end its debugger)"
+        f"process {pid} is stopped and cannot answer the driver: `kill -CONT {pid}` continues it (or end its debugger)"
     )
 
 

@@ -250,7 +250,7 @@ def _take_turn(
                 if apart:
                     return (
                         f"{apart} serves on a {socket} that is not this one: a broker with another filesystem, such as a "
-                        "container's, in this network namespace; give this one another --socket, or a network namespace of its own"
+                        "container's, in this network namespace; give this one another --socket, or a separate network namespace"
                     )
                 holder = claim_holder(socket)
                 who = "another broker" if holder is None else f"another broker, process {holder},"

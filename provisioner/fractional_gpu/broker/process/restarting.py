@@ -80,7 +80,7 @@ def write_restart_files(options: BrokerOptions, socket: str) -> None:
         make_state_folder(socket)
         replace_file(spare_restart_file(socket), text)
     except (OSError, BrokerUnavailableError) as error:
-        log.warning("broker.json is beside the socket only, not in the state folder: %s", error)
+        log.warning("broker.json is only next to the socket, not in the state folder: %s", error)
 
 
 def remove_restart_files(socket: str) -> None:
@@ -174,7 +174,7 @@ def _check_service() -> None:
     name = own_workload(os.environ)
     if name and (name.startswith("Slurm") or not serves_whole_host()):
         raise BrokerUnavailableError(
-            f"this is {name}: a service of the node does not run in a job or pod of its own, with which it would end in the middle of a "
+            f"this is {name}: a service of the node must not run in a job or pod, with which it would end in the middle of a "
             "suspend; start it outside (by systemd, examples/systemd), or in a DaemonSet's pod with hostPID"
         )
 

@@ -30,7 +30,7 @@ _WITH_MEMORY = HOLDING | {LeaseState.SUSPENDED}
 _IN_A_SWAP = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
 _HOMELESS = (
     "its GPU memory is saved, and the record of the device that it came from was lost: `jupyter gpu broker --stop`, then `jupyter gpu "
-    "rescue`, bring it back while no other process uses the GPUs; the kernel keeps its variables meanwhile"
+    "rescue`, bring it back while no other process uses the GPUs; the kernel keeps its variables"
 )
 
 

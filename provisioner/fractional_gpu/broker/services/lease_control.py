@@ -63,7 +63,7 @@ class LeaseControl:
         """Pin the lease to its device for a while; return when that is on the disk. Raises BadRequestError or ConflictError."""
         if request.duration_ms < 1:
             raise BadRequestError(
-                f"duration_ms is {request.duration_ms}; allowed: 1 or more (unpinning is a route of its own)"
+                f"duration_ms is {request.duration_ms}; allowed: 1 or more (unpinning is a separate route)"
             )
         event = PinRequested(at_ms=now_ms(), lease_id=kernel.lease_id, duration_ms=request.duration_ms)
         if (declined := self._broker.ask(event, "pin")) is not None:

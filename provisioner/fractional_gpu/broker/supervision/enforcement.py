@@ -242,7 +242,7 @@ class ContextLearner:
         figure = ContextSize(kernel.uid, used_mib - reserved_mib)
         if self.sizes.saw(device.name, kernel.lease_id, figure, view.spec.reserve_mib):
             context_mib = self.context_mib(kernel.lease_id, device_ids)
-            log.info("a context on %s takes %d MiB beside its framework (uid %d)", device.name, context_mib, kernel.uid)
+            log.info("a context on %s takes %d MiB beyond its framework (uid %d)", device.name, context_mib, kernel.uid)
 
 
 # Is a kernel that runs no cell really idle? The devices' counters of work decide, in addition to IOPub.

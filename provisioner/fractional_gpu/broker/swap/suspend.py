@@ -325,7 +325,7 @@ class Suspension:
         use = {one: mib for one, mib in use.items() if one not in empty}
         newcomers = [identity for identity in use if identity not in locked]
         if newcomers:
-            raise StepError(SuspendOutcome.ABORTED, f"process {newcomers[0].pid} began to use CUDA meanwhile")
+            raise StepError(SuspendOutcome.ABORTED, f"process {newcomers[0].pid} has just begun to use CUDA")
         _check_heirs(heirs)
         _check_places(use, host, effect)
         check(kernel)  # IOPub may have said so while the snapshot was taken
