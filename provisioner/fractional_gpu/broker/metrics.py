@@ -1,12 +1,12 @@
-"""Counts for Prometheus, as it happens: every event and effect of the arbiter passes here.
+"""Counts for Prometheus, as things happen: every event and effect of the arbiter passes here.
 
-- The table `COUNTED` names every metric here, `metrics_routes.BOOK_METRICS` those that are read from the books at each scrape.
-  docs/metrics.md is written from both.
-- Base units: seconds and bytes. No label is a user, a lease, a kernel or a path; labels come from the configuration (pools, devices) and
-  from sets in the code. Metrics with users in their labels are in `full_registry` only (`accounting.counters`).
-- Counters whose labels are known beforehand are there with 0 from the start: Prometheus sees no increase in a counter that appears with 1.
-- A wait lasts from the first request for the GPU to the grant; a kernel that is on its device waits 0 s, which is counted, too. Times are
-  the broker's own clock: what an earlier broker began is not in them.
+- The table `COUNTED` names every metric here; `metrics_routes.BOOK_METRICS` names those read from the books at each scrape.
+  docs/metrics.md is generated from both.
+- Base units: seconds and bytes. Labels come from the configuration (pools, devices) and from sets in the code, never from users, leases,
+  kernels or paths. Metrics with users in their labels are in `full_registry` only (`accounting.counters`).
+- Counters with known labels start at 0: Prometheus sees no increase in a counter that appears with 1.
+- A wait lasts from the first request for the GPU to the grant, and counts as 0 s for a kernel on its device. Times that an earlier broker
+  began are not included.
 """
 
 import asyncio

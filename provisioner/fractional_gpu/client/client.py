@@ -1,10 +1,9 @@
 """The client of the lease API, for kernels, provisioners, spawners and commands. Synchronous.
 
-- Every error is one of `fractional_gpu.protocol.errors`; BrokerUnavailableError when no broker answers, the connection
-  breaks or a wait takes too long. A call that is refused because of a rate limit is repeated, for up to `timeout_s`.
-- Several threads may use a client at once. Each call has its own connection, which ends with it, and sends nothing more once `close` gave
-  it up. After a fork the child leaves its parent's connections alone.
-- An interrupt (KeyboardInterrupt, a generator that is closed) closes the connection: the broker sees the hang-up, and withdraws a ticket.
+- Every error is one of `fractional_gpu.protocol.errors`: BrokerUnavailableError if no broker answers, the connection breaks or a wait takes
+  too long. A call that a rate limit refuses is repeated, for up to `timeout_s`.
+- Several threads may use a client at once: each call has its own connection. After a fork the child leaves its parent's connections alone.
+- An interrupt (KeyboardInterrupt, a closed generator) closes the connection, by which the broker withdraws a ticket.
 """
 
 import threading

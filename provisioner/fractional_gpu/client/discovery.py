@@ -173,7 +173,7 @@ def _is_service(path: str) -> bool:
 
 
 def _answers(client: "BrokerClient", answer_s: float) -> bool:
-    """Whether a broker serves; False only if none listens. Raises BrokerUnavailableError for one that hangs or does not understand us."""
+    """Whether a broker serves; False only if none listens. Raises BrokerUnavailableError if it hangs or is incompatible."""
     try:
         pong = client.ping(answer_s)
     except BrokerUnavailableError as error:

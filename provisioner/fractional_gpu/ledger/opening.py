@@ -1,12 +1,12 @@
 """Opens the ledger's file and checks it first.
 
-- An existing file is either a sound ledger or an error. It is never replaced, repaired or emptied. An empty file is an error, too: this
-  program never leaves one, since it builds a new ledger under another name and renames it when it is complete.
+- An existing file is either a sound ledger or an error; it is never replaced, repaired or emptied. An empty file is an error, too: a new
+  ledger is built under another name and renamed when it is complete.
 - A write-ahead log without its database is an error: the database was removed, and a new one would hide that.
-- If the files are deleted under a running broker, it writes the whole ledger to `<file>.whole` and starts again. If `.whole` exists at the
-  start, it is the ledger and takes the name; a file with the name is older.
+- If `<file>.whole` exists at the start, a broker whose files were deleted wrote it: it is the ledger and takes the name; a file with the
+  name is older.
 - One broker at a time: an advisory lock on `<file>.lock` is held until `close`, and ends with the process.
-- The file contains Jupyter's signing keys: only its owner may read it (0600), in a folder that no other user may write to.
+- The file contains Jupyter's signing keys: it is private (0600), in a folder that no other user may write to.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """JSON of the messages: the broker decodes requests strictly, a client decodes replies leniently.
 
 A request has exactly the fields of its message, with values of exactly their types, and bounded strings, depth and number of values; any
-bytes give a message, BadRequestError or RequestTooLargeError. A known field of a reply with a value of another type is an
-InternalBrokerError here: further inside it would end a thread of a kernel, far from the reason.
+bytes give a message, BadRequestError or RequestTooLargeError. In a reply, a known field of the wrong type is an InternalBrokerError here:
+later it would end a thread of a kernel, far from the cause.
 
 Versions of one protocol number work together: a client sends only the fields that differ from their defaults, and ignores unknown ones.
 """

@@ -1,9 +1,8 @@
 """What a host could still give, and what its agent publishes in its cluster's engine (Slurm's `Extra`, an annotation of Kubernetes' node).
 
-Whoever reads nodes may read what is published: a hub's spawn page, an administrator. It contains no users' names.
-
-The text is JSON without spaces, of printable ASCII without `=` and quotes other than JSON's own, so that it goes through `scontrol` as one
-word, and at most `MAX_SUMMARY` bytes. A reader checks every field; the writer of a node's record in the engine is not always its agent.
+Every reader of nodes can read it (a hub's spawn page, an administrator), so it contains no users' names. It is JSON without spaces, of
+printable ASCII without `=` and other quotes, so that it passes through `scontrol` as one word, and at most `MAX_SUMMARY` bytes. A
+reader checks every field; the writer of a node's record is not always its agent.
 """
 
 import re

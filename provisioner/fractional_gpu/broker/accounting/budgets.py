@@ -1,9 +1,8 @@
-"""Keeps the budgets: counts what users and groups spend, warns them, and applies their pools' `over_budget` when a budget is used up.
+"""Counts what users and groups spend, warns them, and applies their pools' `over_budget` when a budget is used up.
 
-- Nothing is reserved of a budget: it is spent by use. Users who share a group's budget are treated alike once it is used up.
-- Figures come from the meter once a minute, so a budget may be exceeded by what its owner's kernels use in a minute.
+- Use spends a budget; nothing is reserved of it. When a group's budget is used up, all its users are treated alike.
+- The meter reports once a minute, so a budget may be exceeded by a minute's use.
 - No kernel is ended and no state is lost: kernels get another priority, or seats and kernels are refused, until something is left again.
-- What administrators add is kept in the ledger, and audited where it is asked for (`broker.api.account_routes`).
 """
 
 import logging

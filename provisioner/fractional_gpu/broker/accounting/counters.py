@@ -1,7 +1,7 @@
-"""What the meter counts, as counters for Prometheus: by pool, and by user and pool where the administrator wants that.
+"""The meter's figures as counters for Prometheus: by pool, and by user and pool if the administrator enables that.
 
-- A scrape has the meter count until that moment, so that a counter is never late; it writes nothing. Figures only grow, so the counters do.
-- They begin at 0 with the broker, and include the time between two brokers that this one's meter counts.
+- A scrape makes the meter count until that moment, but writes nothing. Counters begin at 0 with the broker, and include the time between
+  two brokers that this one's meter counts.
 - Counted in whole units of the meter (milli-GPU milliseconds and the like), and converted at the scrape: rounding never adds up.
 - Users' names are personal data: `users` is a separate collector, for administrators and the configured address only.
 """

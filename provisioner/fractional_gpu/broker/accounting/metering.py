@@ -1,9 +1,9 @@
-"""Drives the meter: tells it what happens to leases and what devices draw, and writes its figures to the ledger every minute.
+"""Feeds the meter with leases' events and devices' energy, and writes its figures to the ledger every minute.
 
-- A broker that is killed loses at most what it counted since the last write: a minute. While no lease lives, it writes every ten minutes.
-- The next broker counts the time without a broker for the leases that lived through it, as what it found them to be, and not as busy; a
-  lease that ended meanwhile is counted until the last write. What the devices drew meanwhile is in their counters, and divided likewise.
-- Nothing is counted between the last write before a reboot and the first broker after it: no kernel lives through one.
+- A broker that is killed loses the figures since its last write: at most a minute, or ten while no lease lives.
+- The next broker counts the gap for leases that survived it, in the state in which it found them and not as busy. A lease that ended in
+  the gap is counted until the last write. The devices' own counters have the energy of the gap, which is divided in the same way.
+- Nothing is counted between the last write before a reboot and the first broker after it: no kernel survives one.
 """
 
 import asyncio

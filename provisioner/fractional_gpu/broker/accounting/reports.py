@@ -1,9 +1,8 @@
 """Sums of what leases used, for the peers that may see them.
 
-- Users see their own figures; where `usage_visible` says so, the sums of each user of their group, or of every user. What others' notebooks
-  are called is not shown to them.
+- Users see their own figures and, if `usage_visible` allows it, the sums of each user of their group or of every user, but no names of
+  others' notebooks. Administrators see everything.
 - A hub's user and a user of the machine with the same name are two: their figures are kept apart.
-- Administrators see everything.
 """
 
 import time

@@ -1,11 +1,11 @@
 """The HTTP server below the routes: what a connection may send, and when it is read.
 
-- A request is decided on by its head. What is refused there (a body that is too large, or of unknown length; an account that is
-  overdrawn for long) gets a reply at once, and the connection is closed: its body is never read.
-- The account of a request (`cost.Account`) is charged before the body is read, and waits for its turn first. Nothing is read from the
-  connections of an account that has spent its reserve, too.
-- A user has few connections, and more for each lease with a process. One beyond that waits for a moment, gets one reply that says so,
-  and is closed. An administrator still gets a descriptor when users have used up theirs.
+- A request is judged by its head. A refused one (body too large or of unknown length, account overdrawn for long) gets a reply at once, and
+  the connection is closed: its body is never read.
+- The request's account (`cost.Account`) waits for its turn and pays before the body is read. If it has spent even its reserve, nothing is
+  read from its connections.
+- A user has few connections, and more for each lease with a process. One beyond that waits for a moment, gets one reply that says so, and
+  is closed. An administrator still gets a descriptor when users have used up theirs.
 - A request head, a body or a reply that makes no progress within its time closes the connection.
 """
 

@@ -1,9 +1,9 @@
-"""Ending processes, each exactly the one that is meant, and the sentence for the kernel that comes after an evicted one.
+"""Ends processes, each identified exactly, and explains an eviction to the kernel that follows.
 
-- A process is identified by its start time and signalled through its pidfd: SIGTERM first, SIGKILL after a grace.
-- The caller returns again and again which processes are left: a process may start others while it ends.
-- Jupyter starts an evicted kernel again under the same id, with another lease. The sentence (who ended the kernel before it, when and why)
-  waits in memory for that lease, for the last `_MOST` evictions.
+- A process is identified by its start time and signalled through its pidfd: SIGTERM first, SIGKILL after a grace. The caller lists the
+  remaining processes again and again, since they may start others while they end.
+- Jupyter restarts an evicted kernel under the same id with another lease. The sentence (who ended the earlier kernel, when and why) waits
+  in memory for that lease, for the last `_MOST` evictions.
 """
 
 import asyncio

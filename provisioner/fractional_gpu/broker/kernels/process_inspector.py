@@ -76,7 +76,7 @@ def uncounted_mib(use: DeviceUse) -> int:
 class ProcessScans:
     """Passes over /proc that all who need one share: one at a time, and who comes during one waits for the next. Any thread may call.
 
-    `kernels`, a live mapping: only environments of their users' processes are read. None: those of all users' processes.
+    `kernels`, a live mapping: only environments of their users' processes are read. None: of all users' processes.
     """
 
     def __init__(self) -> None:

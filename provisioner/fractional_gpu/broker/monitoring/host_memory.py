@@ -97,7 +97,7 @@ class HostMemoryPressure:
 #   (its smallest control group, or the machine). Other memory still counts.
 # - Root with CAP_SYS_RESOURCE may do this; any other broker only as far as the kernels' adjustment was raised before.
 # - The old value is written to a file first, so that the next broker can restore it if this one is killed.
-# - It is restored once the state is on a device again. New processes of the kernel inherit the lowered value. So that no user collects
+# - It is restored once the state is on a device again. New processes of the kernel inherit it. So that no user collects
 #   protected processes, every half minute and at the end they are set back, too. Only values below 0 count, which users cannot set
 #   themselves, and not root's processes, whose services have such values.
 

@@ -1,12 +1,12 @@
-"""How much of its devices each lease uses while it runs a cell, as the devices count it.
+"""How much of its devices each lease uses while it runs a cell, from the devices' counts.
 
-- A figure is the mean over the period since the last sample, of a lease that ran one cell during all of it. After a cell's beginning the
-  period begins as late as the device's figures need to leave out the time before (`settle_us`). A cell that waits for input, work that no
-  cell does, and a kernel to whose messages the broker cannot listen give no figure.
-- A lease's figure is the sum over its processes. Of a lease on several devices it is the mean of the devices'.
-- Where a device tells nothing by process (nothing at all, or the process computes through the MPS server), its own figure counts if the
-  lease is the only one that is busy there and no process without a lease computes there. Otherwise nothing is known.
-- A process that the device does not list at all has no figure: the device may know it by another pid.
+- A figure is the mean since the last sample, for a lease that ran one cell all the time. After a cell's beginning the period starts late
+  enough to leave out the time before (`settle_us`). There is no figure for a cell that waits for input, work outside cells, and a kernel
+  whose messages the broker cannot read.
+- A lease's figure is the sum over its processes, and the mean over its devices.
+- If a device reports nothing by process (or the process computes through the MPS server), its total counts, provided that the lease is the
+  only busy one there and no process without a lease computes there.
+- A process that the device does not list has no figure: the device may know it by another pid.
 """
 
 import logging

@@ -1,11 +1,11 @@
 """The broker as a process: one per socket, started by the first program that needs it.
 
-- A file lock beside the socket: of two processes that start a broker at the same time, one serves and the other finds it.
+- A file lock next to the socket: of two processes that start a broker at the same time, one serves and the other finds it.
 - Claims on devices, names in the abstract socket namespace: brokers of different sockets or users do not manage the same device.
-- `broker.json` beside the socket: how to start this broker again after a crash.
+- `broker.json` next to the socket: how to start this broker again after a crash.
 
-`restarting.start_detached` starts a broker in the background; that process begins with `run_options`, as does one that executes itself
-again (`repair`).
+`restarting.start_detached` starts a broker in the background. That process, and one that executes itself again (`repair`), begins with
+`run_options`.
 """
 
 import asyncio

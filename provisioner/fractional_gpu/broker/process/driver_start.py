@@ -54,7 +54,7 @@ class DriverStart:
         self._pending = True  # neither started nor refused for good
 
     async def begin(self) -> str:
-        """Make the first attempt and return `off`. Takes as long as the driver's start, at most a minute."""
+        """Make the first attempt and return `off`. Blocks until the driver has started, at most a minute."""
         if all(spec.why_not for spec in self._specs.values()):
             self._pending = False
             self.off = next((spec.why_not for spec in self._specs.values()), "no device can be checkpointed")

@@ -1,12 +1,12 @@
-"""The last resort: suspended kernels are brought back without any broker.
+"""The last resort: brings suspended kernels back without a broker.
 
-- It takes the broker's place for the time: the same lock, the same claims on the devices, the same turn of the checkpoint worker.
-- The driver says what is true, as in a recovery; what was half done is undone first.
-- A restore without room kills its process. What the ledger, or a lease's second record, says was saved must be free; where neither
-  says so, the device must be empty, and all devices where it is not known which one it was.
-- What cannot be brought back now stays as it is: saved, and there for another try.
-- Kernels of which there was no record get one, a second record: the next broker takes them back. Its size is the smallest fraction that
-  holds what the kernel uses, or a whole device for memory of unknown size, which comes back to a device that it has alone.
+- It replaces the broker for the time: the same lock, the same claims on the devices, the same turn of the checkpoint worker.
+- The driver's answer is the truth, as in a recovery; half-done work is undone first.
+- A restore without room kills its process. The saved size, from the ledger or the lease's second record, must be free; without one, the
+  device must be empty, and all devices if the device is unknown.
+- Kernels that cannot be brought back now stay saved, for another try.
+- A kernel without a record gets a second record, so that the next broker takes it back. Its size is the smallest fraction that holds its
+  use, or a whole device if the size is unknown, which it then has alone.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The rules of seats and the keys of pools: which seat a server may have, and which kernels a seat allows.
 
-Errors say what was asked, what there is, what to do.
+Errors say what was requested, what there is, and what to do.
 
 A refusal (an error of the protocol) concerns the request itself: another group's pool, closed, over a limit, larger than any device.
 Waiting does not help. `PoolFull` concerns the seats that exist: the request may wait until some end.

@@ -306,7 +306,7 @@ def _over(view: LeaseView | None) -> Progress:
 def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
     """Whether to send the waiting cell this progress; `age_ms` is the age of the last one.
 
-    The cell counts its times down by itself: one that differs little from the counted-down one is not sent.
+    The cell counts its times down: one that differs little from the counted-down one is not sent.
     """
     if told is None:
         return True

@@ -1,11 +1,11 @@
 """Can this kernel be checkpointed at all? Checked once its gate is shut, before anything is locked.
 
-The driver promises nothing about a process whose checkpoint failed, so what is known not to work is not tried.
+The driver promises nothing about a process whose checkpoint failed, so known obstacles are looked for first.
 
-- NCCL: communicators within one machine map segments in /dev/shm, which can be found. Invisible are a collective with a process outside of
+- NCCL: communicators within one machine map segments in /dev/shm, which can be found. Invisible are a collective with a process outside
   the kernel's tree, and one without shared memory (`NCCL_SHM_DISABLE=1`).
-- Injected profilers and debuggers are found by their own libraries, and by the variable that makes the driver load one. `libcupti` itself
-  proves nothing: torch and JAX link it, used or not. The extension finds profilers that the kernel itself starts.
+- Injected profilers and debuggers are found by their libraries, and by the variable that makes the driver load one. `libcupti` proves
+  nothing: torch and JAX always link it. The extension finds profilers that the kernel itself starts.
 """
 
 from collections.abc import Collection

@@ -257,7 +257,7 @@ class Suspension:
     ) -> tuple[StepError | None, HostSnapshot]:
         """Have the kernel shrink, if it `shrinks`; return what speaks against saving what is left, and the snapshot. Raises GPUError.
 
-        The processes are read while the kernel shrinks, the devices afterwards. What begins or ends meanwhile is seen under the locks.
+        The processes are read while the kernel shrinks, the devices afterwards. The second snapshot shows later changes.
         """
         device_ids = kernel.measurement.devices_to_read(effect.devices)
         if not shrinks:

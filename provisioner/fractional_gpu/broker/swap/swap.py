@@ -1,10 +1,9 @@
-"""Suspending and resuming kernels, one operation at a time, with the checkpoint worker.
+"""Suspending and resuming kernels, one operation at a time, with the checkpoint worker. `suspend` has the suspend's steps.
 
-- The driver says what is true; the ledger only says what was meant.
-- Where the driver cannot checkpoint at all (`off`), it is not asked: what the devices say is all there is.
-- The suspend, with its point of no return and its way back, is in `suspend`.
-- What a kernel really is, whatever was meant, is found out after a broker's start and for quarantined leases (`truth`). Half-done work is
-  finished forward or undone, whichever is safe. Everything else stays as it is, and unknown.
+- The driver says what is true; the ledger only says what was meant. If the driver cannot checkpoint at all (`off`), only the devices'
+  counts are known.
+- `truth` finds a kernel's real state after a broker's start and for quarantined leases. Half-done work is finished or undone, whichever is
+  safe. Everything else stays as it is, and unknown.
 - Only the devices concerned are read: the lease's own, and others on which its processes were seen.
 """
 
