@@ -526,7 +526,7 @@ class Broker:
         if identity is None or stopped == bool(kernel.stopped):
             return
         kernel.stopped = stopped_sentence(identity.pid) if stopped else ""
-        sentence = kernel.stopped or f"process {identity.pid} goes on"
+        sentence = kernel.stopped or f"process {identity.pid} continues"
         log.info("lease %s: %s", kernel.lease_id[:8], sentence)
         self.record_line(kernel.lease_id, "process.stopped" if stopped else "process.goes-on", sentence)
         why_not = kernel.stopped or kernel.unsaveable

@@ -45,7 +45,7 @@ def read_past(path: Path) -> list[PastLease]:
                 if row[0] in leases:
                     leases[row[0]].turns.append(Turn(*row))
     except sqlite3.Error as error:
-        raise ledger_error(path, f"cannot be read: {error}", "check the path and that it may be read") from error
+        raise ledger_error(path, f"cannot be read: {error}", "check the path and its permissions") from error
     except msgspec.DecodeError as error:
         raise ledger_error(path, f"has an unreadable lease: {error}") from error
     return list(leases.values())

@@ -133,7 +133,7 @@ def _check_mounts(folder: Path, pid: int) -> None:
     try:
         same = shows_same_folder(pid, folder)
     except PermissionError:
-        same = True  # namespaces of other users' processes may not be read: check the folder as usual
+        same = True  # other users' namespaces are not readable: check the folder as usual
     except OSError:
         same = False
     if not same:

@@ -2,7 +2,7 @@
 
 A context opens its connections in its own threads, and these are in the namespace of the thread that creates the context's first socket.
 So a context for another namespace is made by a thread that enters it and then ends (`host.namespaces.in_network`). There is one for each
-namespace, as long as a kernel in it is followed. Its threads keep the namespace alive until then, so its id is not reused.
+namespace while a kernel in it is followed. Its threads keep the namespace alive until then, so its id is not reused.
 """
 
 import os
@@ -42,7 +42,7 @@ class Networks:
         try:
             opened = open_network(identity)
         except PermissionError:
-            return self._own  # namespaces of other users' processes may not be read; most share ours
+            return self._own  # other users' namespaces are not readable; most share ours
         if opened is None:
             return self._own
         descriptor, namespace = opened

@@ -190,7 +190,7 @@ def _named_process(peer: Peer, named_pid: int) -> tuple[int, ProcessIdentity, in
     try:
         pid = pid_meant_by(peer.credentials.pid, named_pid)
     except PermissionError:
-        pid = named_pid  # other users' namespaces may not be read without root: verify the pid in this namespace
+        pid = named_pid  # other users' namespaces need root: verify the pid in this namespace
     return pid, identify(pid), owner_uid(pid)
 
 

@@ -1,6 +1,6 @@
 """Periodic sampler of device usage, host memory and unresponsive kernels.
 
-A sample is read in a thread, and evaluated on the loop only if no lease changed state meanwhile: otherwise what is on the devices would be
+A sample is read in a thread, and evaluated on the loop only if no lease has changed state since: otherwise what is on the devices would be
 charged to leases that have left them, or come since.
 """
 

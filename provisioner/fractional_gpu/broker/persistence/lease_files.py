@@ -207,7 +207,7 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def remove_token_file(lease_id: str, path: str, uid: int) -> None:
-    """Remove the token's file of a lease of this user that has ended. Blocks as long as its filesystem does.
+    """Remove the token's file of a lease of this user that has ended. Blocks while its filesystem does.
 
     A name that is not a token file's is ignored, as is "" (no file).
     """

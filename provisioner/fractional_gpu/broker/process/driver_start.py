@@ -147,7 +147,7 @@ class DriverStart:
             if error.code in DRIVER_REFUSES:
                 self._pending, self.off = False, self._error
             else:
-                # An absolute time stays true as long as status shows the sentence.
+                # An absolute time stays true while status shows the sentence.
                 at = time.strftime("%H:%M:%S %Z", time.localtime(time.time() + self._pause_s))
                 self.off = f"{self._error} (attempt {self._attempts}; the next one is at {at})"
             level = logging.WARNING if news else logging.INFO

@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 _DAY_S = 24 * 3600
 _LIMIT_LOOK_S = 60.0
-_THREADS = min(32, (os.cpu_count() or 1) + 4)  # for blocking work, as many as asyncio would start one by one
+_THREADS = min(32, (os.cpu_count() or 1) + 4)  # for blocking work: asyncio's default
 _SOCKET_MODE_OWN = 0o600
 _SOCKET_MODE_SERVICE = 0o666  # a system service serves every user; peer credentials tell them apart
 
@@ -157,7 +157,7 @@ class BrokerRun:
     async def _make_parts(self, end: AsyncExitStack) -> list[Coroutine[Any, Any, object]]:
         """Make the parts of the broker, and restore the leases and seats that an earlier broker left. `end` ends the worker.
 
-        Returns the tasks that run as long as the broker serves. The broker ends when one of them ends or fails.
+        Returns the tasks that run while the broker serves. The broker ends when one of them ends or fails.
         """
         settings, ledger = self.settings, self.ledger
         ACCOUNTS.unknown = settings.account_of_unknown_uids

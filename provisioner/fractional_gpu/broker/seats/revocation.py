@@ -3,7 +3,7 @@
 - A revoked lease is suspended and counts for its user (`core.revoke`); one without a process ends at once.
 - The next seat of the same user and server takes a revoked lease over if it has room for it next to its other kernels.
 - If no seat takes a lease over within its pool's `revoked_ttl`, its processes are ended as by an eviction.
-- The ledger keeps the end and the owner of a seat as long as it has leases. A lease whose seat is neither live nor in these records
+- The ledger keeps the end and the owner of a seat while it has leases. A lease whose seat is neither live nor in these records
   (the ledger was lost) is revoked from now on; any server of its user takes it over.
 """
 

@@ -226,7 +226,7 @@ class Residency:
 
     async def _acquired(self, kernel: Kernel) -> None:
         last = Progress(kind=ProgressKind.REFUSED)
-        # Something executes and no cell waits at the gate: the kernel may be blocked in a CUDA call, where it ignores interrupts.
+        # Something executes and no cell waits at the gate: the kernel may be in a CUDA call, which ignores interrupts.
         blocked = kernel.cell.executing_since_s is not None and kernel.requests.waiters == 0
         async with aclosing(self.acquire(kernel, AcquireRequest(), urgent=blocked)) as stream:
             async for progress in stream:

@@ -132,7 +132,7 @@ class Suspension:
     async def suspend(
         self, kernel: Kernel, effect: Suspend, journal: Journal, reserve: Reserve | None = None
     ) -> Suspended:
-        """Return the outcome, MiB and a sentence. The MiB are what was saved or, if too little was reserved, what is needed.
+        """Return the outcome, MiB and a sentence. The MiB are the saved ones or, if too little was reserved, the needed ones.
 
         `reserve` is asked if the effect reserves too little on the host; without it no more is reserved. Cancellation may leave locks
         behind: only at the broker's end.
@@ -436,7 +436,7 @@ def _check_reserved(use: Mapping[ProcessIdentity, int], effect: Suspend, reserve
 async def _check_host_memory(use: Mapping[ProcessIdentity, int]) -> None:
     for identity, used_mib in use.items():
         if used_mib == 0:
-            # If no device counts processes by their pids here (a container with pids of its own, say), it is not known what room the
+            # If no device counts processes by their pids here (a container with its own pids, say), it is not known what room the
             # state needs on the host, or to come back.
             raise StepError(SuspendOutcome.REFUSED, f"no device tells how much memory process {identity.pid} uses")
     needs = {identity.pid: used_mib + _HOST_MARGIN_MIB for identity, used_mib in use.items()}

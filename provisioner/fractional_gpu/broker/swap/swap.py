@@ -105,7 +105,7 @@ class Swaps:
             device_reads = kernel.measurement.devices_to_read(device_ids)
             host = await self.inspector.take(device_reads, max_age_s=FRESH_S)
             states, _ = await self.inspector.states(kernel, host)
-            # What another broker saved is not known: as much as is reserved for it must be free.
+            # What another broker saved is unknown: its reservation must be free.
             pids = {identity.pid for identity in states}
             lacking = self._lacking_room(host, device_ids, saved_mib or effect.reserve_mib, effect.reserve_mib, pids)
             if kernel.identity is None:
