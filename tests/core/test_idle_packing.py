@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from fractional_gpu.core.effects import Effect
-from fractional_gpu.core.events import Expected, LeaseReleased, PinRequested
+from fractional_gpu.core.events import Expected, LeaseReleased, PinRequested, PoolConfigured
 from fractional_gpu.core.model import PoolSpec, Sign
 from fractional_gpu.core.move import QUIET_MS
 from tests.core.driving import Hand, device, pool
@@ -52,6 +52,13 @@ def test_idle_leases_end_up_on_one_device_and_the_others_are_empty() -> None:
 
 def test_other_pools_leave_their_leases_where_they_are() -> None:
     hand = spread(policy(empty_devices=False))
+    assert not hand.suspends(hand.wait(2 * QUIET_MS))
+
+
+def test_a_lease_of_another_pool_stays_on_a_device_that_came_to_a_pool_which_empties_devices() -> None:
+    hand = spread(policy(empty_devices=False))
+    hand.send(PoolConfigured(at_ms=hand.now, pool=replace(policy(empty_devices=False), devices=("d0", "d1"))))
+    hand.send(PoolConfigured(at_ms=hand.now, pool=replace(policy(), name="q", devices=("d2",))))
     assert not hand.suspends(hand.wait(2 * QUIET_MS))
 
 

@@ -438,6 +438,8 @@ class IdlePacking:
         from_ms = suspendable_from_ms(pool, lease)
         if lease.occupancy is not OccupancyKind.IDLE or from_ms is None or lease.count > 1 or lease.ticket is not None:
             return False
+        if lease.spec.pool != pool.name:
+            return False  # it was here before the device came to this pool, and its own pool may want no moves
         if lease.let_in or lease.revoked or lease.gate.closed or is_expected(books, lease):
             return False
         if lease.host_need_mib > books.host_left_mib or swap_ms(books, lease) > pool.foresight_swap_ms:
