@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.effects import Effect, Recorded
-from fractional_gpu.core.events import Attached, LeaseRequested
+from fractional_gpu.core.events import Attached, LeaseRequested, ResizeRequested
 from fractional_gpu.core.forecasts.forecasts import RATE_BITS, HoldCosts
 from fractional_gpu.core.idle import IdleCosts
 from fractional_gpu.core.model import Foresight, LeaseState, PoolSpec
@@ -53,6 +53,17 @@ def test_a_kernel_leaves_sooner_the_dearer_its_share_and_the_cheaper_a_persons_t
         stays.append(stay(world, 1000 * HOUR_MS)[0])
     assert stays == sorted(stays, reverse=True)
     assert stays[0] > stays[2] > stays[-1]
+
+
+def test_a_kernel_that_grew_and_asks_leaves_sooner_also_if_it_runs_nothing_then() -> None:
+    world = Hand(pools=[auto(hold=1, wait=40_000)])
+    world.idle("a", 600)
+    world.send(ResizeRequested(at_ms=world.now, lease_id="a", fraction_milli=1000, reserve_mib=600))
+    late_ms = world.observer.wake or 0
+    world.wait(1)
+    world.want("a")
+    assert world.observer.wake is not None
+    assert world.observer.wake < late_ms
 
 
 def test_a_fixed_time_is_kept_whatever_holding_costs() -> None:

@@ -109,8 +109,10 @@ class Arbiter:
         changes = self._changes
         changes.now_ms = max(changes.now_ms, event.at_ms)
         # An event that no decision depends on needs no pass. A due alarm does, whatever the event: time alone changes something.
+        # So does a lease that is due sooner than the last pass knew: the alarm would come too late.
         matters = self._take(event)
-        if matters or (self._wake_ms is not None and changes.now_ms >= self._wake_ms):
+        is_due = self._wake_ms is not None and changes.now_ms >= self._wake_ms
+        if matters or is_due or self._scheduler.is_due_sooner():
             self._scheduler.serve()
             self._set_wake(anew=isinstance(event, Tick))
         elif isinstance(event, Tick):

@@ -101,6 +101,10 @@ class Scheduler:
         due = (self._deadlines.next_ms(), self._books.recheck_ms, self.memory_caps.due_ms())
         return min((at_ms for at_ms in due if at_ms is not None and at_ms > self._changes.now_ms), default=None)
 
+    def is_due_sooner(self) -> bool:
+        """Return whether time alone changes something for a lease sooner than the last pass knew."""
+        return self._deadlines.refresh()
+
     def _take_due(self) -> None:
         """Do what the clock alone demands, except idle suspensions."""
         now_ms, ripe = self._changes.now_ms, self._deadlines.ripe
@@ -181,11 +185,15 @@ class Deadlines:
         self._pushed = 0
         self.ripe: dict[str, Lease] = {}
 
-    def refresh(self, *, at_end: bool = False) -> None:
-        """Take changed leases, and the clock, into account; `at_end`: nothing more is done in this event."""
-        now_ms = self._books.now_ms
+    def refresh(self, *, at_end: bool = False) -> bool:
+        """Take changed leases, and the clock, into account. Returns whether one of these leases is due sooner than before.
+
+        `at_end`: nothing more is done in this event.
+        """
+        now_ms, sooner = self._books.now_ms, False
         for lease in self._books.changed.values():
             at_ms = self._due_ms(lease, at_end=at_end)
+            sooner |= at_ms is not None and (lease.due_ms is None or at_ms < lease.due_ms)
             if at_ms is not None and at_ms <= now_ms:
                 self.ripe[lease.lease_id] = lease
             else:
@@ -199,6 +207,7 @@ class Deadlines:
             at_ms, _, lease = heappop(heap)
             if lease.due_ms == at_ms:
                 self.ripe[lease.lease_id] = lease
+        return sooner
 
     def next_ms(self) -> int | None:
         return self._heap[0][0] if self._heap else None
