@@ -14,7 +14,12 @@ def host(count: int = 1, mib: int = 8000, **policy: object) -> Host:
     devices = tuple(DeviceSpec(device_id=f"d{number}", name="d", memory_mib=mib) for number in range(count))
     names = tuple(device.device_id for device in devices)
     pool = PoolSpec(
-        name="default", devices=names, idle_after_ms=None, preempt_equals=False, min_residency_swaps_milli=4_000
+        name="default",
+        devices=names,
+        idle_after_ms=None,
+        idle_auto=False,
+        preempt_equals=False,
+        min_residency_swaps_milli=4_000,
     )
     return Host(devices=devices, pools=(replace(pool, **policy),), swap=SWAP)  # type: ignore[arg-type]
 

@@ -20,7 +20,14 @@ def host(*sizes_mib: int, slowdown: bool = True, mib_per_s: int = 1000) -> Host:
     devices = tuple(
         DeviceSpec(device_id=name, name="d", memory_mib=mib) for name, mib in zip(names, sizes_mib, strict=True)
     )
-    pool = PoolSpec(name="default", devices=names, min_residency_ms=0, min_residency_swaps_milli=0, idle_after_ms=None)
+    pool = PoolSpec(
+        name="default",
+        devices=names,
+        min_residency_ms=0,
+        min_residency_swaps_milli=0,
+        idle_after_ms=None,
+        idle_auto=False,
+    )
     swap = SwapSpeed(fixed_ms=100, save_mib_per_s=mib_per_s, restore_mib_per_s=mib_per_s)
     return Host(devices=devices, pools=(pool,), swap=swap, slowdown=slowdown)
 

@@ -31,7 +31,7 @@ def host(count: int = 1, mib: int = 8000, **policy: object) -> Host:
     """A host with so many devices in one pool."""
     names = tuple(f"d{number}" for number in range(count))
     devices = tuple(DeviceSpec(device_id=name, name=f"{mib}", memory_mib=mib) for name in names)
-    pool = PoolSpec(name="default", devices=names)
+    pool = PoolSpec(name="default", devices=names, idle_auto=False)
     return Host(devices=devices, pools=(replace(pool, **policy),), swap=SWAP)  # type: ignore[arg-type]
 
 
