@@ -115,9 +115,12 @@ def residency_ms(books: Books, lease: Lease) -> int:
     return max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap_ms(books, lease) // 1000)
 
 
+_TOGETHER_MS = 1_000  # a cell waits at its gate at least this long for other leases that have to leave, too
+
+
 def gate_opens_ms(books: Books, lease: Lease, asked_ms: int) -> int:
     """Return when a lease's gate opens again, at which its next cell has waited since `asked_ms`, if the others do not leave."""
-    return asked_ms + max(1_000, swap_ms(books, lease))
+    return asked_ms + max(_TOGETHER_MS, swap_ms(books, lease))
 
 
 def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
