@@ -119,7 +119,7 @@ def test_a_kernel_that_outlives_its_servers_has_what_their_seats_give_and_no_sea
         with kernel.client() as client:
             assert must(client, CHECK) == "intact\n"
         world.end(kernel.pid, signal.SIGKILL)
-        until(lambda: not any(lease.pid for lease in world.status().leases), "it has ended")
+        until(lambda: world.status().leases == [], "its lease has ended")
 
         world.kill_broker()  # the first hub's, which outlived it
         before = until(world.broker_pid, "this hub's broker serves")
