@@ -7,7 +7,7 @@ from typing import Final
 
 SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "One GPU": (
-        "For your own machine, with or without a GPU. Read the first page, then go on with Use a share.",
+        "For your own machine, with or without a GPU. Read the first page, then continue with Use a share.",
         ("start", "environments"),
     ),
     "Use a share": (

@@ -6,7 +6,7 @@ a broker. Slow work runs in other threads or processes, so 30 s are long for the
 - Only time in which this thread ran counts: a stopped broker (SIGSTOP, a frozen control group, a machine that slept) was not blocked.
   Nothing counts while a debugger holds the process or is loaded in it.
 - If the loop continues while its stacks are written, the broker stays.
-- Native code that keeps the interpreter's lock stops this thread, too, and is not noticed.
+- Native code that keeps the interpreter's lock stops this thread as well, so it is not noticed.
 """
 
 import asyncio

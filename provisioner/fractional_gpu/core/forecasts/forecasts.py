@@ -200,7 +200,7 @@ class Rhythm(NamedTuple):
     chance_milli: int
 
 
-_RHYTHM_GAPS = 6  # of its own that a lease's rhythm is read from, at least
+_RHYTHM_GAPS = 6  # a lease's rhythm is read from at least this many of its gaps
 _RHYTHM_MILLI = 500  # of its gaps that reach so far, those that end in the window
 _SHORTEST_WINDOW_MS = 20_000
 
