@@ -2,6 +2,7 @@
 
 from playwright.sync_api import expect
 
+from fractional_gpu.gpu.simulated.store import Store
 from tests.e2e.browser import Lab, opened_lab
 from tests.e2e.test_debugger import TOUCHING
 from tests.e2e.test_gui_loops import COUNT, REGISTERED, await_ticks, nudged
@@ -39,6 +40,8 @@ def test_the_debuggers_panel_shows_what_lies_on_the_gpu_and_leaves_a_kernel_susp
         lab.turn_to("Untitled.ipynb")  # the panel asks for the variables
         world.await_state(first.kernel_id, "resident")
         expect(variables).to_contain_text("touching")
+        # A suspend that takes a second, as a driver's does: the page asks for the variables once more when the cell has ended.
+        Store(world.simulated_folder).configure(checkpoint_mib_s=40)
         lab.run("%gpu suspend")
         expect(lab.output).to_contain_text("Suspended")
         assert first.debug("debugInfo")["success"], "the page asks for nothing that is behind this"
