@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from fractional_gpu.protocol.messages import LeaseRequest
-from fractional_gpu.protocol.routes import RELEASE, ROUTES, Nothing, Route
+from fractional_gpu.protocol.routes import ADMIN, ANYONE, KERNEL, LEASE, RELEASE, ROUTES, Nothing, Route
 from tests.broker.live import LiveBroker, live_broker
 
 __all__ = ["ROLES", "Cell", "end_as_stranger", "probe", "routes_of", "table"]
@@ -122,31 +122,42 @@ def end_as_stranger(live: LiveBroker) -> str:
 
 
 def table(cells: list[Cell]) -> str:
-    """Return the answers as a page of documentation."""
-    lines = [
-        "# Who may call what",
-        "",
-        "Every route of the broker's API, tried on a running broker by everybody who could (`python -m tests.security.routes`).",
-        '"yes": let through; otherwise the status and the reason of the refusal. A lease of somebody else is "unknown": whether it',
-        "exists is nobody's business. Administrators are root and the broker's own user.",
-        "",
-        "| route | what it is for | request | reply | " + " | ".join(ROLES) + " |",
-        "|---|---|---|---|" + "---|" * len(ROLES),
-    ]
-    for route in routes_of():
+    """Return the answers as a page of documentation: routes that answer every role alike share a section."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Route[Any, Any]]] = {}
+    for route in sorted(routes_of(), key=lambda route: [ANYONE, LEASE, KERNEL, ADMIN].index(route.who)):
         by_role = {cell.role: cell for cell in cells if cell.route is route}
-        words = [
+        answers = tuple(
             f"{by_role[role].status} {by_role[role].refused}" if by_role[role].refused else "yes" for role in ROLES
-        ]
-        request, reply = (
-            "" if kind is Nothing else f"`{kind.__name__}`" for kind in (route.request_type, route.reply_type)
         )
-        reply = f"lines of {reply}" if route.lines else reply
-        audited = f" (audited: `{route.audited}`)" if route.audited else ""
-        lines.append(
-            f"| `{route.method} {route.path}` | {route.does}{audited} | {request} | {reply} | {' | '.join(words)} |"
-        )
-    return "\n".join(lines) + "\n"
+        groups.setdefault((route.who, answers), []).append(route)
+    lines = [_INTRODUCTION]
+    for (who, answers), routes in groups.items():
+        about = f", about a {'lease' if '{lease}' in routes[0].path else 'machine'}" if who == ADMIN else ""
+        title = "Ending a lease" if routes == [RELEASE] else f"For {who}{about}"
+        lines += [f"## {title}", "", "| answer | caller |", "|---|---|"]
+        for answer in sorted(dict.fromkeys(answers), key="yes".__ne__):
+            callers = [role for role, given in zip(ROLES, answers, strict=True) if given == answer]
+            lines.append(f"| {answer} | {'all' if len(callers) == len(ROLES) else '; '.join(callers)} |")
+        lines += ["", *map(_line, routes), ""]
+    return "\n".join(lines)
+
+
+_INTRODUCTION = """# Who may call what
+
+Every route of the broker's API. The answers are those of a running broker (`python -m tests.security.routes`): "yes", or the status
+and the reason of the refusal. Administrators are root and the broker's own user. Another user's lease is unknown, and ending it has no
+effect. In brackets: the request, the reply, and the word in the [audit log](audit.md).
+"""
+
+
+def _line(route: Route[Any, Any]) -> str:
+    request, reply = (
+        "" if kind is Nothing else f"`{kind.__name__}`" for kind in (route.request_type, route.reply_type)
+    )
+    reply = f"lines of {reply}" if route.lines else reply
+    messages = f"{request} → {reply}" if request else reply
+    details = [text for text in (messages, f"audited: `{route.audited}`" if route.audited else "") if text]
+    return f"- `{route.method} {route.path}`: {route.does}" + (f" ({'; '.join(details)})" if details else "")
 
 
 if __name__ == "__main__":
