@@ -1,10 +1,8 @@
-"""The hub's service process beside its broker: starts the broker, ends with it, and stops it once the hub itself is gone.
+"""Runs the broker as a service of the hub, and stops it only after the hub has gone.
 
-JupyterHub stops its services first and its users' servers after that, and a server gives its seat back when it has ended. So the broker
-must outlive the service: on SIGTERM this process ends at once, as the hub expects, and leaves a child behind that stops the broker when
-the hub's process has ended, `LINGER_S` later at most.
-
-It runs as a file with the standard library alone: it lives as long as the hub and waits nearly all the time, so it should be small.
+JupyterHub stops its services before its users' servers, and a server gives its seat back when it has ended: the broker must outlive the
+service. So on SIGTERM this process ends at once, as the hub expects, and leaves a child that stops the broker when the hub's process has
+ended, or after `LINGER_S`. It runs as a file and imports the standard library only, because it stays in memory with the hub.
 """
 
 import os
@@ -20,7 +18,7 @@ _OURS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
 
 
 def main(command: Sequence[str]) -> int:
-    """Run the broker by this command until it ends, or until SIGTERM or SIGINT arrives here. Returns its exit status, or 0."""
+    """Run the broker until it ends, or until SIGTERM or SIGINT. Returns its exit status, or 0."""
     hub = os.pidfd_open(os.getppid())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
 

@@ -1,15 +1,11 @@
 """What every spawner with a choice of GPU has: the user's options, the spawn page, and the progress of a start.
 
-There are two ways to a GPU, each with a class of its own on top of this one:
+Two subclasses get the GPU in different ways:
 
-- `fractional_gpu_hub.mixin.FractionalGPUMixin`: the hub asks the machine's broker for a seat, and starts the server then.
-- `fractional_gpu_hub.engines.spawner.EngineGPUMixin`: the engine (Slurm, Kubernetes) chooses a node, and its allocation is the seat. The
-  node registers the seat at its own broker; the hub asks no broker.
+- `mixin.FractionalGPUMixin`: the hub takes a seat at the machine's broker, then starts the server.
+- `engines.spawner.EngineGPUMixin`: the engine (Slurm, Kubernetes) chooses a node, which registers the allocation as a seat at its broker.
 
-Rules:
-
-- What users send of ours (`user_options`) is checked here for its form, and by `gpu_take` for what they may have.
-- No GPU is visible to the server's processes but through a lease: `CUDA_VISIBLE_DEVICES` is empty until a kernel has one.
+`CUDA_VISIBLE_DEVICES` is empty in every server: a process sees a GPU only through a kernel's lease.
 """
 
 import contextlib
@@ -25,12 +21,12 @@ from fractional_gpu.protocol.seats import Offers
 from fractional_gpu_hub.options import FIELD, KEYS, Choice, OptionsError, gpu_form, options_of_form, parse_options
 from fractional_gpu_hub.seats import ProgressLog, spawn_ended, spawn_error, spawn_failed
 
-_Spawner: Any = Configurable  # the spawner's own class stands behind the mixin
+_Spawner: Any = Configurable  # the spawner's class follows the mixin
 _SPEC_MANAGER = "fractional_gpu.SeatKernelSpecManager"
 
 
 class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
-    """Adds a choice of GPU to a spawner. The classes for brokers and engines say where offers and seats come from."""
+    """Adds a choice of GPU to a spawner. Subclasses define where offers and seats come from."""
 
     _gpu_progress_below = True  # whether the spawner's own progress follows
 
@@ -62,7 +58,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return lambda spawner, options: spawner.gpu_choice(options)
 
     async def gpu_offers(self) -> Offers:
-        """Return what this user can choose from. Raises FractionalGPUError. Cancelled: nothing has changed."""
+        """Return what this user can choose from. Raises FractionalGPUError."""
         raise NotImplementedError
 
     async def gpu_take(self, choice: Choice) -> None:
@@ -70,10 +66,10 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         raise NotImplementedError
 
     async def gpu_prepare(self) -> None:
-        """Fit the spawner's settings to the choice: called right before the server is started, without a GPU, too."""
+        """Adapt the spawner's settings to the choice. Called right before the server starts, also without a GPU."""
 
     def _gpu_hub(self) -> str:
-        """Return the address of the hub's API, by which hubs are told apart."""
+        """Return the address of the hub's API, which identifies the hub."""
         return str(getattr(self.hub, "api_url", ""))
 
     def _gpu_groups(self) -> list[str]:
@@ -93,7 +89,6 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return choice
 
     async def get_options_form(self) -> str:
-        """Return the form of the spawner below, if it has one, and the choice of a GPU."""
         below = await super().get_options_form() or ""
         last = self.orm_spawner.user_options if self.orm_spawner is not None else None
         chosen, without = None, False
@@ -129,10 +124,10 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
             raise spawn_error(str(error), reason="gpu-options") from None
 
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
-        """Return pool and thousandths: what was left out goes with the rest, the default where that does.
+        """Return pool and thousandths. What the user left out is chosen to fit the rest, close to the defaults.
 
-        Without any choice it is the default. So is the rest of a choice with which nothing goes: its refusal says what there is. Raises the
-        error that stops the spawn.
+        Without a choice, or if nothing fits it, the defaults apply, whose refusal says what is on offer. Raises the error that stops the
+        spawn.
         """
         pool, milli = choice.pool or offers.default_pool, choice.fraction_milli or offers.default_fraction_milli
         asked = [
@@ -182,7 +177,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return await super().start()
 
     def clear_state(self) -> None:
-        """Begin the progress anew: the hub clears the state before it starts a server."""
+        """Restart the progress log: the hub clears the state before each start."""
         super().clear_state()
         self._gpu_progress.begin()
 
@@ -192,14 +187,13 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         return environment
 
     def get_args(self) -> list[str]:
-        """Return the server's arguments: its launcher shows the kernels that fit into its seat."""
         arguments: list[str] = list(super().get_args())
         if self.gpu_filter_kernels:
             arguments.append(f"--ServerApp.kernel_spec_manager_class={_SPEC_MANAGER}")
         return arguments
 
     async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the start's events from the beginning, to each viewer, then the spawner's own."""
+        """Yield the start's events to each viewer from the beginning, then the spawner's own."""
         async with contextlib.aclosing(self._gpu_progress.follow()) as events:
             async for event in events:
                 yield event
@@ -210,7 +204,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
 
 
 def free_fractions(offers: Offers, *, without: bool = False) -> str:
-    """Return a sentence with what can be had at once, `without` a GPU, too; empty: nothing can."""
+    """Return a sentence with what is free now, or "". `without`: a server without a GPU is one of the choices."""
     free = [
         f"{format_fraction(one.fraction_milli)} GPU of pool {pool.pool}"
         for pool in offers.pools

@@ -1,12 +1,11 @@
-"""One call in `jupyterhub_config.py` sets a hub up: pools, the broker as a managed service, the spawner.
+"""Sets a hub up from `jupyterhub_config.py`: pools, the broker as a managed service, the spawner.
 
     from fractional_gpu_hub import configure
     configure(c, spawner="fractional-gpu-local", pools={"default": {"fractions": ["1/4", "1/2"], "wait_bound": "10%"}})
 
-Everything is checked here, while the hub reads its configuration: what is wrong stops the hub at its start, with the key, the value
-and the allowed form. A hub that runs as root serves every user of the machine on `/run/jupyter-gpu/broker.sock` and keeps its ledger
-in `/var/lib/jupyter-gpu`; any other hub keeps both in its user's Jupyter folders. Where a broker of the system serves already, that one
-is used, and pools belong into its own file.
+Mistakes stop the hub at its start, with the key, the value and what is allowed. A hub that runs as root serves every user of the machine
+on `/run/jupyter-gpu/broker.sock` and keeps its ledger in `/var/lib/jupyter-gpu`; any other hub uses its user's Jupyter folders. If a
+system broker is running, the hub uses that one, and pools are configured in its file.
 """
 
 import json
@@ -56,9 +55,9 @@ def configure(
 ) -> None:
     """Set the hub up.
 
-    `spawner` is one of `SPAWNERS`, the registered name of another one with the mixin, or such a class; `pools` and other `settings` are
-    those of the broker (as in `jupyter_gpu_config.py`, whose values they replace); `broker` is `managed` (the hub runs it), `system` (it
-    runs already) or `auto`; `socket` is where it serves; `simulate` replaces the hardware, as in `2x80GiB`. Raises ConfigError.
+    `spawner` is one of `SPAWNERS`, the registered name of another one with the mixin, or such a class; `pools` and other `settings` are for
+    the broker (as in `jupyter_gpu_config.py`, whose values they replace); `broker` is `managed` (the hub runs it), `system` (it is running)
+    or `auto`; `socket` is where it serves; `simulate` replaces the hardware, as in `2x80GiB`. Raises ConfigError.
     """
     kind = _registered(spawner) if isinstance(spawner, str) else spawner
     if issubclass(kind, EngineGPUMixin):
@@ -77,8 +76,8 @@ def configure(
         raise ConfigError(f"{_WHERE}: socket = {socket!r}: allowed: the path of the broker's socket, a text")
     path = socket or _socket(broker)
     if broker == "system" or (broker == "auto" and socket is None and _is_system_service(path)):
-        its_own = {"pools": pools, "config_file": config_file, "simulate": simulate}
-        _check_system(path, [*(name for name, value in its_own.items() if value is not None), *sorted(settings)])
+        broker_only = {"pools": pools, "config_file": config_file, "simulate": simulate}
+        _check_system(path, [*(name for name, value in broker_only.items() if value is not None), *sorted(settings)])
     else:
         given = {**settings, **({"pools": dict(pools)} if pools is not None else {})}
         everyone = _is_root() and getattr(kind, "gpu_user_ids", None) is not FractionalGPUMixin.gpu_user_ids
@@ -91,7 +90,7 @@ def configure(
 
 
 def _registered(name: str) -> type:
-    """Return the spawner that a package has registered under this name. Raises ConfigError unless it is one with a choice of GPU."""
+    """Return the spawner class registered under this name. Raises ConfigError unless it has a choice of GPU."""
     registered = entry_points(group="jupyterhub.spawners")
     if name not in registered.names:
         raise ConfigError(
@@ -113,7 +112,6 @@ def _registered(name: str) -> type:
 
 
 def _socket(broker: str) -> str:
-    """Return the broker's socket: the system's for a hub that runs as root, and where a broker of the system serves."""
     if broker == "system" or _is_root():
         return SYSTEM_SOCKET
     try:
@@ -151,7 +149,6 @@ def _is_system_service(path: str) -> bool:
 
 
 def _check_system(path: str, given: Sequence[str]) -> None:
-    """Check the broker of the system. `given`: the settings of a broker that were passed. Raises ConfigError."""
     if given:
         raise ConfigError(
             f"{_WHERE}: {', '.join(given)} was given, but a broker of the system serves on {path}, and its settings are in its own file, "
@@ -189,7 +186,7 @@ def _add_service(
         given.setdefault("state_dir", str(SERVICE_STATE))
     else:
         folder = Path(jupyter_data_dir()) / "gpu-hub"
-        if not is_network(folder):  # else the broker's own choice, which is on a local disk
+        if not is_network(folder):  # else the broker chooses a folder on a local disk
             given.setdefault("state_dir", str(folder))
     try:
         load(config_file, given, origin=_WHERE)

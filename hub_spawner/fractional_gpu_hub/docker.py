@@ -1,11 +1,10 @@
-"""Servers as Docker containers of this machine: the ready combination with `dockerspawner`, which is installed beside this package.
+"""Servers as Docker containers of this machine, on top of `dockerspawner`.
 
-- Each user's containers run with a uid of their own (`gpu_first_uid` plus the hub's number of the user): the uid keeps users from each
-  other's leases, and root in a container is root for the broker.
-- Processes, network and files of a container are its own, as Docker makes them: the broker, which runs as root on the machine, knows the
-  kernels' processes by the pids that they have there, and listens to them on the container's own loopback interface.
-- Into a container go the broker's socket and the seat's file, read-only, and the GPUs.
-- A container ends with its server: a container that is used again would have the environment of an earlier seat.
+- Each user's containers run with a separate uid (`gpu_first_uid` plus the hub's number of the user): the uid keeps users from each
+  other's leases, and the broker treats root in a container as root.
+- The broker, as root on the machine, knows kernels by their pids there, and connects to them on the container's loopback interface.
+- A container gets the broker's socket and the seat's file, read-only, and the GPUs.
+- A container ends with its server: if it were reused, it would have the environment of an earlier seat.
 """
 
 import inspect
@@ -24,7 +23,7 @@ _USERS = 100  # the group of that name, as in Jupyter's own images
 
 
 class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ignore[misc] # untyped
-    """Servers in containers, each user with a uid of their own. The hub runs as root, and its images have this package."""
+    """Servers in containers, with a separate uid for each user. The hub runs as root, and its images have this package."""
 
     extra_create_kwargs: Any
     extra_host_config: Any

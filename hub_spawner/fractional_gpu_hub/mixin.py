@@ -1,11 +1,8 @@
 """Fractions of a GPU for any JupyterHub spawner: `class S(FractionalGPUMixin, AnySpawner): ...`.
 
-Rules:
-
-- A server with a GPU has a seat at the broker before its process is started, and gives it back when it has ended, however it ended.
-- A seat expires after a short while unless it is confirmed, and it is confirmed once the hub's database holds it: a hub that dies in
-  between leaves no seat behind. After a restart of the hub the seat comes back with the spawner's state.
-- The server gets the seat's token in a private file, and the file's path in its environment: never the token itself.
+- A server with a GPU takes a seat at the broker before its process starts, and gives it back however it ends.
+- A new seat expires unless it is confirmed, which happens when the hub's database holds it: a hub that dies before leaves no seat.
+- The server gets the path of a private file with the seat's token, never the token itself.
 """
 
 import contextlib
@@ -41,7 +38,7 @@ from fractional_gpu_hub.seats import (
 
 _STATE = "gpu_seat"
 _SERVER_START_S = 60  # for the server itself, once it has its seat
-_RELEASE_S = 5.0  # for a broker that does not answer when a server ends; a seat that is left is given back later
+_RELEASE_S = 5.0  # when a server ends; if the broker does not answer by then, the seat is given back later
 _TTL_MS = 600_000  # beyond the start: until the hub has saved its state
 
 
@@ -57,7 +54,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
     )
     gpu_seat_dir: Unicode[str, str | bytes] = Unicode(
         config=True,
-        help="""Where the servers' seat files are written, each readable by its user only. Default: beside the socket.
+        help="""The folder of the servers' seat files, each readable by its user only. Default: `seats` next to the socket.
 
         Example: c.FractionalGPUMixin.gpu_seat_dir = "/run/jupyter-gpu/seats"
         """,
@@ -65,7 +62,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
     gpu_wait: Float[float, int | float] = Float(
         300.0,
         config=True,
-        help="""How long a server waits for a place in a full pool whose policy lets servers wait, seconds. The default of
+        help="""How long a server waits for a place in a full pool, if its policy lets servers wait, seconds. The default of
         `start_timeout` is a minute longer.
 
         Example: c.FractionalGPUMixin.gpu_wait = 900
@@ -74,7 +71,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
     gpu_broker_patience: Float[float, int | float] = Float(
         30.0,
         config=True,
-        help="""For how long a call to a broker that does not answer (it may be restarting) is repeated, seconds.
+        help="""How long to retry calls while the broker does not answer (it may be restarting), seconds.
 
         Example: c.FractionalGPUMixin.gpu_broker_patience = 60
         """,
@@ -99,7 +96,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return int(self.gpu_wait) + _SERVER_START_S
 
     def gpu_user_ids(self) -> tuple[int, int] | None:
-        """Return uid and gid of the server's processes, None where they are the hub's own."""
+        """Return uid and gid of the server's processes; None: the hub's own."""
         return None
 
     def gpu_seat_path(self, file: Path) -> str:
@@ -110,13 +107,13 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return self.gpu_socket
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the uid that may draw on the seat; None: any process with its token may."""
+        """Return the uid that may use the seat; None: any process with its token."""
         ids = self.gpu_user_ids()
         return os.getuid() if ids is None else ids[0]
 
     @property
     def gpu_seat(self) -> Mapping[str, Any] | None:
-        """The seat of the server that runs: its id, pool, fraction and file; None: it has none."""
+        """The running server's seat: its id, pool, fraction and file; None if it has none."""
         return self._gpu_seat
 
     @property
@@ -124,7 +121,6 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return seat_client(self.gpu_socket, patience_s=self.gpu_broker_patience)
 
     async def gpu_offers(self) -> Offers:
-        """Return what the broker offers this user. Raises FractionalGPUError. Cancelled: the call ends by itself."""
         request = self._gpu_offer_request()
         return await self._gpu_client.call(lambda client: client.offers(request))
 
@@ -151,7 +147,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
                         self._gpu_keep(request, line)
                         self._gpu_progress.add(70, f"Your server has {wanted}")
                         return
-                    if line.position != place:  # not with each line: a hint costs the broker a forecast
+                    if line.position != place:  # not for each line: a hint costs the broker a forecast
                         hint = await self._gpu_hint()
                     told = f"{_waiting(line)} {hint}".rstrip()
                     if place is None:
@@ -195,7 +191,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
 
     def _gpu_keep(self, request: SeatRequest, granted: SeatProgress) -> None:
         folder = Path(self.gpu_seat_dir)
-        # One file for each server of a hub: it replaces the file that the hub left behind when it died, and no other hub's.
+        # One name for each server of each hub: it overwrites the file of a hub that died, and no other hub's.
         name = hashlib.sha256(f"{request.hub} {self.user.name}/{self.name}".encode()).hexdigest()[:24]
         file = folder / f"{name}.json"
         seat = Seat(
@@ -218,7 +214,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
             ) from error
 
     async def poll(self) -> int | None:
-        """Poll the server, and confirm its seat once the hub has saved it. Raises no error of the broker's: a later poll tries again."""
+        """Poll the server, and confirm its seat once the hub has saved it. A later poll retries what fails."""
         status: int | None = await super().poll()
         if status is None and self._gpu_seat is not None and not self._gpu_confirmed and self._gpu_is_saved():
             await self._gpu_confirm()
@@ -238,13 +234,13 @@ class FractionalGPUMixin(GPUChoiceMixin):
                 "The seat of %s is gone at the broker: its kernels get no GPU until it is restarted", self._log_name
             )
             self._gpu_confirmed = True
-        except FractionalGPUError as error:  # raising here would make a starting hub take the server for ended
+        except FractionalGPUError as error:  # if this raised, a starting hub would consider the server ended
             self.log.warning("The seat of %s will be confirmed later: %s", self._log_name, error)
         else:
             self._gpu_confirmed = True
 
     async def run_post_stop_hook(self) -> None:
-        """Give the seat back, however the server ended, then run the configured hook."""
+        """Give the seat back, however the server ended."""
         over = [*self._gpu_over, *([self._gpu_seat] if self._gpu_seat is not None else [])]
         self._gpu_over, self._gpu_seat = [], None
         for seat in over:
@@ -267,14 +263,14 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over the state that an earlier hub saved. That hub may have died before it confirmed the seat."""
+        """Restore the seat. The hub that saved it may have died before it confirmed it."""
         super().load_state(state)
         seat = state.get(_STATE)
         if isinstance(seat, dict) and isinstance(seat.get("seat_id"), str) and isinstance(seat.get("file"), str):
             self._gpu_seat, self._gpu_confirmed = dict(seat), False
 
     def clear_state(self) -> None:
-        """Remember the seat for `run_post_stop_hook`, which gives it back: spawners clear their state as soon as the server has ended."""
+        """Keep the seat for `run_post_stop_hook`: spawners clear their state as soon as the server has ended."""
         super().clear_state()
         if self._gpu_seat is not None:
             self._gpu_over.append(self._gpu_seat)
@@ -291,10 +287,10 @@ class FractionalGPUMixin(GPUChoiceMixin):
 
 
 def ids_of_user(name: str) -> tuple[int, int]:
-    """Return uid and gid of a user of the machine. Raises the error that stops the spawn."""
+    """Return uid and gid of a system user. Raises the error that stops the spawn."""
     try:
         user = pwd.getpwnam(name)
-    except (KeyError, ValueError):  # ValueError: a name that no user can have
+    except (KeyError, ValueError):  # ValueError: not a possible name
         raise spawn_error(
             f"this machine has no user {name!r}, and servers here run as its users; ask your administrator to add that user",
             reason="no-system-user",

@@ -1,10 +1,8 @@
-"""The choice of a GPU when a server is started: the spawn page's form, and the options that come back from it or from the REST API.
+"""The choice of a GPU for a new server: the spawn page's form, and the options that come from it or from the REST API.
 
-Options are never trusted. Ours among `user_options` are `pool`, `fraction` (1/4, 0.25 or 250m; `none`: a server without a GPU) and `memory`
-(20GiB); what is missing has its default. All others belong to other code, and stay as they are. The form sends one field, `gpu`, with
-`POOL/THOUSANDTHS` or `none`.
-
-The form is plain HTML by a template, and needs no script.
+`user_options` has `pool`, `fraction` (1/4, 0.25 or 250m; `none`: a server without a GPU) and `memory` (20GiB); missing ones get defaults,
+unknown ones belong to other code. Users can send anything, so everything is checked here. The form is plain HTML without a script, and
+sends one field, `gpu`, with `POOL/THOUSANDTHS` or `none`.
 """
 
 from collections.abc import Mapping
@@ -23,18 +21,18 @@ WITHOUT = "none"
 
 
 class ClusterPoolOffer(PoolOffer, frozen=True, kw_only=True):
-    """A pool on the nodes of a cluster. `facts`, a sentence without its full stop, stands in place of one machine's figures."""
+    """A pool on the nodes of a cluster. `facts`, a sentence without its full stop, replaces one machine's figures."""
 
     facts: str
 
 
 class OptionsError(ValueError):
-    """The options are not understood; the text says what was given, what is allowed and what to do."""
+    """Invalid options; the text says what was given, what is allowed and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Checked options. None: the default; `without`: no GPU."""
+    """Checked options; None stands for the default."""
 
     without: bool = False
     pool: str | None = None
@@ -63,7 +61,7 @@ def parse_options(options: object) -> Choice:
 
 
 def options_of_form(form: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return the user options that the form's field (or a link's `opt-gpu`) stands for. Raises OptionsError."""
+    """Return the user options of the form's field, or of a link's `opt-gpu`. Raises OptionsError."""
     chosen = form.get(FIELD)
     if not chosen:
         return {key: values[0] for key in KEYS if (values := form.get(key))}
@@ -86,10 +84,7 @@ def _scalar(value: object) -> str | int:
 def gpu_form(
     offers: Offers | None, *, chosen: tuple[str, int] | None, without: bool, allow_without: bool, problem: str = ""
 ) -> str:
-    """Return the form.
-
-    `chosen`: pool and fraction of the last choice; `without`: the last choice was no GPU; `problem`: why nothing is on offer.
-    """
+    """Return the form, with the last choice preselected: pool and fraction (`chosen`), or no GPU (`without`)."""
     checked = _checked(offers, chosen, without=without and allow_without)
     first = checked.rpartition("/")[0]
     pools = sorted(offers.pools, key=lambda pool: pool.pool != first) if offers is not None else []
@@ -109,7 +104,7 @@ def gpu_form(
 
 
 def _checked(offers: Offers | None, chosen: tuple[str, int] | None, *, without: bool) -> str:
-    """Return the preselected value: the last choice where it is still on offer, else the default."""
+    """Return the preselected value: the last choice if it is still on offer, else the default."""
     if offers is None or without:
         return WITHOUT
     there = {(pool.pool, one.fraction_milli) for pool in offers.pools if not pool.why_not for one in pool.fractions}

@@ -1,14 +1,11 @@
-"""The hub's side of seats: calls to the broker, the seat files of the servers, seats whose servers are gone, and how a spawn ends.
+"""The hub's side of seats: calls to the broker, the servers' seat files, leftover seats, and how a spawn ends.
 
-Calls run in threads, so that the hub's loop never waits, and are tried again while a managed broker is restarted. A seat is taken under
-the server's name: a second request after a connection broke gives the same seat.
+Calls run in threads and are retried while a managed broker restarts. A seat is taken under the server's name, so that a second request
+after a broken connection gets the same seat.
 
-A seat is left over where its hub was killed together with its broker, where the hub's database was lost, or where the broker did not
-answer when a server ended. Nothing else ends such a seat, and its pool counts it. So each hub gives leftover seats back, when it starts
-and every minute after that (`Reconciler`):
-
-- Only seats that this hub took: a broker can serve several hubs. A hub is known by the address of its API.
-- A seat is in use if its server starts, stops or is being checked, or runs with this very seat.
+If hub and broker are killed together, the hub's database is lost, or the broker does not answer when a server ends, a seat is left that
+nothing else would end. So each hub gives leftover seats back at its start and every minute (`Reconciler`): only seats that this hub took
+(identified by its API's address), and only if the server is not starting, stopping or running with this very seat.
 """
 
 import asyncio
@@ -30,7 +27,7 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.status import SeatStatus
 
-# An error that stops a spawn has a reason for the hub's metrics, a sentence for its API, and HTML for the page, in JupyterHub 5 and 6.
+# In JupyterHub 5 and 6, the error that stops a spawn has a reason for metrics, a sentence for the API, and HTML for the page.
 try:
     from jupyterhub.spawner import SpawnException
 except ImportError:  # JupyterHub 5
@@ -65,7 +62,7 @@ def spawn_error(sentence: str, *, reason: str, hint: str = "") -> web.HTTPError:
         error: web.HTTPError = SpawnException(sentence, reason=reason, message_html=html, status_code=status)
     else:
         error = _SpawnError(status, "%s", sentence, reason=reason)
-    # The page shows these in either version; without them it shows the exception's own text.
+    # The page of both versions shows these; without them it would show the exception's text.
     error.jupyterhub_message = f"Your server was not started. {text}"  # type: ignore[attr-defined]
     error.jupyterhub_html_message = html  # type: ignore[attr-defined]
     return error
@@ -77,10 +74,7 @@ def spawn_error_of(error: FractionalGPUError) -> web.HTTPError:
 
 
 class ProgressLog:
-    """Progress events of one start after the other; any number of viewers follow them, each from the beginning of a start.
-
-    Viewers may come at any time: before a start has begun, and after its end.
-    """
+    """Progress events of successive starts. Viewers may come at any time; each sees a start from its beginning."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -109,7 +103,7 @@ class ProgressLog:
         self._changed = asyncio.Event()
 
     async def follow(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield every event of the present start, until there are no more. Cancellation ends this viewer only."""
+        """Yield every event of the current start, until it ends. Cancellation ends this viewer only."""
         events, sent = self._events, 0
         while True:
             changed = self._changed
@@ -124,8 +118,7 @@ class ProgressLog:
 
 
 _WAITS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-# JupyterHub shows the global registry of prometheus_client on its own `/hub/metrics`. No label is a user or a server: pools are those that
-# gave a seat, and a reason is a code of the broker's or of this package, or an error's class.
+# JupyterHub shows the global registry of prometheus_client on `/hub/metrics`. No label may be a user or a server.
 SPAWNS = Counter(
     "jupyter_gpu_hub_spawns_total",
     "Requested servers; `gpu` and `without` were started",
@@ -144,7 +137,7 @@ def spawn_ended(outcome: str, reason: str = "") -> None:
 
 
 def spawn_failed(error: BaseException) -> None:
-    """Count a spawn that an error ended: `refused` for an error with a sentence for the user, else `failed` with the error's class."""
+    """Count a failed spawn: `refused` if the error has a sentence for the user, else `failed` with the error's class."""
     if isinstance(error, web.HTTPError):
         spawn_ended("refused", str(getattr(error, "reason", "") or "unknown"))
     else:
@@ -155,7 +148,7 @@ _CALL_S = 10.0
 
 
 def seat_client(socket: str, *, patience_s: float) -> AsyncClient[SeatClient]:
-    """Return a client for the broker on a socket, for the hub's loop; it retries a silent broker for this time."""
+    """Return a client for the hub's loop. It retries a silent broker for `patience_s`."""
     return AsyncClient(lambda: SeatClient(socket, timeout_s=_CALL_S), patience_s=patience_s)
 
 
@@ -167,10 +160,9 @@ _running: dict[str, "Reconciler"] = {}
 
 
 def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
-    """Create the folder of the servers' seat files. `shared`: users with a uid of their own pass through it to their file.
+    """Create the folder of the seat files. `shared`: users with separate uids must pass through it to their files.
 
-    A folder that exists stays as its administrator set it up. Raises OSError, and the error that stops the spawn where users cannot pass
-    through.
+    An existing folder stays as its administrator set it up. Raises OSError, or the error that stops the spawn if users cannot pass.
     """
     try:
         folder.mkdir(mode=0o700, parents=True)
@@ -187,7 +179,7 @@ def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
 
 
 class Reconciler:
-    """Gives back leftover seats of one hub at the broker on a socket. Everything runs on the hub's loop."""
+    """Gives back leftover seats of one hub at one broker. Runs on the hub's loop."""
 
     def __init__(self, app: Any, socket: str) -> None:  # noqa: ANN401 - JupyterHub is untyped
         self._app = app
@@ -233,11 +225,11 @@ class Reconciler:
         orm_user = User.find(self._app.db, seat.owner)
         if orm_user is not None:
             spawners = self._app.users[orm_user].spawners
-            # Asked by its name, JupyterHub makes the spawner of a server that its database has.
+            # Indexed by name, JupyterHub creates the spawner of a server in its database.
             known = seat.server in spawners or seat.server in orm_user.orm_spawners
             if known and (spawners[seat.server].pending or _has_seat(spawners[seat.server], seat)):
                 return True
-        # The server of a user whom an administrator renamed while it ran.
+        # An administrator may have renamed the user while the server ran.
         return any(_has_seat(one, seat) for user in self._app.users.values() for one in user.spawners.values())
 
 
@@ -246,7 +238,7 @@ def _has_seat(spawner: Any, seat: SeatStatus) -> bool:  # noqa: ANN401 - Jupyter
 
 
 def start_reconciling(socket: str) -> None:
-    """Check the seats now and from now on every minute. Does nothing outside a hub's process."""
+    """Check the seats now and every minute. Does nothing outside a hub's process."""
     app = _running_hub()
     if getattr(app, "hub", None) is None:
         return
@@ -256,12 +248,12 @@ def start_reconciling(socket: str) -> None:
 
 
 def start_with_hub(socket: str) -> None:
-    """Call `start_reconciling` once the hub that now reads its configuration serves. Does nothing outside a hub's process."""
+    """Call `start_reconciling` when the hub that reads its configuration now is serving."""
     _once_it_serves(lambda _: start_reconciling(socket))
 
 
 def expect_service(name: str, call: str) -> None:
-    """Log an error once the hub that now reads its configuration serves, if it lacks the service that `call` has added."""
+    """Log an error if the service that `call` added is missing when the hub serves."""
 
     def check(app: Any) -> None:  # noqa: ANN401 - JupyterHub is untyped
         if not any(service.get("name") == name for service in app.services):

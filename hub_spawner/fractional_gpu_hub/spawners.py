@@ -6,7 +6,7 @@ from fractional_gpu_hub.mixin import FractionalGPUMixin, ids_of_user
 
 
 class FractionalGPULocalSpawner(FractionalGPUMixin, LocalProcessSpawner):  # type: ignore[misc] # untyped
-    """Servers of the system's users, each with a uid of its own, which keeps users from each other's leases. The hub runs as root."""
+    """Servers of the system's users, whose uids keep them from each other's leases. The hub runs as root."""
 
     def gpu_user_ids(self) -> tuple[int, int]:
         """Return the ids of the system's user."""
@@ -14,4 +14,4 @@ class FractionalGPULocalSpawner(FractionalGPUMixin, LocalProcessSpawner):  # typ
 
 
 class FractionalGPUSimpleSpawner(FractionalGPUMixin, SimpleLocalProcessSpawner):  # type: ignore[misc] # untyped
-    """Servers that all run as the hub's own user: for trying out. Mistakes are prevented, attacks are not."""
+    """Servers that all run as the hub's user: for trying out. Mistakes are prevented, attacks are not."""

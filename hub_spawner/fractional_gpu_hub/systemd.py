@@ -1,7 +1,7 @@
-"""Servers as systemd units: the ready combination with `jupyterhub-systemdspawner`, which is installed beside this package.
+"""Servers as systemd units, on top of `jupyterhub-systemdspawner`.
 
-The broker's socket and the seat's file must be where the unit sees them: a unit with a temporary folder of its own does see `/run`.
-A unit with a dynamic user gets the file as a credential, because systemd chooses the uid only as the unit starts.
+A unit with a private temporary folder still sees `/run`, with the broker's socket and the seat's file. A unit with a dynamic user gets the
+file as a credential, because systemd chooses the uid only when the unit starts.
 """
 
 from pathlib import Path
@@ -17,27 +17,27 @@ _CREDENTIAL = "gpu-seat"
 
 
 class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: ignore[misc] # untyped
-    """Servers in units of their own, each with the uid of its user. The hub runs as root."""
+    """Servers in separate units, each with the uid of its user. The hub runs as root."""
 
     unit_extra_properties: Any
 
     @default("isolate_devices")
     def _gpu_isolate_devices_default(self) -> bool:
-        return False  # with PrivateDevices there is no GPU in the unit
+        return False  # PrivateDevices would hide the GPUs
 
     def gpu_user_ids(self) -> tuple[int, int] | None:
-        """Return the ids of the unit's user; None for a dynamic user, which reads the file as a credential of root's."""
+        """Return the ids of the unit's user; None for a dynamic user: root hands it the file as a credential."""
         if self.dynamic_users:
             return None
         return ids_of_user(self._expand_user_vars(self.username_template))
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the uid that may draw on the seat; None for a dynamic user, whose uid is not known yet: any process with the token may."""
+        """Return the uid that may use the seat; None for a dynamic user, whose uid is not known yet: any process with the token may."""
         ids = self.gpu_user_ids()
         return None if ids is None else ids[0]
 
     def gpu_seat_path(self, file: Path) -> str:
-        """Return the file's path, for a dynamic user that of its credential."""
+        """Return the file's path, or the path of a dynamic user's credential."""
         return f"/run/credentials/{self.unit_name}.service/{_CREDENTIAL}" if self.dynamic_users else str(file)
 
     async def start(self) -> object:
@@ -58,7 +58,7 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
         return await super().start()
 
     async def gpu_prepare(self) -> None:
-        """Hand the file over as a credential where the unit's user is dynamic."""
+        """Hand the file to a dynamic user as a credential."""
         if self.dynamic_users and self._gpu_seat is not None:
             properties = {**self.unit_extra_properties, "LoadCredential": f"{_CREDENTIAL}:{self._gpu_seat['file']}"}
             self.unit_extra_properties = properties

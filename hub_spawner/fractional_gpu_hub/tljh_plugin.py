@@ -1,11 +1,9 @@
-"""A plugin for The Littlest JupyterHub: packages, the broker as a service of the machine, the hub's configuration, and the kernels.
+"""A plugin for The Littlest JupyterHub: packages, the broker as a system service, the hub's configuration, and the kernels.
 
-TLJH's installer finds it by the entry point `tljh` (`--plugin`). What it does comes from the section
-`fractional_gpu` of TLJH's config.yaml, whose keys are those of `fractional_gpu_hub.configure`.
+TLJH finds it by the entry point `tljh`. The section `fractional_gpu` of TLJH's config.yaml has the arguments of `configure`.
 
-TLJH's hub runs in a unit that sees no devices (`PrivateDevices`), so the broker cannot be a service that the hub manages: it is a unit of
-its own, written and started after the installation. Servers run as system users that TLJH makes at their first start; the spawner here has
-them made before the seat is taken, because a seat belongs to a uid.
+TLJH's hub runs in a unit without devices (`PrivateDevices`), so it cannot manage the broker: that gets a separate unit. Servers run as
+system users that TLJH creates at their first start; the spawner here creates them earlier, because a seat belongs to a uid.
 """
 
 import json
@@ -38,40 +36,37 @@ hookimpl = pluggy.HookimplMarker("tljh")  # as TLJH's own marker
 
 @hookimpl
 def tljh_extra_user_pip_packages() -> list[str]:
-    """Return what users' servers and kernels need."""
     return [_requirement("lab,cuda")]
 
 
 @hookimpl
 def tljh_extra_hub_pip_packages() -> list[str]:
-    """Return what the hub needs; the broker runs in its environment, too."""
     return [_requirement("hub,cuda")]
 
 
 @hookimpl
 def tljh_config_post_install(config: MutableMapping[str, Any]) -> None:
-    """Add a section with one pool to config.yaml, unless there is one."""
     config.setdefault(SECTION, {"pools": {"default": {"fractions": list(_FRACTIONS)}}})
 
 
 @hookimpl
 def tljh_custom_jupyterhub_config(c: Config) -> None:
-    """Configure the hub: TLJH's spawner with shares of GPUs, and the broker of the machine. Raises ConfigError."""
+    """Use TLJH's spawner with shares of GPUs, and the machine's broker. Raises ConfigError."""
     section = _section()
-    section.pop("pools", None)  # these are the broker's: `tljh_post_install` has written them into its own file
+    section.pop("pools", None)  # `tljh_post_install` has written them into the broker's file
     configure(c, spawner=spawner_class(c.JupyterHub.spawner_class), **{"broker": "system", **section})
 
 
 @hookimpl
 def tljh_post_install() -> None:
-    """Write the broker's configuration and unit, start it, and put the kernels into the users' environment.
+    """Write the broker's configuration and unit, start it, and install the kernels for the users.
 
-    Raises ConfigError for a wrong section, CalledProcessError where systemd or the installation of kernels fails.
+    Raises ConfigError for a wrong section, CalledProcessError if systemd or the installation of kernels fails.
     """
     from tljh.config import USER_ENV_PREFIX  # noqa: PLC0415 - TLJH's own; there only
 
     pools = _section().get("pools", {"default": {}})
-    settings = load(None, {"pools": pools})  # what is wrong is said now, not by a broker that does not start
+    settings = load(None, {"pools": pools})  # mistakes stop the installation, instead of a broker that does not start
     CONFIG.parent.mkdir(parents=True, exist_ok=True)
     CONFIG.write_text(
         f"# Written by the plugin for The Littlest JupyterHub from the section {SECTION} of its config.yaml.\n"
@@ -88,7 +83,7 @@ def tljh_post_install() -> None:
 
 
 def _requirement(extras: str) -> str:
-    """Return this package from where it was installed itself: a file, a repository, or this version from an index."""
+    """Return this package from where it was installed: a file, a repository, or this version from an index."""
     origin = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
     url, vcs = origin.get("url"), origin.get("vcs_info")
     if vcs:

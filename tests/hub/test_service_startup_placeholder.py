@@ -53,7 +53,7 @@ def test_a_page_that_came_early_is_accessible_and_turns_into_the_services_by_its
     with opened_browser() as browser:
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{port}/services/gpu/")
-        expect(page.get_by_role("status")).to_contain_text("it appears by itself in a moment")
+        expect(page.get_by_role("status")).to_contain_text("it appears in a moment")
         assert_accessible_in_any_look(page)
         server = HTTPServer(("127.0.0.1", port), _Ready, bind_and_activate=False)
         server.socket.close()

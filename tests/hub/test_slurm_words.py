@@ -202,7 +202,7 @@ def test_why_a_job_ended() -> None:
 
 @pytest.mark.parametrize("text", ["", "sbatch: error", "0", "12x", "-1", "1;2;3\nno"])
 def test_what_is_no_number_of_a_job_is_refused(text: str) -> None:
-    with pytest.raises(EngineError, match="in place of a job's number"):
+    with pytest.raises(EngineError, match="instead of a job's number"):
         job_id_of(text)
     assert job_id_of("a warning\n12;cluster\n") == "12"
 

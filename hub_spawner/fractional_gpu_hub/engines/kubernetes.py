@@ -1,16 +1,11 @@
 """Servers as Kubernetes pods: the choice of a GPU becomes an extended resource, on top of `jupyterhub-kubespawner`.
 
-Rules:
-
-- The choice is `fractional-gpu.jupyter.org/POOL` in requests and limits (thousandths of a GPU), and a memory limit that holds the server
-  and all that can be saved of its share. The scheduler counts it, the node's agent registers it as a seat, and the node's broker chooses
-  the device.
-- The pod is finished here, after `kubespawner` and its profiles have made it: no profile and no `extra_pod_config` takes a share that was
-  not chosen, or a privilege.
-- A pod with a share has no privileges: no root, no added capability, no host namespace. What would give it one stops the spawn, with the
-  setting's name.
-- Into the pod goes the folder of the broker's socket, read-only. Nothing secret goes there: the broker knows the pod by its control group.
-- Each user's pods run with a uid of their own: lease by lease the broker tells users apart by it, too.
+- The pod requests `fractional-gpu.jupyter.org/POOL` (thousandths of a GPU) and memory for the server and all that can be saved of its
+  share. The scheduler counts the share, the node's agent registers it as a seat, and the node's broker chooses the device.
+- The pod is completed here after `kubespawner` and its profiles, so no profile and no `extra_pod_config` adds a share or a privilege.
+- A pod with a share has no privileges: no root, no added capability, no host namespace. A setting that grants one stops the spawn.
+- The folder of the broker's socket is mounted read-only. No secret is: the broker identifies the pod by its control group.
+- Each user's pods run with a separate uid, by which the broker keeps users from each other's leases.
 """
 
 import contextlib
@@ -37,7 +32,7 @@ _MIB: Final = 2**20
 
 
 class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[misc] # untyped
-    """Servers as pods, with shares of the nodes' GPUs. `docs/kubernetes.md` says what the cluster needs."""
+    """Servers as pods, with shares of the nodes' GPUs. `docs/kubernetes.md` describes what the cluster needs."""
 
     api: Any
     namespace: str
@@ -66,7 +61,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         min=0,
         max=2**31 - 2**24,
         help="""Pods with a share run with this uid plus the hub's number of the user, so that users do not share one at the nodes' brokers;
-        0: with the uid that the image or `uid` says, and users are then kept apart by their pods alone.
+        0: with the uid of the image or of `uid`; then only their pods keep users apart.
 
         Example: c.FractionalGPUKubeSpawner.gpu_first_uid = 500000
         """,
@@ -83,7 +78,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         default_value=False,
         config=True,
         help="""Whether `profile_list` decides the GPU, with `gpu_profile` in each profile's `kubespawner_override`. The choice of a GPU is
-        then not shown beside the profiles.
+        not shown then.
 
         Example: c.FractionalGPUKubeSpawner.gpu_in_profiles = True
         """,
@@ -105,7 +100,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         return False
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
-        """Return the pools of all nodes, as their agents published them. Raises EngineError. Cancelled: nothing has changed."""
+        """Return the pools of all nodes, as their agents published them. Raises EngineError."""
         selector = self.gpu_node_selector
         reader = self._gpu_readers.setdefault(selector, NodeReader(lambda: self._gpu_list(selector)))
         nodes = await reader.read(self.gpu_nodes_cache)
@@ -120,26 +115,26 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         return nodes
 
     async def get_options_form(self) -> str:
-        """Return the form: the profiles, and the choice of a GPU unless the profiles decide it."""
+        """Return the profiles, and the choice of a GPU unless the profiles decide it."""
         if self.gpu_in_profiles:
             return str(await KubeSpawner.get_options_form(self) or "")
         return await super().get_options_form()
 
     def gpu_choice(self, options: object) -> Choice:
-        """Return what was chosen, or what the profile says. Raises the error that stops the spawn."""
+        """Return what was chosen, or the choice of the profile. Raises the error that stops the spawn."""
         if not self.gpu_in_profiles:
             return super().gpu_choice(options)
         return super().gpu_choice(options_of_form({"gpu": [str(self.gpu_profile)]}))
 
     async def start(self) -> Any:  # noqa: ANN401 - as the spawner below
-        """Start the server, with the GPU of its profile where profiles decide."""
-        self._start_future = None  # of an earlier start: `kubespawner`'s progress would end with that
+        """Start the server, with the GPU of its profile if profiles decide."""
+        self._start_future = None  # of an earlier start, with which `kubespawner`'s progress would end
         if self.gpu_in_profiles:
             await self.load_user_options()
         return await super().start()
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield the events of the pod while it starts; what the scheduler says of a share that no node has, in our words."""
+        """Yield the events of the pod while it starts, with the scheduler's refusal of a share in plain words."""
         async with contextlib.aclosing(KubeSpawner.progress(self)) as events:
             async for event in events:
                 message = str(event.get("message", ""))
@@ -151,7 +146,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
                 yield message
 
     async def get_pod_manifest(self) -> Any:  # noqa: ANN401 - kubespawner's
-        """Return the pod, with the share that was chosen. Raises the error that stops the spawn where it would have privileges."""
+        """Return the pod with the chosen share. Raises the error that stops the spawn if the pod would have privileges."""
         pod = await super().get_pod_manifest()
         refuse_other_shares(pod)
         if self.gpu_allocation is None:
@@ -188,7 +183,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
 
 
 def refuse_other_shares(pod: Any) -> None:  # noqa: ANN401 - V1Pod
-    """Raise the error that stops the spawn for a pod that asks for shares by itself: the choice of a GPU does."""
+    """Raise the error that stops the spawn if the settings request shares: only the choice of a GPU may."""
     for container in (*(pod.spec.init_containers or ()), *pod.spec.containers):
         resources = _field(container, "resources")
         for amounts in (_field(resources, "limits"), _field(resources, "requests")):
@@ -204,7 +199,7 @@ def _give_resources(server: Any, has: Allocation) -> None:  # noqa: ANN401 - V1C
     limits, requests = dict(server.resources.limits or {}), dict(server.resources.requests or {})
     resource = pods.resource_of(has.pool)
     limits[resource] = requests[resource] = str(has.fraction_milli)
-    # All that is saved of the share counts in the pod's memory, so less than this would have suspended kernels killed.
+    # What is saved of suspended kernels counts as memory of the pod: with less than this, the pod would be killed.
     needed = has.host_memory_mib * _MIB
     for amounts in (limits, requests):
         given = amounts.get("memory") or 0
@@ -229,7 +224,7 @@ def _give_environment(server: Any, has: Allocation, socket: str) -> None:  # noq
 
 
 def _restrict(pod: Any, uid: int | None) -> None:  # noqa: ANN401 - V1Pod
-    """Fit the server's container to Kubernetes' standard `restricted`, but for the host path: no privileges to gain."""
+    """Apply Kubernetes' standard `restricted`, except for the host path, so that the server can gain no privileges."""
     context = dict(pod.spec.containers[0].security_context or {})  # kubespawner makes it of configuration: a mapping
     context["allowPrivilegeEscalation"] = False
     context["runAsNonRoot"] = True
@@ -243,11 +238,11 @@ def _restrict(pod: Any, uid: int | None) -> None:  # noqa: ANN401 - V1Pod
 
 
 def privilege_of(pod: Any) -> str:  # noqa: ANN401 - V1Pod
-    """Return which privilege the pod would have, as its field and what it says; "" for none."""
+    """Return the privilege that the pod would have, as its field and value; "" if none."""
     for field, name in (("host_pid", "hostPID"), ("host_network", "hostNetwork"), ("host_ipc", "hostIPC")):
         if _field(pod.spec, field, name):
             return f"{name}: true"
-    # Not the init containers: they have ended when the server starts, and what they run is the administrator's.
+    # Not the init containers: they have ended when the server starts, and the administrator chose what they run.
     for container in pod.spec.containers:
         context, name = _field(container, "security_context", "securityContext"), _field(container, "name")
         if _field(context, "privileged"):
@@ -264,14 +259,14 @@ def privilege_of(pod: Any) -> str:  # noqa: ANN401 - V1Pod
 
 
 def _is_of_the_node(path: str) -> bool:
-    """Whether a host path leads to what administers the node: its root, its processes' or the broker's state, a runtime's socket."""
+    """Whether a host path leads to the node's administration: its root, /proc, the broker's state, a runtime's socket."""
     whole = PurePosixPath("/", path)
     places = ("/proc", "/sys", "/run", "/var/run", "/var/lib/jupyter-gpu", "/var/lib/kubelet", "/etc")
     return any(whole.is_relative_to(place) or PurePosixPath(place).is_relative_to(whole) for place in places)
 
 
 def _field(found: Any, *names: str) -> Any:  # noqa: ANN401 - a model of the client, or a mapping of a configuration
-    """Return a field under its first name that is there: configurations give plain mappings where the client has models."""
+    """Return the first of these fields that is set. Configurations have mappings instead of models of the client."""
     for name in names:
         value = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
         if value is not None:

@@ -1,9 +1,9 @@
 """Kubernetes' nodes and the hub's pods on them, for the page of the cluster.
 
-- Two lists: the nodes with the spawner's labels, and the pods of the hub's namespace with the label that `kubespawner` gives servers.
-  Nothing is watched and nothing written, so the hub's service account needs `list` of both and no other verb.
-- A pod's user is the annotation that `kubespawner` writes: anyone who may create pods in the namespace can write it, too.
-- The service's process is started by the hub in the hub's pod, with a clean environment: `service.configuration` hands on what it needs.
+- Two lists: the nodes with the spawner's labels, and the server pods of the hub's namespace. Nothing is watched or written, so the hub's
+  service account needs only `list` of both.
+- A pod's user is the annotation of `kubespawner`: anyone who may create pods in the namespace can set it.
+- The hub starts the service's process with a clean environment: `service.configuration` passes on what it needs.
 """
 
 import os
@@ -25,18 +25,16 @@ from fractional_gpu_hub.service.cluster import Cluster, ClusterServer
 from fractional_gpu_hub.service.configuration import COMPONENT_VARIABLE, NAMESPACE_VARIABLE, NODES_VARIABLE
 
 USER: Final = "hub.jupyter.org/username"
-"""The annotation in which `kubespawner` writes a pod's user, as the hub names them."""
-LIST_NODES: Final = (
+LIST_NODES: Final = (  # what the hub does, and how it gets permission
     "list nodes",
     "bind the ClusterRole jupyter-gpu-hub to the hub's service account (kubectl apply --kustomize examples/kubernetes/hub)",
 )
-"""What the hub does, and how it is allowed."""
 _OWN_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """What is listed: the labels of nodes, the namespace of servers, and their label `component`, as the spawner has them."""
+    """Which nodes (by labels), and which servers (by namespace and label `component`) are listed."""
 
     namespace: str
     nodes: str = "fractional-gpu.jupyter.org/node=true"
@@ -44,7 +42,7 @@ class Where:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Where":
-        """Return what the service was told; by default the spawner's own defaults hold. Reads the namespace's file in a pod."""
+        """Return what the environment names, else the spawner's defaults. Reads the namespace's file in a pod."""
         given = {
             "nodes": environment.get(NODES_VARIABLE, ""),
             "component": environment.get(COMPONENT_VARIABLE, ""),
@@ -57,11 +55,11 @@ def _own_namespace() -> str:
     try:
         return _OWN_NAMESPACE.read_text().strip() or "default"
     except OSError:
-        return "default"  # not in a pod: `kubespawner` takes it, too
+        return "default"  # not in a pod: `kubespawner` uses it, too
 
 
 async def settings_of(environment: Mapping[str, str]) -> client.Configuration:
-    """Return how the API server is reached: as this pod's service account, outside a pod by the file of kubectl. Raises EngineError."""
+    """Return how to reach the API server: as this pod's service account, or outside a pod by kubectl's file. Raises EngineError."""
     return await configuration(
         environment.get("KUBECONFIG") or None,
         in_pod=bool(environment.get("KUBERNETES_SERVICE_HOST")),
@@ -70,12 +68,11 @@ async def settings_of(environment: Mapping[str, str]) -> client.Configuration:
 
 
 async def read() -> Cluster:
-    """Return the cluster. Raises EngineError. Cancelled: nothing has changed."""
+    """Return the cluster. Raises EngineError."""
     return await read_from(await settings_of(os.environ), Where.of(os.environ))
 
 
 async def read_from(settings: client.Configuration, where: Where) -> Cluster:
-    """Return the cluster behind this API server. Raises EngineError. Cancelled: nothing has changed."""
     async with client.ApiClient(settings) as connection:
         api = client.CoreV1Api(connection)
         nodes, _ = await listed(api.list_node, Page[Node], *LIST_NODES, label_selector=where.nodes)
@@ -102,7 +99,7 @@ def _server(pod: Pod, now: datetime) -> ClusterServer:
     begun = pod.status.start_time or pod.metadata.creation_timestamp
     try:
         milli = sum(pods.shares_of(pod.spec).values()) or None
-    except ValueError:  # what its agent would not read is no share
+    except ValueError:  # its agent would not read that either
         milli = None
     return ClusterServer(
         identity=f"pod {pod.metadata.name}",

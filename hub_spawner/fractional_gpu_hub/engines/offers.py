@@ -1,11 +1,9 @@
-"""What the nodes of a cluster offer a hub's user, from the summaries that the nodes' agents publish.
+"""What the nodes of a cluster offer a user, from the summaries that the nodes' agents publish.
 
-The rules:
-- A node gives a share at once if its agent said that so much is admissible, the engine may start jobs there, and the summary is fresh.
-- A summary is stale when its agent has not renewed it for `stale_after_s`: what it says is still shown, with its age, and nothing on that
-  node counts as free.
-- The wait of a pool is the shortest forecast among its nodes that are up: the engine takes the first one that admits the job.
-- Where a user chooses a share without a pool, the default is the smallest share that is free, else the smallest share.
+- A node gives a share at once if its agent called that much admissible, the engine may start jobs there, and the summary is fresh.
+- A summary that is older than `stale_after_s` is still shown, with its age, but nothing on that node counts as free.
+- A pool's wait is the shortest forecast among its nodes that are up: the engine takes the first one that admits the job.
+- The default share is the smallest free one, else the smallest.
 """
 
 import asyncio
@@ -22,10 +20,8 @@ from fractional_gpu.protocol.seats import FractionOffer, Offers
 from fractional_gpu_hub.options import ClusterPoolOffer
 
 WHOLE = 1000  # a device, thousandths
-ANY_FRACTIONS = (125, 250, 500, 1000)
-"""A choice of sizes where a pool gives any. Thousandths."""
+ANY_FRACTIONS = (125, 250, 500, 1000)  # offered if a pool gives any fraction
 NO_AGENT = "no agent has published its GPUs yet"
-"""Why nothing is known of a node that should have an agent."""
 
 
 class NodePool(PoolSummary, frozen=True, kw_only=True):
@@ -40,7 +36,7 @@ class NodePool(PoolSummary, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """A node. `state`: the engine's word, `problem`: why it has published nothing that can be read, or takes nothing, a sentence."""
+    """`state`: the engine's word. `problem`: why the node published nothing readable or takes nothing, a sentence."""
 
     name: str
     state: str
@@ -52,7 +48,7 @@ Node = TypeVar("Node", bound=ClusterNode)
 
 
 class NodeReader(Generic[Node]):
-    """Reads the nodes for all callers: simultaneous ones share one reading, and later ones use it for a while."""
+    """Reads the nodes for all callers: simultaneous ones share one reading, and later ones reuse it for a while."""
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, list[Node]]]) -> None:
         self._ask = ask
@@ -61,7 +57,7 @@ class NodeReader(Generic[Node]):
         self._task: asyncio.Task[list[Node]] | None = None
 
     async def read(self, max_age_s: float) -> list[Node]:
-        """Return the nodes as they were read a few seconds ago at most. Raises EngineError. Cancellation does not affect other callers."""
+        """Return the nodes as read at most `max_age_s` ago. Raises EngineError. Cancellation does not affect other callers."""
         if self._read_s is not None and time.monotonic() - self._read_s <= max_age_s:
             return self.last
         task, loop = self._task, asyncio.get_running_loop()
@@ -77,13 +73,13 @@ class NodeReader(Generic[Node]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """How offers are made of summaries. `now_s`: seconds since the epoch; `stale_after_s`: the age at which a summary is stale."""
+    """`now_s`: seconds since the epoch. `stale_after_s`: the age at which a summary is stale."""
 
     now_s: float
     stale_after_s: float
 
     def age_s(self, node: NodePool) -> float:
-        """Return how old a node's summary is, seconds; clocks of nodes that run ahead count as 0."""
+        """Return the age of a summary, seconds; 0 if the node's clock runs ahead."""
         return max(0.0, self.now_s - node.at_s)
 
     def is_stale(self, node: NodePool) -> bool:
@@ -91,9 +87,9 @@ class Terms:
 
 
 def pools_of_text(node: str, text: str | None, why_not: str) -> tuple[list[NodePool], str]:
-    """Return the pools in what a node's agent published, and what is wrong there, a sentence.
+    """Return the published pools of a node, and what is wrong there, a sentence or "".
 
-    `why_not`: why the engine starts nothing there, a word or two; empty: it does.
+    `why_not`: why the engine starts nothing there, a word or two, or "".
     """
     if text is None:
         return [], NO_AGENT
@@ -178,7 +174,7 @@ def _facts(nodes: list[NodePool], up: list[NodePool], terms: Terms) -> str:
 
 
 def devices_of(milli: int) -> str:
-    """Return thousandths of devices as a number of devices, such as 2.25."""
+    """Return thousandths as a number of devices, such as 2.25."""
     return f"{milli / WHOLE:.2f}".rstrip("0").rstrip(".")
 
 
@@ -216,9 +212,9 @@ def _default(offers: Sequence[ClusterPoolOffer]) -> tuple[str, int]:
 
 
 def host_memory_mib(nodes: Iterable[NodePool], pool: str, milli: int, *, base_mib: int) -> int:
-    """Return the host memory to ask the engine for, MiB: `base_mib` and all that can be saved of the share's GPU memory.
+    """Return the host memory to request, MiB: `base_mib` and all that can be saved of the share's GPU memory.
 
-    A job's memory limit counts what is saved of its kernels. Nodes may differ: the largest cap decides, since the engine chooses the node.
+    A job's memory limit includes what is saved of its kernels. The engine chooses the node, so the largest cap among the nodes decides.
     """
     return base_mib + max((node.memory_mib(milli) for node in nodes if node.name == pool), default=0)
 

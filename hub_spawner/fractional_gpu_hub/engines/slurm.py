@@ -1,16 +1,13 @@
 """Servers as Slurm jobs: the choice of a GPU becomes a job's request, on top of `batchspawner`.
 
-Rules:
-
-- The choice is `--gres=COUNT:N` (thousandths of a GPU, or shards), `--mem` (the server's own memory and all that can be saved of its share)
-  and `--partition`. Node and device are Slurm's and the node's broker's business.
-- What users and the hub's database hold goes to `sbatch` as words of its command line, or into the environment: never into a shell,
-  and into the batch script only quoted. User options are not offered to the script's template.
-- A job has the name `jupyter-` and a hash of hub, user and server. So a job whose number the hub never saved is found again: before the
-  next start and at a stop it is cancelled. The number is saved as soon as Slurm has given it.
-- A server has ended only where Slurm says that its job has: a controller, an authentication or a `sudo` that fails says nothing.
-- A server's token may set the server's port at the hub, and nothing else of the spawner: `batchspawner` lets it set every attribute, its
-  commands included.
+- The request is `--gres=COUNT:N` (thousandths of a GPU, or shards), `--mem` (for the server and all that can be saved of its share) and
+  `--partition`. Slurm and the node's broker choose node and device.
+- Values from users and the hub's database become words of `sbatch`'s command line, or variables: never shell text, and in the batch script
+  they are quoted. User options are not available to the script's template.
+- A job's name is `jupyter-` and a hash of hub, user and server. A job whose number was never saved is found by it, and cancelled at a stop
+  or before the next start.
+- A server has ended only if Slurm says that its job has: a controller, an authentication or a `sudo` that fails proves nothing.
+- A server's token may set the server's port at the hub: `batchspawner` would let it set every attribute, including commands.
 """
 
 import asyncio
@@ -74,7 +71,7 @@ exit $status
 
 
 class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[misc] # untyped
-    """Servers as jobs of Slurm, with shares of its nodes' GPUs. `docs/clusters.md` says what the nodes need."""
+    """Servers as jobs of Slurm, with shares of its nodes' GPUs. `docs/clusters.md` describes what the nodes need."""
 
     log: logging.Logger
     db: Any
@@ -87,21 +84,21 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     req_partition: str
     req_options: str
     batchspawner_singleuser_cmd: str
-    _gpu_progress_below = False  # batchspawner's says less, and does not end after a failure
+    _gpu_progress_below = False  # batchspawner's does not end after a failure
 
     gpu_partitions: "Dict[str, str]" = Dict(
         key_trait=Unicode(),
         value_trait=Unicode(),
         config=True,
-        help="""The partition of each pool's nodes, by the pool's name; of the others it is `req_partition`, else Slurm's default.
+        help="""The partition of each pool's nodes, by pool; default: `req_partition`, else Slurm's default.
 
         Example: c.FractionalGPUSlurmSpawner.gpu_partitions = {"default": "gpu", "big": "gpu-large"}
         """,
     )
     gpu_gres: Unicode[str, str | bytes] = Unicode(
         config=True,
-        help="""The generic resource that shares are asked for with: the name of a count in thousandths of a GPU, or `shard`. Default: the
-        name that each pool's nodes publish.
+        help="""The generic resource of shares: a name that counts thousandths of a GPU, or `shard`. Default: the name that each pool's
+        nodes publish.
 
         Example: c.FractionalGPUSlurmSpawner.gpu_gres = "shard"
         """,
@@ -118,7 +115,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     )
     gpu_path: Unicode[str, str | bytes] = Unicode(
         config=True,
-        help="""PATH of the job, for nodes where JupyterHub is installed elsewhere than on the hub. Default: as the environment says.
+        help="""PATH of the job, for nodes with JupyterHub in another place than on the hub. Default: the environment's.
 
         Example: c.FractionalGPUSlurmSpawner.gpu_path = "/opt/jupyterhub/bin:/usr/bin:/bin"
         """,
@@ -126,7 +123,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     gpu_stop_wait: Float[float, int | float] = Float(
         60.0,
         config=True,
-        help="""For how long a stop waits until Slurm says that the job has ended, seconds (`KillWait` in slurm.conf is 30).
+        help="""How long a stop waits for the end of the job, seconds (`KillWait` in slurm.conf is 30).
 
         Example: c.FractionalGPUSlurmSpawner.gpu_stop_wait = 120
         """,
@@ -136,7 +133,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         _SCRIPT,
         config=True,
         help="""The job's script. Its variables are `cmd`, `path`, `homedir` and `username`, quoted for the shell, and the administrator's
-        `req_...` settings as they are. What Slurm is asked for goes on `sbatch`'s command line, which stands above `#SBATCH` lines.
+        `req_...` settings as they are. `sbatch`'s command line has the requests; it overrides `#SBATCH` lines.
         """,
     )
     startup_poll_interval = Float(
@@ -145,8 +142,8 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - the spawner's
         super().__init__(**kwargs)
-        self._gpu_job: JobState | None = None  # as Slurm said last
-        self._gpu_begun = False  # a job may have been submitted whose number is not known
+        self._gpu_job: JobState | None = None  # as last read from Slurm
+        self._gpu_begun = False  # there may be a job whose number is unknown
         self._gpu_news = asyncio.Event()
         self._gpu_host = ""
 
@@ -164,7 +161,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return value
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
-        """Return the pools of all nodes of their partitions, as the agents published them. Raises EngineError."""
+        """Return the pools of all nodes in their partitions, as the agents published them. Raises EngineError."""
         nodes = await NODES.read(self.gpu_nodes_cache)
         return [pool for node in nodes for pool in node.pools if self._gpu_is_in_partition(node, pool.name)]
 
@@ -176,14 +173,14 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return not partition or not node.partitions.isdisjoint(partition.split(","))
 
     def _gpu_count_name(self, pool: str) -> str:
-        """Return the name under which Slurm counts the pool's thousandths."""
+        """Return the generic resource that counts the pool's thousandths."""
         if self.gpu_gres:
             return str(self.gpu_gres)
         counts = (there.count for node in NODES.last for there in node.pools if there.name == pool and there.count)
         return next(counts, "jgpu:open")
 
     def gpu_request(self, allocation: Allocation | None) -> list[str]:
-        """Return the words for `sbatch` that ask for the share, or for a server without one."""
+        """Return the options of `sbatch` that request the share, or a server without one."""
         if allocation is None:
             words = [f"--mem={parse_memory_mib(self.gpu_base_memory)}M"]
             return [*words, *([f"--partition={self.req_partition}"] if self.req_partition else [])]
@@ -194,7 +191,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return [*words, *([f"--partition={partition}"] if partition else [])]
 
     def _gpu_checked_name(self) -> str:
-        """Return the user's name. Raises the error that stops the spawn for one that no user of the machine can have."""
+        """Return the user's name. Raises the error that stops the spawn if no system user can have it."""
         name = str(self.user.name)
         if not _NAME.fullmatch(name):
             raise spawn_error(
@@ -217,7 +214,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         )
 
     def gpu_sbatch(self, environment: Mapping[str, str]) -> list[str]:
-        """Return the words of the `sbatch` command that submits the job. Raises the error that stops the spawn."""
+        """Return the `sbatch` command that submits the job. Raises the error that stops the spawn."""
         home = self.req_homedir
         if not home.startswith("/") or not home.isprintable():
             raise spawn_error(
@@ -232,7 +229,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             if value := getattr(self, f"req_{option}"):
                 flag = {"runtime": "time", "nprocs": "cpus-per-task", "cluster": "clusters"}.get(option, option)
                 words.append(f"--{flag}={value}")
-        # The administrator's options stand before ours: of two equal ones, Slurm takes the last.
+        # The administrator's options come before ours: Slurm takes the last of two equal ones.
         return [*words, *shlex.split(self.req_options), *self.gpu_request(self.gpu_allocation)]
 
     def cmd_formatted_for_batch(self) -> str:
@@ -262,7 +259,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         await self._gpu_cancel_leftovers()
         self.log.info("Submitting the job of %s: %s", self._log_name, shlex.join(words))
         self._gpu_begun = True
-        # What the command itself needs of the hub's; `--export` names what of its environment the job gets.
+        # The command itself needs these from the hub; `--export` decides what the job gets.
         own = {name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}
         try:
             self.job_id = job_id_of(await run(*words, stdin=self.gpu_script(), environment={**own, **environment}))
@@ -270,14 +267,14 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             raise spawn_error_of(error) from None
         except EngineError as error:
             raise spawn_error(str(error), reason="slurm") from None
-        # JupyterHub saves the state when the start is over: a hub that dies before would forget the job.
+        # JupyterHub saves the state only after the start: a hub that dies before would forget the job.
         if self.orm_spawner is not None:
             self.orm_spawner.state = self.get_state()
             self.db.commit()
         return self.job_id
 
     async def _gpu_cancel_leftovers(self) -> None:
-        """Cancel jobs of this server that an earlier start left. Raises the error that stops the spawn while Slurm does not answer."""
+        """Cancel jobs left by an earlier start. Raises the error that stops the spawn while Slurm does not answer."""
         try:
             for job_id in await jobs_named(self._gpu_prefix(), self.gpu_job_name, self.user.name):
                 self.log.warning("Cancelling job %s, which an earlier start of %s left", job_id, self._log_name)
@@ -295,7 +292,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             if start.done():
                 return start.result()
             raise self._gpu_ended()
-        except RuntimeError:  # batchspawner's word for a job that is gone
+        except RuntimeError:  # batchspawner raises it if the job is gone
             raise self._gpu_ended() from None
         finally:
             for task in (start, end):
@@ -307,14 +304,14 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return spawn_error(ended_sentence(job, job.job_id if job is not None else self.job_id), reason="slurm-job")
 
     async def _gpu_until_ended(self) -> None:
-        """Return when a job that has started has ended. batchspawner waits for its server's port, however long, without asking Slurm."""
+        """Return when a started job has ended: batchspawner would wait for the server's port without asking Slurm."""
         while True:
             await asyncio.sleep(self.startup_poll_interval)
             if self._gpu_job is not None and self._gpu_job.runs and await self.query_job_status() == JobStatus.NOTFOUND:
                 return
 
     async def query_job_status(self) -> JobStatus:
-        """Ask Slurm about the job. Only what Slurm says of it ends a server: everything else is `UNKNOWN`."""
+        """Ask Slurm about the job. Only its answer ends a server: everything else is `UNKNOWN`."""
         try:
             if not self.job_id:
                 return await self._gpu_query_by_name()
@@ -345,7 +342,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return JobStatus.PENDING
 
     async def _gpu_address(self, name: str) -> str:
-        """Return where a node is reached from the hub: its address in Slurm, which need not be its name. Raises EngineError."""
+        """Return a node's address in Slurm, which need not be its name. Raises EngineError."""
         if self._gpu_job is not None and self._gpu_job.node == name and self._gpu_host:
             return self._gpu_host
         return next((node.address for node in await NODES.read(math.inf) if node.name == name), name)
@@ -355,15 +352,15 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return self._gpu_host
 
     def state_ispending(self) -> bool:
-        """Whether the job waits, by Slurm's last word."""
+        """Whether the job waits, as last read from Slurm."""
         return self._gpu_job is not None and not self._gpu_job.runs and not self._gpu_job.has_ended
 
     def state_isrunning(self) -> bool:
-        """Whether the job runs, by Slurm's last word."""
+        """Whether the job runs, as last read from Slurm."""
         return self._gpu_job is not None and self._gpu_job.runs
 
     async def cancel_batch_job(self) -> None:
-        """Cancel the job. While Slurm does not answer, it is tried again in the background."""
+        """Cancel the job. While Slurm does not answer, retry in the background."""
         prefix, job_id = self._gpu_prefix(), self.job_id
         if not job_id:
             return
@@ -374,9 +371,9 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             _cancel_later(prefix, job_id, self.log)
 
     async def stop(self, now: bool = False) -> None:
-        """Cancel the job, and wait until Slurm says that it has ended, or for `gpu_stop_wait`. With `now` it does not wait.
+        """Cancel the job. Unless `now`, wait until Slurm says that it has ended, or for `gpu_stop_wait`.
 
-        Raises EngineError where Slurm refuses. Cancelled: the job is being cancelled all the same.
+        Raises EngineError if Slurm refuses. Cancelled: the job is being cancelled all the same.
         """
         await self.cancel_batch_job()
         end_s = time.monotonic() + self.gpu_stop_wait
@@ -396,7 +393,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         self._gpu_begun, self._gpu_host = False, ""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over the state that an earlier hub saved."""
+        """Restore the state that an earlier hub saved."""
         super().load_state(state)
         self._gpu_begun = bool(self.job_id)
 
@@ -419,7 +416,7 @@ _later: set["asyncio.Task[None]"] = set()
 
 
 def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> None:
-    """Cancel a job as soon as Slurm answers. A hub that ends before leaves it to the server's next start."""
+    """Cancel a job when Slurm answers. If the hub ends first, the server's next start cancels it."""
 
     async def cancel_it() -> None:
         pause_s, longest_s = _RETRY_S
@@ -440,11 +437,11 @@ def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> No
 
 
 class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
-    """Takes the port on which a server listens, by the server's token."""
+    """Sets the port of a server by its token."""
 
     @web.authenticated
     def post(self) -> None:
-        """Set the port of the server whose token this is. Raises HTTPError for anything else."""
+        """Set the port of the server with this token. Raises HTTPError for anything else."""
         token, data = self.get_auth_token(), self.get_json_body()
         port = data.get("port") if isinstance(data, dict) else None
         if not isinstance(data, dict) or set(data) != {"port"} or isinstance(port, bool) or not isinstance(port, int):
@@ -463,7 +460,7 @@ class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
 
 
 def _guard_route() -> None:
-    """Put our handler in the place of batchspawner's, which sets whatever attribute of the spawner it is sent."""
+    """Replace batchspawner's handler, which sets any attribute of the spawner that it is sent."""
     for index, (route, handler) in enumerate(default_handlers):
         if handler is BatchSpawnerAPIHandler:
             default_handlers[index] = (route, _PortHandler)

@@ -20,9 +20,9 @@ async def read() -> Cluster:
 
 
 def cluster_of(found: list[SlurmNode], text: str, mark: str) -> Cluster:
-    """Return the cluster of these nodes, with the jobs of hubs' servers in lines of the mark and the columns.
+    """Return the cluster with the servers of hubs. Each line of `text` starts with `mark` and has the columns.
 
-    A job's name is its user's text, and stands last. It may have line breaks, but no line of it begins with the mark of this call.
+    A job's name comes last, because its user chose it: it may contain separators and line breaks, but not this call's random mark.
     """
     counts = {pool.count for node in found for pool in node.pools if pool.count}
     nodes = [node for node in found if node.problem != NO_AGENT]
@@ -31,7 +31,7 @@ def cluster_of(found: list[SlurmNode], text: str, mark: str) -> Cluster:
         parts = line.removeprefix(mark).strip().split(SEPARATOR, len(_COLUMNS) - 1)
         if line.startswith(mark) and len(parts) == len(_COLUMNS) and parts[-1].startswith(JOB_PREFIX):
             job_id, state, node, gres, since, user, _ = parts
-            # The thousandths that a job asked for, by the names under which nodes count them.
+            # The requested thousandths, by the generic resource that counts them.
             asked = {name: int(number) for name, number in _COUNT.findall(gres.replace("gres:", ""))}
             milli = next((asked[name] for name in sorted(counts & set(asked))), None)
             server = ClusterServer(

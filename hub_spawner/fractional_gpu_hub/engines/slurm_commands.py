@@ -1,8 +1,7 @@
 """Slurm's commands as the hub uses them, and what they print: nodes, jobs, reasons.
 
-- Arguments go as a list, never through a shell. Columns that users write (names of jobs, comments) are read only where they come last.
-- A controller that does not answer is not an answer: `EngineUnavailableError` is another error than a refusal (`EngineError`), and a job
-  counts as ended only where Slurm says so.
+- Arguments are a list, never shell text. Columns that users write (names of jobs, comments) are read only if they come last.
+- A controller that does not answer raises `EngineUnavailableError`, a refusal `EngineError`: only Slurm's answer ends a job.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """A job as `squeue` shows it. `start`: when it started or is expected to, None: unknown; `reason`: why it waits or ended."""
+    """A job in `squeue`. `start`: when it started or is expected to, None if unknown. `reason`: why it waits or ended."""
 
     job_id: str
     state: str
@@ -54,7 +53,7 @@ class JobState:
 
     @property
     def runs(self) -> bool:
-        """Whether its processes may live."""
+        """Whether its processes may be alive."""
         return self.state in _RUNS
 
     @property
@@ -69,7 +68,7 @@ class SlurmNode(ClusterNode):
 
 
 def _why_not(state: str) -> str:
-    """Return why Slurm starts no job on a node, a word; empty: it does. A star at the end of a state: the node does not answer."""
+    """Return why Slurm starts no job on a node, a word or "". A star after a state: the node does not answer."""
     if state.endswith("*"):
         return "not answering"
     flags = state.rstrip("~#!%$@^-").split("+")
@@ -79,7 +78,7 @@ def _why_not(state: str) -> str:
 
 async def run(*words: str, stdin: str | None = None, environment: Mapping[str, str] | None = None) -> str:
     """Run a command and return what it printed. Raises EngineError. Cancelled: the command is killed."""
-    if environment is None:  # the hub's, without what changes what commands print
+    if environment is None:  # the hub's, without variables that change the output
         kept = [name for name in os.environ if not name.startswith(("SQUEUE_", "SINFO_", "SCONTROL_"))]
         environment = {**{name: os.environ[name] for name in kept}, "LC_ALL": "C"}
     try:
@@ -108,15 +107,15 @@ async def run(*words: str, stdin: str | None = None, environment: Mapping[str, s
 
 
 def job_id_of(text: str) -> str:
-    """Return the number in what `sbatch --parsable` printed (its last line, `ID` or `ID;CLUSTER`). Raises EngineError."""
+    """Return the job's number from the last line of `sbatch --parsable` (`ID` or `ID;CLUSTER`). Raises EngineError."""
     last = (text.strip().splitlines() or [""])[-1].partition(";")[0].strip()
     if not JOB_ID.fullmatch(last):
-        raise EngineError(f"sbatch printed {text[:200]!r} in place of a job's number")
+        raise EngineError(f"sbatch printed {text[:200]!r} instead of a job's number")
     return last
 
 
 def parse_job(text: str, job_id: str) -> JobState | None:
-    """Return the job in lines of `JOB_COLUMNS`; None: Slurm does not know it any more. Raises EngineUnavailableError for another form."""
+    """Return the job from lines of `JOB_COLUMNS`; None: Slurm no longer knows it. Raises EngineUnavailableError for other lines."""
     for line in text.splitlines():
         parts = line.strip().split(SEPARATOR, JOB_COLUMNS.count(SEPARATOR))
         if len(parts) <= JOB_COLUMNS.count(SEPARATOR):
@@ -125,13 +124,13 @@ def parse_job(text: str, job_id: str) -> JobState | None:
             node = "" if parts[2] in {"n/a", "(null)", ""} else parts[2]
             start = None
             with contextlib.suppress(ValueError):
-                start = datetime.fromisoformat(parts[3])  # the hub's local time, as Slurm's commands print it
+                start = datetime.fromisoformat(parts[3])  # local time, as Slurm prints it
             return JobState(job_id=job_id, state=parts[1], node=node, start=start, reason=parts[4])
     return None
 
 
 async def job_state(prefix: Sequence[str], job_id: str) -> JobState | None:
-    """Return a job's state; None: Slurm does not know it any more. Raises EngineUnavailableError."""
+    """Return a job's state; None: Slurm no longer knows it. Raises EngineUnavailableError."""
     command = [*prefix, "squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={JOB_COLUMNS}"]
     try:
         return parse_job(await run(*command), job_id)
@@ -142,7 +141,7 @@ async def job_state(prefix: Sequence[str], job_id: str) -> JobState | None:
 
 
 async def jobs_named(prefix: Sequence[str], name: str, user: str) -> list[str]:
-    """Return the numbers of a user's jobs of this name that have not ended. Raises EngineError."""
+    """Return the numbers of a user's jobs with this name that have not ended. Raises EngineError."""
     text = await run(*prefix, "squeue", "--noheader", f"--name={name}", f"--user={user}", "--format=%A")
     return [word for word in text.split() if JOB_ID.fullmatch(word)]
 
@@ -188,7 +187,6 @@ async def _read_nodes() -> list[SlurmNode]:
 
 
 NODES = NodeReader(_read_nodes)
-"""The cluster of this process's Slurm commands."""
 
 
 def parse_nodes(text: str) -> list[SlurmNode]:
@@ -197,7 +195,7 @@ def parse_nodes(text: str) -> list[SlurmNode]:
 
 def _node(line: str, fields: Mapping[str, str]) -> SlurmNode:
     name, why_not = fields["NodeName"], _why_not(fields.get("State", "UNKNOWN"))
-    # The last one: before it stand texts of administrators, which may contain the same word. Another program's text is none of ours.
+    # The last match: texts of administrators before it may contain the same word. Other programs may use the field as well.
     extra = (_EXTRA.findall(line) or [""])[-1]
     pools, problem = pools_of_text(name, extra if extra.startswith("{") else None, why_not)
     return SlurmNode(

@@ -1,12 +1,10 @@
-"""A server's GPU by the cluster's engine: `class S(EngineGPUMixin, AnEnginesSpawner): ...`.
+"""A server's GPU from the cluster's engine: `class S(EngineGPUMixin, AnEnginesSpawner): ...`.
 
-Rules:
-
-- The engine chooses the node, and its allocation is the seat: the node registers it at the node's own broker. The hub asks no broker.
-- Offers come from the summaries that the nodes' agents publish at the engine (`offers`). They are the nodes' last words, not promises.
-- A choice becomes an `Allocation`: pool, share, and the host memory of the request, which covers the server and all that can be saved of
-  its GPU memory. A spawner turns it into its engine's request in `gpu_prepare`, and nothing else of the user's options goes there.
-- While the engine queues the request, the progress of the start says why and until when (`gpu_queue`).
+- The engine chooses the node, which registers the allocation as a seat at its own broker. The hub calls no broker.
+- Offers come from the summaries that the nodes' agents publish at the engine. They are the last known state, not promises.
+- `gpu_take` turns a choice into an `Allocation`; a spawner's `gpu_prepare` turns that into the engine's request. No other user option
+  gets there.
+- While the engine queues the request, `gpu_queue` reports why, and until when.
 """
 
 import asyncio
@@ -34,7 +32,7 @@ _QUEUED, _MOST = 10, 60  # the progress bar while the engine queues the request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What a server asks the engine for. Thousandths of a device; memory in MiB: the GPU memory cap, and the host memory of the request."""
+    """A request to the engine: thousandths of a device, its GPU memory cap, and host memory for server and saved state (MiB)."""
 
     pool: str
     fraction_milli: int
@@ -58,8 +56,8 @@ class EngineGPUMixin(GPUChoiceMixin):
     gpu_base_memory: Unicode[str, str | bytes] = Unicode(
         "2GiB",
         config=True,
-        help="""Host memory of a server beside the saved state of its GPU memory: the server, its kernels, their data. The engine is asked
-        for this and the share's GPU memory together, for what is saved of a suspended kernel counts in its job's or pod's memory.
+        help="""Host memory for a server, its kernels and their data. The engine is asked for this plus the share's GPU memory, because the
+        saved GPU memory of a suspended kernel counts as memory of its job or pod.
 
         Example: c.EngineGPUMixin.gpu_base_memory = "4GiB"
         """,
@@ -67,7 +65,7 @@ class EngineGPUMixin(GPUChoiceMixin):
     gpu_nodes_cache: Float[float, int | float] = Float(
         5.0,
         config=True,
-        help="""For how long one reading of the nodes serves all spawn pages, seconds.
+        help="""How long spawn pages reuse one reading of the nodes, seconds.
 
         Example: c.EngineGPUMixin.gpu_nodes_cache = 15
         """,
@@ -75,7 +73,7 @@ class EngineGPUMixin(GPUChoiceMixin):
     gpu_stale_after: Float[float, int | float] = Float(
         float(STALE_S),
         config=True,
-        help="""When what a node published counts as old, seconds: the spawn page then says so, and counts nothing there as free.
+        help="""The age at which a node's summary is stale, seconds: the spawn page then shows its age, and counts nothing there as free.
 
         Example: c.EngineGPUMixin.gpu_stale_after = 300
         """,
@@ -98,14 +96,11 @@ class EngineGPUMixin(GPUChoiceMixin):
         return str(proposal["value"])
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
-        """Return the pools of all nodes, as their agents published them. Raises EngineError. Cancelled: nothing has changed."""
+        """Return the pools of all nodes, as their agents published them. Raises EngineError."""
         raise NotImplementedError
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield a sentence whenever the engine's reason or expected start changes, until the server is started. Closed at any time.
-
-        Nothing by default: for an engine whose spawner shows a progress of its own.
-        """
+        """Yield a sentence whenever the engine's reason or expected start changes. Closed when the server has started."""
         nothing: tuple[str, ...] = ()
         for sentence in nothing:
             yield sentence
@@ -115,14 +110,13 @@ class EngineGPUMixin(GPUChoiceMixin):
         return self._gpu_allocation
 
     async def gpu_offers(self) -> Offers:
-        """Return what the nodes offer. Raises EngineError. Cancelled: nothing has changed."""
         return offers_of(await self.gpu_nodes(), self._gpu_terms())
 
     def _gpu_terms(self) -> Terms:
         return Terms(now_s=time.time(), stale_after_s=self.gpu_stale_after)
 
     async def gpu_take(self, choice: Choice) -> None:
-        """Check the choice against what the nodes offer, and note it. Raises the error that stops the spawn."""
+        """Check the choice against the offers, and keep it for `gpu_prepare`. Raises the error that stops the spawn."""
         if choice.memory_mib is not None:
             raise spawn_error(
                 f"memory {format_memory(choice.memory_mib)} was chosen, but in this cluster a share's memory goes with the share; leave "
@@ -147,7 +141,7 @@ class EngineGPUMixin(GPUChoiceMixin):
         self._gpu_progress.add(5, f"Asking the cluster for {self._gpu_words()}")
 
     def _gpu_offer(self, offers: Offers, pool: str, milli: int) -> int:
-        """Return the memory of a share, MiB. Raises the error that stops the spawn for what is not on offer."""
+        """Return the memory of a share, MiB. Raises the error that stops the spawn if it is not on offer."""
         found = next((one for one in offers.pools if one.pool == pool), None)
         if found is None:
             raise spawn_error(f"there is no pool {pool!r}; allowed: {on_offer(offers, pool)}", reason="gpu-options")
@@ -177,13 +171,13 @@ class EngineGPUMixin(GPUChoiceMixin):
         return started
 
     async def _gpu_follow_queue(self) -> None:
-        """Show what the engine says of the request. The start does not depend on it: a failure is logged."""
+        """Show the engine's reasons. The start does not depend on them: a failure is only logged."""
         try:
             async with contextlib.aclosing(self.gpu_queue()) as sentences:
                 async for sentence in sentences:
                     self._gpu_progress.add(min(_MOST, _QUEUED + self._gpu_progress.count), sentence)
         except FractionalGPUError as error:
-            self.log.warning("Nothing is known of the wait of %s: %s", self._log_name, error)
+            self.log.warning("The queue of %s cannot be read: %s", self._log_name, error)
 
     def get_state(self) -> dict[str, Any]:
         state: dict[str, Any] = super().get_state()
@@ -194,10 +188,10 @@ class EngineGPUMixin(GPUChoiceMixin):
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         saved = state.get(_STATE)
-        with contextlib.suppress(TypeError):  # a state of another version: the server runs on, its share is not shown
+        with contextlib.suppress(TypeError):  # saved by another version: the server continues, its share is not shown
             self._gpu_allocation = Allocation(**saved) if isinstance(saved, dict) else None
 
     def clear_state(self) -> None:
-        """Forget the allocation: it ends with the engine's job or pod."""
+        """The allocation ends with the engine's job or pod."""
         super().clear_state()
         self._gpu_allocation = None

@@ -1,9 +1,9 @@
-"""The hub's page about its GPUs, live: devices, servers, kernels, the queue with its reasons, and actions on them.
+"""The hub's live page about its GPUs: devices, servers, kernels, the queue with its reasons, and actions on them.
 
     from fractional_gpu_hub.service import add_page
-    add_page(c, admins=["grace"])                 # after `configure`, and after `c.JupyterHub.load_roles` where a site sets that
+    add_page(c, admins=["grace"])  # after `configure`, and after an assignment to `c.JupyterHub.load_roles`
 
-`python -m fractional_gpu_hub.service` is the process that the hub then runs.
+The hub then runs `python -m fractional_gpu_hub.service`.
 """
 
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE, add_page

@@ -1,4 +1,4 @@
-"""The entry of the service's process: it binds its port first, and imports its libraries after that."""
+"""The entry of the service's process. It binds its port before it imports its libraries, because the hub does not wait long."""
 
 import argparse
 import os
@@ -12,7 +12,6 @@ _NEEDED = ("JUPYTERHUB_SERVICE_PREFIX", "JUPYTERHUB_SERVICE_URL", "JUPYTERHUB_AP
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until the process is stopped. Returns the exit status; an error is printed on stderr."""
     hub = os.getppid()
     parser = argparse.ArgumentParser(
         prog="python -m fractional_gpu_hub.service",
@@ -20,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--socket", help="the GPU broker's socket (default: where `jupyter gpu` finds it)")
     parser.add_argument(
-        "--cluster", choices=CLUSTERS, help="show the nodes of this engine in place of one broker's devices"
+        "--cluster", choices=CLUSTERS, help="show the nodes of this engine instead of one broker's devices"
     )
     options = parser.parse_args(argv)
     if missing := [name for name in _NEEDED if not os.environ.get(name)]:

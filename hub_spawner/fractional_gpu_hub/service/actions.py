@@ -1,10 +1,10 @@
 """The actions of the page, and who may do them.
 
-- Each action is checked here against the user and the scopes that the hub gave for the request. For the broker this process is an
-  administrator; it names the user (`acting_for`), and the broker records that.
-- A kernel of another user is answered as unknown, whether it exists or not.
-- An action can take long (a resume waits in the queue): each has a thread and a connection of its own, a user has `MOST_AT_ONCE` at most,
-  and when the page goes away, the broker takes back what it had not begun.
+- To the broker this process is an administrator, so each action is checked here against the user's scopes. The broker records the user
+  (`acting_for`).
+- Another user's kernel is reported as unknown, whether it exists or not.
+- An action can take long (a resume waits in the queue). Each has its own thread and connection, and a user has at most `MOST_AT_ONCE`;
+  when the page closes, the broker withdraws what has not started.
 """
 
 from collections import Counter
@@ -29,17 +29,14 @@ T = TypeVar("T")
 
 
 class Actions:
-    """Carries out the actions of pages. One per service; everything runs on its loop, the calls in threads."""
+    """Carries out the actions of pages, in threads. One per service."""
 
     def __init__(self, socket: str) -> None:
         self._socket = socket
         self._running: Counter[str] = Counter()
 
     async def act(self, viewer: Viewer, kind: str, name: str, action: str, body: bytes) -> Any:  # noqa: ANN401 - JSON
-        """Carry out an action on a kernel or the like, and return the broker's answer. `body`: JSON. Raises FractionalGPUError.
-
-        Cancelled: the connection is closed, which withdraws what only waits.
-        """
+        """Carry out an action and return the broker's answer. Raises FractionalGPUError. Cancelled: what only waits is withdrawn."""
         known = _ACTIONS[kind].get(action)
         if known is None:
             allowed = ", ".join(_ACTIONS[kind])
@@ -59,7 +56,7 @@ class Actions:
         return await self._do(viewer, work)
 
     async def own_usage(self, viewer: Viewer, asked: Chosen) -> Figures:
-        """Return what the viewer used, and what the viewer may see of others. Raises FractionalGPUError."""
+        """Return what the viewer used, and may see of others. Raises FractionalGPUError."""
         return await self._do(viewer, lambda client: own_figures(client, viewer, asked))
 
     async def all_usage(self, viewer: Viewer, asked: Chosen) -> Figures:
@@ -149,7 +146,7 @@ def _change(client: SeatClient, pool: str, asked: PoolChange) -> Any:  # noqa: A
 
 
 class _Action(NamedTuple):
-    """What carries an action out, what may be sent, and whether it is for administrators only."""
+    """An action: its call, its body, and whether only administrators may do it."""
 
     call: Callable[[SeatClient, str, Any], Any]
     body: type[Struct] = _Nothing

@@ -1,7 +1,7 @@
-"""The service's process and its routes: the web application on the hub's socket, from the start to the end of the process.
+"""The service's process and routes: the web application on the hub's socket.
 
-The environment has the service's address and the way to the hub's API, which identifies users. The process ends with SIGTERM, and by
-itself when the hub that started it is gone: the next hub starts its own.
+The environment has the service's address and the hub's API, which identifies users. The process ends with SIGTERM, and when the hub that
+started it is gone: the next hub starts another one.
 """
 
 import asyncio
@@ -34,23 +34,18 @@ from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
 from fractional_gpu_hub.service.usage import BY, DATES, PERIODS, chosen, csv_of, shown
 from fractional_gpu_hub.service.views import Viewer, pool_settings, view_of
 
-# Rules:
-#
-# - The hub identifies the user (OAuth for browsers, a hub token for programs) and the scopes. Its answer is valid for `TRUST_S`; an open
-#   stream of events checks it again before its first event after `STREAM_TRUST_S`. So a revoked scope or token, or a logout, takes effect
-#   after the sum of both at most. A stream ends after `STREAM_S`, and when its browser takes nothing for `TAKEN_S`.
-# - Making what pages show takes a twentieth of the service's time at most: the more pages are open, the rarer each gets an event.
-# - Cookies alone prove nothing: except for plain page views, each request carries JupyterHub's XSRF token, and a request that another site
-#   caused is refused before it is handled. Requests of programs carry a token and need neither.
-# - Browsers cache nothing, the page has no inline script, and no page may put it into a frame.
-
+# - The hub identifies the user (OAuth for browsers, a hub token for programs) and the scopes. Its answer is valid for `TRUST_S`, and a
+#   stream checks it again after `STREAM_TRUST_S`: a revoked scope or token, or a logout, takes effect within the sum of both.
+# - Making the events of open pages takes at most a twentieth of the service's time: the more pages, the fewer events each gets.
+# - Cookies alone prove nothing: except for plain page views, each request carries JupyterHub's XSRF token, and a request caused by another
+#   site is refused before it is handled. Programs send a token and need neither.
 
 TRUST_S = 8
 STREAM_TRUST_S = 20.0
 STREAM_S = 120.0
-QUIET_S = 10.0  # after so long the stream sends an empty line, or what has changed with time alone
+QUIET_S = 10.0  # then the stream sends an empty line, or figures that change with time
 _MOST_STREAMS = 16  # of one user
-_SHARE = 20  # of the time that making one event took, by the number of open pages: the pause before the page's next one
+_SHARE = 20  # a page's pause after an event is this times the time it took to make, times the open pages
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -69,7 +64,7 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
     """Identifies the user, and refuses requests before they are handled."""
 
     viewer: Viewer
-    _cached_hub_user: dict[str, Any] | None  # of the hub's library: the user of this cookie or token
+    _cached_hub_user: dict[str, Any] | None  # set by JupyterHub's library: the user of this cookie or token
 
     def initialize(self, follower: Any, actions: Actions, streams: Counter[str]) -> None:  # noqa: ANN401 - of a broker or a cluster
         self.follower, self.actions, self.streams = follower, actions, streams
@@ -80,7 +75,7 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
             self.set_header(name, value)
 
     async def prepare(self) -> None:
-        """Identify the user. Raises HTTPError for a request that another site caused, and for a user without a scope."""
+        """Raises HTTPError if another site caused the request, or the user has no scope."""
         _refuse_other_sites(self.request)
         await self.hub_auth.get_user(self, sync=False)  # one call to the hub, off the loop
         user = self.current_user
@@ -96,7 +91,7 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
         self.viewer = viewer
 
     def not_logged_in(self) -> None:
-        """Refuse; the page itself redirects to the hub's login instead."""
+        """Refuse; a page redirects to the hub's login instead."""
         raise web.HTTPError(401)
 
     def view(self) -> dict[str, Any]:
@@ -104,7 +99,7 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
         return cluster_view(found, self.viewer) if isinstance(found, ClusterSnapshot) else view_of(found, self.viewer)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:  # noqa: ANN401 - tornado's own
-        """Turn any failure into one JSON shape, that of the broker."""
+        """Report any failure in the broker's JSON form."""
         error = kwargs.get("exc_info", (None, None, None))[1]
         shown = {"code": "error", "reason": str(status_code), "message": _SENTENCES.get(status_code, _SENTENCES[500])}
         if isinstance(error, FractionalGPUError):
@@ -114,7 +109,7 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
         self.finish(json.dumps({"error": shown}))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:  # noqa: ANN401 - tornado's own
-        """Log faults of the service with their traceback, and refused requests in one line, without their content."""
+        """Log faults of the service with their traceback, and refused requests in one line without their content."""
         if isinstance(value, FractionalGPUError | web.HTTPError):
             log.info("%s %s refused: %s", self.request.method, self.request.path[:200], getattr(value, "status", value))
         elif not isinstance(value, iostream.StreamClosedError):
@@ -122,7 +117,7 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
 
 
 def _viewer_of(user: Mapping[str, Any]) -> Viewer | None:
-    """Return the viewer for a user of the hub; None: this user may see nothing."""
+    """Return the viewer for a user of the hub; None if this user may see nothing."""
     scopes = set(user.get("scopes", ()))
     if user.get("kind") != "user" or not scopes & {READ_SCOPE, ADMIN_SCOPE}:
         return None
@@ -144,8 +139,6 @@ _SENTENCES = {
 
 
 class _Html(_Base):
-    """A page: it redirects to the login, and its refusals are sentences."""
-
     def not_logged_in(self) -> None:
         self.redirect(self.get_login_url())
 
@@ -171,10 +164,10 @@ class _Page(_Html):
 
 
 class _Usage(_Html):
-    """The pages "My usage" and, for administrators, "Usage", and their figures as a file."""
+    """The pages "My usage" and, for administrators, "Usage", also as CSV."""
 
     def set_default_headers(self) -> None:
-        """Let the page's form, which chooses the time, come back to this service."""
+        """Allow the form that chooses the time."""
         super().set_default_headers()
         self.set_header("Content-Security-Policy", _HEADERS["Content-Security-Policy"].replace(*_FORMS))
 
@@ -250,7 +243,7 @@ class _Events(_Base):
     async def _taken(self) -> None:
         """Send what was written. Raises StreamClosedError if the browser disconnects or does not read it in time.
 
-        A stopped browser, or one behind a line that broke silently, would keep one of its user's streams for good.
+        Otherwise a stopped browser, or a broken line, would occupy one of its user's streams forever.
         """
         try:
             async with asyncio.timeout(TAKEN_S):
@@ -267,7 +260,7 @@ class _Events(_Base):
                 hub.get_token(self), use_cache=False, session_id=hub.get_session_id(self), sync=False
             )
             viewer = _viewer_of(self.check_hub_user(user)) if user is not None else None
-        except (UserNotAllowed, web.HTTPError) as error:  # the hub refuses, or does not answer: the page connects anew
+        except (UserNotAllowed, web.HTTPError) as error:  # the hub refuses, or does not answer: the page reconnects
             log.info("a page's events end: %s", error)
             return False
         if viewer is None or viewer.name != self.viewer.name:
@@ -290,7 +283,7 @@ class _Events(_Base):
 
 
 class _Act(_Base):
-    """An action, which is cancelled when its page goes away."""
+    """An action, cancelled when its page closes."""
 
     _work: "asyncio.Task[Any] | None" = None
 
@@ -317,8 +310,7 @@ class _Act(_Base):
 
 
 class Missing(_Base):
-    async def prepare(self) -> None:
-        """Answer without identifying the user: there is nothing to see."""
+    async def prepare(self) -> None:  # without identifying the user: there is nothing to see
         raise web.HTTPError(404)
 
 
@@ -329,15 +321,13 @@ class _Callback(HubOAuthCallbackHandler):  # type: ignore[misc] # untyped
 
 
 class _Static(web.StaticFileHandler):
-    """The script and the stylesheet: the same for all users."""
-
     def set_extra_headers(self, path: str) -> None:  # noqa: ARG002 - tornado's own
         self.set_header("X-Content-Type-Options", "nosniff")
-        self.set_header("Cache-Control", "no-cache")  # revalidated each time, sent again where it changed
+        self.set_header("Cache-Control", "no-cache")  # revalidated each time
 
 
 def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
-    """Raise HTTPError for a request that a page of another origin caused, unless it is a plain view of the page."""
+    """Raise HTTPError if a page of another origin caused the request, unless it is a plain page view."""
     headers = request.headers
     if "Authorization" in headers or (
         request.method in {"GET", "HEAD"} and headers.get("Sec-Fetch-Mode") == "navigate"
@@ -349,10 +339,7 @@ def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
 
 
 def routes(prefix: str, follower: BrokerFollower | ClusterFollower, actions: Actions, static: str) -> list[Any]:
-    """Return the routes under the prefix, which ends in a slash. The page of a cluster acts on nothing.
-
-    `api/status` is what the page shows as JSON, and `api/events` the same as server-sent events. `docs/hub.md` has the actions' bodies.
-    """
+    """Return the routes below `prefix`, which ends in a slash. A cluster's page has no actions. `docs/hub.md` has their bodies."""
     shared = {"follower": follower, "actions": actions, "streams": Counter[str]()}
     found: list[Any] = [
         (prefix, _Page, shared),
@@ -375,17 +362,14 @@ def routes(prefix: str, follower: BrokerFollower | ClusterFollower, actions: Act
 
 log = logging.getLogger("fractional_gpu_hub.service")
 _HERE = Path(__file__).parent
-_HUB_POLL_S = 0.5  # between two checks whether the hub's process is still there
+_HUB_POLL_S = 0.5  # between checks of the hub's process
 _MOST_BODY = 64 * 1024
 _BODY_S = 10.0
 _IDLE_S = 60.0
 
 
 def serve(broker: str, listener: socket.socket, *, hub: int, cluster: str = "") -> None:
-    """Serve on the listening socket until SIGTERM or SIGINT, or until `hub`, the process that started this one, is gone.
-
-    `broker` is the GPU broker's socket; `cluster` an engine's name, whose nodes are shown in place of a broker's devices.
-    """
+    """Serve until SIGTERM or SIGINT, or until the process `hub` is gone. `cluster`: an engine, whose nodes are shown."""
     enable_pretty_logging()
     asyncio.run(_serve(broker, listener, hub, cluster))
 
@@ -423,7 +407,7 @@ def _application(follower: BrokerFollower | ClusterFollower, actions: Actions) -
     prefix, static = os.environ["JUPYTERHUB_SERVICE_PREFIX"], str(_HERE / "static")
     return web.Application(
         routes(prefix, follower, actions, static),
-        cookie_secret=secrets.token_bytes(32),  # new for each process: a browser that is logged in gets a new cookie
+        cookie_secret=secrets.token_bytes(32),  # new for each process: logged-in browsers get a new cookie
         templates=pages.templates("fractional_gpu_hub.service"),
         default_handler_class=Missing,
         default_handler_args={"follower": follower, "actions": actions, "streams": {}},
@@ -432,7 +416,6 @@ def _application(follower: BrokerFollower | ClusterFollower, actions: Actions) -
 
 
 def _log_request(handler: web.RequestHandler) -> None:
-    """One line, without the query: it may hold an XSRF token or a login's code."""
-    request = handler.request
+    request = handler.request  # not its query, which may hold an XSRF token or a login's code
     level = logging.DEBUG if handler.get_status() < 400 else logging.INFO
     log.log(level, "%s %s -> %d", request.method, request.path[:200], handler.get_status())

@@ -1,8 +1,8 @@
-"""The broker's latest status for all pages (one connection and one copy, whatever their number), and the page while the hub starts.
+"""The broker's latest status for all pages (one connection, one copy), and the page while the hub starts.
 
-- While the broker is away, the last snapshot stays, with the sentence that says why there is no newer one.
-- Seats and pools are not in the broker's stream: they are requested after each change, `SEATS_S` apart at least, and every `REFRESH_S`.
-- A page takes `changed` before it reads `snapshot`, then waits for `changed`: so it misses no change.
+- While the broker is away, the last snapshot stays, with a sentence that says why.
+- The broker's stream has no seats and pools. They are requested after each change, at most every `SEATS_S`, and every `REFRESH_S`.
+- A page takes `changed` before it reads `snapshot`, then waits for it: so it misses no change.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ _CALL_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The broker's last status. `problem`: why it is out of date, a sentence; empty: it is not. `status` is None before the first line."""
+    """The last status (None before the first line). `problem`: why it is out of date, a sentence; "": it is current."""
 
     status: HostStatus | None = None
     seats: SeatList = field(default_factory=SeatList)
     pools: PoolList = field(default_factory=PoolList)
     problem: str = "the GPU broker has not answered yet"
-    refused: str = ""  # why seats and pools are out of date, a sentence
+    refused: str = ""  # why seats and pools are out of date
 
 
 class BrokerFollower:
@@ -57,7 +57,7 @@ class BrokerFollower:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def refresh_soon(self) -> None:
-        """An action of this service has changed something: request seats and pools now."""
+        """Request seats and pools now: an action of this service changed something."""
         self._stale.set()
 
     def _take_status(self, status: HostStatus) -> None:
@@ -89,15 +89,11 @@ class BrokerFollower:
             self.changed = asyncio.Event()
 
 
-# Placeholder HTTP server that answers 425 until the service has started. Standard library only.
-#
-# JupyterHub 5 waits ten seconds for any answer of a managed service, and does not start without one; on a busy machine the import of the
-# service's libraries takes as long. So the port is bound first, and each request gets "too early, try again" (425) until the service
-# itself takes the socket over: to the hub that is an answer. The page asks again by a script and is loaded anew once, when the service
-# answers: a page that loads itself every second is read from its beginning each time by a screen reader.
+# JupyterHub 5 does not start without an answer of a managed service within ten seconds, and on a busy machine importing the service's
+# libraries can take longer. So the port is bound first, and each request gets 425 "too early" until the service takes the socket over: the
+# hub accepts that. The page polls by a script and reloads once, because a screen reader starts over at each reload.
 
-
-_PATIENCE_S = 30.0  # for a port that the service of an earlier hub may still hold for a moment
+_PATIENCE_S = 30.0  # for a port that an earlier hub's service still holds for a moment
 _PAUSE_S = 0.2
 _POLL_S = 0.1
 _PEER_S = 2.0
@@ -105,7 +101,7 @@ _BACKLOG = 128
 _MOST_BYTES = 65536
 _PAGE = (
     b'<!DOCTYPE html><html lang="en"><meta name="color-scheme" content="light dark"><title>GPUs</title>'
-    b'<main><h1>GPUs</h1><p role="status">The page about the GPUs is starting; it appears by itself in a moment.</p>'
+    b'<main><h1>GPUs</h1><p role="status">The page about the GPUs is starting; it appears in a moment.</p>'
     b"<noscript><p>Load this page again in a moment.</p></noscript></main>"
     b"<script>(async function ask() {"
     b' const { status } = await fetch(location, { cache: "no-store", redirect: "manual" }).catch(() => ({ status: 425 }));'
@@ -118,7 +114,7 @@ _LATER = (
 
 
 class StartupPlaceholder:
-    """Listens at the hub's address for the service, from its construction on. Raises OSError if the port stays in use."""
+    """Answers 425 at the hub's address until `hand_over`. Raises OSError if the port stays in use."""
 
     def __init__(self, url: str) -> None:
         place = urlsplit(url)

@@ -1,9 +1,8 @@
 """The page of a cluster: every node as its agent publishes it, and on which nodes users' servers run.
 
-- The engine is asked every `EVERY_S` while a page is open, and for `LINGER_S` after that; with all pages closed nobody asks it.
-- A user sees the sums of every node, and their own servers; administrators see all servers. Users are those of the engine, who have the
-  names that they have at the hub.
-- What a node published may be old, and the engine may not answer: the page then says since when, and shows the last figures.
+- The engine is asked every `EVERY_S` while a page is open, and `LINGER_S` longer.
+- A user sees the sums of every node and their own servers; administrators see all servers. Users have the same names at engine and hub.
+- If a node's summary is old or the engine does not answer, the page shows the last figures and their age.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ EVERY_S, LINGER_S = 10.0, 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterServer:
-    """A user's server. `milli`: its share of a GPU, thousandths; None: it has none. `since`: how long it runs, in the engine's words."""
+    """A user's server. `milli`: thousandths of a GPU, None without one. `since`: how long it has run, in the engine's words."""
 
     identity: str
     user: str
@@ -39,7 +38,7 @@ class ClusterServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """All nodes with an agent, all servers, and how many further nodes there are."""
+    """All nodes with an agent, all servers, and the number of `others`: nodes without an agent."""
 
     nodes: Sequence[ClusterNode] = ()
     servers: Sequence[ClusterServer] = ()
@@ -48,7 +47,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """The cluster as read last. `problem`: why there is nothing newer, a sentence; empty: it is new."""
+    """The cluster as last read. `problem`: why there is nothing newer, a sentence, or ""."""
 
     cluster: Cluster = field(default_factory=Cluster)
     problem: str = "the cluster has not answered yet"
@@ -60,7 +59,7 @@ def reader_of(engine: str) -> Callable[[], Awaitable[Cluster]]:
 
 
 class ClusterFollower:
-    """Reads the cluster while pages are open. Everything belongs to one event loop."""
+    """Reads the cluster while pages are open."""
 
     def __init__(self, read: Callable[[], Awaitable[Cluster]]) -> None:
         self.changed = asyncio.Event()
@@ -72,7 +71,7 @@ class ClusterFollower:
 
     @property
     def snapshot(self) -> ClusterSnapshot:
-        """The cluster as read last; whoever asks has it read again."""
+        """The cluster as last read. Access keeps the reading going."""
         self._asked_s = time.monotonic()
         self._asked.set()
         return self._snapshot
@@ -81,7 +80,7 @@ class ClusterFollower:
         self._task = asyncio.get_running_loop().create_task(self._follow())
 
     def refresh_soon(self) -> None:
-        """Nothing that this page offers changes the cluster."""
+        """Does nothing: this page has no actions."""
 
     async def close(self) -> None:
         if self._task is not None:
@@ -106,7 +105,7 @@ class ClusterFollower:
 
 
 def cluster_view(snapshot: ClusterSnapshot, viewer: Viewer, *, now_s: float | None = None) -> dict[str, Any]:
-    """Return everything that the viewer's page shows, ready to be encoded as JSON. `now_s`: seconds since the epoch."""
+    """Return what the viewer's page shows, as JSON data. `now_s`: seconds since the epoch."""
     cluster, terms = snapshot.cluster, Terms(now_s=time.time() if now_s is None else now_s, stale_after_s=STALE_S)
     servers = [one for one in cluster.servers if viewer.admin or one.user == viewer.name]
     return {

@@ -1,8 +1,8 @@
-"""One call in `jupyterhub_config.py` adds the page: a managed service, two scopes of its own, and the roles that hold them.
+"""Adds the page to `jupyterhub_config.py`: a managed service, two scopes, and the roles that hold them.
 
-Users with `custom:fractional-gpu:read` see the machine's sizes and their own kernels, and suspend, resume and pin these; every user has
-it unless `everybody` is False. Users with `custom:fractional-gpu:admin` see and control everything. Only named users and groups have that
-scope: administrators of the hub do not have it by themselves.
+Users with `custom:fractional-gpu:read` (all, unless `everybody` is False) see the machine's sizes and their own kernels, and suspend,
+resume and pin these. Users with `custom:fractional-gpu:admin` see and control everything; only named users and groups get that scope, not
+the hub's administrators.
 """
 
 import ipaddress
@@ -28,12 +28,12 @@ CLUSTERS = tuple(_KEPT)
 NAMESPACE_VARIABLE = "JUPYTER_GPU_PAGE_NAMESPACE"
 NODES_VARIABLE = "JUPYTER_GPU_PAGE_NODES"
 COMPONENT_VARIABLE = "JUPYTER_GPU_PAGE_COMPONENT"
+# Settings of the Kubernetes spawner, passed to the service's process in these variables.
 _SETTINGS = {
     "namespace": NAMESPACE_VARIABLE,
     "gpu_node_selector": NODES_VARIABLE,
     "component_label": COMPONENT_VARIABLE,
 }
-"""The settings of the Kubernetes spawner that say where nodes and servers are, and how the service's process is told."""
 _WHERE = "jupyterhub_config.py"
 _SCOPES = {
     READ_SCOPE: {"description": "See the GPUs and one's own kernels on them, and suspend, resume and pin these"},
@@ -59,10 +59,9 @@ def add_page(
     """Add the page at `/services/NAME/`.
 
     `admins` and `admin_groups` (users and groups of the hub) control everything; `everybody`: all users see their own kernels; `socket` is
-    the broker's (default: that of `configure`); `host` and `port` are where the service listens and the hub's proxy reaches it: the address
-    of the hub's pod where the proxy runs in another; `cluster`, `slurm` or `kubernetes`: the page shows that engine's nodes and on which of
-    them users' servers run, in place of one broker's devices. With `kubernetes`, call it after the spawner's settings: namespace and labels
-    are the spawner's. Raises ConfigError.
+    the broker's (default: as for `configure`); the hub's proxy reaches the service at `host` and `port` (the hub's pod's address if the
+    proxy runs in another); `cluster`, `slurm` or `kubernetes`: the page shows that engine's nodes and servers instead of one broker's
+    devices. With `kubernetes`, call it after the spawner's settings, which have namespace and labels. Raises ConfigError.
     """
     for key, value in (("admins", admins), ("admin_groups", admin_groups)):
         if isinstance(value, str):
@@ -90,7 +89,7 @@ def add_page(
             "url": url,
             "command": [sys.executable, "-P", "-m", "fractional_gpu_hub.service", *options],
             "oauth_client_allowed_scopes": [READ_SCOPE, ADMIN_SCOPE],
-            "oauth_no_confirm": True,  # it is a part of the hub, and asks only for the user's identity
+            "oauth_no_confirm": True,  # part of the hub: it asks only for the user's identity
             "display": True,
             **({"environment": environment} if environment else {}),
         }
@@ -113,16 +112,16 @@ def add_page(
 
 
 def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
-    """Give all users their scopes; return the roles that this takes beside the others."""
-    # Imported here: the service's own process, for which the hub waits, needs nothing of the hub's application.
+    """Give all users their scopes; return the further roles that this needs."""
+    # Imported here: the service's process, for which the hub waits, does not need the hub's application.
     from jupyterhub.app import JupyterHub  # noqa: PLC0415
     from jupyterhub.roles import get_default_roles  # noqa: PLC0415
 
     ours = [READ_SCOPE, access]
     (user,) = [role for role in get_default_roles() if role["name"] == "user"]
-    roles = c.JupyterHub.load_roles  # assigned as a list, or appended to the default
+    roles = c.JupyterHub.load_roles  # a list, or appended to the default
     for role in roles.to_dict().get("extend", ()) if isinstance(roles, LazyConfigValue) else roles:
-        if role.get("name") == "user":  # which all users have: the hub takes it as it is, and from no second place
+        if role.get("name") == "user":  # all users have it, and the hub accepts only one definition of it
             role["scopes"] = [*role.get("scopes", user["scopes"]), *ours]
             return []
     if hasattr(JupyterHub, "extra_user_scopes"):
@@ -133,7 +132,7 @@ def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
 
 
 def _environment(c: Config, cluster: str) -> dict[str, str]:
-    """Return what the service's process needs to reach the cluster. The hub starts it without its own environment. Raises ConfigError."""
+    """Return the variables that the service needs to reach the cluster: the hub starts it without its own. Raises ConfigError."""
     found = {name: os.environ[name] for name in _KEPT.get(cluster, ()) if name in os.environ}
     if cluster != "kubernetes":
         return found

@@ -1,13 +1,12 @@
-"""What leases used, for the pages "My usage" and "Usage": whose figures the broker is asked for, and the parts of the pages.
+"""What leases used, for the pages "My usage" and "Usage": queries to the broker, and the parts of the pages.
 
-For the broker this process is an administrator, whom it answers anything. So the rules are kept here:
+To the broker this process is an administrator, who may read everything. So the rules are kept here:
 
-- A user's figures are asked for by the user's name among the users of the hub (`seated`): a user of the machine with the same name is
-  another one. Entries of any other name are dropped, whatever the broker answers.
-- Of others, a user sees what the broker's setting `usage_visible` (in each reply) allows: nothing, the sums of each user of the groups that
-  the user has at the hub now, or of every user. Never what their notebooks are called. A setting that is not known allows nothing.
-- Advice on shares: a user sees that on their own notebooks, administrators all of it, whatever `usage_visible` is.
-- All figures are for administrators alone; `Actions` checks that. Budgets likewise: a user sees their own and those of their groups.
+- A user's figures are requested by name among the users of the hub (`seated`): the machine may have another user of the same name.
+  Entries of other names are dropped, whatever the broker answers.
+- Of others, a user sees what the broker's setting `usage_visible` allows: nothing, the sums per user of the viewer's groups, or of all
+  users. Never their notebooks' names. An unknown setting allows nothing.
+- A user sees advice on their own notebooks, and the budgets of themselves and their groups. Administrators see everything.
 """
 
 import platform
@@ -55,7 +54,7 @@ _DAY_S: Final = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What a page is asked for: the time (seconds since 1970), how it was written, and by what all users' figures are summed."""
+    """A page's query: the time (seconds since 1970) and how it was written, and what figures of all users are summed by."""
 
     since_s: int
     until_s: int
@@ -72,7 +71,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one page shows. `others`: what the user may see of others, by a heading."""
+    """What one page shows. `others`: what the user may see of others, by heading."""
 
     report: UsageReport
     by: tuple[str, ...]
@@ -82,7 +81,7 @@ class Figures:
 
 
 def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None = None) -> Chosen:
-    """Return what a page's query asks for. Raises BadRequestError with what is allowed."""
+    """Parse a page's query. Raises BadRequestError with what is allowed."""
     word, by = arguments.get("period") or _THIS_MONTH, arguments.get("by") or "group"
     for name, given, allowed in (("period", word, (*PERIODS, DATES)), ("by", by, BY)):
         if given not in allowed:
@@ -108,7 +107,7 @@ def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None =
 
 
 def own_figures(client: SeatClient, viewer: Viewer, asked: Chosen) -> Figures:
-    """Return the viewer's own figures, by notebook, and what the viewer may see of others. Raises FractionalGPUError."""
+    """Return the viewer's figures by notebook, and what the viewer may see of others. Raises FractionalGPUError."""
     columns = (*_PARTY, "notebook")
     report = client.usage(columns, asked.since_s, asked.until_s, {"user": viewer.name, "seated": "1"})
     own = [entry for entry in report.entries if entry.of["user"] == viewer.name]
@@ -122,7 +121,7 @@ def own_figures(client: SeatClient, viewer: Viewer, asked: Chosen) -> Figures:
         found["All users"] = client.usage(_PARTY, asked.since_s, asked.until_s)
     note = f"Only {_MOST_GROUPS} of your {len(groups)} groups are shown." if len(groups) > _MOST_GROUPS else ""
     budgets = [one for one in _budgets(client) if _is_own(one, viewer)]
-    # A broker that does not say whose advice it is could answer with that for the machine's user of the same name.
+    # Not the advice for a user of the machine who has the same name.
     advice = [one for one in report.advice if one.owner == viewer.name and one.seated]
     own_report = replace(report, entries=own, scope="own", advice=advice)
     return Figures(report=own_report, by=("notebook",), others=found, note=note, budgets=tuple(budgets))
@@ -149,7 +148,7 @@ def all_figures(client: SeatClient, asked: Chosen) -> Figures:
 
 
 def shown(figures: Figures) -> dict[str, Any]:
-    """Return what the page's template needs of the figures: sentences, and parts that are HTML already."""
+    """Return what the page's template needs: sentences, and parts that are already HTML."""
     report, own = figures.report, figures.report.scope == "own"
     names = budget_names(figures.budgets)
     return {

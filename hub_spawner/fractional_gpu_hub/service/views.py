@@ -1,8 +1,7 @@
 """What a user may see, as the page and the API show it: sizes with units, reasons as sentences. Pure functions.
 
-A user sees their own seats and kernels, and only sums per device of all others. A kernel belongs to the user whose seat it draws on: the
-broker has a seat's owner from the hub, while the owner of a kernel without a seat is a user of the machine, who may have the same name as
-another user of the hub. Administrators see all.
+A user sees their own seats and kernels, and of all others only sums per device; administrators see all. A kernel belongs to the user of
+its seat. A kernel without a seat belongs to a user of the machine, who may have the same name as another user of the hub.
 """
 
 import json
@@ -23,7 +22,7 @@ _WHOLE = 1000  # a device, thousandths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Viewer:
-    """A user of the hub who opened the page, and the groups that the hub names for the user."""
+    """The user of the hub who opened the page, with their groups there."""
 
     name: str
     admin: bool
@@ -35,7 +34,7 @@ def is_own(lease: LeaseStatus, viewer: Viewer) -> bool:
 
 
 def view_of(snapshot: Snapshot, viewer: Viewer) -> dict[str, Any]:
-    """Return everything that the viewer's page shows, ready to be encoded as JSON."""
+    """Return what the viewer's page shows, as JSON data."""
     status = snapshot.status
     leases = status.leases if status is not None else []
     shown = [lease for lease in leases if viewer.admin or is_own(lease, viewer)]
@@ -135,7 +134,7 @@ def _device_notes(device: DeviceStatus, viewer: Viewer) -> list[str]:
 
 
 def _order(lease: LeaseStatus) -> tuple[int, int, str, str]:
-    """Waiting kernels come first, in the order of the queue."""
+    """Waiting kernels first, in the order of the queue."""
     return (lease.position is None, lease.position or 0, lease.spec.owner, lease.lease_id)
 
 
@@ -247,12 +246,8 @@ def _pools(snapshot: Snapshot, viewer: Viewer) -> list[dict[str, Any]]:
     return rows
 
 
-# The settings of a pool as the page's editor shows them: the common ones first, each with its help, default and another value. They are
-# the keys of the pools' configuration, without the devices: these cannot be changed while the broker runs.
-
-
 class Setting(NamedTuple):
-    """One key. `default` and `example` are as one types them; `boolean`: only true and false are allowed; `choices`: of a list."""
+    """A key in the page's editor of pools. `default` and `example` are as typed; `choices` are a list's."""
 
     key: str
     help: str
@@ -271,7 +266,7 @@ class PoolSettings(NamedTuple):
 def pool_settings() -> PoolSettings:
     shown = {}
     for key, rule in POOL_KEYS.items():
-        # A text is typed as it is, anything else in JSON.
+        # A text is typed as it is, other values as JSON.
         default, example = (
             value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             for value in (rule.default_value, rule.example)
