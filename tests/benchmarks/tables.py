@@ -65,8 +65,13 @@ _IDLE: Final = {
     "mean wait, s": "{mean wait, s}",
 }
 _RULES: Final = (
-    *("after 0 s", "after 60 s", "after 300 s", "after 600 s", "after 3600 s"),
-    *("auto, 0.02 an hour", "auto, 0.1 an hour", "auto, 0.3 an hour", "auto, 1 an hour", "never"),
+    *("after 60 s", "after 300 s", "after 600 s", "after 3600 s"),
+    *("auto, 0.02 an hour", "auto, 0.1 an hour", "auto, 1 an hour", "never"),
+)
+_LOADS: Final = ("published", "teaching-lab", "builders", "trainers", "night-jobs", "mixed", "pods")
+_ATTACKS: Final = (
+    *("`spin:1`", "`slow-bodies:200`", "`json:1000`", "`iopub:60000`"),
+    *("`capacity:400`", "`ledger:4`", "`connects:100`", "`gates:200`"),
 )
 
 TABLES: Final = {
@@ -97,6 +102,7 @@ TABLES: Final = {
         "overhead.md",
         "python tests/benchmarks/hostile.py --seconds 5",
         {"attack": "{attack}", "ping": "{ping}, {ratio}", "cell": "{cell}"},
+        rows=_ATTACKS,
     ),
     "sharing": Table("benchmarks.md", f"python -m {_SHARING}", _SHARED),
     "sharing-one-gpu": Table("benchmarks.md", f"python -m {_SHARING}{_ONE_GPU}", _SHARED),
@@ -118,6 +124,7 @@ TABLES: Final = {
         "python -m tests.benchmarks.frontier --seeds 14 --pods openb_pod_list_default.csv",
         {"load, GPUs": "{load}", "p95 wait, s": "{p95 wait, s}", "`auto` is": "{frontier of the waits}"},
         at=-1,
+        rows=(*(f"{load}, tight" for load in _LOADS), "pods, enough", "pods, just enough"),
     ),
     "placement": Table(
         "benchmarks.md",
