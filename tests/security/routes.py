@@ -144,8 +144,8 @@ def table(cells: list[Cell]) -> str:
 
 _INTRODUCTION = """# Who may call what
 
-Every route of the broker's API. The answers are those of a running broker (`python -m tests.security.routes`): "yes", or the status
-and the reason of the refusal. Administrators are root and the broker's own user. Another user's lease is unknown, and ending it has no
+Every route of the broker's API, with the answers of a running broker (`python -m tests.security.routes`): "yes", or the status and the
+reason of the refusal. Administrators are root and the broker's own user. Another user's lease is unknown, and ending it has no
 effect. In brackets: the request, the reply, and the word in the [audit log](audit.md).
 """
 
