@@ -110,12 +110,24 @@ TABLES: Final = {
         "benchmarks.md",
         "python -m tests.benchmarks.sensitivity",
         {"load": "{load}", "GPUs needed": "{devices needed}", "waited, %": "{waited, %}"},
+        rows=(
+            *("usual", "short cells", "memory of cells", "one GPU each", "all three, as before", "40 % in classes"),
+            *("three time zones", "usual, for a week"),
+        ),
     ),
     "policies": Table("benchmarks.md", f"python -m {_POLICIES}{_ONE_GPU}", _SETTING, rows=_SETTINGS),
     "foresight": Table(
         "benchmarks.md",
         "python -m tests.benchmarks.foresight",
         {"`foresight`": "{foresight}", "waited, %": "{waited, %}", "p99 wait, s": "{p99 wait, s}"},
+        rows=(
+            "without foresight",
+            *(
+                f"{kind}, {false} % false"
+                for kind in ("free", "displace", "displace, large ones, too")
+                for false in (0, 70)
+            ),
+        ),
     ),
     "idling-long": Table("benchmarks.md", "python -m tests.benchmarks.idling", _IDLE, rows=_RULES),
     "idling-short": Table("benchmarks.md", "python -m tests.benchmarks.idling", _IDLE, at=1, rows=_RULES),
