@@ -28,68 +28,6 @@ def listed(tmp_path: Path, *rows: str) -> Path:
     return path
 
 
-def runs(*spans: tuple[int, int], cpu: int = 1000, milli: int = 500) -> list[pods.Run]:
-    return [pods.Run(start, end, (str(cpu),), 1, milli) for start, end in spans]
-
-
-def spans(path: Path) -> list[tuple[int, int]]:
-    return [(run.start_s, run.end_s) for day in pods.read_days(path) for run in day]
-
-
-def test_pods_of_a_request_that_follow_one_another_are_the_runs_of_one_person() -> None:
-    (one,) = pods.sessions_of(runs((100, 400), (1000, 1600), (1600, 1700)))
-    assert [(cell.start_ms, cell.duration_ms) for cell in one.cells] == [
-        (100_000, 300_000),
-        (1_000_000, 600_000),
-        (1_600_000, 100_000),
-    ]
-    assert (one.open_ms, one.close_ms) == (100_000, (1700 + HOUR) * 1000)
-
-
-def test_pods_that_overlap_or_ask_for_something_else_are_those_of_others() -> None:
-    overlapping = pods.sessions_of(runs((100, 400), (200, 500)))
-    assert [len(one.cells) for one in overlapping] == [1, 1]
-    assert len({one.user for one in overlapping}) == 2
-    assert len(pods.sessions_of(runs((100, 400)) + runs((500, 600), cpu=2000))) == 2
-
-
-def test_a_pod_continues_the_session_that_ended_last_unless_the_pause_was_too_long() -> None:
-    first, second = pods.sessions_of(runs((0, 100), (50, 300), (350, 400)))
-    assert [cell.start_ms for cell in first.cells] == [0]
-    assert [cell.start_ms for cell in second.cells] == [50_000, 350_000]
-    assert len(pods.sessions_of(runs((0, 100), (100 + 4 * HOUR, 15_000)))) == 1
-    assert len(pods.sessions_of(runs((0, 100), (101 + 4 * HOUR, 15_000)))) == 2
-
-
-def test_a_pod_uses_the_share_that_it_asked_for() -> None:
-    (half,) = pods.sessions_of(runs((0, 100), milli=500), 10_000)
-    assert (half.gpu_mib, half.cells[0].gpu_mib, half.cells[0].util_percent) == (4500, 4500, 50)
-    (whole,) = pods.sessions_of(runs((0, 100), milli=1000), 10_000)
-    assert (whole.gpu_mib, whole.cells[0].util_percent) == (9000, 100)
-
-
-def test_services_pods_without_a_gpu_and_those_never_scheduled_are_left_out(tmp_path: Path) -> None:
-    long = 12 * HOUR
-    path = listed(
-        tmp_path,
-        row(5 * DAY + 7, 5 * DAY + 7 + long),
-        row(5 * DAY + 8, 5 * DAY + 9 + long),
-        row(5 * DAY + 9, 5 * DAY + 99, gpus=0),
-        row("", 5 * DAY + 99),
-        row(5 * DAY + 10, 5 * DAY + 10),
-    )
-    kept = [span for span in spans(path) if span[0] % 60]
-    assert kept == [(5 * DAY + 7, 5 * DAY + 7 + long)]
-
-
-def test_days_with_few_pods_are_not_used_and_times_count_from_midnight(tmp_path: Path) -> None:
-    (day,) = pods.read_days(listed(tmp_path, row(4 * DAY, 4 * DAY + 100)))
-    assert len(day) == pods.LEAST_RUNS
-    sessions = pods.sessions_of(day)
-    assert min(one.open_ms for one in sessions) == 0
-    assert sum(len(one.cells) for one in sessions) == pods.LEAST_RUNS
-
-
 def test_what_is_written_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, sessions, cells = listed(tmp_path), tmp_path / "sessions.csv", tmp_path / "cells.csv"
     files = ["--sessions", str(sessions), "--cells", str(cells)]

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from fractional_gpu.core.revoke import Candidate, plan_saving
-from tests.benchmarks.revocation import ORDERS, kernels_of, main, run_arbiter, run_order, time_for_all_ms
+from tests.benchmarks.revocation import ORDERS, kernels_of, run_arbiter, run_order, time_for_all_ms
 
 SEEDS = 15
 
@@ -32,17 +32,3 @@ def test_more_is_saved_than_by_any_other_order_and_nearly_all_that_could_be(shar
         best += _value(seed, saved)
     assert ours >= 0.85 * best, "with hindsight: the times of all swaps known"
     assert all(ours > other for other in others.values()), others
-
-
-def test_all_that_ends_before_a_long_deadline_is_saved_and_fewer_cells_are_interrupted() -> None:
-    for seed in range(SEEDS):
-        kernels = kernels_of(seed)
-        deadline_ms = 3 * time_for_all_ms(kernels) + 60_000
-        ours = run_arbiter(kernels, seed, deadline_ms)
-        assert ours.saved == {one.name for one in kernels}
-        assert ours.interrupted <= run_order(kernels, kernels, deadline_ms).interrupted
-
-
-def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seeds", "2"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 4 * (1 + len(ORDERS))

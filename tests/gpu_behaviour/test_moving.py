@@ -116,7 +116,7 @@ def test_devices_that_are_not_alike_do_not_exchange_processes(make_host: MakeHos
 def test_a_worker_killed_in_the_middle_loses_no_byte(
     *, operation: str, eighths: int, host: Host, kernel: KernelProcess, driver: Checkpointer, monitor: Monitor
 ) -> None:
-    """NVIDIA documents nothing for this; the double plays a target that recovers (see driver_double/test_dead_callers.py)."""
+    """NVIDIA documents nothing for this; the double plays a target that recovers."""
     kernel.run("!import random; x = cuda.allocate(8 << 20); x.write(random.Random(1).randbytes(8 << 20))")
     before = kernel.run("x.sha256()")
     host.set_speed(checkpoint_mib_s=20, restore_mib_s=20)

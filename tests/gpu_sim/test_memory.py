@@ -3,15 +3,11 @@
 import os
 import subprocess
 import sys
-import threading
-from contextlib import ExitStack
 
 import pytest
 
 from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
-from fractional_gpu.gpu.simulated.processes import reap
-from fractional_gpu.gpu.simulated.store import Store
 from tests.gpu_sim.kernels import MIB, Kernel, KernelError
 from tests.support.paths import STRANGER
 
@@ -24,18 +20,6 @@ def test_the_notebook_side_needs_only_the_standard_library(kernel: Kernel) -> No
     assert {name for name in foreign if not name.startswith(("_", "sphinxcontrib"))} <= {"fractional_gpu"}
     rooms = {name for name in loaded if name.startswith("provisioner.") and not name.startswith("fractional_gpu.gpu")}
     assert rooms == set()
-
-
-def test_bytes_are_kept(kernel: Kernel) -> None:
-    kernel.run("!x = cuda.allocate(1000)")
-    assert kernel.run("x.read() == bytes(1000)")
-    kernel.run("x.write(b'hello', 10)")
-    kernel.run("x.write(memoryview(b'world'), 995)")
-    assert kernel.run("x.read(7, 9).decode()") == "\0hello\0"
-    assert kernel.run("x.read(offset=994).decode()") == "\0world"
-    kernel.run("x.fill(b'abc')")
-    assert kernel.run("x.read() == (b'abc' * 334)[:1000]")
-    assert kernel.run("x.sha256() == __import__('hashlib').sha256(x.read()).hexdigest()")
 
 
 @pytest.mark.parametrize(
@@ -56,32 +40,11 @@ def test_a_size_that_is_none_is_refused(kernel: Kernel, size: str) -> None:
     assert caught.value.name == "ValueError"
 
 
-def test_freed_memory_is_free_and_unusable(kernel: Kernel) -> None:
-    before = kernel.run("cuda.memory_info()[0]")
-    kernel.run("!x = cuda.allocate(2**20)")
-    assert kernel.run("cuda.memory_info()[0]") == before - MIB
-    kernel.run("x.free()")
-    kernel.run("x.free()")
-    assert kernel.run("cuda.memory_info()[0]") == before
-    with pytest.raises(KernelError, match="freed"):
-        kernel.run("x.read()")
-
-
 def test_dropping_the_last_reference_frees(kernel: Kernel) -> None:
     before = kernel.run("cuda.memory_info()[0]")
     kernel.run("!x = [cuda.allocate(2**20) for _ in range(5)]")
     kernel.run("!x = None")
     assert kernel.run("cuda.memory_info()[0]") == before
-
-
-def test_a_full_device_is_an_ordinary_error(kernel: Kernel, simulated: host.SimulatedHost) -> None:
-    kernel.run("!x = cuda.allocate(224 * 2**20)")
-    with pytest.raises(KernelError, match=r"asked for 1 MiB, 0 MiB of 256 MiB are free") as caught:
-        kernel.run("cuda.allocate(2**20)")
-    assert caught.value.name == "SimulatedOutOfMemory"
-    with Kernel(simulated) as other, pytest.raises(KernelError, match="out of memory"):
-        other.run("cuda.memory_info()")
-    assert kernel.run("x.read(5) == bytes(5)")
 
 
 def test_the_cap_is_named_counts_the_context_and_may_grow(simulated: host.SimulatedHost) -> None:
@@ -205,58 +168,3 @@ def test_a_stranger_holds_memory_without_a_lease_until_its_input_ends(
     for arguments in ([], ["0"], ["much"]):
         wrong = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
         assert (wrong.returncode, "usage" in wrong.stderr) == (2, True)
-
-
-CHURN = """!
-import random
-chance, held, full = random.Random(SEED), [], 0
-
-def churn(rounds):
-    global full
-    for _ in range(rounds):
-        try:
-            held.append(cuda.allocate(chance.randrange(1, 64 << 20)))
-        except cuda.SimulatedOutOfMemory:
-            full += 1
-        if held and chance.random() < 0.4:
-            held.pop(chance.randrange(len(held))).free()
-"""
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_the_sum_never_exceeds_the_device(simulated: host.SimulatedHost, seed: int) -> None:
-    """Several processes allocate and free at random and one is killed, while a reader adds up all the time."""
-    sums = "SELECT (SELECT SUM(bytes) FROM processes) - (SELECT COUNT(*) FROM processes) * ?, (SELECT SUM(bytes) FROM allocations)"
-    store = Store(simulated.directory)
-    seen: list[int] = []
-    done = threading.Event()
-
-    def add_up() -> None:
-        while not done.is_set():
-            totals, allocations = store.query(sums, 32 * MIB)[0]
-            assert totals == allocations
-            seen.append(store.query("SELECT SUM(bytes) FROM processes")[0][0])
-
-    reader = threading.Thread(target=add_up)
-    with ExitStack() as stack:
-        kernels = [stack.enter_context(Kernel(simulated)) for _ in range(4)]
-        for number, kernel in enumerate(kernels):
-            kernel.run(CHURN.replace("SEED", str(seed * 10 + number)))
-            kernel.run("cuda.memory_info()")
-        kernels[0].run("!x = cuda.allocate(1)")
-        reader.start()
-        stack.callback(store.close)
-        stack.callback(reader.join)
-        stack.callback(done.set)
-        for kernel in kernels:
-            kernel.begin("churn(100)")
-        kernels[1 + seed % 3].kill()
-        survivors = [kernel for kernel in kernels if kernel.process.returncode is None]
-        for kernel in survivors:
-            kernel.result()
-        assert reader.is_alive(), "what processes and what their allocations add up to differed"
-        assert sum(kernel.run("full") for kernel in survivors) > 0
-        held = sum(kernel.run("sum(x.n_bytes for x in held)") for kernel in survivors)
-        reap(store)
-        assert store.query("SELECT SUM(bytes) FROM allocations")[0][0] == held + 1
-    assert 128 * MIB < max(seen) <= 256 * MIB
