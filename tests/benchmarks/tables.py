@@ -73,12 +73,23 @@ _ATTACKS: Final = (
     *("`spin:1`", "`slow-bodies:200`", "`json:1000`", "`iopub:60000`"),
     *("`capacity:400`", "`ledger:4`", "`connects:100`", "`gates:200`"),
 )
+_OVERHEADS: Final = (
+    "kernel start, to its first answer",
+    "ipykernel made ready with the extension loaded, processor time",
+    "a trivial cell on a resident kernel, to its idle status",
+    *("acquire, with 200 leases, p50", "acquire, with 200 leases, p99"),
+    *(f"{way} {size} MiB on the simulated device" for size in (64, 640) for way in ("suspend", "resume")),
+    "a killed broker serves again, with 64 kernels",
+    "first kernel, until its process runs, no broker before",
+    "ten kernels by asyncio.gather, until all answer, no broker before",
+)
 
 TABLES: Final = {
     "bench": Table(
         "overhead.md",
         "tests/run bench",
         {"measured": "{measured}", "here": "{here}", "compared": "{compared}"},
+        rows=_OVERHEADS,
     ),
     "decisions": Table(
         "overhead.md",
