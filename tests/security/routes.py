@@ -137,7 +137,8 @@ def table(cells: list[Cell]) -> str:
         lines += [f"## {title}", "", "| answer | caller |", "|---|---|"]
         for answer in sorted(dict.fromkeys(answers), key="yes".__ne__):
             callers = [role for role, given in zip(ROLES, answers, strict=True) if given == answer]
-            lines.append(f"| {answer} | {'all' if len(callers) == len(ROLES) else '; '.join(callers)} |")
+            shown = {len(ROLES): "all", len(ROLES) - 1: "all others"}.get(len(callers), "; ".join(callers))
+            lines.append(f"| {answer} | {shown} |")
         lines += ["", *map(_line, routes), ""]
     return "\n".join(lines)
 
