@@ -1,9 +1,8 @@
 """The IPython extension: gate, magics, memory limits, displays.
 
-`python -m fractional_gpu_kernel ipykernel_launcher ...` starts a kernel that has it. Rules of this room:
+`python -m fractional_gpu_kernel ipykernel_launcher ...` starts a kernel with it. Rules:
 
-- It must not be felt: loading costs a few milliseconds (what is not needed at once is imported later, in a thread), a cell on an open
-  gate costs microseconds, and without a lease there is only a `%gpu` that reports it.
+- Loading costs a few milliseconds (the rest is imported later, in a thread), a cell at an open gate microseconds.
 - A kernel on the GPU works without a broker; a kernel that needs the GPU and has no broker starts one.
 - A forked child of the kernel inherits memory, not the lease: there the gate is inert.
 """
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
-__distribution__ = "jupyter-fractional-gpu"  # distinguishes this package from another module of its name
+__distribution__ = "jupyter-fractional-gpu"  # tells this package from another module of the same name
 
 _loaded: "dict[int, Any]" = {}  # what was loaded into which shell, by id
 
@@ -49,7 +48,7 @@ def load_ipython_extension(ipython: "Any") -> None:  # noqa: ANN401 - IPython is
 
 
 def unload_ipython_extension(ipython: "Any") -> None:  # noqa: ANN401 - as above
-    """Leave the shell as it was. The lease stays: its broker sees an ordinary kernel without an extension."""
+    """Restore the shell. The lease stays: the broker sees a kernel without the extension."""
     extension = _loaded.pop(id(ipython), None)
     if extension is not None:
         extension.unload()

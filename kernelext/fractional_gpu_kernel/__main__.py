@@ -1,7 +1,7 @@
-"""`python -m fractional_gpu_kernel MODULE ...`: what `python -m MODULE ...` does for ipykernel's MODULE, with our extension loaded first.
+"""`python -m fractional_gpu_kernel MODULE ...` runs ipykernel's MODULE as `python -m MODULE ...` does, with our extension loaded first.
 
-No trait is set that a configuration may set, too: a list of extensions on the command line would replace a user's or a site's.
-`sys.path`, `sys.argv` and `__main__` are what MODULE has without this.
+No trait is set: a list of extensions on the command line would replace a user's or a site's. `sys.path`, `sys.argv` and `__main__` are as
+MODULE would have them.
 """
 
 import sys

@@ -18,8 +18,6 @@ from fractional_gpu_kernel.settings import Settings
 
 
 class LeasedKernel:
-    """One kernel and its parts, which find each other here."""
-
     def __init__(self, shell: Any, settings: Settings, notice: str) -> None:  # noqa: ANN401 - IPython is untyped
         self.shell = shell
         self.settings = settings
@@ -64,12 +62,12 @@ class LeasedKernel:
         self.inputs.become_inert()
 
     def take_size(self, environment: Mapping[str, str]) -> None:
-        """The lease has another size: later imports read it from the environment, loaded frameworks are limited on the main loop."""
+        """Another size: later imports read it from the environment, loaded frameworks are limited on the main loop."""
         self.gate.bind(environment)
         self.on_main_loop(self._apply_limit)
 
     def _apply_limit(self) -> None:
-        """Limit loaded frameworks. A lower limit waits for the next cell while one runs (`await` lets the loop go on beneath it)."""
+        """Limit loaded frameworks. A lower limit waits while a cell runs: at `await` the loop runs beneath it."""
         if self.limits.is_stale and not (self.limits.is_lowered and self.gate.is_running):
             self.limits.refresh()
 
@@ -77,11 +75,11 @@ class LeasedKernel:
         return self.gate.is_busy or self.gate.is_exempt or bool(self.inputs.waiting)
 
     def has_gui_loop(self) -> bool:
-        """Return whether the main thread runs a GUI event loop (`%gui`) between cells: no callback of the main loop runs meanwhile."""
+        """Whether the main thread runs a GUI event loop (`%gui`) between cells, which keeps callbacks of the main loop waiting."""
         return getattr(getattr(self.shell, "kernel", None), "eventloop", None) is not None
 
     def on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped
-        """Hand a callback to the kernel's main loop; False if that does not run (a terminal, or a GUI event loop of an older ipykernel)."""
+        """Pass a callback to the main loop; False if that does not run (a terminal, or an older ipykernel's GUI event loop)."""
         kernel: Any = getattr(self.shell, "kernel", None)
         loop = getattr(kernel, "io_loop", None)
         shell_channel: Any = getattr(kernel, "shell_channel_thread", None)
@@ -89,7 +87,7 @@ class LeasedKernel:
             return False
         loop.add_callback(callback)
         if self.has_gui_loop() and not self.is_held():
-            # A GUI event loop returns to the main loop when a shell message comes. ipykernel drops this one without a word. Not during a
-            # cell: if the cell fails, the message would let those behind it run.
+            # A shell message makes a GUI event loop return to the main loop; ipykernel ignores this one. Not during a cell: if that fails,
+            # the message would let the cells behind it run.
             shell_channel.io_loop.add_callback(kernel._post_dummy_stop_aborting_message, None)  # noqa: SLF001 - there is no public way
         return True

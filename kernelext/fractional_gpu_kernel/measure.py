@@ -6,11 +6,9 @@
         train(batch)
         tick()
 
-Outside of a measurement it does nothing. Standard library only.
-
-The protocol, for other languages: where the variable JUPYTER_GPU_MEASURE is set, it names a file; for each unit of work the program appends
-one line in one write, `NANOSECONDS UNITS`, with the time of CLOCK_MONOTONIC at which the work was done. What runs asynchronously on the
-device has to be waited for first, or the times are those of its submission.
+It does nothing outside a measurement, and needs only the standard library. Other languages: if JUPYTER_GPU_MEASURE is set, append the
+line `NANOSECONDS UNITS` to that file in one write, with the time of CLOCK_MONOTONIC when the work was done. Wait for asynchronous work on
+the device first, or the times are when it was submitted.
 """
 
 import os
@@ -22,9 +20,9 @@ MOST_UNITS: Final = 1_000_000_000
 
 
 def tick(units: int = 1) -> None:
-    """Say that so many units of work have just been done. Raises ValueError for anything but a whole number from 1 to 1,000,000,000.
+    """Report that `units` of work have just been done, from 1 to 1,000,000,000. Takes microseconds in a measurement.
 
-    It takes some microseconds in a measurement. Raises OSError if the measurement's file cannot be written.
+    Raises ValueError for another number, OSError if the measurement's file cannot be written.
     """
     if not isinstance(units, int) or isinstance(units, bool) or not 1 <= units <= MOST_UNITS:
         raise ValueError(f"cannot report {units!r} units of work; give a whole number from 1 to {MOST_UNITS:,}")

@@ -1,18 +1,16 @@
-"""Memory limits of frameworks' own allocators, what those hold, and giving caches back: when a framework has been imported.
+"""Memory limits of frameworks' allocators, what those hold, giving caches back, and what prevents a checkpoint.
 
-A lease's cap includes the CUDA context. A framework limits only what its own allocator takes, so its limit is the cap less the context,
-whose size the broker has measured and sends with each grant. The broker sees what allocates past these limits.
+A lease's cap includes the CUDA context. A framework limits only its allocator, so its limit is the cap minus the context, whose measured
+size the broker sends with each grant. The broker sees allocations beyond these limits.
 
-- JAX and CuPy read environment variables: set at load and at each grant, unless the user has set them. JAX refuses its two names at once,
-  and reads its own once: a changed limit needs a restart of the kernel.
-- TensorFlow has a variable only for growing as needed. Its call for a limit excludes `set_memory_growth`, which many notebooks call, and
-  renames devices: it is left to the user.
-- torch has a call, `torch.cuda.set_per_process_memory_fraction`, which would initialise CUDA: it is put into torch's own queue of things
-  to do when CUDA is initialised. Child processes get a variable, if the installed torch reads it.
-- What plans by the size of the device (accelerate, transformers, vLLM) asks torch, and torch answers with the limit.
-- In torch's older releases that call makes a context on the device, and may leave that device current. So the current device is limited
-  when CUDA is initialised, all others when their first allocation has been seen, and at once if the first limit made no context.
-- A limit that changes reaches loaded torch and CuPy on the kernel's main loop while no cell runs, or before the next cell.
+- JAX and CuPy read environment variables, set at load and at each grant unless the user has set them. JAX refuses both of its names
+  together, and reads its limit only once: a change needs a restart of the kernel.
+- TensorFlow gets only its variable for growing as needed: its call for a limit excludes `set_memory_growth`, which many notebooks call.
+- torch's `set_per_process_memory_fraction` would initialise CUDA, so it is queued for CUDA's initialisation. Child processes get a
+  variable, if the installed torch reads it. accelerate, transformers and vLLM ask torch for the device's size, and get the limit.
+- In older releases of torch that call creates a context on the device, and may leave that device current. So the current device is limited
+  first, and others after their first allocation, or immediately if the first limit created no context.
+- A changed limit reaches loaded torch and CuPy on the main loop while no cell runs, or before the next cell.
 """
 
 import contextlib
@@ -31,17 +29,17 @@ if TYPE_CHECKING:
     from fractional_gpu_kernel.extension import LeasedKernel
 
 Callback = Callable[[ModuleType], None]
-_MARK = "__noted_by_jupyter_gpu__"  # of a wrapped function: wrappers of others that copy its attributes carry it, too
+_MARK = "__noted_by_jupyter_gpu__"  # marks wrapped functions; other code's wrappers copy it with the attributes
 
 
 class ImportHooks:
-    """Calls back at the end of imports, as an entry of `sys.meta_path`. One serves a process: two would unwrap each other's loaders."""
+    """Calls back after imports, as an entry of `sys.meta_path`. One per process: two would unwrap each other's loaders."""
 
     def __init__(self) -> None:
         self._callbacks: dict[str, list[Callback]] = {}
 
     def after(self, name: str, callback: Callback) -> None:
-        """Call back in the importing thread each time that module `name` has been executed; now, too, if it is there already."""
+        """Call back in the importing thread whenever module `name` has been executed; now, too, if it is loaded."""
         module = sys.modules.get(name)
         if module is not None and not is_half_imported(module):
             callback(module)
@@ -57,7 +55,7 @@ class ImportHooks:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the finders behind this one find, with a callback in it for a watched module."""
+        """Return the spec of a watched module from the finders after this one, with a callback in it."""
         if name not in self._callbacks:
             return None
         for finder in list(sys.meta_path):
@@ -73,8 +71,8 @@ class ImportHooks:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            if vars(loader).get("exec_module") is exec_module:  # unless other code has wrapped it since
-                del loader.exec_module  # the loader is as it was before other code uses it
+            if vars(loader).get("exec_module") is exec_module:  # unless other code has wrapped it
+                del loader.exec_module  # before other code uses the loader
             execute(module)
             for callback in self._callbacks.get(name, ()):
                 callback(module)
@@ -96,7 +94,7 @@ class Call(NamedTuple):
 
 
 def note_calls(call: Call, report: Callable[[str], None]) -> None:
-    """Call `report` with the sentence before each call that counts, in the thread of the call. Missing functions are left out."""
+    """Call `report` with the sentence before each call that counts, in its thread. Missing functions are skipped."""
     for name in call.modules:
         owner: Any = sys.modules.get(name)
         *parents, function = call.function.split(".")
@@ -125,7 +123,7 @@ def mapped_files() -> set[str]:
 
 
 def is_half_imported(module: ModuleType) -> bool:
-    """Return whether another thread, or a cell further up, is still executing the module."""
+    """Whether another thread, or an outer cell, is still executing the module."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
@@ -138,32 +136,31 @@ MEMORY_INFO = "JUPYTER_GPU_MEMORY_INFO"
 _MIB = 2**20
 _JAX_READS = Call("jaxlib.xla_client", ("jaxlib.xla_client",), "generate_pjrt_gpu_plugin_options", "")
 _JAX_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # older releases read the second only
-_JAX_READER = ("jaxlib", "xla_client.py", _JAX_FRACTIONS[0])  # a package, its file that reads the name, the name
+_JAX_READER = ("jaxlib", "xla_client.py", _JAX_FRACTIONS[0])  # a package, its file that reads the name, and the name
 _TORCH_FRACTION = "per_process_memory_fraction"
 _TORCH_READER = ("torch", "include/c10/cuda/CUDAAllocatorConfig.h", _TORCH_FRACTION)
 _TORCH_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # CUDA's allocator reads the first that is set
-_UNCOUNTED = ("numba.cuda", "paddle", "pycuda.driver", "rmm", "tensorflow")
-"""Packages whose device memory is not counted here. (torch itself imports `cuda.bindings`.)"""
-
-CONTEXT_MIB = 512
-"""What a CUDA context with the kernels of a framework and cuBLAS's workspace takes, until the broker has measured more."""
+_UNCOUNTED = ("numba.cuda", "paddle", "pycuda.driver", "rmm", "tensorflow")  # their device memory is not counted here
+CONTEXT_MIB = (
+    512  # a CUDA context with a framework's kernels and cuBLAS's workspace, until the broker has measured more
+)
 
 
 def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
-    """Return what a framework's allocator may take of a cap, MiB: the cap less the context, at least half (a quarter) of it."""
+    """Return a framework's share of a cap, MiB: the cap minus the context, but at least half (a quarter) of it."""
     least = cap_mib // 2 if context_mib <= CONTEXT_MIB else cap_mib // 4
     return max(cap_mib - max(context_mib, CONTEXT_MIB), least, 1)
 
 
 class TorchLimits:
-    """Limits torch's allocator on each device of this process. For the thread that runs cells."""
+    """Limits torch's allocator on each device. For the thread that runs cells."""
 
     def __init__(self) -> None:
         self._limited: set[int] = set()
-        self._others: set[int] = set()  # devices without a limit: not used when the others were limited
+        self._others: set[int] = set()  # devices without a limit, unused when the others were limited
 
     def apply(self, torch: Any, mib: int) -> None:  # noqa: ANN401 - torch is not ours to import
-        """Limit what is in use to `mib` on each device, and leave the current device as it is. Raises what CUDA raises (RuntimeError)."""
+        """Limit the devices in use to `mib` each; the current device stays. Raises RuntimeError from CUDA."""
         cuda = torch.cuda
         devices = set(range(cuda.device_count()))
         if not devices:
@@ -173,7 +170,7 @@ class TorchLimits:
         try:
             for index in [current, *sorted(wanted - {current})]:
                 self._limit(cuda, index, mib)
-            if wanted != devices and not _has_context(torch, current):  # a limit is only a number in this release
+            if wanted != devices and not _has_context(torch, current):  # in this release a limit creates no context
                 for index in sorted(devices - wanted):
                     self._limit(cuda, index, mib)
         finally:
@@ -182,7 +179,7 @@ class TorchLimits:
             self._others = devices - self._limited
 
     def is_stale(self) -> bool:
-        """Return whether a device without a limit is in use by now. Reads the allocator's books only, and does not call the driver."""
+        """Whether a device without a limit is in use. Reads the allocator's counters, without calling the driver."""
         torch = sys.modules.get("torch") if self._others else None
         return torch is not None and any(_torch_bytes(torch.cuda, index) for index in self._others)
 
@@ -193,29 +190,28 @@ class TorchLimits:
 
 
 class MemoryLimits:
-    """The limits of this process. Not thread-safe by itself: the gate calls `bind` under its lock."""
+    """The limits of this process. Not thread-safe: the gate calls `bind` under its lock."""
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ, hooks: ImportHooks | None = None) -> None:
         self._environment = environment
         self.hooks = hooks or ImportHooks()
         self._torch = TorchLimits()
-        self._ours: dict[str, str] = {}  # set here, not by the user: a resize may change them
-        self._torch_setting = ""  # likewise, among the user's own
+        self._ours: dict[str, str] = {}  # set here, not by the user, so a resize may change them
+        self._torch_setting = ""  # the same, within the user's own value
         self.cap_mib: int | None = None  # of the process tree; None: no cap
         self._limit_mib: int | None = None  # what a framework may take of the cap
         self._read()
-        # The limit that loaded frameworks work with; 0: torch has still to be checked.
+        # The limit in loaded frameworks; 0: torch must be checked.
         self._applied_mib: int | None = self._limit_mib
 
     def install(self) -> None:
-        """Set what can be set now, and watch for torch."""
         self._hint()
         self.hooks.after("torch", self.torch_imported)
         self.hooks.after("torch._utils", lambda _: self._hint())  # before torch's libraries, which read the variables
         self.hooks.after(_JAX_READS.package, lambda _: note_calls(_JAX_READS, lambda _: self._hint()))
 
     def bind(self, environment: Mapping[str, str]) -> None:
-        """Take the variables that come with a grant, then renew the hints. Values that an environment cannot hold are left out."""
+        """Take the variables of a grant, except those that an environment cannot hold, and update the hints."""
         for name, value in environment.items():
             if name and "=" not in name and "\0" not in name + value:
                 self._environment[name] = value
@@ -224,17 +220,17 @@ class MemoryLimits:
 
     @property
     def is_stale(self) -> bool:
-        """Whether loaded frameworks work with another limit than the present one, or torch uses a device that has none yet."""
+        """Whether loaded frameworks have another limit than the current one, or torch uses a device without one."""
         return self._applied_mib != self._limit_mib or self._torch.is_stale()
 
     @property
     def is_lowered(self) -> bool:
-        """Whether loaded frameworks work with a larger limit than the present one."""
+        """Whether loaded frameworks have a larger limit than the current one."""
         limit = self._limit_mib
         return bool(limit and ((self._applied_mib and self._applied_mib > limit) or self._torch.is_stale()))
 
     def torch_imported(self, torch: ModuleType) -> None:
-        """Torch is complete: limit it when it initialises CUDA (at once if it has)."""
+        """Limit torch when it initialises CUDA, or now if it has."""
         cuda = getattr(torch, "cuda", None)
         when_initialised = getattr(cuda, "_lazy_call", None)
         if cuda is None:
@@ -248,7 +244,7 @@ class MemoryLimits:
             self._applied_mib = 0  # stale: checked again before each cell
 
     def refresh(self) -> None:
-        """Apply a changed limit to what is loaded, in the thread that runs cells. If CUDA fails, cells go on and `is_stale` stays."""
+        """Apply a changed limit, in the thread that runs cells. If CUDA fails, cells still run and `is_stale` stays."""
         try:
             is_applied = self._limit_loaded()
         except (RuntimeError, AttributeError):  # CUDA's errors; a module that is still being imported
@@ -268,15 +264,15 @@ class MemoryLimits:
             if torch.cuda.is_initialized():
                 self._limit(torch)
             elif not hasattr(torch.cuda, "_lazy_call"):
-                return False  # nothing would limit it later: check again before the next cell
-        # CuPy read its limit from the environment when it was imported; a user's own limit there stays.
+                return False  # no queue would limit it later: check again before the next cell
+        # CuPy read its limit from the environment when it was imported; a user's own limit stays.
         is_there = cupy is not None and self._applied_mib and not is_half_imported(cupy)
         if is_there and self._limit_mib is not None and self._is_free(CUPY_LIMIT):
             cupy.get_default_memory_pool().set_limit(size=self._limit_mib * _MIB)
         return True
 
     def _report_share(self, torch: ModuleType, cuda: Any) -> None:  # noqa: ANN401 - as above
-        """Let torch's functions report what its allocator may take, in bytes: (free, total)."""
+        """Make torch's functions report the allocator's limit, in bytes: (free, total)."""
 
         def reporting(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
             @functools.wraps(original)
@@ -294,7 +290,7 @@ class MemoryLimits:
         for owner in (cuda, getattr(cuda, "memory", None), accelerator, getattr(accelerator, "memory", None)):
             for name in ("mem_get_info", "get_memory_info"):
                 original = getattr(owner, name, None)
-                if original is not None:  # after a reload, the extension before has wrapped it
+                if original is not None:  # after a reload: wrapped by the earlier extension
                     setattr(owner, name, reporting(original.__wrapped__ if hasattr(original, _MARK) else original))
 
     def _limit(self, torch: ModuleType) -> None:
@@ -328,7 +324,7 @@ class MemoryLimits:
                 self._environment.pop(name, None)
 
     def _with_torch_fraction(self, fraction: str) -> dict[str, str]:
-        """Return the user's settings for torch's allocator, with the fraction for child processes if they have none."""
+        """Return the user's settings for torch's allocator; child processes get the fraction unless they have one."""
         before, self._torch_setting = self._torch_setting, f"{_TORCH_FRACTION}:{fraction}"
         settings = {
             name: [one for one in self._environment.get(name, "").split(",") if one not in ("", before)]
@@ -340,7 +336,7 @@ class MemoryLimits:
         return {name: ",".join(those) for name, those in settings.items()}
 
     def _reads(self, package: str, file: str, name: str) -> bool:
-        """Return whether the installed package reads the name. False for another process: its packages are unknown."""
+        """Whether the installed package reads the name. False for another process, whose packages are unknown."""
         spec = PathFinder.find_spec(package) if self._environment is os.environ else None
         for folder in (spec and spec.submodule_search_locations) or ():
             with contextlib.suppress(OSError):
@@ -348,7 +344,7 @@ class MemoryLimits:
         return False
 
     def _is_free(self, name: str) -> bool:
-        """Whether the variable is not the user's: absent, or as we left it."""
+        """Whether the variable is absent or ours, and not the user's."""
         return self._environment.get(name, "") == self._ours.get(name, "")
 
 
@@ -357,7 +353,7 @@ def _positive(text: str | None) -> int | None:
 
 
 def reserved_mib() -> int | None:
-    """Return what the allocators of torch, CuPy and JAX hold, MiB; None if that is not all there may be. Raises nothing of CUDA's."""
+    """Return what the allocators of torch, CuPy and JAX hold, MiB; None if there may be more. Raises no CUDA errors."""
     if any(name in sys.modules for name in _UNCOUNTED):
         return None
     try:
@@ -387,7 +383,7 @@ def _has_context(torch: Any, index: int) -> bool:  # noqa: ANN401 - as above
 
 
 def _cupy_reserved() -> int | None:
-    """CuPy counts on the current device. It does not show whether it uses CUDA at all, so an empty pool counts as unknown."""
+    """CuPy counts on the current device. An empty pool counts as unknown: CuPy does not show whether it uses CUDA."""
     cupy = sys.modules.get("cupy")
     if cupy is None or is_half_imported(cupy):
         return None
@@ -403,21 +399,21 @@ def _jax_reserved() -> int | None:
     return sum(int(device.memory_stats()["pool_bytes"]) for device in client.local_devices())
 
 
-# Memory that is given back before a suspend need not be copied. Only frameworks that have initialised CUDA are called, and only on the
-# kernel's idle main loop: a garbage collection runs finalisers, and those belong to the thread that runs the user's code. It takes tens of
-# milliseconds, and is made only if a package is loaded whose objects hold device memory.
+# Memory freed before a suspend need not be copied. Only frameworks that have initialised CUDA are called, on the kernel's idle main loop: a
+# garbage collection runs finalisers, which belong to the thread of the user's code. It takes tens of milliseconds, so it is skipped unless
+# a package with such objects is loaded.
 
 _HOLDERS = frozenset([
     "torch", "cupy", "jax", "tensorflow", "numba.cuda", "paddle", "mxnet", "warp", "taichi", "pycuda.driver", "cuda.core", "rmm",
     "xgboost", "tensorrt", "onnxruntime", "llama_cpp", "fractional_gpu.gpu.simulated.cuda",
 ])  # fmt: skip
-"""Packages whose Python objects own device memory (those of `cuda.bindings` are numbers). One that is missing costs bytes, never state."""
+"""Packages whose objects own device memory (`cuda.bindings` has plain numbers). A missing one costs copied bytes, never state."""
 
 TIME_LIMIT_S = 8.0  # less than a broker waits for the answer
 
 
 def free_caches() -> str:
-    """Collect garbage and empty the caching allocators; returns what was done, for the broker's log. Raises nothing of CUDA's."""
+    """Collect garbage and empty caching allocators; returns what was done, for the broker's log. Raises no CUDA errors."""
     done = []
     if not _HOLDERS.isdisjoint(sys.modules):
         gc.collect()
@@ -440,11 +436,11 @@ def free_caches() -> str:
 
 
 def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limit_s: float = TIME_LIMIT_S) -> None:
-    """Run `free_caches` on the main loop, and call `answer(word, detail)` once, from some thread. Never blocks.
+    """Run `free_caches` on the main loop, and call `answer(word, detail)` once, from any thread. Never blocks.
 
-    "done", "managed" if the process cannot be saved at all, or "busy" if the main loop was not free in time. Nothing is freed, and a
-    suspend may go on, while a cell waits for input, and if the callback was late in a kernel with a GUI event loop: there may be a dialog
-    in it, and the kernel idles nevertheless.
+    The words: "done"; "managed" if the process cannot be saved at all; "busy" if the main loop was not free in time. While a cell waits for
+    input, nothing is freed, and a suspend may continue. The same holds if the callback is late in a kernel with a GUI event loop, which may
+    show a dialog while the kernel idles.
     """
 
     def leave(why: str) -> None:
@@ -454,10 +450,10 @@ def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limi
     if kernel.gate.is_running:
         answer("busy", "a cell runs")
         return
-    if kernel.inputs.waiting:  # this cell holds the main loop, so nothing else runs there
+    if kernel.inputs.waiting:  # this cell holds the main loop
         leave("a cell waits for input")
         return
-    answered = threading.Lock()  # the timer and the callback: the first one to take it answers
+    answered = threading.Lock()  # the timer or the callback: the first to take it answers
 
     def give_up() -> None:
         late = f"the main loop was not free within {time_limit_s:g} s"
@@ -477,7 +473,7 @@ def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limi
         elif why_not := kernel.blockers.reason():
             answer("managed", why_not)
         else:
-            # From what the allocators hold now the broker learns the size of a context.
+            # From what the allocators still hold, the broker computes the size of a context.
             done, held_mib = free_caches(), reserved_mib()
             answer("done", done if held_mib is None else f"{done}, reserved_mib={held_mib}")
 
@@ -489,20 +485,18 @@ def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limi
         leave("the main loop of this kernel does not run")
 
 
-# What makes this process impossible to checkpoint: managed (unified) memory, and a profiler. The broker must know before it suspends.
+# The driver cannot checkpoint a process with managed (unified) memory or a profiler. The broker must know before it suspends. Nothing is
+# imported to find out:
 #
-# Nothing is imported for this. What is found, and when:
+# - At the first call of functions that allocate managed memory, choose rmm's memory resource, or subscribe a framework to NVIDIA's
+#   profiling interface (CUPTI). Its release cannot be seen, so the process counts as profiled until it ends.
+# - Before a suspend: rmm's current memory resource, torch's pluggable allocator, fbgemm_gpu's operators, variables that choose managed
+#   memory, and a profiler's library that a variable makes the driver load (Nsight Systems, Nsight Compute).
 #
-# - At their first call: functions that allocate managed memory or choose rmm's memory resource, and functions that make a framework
-#   subscribe to NVIDIA's profiling interface (CUPTI). Whether it lets go of CUPTI afterwards cannot be seen: the process counts as profiled
-#   until it ends.
-# - Before a suspend: rmm's current memory resource, torch with a pluggable allocator, fbgemm_gpu's operators for tensors in managed memory,
-#   variables that make a framework use it, and a profiler's library that a variable makes the driver load (Nsight Systems, Nsight Compute).
-#
-# What does not count: `libcupti` among the loaded libraries (torch and JAX link it, used or not), and `cudaProfilerStart` by any name,
-# which does nothing unless a tool is injected. Code that calls the driver directly (ctypes, an extension module) is not seen.
+# Ignored: a loaded `libcupti` (torch and JAX always link it), and `cudaProfilerStart`, which does nothing unless a tool is injected. Direct
+# calls of the driver (ctypes, an extension module) are not seen.
 
-_MOST_RESOURCES = 20  # of a chain of rmm's
+_MOST_RESOURCES = 20  # in a chain of rmm's
 
 
 def _cannot_save(what: str) -> str:
@@ -510,22 +504,22 @@ def _cannot_save(what: str) -> str:
 
 
 def _sets_managed_resource(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of rmm's `set_current_device_resource(mr)` or `set_per_device_resource(device, mr)` sets a managed one."""
+    """Whether rmm's `set_current_device_resource(mr)` or `set_per_device_resource(device, mr)` gets a managed one."""
     return _is_managed(kwargs.get("mr", args[-1] if args else None))
 
 
 def _reinitializes_managed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of `rmm.reinitialize(pool_allocator, managed_memory, ...)` asks for managed memory."""
+    """Whether `rmm.reinitialize(pool_allocator, managed_memory, ...)` gets managed memory."""
     return bool(kwargs.get("managed_memory", args[1] if len(args) > 1 else False))
 
 
 def _plugs_allocator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of torch's `MemPool.__init__(self, allocator=None, ...)` has an allocator of which nothing is known."""
+    """Whether torch's `MemPool.__init__(self, allocator=None, ...)` gets an unknown allocator."""
     given = kwargs.get("allocator", args[1] if len(args) > 1 else None) is not None
     return given and sys.modules.keys().isdisjoint(_SAVEABLE_ALLOCATORS)
 
 
-# Their pools (vLLM's sleep mode) are made by the driver's virtual memory calls, and are reported to combine with checkpoints.
+# Their pools (vLLM's sleep mode) use the driver's virtual memory calls, which are reported to work with checkpoints.
 _SAVEABLE_ALLOCATORS = ("vllm.cumem_allocator", "torch_memory_saver")
 _BNB = "bitsandbytes.functional"
 _RMM = _cannot_save("managed memory through rmm")
@@ -551,7 +545,7 @@ _CALLS = (
 _FBGEMM_OPERATORS = frozenset(
     {"new_managed_tensor", "new_managed_tensor_meta", "new_unified_tensor", "new_vanilla_managed_tensor"}
 )
-_VARIABLES = (  # that make a package use managed memory: the values that say so (none: any), and the packages that obey
+_VARIABLES = (  # a variable, its values that choose managed memory (none: any), and the packages that read it
     ("TF_FORCE_UNIFIED_MEMORY", ("1", "true"), ("tensorflow", "jax")),
     ("GGML_CUDA_ENABLE_UNIFIED_MEMORY", (), ("llama_cpp",)),
     ("FLAGS_use_cuda_managed_memory", ("1", "true", "yes", "on", "t", "y"), ("paddle",)),
@@ -567,7 +561,7 @@ def _profiled_with(profiler: str) -> str:
 
 
 def _traces_cuda(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of torch's `_prepare_profiler(config, activities)` or `_enable_profiler` is about CUDA."""
+    """Whether torch's `_prepare_profiler(config, activities)` or `_enable_profiler` gets CUDA."""
     activities = args[1] if len(args) > 1 else kwargs.get("activities", ())
     return any(getattr(activity, "name", "") == "CUDA" for activity in activities)
 
@@ -593,7 +587,7 @@ PROFILERS = (
 
 
 class CheckpointBlockers:
-    """Watches one process. `report` gets a sentence, once, in the thread that makes the first such call."""
+    """Watches one process. `report` gets one sentence, in the thread of the first such call."""
 
     def __init__(self, report: Callable[[str], None], hooks: ImportHooks | None = None) -> None:
         self._report = report
@@ -605,14 +599,14 @@ class CheckpointBlockers:
             self.hooks.after(call.package, lambda _module, call=call: note_calls(call, self._note))  # type: ignore[misc]
 
     def reason(self) -> str:
-        """Return why the process cannot be checkpointed, a sentence, or "". For the kernel's idle main loop: it calls the frameworks."""
+        """Return why the process cannot be checkpointed, a sentence, or "". Calls frameworks: only on the idle main loop."""
         if self.seen:
             return self.seen
         for find in (_rmm, _torch, _fbgemm, _unified, injected):
             try:
                 found = find()
             except (RuntimeError, AttributeError, OSError):
-                continue  # an error of CUDA's; a module that is half imported, or of another version; a /proc that cannot be read
+                continue  # CUDA's errors; half imported or other versions; /proc cannot be read
             if found:
                 return found
         return ""
@@ -624,7 +618,7 @@ class CheckpointBlockers:
 
 
 def _is_managed(resource: Any) -> bool:  # noqa: ANN401 - one of rmm's memory resources
-    """Whether a memory resource of rmm, or one that it gets its memory from, allocates managed memory."""
+    """Whether an rmm memory resource, or one upstream of it, allocates managed memory."""
     for _ in range(_MOST_RESOURCES):
         if "Managed" in type(resource).__name__:
             return True
@@ -644,7 +638,7 @@ def _torch() -> str:
 
 
 def _fbgemm() -> str:
-    """An operator that was called from Python is an attribute of its namespace from then on (torch's `_OpNamespace`)."""
+    """Operators called from Python become attributes of torch's `_OpNamespace`."""
     torch = sys.modules.get("torch")
     if torch is None or "fbgemm_gpu" not in sys.modules or not _FBGEMM_OPERATORS & vars(torch.ops.fbgemm).keys():
         return ""
@@ -661,7 +655,7 @@ def _unified() -> str:
 
 
 def injected() -> str:
-    """Return why the process cannot be saved if a variable of the environment injected a profiler's library into it, else ""."""
+    """Return why the process cannot be saved if a variable injected a profiler's library into it, else ""."""
     for variable in _INJECTIONS:
         path = os.environ.get(variable)
         if path and (library := os.path.basename(os.path.realpath(path))) in mapped_files():  # noqa: PTH119 - cheap to import

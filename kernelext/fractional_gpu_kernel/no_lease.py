@@ -1,7 +1,6 @@
-"""The extension of a kernel without a lease: `%gpu` prints that there is none, and a notice says why, once.
+"""The extension of a kernel without a lease: `%gpu` prints why there is none, and a notice says so once.
 
-A notebook for a kernel with a share runs here from its first to its last cell: `%gpu` lines print why they do nothing, and cells under
-`%%gpu` and `%%cpu` run as if that line were a comment.
+Notebooks for kernels with a share run here: `%gpu` lines print why they do nothing, and `%%gpu` and `%%cpu` act as comments.
 """
 
 from typing import Any
@@ -43,16 +42,15 @@ class UnleasedKernel:
         """A forked child needs nothing undone."""
 
     def gpu(self, line: str) -> None:
-        """Print why there is no GPU share here."""
         del line  # every command has the same answer
         print(f"{self._notice} {NO_LEASE}".strip())  # noqa: T201 - a magic prints
 
     def burst(self, line: str, cell: str) -> None:
-        """Run the cell; a notebook's `%%gpu` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`."""
+        """Run the cell. Only `run_cell_magic` gets here: a notebook's `%%gpu` line is removed before."""
         self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
 
     def cpu(self, line: str, cell: str) -> None:
-        """Run the cell: without a lease no cell waits for a GPU. As `burst`, this serves `run_cell_magic`."""
+        """Run the cell. As `burst`, only for `run_cell_magic`."""
         del line
         self._shell.run_cell(f"%%cpu\n{cell}").raise_error()
 

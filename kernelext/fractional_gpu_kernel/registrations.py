@@ -1,7 +1,7 @@
 """What the extension has registered in an IPython shell, and its removal.
 
-`undo` leaves what users and other extensions have registered: where ours was replaced, nothing changes, and where ours was wrapped, the
-wrapper stays (our function beneath it must then pass calls through). What ours had replaced is put back.
+`undo` restores what ours replaced, and leaves what users and other extensions registered: if ours was replaced, nothing changes, and if it
+was wrapped, the wrapper stays (our function below must then pass calls through).
 """
 
 from collections.abc import Callable, MutableMapping
@@ -11,8 +11,6 @@ _MISSING: Any = object()
 
 
 class Registrations:
-    """The registrations of one part of the extension in one shell."""
-
     def __init__(self, shell: Any) -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
         self._undo: list[Callable[[], None]] = []
@@ -37,14 +35,14 @@ class Registrations:
         self._undo.append(lambda: items.remove(item) if item in items else None)
 
     def method(self, owner: object, name: str, function: Callable[..., Any]) -> None:
-        """Set a method of this one object; without it the class's shows again."""
+        """Set a method of this object; removed, its class's method shows again."""
         own = vars(owner)
         before = own.get(name, _MISSING)
         setattr(owner, name, function)
         self._undo.append(lambda: _put_back(own, name, function, before))
 
     def undo(self) -> None:
-        """Remove what is still ours, the last first. A second call changes nothing."""
+        """Remove what is still ours, last first. A second call changes nothing."""
         while self._undo:
             self._undo.pop()()
 

@@ -1,11 +1,11 @@
-"""The lease that this kernel has, how it reaches its broker, and what a failed call means.
+"""The lease of this kernel, how it reaches its broker, and what a failed call means.
 
 The environment is read once, at load: a cell that changes `os.environ` does not move the kernel to another broker. The token is read from
-its file at each connection; where the file was deleted, the token that was read last counts, and the file is put back for other programs
-(above all for the next server).
+its file at each connection. If the file was deleted, the last token counts, and the file is restored for other programs (such as the next
+server).
 
-A cell may change its process in any way: replace functions of the standard library, use up the descriptors, change the user. What then
-fails is one of `LOCAL_FAILURES`: starting the broker or the kernel again would not help.
+A cell may change its process in any way: replace functions of the standard library, use up descriptors, change the user. Such failures are
+`LOCAL_FAILURES`: restarting the broker or the kernel would not help.
 """
 
 import os
@@ -34,20 +34,20 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> "Settings | None":
-        """Return the settings, or None where the kernel has no lease (one of the three variables is missing or empty)."""
+        """Return the settings, or None without a lease (one of the three variables is missing or empty)."""
         lease_id, socket_path, token_file = (environment.get(name, "") for name in (LEASE, SOCKET, TOKEN_FILE))
         if not (lease_id and socket_path and token_file):
             return None
         return Settings(lease_id, socket_path, token_file)
 
     def connect(self, timeout_s: float = 30.0) -> "BrokerClient":
-        """Return a client with the lease's token; nothing is sent yet. Without one the broker knows the kernel by its process."""
+        """Return a client with the lease's token, without sending anything. Without a token the broker identifies the process."""
         from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415 - costs time that a starting kernel does not have
 
         return BrokerClient(self.socket_path, token=self._token(), timeout_s=timeout_s)
 
     def revive(self) -> None:
-        """Start the broker if none serves. Raises BrokerUnavailableError, with the reason "timeout" for one that does not answer."""
+        """Start the broker if none serves. Raises BrokerUnavailableError, with reason "timeout" if it does not answer."""
         from fractional_gpu.client.discovery import ensure_broker  # noqa: PLC0415 - as above
         from fractional_gpu.client.http import ANSWER_S  # noqa: PLC0415 - as above
 
@@ -55,7 +55,7 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         ensure_broker(self.socket_path, token=token, timeout_s=_REVIVE_TIMEOUT_S, answer_s=ANSWER_S).close()
 
     def restore_token_file(self) -> None:
-        """Put the token's file back if it was deleted. Only for a lease that is known to live: the end of a lease removes the file."""
+        """Restore the token's file if it was deleted. Only while the lease is alive: its end removes the file."""
         token = _last_read.get(self.token_file)
         if token is None or os.path.lexists(self.token_file):
             return
@@ -64,7 +64,7 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         from fractional_gpu.host.files import make_private_folder, replace_file  # noqa: PLC0415 - as above
 
         path = Path(self.token_file)
-        with suppress(OSError):  # the broker's next command is another occasion
+        with suppress(OSError):  # the broker's next command tries again
             make_private_folder(path.parent)
             folder = path.parent.lstat()
             if stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid() and not folder.st_mode & 0o022:
@@ -83,20 +83,20 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
 
 
 LOCAL_FAILURES: tuple[type[Exception], ...] = (
-    AttributeError,  # a module of the standard library with other functions
-    ImportError,  # of a late import: `sys.path` was changed, or its files are gone
+    AttributeError,  # replaced functions of the standard library
+    ImportError,  # in a late import: changed `sys.path`, or files are gone
     LookupError,
     MemoryError,
     OSError,  # no descriptors, no access
     RuntimeError,  # no threads; also raised by packages that forbid sockets
-    TypeError,  # a function that was replaced by something else
-    ValueError,  # a descriptor that was closed
+    TypeError,  # replaced functions
+    ValueError,  # a closed descriptor
 )
 _LOCAL_REASONS = frozenset({"no-descriptor", "no-access"})
 
 
 def is_local(error: Exception) -> bool:
-    """Return whether the cause lies in this process: it cannot reach the broker, whatever the broker does."""
+    """Whether the cause is in this process, which cannot reach the broker."""
     return getattr(error, "reason", None) in _LOCAL_REASONS or isinstance(error, LOCAL_FAILURES)
 
 

@@ -2,24 +2,14 @@
 
 Two threads take part in a wait:
 
-- The thread that is to run the cell (`Acquirer.wait_for_gpu`) blocks on a queue of notes, never on a socket, and so stays interruptible:
-  on the main thread SIGINT puts a note into the queue. The thread of a subshell gets no signals: there a wait ends with the broker's
-  answer.
-- The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and passes each line on to every queue. The first cell that
-  waits starts it, later ones join it, and when the last one leaves, its connection is closed, which withdraws the ticket.
+- The thread that will run the cell (`Acquirer.wait_for_gpu`) blocks on a queue of notes, never on a socket, so that it can be
+  interrupted: on the main thread SIGINT puts a note into the queue. Subshells' threads get no signals; they wait for the broker's answer.
+- The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and puts each line into every queue. The first waiting cell
+  starts it, later ones join, and when the last one leaves, its connection is closed, which withdraws the ticket.
 
-The notes:
-
-    Progress       reason, place and forecast, shown in one line after `QUIET_S`. With `overlap` (a pool's choice) the cell enters a shut
-                   gate; its ticket stays until the gate opens
-    OPENED         the gate has been opened, by the grant or by a command of the broker: the cell enters it
-    INTERRUPTED    KeyboardInterrupt
-    RefusedError   the GPU will not come
-    FREE           the main loop runs again: ends a wait in its name (`LoopWatch`)
-
-A call that broke, or failed within the broker, is repeated, with the broker started again; the cell is refused after `MAX_FRUITLESS` breaks
-in a row without a line in between. A process that can make no call any more (`is_local`) waits as long as the broker's commands still come
-through: the broker sees a busy kernel without a ticket, makes one for it, and opens the gate in its turn.
+If a call breaks or fails, the broker is restarted and the call repeated; after `MAX_FRUITLESS` breaks in a row without a line, the cell is
+refused. A process that can make no more calls (`is_local`) waits while the broker's commands still arrive: the broker sees a busy kernel
+without a ticket, files one for it, and opens the gate in its turn.
 """
 
 import contextlib
@@ -51,9 +41,10 @@ MAX_FRUITLESS = 5
 LONGEST_PAUSE_S = 5.0
 _CALL_AGAIN_S = 1.0  # of a process that cannot call the broker
 
-OPENED = "opened"
+# The notes in a waiter's queue, besides `Progress` and RefusedError:
+OPENED = "opened"  # the gate was opened, by the grant or by a command of the broker
 INTERRUPTED = "interrupted"
-FREE = "free"
+FREE = "free"  # the main loop runs again: ends a wait of `LoopWatch`
 REVIVING = "The GPU broker does not answer; it is being started again."
 _CANNOT_ASK = (
     "This kernel cannot ask for the GPU ({why}). The broker sees that the cell waits, and lets it in in its turn."
@@ -73,24 +64,24 @@ Waiter = SimpleQueue["str | RefusedError | Progress"]
 
 
 class _Ticket:
-    """What the ticket's thread and the cells that wait share. The cells close `client` to withdraw the ticket."""
+    """Shared by the ticket's thread and the waiting cells. The cells close `client` to withdraw the ticket."""
 
     def __init__(self) -> None:
         self.withdrawn = threading.Event()
         self.client: BrokerClient | None = None
-        self.last: Progress | None = None  # the broker's last line on the present connection
+        self.last: Progress | None = None  # the broker's last line on this connection
         self.breaks = 0  # of connections
-        self.fruitless = 0  # of these, the last ones in a row that broke without a line
+        self.fruitless = 0  # breaks in a row without a line
 
     def withdraw(self) -> None:
-        # Set before the connection is closed: a thread that is about to open one sees the flag at the broker's first line.
+        # Before the connection is closed: a thread that opens one just now sees the flag at the broker's first line.
         self.withdrawn.set()
         if self.client is not None:
             self.client.close()
 
 
 class Acquirer:
-    """Holds the ticket of one kernel while cells wait. `is_reachable`: whether the broker's commands reach this process."""
+    """Holds one kernel's ticket while cells wait. `is_reachable`: whether the broker's commands reach this process."""
 
     _watch = False
 
@@ -103,17 +94,17 @@ class Acquirer:
         self._ticket: _Ticket | None = None
 
     def wait_for_gpu(self, line: LiveLine | None, mark: object | None = None) -> None:
-        """Wait until the gate is open; a `mark` is entered as running in the same step. `line` None: show nothing.
+        """Wait until the gate is open, and enter `mark` as running in the same step. `line` None: show nothing.
 
-        Raises RefusedError or KeyboardInterrupt. After an interrupt the `mark` may have entered: the caller takes it away.
+        Raises RefusedError or KeyboardInterrupt. After an interrupt `mark` may have entered: the caller removes it.
         """
         waiter: Waiter = SimpleQueue()
         on_open = partial(waiter.put, OPENED)
         entered = False
         with interrupts_to(waiter):
-            while not entered:  # again, if a preemption has shut the gate between its opening and this thread's entry
+            while not entered:  # repeated if a preemption shut the gate before this thread entered
                 opened = overlaps = False
-                # Before the ticket: from here on a command to shut the gate is answered with "busy", and no opening is missed.
+                # Before the ticket is filed: from now on the gate answers "busy" to a close, and no opening is missed.
                 self._gate.start_waiting(on_open)
                 try:
                     self.join(waiter)
@@ -125,7 +116,7 @@ class Acquirer:
                     entered = entered or mark is None
 
     def hold(self, waiter: Waiter) -> None:
-        """Take part in the ticket until the gate opens, the GPU is refused, or `waiter` gets FREE."""
+        """Share the ticket until the gate opens, the GPU is refused, or `waiter` gets FREE."""
         on_open = partial(waiter.put, OPENED)
         self._gate.start_waiting(on_open)
         try:
@@ -137,7 +128,7 @@ class Acquirer:
             self._gate.stop_waiting(on_open, None)
 
     def join(self, waiter: Waiter) -> None:
-        """Have `waiter` get the notes from now on, the last `Progress` first. Never blocks."""
+        """Send notes to `waiter` from now on, the last `Progress` first. Never blocks."""
         with self._lock:
             self._waiters.append(waiter)
             if self._ticket is not None:
@@ -148,7 +139,7 @@ class Acquirer:
         threading.Thread(target=self._run, args=(ticket,), name="gpu-acquire", daemon=True).start()
 
     def leave(self, waiter: Waiter, *, keep: bool = False) -> None:
-        """Send `waiter` no more notes; the last one to leave withdraws the ticket, unless it is to `keep` it. Never blocks."""
+        """Send `waiter` no more notes; the last one to leave withdraws the ticket, unless `keep`. Never blocks."""
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
@@ -164,10 +155,10 @@ class Acquirer:
         self._ticket = None
 
     def _run(self, ticket: _Ticket) -> None:
-        refusal: RefusedError | None = RefusedError(_THREAD_ENDED)  # stays if an unforeseen error ends the thread
+        refusal: RefusedError | None = RefusedError(_THREAD_ENDED)  # in case an unforeseen error ends the thread
         silence: Any = None
         try:
-            with contextlib.suppress(*LOCAL_FAILURES):  # a process that cannot watch cannot call, either
+            with contextlib.suppress(*LOCAL_FAILURES):  # a process that cannot watch cannot call either
                 from fractional_gpu.client.client import SilenceWatch  # noqa: PLC0415 - off the kernel's start
 
                 silence = SilenceWatch(self._settings.connect, partial(self._report_silence, ticket))
@@ -185,8 +176,8 @@ class Acquirer:
                     waiter.put(refusal)
 
     def _acquire(self, ticket: _Ticket) -> RefusedError | None:
-        """Call the broker until it has answered. None: granted (the gate is open) or withdrawn."""
-        # The first is for the wait's line: a later wait may have no descriptor left to import it with.
+        """Call the broker until it answers. None: granted (the gate is open) or withdrawn."""
+        # `units` is for the wait's line: later the process may have no descriptor left for an import.
         from fractional_gpu.core import units  # noqa: F401, PLC0415 - off the kernel's start
         from fractional_gpu.protocol.errors import (  # noqa: PLC0415 - as above
             BrokerUnavailableError,
@@ -207,10 +198,8 @@ class Acquirer:
                 if not self._is_reachable():
                     return RefusedError(_UNREACHABLE.format(why=why))
                 self._notify(ticket, _waiting("cannot-ask", _CANNOT_ASK.format(why=why)))
-                ticket.withdrawn.wait(_CALL_AGAIN_S)  # in which the broker may open the gate by itself
-            elif isinstance(
-                failure, TooManyRequestsError
-            ):  # of this user, in any program: says nothing about the lease
+                ticket.withdrawn.wait(_CALL_AGAIN_S)  # meanwhile the broker may open the gate
+            elif isinstance(failure, TooManyRequestsError):  # by this user's programs, so it is not about the lease
                 self._notify(ticket, _waiting("broker-silent", str(failure)))
                 ticket.withdrawn.wait(failure.retry_s)
             elif not isinstance(failure, BrokerUnavailableError | InternalBrokerError):
@@ -220,7 +209,7 @@ class Acquirer:
         return None
 
     def _call(self, ticket: _Ticket) -> RefusedError | None:
-        """Call `acquire`, again where the answer is only that this call has waited long enough."""
+        """Call `acquire`, and repeat it if the broker only ended a long call."""
         from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind  # noqa: PLC0415 - off the kernel's start
 
         client = ticket.client = self._settings.connect()
@@ -232,7 +221,7 @@ class Acquirer:
                     if progress.kind == ProgressKind.GRANTED and self._watch:
                         return RefusedError("the cell has not lost the GPU, or has it again")
                     if progress.kind == ProgressKind.GRANTED:
-                        # Withdrawn meanwhile, the grant is late: the gate may have been shut since, and stays as it is.
+                        # A grant after a withdrawal is late: the gate may have been shut since, and must stay so.
                         self._gate.open(progress.environment, lambda: not ticket.withdrawn.is_set())
                         return None
                     if progress.kind == ProgressKind.REFUSED:
@@ -248,7 +237,7 @@ class Acquirer:
             client.close()
 
     def _revive(self, ticket: _Ticket, failure: "BrokerUnavailableError | InternalBrokerError") -> RefusedError | None:
-        """The broker broke the call, or failed in it, or none serves: start it, unless that happens again and again."""
+        """Start the broker after a broken or failed call, unless that has failed too often."""
         from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, TooManyRequestsError  # noqa: PLC0415 - off the kernel's start
 
         ticket.breaks += 1
@@ -267,8 +256,8 @@ class Acquirer:
         except FractionalGPUError as error:
             if error.reason != "timeout":
                 return RefusedError(str(error))
-            ticket.fruitless = 0  # a broker runs and does not answer: the cell waits for as long as that takes
-        if ticket.breaks > 1:  # a broker that breaks at each call gets fewer of them
+            ticket.fruitless = 0  # a broker runs but does not answer: the cell keeps waiting
+        if ticket.breaks > 1:  # a broker that breaks at each call is called less often
             ticket.withdrawn.wait(min(0.1 * 2**ticket.breaks, LONGEST_PAUSE_S))
         ticket.last = None
         return None
@@ -276,7 +265,7 @@ class Acquirer:
     def _report_silence(self, ticket: _Ticket, error: "BrokerUnavailableError | None") -> None:
         if error is not None:
             self._notify(ticket, _waiting("broker-silent", str(error)))
-        elif ticket.last is not None:  # it answers again
+        elif ticket.last is not None:
             self._notify(ticket, ticket.last)
 
     def _notify(self, ticket: _Ticket, progress: "Progress") -> None:
@@ -287,7 +276,7 @@ class Acquirer:
 
 
 class Turns(Acquirer):
-    """Shows below a preempted cell how the ticket stands that the broker has filed for it."""
+    """Shows the queue below a preempted cell, for which the broker has filed a ticket."""
 
     _watch = True
 
@@ -312,12 +301,10 @@ class Turns(Acquirer):
             line.close()
 
 
-# A task or a timer of the notebook outlives the cell that started it. If it uses the GPU while the kernel is suspended, its call blocks in
-# the driver, and the main loop with it: the kernel stays idle by its messages, no cell reaches the gate, and interrupts have no effect.
-#
-# At one of the broker's keep-alives (every `PULSE_S` seconds while the kernel is suspended) the watch hands a callback to the main loop. If
-# that has not run at the next one, and no cell holds the loop, the watch takes part in the kernel's ticket until the gate opens or the
-# callback runs. A task that only computes for so long looks the same, and costs a resume.
+# A task or timer of the notebook outlives its cell. If it uses the GPU while the kernel is suspended, its call blocks in the driver, and
+# the main loop with it: the kernel looks idle, no cell reaches the gate, and interrupts have no effect. So at one of the broker's
+# keep-alives (every `PULSE_S` seconds while suspended) the watch hands a callback to the main loop. If that has not run at the next one,
+# and no cell holds the loop, the watch asks for the GPU. A task that only computes that long looks the same, and costs a resume.
 
 BLOCKED = (
     "A task of this notebook blocks the kernel, perhaps in a GPU call: the kernel is not on the GPU. It asks for the GPU now; "
@@ -331,7 +318,7 @@ class LoopWatch:
         self._notes: Waiter | None = None  # the callback on the main loop leaves FREE here
 
     def look(self) -> None:
-        """Called at each keep-alive. Never blocks. Raises RuntimeError if there are no more threads."""
+        """Called at each keep-alive. Never blocks. Raises RuntimeError if no thread can be started."""
         notes, self._notes = self._notes, None
         if not self._kernel.gate.is_shut_again or self._kernel.is_held():
             return
@@ -345,7 +332,7 @@ class LoopWatch:
 
 
 def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:
-    """Show the broker's lines until the gate opens (False), or until the cell may run although the gate is shut (True).
+    """Show the broker's lines until the gate opens (False), or until the cell may run although it is shut (True).
 
     Raises RefusedError and KeyboardInterrupt.
     """
@@ -358,7 +345,7 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
         quiet_s = begun_s + QUIET_S - now_s
         if line is not None and last is not None and quiet_s <= 0:
             line.show(wait_text(last, waited_s=now_s - begun_s, age_s=now_s - last_s, preempted=preempted))
-        # A signal that the system delivers to another thread does not wake this one, and the line counts down: wake now and then.
+        # Wake regularly: the line counts down, and a signal delivered to another thread does not wake this one.
         patience_s = min(quiet_s, POLL_S) if last is not None and quiet_s > 0 else POLL_S
         try:
             note = waiter.get(timeout=patience_s)
@@ -369,7 +356,7 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
         if note == INTERRUPTED:
             raise KeyboardInterrupt
         if isinstance(note, RefusedError):
-            raise RefusedError(str(note))  # a fresh one: other threads raise theirs from the same note
+            raise RefusedError(str(note))  # a new one: other threads raise theirs from the same note
         if not isinstance(note, str):
             if note.overlap and may_overlap:
                 return True
@@ -379,10 +366,7 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
 
 @contextlib.contextmanager
 def interrupts_to(waiter: "SimpleQueue[Any]") -> Iterator[None]:
-    """Have SIGINT put INTERRUPTED into the queue meanwhile, and raise KeyboardInterrupt at the end for one that nobody read.
-
-    Does nothing outside the main thread, which alone gets signals.
-    """
+    """Let SIGINT put INTERRUPTED into the queue, and raise KeyboardInterrupt at the end if it came. Only on the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -408,14 +392,12 @@ def _waiting(reason: str, sentence: str) -> "Progress":
     return Progress(kind=ProgressKind.WAITING, reason=reason, sentence=sentence)
 
 
-# Before its first grant a kernel sees no device (`CUDA_VISIBLE_DEVICES` is empty). A `%%cpu` cell or start-up code that asks for a GPU
-# rightly gets "none", but the driver keeps that answer from `cuInit` on, and torch from its first count of devices on. So:
+# Before its first grant a kernel sees no device (`CUDA_VISIBLE_DEVICES` is empty). A `%%cpu` cell or start-up code that looks for a GPU
+# finds none, and the driver keeps that answer after `cuInit`, torch after its first count of devices. So:
 #
-# - torch does not reach the driver until the grant: its two ways from Python (`torch._C._cuda_getDeviceCount` and `_cuda_init`) are
-#   replaced and answer "no device" by themselves.
-# - Code that reached the driver in another way is found before the first cell with the GPU, and that cell reports it. `cuDeviceGetCount`
-#   starts nothing. Where it returns "not initialised" and a framework is known to have searched for a GPU, `cuInit` repeats its first
-#   answer. It is not called otherwise: it would start CUDA in kernels that never use it.
+# - torch's two calls to the driver (`torch._C._cuda_getDeviceCount` and `_cuda_init`) are replaced until the grant, and answer "no device".
+# - Other code that started the driver is detected before the first cell with the GPU, which reports it. `cuDeviceGetCount` starts nothing.
+#   `cuInit` would start CUDA, so it is called only if a framework has searched for a GPU before; then it repeats its first answer.
 
 Function = Callable[[], Any]
 
@@ -435,27 +417,26 @@ _NOT_INITIALIZED, _NO_DEVICE = 3, 100  # CUDA_ERROR_...
 
 
 class FirstGrant:
-    """Guards one process until its first grant. `bind` is called under the gate's lock, `check` by the thread that runs cells."""
+    """Guards a process until its first grant. `bind` is called under the gate's lock, `check` by the thread that runs cells."""
 
     def __init__(self, hooks: ImportHooks, environment: Mapping[str, str] = os.environ) -> None:
         self._hooks = hooks
         self._held: list[tuple[Any, str, Function, Function]] = []  # module, name, stand-in, original
-        self.is_awaited = environment.get(VISIBLE) == ""  # the kernel has not been bound to a device yet
-        self.is_due = False  # it has been, and `check` is still to be called
+        self.is_awaited = environment.get(VISIBLE) == ""  # not bound to a device yet
+        self.is_due = False  # bound, but `check` was not called yet
 
     def install(self) -> None:
-        """Keep torch from the driver, if it is imported before the grant."""
         if self.is_awaited:
             self._hooks.after("torch", self._hold)
 
     def bind(self, environment: Mapping[str, str]) -> None:
-        """Let torch reach the driver, if the variables bind the process to a device. Cheap, and safe to repeat."""
+        """Let torch reach the driver once the variables name a device. Cheap and repeatable."""
         if self.is_awaited and (environment.get(VISIBLE) or environment.get(SIMULATED)):
             self.is_due = True
             self.release()
 
     def release(self) -> None:
-        """Put torch's functions back, where they are still ours."""
+        """Restore torch's functions, unless other code has replaced ours."""
         self.is_awaited = False
         for core, name, stand_in, original in self._held:
             if getattr(core, name, None) is stand_in:
@@ -463,14 +444,14 @@ class FirstGrant:
         self._held = []
 
     def check(self) -> str:
-        """Return the sentence for the user if this process will find no device, else ""."""
+        """Return the sentence for the user if this process will never find a device, else ""."""
         self.is_due = False
         return NO_DEVICE_KEPT if _answer() == _NO_DEVICE else ""
 
     def _hold(self, torch: ModuleType) -> None:
         core = getattr(torch, "_C", None)
         if not hasattr(core, "_cuda_getDeviceCount"):
-            return  # a torch without CUDA, which is known by this very attribute
+            return  # a torch without CUDA
         for name, answer in (("_cuda_getDeviceCount", int), ("_cuda_init", _not_yet)):
             original: Function | None = getattr(core, name, None)
             if self.is_awaited and original is not None:
@@ -487,10 +468,8 @@ def _not_yet() -> None:
 
 
 def _answer() -> int:
-    """Return the driver's answer to a count of devices, as CUDA's error number; 0 if the process has not loaded it."""
-    if not any(
-        name.startswith("libcuda.so.") for name in mapped_files()
-    ):  # the file has the driver's version in place of the "1"
+    """Return CUDA's error number for a count of devices; 0 if the driver is not loaded."""
+    if not any(name.startswith("libcuda.so.") for name in mapped_files()):
         return 0
     import ctypes  # noqa: PLC0415 - off the kernel's start
 

@@ -1,13 +1,13 @@
 """The kernel's channel to the broker: commands in, answers and pulses out.
 
-Two daemon threads, which begin a moment after the kernel so that they take nothing from its start:
+Two daemon threads start a moment after the kernel, so that they do not slow its start:
 
 - `gpu-gate` reads the stream of commands and obeys at once what needs no round trip.
-- `gpu-answers` sends the answers on a second connection. While the gate is shut it also sends a pulse every `PULSE_S` seconds, which
-  proves that Python runs, to a broker that cannot see by itself whether its stream is read.
+- `gpu-answers` sends the answers on a second connection, and a pulse every `PULSE_S` seconds while the gate is shut: it proves that
+  Python runs, to a broker that cannot see whether its stream is read.
 
-A broken stream is opened again with growing pauses, whatever a cell did to this process (`settings.LOCAL_FAILURES`), and a command that
-cannot be obeyed is answered with "busy". The channel never starts a broker: a cell that waits starts one itself.
+A broken stream is reopened with growing pauses, whatever a cell did to this process (`settings.LOCAL_FAILURES`); a command that cannot be
+obeyed is answered with "busy". The channel never starts a broker: a waiting cell does.
 """
 
 import threading
@@ -33,7 +33,7 @@ UNHEARD = (
     "This kernel cannot answer the GPU broker ({why}). Nothing is lost: while the kernel idles, the broker may move its GPU memory to host "
     "memory after a short wait, and brings it back for the next cell."
 )
-LONGEST_PAUSE_UNKNOWN_S = 30.0  # of a broker that does not know (or want) this lease: nothing is likely to change soon
+LONGEST_PAUSE_UNKNOWN_S = 30.0  # the broker does not know (or want) this lease, which rarely changes
 
 
 class BrokerChannel:
@@ -44,7 +44,7 @@ class BrokerChannel:
         self._stop = threading.Event()
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
-        self._needs_pulse = True  # until a command shows that the broker sees by itself whether its stream is read
+        self._needs_pulse = True  # until a command shows that the broker sees whether its stream is read
         self.is_connected = False  # the broker's commands come through
         self._has_warned = False
 
@@ -58,14 +58,14 @@ class BrokerChannel:
             client.close()
 
     def report_exempt(self, on: bool) -> None:
-        """Report that a cell that uses no GPU begins, or has ended: while there are only such cells, the kernel gets no ticket."""
+        """Report that a cell without the GPU starts or has ended: for such cells the broker files no ticket."""
         if not on and not self._gate.is_exempt:
             self._answers.put((0, "done", ""))
         elif on:
             self._repeat_exempt()
 
     def _repeat_exempt(self) -> None:
-        """Report that the cells that run use no GPU, if that is so and of interest: at an open gate a kernel needs no ticket."""
+        """Report that only cells without the GPU run. At an open gate no ticket is needed, so nothing is sent."""
         if self._gate.is_exempt and not self._gate.is_open:
             self._answers.put((0, "exempt", ""))
 
@@ -95,7 +95,7 @@ class BrokerChannel:
 
         try:
             check_msgspec()
-        except BrokerUnavailableError as error:  # a cell that waits for the GPU says so, too
+        except BrokerUnavailableError as error:  # a waiting cell shows it, too
             self._kernel.notices.add(f"{error}.")
             return
         pause = FIRST_PAUSE_S
@@ -113,7 +113,7 @@ class BrokerChannel:
                 if not (isinstance(error, BrokerUnavailableError) or is_local(error)):
                     longest = LONGEST_PAUSE_UNKNOWN_S
             except LOCAL_FAILURES:
-                pass  # this process cannot call: a cell that waits for the GPU says so
+                pass  # this process cannot call: a waiting cell shows it
             self._stop.wait(pause)
             pause = min(pause * 2, longest)
 
@@ -136,7 +136,7 @@ class BrokerChannel:
                 self.is_connected = True
                 if not number:
                     self._repeat_exempt()  # this broker has not heard it
-                # Its greeting does not count: a broker that sends no more may be gone at once.
+                # The greeting does not count: a broker that sends only that may fail again at once.
                 got_command = got_command or bool(number or command.verb)
                 self._needs_pulse = self._needs_pulse and not command.hears
                 try:
@@ -153,7 +153,7 @@ class BrokerChannel:
             self._discard(client)
             if not self._needs_pulse:  # the next broker may not see whether its stream is read
                 self._needs_pulse = True
-                self._answers.put(None)  # wake the other thread, which waits without a timeout
+                self._answers.put(None)  # wake `_send`, which waits without a timeout
         return got_command
 
     def _obey(self, command: "GateCommand") -> None:
@@ -170,7 +170,7 @@ class BrokerChannel:
                 word, cells = self._gate.preempt(), CELL_RUNS if self._gate.is_running else NO_CELL_RUNS
                 self._answer(number, word, cells)
                 self._repeat_exempt()
-                if number and cells == CELL_RUNS:  # without a number, only the next cell is to ask
+                if number and cells == CELL_RUNS:  # without a number, only the next cell asks
                     self._kernel.turns.show()
             case GateVerb.LIMIT:
                 self._kernel.take_size(command.environment)
@@ -218,7 +218,7 @@ class BrokerChannel:
             except FractionalGPUError as error:
                 self._discard(client)
                 client = None
-                if not is_local(error):  # the broker is gone, or no longer wants the answer
+                if not is_local(error):  # the broker is gone or no longer wants the answer
                     return None
                 why = describe(error)
             except LOCAL_FAILURES as error:

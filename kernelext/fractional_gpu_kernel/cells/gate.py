@@ -1,18 +1,18 @@
-"""The gate of a kernel: may cells run, does one, and does a cell need the GPU? State under one lock, without I/O.
+"""The gate of a kernel: may cells run, does one run, and does a cell need the GPU? State under one lock, without I/O.
 
-What the broker and the cells do to it; each is one step under the lock, so that the broker never gets an answer that a cell has overtaken:
+Each operation is one step under the lock, so that a cell cannot overtake an answer to the broker:
 
     open              binds the process to its device, and lets waiting cells enter
-    close             shuts the gate, unless a cell runs or waits: then it changes nothing and answers "busy"
-    preempt           shuts the gate although cells run: they go on, and their GPU calls block until the kernel's state is back
+    close             shuts the gate; answers "busy" and changes nothing if a cell runs or waits
+    preempt           shuts the gate although cells run: their GPU calls block until the kernel's state is back
     enter, leave      a cell that enters the open gate runs until it leaves
-    exempt, leave     a cell that needs no GPU passes the gate as it is, and never keeps it open
-    start_waiting,    a cell that waits counts as busy from its first moment; it enters in the same step that ends its wait, so that
-    stop_waiting      no `close` comes between
-    pause, go_on      a cell that waits for input does not count as running, and enters anew when the input is there
+    exempt, leave     a cell that needs no GPU ignores the gate, and never keeps it open
+    start_waiting,    a waiting cell counts as busy from the start, and enters in the step that ends its wait: no `close` comes between
+    stop_waiting
+    pause, go_on      a cell that waits for input does not count as running, and enters again with the input
 
-The gate is shut until the broker has granted the GPU once. Where the pool lets a cell overlap with the resume of its kernel, the cell
-enters a shut gate, which opens later. In a forked child the gate is inert (always open).
+The gate is shut until the first grant. If the pool lets a cell overlap with its kernel's resume, the cell enters the shut gate. In a forked
+child the gate is inert (always open).
 """
 
 import ast
@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class Gate:
-    """One kernel's gate. Each of `binders` takes the variables that bind the process to its device, before the gate opens.
+    """The gate of one kernel. `binders` get the variables that bind the process to its device before the gate opens.
 
-    `is_open` (a cell would run at once) and `is_inert` (this process is a forked child without a lease) are for reading only.
+    `is_open` and `is_inert` (this process is a forked child without a lease) are read-only.
     """
 
     def __init__(self, *binders: Callable[[Mapping[str, str]], None]) -> None:
@@ -33,7 +33,7 @@ class Gate:
         self.is_open = False
         self.is_inert = False
         self._was_open = False
-        # Marks of cells, each in at most one of the sets. To leave twice, or without having entered, changes nothing.
+        # Marks of cells, each in at most one set. Leaving twice, or without having entered, changes nothing.
         self._running: set[object] = set()
         self._paused: set[object] = set()  # waiting for input
         self._exempt: set[object] = set()  # running without the GPU
@@ -41,7 +41,7 @@ class Gate:
 
     @property
     def is_shut_again(self) -> bool:
-        """Whether the gate is shut and has been open before: the kernel may have state of its own on the GPU."""
+        """Whether the gate is shut after having been open: the kernel may have state on the GPU."""
         return self._was_open and not self.is_open
 
     @property
@@ -57,7 +57,7 @@ class Gate:
         return bool(self._exempt) and not self._running
 
     def runs_beside(self, mark: object) -> bool:
-        """Whether another cell than the marked one runs: one around it, or one of another subshell."""
+        """Whether another cell runs: an outer one, or one of another subshell."""
         return any(one is not mark for one in list(self._running))
 
     def enter(self, mark: object) -> bool:
@@ -84,7 +84,7 @@ class Gate:
                 on_open()
 
     def stop_waiting(self, on_open: Callable[[], None], mark: object | None, *, overlap: bool = False) -> bool:
-        """Return whether the cell may run: the gate is open, or the cell may `overlap`. A `mark` enters in the same step if so."""
+        """Return whether the cell may run: the gate is open, or `overlap`. If so, `mark` enters in the same step."""
         with self._lock:
             self._waiting.remove(on_open)
             may_enter = self.is_open or overlap
@@ -93,7 +93,7 @@ class Gate:
             return may_enter
 
     def pause(self, marks: Iterable[object]) -> list[object]:
-        """These cells wait for input. Marks that do not run are ignored; returns the others, in their order."""
+        """These cells wait for input. Returns the marks that were running, in order."""
         with self._lock:
             paused = [mark for mark in marks if mark in self._running]
             self._running.difference_update(paused)
@@ -135,8 +135,8 @@ class Gate:
     def open(self, environment: Mapping[str, str], still_wanted: Callable[[], bool] | None = None) -> bool:
         """Bind the process to its device and let cells run; returns whether it did.
 
-        A grant passes `still_wanted`: it comes on another connection than the commands, so a late one could otherwise open a gate that a
-        command has shut since.
+        A grant comes on another connection than the commands. It passes `still_wanted`, because a late grant must not open a gate that
+        has been shut since.
         """
         with self._lock:
             if self.is_inert or (still_wanted is not None and not still_wanted()):
@@ -152,7 +152,7 @@ class Gate:
             bind(environment)
 
     def become_inert(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock, so it is replaced."""
+        """In a forked child. The lock is replaced: another thread of the parent may have held it."""
         self._lock = threading.Lock()
         self.is_inert = True
         self.is_open = True
@@ -161,12 +161,11 @@ class Gate:
         self._waiting = []
 
 
-# Which cells need the GPU, decided from their text after IPython's transformations, in which `%gpu`, automagic `gpu`, indentation and
-# pasted prompts all have one form. `%%cpu` and `%%gpu FRACTION` become comments in that text: the rest is an ordinary cell.
+# Which cells need the GPU. The text after IPython's transformations decides: there `%gpu`, automagic `gpu`, indentation and pasted prompts
+# have one form, and `%%cpu` and `%%gpu FRACTION` are comments above an ordinary cell.
 #
-# A cell runs without the GPU in three cases only: all its statements are `%gpu` lines (or help about our magics) or `%%gpu measure`,
-# whose code runs in other processes; it begins with `%%cpu`; or it has only comments. In doubt a cell needs it: an unnecessary wait costs
-# seconds, while a cell that runs without the GPU it needs blocks its kernel.
+# A cell needs no GPU if it begins with `%%cpu`, has only comments, or only `%gpu` lines, help about our magics, or `%%gpu measure` (whose
+# code runs in other processes). In doubt it needs it: an unnecessary wait costs seconds, a cell without the GPU it needs blocks its kernel.
 
 SENTINEL = "#%%cpu: this cell runs without waiting for the GPU\n"
 BURST = "#%%gpu "
@@ -178,14 +177,14 @@ LinesTransform = Callable[[list[str]], list[str]]
 
 
 def needs_gpu(transformed: str) -> bool:
-    """Return whether a cell, given as IPython's transformed text, has to wait for the GPU before it runs."""
+    """Whether a cell (IPython's transformed text) must wait for the GPU."""
     if transformed.startswith(SENTINEL):
         return False
     lines = transformed.splitlines() if transformed[:1] in _COMMENT_MAY_BEGIN else ["code"]
-    is_burst = transformed.startswith(BURST)  # a cell that runs, though it begins with a comment
+    is_burst = transformed.startswith(BURST)  # has code, though it begins with a comment
     if not is_burst and all(not line.strip() or line.lstrip().startswith("#") for line in lines):
         return False
-    # Nearly every cell ends at the first of these: each costs more than the one before.
+    # Cheapest test first: it decides for nearly every cell.
     if "_magic('" not in transformed or is_burst or not re.search(_OWN_MAGIC, transformed):
         return True
     try:
@@ -196,7 +195,7 @@ def needs_gpu(transformed: str) -> bool:
 
 
 def _is_own_magic(node: ast.expr) -> bool:
-    """Whether the expression is `get_ipython().run_line_magic('gpu', TEXT)`, help about it, or a measurement, and nothing else."""
+    """Whether the expression is only `get_ipython().run_line_magic('gpu', TEXT)`, help about it, or a measurement."""
     match node:
         case ast.Call(
             func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"), args=[], keywords=[]), attr=attr),
@@ -208,7 +207,7 @@ def _is_own_magic(node: ast.expr) -> bool:
             return False
     if name in ("pinfo", "pinfo2"):
         return attr == "run_line_magic" and not cell and line.strip() in _HELP_TOPICS
-    # IPython expands {expression} and $variable in a magic's line: that is user code, and it may use the GPU.
+    # IPython expands {expression} and $variable in a magic's line: user code, which may use the GPU.
     if name != "gpu" or "{" in line or "$" in line:
         return False
     if attr == "run_cell_magic":
@@ -217,7 +216,7 @@ def _is_own_magic(node: ast.expr) -> bool:
 
 
 def burst_of(transformed: str) -> str | None:
-    """Return what stands behind `%%gpu` if the cell, given as IPython's transformed text, begins with it."""
+    """Return the arguments of `%%gpu` if the cell (IPython's transformed text) begins with it."""
     if not transformed.startswith(BURST):  # nearly every cell
         return None
     return transformed.partition("\n")[0].removeprefix(BURST).strip()
@@ -232,7 +231,7 @@ def make_cell_transform(
 ) -> LinesTransform:
     """Return the line transformation that turns a leading `%%cpu` or `%%gpu ...` into its comment.
 
-    It calls IPython's `cell_magic` for what follows: ours may stand above another cell magic. `measures`: `%%gpu measure` stays one.
+    It calls IPython's `cell_magic` for the lines below, which may begin with another cell magic. `measures`: keep `%%gpu measure`.
     """
 
     def own_cell(lines: list[str]) -> list[str]:
@@ -249,7 +248,7 @@ def make_cell_transform(
 
 
 def _comment(line: str, *, measures: bool) -> str:
-    """Return what takes the place of a cell's first line, "" if it is not ours."""
+    """Return the replacement of a cell's first line, or "" if it is not ours."""
     if line.startswith("%%cpu") and line.strip() == "%%cpu":
         return SENTINEL
     name, _, arguments = line.rstrip().partition(" ")

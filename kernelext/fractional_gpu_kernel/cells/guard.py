@@ -1,15 +1,12 @@
-"""Where cells meet the gate: at their beginning, at their end, and where they wait for input.
+"""Where cells meet the gate: when they begin, when they end, and when they wait for input.
 
-IPython calls the shell's `run_cell_async`, which is wrapped: every cell passes there, and only there are a cell's beginning and end one
-exact pair: IPython's events are not (`post_execute` fires for blank cells that had no `pre_execute`, and an exception in `pre_execute`
-does not stop the cell).
+The guard wraps the shell's `run_cell_async`, which every cell passes exactly once. IPython's events would not do: `post_execute` fires for
+blank cells without `pre_execute`, and an exception in `pre_execute` does not stop the cell. Messages to widgets do not pass there; for
+them `pre_execute` waits. Their callbacks cannot be stopped: after a refusal they run without the GPU.
 
-Messages to widgets do not pass `run_cell_async`: for them `pre_execute` waits. Their callbacks cannot be stopped; after a refusal they
-run without the GPU. They do not count as running; the broker sees them busy on IOPub.
-
-A cell that waits for input (`InputRequests`) needs no GPU meanwhile: its kernel counts as idle and may be suspended. With the answer, if
-the gate was shut meanwhile, the cell waits as at its beginning. An interrupt instead of an answer lets the cell go on at once, for it is
-to end: its further calls of the GPU block until the broker has seen it. A prompt in a thread of the user's does not pause the cell.
+While a cell waits for input (`InputRequests`), its kernel counts as idle and may be suspended. When the answer comes and the gate has been
+shut, the cell waits as it did at first. An interrupt lets the cell continue at once, because it ends: further calls of the GPU block until
+the broker has noticed it. A prompt in a thread of the user's does not pause the cell.
 """
 
 import functools
@@ -30,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RunningCell(NamedTuple):
-    """The cell around a piece of code: the marks of it and of the cells around it (none: it does not use the GPU), and its thread."""
+    """The cell around a piece of code: its mark and those of outer cells (none without the GPU), and its thread."""
 
     marks: tuple[object, ...]
     thread_id: int
@@ -54,12 +51,12 @@ class CellGuard:
         self._kernel.registrations.callback("pre_execute", self._before_message)
 
     def uninstall(self) -> None:
-        self._is_installed = False  # if another extension has wrapped the guard, cells pass through it from now on
+        self._is_installed = False  # another extension may have wrapped the guard: pass cells through
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         async def run_cell_async(raw_cell: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - IPython's signature varies
-            # A cell whose preparation failed will not run; blank cells, a forked child's, and cells within one without the GPU need none.
+            # No GPU for cells that will not run, blank cells, a forked child's, and cells within one without the GPU.
             unprepared = kwargs.get("preprocessing_exc_tuple") is not None
             if unprepared or not raw_cell or raw_cell.isspace() or self._gate.is_inert or not self._is_installed:
                 return await original(raw_cell, *args, **kwargs)
@@ -68,7 +65,7 @@ class CellGuard:
                 return await original(raw_cell, *args, **kwargs)
             mark, transformed = object(), kwargs.get("transformed_cell")
             silent = bool(kwargs.get("silent", len(args) > 1 and args[1]))
-            # Start-up code that IPython runs as cells (exec_lines, .ipy files) never waits: a kernel that does answers nothing.
+            # Start-up code that IPython runs as cells (exec_lines, .ipy files) must not wait: the kernel would not answer yet.
             starts = not self._gate.is_open and self._is_starting()
             exempt = not starts and transformed is not None and not needs_gpu(transformed)
             uses_gpu, token = not starts and not exempt, None
@@ -77,8 +74,7 @@ class CellGuard:
                     self._gate.exempt(mark)
                     self._kernel.channel.report_exempt(True)
                 elif uses_gpu and (failure := self._prepare(transformed or "", mark, silent=silent)) is not None:
-                    # Handed on as a cell whose preparation failed: hooks of other extensions see an ordinary failed cell, and "Run all"
-                    # stops.
+                    # As a failed preparation, so that other extensions see an ordinary failed cell, and "Run all" stops.
                     kwargs["preprocessing_exc_tuple"] = (type(failure), failure, None)
                     uses_gpu = False
                 outer = around.marks if around is not None and around.thread_id == threading.get_ident() else ()
@@ -86,7 +82,7 @@ class CellGuard:
                 token = running_cell.set(RunningCell(marks, threading.get_ident(), uses_gpu))
                 return await original(raw_cell, *args, **kwargs)
             finally:
-                # An interrupt may strike at any call, and a mark that stays would keep the kernel on the GPU for ever: leave twice.
+                # An interrupt may come at any call, and a mark that stays would keep the kernel on the GPU forever: leave twice.
                 try:
                     if token is not None:
                         running_cell.reset(token)
@@ -109,7 +105,7 @@ class CellGuard:
             failure = self._wait(burst, mark, silent=silent)
             if failure is not None:
                 return failure
-        # A lower limit is kept back while another cell runs: it could fail that cell's next allocation.
+        # Not a lower limit while another cell runs: that cell's next allocation could fail.
         limits, first_grant = self._kernel.limits, self._kernel.first_grant
         if limits.is_stale and not (limits.is_lowered and self._gate.runs_beside(mark)):
             limits.refresh()
@@ -118,7 +114,7 @@ class CellGuard:
         return None
 
     def _wait(self, burst: str | None, mark: object, *, silent: bool) -> BaseException | None:
-        """Wait for the larger share that a cell asks for, and for the GPU; return the error that the cell fails with."""
+        """Wait for the larger share that the cell asks for, and for the GPU; return the error that it fails with."""
         line = LiveLine(self._shell)
         shown = None if silent else line
         try:
@@ -134,7 +130,7 @@ class CellGuard:
         except KeyboardInterrupt:
             return rendered(KeyboardInterrupt("interrupted while it waited for the GPU; this cell did not run"))
         finally:
-            # Clearing the output of a cell within another would also clear what the outer cell has printed.
+            # In a cell within another, clearing would also remove what the outer cell has printed.
             if running_cell.get() is None:
                 line.remove()
             else:
@@ -142,8 +138,8 @@ class CellGuard:
         return None
 
     def _is_starting(self) -> bool:
-        """Return whether the kernel still runs its start-up code: it has not handled a request yet."""
-        with suppress(AttributeError):  # a terminal, or a kernel of another make
+        """Whether the kernel still runs start-up code: it has handled no request yet."""
+        with suppress(AttributeError):  # a terminal, or another kind of kernel
             return bool(self._shell.kernel.get_parent("shell") == {})
         return False
 
@@ -159,21 +155,19 @@ class CellGuard:
 
 
 class InputRequests:
-    """The input requests of one kernel."""
-
     def __init__(self, kernel: "LeasedKernel") -> None:
         self._kernel = kernel
         self._shell = kernel.shell
         self._gate = kernel.gate
         self._lock = threading.Lock()
-        self._asking: dict[object, str] = {}  # the request of each wait for input: cells nest
+        self._asking: dict[object, str] = {}  # by wait: cells nest
 
     @property
     def waiting(self) -> list[str]:
         return list(dict.fromkeys(self._asking.values()))
 
     def install(self) -> None:
-        """Watch from now on, in a Jupyter kernel; a terminal has no neighbours that wait for its input."""
+        """Only in a Jupyter kernel: in a terminal, no other kernel waits for this one."""
         kernel = getattr(self._shell, "kernel", None)
         for name in ("raw_input", "getpass"):
             original = getattr(kernel, name, None)
@@ -190,11 +184,11 @@ class InputRequests:
             cell = running_cell.get()
             if cell is None or cell.thread_id != threading.get_ident() or self._gate.is_inert:
                 return original(*args, **kwargs)
-            request = ""  # of a kernel of another make: the broker takes the kernel for busy
+            request = ""  # of another kind of kernel: the broker considers it busy
             with suppress(AttributeError, KeyError, TypeError):
                 request = str(self._shell.kernel.get_parent("shell")["header"]["msg_id"])
-            # Paused first, reported then: the broker's next command already meets a gate that may be shut.
-            # A task may ask when the cell that made it has ended: the mark of that cell must not enter the gate again.
+            # Pause before the report: the broker's next command must find a gate that may be shut.
+            # `marks`, not `cell.marks`: a task's cell may have ended, and its mark must not enter the gate again.
             wait = object()
             try:
                 marks = self._gate.pause(cell.marks)
@@ -202,29 +196,29 @@ class InputRequests:
                 answer = original(*args, **kwargs)
                 self._wait_again(marks)
                 return answer
-            finally:  # also after an interrupt: the cell runs on, to its end
+            finally:  # also after an interrupt, which ends the cell
                 try:
                     self._end(wait, cell.marks)
                 except BaseException:
-                    self._end(wait, cell.marks)  # another interrupt has struck above
+                    self._end(wait, cell.marks)  # another interrupt came above
                     raise
 
         return prompt
 
     def _end(self, wait: object, marks: Sequence[object]) -> None:
-        """The wait for input is over. May be called again if it was broken off."""
+        """End the wait for input. Can be repeated after an interrupt."""
         self._gate.go_on(marks)
         self._change(lambda: self._asking.pop(wait, None))
 
     def _wait_again(self, marks: Sequence[object]) -> None:
-        """Have the GPU again before these cells go on. Raises KeyboardInterrupt, or RuntimeError if the GPU will not come."""
+        """Wait for the GPU before these cells continue. Raises KeyboardInterrupt, or RuntimeError if the GPU is refused."""
         if not marks or self._gate.try_to_go_on(marks):
             return
         line = LiveLine(self._shell)
         try:
             self._kernel.acquirer.wait_for_gpu(line, marks[-1])
         except RefusedError as error:
-            message = f"the input was read, but the cell cannot go on: {error}"
+            message = f"the input was read, but the cell cannot continue: {error}"
             raise RuntimeError(message) from None
         finally:
             line.blank()

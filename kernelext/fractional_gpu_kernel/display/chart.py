@@ -1,7 +1,4 @@
-"""`%gpu history`: a kernel's memory and residency over time, as a picture and as characters.
-
-Both are made of the same columns.
-"""
+"""`%gpu history`: a kernel's memory and residency over time, as a picture and as text. Both have the same columns."""
 
 import time
 from collections import defaultdict
@@ -24,14 +21,14 @@ _SIGNS = {"resident": "█", "suspending": "▓", "resuming": "▓", "suspended"
 _LEGEND = "on GPU: █ on the GPU, ▓ on its way, ░ saved in host memory, blank: neither."
 
 _FRAME = Frame(width=640, height=176, left=62, right=8, top=10, bottom=56)
-_STRIP = 130  # where the strip of states begins, from the top
+_STRIP = 130  # y of the strip of states
 _DASHED = {"fill": "none", "style": f"stroke:{SAVED}", "stroke_width": "2", "stroke_dasharray": "5 3"}
 _FILLED = {"style": f"fill:{USED}", "fill_opacity": ".45"}
 _LIMIT = {"stroke": "currentColor", "stroke_opacity": ".7", "stroke_dasharray": "2 3"}
 
 
 class Column(NamedTuple):
-    """A stretch of time: MiB at most, and the state that lasted longest."""
+    """A period: the most MiB, and the state that lasted longest."""
 
     used_mib: int
     saved_mib: int
@@ -58,7 +55,7 @@ def columns(points: Sequence[UsagePoint], since_ms: int, until_ms: int, count: i
 
 
 class HistoryView(View):
-    """A lease over time, up to now. `last_ms` None: all there is."""
+    """A lease over time, up to now; only the last `last_ms` if given."""
 
     def __init__(self, history: History, last_ms: int | None = None, now_ms: int | None = None) -> None:
         self._points = history.points
@@ -137,7 +134,7 @@ def _x(index: int) -> float:
 
 
 def _area(shares: Sequence[float]) -> str:
-    """Return the path of a stepped area; stretches without memory are left out, so that no line lies on the axis."""
+    """Return the path of a stepped area. Stretches without memory are left out: no line lies on the axis."""
     steps, base = "", f"{_FRAME.y(0):.0f}"
     is_open = False
     for index, share in enumerate([*shares, 0]):
@@ -150,7 +147,7 @@ def _area(shares: Sequence[float]) -> str:
 
 
 def _strip(row: Sequence[Column]) -> list[Svg]:
-    """Return the residency: runs of equal states."""
+    """Draw runs of equal states."""
     looks = {"resident": (USED, 1), "suspending": (USED, 0.5), "resuming": (USED, 0.5), _IN_HOST: (FREE, 1)}
     pieces = []
     begin = 0

@@ -1,6 +1,6 @@
-"""`%gpu cost`: what this kernel and its user used, and what it costs, as HTML and as plain text. Imported for the first `%gpu cost`.
+"""`%gpu cost`: what this kernel and its user used, and what it costs, as HTML and as plain text.
 
-Where no price is set, GPU hours take the place of amounts: one is a whole GPU for an hour, or a half for two.
+Without prices it shows GPU hours: one is a whole GPU for an hour, or half of one for two hours.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +24,10 @@ class CostView(View):
         self._drawn = any(entry.usage.energy_mj for entry in entries)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the table's rows: a name, and a figure for each period."""
         columns = [self._figures(entries) for entries in self._periods]
         return [(name, *(figures[name] for figures in columns)) for name in columns[0]]
 
     def _figures(self, entries: Sequence[UsageEntry]) -> dict[str, str]:
-        """Return the figures of one period by their names."""
         used = [entry.usage for entry in entries]
         charged, busy, suspended = (
             _decimals(sum(getattr(one, share) for one in used), SHARE_HOUR)
@@ -95,17 +93,17 @@ class CostView(View):
         return box(title, table(rows, ("", *_PERIODS)), note=" ".join(self.sentences()))
 
     def _amounts(self, figure: Callable[[Usage], int], entries: Sequence[UsageEntry]) -> str:
-        """Return the amount in each currency; what was used without a price has none."""
+        """Return the amount in each currency; use without a price has none."""
         sums = {entry.currency: figure(entry.usage) for entry in entries if entry.currency}
         sums = sums or {self._cost.currency: 0}
         return " + ".join(f"{_amount(milli)} {currency}".rstrip() for currency, milli in sorted(sums.items()))
 
 
 def _decimals(value: int, unit: int) -> str:
-    """Return how many units a value is, with three decimals, rounded half up."""
+    """Return `value` in units, with three decimals, rounded half up."""
     return _amount((2 * value * 1000 + unit) // (2 * unit))
 
 
 def _amount(milli: int) -> str:
-    """Return thousandths exactly: `1,234.500`."""
+    """Format thousandths exactly: `1,234.500`."""
     return f"{milli // 1000:,}.{milli % 1000:03}"

@@ -1,7 +1,4 @@
-"""Lines of text in a cell's output: a sentence, a line that changes in place, a wait's line, and notices.
-
-Everything that is shown has two forms: HTML for notebooks, plain text for consoles, logs and screen readers.
-"""
+"""Lines of text in a cell's output, as HTML and as plain text: a sentence, a line that changes in place, a wait's line, and notices."""
 
 import contextvars
 import os
@@ -33,7 +30,7 @@ class View:
 
 
 class Sentence(View):
-    """One sentence of the extension. In a kernel on a simulated GPU the line's heading says "simulated"."""
+    """One sentence. On a simulated GPU its heading says "simulated"."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -50,7 +47,7 @@ class Sentence(View):
 
 
 class LiveLine:
-    """One line of output that changes in place. Any thread may use it; the first `show` decides the cell that it belongs to."""
+    """A line of output that changes in place, from any thread. It belongs to the cell that shows it first."""
 
     def __init__(self, shell: Any) -> None:  # noqa: ANN401 - IPython's shells are untyped
         self._shell = shell
@@ -63,20 +60,20 @@ class LiveLine:
             publish(self._shell, Sentence(text), display_id=self._display_id, update=update)
 
     def blank(self) -> None:
-        """Replace the line by an empty one: for a line with other output above it, which has to stay."""
+        """Replace the line by an empty one, and keep other output above it."""
         if self._shown is not None:
             self._shown = None
             publish(self._shell, None, display_id=self._display_id, update=True)
 
     def remove(self) -> None:
-        """Clear the cell's output if the line is shown: for a line above a cell that has not run and has no other output."""
+        """Clear the cell's output, for a cell that has not run and has only this line."""
         if self._shown is not None:
             self._shown = None
             self._shell.display_pub.clear_output(wait=False)
 
 
 class CellLine:
-    """A line below a cell that runs in `context`, for other threads; `close` blanks it for good."""
+    """A line below a running cell, for other threads. `close` blanks it for good."""
 
     def __init__(self, line: LiveLine, context: contextvars.Context) -> None:
         self._line, self._context = line, context
@@ -88,7 +85,6 @@ class CellLine:
                 self._context.copy().run(self._line.show, text)
 
     def close(self) -> None:
-        """Blank the line: the cell has the GPU again, or has ended."""
         with self._lock:
             self._is_closed = True
             self._context.copy().run(self._line.blank)
@@ -109,29 +105,29 @@ def publish(shell: Any, view: View | None, *, display_id: str | None = None, upd
 
 
 def _as_no_result(message: dict[str, Any]) -> dict[str, Any]:
-    # JupyterLab's debugger inspects all variables at each message about an `execute_request`, which could use the GPU of an idle kernel.
+    # JupyterLab's debugger inspects all variables after each message of an `execute_request`: that could use the GPU of an idle kernel.
     if parent := message["parent_header"]:
         message["parent_header"] = {**parent, "msg_type": "display_data"}
     return message
 
 
 def rendered(error: BaseException) -> BaseException:
-    """Let IPython show the error as one sentence without a stack: the stack has frames of this extension only."""
+    """Make IPython show the error as one sentence: its stack has only frames of this extension."""
     error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
     return error
 
 
 _NEXT = {  # by the reason of the wait
-    "wait.busy-neighbour": "When that is over{turn}, its memory is saved to the host and {whoever} gets the room",
-    "wait.user-limit": "It goes on when another kernel of yours gives its share back",
-    "wait.group-limit": "It goes on when another kernel of your group gives its share back",
-    "broker-silent": "The cell goes on by itself when the broker answers again",
-    "wait.device-draining": "It goes on when the administrator lets kernels onto the device again",
+    "wait.busy-neighbour": "When that is over{turn}, its memory is saved to the host and {next_one} gets the room",
+    "wait.user-limit": "It continues when another kernel of yours gives its share back",
+    "wait.group-limit": "It continues when another kernel of your group gives its share back",
+    "broker-silent": "The cell continues when the broker answers again",
+    "wait.device-draining": "It continues when the administrator lets kernels onto the device again",
 }
 
 
 def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted: bool = False) -> str:
-    """Return the line of a cell that waits. `preempted`: the cell runs already. `age_s`: the time since the broker sent `progress`."""
+    """Return the line of a waiting cell. `preempted`: it is running. `age_s`: time since the broker sent `progress`."""
     from fractional_gpu.core.units import format_rough  # noqa: PLC0415 - off the kernel's start
 
     facts = [f"place {progress.position} in the queue"] if progress.position is not None else []
@@ -143,14 +139,14 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
     why = (progress.sentence or "the GPU is in use").rstrip(".")
     turn_ms = 0 if progress.turn_ms is None else progress.turn_ms - int(age_s * 1000)
     turn = f", or when its turn ends, in about {format_rough(turn_ms)}" if turn_ms >= 1000 else ""
-    whoever = "this kernel" if progress.position in {None, 1} else "the first in the queue"
-    after = f" {_NEXT[progress.reason]}.".format(turn=turn, whoever=whoever) if progress.reason in _NEXT else ""
-    beside = f" It {progress.slowdown_brief}." if progress.slowdown_brief else ""
+    next_one = "this kernel" if progress.position in {None, 1} else "the first in the queue"
+    after = f" {_NEXT[progress.reason]}.".format(turn=turn, next_one=next_one) if progress.reason in _NEXT else ""
+    slowdown = f" It {progress.slowdown_brief}." if progress.slowdown_brief else ""
     does, end = "waits for the GPU", "Interrupt the kernel to stop waiting."
     if preempted:
         does = "gave the GPU to another kernel and gets it back"
         end = "Until then, this cell waits at its next use of the GPU."
-    return f"This cell {does}{about}: {why}.{after}{beside} {end}"
+    return f"This cell {does}{about}: {why}.{after}{slowdown} {end}"
 
 
 def resizing(status: "LeaseStatus") -> str:
@@ -162,7 +158,7 @@ def resizing(status: "LeaseStatus") -> str:
 
 
 def _left(forecast: "Progress | Span", passed_ms: int) -> str:
-    """Return what is left of a forecast that was made `passed_ms` ago; "" without one."""
+    """Return the rest of a forecast made `passed_ms` ago, or ""."""
     from fractional_gpu.core.units import format_forecast, format_rough  # noqa: PLC0415 - off the kernel's start
 
     if forecast.expected_ms is None:
@@ -176,41 +172,39 @@ def _left(forecast: "Progress | Span", passed_ms: int) -> str:
 
 
 class Notices:
-    """Sentences for the user of one kernel, from the broker and from the extension; from any thread.
+    """Sentences for the user, from the broker and the extension; from any thread.
 
-    Before the first cell a notice is kept and shown once above that cell's output; while a cell runs, it is kept and shown beneath it, or
-    at once in its output if it is urgent (the GPU goes away). While the kernel idles, it is shown at once beneath the last cell and blanked
-    when the next cell begins.
+    Before the first cell a notice is kept and shown once above its output. While a cell runs, it is kept and shown below it, or at once
+    if it is urgent (the GPU goes away). While the kernel idles, it is shown at once below the last cell and blanked when the next one
+    begins.
 
-    Only cells that go into the history count here: the output of others (`%%capture`, `run_cell`) is not on the user's screen. Cells of
-    several subshells run at once: the kernel idles when the last has ended, and an urgent notice goes to the one that began last.
+    Only cells in the history count: the user does not see the output of others (`%%capture`, `run_cell`). Subshells run cells
+    concurrently: the kernel idles when the last one has ended, and an urgent notice goes to the cell that began last.
     """
 
     def __init__(self, shell: Any, first: str = "") -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
         self._lock = threading.Lock()
-        # Sentences by their topics; one without is its own topic.
+        # Sentences by topic; one without a topic is its own.
         self._kept = {first: first} if first else {}
-        self._last_cell: contextvars.Context | None = None  # while the kernel idles: the cell to show it beneath
-        self._running: dict[int, contextvars.Context] = {}  # by the cells' threads, in the order in which they began
-        self._cell_lines: dict[int, CellLine] = {}  # of running cells, by their threads
-        self._shown: dict[str, LiveLine] = {}  # beneath the last cell, likewise
+        self._last_cell: contextvars.Context | None = None  # the cell to show notices below, while the kernel idles
+        self._running: dict[int, contextvars.Context] = {}  # by thread, in order of their start
+        self._cell_lines: dict[int, CellLine] = {}  # by thread
+        self._shown: dict[str, LiveLine] = {}  # below the last cell, by topic
 
     def install(self, registrations: Registrations) -> None:
         registrations.callback("pre_run_cell", self._before_cell)
         registrations.callback("post_run_cell", self._after_cell)
 
     def add(self, sentence: str, topic: str = "") -> None:
-        """Show or keep a sentence. With a `topic` it takes the place of an earlier one that is still kept, or beneath the last cell."""
+        """Show or keep a sentence. With a `topic` it replaces an earlier one that is kept or below the last cell."""
         if not sentence:
             return
         key = topic or sentence
         with self._lock:
             self._kept.pop(key, None)
             line = self._shown.get(key) or LiveLine(self._shell)
-            with suppress(
-                *_failures()
-            ):  # this thread may be able to open no socket: the main thread then shows it later
+            with suppress(*_failures()):  # if this thread cannot open a socket, the main thread shows it later
                 if self._last_cell is not None:
                     self._last_cell.copy().run(line.show, sentence)
                     self._shown[key] = line
@@ -218,7 +212,7 @@ class Notices:
             self._kept[key] = sentence
 
     def add_urgent(self, sentence: str, topic: str = "") -> None:
-        """Show a sentence now, also in the output of a cell that runs, where it stays. `topic`: see `add`."""
+        """Show a sentence now, permanently in the output of a running cell. `topic`: see `add`."""
         with self._lock:
             cell = next(reversed(self._running.values()), None)
         with suppress(*_failures()):  # as in `add`
@@ -228,7 +222,7 @@ class Notices:
         self.add(sentence, topic)
 
     def line_in_cell(self) -> CellLine | None:
-        """Return a line below the cell that began last, until it ends; None: none runs."""
+        """Return a line below the cell that began last, until it ends; None if none runs."""
         with self._lock:
             if not self._running:
                 return None
@@ -247,16 +241,15 @@ class Notices:
         if cell is not None:
             for line in shown.values():
                 cell.copy().run(line.blank)
-        for sentence in kept.values():  # where it stays
+        for sentence in kept.values():
             publish(self._shell, Sentence(sentence))
 
     def _after_cell(self, result: Any) -> None:  # noqa: ANN401 - as above
-        """`post_run_cell`; without a result for a cell that was cancelled."""
-        if result is not None and not result.info.store_history:
+        if result is not None and not result.info.store_history:  # None: the cell was cancelled
             return
         with self._lock:
             line = self._cell_lines.pop(threading.get_ident(), None)
-            self._running.pop(threading.get_ident(), None)  # missing: of a blank cell, which begins without an event
+            self._running.pop(threading.get_ident(), None)  # blank cells begin without an event
             if not self._running:
                 self._last_cell = contextvars.copy_context()
             kept, self._kept = self._kept, {}
@@ -267,6 +260,6 @@ class Notices:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Errors of publishing from a thread in a process without descriptors. ZeroMQ is loaded in every Jupyter kernel."""
+    """Errors of publishing in a process without descriptors. ZeroMQ is loaded in every Jupyter kernel."""
     zmq = sys.modules.get("zmq")
     return (OSError, RuntimeError) if zmq is None else (OSError, RuntimeError, zmq.ZMQError)

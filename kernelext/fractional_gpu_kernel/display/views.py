@@ -11,8 +11,8 @@ from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
 from fractional_gpu_kernel.display.lines import View
 
-# Small pieces of HTML that are readable in light and dark themes: colours are JupyterLab's CSS variables, with a fallback for notebooks
-# that other programs show. What colour shows, the text says, too. Every text passes through `escape`: it may come from another user.
+# Colours are JupyterLab's CSS variables for light and dark themes, with a fallback for other programs. The text says what colours show.
+# Every text passes through `escape`: it may come from another user.
 
 USED = "var(--jp-brand-color1,#2196f3)"
 SAVED = "var(--jp-warn-color1,#f57c00)"
@@ -32,7 +32,7 @@ def box(title: str, *parts: str, note: str = "") -> str:
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Return a table of HTML cells; without `head` (texts), the first cell of a row names it."""
+    """Return a table of HTML cells. Without `head` (texts), the first cell of a row names it."""
     lines = []
     if head:
         style = f"{_CELL};font-weight:400;{_MUTED}"
@@ -46,7 +46,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
 
 
 def bar(parts: Iterable[tuple[int, str]], whole: int, label: str) -> str:
-    """Return a horizontal bar: `parts` are (size, colour) from the left, of `whole`; `label` says the same to a screen reader."""
+    """Return a horizontal bar of (size, colour) parts; `label` says the same to a screen reader."""
     pieces = []
     left = 100.0
     for size, colour in parts:
@@ -60,7 +60,7 @@ def bar(parts: Iterable[tuple[int, str]], whole: int, label: str) -> str:
 
 
 def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> str:
-    """Return the bar's plain twin: `parts` are (size, sign). What is there at all has at least one sign."""
+    """Return the bar as text; `parts` are (size, sign). Every part above 0 has at least one sign."""
     signs = ""
     total = 0
     for size, sign in parts:
@@ -71,14 +71,12 @@ def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> s
 
 
 def moment(at_ms: int, now_ms: int) -> str:
-    """Return a time of this clock's day, with the date if that is not today's."""
+    """Format a time of day, with the date unless it is today."""
     at, now = (datetime.fromtimestamp(ms / 1000).astimezone() for ms in (at_ms, now_ms))
     return f"{at:%H:%M:%S}" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}"
 
 
 class StatusView(View):
-    """This kernel's share as `%gpu` shows it."""
-
     def __init__(self, status: LeaseStatus) -> None:
         self._status = status
 
@@ -141,14 +139,13 @@ class StatusView(View):
 
 
 class TopView(View):
-    """The devices of the machine and their leases: those of this user by name, the others as one sum."""
+    """The machine's devices and their leases: this user's by name, the others as one sum."""
 
     def __init__(self, host: HostStatus, own: str) -> None:
         self._host = host
         self._own = own
 
-    def tenants(self, device: DeviceStatus) -> list[tuple[str, str, str]]:
-        """Return (share, who, what) of a device, the others as one sum last."""
+    def tenants(self, device: DeviceStatus) -> list[tuple[str, str, str]]:  # share, who, what
         here = [lease for lease in self._host.leases if lease.state in HOLDING]
         mine = [lease for lease in here if device.device_id in lease.lease.device_ids]
         rows = []
@@ -163,7 +160,7 @@ class TopView(View):
         return rows
 
     def elsewhere(self) -> list[tuple[str, str, str]]:
-        """Return (share, who, what) of this user's leases that are on no device."""
+        """Return (share, who, what) of this user's leases on no device."""
         return [
             (f"{format_fraction(lease.spec.fraction_milli)} GPU", self._name(lease), self._doing(lease))
             for lease in self._host.leases
@@ -233,8 +230,6 @@ _NO_DEVICES = "This machine's broker manages no GPU."
 
 
 class StoryView(View):
-    """Why everything happened to this kernel's share, newest last."""
-
     def __init__(self, story: Story, lines: int, now_ms: int | None = None) -> None:
         self._slowdown = story.slowdown.sentence
         self._lines = story.lines[-lines:]

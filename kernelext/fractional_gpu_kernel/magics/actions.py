@@ -1,11 +1,11 @@
-"""What `%gpu`'s commands do, resizing by `%gpu` and `%%gpu` among them. Imported for the first command.
+"""What `%gpu`'s commands do, including resizing by `%gpu` and `%%gpu`.
 
-A command is answered within its cell, except where the kernel must be idle: `suspend`, `release` and `resize --later` are requested when
-the cell has ended (`broker_call.AfterCell`).
+A command is answered within its cell, except if the kernel must be idle: `suspend`, `release` and `resize --later` are requested when the
+cell has ended (`broker_call.AfterCell`).
 
-`%gpu pin always` is a pin that is renewed for as long as the pool allows it (`StandingPin`). Each pin is short, so that a kernel that
-ends leaves little of its user's budget behind. A broker that does not answer suspends no kernel: then there is nothing to renew, and the
-next try comes later. A refusal ends the renewals and is shown at the next cell.
+`%gpu pin always` is renewed until the pool refuses (`StandingPin`). Each pin is short, so that a kernel that ends wastes little of its
+user's budget. While the broker does not answer, it suspends no kernel, and the renewal is retried; a refusal ends the renewals and is shown
+at the next cell.
 """
 
 import argparse
@@ -40,27 +40,26 @@ if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
     from fractional_gpu_kernel.extension import LeasedKernel
 
-# Changes of the size of this kernel's lease: `%gpu resize`, and the burst of one cell (`%%gpu`).
+# Resizes: `%gpu resize`, and the burst of one cell (`%%gpu`).
 #
-# - A larger share is requested before the cell passes the gate, so that a cell that waits for room holds nothing that others need;
-#   frameworks are limited to it once the broker has reserved it. For a smaller one, frameworks first are limited and give caches back.
-# - Bursts may be nested, and may overlap in subshells: the lease has the largest requested share, and goes back to what it was before the
-#   first burst when the last one has ended.
-# - What cannot be given back (more is still in use, or no broker answers) is reported, and tried again at the end of each later cell.
+# - A larger share is requested before the cell passes the gate, so that a waiting cell holds nothing that others need; frameworks may use
+#   it after the broker has reserved it. For a smaller one, frameworks first give back caches and get the lower limit.
+# - Bursts may be nested, or overlap in subshells: the lease has the largest requested share, and its old one when the last burst has ended.
+# - What cannot be given back (more is in use, or the broker does not answer) is reported, and retried at the end of each later cell.
 
 _WAIT_MS = 3_600_000  # for room; an interrupt ends it at any moment
 _GIVE_BACK_S = 10.0
 
 
 class Size(NamedTuple):
-    """A share: milli-GPU, and MiB (None: what the fraction stands for)."""
+    """A share: milli-GPU, and MiB (None: as the fraction implies)."""
 
     milli: int
     memory_mib: int | None
 
 
 class Resizer:
-    """The size of one kernel's lease. For the threads that run cells."""
+    """Resizes one kernel's lease, in the threads that run cells."""
 
     def __init__(self, kernel: "LeasedKernel") -> None:
         self._kernel = kernel
@@ -68,15 +67,15 @@ class Resizer:
         self._limits = kernel.limits
         self._lock = threading.Lock()
         self._bursts: dict[object, Size] = {}
-        self._own: Size | None = None  # what the lease is without bursts; None: no burst has changed it
+        self._own: Size | None = None  # the lease without bursts; None: no burst has changed it
 
     def change(
         self, milli: int | None, memory_mib: int | None, line: LiveLine | None, wait_ms: int = _WAIT_MS
     ) -> LeaseStatus:
-        """Give the lease another size and wait until it has it. Raises FractionalGPUError, or KeyboardInterrupt: it is as it was."""
+        """Resize the lease and wait for it. Raises FractionalGPUError or KeyboardInterrupt: then nothing has changed."""
         status = self._resize(ResizeRequest(fraction_milli=milli, memory_mib=memory_mib, wait_ms=wait_ms), line)
         with self._lock:
-            if self._own is not None:  # later bursts come back to this share
+            if self._own is not None:  # later bursts return to this share
                 self._own = Size(status.spec.fraction_milli, status.spec.reserve_mib)
         self._take(_limit_mib(status))
         return status
@@ -87,7 +86,7 @@ class Resizer:
             self._limits.refresh()
 
     def begin(self, mark: object, text: str, line: LiveLine | None) -> None:
-        """Have at least the share that `text` asks for until `end` with this mark. Raises RefusedError or KeyboardInterrupt."""
+        """Hold at least the share in `text` until `end` with this mark. Raises RefusedError or KeyboardInterrupt."""
         try:
             arguments = parse_burst(text)
             milli, memory_mib = size("%%gpu", arguments.fraction, arguments.memory)
@@ -112,7 +111,7 @@ class Resizer:
         try:
             status = self._resize(request, line)
         except BrokerUnavailableError:
-            raise  # it may have been granted all the same: `end` then gives the difference back
+            raise  # it may have been granted: `end` then gives the difference back
         except FractionalGPUError:
             with self._lock:
                 if fresh and not self._bursts:
@@ -123,7 +122,7 @@ class Resizer:
         self._take(_limit_mib(status))
 
     def end(self, mark: object, *, silent: bool) -> None:
-        """A cell has ended: give back what no other burst needs, and what is owed. Raises nothing of the broker's."""
+        """When a cell ends, give back what no other burst needs, and what is owed. Raises no error of the broker."""
         with self._lock:
             had_burst = self._bursts.pop(mark, None) is not None
             is_owed = self._own is not None and (had_burst or not self._bursts)
@@ -131,7 +130,7 @@ class Resizer:
             self._give_back(shows=had_burst and not silent)
 
     def _give_back(self, *, shows: bool) -> None:
-        """Go back to the largest share that is still requested, and show why that fails. An interrupt leaves it owed."""
+        """Return to the largest share still requested; show a failure. After an interrupt it stays owed."""
         with self._lock:
             own = self._own
             if own is None:
@@ -140,7 +139,7 @@ class Resizer:
         if target.memory_mib is not None and target.memory_mib < (self._limits.cap_mib or 0):
             self._take(target.memory_mib)
         free_caches()
-        burst = target != own  # another burst goes on: the broker must know that this share ends with this process
+        burst = target != own  # another burst continues: the broker must know that this share ends with this process
         request = ResizeRequest(fraction_milli=target.milli, memory_mib=target.memory_mib, wait_ms=0, burst=burst)
         try:
             self._take(_limit_mib(self._resize(request, None, timeout_s=_GIVE_BACK_S, revive=False)))
@@ -171,14 +170,14 @@ class Resizer:
 
 
 def _limit_mib(status: LeaseStatus) -> int:
-    """Return what the kernel may use now: what is reserved for it, which a pool may let follow its use, else its cap."""
+    """Return what the kernel may use now: what is reserved for it (a pool may adapt that to its use), else its cap."""
     return status.lease.reserved_mib or status.spec.reserve_mib
 
 
 _READ_S = 5.0
 _DEFAULT_PIN_MS = 1_800_000
 _DEFAULT_LINES = 20
-_ON_GPU, _SHARE = "on the GPU", "share"  # kinds of requests after a cell: a newer one replaces an older one of its kind
+_ON_GPU, _SHARE = "on the GPU", "share"  # kinds of requests after a cell: a newer one replaces the older
 _LATER_MS = 60_000  # how long `resize --later` waits for room
 _SUSPENDED = "Suspended: this kernel holds no GPU memory; what it had there is saved. The next cell brings it back."
 _RELEASED = "Released: no GPU memory is reserved for this kernel. The next cell that needs the GPU asks for it again."
@@ -189,7 +188,7 @@ _RETRY_S = 30.0
 
 
 class StandingPin:
-    """The renewed pin of one kernel. `notify` takes a sentence to show."""
+    """One kernel's renewed pin. `notify` shows a sentence."""
 
     def __init__(self, settings: Settings, notify: Callable[[str], None]) -> None:
         self._settings = settings
@@ -197,7 +196,7 @@ class StandingPin:
         self._stop: threading.Event | None = None
 
     def start(self, pin: Callable[[int], LeaseStatus]) -> LeaseStatus:
-        """Pin now with `pin(duration_ms)` and renew from then on. Raises FractionalGPUError."""
+        """Pin now with `pin(duration_ms)`, and renew it. Raises FractionalGPUError."""
         for length_ms in _DURATIONS_MS:
             try:
                 status = pin(length_ms)
@@ -211,7 +210,7 @@ class StandingPin:
         return status
 
     def stop(self) -> None:
-        """Renew no more; the pin that there is stays."""
+        """End the renewals; the current pin stays."""
         if self._stop is not None:
             self._stop.set()
             self._stop = None
@@ -231,7 +230,7 @@ class StandingPin:
 
 
 class Actions:
-    """One method a command, called with its arguments. Raise ArgumentsError, HelpRequested, FractionalGPUError, RefusedError."""
+    """One method per command. They raise ArgumentsError, HelpRequested, FractionalGPUError, RefusedError."""
 
     def __init__(self, kernel: "LeasedKernel") -> None:
         self._shell = kernel.shell
@@ -256,8 +255,8 @@ class Actions:
             status = self._read(lambda client: client.lease(self._settings.lease_id, fresh=True))
         except BrokerUnavailableError as error:
             without = "is not on the GPU; the next cell starts the broker again"
-            now = "is on the GPU and goes on working" if self._gate.is_open else without
-            self._say(f"{error}. Meanwhile this kernel {now}.")
+            now = "is on the GPU and keeps working" if self._gate.is_open else without
+            self._say(f"{error}. This kernel {now}.")
         else:
             publish(self._shell, StatusView(status))
 
@@ -391,7 +390,7 @@ class Actions:
         return call_broker(self._settings, call, revive=True)
 
     def _read(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - what the call returns
-        """Make a call that only reads: it starts no broker."""
+        """A call that only reads, and starts no broker."""
         return call_broker(self._settings, call, timeout_s=_READ_S)
 
 

@@ -1,7 +1,4 @@
-"""`%gpu`'s arguments: one table of commands, from which parser, help and completion are made. argparse, with its errors as one sentence.
-
-Imported for the first `%gpu`.
-"""
+"""`%gpu`'s arguments: one table of commands, from which parser, help and completion are made. An error is one sentence."""
 
 import argparse
 import os
@@ -29,7 +26,7 @@ _SPANS = ("10m", "1h", "1d")
 
 
 class Argument(NamedTuple):
-    """An argument or an option (with dashes). `values` are proposals; `kind` names those that are made on demand."""
+    """An argument, or an option (with dashes). `values` are proposals; `kind` names those that are made on demand."""
 
     name: str
     metavar: str
@@ -83,7 +80,7 @@ COMMANDS = {
             "resize",
             "give this kernel another share without a restart",
             (_fraction(required=False), _MEMORY, _LATER),
-            "A larger share waits for room beside the neighbours on this GPU; idle ones step aside. A smaller one must hold what is in "
+            "A larger share waits for room on this GPU; idle neighbours step aside. A smaller one must hold what is in "
             "use. Interrupt the kernel to stop waiting: the share stays as it was.",
         ),
         Command("suspend", "save its GPU memory to host memory and free the GPU, when this cell is over"),
@@ -102,7 +99,7 @@ COMMANDS = {
             "give the GPU back when this cell is over",
             (),
             "Ends a pin, and lets go of the device memory that is reserved for this kernel. What it holds there is saved to host memory "
-            "first, as `suspend` does, and comes back with the next cell that needs it; without such state the reservation is just "
+            "first, as `suspend` does, and returns with the next cell that needs it; without such state the reservation is just "
             "dropped. The share itself stays this kernel's; shutting the kernel down ends it.",
         ),
         Command(
@@ -112,13 +109,13 @@ COMMANDS = {
                 Argument("text", "TEXT", 'the words; "" removes those that there are'),
                 Argument("--clear", "", "remove them"),
             ),
-            "`%gpu` and `jupyter gpu status` show them for as long as the kernel has its share, restarts of the kernel included.",
+            "`%gpu` and `jupyter gpu status` show them while the kernel has its share, also after restarts.",
         ),
         Command("top", "the GPUs of this machine, and who is on them (others without their names)"),
         Command(
             "history",
             "this kernel's memory and its time on the GPU",
-            (Argument("--last", "DURATION", "only the last so much, such as 1h (default: all there is)", _SPANS),),
+            (Argument("--last", "DURATION", "only this long back from now, such as 1h (default: everything)", _SPANS),),
         ),
         Command(
             "cost",
@@ -129,7 +126,7 @@ COMMANDS = {
         Command(
             "explain",
             "why everything happened to this kernel's share, newest last",
-            (Argument("--lines", "N", "so many of the newest (default: 20)", ("20", "100")),),
+            (Argument("--lines", "N", "how many of the newest lines (default: 20)", ("20", "100")),),
         ),
         Command("help", "this list, or one command", (Argument("command", "COMMAND", "the command", (), "command"),)),
     )
@@ -161,24 +158,27 @@ MEASURE = Command(
             "fraction",
         ),
         Argument(
-            "--copies", "N,...", "instead: beside so many copies, each with the largest share that fits", ("1", "1,2,3")
+            "--copies",
+            "N,...",
+            "instead: next to this many copies, each with the largest share that fits",
+            ("1", "1,2,3"),
         ),
-        Argument("--beside", "COMMAND", "beside this program instead of copies; repeatable", repeatable=True),
+        Argument("--beside", "COMMAND", "next to this program instead of copies; repeatable", repeatable=True),
         _MEMORY,
         Argument("--pool", "NAME", "the pool of devices (default: this kernel's)", (), "pool"),
         Argument("--interval", "PERCENT", "how wide an interval may be (default: 5%)"),
         Argument("--at-most", "PERCENT", "how much slower a share may be that suffices (default: 10%)"),
         Argument("--may-wait", "", "wait for room as other programs do, not in spare room only"),
     ),
-    "The cell runs again and again in processes of its own, each with its own share, never in this kernel: it finds no variables of the "
-    "notebook but those of the cells that --setup names. Each run is a unit of work, unless the cell reports units itself: from "
+    "The cell runs repeatedly in separate processes, each with its own share, never in this kernel: of the notebook's variables it finds "
+    "only those that the cells in --setup define. Each run is a unit of work, unless the cell reports units itself: from "
     "fractional_gpu_kernel.measure import tick. Interrupt the kernel to stop; what is known by then is shown.",
 )
 MEASURE_NAME = "%%gpu measure"
 
 
 class ArgumentsError(Exception):
-    """The arguments are not understood; the text names what is allowed."""
+    """Invalid arguments; the text names what is allowed."""
 
 
 class HelpRequested(Exception):  # noqa: N818 - not an error
@@ -186,7 +186,7 @@ class HelpRequested(Exception):  # noqa: N818 - not an error
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of leaving the kernel."""
+    """Raises instead of exiting the kernel."""
 
     def __init__(self, prog: str, command: Command) -> None:
         text = f"{command.summary[:1].upper()}{command.summary[1:]}. {command.details}".strip()
@@ -253,7 +253,7 @@ def size(prog: str, fraction: str | None, memory: str | None) -> tuple[int | Non
 
 
 def duration_ms(prog: str, text: str, *, also: str = "") -> int:
-    """Return milliseconds, more than 0. Raises ArgumentsError, which names the word that is allowed, `also`."""
+    """Return milliseconds, more than 0. Raises ArgumentsError, which also allows the word `also`."""
     try:
         read_ms = parse_duration_ms(text)
     except ValueError:
@@ -301,8 +301,7 @@ def _parser(name: str) -> _Parser:
     raise ArgumentsError(f"%gpu {name[:50]} is not known; allowed: {', '.join(COMMANDS)}.{hint}")
 
 
-# Completion. What only the broker knows (the fractions and the pools on offer) is read once a minute at most, with a short timeout: a
-# completion that blocks is worse than one with the usual proposals.
+# Completion asks the broker for fractions and pools once a minute at most, with a short timeout: a completion must not block.
 
 _LINE = re.compile(r"\s*(%%?)gpu\s(.*)", re.DOTALL)
 _TIMEOUT_S = 0.3
@@ -316,7 +315,7 @@ class Completer:
         self._read_s = -_KEEP_S
 
     def complete(self, line: str) -> tuple[str, list[str]] | None:
-        """Return the fragment at the end of `line`, the text up to the cursor, and what may stand there; None: not ours."""
+        """Return the fragment before the cursor (the end of `line`) and its completions; None: not our line."""
         match = _LINE.fullmatch(line)
         if match is None:
             return None
@@ -339,7 +338,7 @@ class Completer:
         names = [name for name, option in options.items() if option.repeatable or name not in words]
         if fragment.startswith("-"):
             return [*names, "--help"]
-        given, value_follows = 0, False  # words that are neither options nor values of options
+        given, value_follows = 0, False  # words that are neither options nor their values
         for word in words:
             given += not (value_follows or word.startswith("-"))
             value_follows = not value_follows and word in options and not options[word].is_flag
@@ -350,7 +349,7 @@ class Completer:
     def _values(self, argument: Argument) -> list[str]:
         if argument.kind == "command":
             return [*COMMANDS, MEASURE.name]
-        if argument.kind == "memory":  # shares of the device's memory, whose size came with the last grant
+        if argument.kind == "memory":  # shares of the device, whose size came with the last grant
             device = os.environ.get(DEVICE, "")
             device_mib = int(device) if device.isascii() and device.isdigit() else 81920
             return [format_memory(device_mib // part).replace(" ", "") for part in (8, 4, 2, 1)]

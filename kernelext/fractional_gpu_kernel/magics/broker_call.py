@@ -1,13 +1,12 @@
-"""Calls to the broker from `%gpu`: at once, from the thread that runs the cell, or when the cell has ended.
+"""Calls to the broker from `%gpu`: immediately, or when the cell has ended.
 
-At once (`call_broker`): a separate thread makes the call; the cell's thread waits on a queue (as in `cells.acquire`), so an interrupt works
-at any moment. It closes the connection, and the broker takes back what it had not begun. A broker that does not answer is reported within
-5 s: on the live line, if there is one, else as an error.
+Immediately (`call_broker`): a separate thread makes the call, and the cell's thread waits on a queue, so that an interrupt works at any
+moment. It closes the connection, and the broker withdraws what it has not started. A broker that does not answer is reported within 5 s:
+on the live line if there is one, else as an error.
 
-When the cell has ended (`AfterCell`): a broker suspends, or moves, only an idle kernel, and the kernel is busy with this very cell. So the
-command leaves a note; when the cell has ended and its event loop has gone on, a thread makes the call, and the result takes the note's
-place. A subshell has a separate loop: a command in it does not wait for the main shell, whose cell may stand at a breakpoint. Of two
-commands that contradict each other the later one counts.
+When the cell has ended (`AfterCell`): a broker suspends or moves only an idle kernel. So the command leaves a note, a thread makes the call
+when the cell has ended and its event loop has continued, and the result replaces the note. A subshell has a separate loop: its command does
+not wait for the main shell, whose cell may be at a breakpoint. Of two contradicting commands the later one counts.
 """
 
 import asyncio
@@ -41,10 +40,10 @@ def call_broker(
     revive: bool = False,
     line: LiveLine | None = None,
 ) -> T:
-    """Return what `call` returns. `revive`: start a broker first if none answers.
+    """Return the result of `call`. `revive`: start a broker first if none answers.
 
-    `line` shows how this kernel waits for its new share while the answer takes longer than a moment.
-    Raises FractionalGPUError, or KeyboardInterrupt when interrupted, which closes the connection.
+    If the answer takes longer than a moment, `line` shows how this kernel waits for its new share. Raises FractionalGPUError, or
+    KeyboardInterrupt, after which the connection is closed.
     """
     notes: SimpleQueue[object] = SimpleQueue()
 
@@ -55,7 +54,7 @@ def call_broker(
                     notes.put(lease)
 
     asked = _Asking(settings, call, notes.put, timeout_s=timeout_s, revive=revive)
-    follower = _Asking(settings, follow, lambda _: None)  # if it fails, only the line misses it
+    follower = _Asking(settings, follow, lambda _: None)  # a failure affects only the line
     silence = SilenceWatch(settings.connect, notes.put)
     with interrupts_to(notes):
         try:
@@ -78,7 +77,7 @@ def call_broker(
                     if line is None:
                         raise news
                     line.show(
-                        f"{news}. It goes on by itself when the broker answers again. Interrupt the kernel to stop waiting."
+                        f"{news}. It continues when the broker answers again. Interrupt the kernel to stop waiting."
                     )
                 elif isinstance(news, LeaseStatus) and line is not None:
                     line.show(resizing(news))
@@ -90,8 +89,6 @@ def call_broker(
 
 
 class _Asking(Generic[T]):
-    """One call in a thread."""
-
     def __init__(
         self,
         settings: Settings,
@@ -120,7 +117,7 @@ class _Asking(Generic[T]):
             threading.Thread(target=self._run, name="gpu-ask", daemon=True).start()
 
     def hang_up(self) -> None:
-        """Close the connection: the answer is no longer wanted."""
+        """Close the connection: the answer is no longer needed."""
         self._hung_up = True
         if self._client is not None and not self._is_over:
             close_soon(self._client)
@@ -145,7 +142,7 @@ class _Asking(Generic[T]):
 
 
 def close_soon(client: "BrokerClient") -> None:
-    """Close the client now and in a moment: its thread may just be opening a connection, which the first `close` does not find."""
+    """Close the client now, and again soon: its thread may just be opening a connection that the first `close` misses."""
     client.close()
     again = threading.Timer(_AGAIN_S, client.close)
     again.daemon = True
@@ -156,7 +153,7 @@ Call = Callable[["BrokerClient"], str]  # returns the sentence to show if it is 
 
 
 class AfterCell:
-    """The requests of one shell's cells: the newest of each kind."""
+    """The newest requests of one shell's cells, by kind."""
 
     def __init__(self, shell: Any, settings: Settings) -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
@@ -164,9 +161,9 @@ class AfterCell:
         self._newest: dict[str, _DeferredRequest] = {}
 
     def request(self, kind: str, *calls: Call, note: str, failed: str, command: str) -> None:
-        """Show `note` now and make the calls when the cell has ended: the last one's sentence, or `failed` and why, takes its place.
+        """Show `note`, and make the calls when the cell has ended. The last one's sentence, or `failed` and why, replaces the note.
 
-        An earlier request of this kind is withdrawn for this `command`.
+        An earlier request of this kind is withdrawn.
         """
         self.withdraw(kind, command)
         self._newest[kind] = _DeferredRequest(
@@ -174,7 +171,7 @@ class AfterCell:
         )
 
     def withdraw(self, kind: str, command: str) -> None:
-        """Withdraw the request that the `command` contradicts, unless the broker has begun it."""
+        """Withdraw the request that `command` contradicts, unless the broker has started it."""
         request = self._newest.pop(kind, None)
         if request is not None:
             request.withdraw(command)
@@ -201,8 +198,8 @@ class _DeferredRequest:
         self._client: BrokerClient | None = None
         self._line = LiveLine(shell)
         self._line.show(note)
-        self._context = contextvars.copy_context()  # so that the result lands in this cell
-        # Where the cell runs; None: not in a shell's event loop.
+        self._context = contextvars.copy_context()  # so that the result appears in this cell
+        # The cell's thread; None: not in a shell's event loop.
         self._shell_thread = None if _running_loop() is None else threading.get_ident()
         shell.events.register("post_execute", self._after_cell)
 
@@ -252,7 +249,7 @@ class _DeferredRequest:
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return this thread's event loop; None in a terminal's IPython, and in a thread that a cell started."""
+    """Return this thread's event loop; None in a terminal, and in threads that cells start."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -1,15 +1,14 @@
-"""Runs the code of `%%gpu measure` in a process of its own: a script, of which a measurement starts one for each tenant and step.
+"""Runs the code of `%%gpu measure` in a separate process: a script that the measurement starts for each tenant and step.
 
     python -P cell_runner.py JOB
 
-JOB is a file of JSON: `setup`, a list of names and sources, `cell`, a source, and `from_start`. Sources are plain Python, as IPython
-makes it of a cell's text.
+JOB is a JSON file: `setup`, a list of names and sources, `cell`, a source, and `from_start`. Sources are plain Python, as IPython
+transforms it.
 
-- The setup runs once, then the cell again and again. Each run of it but the first is a unit of work (the first one warms up), reported by
-  `fractional_gpu_kernel.measure.tick`, after what torch and CuPy have submitted is done. A cell that reports units by itself is left to it.
-- With `from_start` the setup and the cell run once and nothing is reported: the whole process is the unit of work.
-- What the code prints is dropped, but for its complaints. `get_ipython()` is there for code that uses it, with magics of `%gpu` that do
-  nothing: the process has its own lease.
+- The setup runs once, then the cell repeatedly. Each run but the first, a warm-up, is a unit of work, reported by `measure.tick` after
+  torch and CuPy have finished what was submitted. A cell that calls `tick` counts its own units.
+- With `from_start` setup and cell run once: the process is the unit of work.
+- Output is dropped, except errors. `get_ipython()` works, with `%gpu` magics that do nothing.
 """
 
 import ast
@@ -90,7 +89,7 @@ def _run(code: CodeType, module: ModuleType, loop: "asyncio.Runner") -> None:
 
 
 def _wait_for_device() -> None:
-    """Wait until the device has done what was submitted to it, in frameworks that can be asked for that."""
+    """Wait until torch and CuPy have finished what was submitted to the device."""
     torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -106,7 +105,7 @@ def _make_shell(module: ModuleType) -> None:
     config.HistoryManager.enabled = False
     shell: Any = InteractiveShell.instance(config=config, user_module=module, user_ns=module.__dict__)
     shell.register_magic_function(lambda _line: None, "line", "gpu")
-    # A burst, too: the share of a measured process is that of the measurement.
+    # Bursts do nothing, too: the measurement decides the process's share.
     for name in ("gpu", "cpu"):
         shell.register_magic_function(lambda _line, cell: shell.run_cell(cell).raise_error(), "cell", name)
     sys.modules["__main__"] = module

@@ -1,6 +1,6 @@
-"""`%gpu`, `%%gpu` and `%%cpu` as IPython knows them. Their work is in `actions`, which is imported for the first one.
+"""`%gpu`, `%%gpu` and `%%cpu` as IPython knows them. `actions` does the work; it is imported for the first one.
 
-A cell made of `%gpu` lines never waits for the GPU and is never marked as running, so the gate can be shut beneath it.
+A cell of `%gpu` lines never waits for the GPU and never counts as running, so the gate can be shut beneath it.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GPURequestError(Exception):
-    """A command of `%gpu` was understood and refused, by a pool's policy or by the broker."""
+    """A valid command that a pool's policy or the broker refused."""
 
 
 class Magics:
@@ -43,7 +43,6 @@ class Magics:
 
     @cached_property
     def resizer(self) -> "Resizer":
-        """What changes the kernel's share, for `%gpu resize` and `%%gpu`."""
         from fractional_gpu_kernel.magics.actions import Resizer  # noqa: PLC0415 - off the kernel's start
 
         return Resizer(self._kernel)
@@ -86,9 +85,9 @@ class Magics:
         """Run this cell with a larger share of the GPU, and give it back at the cell's end: %%gpu FRACTION [--memory SIZE].
 
         The cell waits until its share is there, as for the GPU. The share is given back also if the cell fails or is interrupted.
-        %%gpu measure finds out which share suffices for the cell instead, in processes of its own; %gpu help measure says more.
+        %%gpu measure finds out which share suffices for the cell instead, in separate processes; %gpu help measure says more.
 
-        A notebook's `%%gpu FRACTION` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`.
+        Only `run_cell_magic` gets here with a FRACTION: a notebook's `%%gpu` line is removed before.
         """
         if not is_measure(line):
             self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
@@ -103,7 +102,7 @@ class Magics:
     def cpu(self, line: str, cell: str) -> None:
         """Run this cell without waiting for the GPU (it must not use it).
 
-        A notebook's `%%cpu` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`.
+        Only `run_cell_magic` gets here: a notebook's `%%cpu` line is removed before.
         """
         if line.strip():
             raise _usage_error(f"%%cpu takes no arguments; given: {line.strip()[:100]}")
@@ -129,7 +128,7 @@ class Magics:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Print the help that was asked for, and raise what IPython shows as one sentence."""
+    """Print requested help, and turn refusals into errors that IPython shows as one sentence."""
     from fractional_gpu.protocol.errors import FractionalGPUError  # noqa: PLC0415 - off the kernel's start
     from fractional_gpu_kernel.magics.arguments import ArgumentsError, HelpRequested  # noqa: PLC0415 - as above
 

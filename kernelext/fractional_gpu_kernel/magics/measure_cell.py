@@ -1,8 +1,8 @@
-"""`%%gpu measure`: which share of a GPU suffices for the code of a cell. Imported for the first one.
+"""`%%gpu measure`: which share of a GPU suffices for the code of a cell.
 
-The code runs in separate processes with separate leases, as `jupyter gpu measure` makes them, and finds no variables of this kernel;
-`--setup` names the cells that make them. The measurement is a child in a separate session: an interrupt of the kernel reaches it through
-here only, and it ends when its standard input does, with the kernel.
+The code runs as in `jupyter gpu measure`, in separate processes with separate leases, without this kernel's variables; `--setup` names the
+cells that define them. The measurement is a child in a separate session: it gets the kernel's interrupts only from here, and ends with its
+standard input when the kernel ends.
 """
 
 import argparse
@@ -56,10 +56,10 @@ class MeasurementView(View):
 
 
 def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, cell: str) -> None:  # noqa: ANN401 - IPython is untyped
-    """Measure the cell's code and show what came out, with progress meanwhile.
+    """Measure the cell's code, show progress, then the result.
 
-    Raises ArgumentsError, RefusedError if nothing could be measured, SyntaxError, and KeyboardInterrupt after an interrupt: everything that
-    was started has ended then, and what is known by then is shown.
+    Raises ArgumentsError, RefusedError if nothing could be measured, SyntaxError, and KeyboardInterrupt after an interrupt, when everything
+    has ended and the result so far is shown.
     """
     job = {
         "setup": _setup(shell, arguments.setup),
@@ -67,7 +67,10 @@ def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, 
         "from_start": arguments.from_start,
     }
     lease = None
-    with suppress(FractionalGPUError), settings.connect() as client:  # the measurement starts a broker, or says why not
+    with (
+        suppress(FractionalGPUError),
+        settings.connect() as client,
+    ):  # the measurement starts a broker, or reports why not
         lease = client.lease(settings.lease_id)
     options = ["--json", "--end-with-input"]
     if arguments.pool is None and lease is not None:
@@ -78,7 +81,7 @@ def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, 
             continue
         values = [value] if isinstance(value, str) else value
         options += [option.name] if option.is_flag else [f"{option.name}={one}" for one in values]
-    # In memory: a kernel that is killed leaves no file, and the disk may be full. The measured processes open it by this one's descriptor.
+    # In memory: a killed kernel leaves no file, and the disk may be full. Measured processes open it by this process's descriptor.
     with os.fdopen(os.memfd_create("gpu-measure-cell"), "w", encoding="utf-8") as file:
         json.dump(job, file)
         file.flush()
@@ -93,7 +96,7 @@ def _source(shell: Any, name: str, text: str) -> str:  # noqa: ANN401 - as above
     source: str = shell.transform_cell(text)
     tree = compile(source, f"<{name}>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     if name == "the cell" and isinstance(tree, ast.Module) and not tree.body:
-        raise ArgumentsError("%%gpu measure: the cell has no code; put what is to be measured below the line")
+        raise ArgumentsError("%%gpu measure: the cell has no code; put the code to be measured below the line")
     return source
 
 
@@ -103,13 +106,13 @@ def _setup(shell: Any, text: str | None) -> list[tuple[str, str]]:  # noqa: ANN4
     found = []
     for number in setup_numbers(text, last=shell.execution_count - 1) if text is not None else ():
         raw = history[number] if number < len(history) else ""
-        if not _OWN.match(raw):  # what it ran has left nothing behind in this kernel either
+        if not _OWN.match(raw):  # a measurement left nothing in this kernel either
             found.append((f"cell {number}", _source(shell, f"cell {number}", raw)))
     return found
 
 
 def setup_numbers(text: str, *, last: int) -> list[int]:
-    """Return the execution numbers that `1-3,5` names, in its order. `last`: that of the newest cell. Raises ArgumentsError."""
+    """Return the execution numbers that `1-3,5` names, in its order; `last` is the newest cell's. Raises ArgumentsError."""
     numbers: list[int] = []
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
@@ -137,7 +140,7 @@ class _Measurement:
         self._status = 0
 
     def run(self) -> None:
-        """Return when everything has ended, after an interrupt, too; a second one kills it."""
+        """Return when everything has ended, also after an interrupt; a second interrupt kills it."""
         self._line.show("The measurement begins. Interrupt the kernel to stop it; what is known by then is shown.")
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "measure", *self._options],
@@ -146,7 +149,7 @@ class _Measurement:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        context = contextvars.copy_context()  # so that the progress lands in this cell
+        context = contextvars.copy_context()  # so that the progress appears in this cell
         readers = [
             threading.Thread(target=self._read_output, args=(process.stdout,), daemon=True),
             threading.Thread(target=context.run, args=(self._read_progress, process.stderr), daemon=True),
@@ -160,7 +163,7 @@ class _Measurement:
                 except KeyboardInterrupt:
                     process.send_signal(signal.SIGINT)
                     self._line.show("The measurement stops: its programs and leases end.")
-                    # It may have ended by itself just before: the user has interrupted the cell all the same.
+                    # Also if it just ended: the user has interrupted the cell.
                     self._status = _INTERRUPTED
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(_END_S)
@@ -173,7 +176,7 @@ class _Measurement:
                 self._line.blank()
 
     def show(self, lease: LeaseStatus | None) -> None:
-        """Show what was found. Raises ArgumentsError, RefusedError, KeyboardInterrupt."""
+        """Show the result. Raises ArgumentsError, RefusedError, KeyboardInterrupt."""
         if self._printed.strip():
             publish(self._shell, MeasurementView(json.loads(self._printed)))
         if self._status == _INTERRUPTED:
@@ -198,7 +201,7 @@ class _Measurement:
 
 
 def _held(status: LeaseStatus | None) -> str:
-    """Return what this kernel itself holds, which is no spare room for the measurement; empty: nothing."""
+    """Return what this kernel holds, which the measurement cannot use, or ""."""
     if status is None or not status.lease.reserved_mib or status.lease.device_id is None:
         return ""
     held = f"{'simulated ' if os.environ.get(SIMULATED) else ''}{status.device_name or 'device'}"

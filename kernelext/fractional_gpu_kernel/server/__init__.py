@@ -1,11 +1,9 @@
 """The Jupyter server extension: the broker's status of this server's kernels, for JupyterLab.
 
-Rules of this room:
-
-- One subscription to the broker per server; browsers get changes through Jupyter's event stream and never poll. To read that stream is no
-  activity: for idle cullers an open page is not a person at work.
-- It sends no message to a kernel: only its user's cells make a kernel busy.
-- It shows and controls the kernels of this server only, though the broker would let this uid control more.
+- One subscription to the broker per server. Browsers get changes through Jupyter's event stream and never poll; reading it is no activity
+  for idle cullers.
+- It sends no message to a kernel: only the user's cells make a kernel busy.
+- It shows and controls only this server's kernels, though the broker would let this uid control more.
 - It starts no broker and needs none.
 """
 
@@ -18,7 +16,6 @@ __all__ = ["_jupyter_server_extension_points"]
 
 
 def _jupyter_server_extension_points() -> "list[dict[str, str | type[FractionalGPUApp]]]":
-    """Return what jupyter_server loads."""
     from fractional_gpu_kernel.server.app import FractionalGPUApp  # noqa: PLC0415 - reading the entry point needs no server
 
     return [{"module": "fractional_gpu_kernel.server.app", "app": FractionalGPUApp}]

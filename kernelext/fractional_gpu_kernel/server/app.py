@@ -1,4 +1,4 @@
-"""The extension's application and its routes, the subscription to the broker, and the server's event stream."""
+"""The server extension's application: routes, subscription to the broker, and the server's event stream."""
 
 import asyncio
 import json
@@ -22,8 +22,7 @@ from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 
 log = logging.getLogger(__name__)
 
-# What browsers get, as plain data. Memory in MiB, fractions in milli-GPU, durations in milliseconds. The server's event logger checks each
-# event against its schema.
+# What browsers get: memory in MiB, fractions in milli-GPU, durations in milliseconds. The event logger checks events against the schemas.
 
 STATE_ID = "urn:jupyter-fractional-gpu:state:v1"
 NOTICE_ID = "urn:jupyter-fractional-gpu:notice:v1"
@@ -44,7 +43,7 @@ _DEVICE_FIELDS = {
     **dict.fromkeys(("over_committed", "lost", "draining"), _FLAG),
     "goes_away_in_ms": _NUMBER_OR_NULL,
 }
-_STEP_PERCENT = 5  # of the demand on a device: not each measurement is to be an event
+_STEP_PERCENT = 5  # steps of a device's demand, so that not every measurement is an event
 
 
 def _items(properties: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,15 +103,15 @@ def _kernel_of(status: LeaseStatus) -> dict[str, Any]:
 
 # The routes, below the server's base URL:
 #
-#     GET  /jupyter-fractional-gpu/state                     the last state of the event stream, for a page that was just opened
-#     GET  /jupyter-fractional-gpu/kernels/KERNEL/advice     what is suggested about its share, for a panel that opens
+#     GET  /jupyter-fractional-gpu/state                     the last state of the event stream, for a page that opens
+#     GET  /jupyter-fractional-gpu/kernels/KERNEL/advice     advice about its share, for a panel that opens
 #     POST /jupyter-fractional-gpu/kernels/KERNEL/ACTION     suspend, resume, pin {"minutes": 30}, unpin: as `%gpu` does
-#     POST /jupyter-fractional-gpu/kernels/KERNEL/expect     {"sign": "typing"}: its next cell is near; of the cell nothing is told
+#     POST /jupyter-fractional-gpu/kernels/KERNEL/expect     {"sign": "typing"}: its next cell is near, without anything about the cell
 #
-# Requests are signed in, authorised for `kernels` and XSRF-checked. An action ends when the browser closes the connection, which withdraws
-# the ticket of a resume that waits. Errors are JSON with `message` and `reason`, with the broker's own status.
+# Requests are authenticated, authorised for `kernels` and XSRF-checked. When the browser closes the connection, an action ends, and a
+# waiting resume's ticket is withdrawn. Errors are JSON with `message` and `reason`, and the broker's HTTP status.
 
-_MOST_ACTIONS = 16  # under way at once: each has a thread of its own
+_MOST_ACTIONS = 16  # at once: each has a thread
 _LONGEST_PIN_MIN = 7 * 24 * 60
 _SIGN_MS = 60_000
 _KERNEL = r"/jupyter-fractional-gpu/kernels/(?P<kernel_id>[\w-]{1,200})/"
@@ -122,7 +121,7 @@ Action = Callable[[BrokerClient, str], LeaseStatus | None]
 
 class _Handler(APIHandler):
     auth_resource = "kernels"
-    under_way = 0  # calls of all requests
+    under_way = 0  # of all requests
     _call: asyncio.Task[LeaseStatus | None] | None = None
 
     def initialize(self, app: "FractionalGPUApp") -> None:
@@ -137,7 +136,7 @@ class _Handler(APIHandler):
     async def _answer(
         self, kernel_id: str, name: str, write: Callable[[LeaseStatus | None], Mapping[str, object]]
     ) -> None:
-        """Call the broker about a kernel, and send what `write` makes of what it returned, or the refusal."""
+        """Call the broker about a kernel, and send `write` of its answer, or the refusal."""
         try:
             action = BrokerClient.lease if name == "advice" else _action(name, self.get_json_body() or {})
             lease = self.app.lease_of(kernel_id)
@@ -197,7 +196,7 @@ def _action(name: str, body: object) -> Action:
         request = PinRequest(duration_ms=minutes * 60_000)
         return lambda client, lease_id: client.pin(lease_id, request)
     if name == "expect":
-        sign = ExpectRequest(sign=str(body.get("sign", "")), within_ms=_SIGN_MS)  # the broker knows which there are
+        sign = ExpectRequest(sign=str(body.get("sign", "")), within_ms=_SIGN_MS)  # the broker checks the sign
         return lambda client, lease_id: client.expect(lease_id, sign)
     actions: dict[str, Action] = {
         "suspend": BrokerClient.suspend,
@@ -252,7 +251,7 @@ class FractionalGPUApp(ExtensionApp):
         return state(self._status, set(self.serverapp.kernel_manager.list_kernel_ids()))
 
     def lease_of(self, kernel_id: str) -> LeaseStatus:
-        """Return the lease of a kernel of this server. Raises NotFoundError, or ConflictError for one without a lease."""
+        """Return the lease of a kernel of this server. Raises NotFoundError, or ConflictError if it has none."""
         if not self._is_ours(kernel_id):
             raise NotFoundError("this server has no such kernel; it may have been shut down", reason="unknown-kernel")
         leases = self._status.leases if self._status is not None else []
@@ -262,7 +261,7 @@ class FractionalGPUApp(ExtensionApp):
         raise ConflictError(f"this kernel has no GPU lease now; to get one {RESTART}", reason="no-lease")
 
     def token_of(self, kernel_id: str) -> str | None:
-        """Return the lease's token if the kernel's provisioner holds it, else that of this server's seat. Raises FractionalGPUError."""
+        """Return the lease's token if the kernel's provisioner has it, else the token of this server's seat. Raises FractionalGPUError."""
         token: str | None = getattr(self._provisioner(kernel_id), "gpu_token", None)
         seat = own_seat() if token is None else None
         return token if seat is None else seat.token
@@ -280,7 +279,7 @@ class FractionalGPUApp(ExtensionApp):
         self._emit_state()
 
     def _lost(self, error: FractionalGPUError) -> None:
-        """There is no status now; nothing signals that a broker has started, so it is looked for again and again."""
+        """No status now. A new broker sends no signal, so `follow` keeps looking for one."""
         if error.reason not in {"no-broker", "hung-up"} and str(error) != self._complaint:
             self._complaint = str(error)
             log.info("GPU status: %s", error)
@@ -295,7 +294,7 @@ class FractionalGPUApp(ExtensionApp):
             self.serverapp.event_logger.emit(schema_id=STATE_ID, data=now)
 
     async def _kernel_acted(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ANN401, ARG002 - jupyter_events' signature
-        """A kernel has started, restarted or ended: the set of this server's kernels changed, and some kernels have a notice."""
+        """A kernel started, restarted or ended: update the set of this server's kernels, and show its notice."""
         kernel_id, action = data.get("kernel_id", ""), data["action"]
         if action == "start" and data.get("status") == "success":
             for _ in range(_LISTING_STEPS):  # the kernel manager lists it a moment after this event

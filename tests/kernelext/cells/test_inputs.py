@@ -145,7 +145,7 @@ def test_a_refusal_of_the_gpu_fails_the_cell_and_says_that_the_input_was_read(si
 
     side.acquirer.wait_for_gpu = refuse
     side.kernel.types = side.gate.close
-    with pytest.raises(RuntimeError, match="the input was read, but the cell cannot go on: the lease is over"):
+    with pytest.raises(RuntimeError, match="the input was read, but the cell cannot continue: the lease is over"):
         side.kernel.raw_input()
     assert side.told[-1] == []
 
