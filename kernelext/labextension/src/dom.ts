@@ -1,4 +1,4 @@
-/** Build an element; text only ever becomes text, never markup. */
+/** Build an element. Text never becomes markup. */
 export function element<K extends keyof HTMLElementTagNameMap>(
   tag: K,
   attributes: Record<string, string> = {},
@@ -14,7 +14,7 @@ export function element<K extends keyof HTMLElementTagNameMap>(
 
 const SVG = 'http://www.w3.org/2000/svg';
 
-/** A disc with a slice of it filled, from the top, clockwise: the share at a glance. */
+/** A disc with the share filled, clockwise from the top. */
 export function pie(milli: number): SVGElement {
   const angle = (2 * Math.PI * milli) / 1000;
   const [x, y] = [8 + 6 * Math.sin(angle), 8 - 6 * Math.cos(angle)];

@@ -1,6 +1,4 @@
-/**
- * The GPU of the current notebook's kernel: in JupyterLab's status bar, and in Notebook 7, which has none, for screen readers.
- */
+/** The GPU of the current notebook's kernel, in JupyterLab's status bar; for screen readers in Notebook 7, which has no status bar. */
 import { ILabShell, JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ISessionContext } from '@jupyterlab/apputils';
 import { ILauncher } from '@jupyterlab/launcher';
@@ -15,7 +13,7 @@ import { tellSigns } from './signs';
 import { Spoken } from './spoken';
 import { GPUState } from './state';
 
-/** Show the kernel of the current widget, as often as it is another one. */
+/** Call `setKernel` with the kernel of the current widget, now and at each change. */
 function follow(shell: JupyterFrontEnd.IShell, setKernel: (id: string | undefined) => void): void {
   let session: ISessionContext | undefined;
   const show = () => setKernel(session?.session?.kernel?.id);
@@ -29,7 +27,7 @@ function follow(shell: JupyterFrontEnd.IShell, setKernel: (id: string | undefine
   turn();
 }
 
-/** Say the state of the current widget's kernel where no status bar shows it. */
+/** Announce the state of the current widget's kernel if there is no status bar. */
 function say(shell: JupyterFrontEnd.IShell, state: GPUState): void {
   const spoken = new Spoken();
   let kernelId: string | undefined;

@@ -1,6 +1,4 @@
-/**
- * The item in the status bar: the current kernel's share, memory, state and place in the queue.
- */
+/** The item in the status bar: the current kernel's share, memory, state and place in the queue. */
 import { Popup, showPopup } from '@jupyterlab/statusbar';
 import { ISignal, Signal } from '@lumino/signaling';
 import { Widget } from '@lumino/widgets';
@@ -21,7 +19,6 @@ export class StatusItem extends Widget {
     state.changed.connect(() => this._render());
   }
 
-  /** Emitted when the item appears or goes. */
   get activeChanged(): ISignal<this, void> {
     return this._activeChanged;
   }
@@ -30,7 +27,6 @@ export class StatusItem extends Widget {
     return this._kernel !== undefined;
   }
 
-  /** Show another kernel, or none. */
   setKernel(id: string | undefined): void {
     if (id !== this._kernelId) {
       this._kernelId = id;
@@ -39,7 +35,6 @@ export class StatusItem extends Widget {
     }
   }
 
-  /** Open the panel, or close it. */
   toggle(): void {
     if (this._popup !== null) {
       this._popup.dispose();
@@ -56,7 +51,7 @@ export class StatusItem extends Widget {
       this._popup = null;
       this._button.setAttribute('aria-expanded', 'false');
       if (panel.node.contains(document.activeElement)) {
-        this._button.focus(); // unless a click elsewhere has taken it there
+        this._button.focus(); // unless a click has moved the focus
       }
     });
     panel.focus();
@@ -75,7 +70,7 @@ export class StatusItem extends Widget {
       this._spoken.tell(kernel);
     }
     if (kernel === undefined) {
-      this._popup?.dispose(); // without the item over which it opened, it would stay hidden and could not be closed
+      this._popup?.dispose(); // without its item it would be hidden, and could not be closed
     }
     if (appears) {
       this._activeChanged.emit();

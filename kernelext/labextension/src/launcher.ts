@@ -1,18 +1,16 @@
-/**
- * The order of our kernels in the launcher: by size. JupyterLab sorts by name: "1 GPU", "1/8 GPU", "3/4 GPU".
- */
+/** Sorts our kernels in the launcher by size. JupyterLab sorts by name: "1 GPU", "1/8 GPU", "3/4 GPU". */
 import type { ILauncher } from '@jupyterlab/launcher';
 import type { ISignal } from '@lumino/signaling';
 
 import { madeFor } from './names';
 
-/** The parts of JupyterLab's own launcher beyond its interface; other launchers keep their order. */
+/** JupyterLab's own launcher, beyond its interface; other launchers keep their order. */
 interface ILauncherModel extends ILauncher {
   items(): IterableIterator<ILauncher.IItemOptions>;
   readonly stateChanged: ISignal<unknown, void>;
 }
 
-/** Keep our kernels in order: after the default kernel, those of one base and pool together, the smallest share first. */
+/** Keep our kernels after the default kernel, grouped by base and pool, the smallest share first. */
 export function sortLauncher(launcher: ILauncher): void {
   const model = launcher as ILauncherModel;
   if (typeof model.items !== 'function' || model.stateChanged === undefined) {
@@ -28,9 +26,9 @@ export function sortLauncher(launcher: ILauncher): void {
     }
     ours.sort((one, other) => one.made.group.localeCompare(other.made.group) || one.made.milli - other.made.milli);
     ours.forEach(({ item }, index) => {
-      item.rank = index + 1; // the default kernel has 0, all others have none
+      item.rank = index + 1; // the default kernel has 0, others have none
     });
   };
-  model.stateChanged.connect(sort); // before the launcher draws itself, which it does a moment later
+  model.stateChanged.connect(sort); // the launcher draws itself a moment later
   sort();
 }

@@ -1,6 +1,4 @@
-/**
- * A kernel's name beside the notebook after a resize: JupyterLab still shows the share of its kernelspec.
- */
+/** Shows the current share in a kernel's name: after a resize, JupyterLab still shows the share of its kernelspec. */
 import { ILabShell } from '@jupyterlab/application';
 import { ISessionContext } from '@jupyterlab/apputils';
 import { Widget } from '@lumino/widgets';
@@ -11,13 +9,13 @@ import { share } from './words';
 const MADE_BY = 'jupyter-fractional-gpu';
 const STATUS_BAR = 'jp-main-statusbar';
 
-/** The share of a kernelspec of ours. `group` is the same for kernelspecs that differ in their share only. */
+/** The share of our kernelspec. `group` is equal for kernelspecs that differ only in their share. */
 export interface IMade {
   milli: number;
   group: string;
 }
 
-/** Read the metadata of a kernelspec; undefined if it is none of ours. */
+/** Read the metadata of a kernelspec; undefined if it is not ours. */
 export function madeFor(metadata: unknown): IMade | undefined {
   const mark = (metadata as Record<string, unknown> | undefined)?.[MADE_BY] as Record<string, unknown> | undefined;
   return typeof mark?.fraction_milli === 'number'
@@ -25,12 +23,11 @@ export function madeFor(metadata: unknown): IMade | undefined {
     : undefined;
 }
 
-/** A notebook, a console, or anything else with a kernel. */
 export function sessionOf(widget: Widget | null): ISessionContext | undefined {
   return (widget as { sessionContext?: ISessionContext } | null)?.sessionContext;
 }
 
-/** Show the present share in the names of kernels, for as long as the page lives. */
+/** Show the current share in the names of kernels, until the page closes. */
 export function showShares(shell: ILabShell, state: GPUState): void {
   const apply = () => {
     for (const widget of shell.widgets('main')) {
@@ -50,7 +47,6 @@ export function showShares(shell: ILabShell, state: GPUState): void {
   shell.layoutModified.connect(apply);
 }
 
-/** Where JupyterLab shows the name of a widget's kernel. */
 function placesOf(widget: Widget, shell: ILabShell): Element[] {
   const toolbar = (widget as { toolbar?: Widget }).toolbar;
   const places = [...(toolbar?.node.querySelectorAll('.jp-KernelName') ?? [])];
@@ -60,7 +56,7 @@ function placesOf(widget: Widget, shell: ILabShell): Element[] {
 
 type Name = [pattern: RegExp, present: string];
 
-/** The pattern of the kernel's name in a text, with any share, and its replacement. */
+/** The pattern of the kernel's name with any share, and its replacement. */
 function presentName(session: ISessionContext, state: GPUState): Name | undefined {
   const running = session.session?.kernel;
   const spec = running && session.specsManager.specs?.kernelspecs[running.name];
@@ -71,7 +67,7 @@ function presentName(session: ISessionContext, state: GPUState): Name | undefine
   }
   const [before, after, ...more] = spec.display_name.split(`${share(made.milli)} GPU`);
   if (before === undefined || after === undefined || more.length > 0) {
-    return undefined; // a name that its owner chose
+    return undefined; // the user chose this name
   }
   const pattern = new RegExp(`${literally(before)}[0-9./]+ GPU${literally(after)}`);
   return [pattern, `${before}${share(kernel.fraction_milli)} GPU${after}`];

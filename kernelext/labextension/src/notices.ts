@@ -1,6 +1,6 @@
 /**
- * Notifications that JupyterLab itself does not show: a kernel that restarted without a GPU or not at all, one whose GPU state is unknown, a
- * budget of which most is spent, once, or all, once more, and a GPU or host that goes away, until it has gone or stays after all.
+ * Notifications: a kernel that restarted without a GPU or not at all, or whose GPU state is unknown; a budget, when most of it is spent and
+ * when all is; a GPU or host that goes away, until it has gone or stays.
  */
 import { Notification } from '@jupyterlab/apputils';
 import { ServiceManager } from '@jupyterlab/services';
@@ -10,7 +10,7 @@ import { deadlines, isAtRisk } from './words';
 
 export function showNotices(state: GPUState, services: ServiceManager.IManager): void {
   const broken = new Set<string>();
-  const budgets = new Map<string, number>(); // by kernel: 1 it was warned, 2 nothing is left
+  const budgets = new Map<string, number>(); // by kernel: 1 most is spent, 2 all
   const going = new Map<string, [fate: string, notification: string]>(); // by kernel
   const showDeadline = (kernel: IKernel): void => {
     const gpuGoes = state.deadline(kernel.goes_away_in_ms);

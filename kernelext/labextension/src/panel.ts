@@ -1,6 +1,4 @@
-/**
- * The panel that opens over the status item: the facts that `%gpu` shows, its actions as buttons, and the host's devices.
- */
+/** The panel over the status item: the facts of `%gpu`, its actions as buttons, and the host's devices. */
 import { Widget } from '@lumino/widgets';
 
 import { element } from './dom';
@@ -44,7 +42,6 @@ export class Panel extends Widget {
     super.dispose();
   }
 
-  /** Give the panel the keyboard's focus. */
   focus(): void {
     this.node.focus();
   }
@@ -59,7 +56,7 @@ export class Panel extends Widget {
     }
   }
 
-  /** Read the advice once: it changes from day to day. */
+  /** Read the advice once: it changes only daily. */
   private async _advise(): Promise<void> {
     this._advice = await this._state.advice(this._kernelId);
     if (!this.isDisposed && this._advice) {
@@ -74,14 +71,14 @@ export class Panel extends Widget {
   private _render(): void {
     const kernel = this._state.kernel(this._kernelId);
     if (kernel === undefined) {
-      return; // the status item goes, and closes this panel
+      return; // the status item closes this panel
     }
     const can = possible(kernel);
     for (const [action, button] of this._buttons) {
       const focused = document.activeElement === button;
       button.disabled = !can[action];
       if (focused && button.disabled) {
-        this.focus(); // a button that is disabled loses the focus, and with it the panel would no longer hear Escape
+        this.focus(); // a disabled button loses the focus, and the panel would not get Escape
       }
     }
     this._sentence.textContent = kernel.sentence;

@@ -1,8 +1,8 @@
 /**
- * Signs that a person is about to run a cell, so that its kernel can be back on the GPU when they do.
+ * Signs that the user is about to run a cell, so that its kernel can return to the GPU in time.
  *
- * What is told is the kernel's id and one word. No content of a cell is read here: listeners look at an event's kind and place only.
- * A kernel whose pool has no foresight, and a page whose settings switch this off, send nothing.
+ * Only the kernel's id and one word are sent: listeners look at an event's kind and place, and read no content of cells. Nothing is sent if
+ * the kernel's pool has no foresight, or the page's settings switch this off.
  */
 import { JupyterFrontEnd } from '@jupyterlab/application';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
@@ -22,7 +22,7 @@ const KINDS: [type: string, sign: string][] = [
   ['mouseover', 'hover']
 ];
 
-/** Tell signs for as long as the page lives. A sign that comes too soon after another one is told when its time has come. */
+/** Send signs until the page closes. A sign that comes too soon after another is sent later. */
 export function tellSigns(shell: JupyterFrontEnd.IShell, state: GPUState, settings: ISettingRegistry.ISettings): void {
   const toldAt = new Map<string, number>();
   const later = new Map<string, number>(); // timers
@@ -43,7 +43,7 @@ export function tellSigns(shell: JupyterFrontEnd.IShell, state: GPUState, settin
   };
   state.changed.connect(() => {
     for (const kernel of state.now.kernels.filter(kernel => kernel.busy)) {
-      window.clearTimeout(later.get(kernel.kernel_id)); // the cell has come
+      window.clearTimeout(later.get(kernel.kernel_id)); // the cell has started
     }
   });
   const tellOfCurrent = (sign: string) => tell(sessionOf(shell.currentWidget as Widget | null)?.session?.kernel?.id, sign);

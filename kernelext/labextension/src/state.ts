@@ -1,6 +1,4 @@
-/**
- * The server's state of its GPU kernels: one GET at the start, then its events. Nothing here polls, and no message goes to a kernel.
- */
+/** The server's state of its GPU kernels: one GET at the start, then events. It never polls, and sends no message to a kernel. */
 import { URLExt } from '@jupyterlab/coreutils';
 import { Event, ServerConnection, ServiceManager } from '@jupyterlab/services';
 import { ISignal, Signal } from '@lumino/signaling';
@@ -9,7 +7,7 @@ export const STATE = 'urn:jupyter-fractional-gpu:state:v1';
 export const NOTICE = 'urn:jupyter-fractional-gpu:notice:v1';
 const ROOT = 'jupyter-fractional-gpu';
 
-/** A forecast in milliseconds, with the bounds of four outcomes of five. */
+/** A forecast in milliseconds; four of five outcomes are within the bounds. */
 export interface ISpan {
   expected_ms: number;
   low_ms: number;
@@ -35,16 +33,12 @@ export interface IKernel {
   expected: ISpan | null;
   resume: ISpan | null;
   pinned_ms: number;
-  /** Who slows its cell down, and by how much; empty: nobody. */
-  slowdown_brief: string;
-  /** That most of a budget that it counts for is spent, or all of it; empty: neither. */
-  budget: string;
+  slowdown_brief: string; // which kernels slow its cell down, and by how much; empty: none
+  budget: string; // that most or all of one of its budgets is spent; empty: neither
   budget_used_up: boolean;
-  /** The first of its devices goes away in so long; null: none does. Without a reason why it is lost, it is saved before. */
-  goes_away_in_ms: number | null;
-  lost_because: string;
-  /** The host goes away in so long, with its memory; null: it does not. */
-  host_goes_away_in_ms: number | null;
+  goes_away_in_ms: number | null; // until its first device goes away
+  lost_because: string; // empty: it is saved before its device goes away
+  host_goes_away_in_ms: number | null; // with its memory
   foresight: string; // what its pool does for an expected cell: off, free, displace
 }
 
@@ -59,12 +53,10 @@ export interface IDevice {
   over_committed: boolean;
   lost: boolean;
   draining: boolean;
-  /** While it is drained by a deadline; 0: that has passed. And how many kernels on it will be saved before, and cannot be. */
-  goes_away_in_ms: number | null;
-  leases_saved: number;
+  goes_away_in_ms: number | null; // 0: its deadline has passed
+  leases_saved: number; // before its deadline
   leases_lost: number;
-  /** What the kernels that are busy on it need of it together. */
-  demand_percent: number;
+  demand_percent: number; // of all busy kernels together
 }
 
 export interface IState {
@@ -85,7 +77,7 @@ export class GPUState {
   constructor(services: ServiceManager.IManager) {
     this._settings = services.serverSettings;
     services.events.stream.connect((_, event) => this._take(event));
-    // Events that were sent while this page slept or was disconnected are not repeated.
+    // Events sent while this page slept or was disconnected are not repeated.
     const refresh = () => {
       if (document.visibilityState === 'visible') {
         void this.refresh();
@@ -95,12 +87,10 @@ export class GPUState {
     window.addEventListener('online', refresh);
   }
 
-  /** Emitted after each change. */
   get changed(): ISignal<this, void> {
     return this._changed;
   }
 
-  /** Emitted for notices that nothing else in JupyterLab shows. */
   get noticed(): ISignal<this, INotice> {
     return this._noticed;
   }
@@ -113,17 +103,17 @@ export class GPUState {
     return this._now.kernels.find(kernel => kernel.kernel_id === id);
   }
 
-  /** Until when the kernel is pinned: the rest of a pin counts down without events. */
+  /** The end of the kernel's pin, which counts down without events. */
   pinnedUntil(kernel: IKernel): Date | null {
     return kernel.pinned_ms > 0 ? new Date(this._heardAt + kernel.pinned_ms) : null;
   }
 
-  /** When something goes away, by what was heard last: a deadline comes closer without events. */
+  /** The time of a deadline, which comes closer without events. */
   deadline(leftMs: number | null | undefined): Date | null {
     return leftMs === null || leftMs === undefined ? null : new Date(this._heardAt + leftMs);
   }
 
-  /** Read the state once. A server without our extension has none, and that is no error. */
+  /** Read the state once. A server without our extension has none, which is no error. */
   async refresh(): Promise<void> {
     const events = this._events;
     const url = URLExt.join(this._settings.baseUrl, ROOT, 'state') + '?no_track_activity=1';
@@ -139,7 +129,7 @@ export class GPUState {
     }
   }
 
-  /** Carry an action out, as `%gpu ACTION` does; returns the broker's sentence. Throws an Error with the sentence of a refusal. */
+  /** Do what `%gpu ACTION` does; returns the broker's sentence. Throws an Error with the sentence of a refusal. */
   async act(kernelId: string, action: string, body: Record<string, number> = {}): Promise<string> {
     const url = URLExt.join(this._settings.baseUrl, ROOT, 'kernels', encodeURIComponent(kernelId), action);
     const init = { method: 'POST', body: JSON.stringify(body) };
@@ -151,7 +141,7 @@ export class GPUState {
     return answer.sentence ?? '';
   }
 
-  /** What is suggested about the kernel's share, with its figures and its risk; empty: nothing, or it cannot be learnt now. */
+  /** The advice on the kernel's share; empty: none, or it cannot be read now. */
   async advice(kernelId: string): Promise<string> {
     const path = URLExt.join(this._settings.baseUrl, ROOT, 'kernels', encodeURIComponent(kernelId), 'advice');
     try {
@@ -165,7 +155,7 @@ export class GPUState {
     }
   }
 
-  /** Tell a sign that the kernel's next cell is near; nothing of the cell is told. A server that cannot take it loses nothing. */
+  /** Report that the kernel's next cell is near, without anything about the cell. It is lost if the server cannot be reached. */
   async expect(kernelId: string, sign: string): Promise<void> {
     const path = URLExt.join(this._settings.baseUrl, ROOT, 'kernels', encodeURIComponent(kernelId), 'expect');
     const init = { method: 'POST', body: JSON.stringify({ sign }) };

@@ -1,12 +1,10 @@
-/**
- * The texts about a kernel and its devices.
- */
+/** The texts about a kernel and its devices. */
 import type { IDevice, IKernel, ISpan, IState } from './state';
 
-/** How a kernel's state is drawn: the colours are chosen in the style sheet. */
+/** How a kernel's state is drawn; the style sheet has the colours. */
 export type Mood = 'idle' | 'here' | 'away' | 'moving' | 'waiting' | 'broken';
 
-/** The words are those of `fractional_gpu/protocol/names.py`. */
+/** The same words as in `fractional_gpu/protocol/names.py`. */
 const STATES: Record<string, [Mood, string]> = {
   unattached: ['idle', 'no process'],
   unarmed: ['idle', 'has not used the GPU'],
@@ -67,20 +65,17 @@ export function forecast(span: ISpan): string {
   return from === UNDER ? `${text} (up to ${to})` : `${text} (${from} to ${to})`;
 }
 
-/** Whether what is in the kernel's memory is lost at a deadline, as far as is known: a host takes all of it along. */
+/** Whether a deadline is expected to destroy the kernel's memory: a host's always does. */
 export function isAtRisk(kernel: IKernel): boolean {
   return typeof kernel.host_goes_away_in_ms === 'number' || Boolean(kernel.lost_because);
 }
 
-/** 14:05:09: a deadline is near, so its seconds count. */
+/** 14:05:09, with seconds because deadlines are near. */
 function clock(at: Date): string {
   return at.toLocaleTimeString([], { hour: '2-digit', minute: '2-digit', second: '2-digit' });
 }
 
-/**
- * That the kernel's GPU or host goes away, what to do, and why; empty: neither does. What matters most is said first: JupyterLab shows the
- * beginning of a notification.
- */
+/** That the kernel's GPU or host goes away, what to do, and why. JupyterLab shows only the beginning of a notification. */
 export function deadlines(kernel: IKernel, gpuGoes: Date | null, hostGoes: Date | null): string {
   const parts: string[] = [];
   if (hostGoes !== null) {
@@ -103,7 +98,6 @@ export function mood(kernel: IKernel): Mood {
   return place(kernel);
 }
 
-/** The mood by the kernel's place alone. */
 function place(kernel: IKernel): Mood {
   if (kernel.position !== null && kernel.state !== 'resident') {
     return 'waiting';
@@ -111,7 +105,7 @@ function place(kernel: IKernel): Mood {
   return kernel.state === 'resident' ? 'here' : STATES[kernel.state]?.[0] ?? 'idle';
 }
 
-/** The kernel's state without numbers that change all the time: the text for screen readers. */
+/** The kernel's state for screen readers, without numbers that change often. */
 export function condition(kernel: IKernel): string {
   const risk = isAtRisk(kernel) ? ', its memory will be lost' : typeof kernel.goes_away_in_ms === 'number' ? ', its GPU goes away' : '';
   if (kernel.position !== null && kernel.state !== 'resident') {
@@ -125,7 +119,7 @@ function used(kernel: IKernel): string {
   return kernel.used_mib || kernel.measured ? `${memory(kernel.used_mib)} of ${memory(kernel.reserve_mib)}` : 'measuring';
 }
 
-/** The line in the status bar. */
+/** The text in the status bar. */
 export function line(kernel: IKernel, gpuGoes: Date | null, hostGoes: Date | null): string {
   const words = [`${share(kernel.fraction_milli)} GPU`];
   const goes = hostGoes ?? gpuGoes;
@@ -145,7 +139,6 @@ export function line(kernel: IKernel, gpuGoes: Date | null, hostGoes: Date | nul
   return words.join(' · ') + (kernel.simulated ? ' (simulated)' : '');
 }
 
-/** The rows of the panel about a kernel. */
 export function facts(kernel: IKernel, pinnedUntil: Date | null, deadline: string, advice: string): [string, string][] {
   const rows: [string, string][] = [
     ['Share', `${share(kernel.fraction_milli)} GPU` + (kernel.pool === 'default' ? '' : `, pool ${kernel.pool}`)],
@@ -155,7 +148,6 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null, deadline: strin
       : ['Memory', `up to ${memory(kernel.reserve_mib)}`]
   ];
   if (kernel.saved_mib > 0) {
-    // How long the kernel waits for room is another matter: that is the row "Wait".
     const back = kernel.resume === null ? '' : `; bringing it back takes ${forecast(kernel.resume)} once there is room`;
     rows.push(['Saved', `${memory(kernel.saved_mib)} in the host's memory${back}`]);
   }
@@ -183,7 +175,6 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null, deadline: strin
   return rows;
 }
 
-/** What busy kernels need of a device; empty: none is busy. */
 function demand(device: IDevice): string {
   if (!device.demand_percent) {
     return '';
@@ -192,7 +183,6 @@ function demand(device: IDevice): string {
   return `busy kernels need about ${device.demand_percent} % of its compute${slowed}`;
 }
 
-/** A line about a device. */
 export function deviceLine(device: IDevice, goes: Date | null): string {
   const sizes = `${memory(device.reserved_mib)} of ${memory(device.memory_mib)} reserved, ${memory(device.used_mib)} used`;
   const trouble = device.lost
@@ -207,7 +197,6 @@ export function deviceLine(device: IDevice, goes: Date | null): string {
   return [sizes, demand(device), trouble].filter(text => text).join(' · ');
 }
 
-/** Which actions make sense now. */
 export function possible(kernel: IKernel): Record<'suspend' | 'resume' | 'pin' | 'unpin', boolean> {
   return {
     suspend: kernel.state === 'resident',
@@ -217,7 +206,6 @@ export function possible(kernel: IKernel): Record<'suspend' | 'resume' | 'pin' |
   };
 }
 
-/** The heading over the devices. */
 export function hostTitle(state: IState): string {
   return state.simulated ? 'Devices of this host (simulated)' : 'Devices of this host';
 }
