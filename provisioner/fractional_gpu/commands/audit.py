@@ -30,9 +30,9 @@ _KEYS = ("time", "id", "act", "object", "outcome")
 EPILOG = """\
 examples:
   jupyter gpu audit                     every act that is kept, oldest first
-  jupyter gpu audit --since 2h          those of the last two hours
+  jupyter gpu audit --since 2h          the acts of the last two hours
   jupyter gpu audit --json | jq 'select(.acting_for == "ada")'
-  jupyter gpu audit --follow            and go on with each new one (Ctrl-C ends it)
+  jupyter gpu audit --follow            and then each new one (Ctrl-C ends it)
 
 For root and the user who runs the broker. docs/audit.md says what is written down, and how long it is kept.
 """
@@ -42,8 +42,8 @@ def configure(parser: Parser) -> None:
     parser.describe("Show what administrators did: who, when, on whose behalf, and what came of it.", EPILOG)
     parser.argument("--since", "DURATION", "only what was done in this time until now, such as 2h")
     parser.flag("--json", "print each act as a line of JSON")
-    parser.flag("--follow", "go on with each act as it is done")
-    parser.argument("--file", "PATH", "the log itself (default: where the broker keeps it)")
+    parser.flag("--follow", "continue with each act as it is done")
+    parser.argument("--file", "PATH", "the log itself (default: the broker's)")
     parser.add_socket()
 
 

@@ -39,14 +39,14 @@ examples:
   jupyter gpu broker --restart                        end the one that runs and start it with the same options, in the background
   jupyter gpu broker --stop --json
 
-There is one broker for each machine or user. It starts by itself with the first kernel that wants a GPU (not within a Slurm job or a
-Kubernetes pod, with which it would end), and stops by itself when it is no longer needed; it never stops while kernels hold or wait for
+There is one broker for each machine or user. The first kernel that wants a GPU starts it (not within a Slurm job or a
+Kubernetes pod, with which it would end), and it stops when it is no longer needed; it never stops while kernels hold or wait for
 a GPU. Ctrl-C, SIGTERM or --stop stops it: kernels live on without it. Resident ones work as before; suspended ones wait until a broker
-is started, which their next cell does by itself. With --service, an administrator starts it, and it stops when told to only.
+is started, which their next cell does. With --service, an administrator starts and stops it.
 
---stop and --restart find a broker that does not answer, too, and one whose socket was deleted. They send SIGTERM, and SIGKILL after
+--stop and --restart also find a broker that does not answer, and one whose socket was deleted. They send SIGTERM, and SIGKILL after
 30 s; neither loses anything of a kernel. What runs under a supervisor is restarted there: a system service with systemctl, the hub's
-own broker by the hub, which starts it again by itself.
+own broker by the hub, which restarts it.
 """
 
 
@@ -61,7 +61,7 @@ def configure(parser: Parser) -> None:
         "simulated GPUs instead of real ones, such as 2x80GiB (default: $JUPYTER_GPU_SIMULATE, else real GPUs)",
     )
     parser.flag("--detach", "run in the background; return 0 once a broker serves on the socket")
-    parser.argument("--idle-exit", "DURATION", "stop after so long without kernels and questions, such as 10m or never")
+    parser.argument("--idle-exit", "DURATION", "stop after this time without kernels and questions, such as 10m or never")
     parser.argument(
         "--state-dir",
         "DIR",
@@ -70,11 +70,11 @@ def configure(parser: Parser) -> None:
     parser.argument("--settings", "JSON", "settings by their names, which win over the files: what a hub passes on")
     parser.flag(
         "--service",
-        "serve all users of the machine, for as long as it runs: as root, in no job or pod of its own (default socket: "
+        "serve all users of the machine while it runs: as root, outside any job or pod (default socket: "
         "$JUPYTER_GPU_SOCKET, else /run/jupyter-gpu/broker.sock)",
     )
     parser.flag(
-        "--stand-by", "where another broker serves on the socket, wait until it ends and serve then (for a service)"
+        "--stand-by", "if another broker serves on the socket, wait until it ends, then serve (for a service)"
     )
     parser.argument(
         "--worker-socket",
@@ -170,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
 
 
-# --stop and --restart: the broker is the process that holds the lock beside the socket, or that listens on the socket. So it is found even
+# --stop and --restart: the broker is the process that holds the lock next to the socket, or listens on the socket. So it is found even
 # if it does not answer, or if its files were deleted. The kill loses nothing: kernels outlive the broker, the journal has the operation
 # that was under way, and the checkpoint worker finishes it.
 
@@ -244,18 +244,18 @@ def _render(done: Stopped) -> list[str]:
         counts = "" if done.resident is None else f" ({done.resident} resident, {done.suspended} suspended)"
         lines.append(
             f"The kernels live on{counts}: resident ones work as before, suspended ones wait until a broker is started, which their next "
-            "cell, a cell that waits or a new kernel does by itself; `jupyter gpu broker --detach` does it now."
+            "cell, a cell that waits or a new kernel does; `jupyter gpu broker --detach` does it now."
         )
     return lines
 
 
 def _lock_holders(socket: str) -> Iterator[int]:
     """Yield the processes that hold the lock of the socket's broker, whether or not the file still has its name."""
-    # The lock lies beside the socket as it was named; /proc shows the real path.
+    # The lock is next to the socket as it was named; /proc shows the real path.
     lock = f"{os.path.realpath(Path(socket).parent)}/{Path(socket).name}.lock"
     for pid in os.listdir("/proc"):  # noqa: PTH208 - thousands
         if pid.isdigit():
-            # Processes exit during the pass, and those of other users may not be read.
+            # Processes exit during the pass, and other users' cannot be read.
             with suppress(OSError):
                 if any(_holds(pid, one, lock) for one in os.listdir(f"/proc/{pid}/fd")):  # noqa: PTH208 - as above
                     yield int(pid)
@@ -286,7 +286,7 @@ def check_owner(path: str, pid: int) -> None:
     try:
         uid, words = owner_uid(pid), read_command(pid)
     except (ProcessLookupError, FileNotFoundError):
-        return  # it has ended meanwhile
+        return  # it has ended in the meantime
     if "rescue" in words:
         raise CommandError(
             f"process {pid} is no broker: it rescues the kernels of {path} at the moment; wait until it has ended"

@@ -20,7 +20,7 @@ in JSON. Node agents of Slurm and Kubernetes read the same.
 
 def configure(parser: Parser) -> None:
     parser.describe("Show what this host's pools could still give. Does not start a broker.", EPILOG)
-    parser.flag("--json", "print JSON; the fields are those of GET /v1/capacity")
+    parser.flag("--json", "print JSON, with the fields of GET /v1/capacity")
     parser.add_socket()
 
 

@@ -25,8 +25,8 @@ examples:
   eval "$(jupyter gpu completion zsh)"             in ~/.zshrc, below compinit
   jupyter gpu completion fish > ~/.config/fish/completions/jupyter.fish
 
-It completes `jupyter` as a whole: every Jupyter command that can, completes its own arguments. Leases, devices and pools are those of
-the broker that runs.
+It completes `jupyter` as a whole: every Jupyter command that can, completes its own arguments. Leases, devices and pools come from
+the running broker.
 """
 
 

@@ -36,7 +36,7 @@ EPILOG = """\
 examples:
   jupyter gpu kernels install                                what every pool offers, for all users of this environment
   jupyter gpu kernels install --user --fraction 1/4 1/2      two of them, for yourself, without asking a broker
-  jupyter gpu kernels install --base ir --fraction 1/4       for R instead of Python, beside those for Python
+  jupyter gpu kernels install --base ir --fraction 1/4       for R, in addition to those for Python
   jupyter gpu kernels list
   jupyter gpu kernels remove --all
 """
@@ -71,7 +71,7 @@ def configure(parser: Parser) -> None:
     adding.argument("--simulate", "COUNTxMEMORY", "simulated GPUs; the kernels start a broker with them")
     adding.flag(
         "--launcher",
-        "kernels whose command takes the lease by itself, for VS Code and other programs that ignore kernel provisioners",
+        "kernels whose command takes the lease, for VS Code and other programs that ignore kernel provisioners",
     )
     _add_place(adding, default="this environment")
     listing = actions.add_parser("list", help="show the kernels that are installed")
@@ -87,8 +87,8 @@ def configure(parser: Parser) -> None:
 def _add_place(parser: Parser, default: str) -> None:
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--user", action="store_true", help=f"your own kernels (default: {default})")
-    place.add_argument("--sys-prefix", action="store_true", help="those of this Python environment")
-    place.add_argument("--prefix", metavar="DIR", help="those below DIR/share/jupyter/kernels")
+    place.add_argument("--sys-prefix", action="store_true", help="kernels of this Python environment")
+    place.add_argument("--prefix", metavar="DIR", help="kernels below DIR/share/jupyter/kernels")
 
 
 def _place(options: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _where_they_appear(place: Path) -> str:
         where = f"of the environment {sys.prefix}"
     else:
         where = "of this machine whose environment has jupyter-fractional-gpu"
-    said = f"They are in the launcher of each Jupyter server {where}; where one is open, load its page again."
+    said = f"They are in the launcher of each Jupyter server {where}; if one is open, reload its page."
     lab = shutil.which("jupyter-lab") or shutil.which("jupyter-notebook")
     if lab is not None and place.is_relative_to(sys.prefix) and not Path(lab).is_relative_to(sys.prefix):
         said += (

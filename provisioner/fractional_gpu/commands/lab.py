@@ -1,6 +1,6 @@
 """`jupyter gpu lab`: JupyterLab with kernels on fractions of a GPU, without an installation.
 
-The kernelspecs lie in a private folder that only this JupyterLab reads. With `--simulate` it has a broker of its own, too, so that trials
+The kernelspecs are in a private folder that only this JupyterLab reads. With `--simulate` it also has a separate broker, so that trials
 never meet the broker of the real GPUs.
 """
 
@@ -34,7 +34,7 @@ JupyterLab of this environment, run `jupyter gpu kernels install`.
 def configure(parser: Parser) -> None:
     parser.usage = "jupyter gpu lab [--help] [--simulate COUNTxMEMORY] [arguments of jupyter lab ...]"
     parser.describe("Start JupyterLab with kernels on fractions of a GPU.", EPILOG)
-    parser.argument("--simulate", "COUNTxMEMORY", "simulated GPUs, such as 1x2GiB, with a broker of their own")
+    parser.argument("--simulate", "COUNTxMEMORY", "simulated GPUs, such as 1x2GiB, with a separate broker")
 
 
 def run(options: argparse.Namespace) -> int:

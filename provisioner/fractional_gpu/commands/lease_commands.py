@@ -279,7 +279,7 @@ def _moment(at_ms: int, now_ms: int) -> str:
 
 def _add_evict_arguments(parser: Parser) -> None:
     parser.flag("--confirm", "say that the kernel's state may be lost")
-    parser.argument("--why", "TEXT", "the reason; the kernel's user is told it", default="")
+    parser.argument("--why", "TEXT", "the reason, which the kernel's user reads", default="")
 
 
 def _evict_request(options: argparse.Namespace) -> EvictRequest:
@@ -385,11 +385,11 @@ examples:
   jupyter gpu suspend 3f2a              the beginning of the id is enough
   jupyter gpu suspend --all             free the GPUs, for instance before an update of the driver
 
-A suspended kernel keeps every variable; its next cell brings it back by itself. A kernel that is busy is not suspended.
+A suspended kernel keeps every variable; its next cell brings it back. A busy kernel is not suspended.
 """,
         verb="suspend",
         doing="suspending",
-        interrupted="stops the waiting; a suspend that has begun goes on",
+        interrupted="stops the waiting; a suspend that has begun continues",
         call=BrokerClient.suspend,
         applies=lambda lease: lease.state == "resident",
         success=lambda lease: (
@@ -405,7 +405,7 @@ examples:
   jupyter gpu resume 3f2a               the beginning of the id is enough
   jupyter gpu resume --all              bring everything back, for instance before removing this package
 
-Nothing needs this in daily use: the next cell of a kernel brings it back by itself. Without room it waits for its turn.
+You rarely need this: the next cell of a kernel brings it back. Without room it waits for its turn.
 """,
         verb="resume",
         doing="resuming",
@@ -452,8 +452,8 @@ examples:
   jupyter gpu resize 3f2a --memory 30GiB
   jupyter gpu resize 3f2a 1/8 --wait 0  now or not at all
 
-The kernel keeps running. A larger share waits until there is room beside its neighbours: idle ones step aside, and an idle kernel may
-move to another GPU where the pool allows that. A smaller one must hold what the kernel uses.
+The kernel keeps running. A larger share waits until there is room on its GPU: idle neighbours are suspended, and an idle kernel may
+move to another GPU if the pool allows that. A smaller one must hold what the kernel uses.
 """,
         arguments=_add_resize_arguments,
         request=_resize_request,
@@ -477,7 +477,7 @@ examples:
         epilog="""\
 examples:
   jupyter gpu drain 0                   no kernel comes to GPU 0 any more; idle ones leave it now, busy ones after their cell
-  jupyter gpu drain 0 --evict-busy      busy ones leave it at once, in the middle of their cell, and go on elsewhere or later
+  jupyter gpu drain 0 --evict-busy      busy ones leave it at once, in the middle of their cell, which continues elsewhere or later
   jupyter gpu drain 0 --wait 10m        return when no kernel is left; exit code 1 if one is after ten minutes
   jupyter gpu drain 0 --deadline 2m     the GPU goes away in two minutes: the most valuable kernels are saved before, the users of
                                         the others are told at once
@@ -540,7 +540,7 @@ Its notebook shows that the kernel died; a Jupyter server may start a fresh one 
     "end": LeaseCommand(
         description=(
             "End processes with GPU memory that outlived the kernel that started them, or a kernel that outlived its hub server. "
-            "Your own; administrators: those of all users."
+            "Your own; administrators: any user's."
         ),
         epilog="""\
 examples:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 examples:
   jupyter gpu logs                      the last 100 entries
-  jupyter gpu logs --follow             and go on with each new one (Ctrl-C ends it)
+  jupyter gpu logs --follow             and then each new one (Ctrl-C ends it)
   jupyter gpu logs 4f2a                 those that name the lease whose id begins so
   jupyter gpu logs --level warning --since 1h --lines all
   jupyter gpu logs --json | jq 'select(.level == "ERROR")'
@@ -153,7 +153,7 @@ def configure(parser: Parser) -> None:
     parser.argument(
         "lease", "LEASE", "only entries that name this lease: its id or the beginning of it", by=LEASES, nargs="?"
     )
-    parser.flag("--follow", "go on with each entry as it is written")
+    parser.flag("--follow", "continue with each entry as it is written")
     parser.argument("--lines", "N", f"the last N entries, or `{_ALL}` (default: {_LINES})", default=str(_LINES))
     parser.argument("--since", "DURATION", "only what was written in this time until now, such as 2h")
     parser.argument("--level", None, "only entries of this level and above", choices=LEVELS, default=LEVELS[0])

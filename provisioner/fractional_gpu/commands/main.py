@@ -61,8 +61,8 @@ COMMANDS: dict[str, _Entry] = {
     "rescue": _Entry("rescue", "bring suspended kernels back when no broker can run any more"),
     "uninstall": _Entry("uninstall", "remove kernelspecs, state and settings of this user"),
     "completion": _Entry("completion", "what bash, zsh or fish needs to complete `jupyter gpu`"),
-    "node": _Entry("node.node", "what a cluster's node runs beside the broker (administrators)"),
-    "broker": _Entry("broker", "run the broker (it starts by itself where it is needed)"),
+    "node": _Entry("node.node", "what a cluster's node runs next to the broker (administrators)"),
+    "broker": _Entry("broker", "run the broker (it starts automatically when it is needed)"),
 }
 
 EPILOG = """\

@@ -24,7 +24,7 @@ examples:
   jupyter gpu pool default 'user_limits={"leases": 2}' 'hours=Mon-Fri 08:00-18:00'
   jupyter gpu pool default price=null                  a value in JSON; anything else is text
 
-A change holds at once, for kernels that run too, and until the broker is started again: what is to stay belongs into its
+A change applies at once, also to running kernels, until the broker is restarted. To keep it, write it into the broker's
 configuration (`jupyter gpu broker --generate-config` explains every key). What exists keeps its size. For administrators.
 """
 

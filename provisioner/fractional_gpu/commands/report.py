@@ -1,7 +1,7 @@
 """`jupyter gpu report`: what leases used and what it costs, from the broker or from a file of metered rows.
 
 The broker is asked once, at the finest grain that the form needs, and all that is shown is summed from that answer: so tables, pictures
-and totals of one report agree, while kernels go on.
+and totals of one report agree while kernels run.
 """
 
 import argparse

@@ -24,7 +24,7 @@ examples:
   jupyter gpu seats release ada         end the seat of ada's default server
   jupyter gpu seats release ada/big     the same for her server `big`; a seat's id, or the beginning of it, does too
 
-Release a seat whose server does not run: a hub gives such seats back by itself, one that is no more cannot. Where the server runs, it
+Release a seat whose server does not run, if its hub is gone: a hub that runs releases such seats itself. If the server runs, it
 gets no further kernels with a GPU until it is started again. Kernels that run are suspended and keep their variables. For administrators.
 """
 

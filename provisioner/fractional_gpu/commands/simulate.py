@@ -118,7 +118,7 @@ def _run(scenario: Scenario, options: argparse.Namespace) -> int:
     _print(scenario, result, baselines, usage, as_json=options.json)
     if not machine.several and result.devices > MOST_IN_A_HOST:
         say(
-            f"note: all {result.devices} devices are in one host, and no host has so many; --hosts simulates several",
+            f"note: all {result.devices} devices are in one host, more than any host has; --hosts simulates several",
             sys.stderr,
         )
     return 0

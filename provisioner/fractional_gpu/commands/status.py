@@ -37,8 +37,8 @@ device count all users.
 
 def configure(parser: Parser) -> None:
     parser.describe("Show the GPUs, and which kernels hold them or wait. Does not start a broker.", EPILOG)
-    parser.flag("--json", "print JSON; the fields are those of GET /v1/status, and `running`")
-    parser.flag("--watch", "go on until Ctrl-C, with a new picture every 2 seconds")
+    parser.flag("--json", "print JSON, with the fields of GET /v1/status, and `running`")
+    parser.flag("--watch", "show it every 2 seconds until Ctrl-C")
     parser.add_socket()
 
 

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.yes:
         if options.json or not sys.stdin.isatty():
             raise CommandError(
-                "nobody can be asked here: say --yes to remove everything, or --dry-run to see what that is"
+                "no terminal to ask on: say --yes to remove everything, or --dry-run to see what that is"
             )
         for item in found.items:
             say(f"  {item.path}  ({item.what})")
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             return 0
     for socket in found.sockets:
         _end_broker(socket)
-    _check_no_leases(found.sockets)  # of kernels that were started meanwhile
+    _check_no_leases(found.sockets)  # of kernels that were started in the meantime
     removed, failed = _remove(found.items)
     _report(found, as_json=options.json, removed=removed, failed=failed, dry=False)
     return 1 if failed else 0

@@ -158,7 +158,7 @@ examples:
   jupyter gpu demo --check --json       the same for programs
   jupyter gpu demo --simulate 1x2GiB    on a simulated GPU even if there is a real one
 
-Everything is in a temporary folder of its own, with a broker of its own, and is removed at the end, also after Ctrl-C.
+Everything is in a temporary folder, with a separate broker, and is removed at the end, also after Ctrl-C.
 On a machine without a GPU whose memory can be saved, a simulated one takes its place, and the table says so.
 """
 

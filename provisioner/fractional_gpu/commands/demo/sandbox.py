@@ -57,7 +57,7 @@ def sandbox_environment(root: Path, outside: Mapping[str, str]) -> dict[str, str
         "JUPYTER_CONFIG_DIR": str(root / "config"),
         "IPYTHONDIR": str(root / "ipython"),
         "JUPYTER_GPU_SOCKET": str(root / "broker.sock"),
-        IN_WORKLOAD: "1",  # its broker is for nobody else, and ends with it
+        IN_WORKLOAD: "1",  # its broker serves only the sandbox, and ends with it
         "XDG_STATE_HOME": str(root / "state"),  # the broker's ledger
     }
     return environment

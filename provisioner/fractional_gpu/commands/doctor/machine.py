@@ -87,7 +87,7 @@ def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, pr
         yield warning(
             "cgroup",
             f"{limit}: a kernel that fills a device of {format_memory(largest_mib)} cannot be suspended",
-            "give the kernels' control group (container, unit, job) the device's memory on top of its own",
+            "raise the memory limit of the kernels' control group (container, unit, job) by the device's memory",
         )
     else:
         yield note("cgroup", limit)
@@ -98,7 +98,7 @@ def check_huge_pages(sys: Path = SYS) -> Iterator[Finding]:
     enabled = _setting(folder / "enabled")
     if not enabled:
         yield note(
-            "huge-pages", "this system does not tell of transparent huge pages: fresh memory comes in small ones"
+            "huge-pages", "this system does not report transparent huge pages: fresh memory comes in small ones"
         )
         return
     rest = {name: _setting(folder / name) for name in ("defrag", "shmem_enabled", "khugepaged/defrag")}
@@ -168,7 +168,7 @@ def pci_address(nvml: ModuleType, device_id: str) -> str:
     text = place.decode("ascii", "replace") if isinstance(place, bytes) else str(place)
     domain, _, rest = text.lower().partition(":")
     try:
-        return f"{int(domain, 16):04x}:{rest}"  # NVML gives the domain eight digits, /sys four or as many as it takes
+        return f"{int(domain, 16):04x}:{rest}"  # NVML gives the domain eight digits, /sys four or more
     except ValueError:
         return ""
 
@@ -221,9 +221,9 @@ def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]
         return
     yield note(
         "oom",
-        f"{whose} (user {uid}, oom_score_adj {value}) has no CAP_SYS_RESOURCE here: where memory runs out, {_BIGGEST}, so the killer may "
+        f"{whose} (user {uid}, oom_score_adj {value}) has no CAP_SYS_RESOURCE here: if memory runs out, {_BIGGEST}, so the killer may "
         "take it although another one filled the memory",
-        "run the broker as a system service of root (docs/hub.md), or give each user's kernels a memory limit of their own and keep "
+        "run the broker as a system service of root (docs/hub.md), or give each user's kernels a separate memory limit and keep "
         "host_memory below what is free",
     )
 
@@ -418,7 +418,7 @@ def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
         turn = "on" if mig[1] else "off"
         yield warning(
             "mig",
-            f"MIG is to be switched {turn} on device {device.index}",
+            f"MIG on device {device.index} will be switched {turn}",
             "reset the device or reboot, then look again",
         )
 
@@ -450,7 +450,7 @@ def _mps(proc: Path) -> Iterator[Finding]:
         yield warning(
             "mps",
             f"MPS runs (process {pids[0]}): its clients cannot be checkpointed",
-            "echo quit | nvidia-cuda-mps-control, or keep kernels that are to be suspended away from it",
+            "echo quit | nvidia-cuda-mps-control, or keep kernels that should be suspended away from it",
         )
     else:
         yield ok("mps", "not running")

@@ -101,7 +101,7 @@ def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
         except FractionalGPUError as error:
             return path, [
                 *shared,
-                problem("broker", f"the broker on {path} fails: {error}", "see broker.log beside its socket"),
+                problem("broker", f"the broker on {path} fails: {error}", "see broker.log next to its socket"),
             ]
 
 
@@ -112,7 +112,7 @@ def _check_place(path: str) -> Iterator[Finding]:
             "broker",
             f"the socket {path} is on a network filesystem ({filesystem_type(folder)}): the broker of another host that shares it would "
             "put its own in its place",
-            "name one on a local disk in JUPYTER_GPU_SOCKET, or leave that out: then each host has a folder of its own",
+            "name one on a local disk in JUPYTER_GPU_SOCKET, or leave that out: then each host has a separate folder",
         )
 
 
@@ -148,7 +148,7 @@ def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
         yield warning(
             "broker",
             f"kernels on device {which} cannot be suspended now: {why_not}",
-            "they stay on it; where the broker tries again it says when, else mend the reason and restart it (kernels outlive that)",
+            "they stay on it; if the broker tries again it says when, else mend the reason and restart it (kernels outlive that)",
         )
 
 
@@ -177,11 +177,11 @@ def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
             yield warning(
                 "forecasts",
                 f"{said}; {promised}",
-                "take those bounds as too narrow: they widen by themselves with each miss",
+                "take those bounds as too narrow: they widen automatically with each miss",
             )
         elif off > _FAR_PERMILLE:
             yield note(
-                "forecasts", f"{said}; {promised}: they are wider than they need to be, and narrow by themselves"
+                "forecasts", f"{said}; {promised}: they are wider than they need to be, and narrow automatically"
             )
     if known and all(abs(one.covered_permille - one.stated_permille) <= _FAR_PERMILLE for one in known):
         shown = ", ".join(f"{one.what} {one.covered_permille // 10} %" for one in known)

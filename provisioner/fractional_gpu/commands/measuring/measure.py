@@ -107,8 +107,8 @@ def _alone(found: Finding) -> str:
 
 def name(found: Finding) -> str:
     others = found.setting.tenants - 1
-    beside = f" beside {plural(others, 'other')}" if others else ""
-    return f"{format_fraction(found.setting.fraction_milli)}{beside}"
+    more = f" next to {plural(others, 'other')}" if others else ""
+    return f"{format_fraction(found.setting.fraction_milli)}{more}"
 
 
 def _compared(found: Finding) -> str:
@@ -255,7 +255,7 @@ _RETRY_S: Final = 0.5
 _LEAST_MS: Final = 1000
 _COPIES: Final = range(1, 64)
 _ROUNDS_WANTED: Final = 10
-_DESCRIPTION: Final = "Measure which share of a GPU suffices for a program: alone, and beside others on one device."
+_DESCRIPTION: Final = "Measure which share of a GPU suffices for a program: alone, and next to others on one device."
 _EPILOG: Final = """\
 examples:
   jupyter gpu measure -- python train.py
@@ -263,7 +263,7 @@ examples:
   jupyter gpu measure --beside "python other.py" --beside "python third.py" -- python train.py
 
 The program says when a unit of work is done: `from fractional_gpu_kernel.measure import tick`, and `tick()` after each batch. A program
-that never does, and ends, is a unit of work by itself, and so is a notebook (NAME.ipynb). The program is started many times, and ended
+that never does, and ends, is one unit of work, and so is a notebook (NAME.ipynb). The program is started many times, and ended
 after some seconds: it should have no effects that add up. Units of 50 ms and more are measured well. It uses only spare
 room of the pool, and suspends your idle kernels for it, unless --may-wait. The exit status is 0 if something could be compared, else 1.
 """
@@ -276,9 +276,9 @@ def configure(parser: Parser) -> None:
     parser.argument(
         "--fractions", "F,...", "shares, each on a device full of such tenants (default: all on offer)", by=FRACTIONS
     )
-    parser.argument("--copies", "N,...", "instead: beside so many copies, each with the largest share that fits")
+    parser.argument("--copies", "N,...", "instead: next to N copies, each with the largest share that fits")
     parser.argument(
-        "--beside", "COMMAND", "beside this program instead of copies; repeatable", action="append", default=[]
+        "--beside", "COMMAND", "next to this program instead of copies; repeatable", action="append", default=[]
     )
     parser.argument("--memory", "SIZE", "device memory of each (default: the fraction's share)")
     parser.argument("--within", "DURATION", "how long at most (5m)", by=DURATIONS, default="5m")

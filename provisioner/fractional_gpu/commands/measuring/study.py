@@ -247,9 +247,9 @@ def settings_of_fractions(fractions_milli: Sequence[int]) -> list[Setting]:
 
 
 def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline and, for each number of copies beside the measured one, the largest offered share of which so many fit.
+    """Return the baseline and, for each number of further copies, the largest offered share of which all fit.
 
-    Raises ValueError where no share on offer is small enough.
+    Raises ValueError if no share on offer is small enough.
     """
     found = [Setting(max(offered_milli), 1)]
     for number in sorted(set(copies)):
@@ -257,7 +257,7 @@ def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> l
         if not fitting:
             least = min(offered_milli)
             raise ValueError(
-                f"{number} beside the measured one do not fit on a device: the smallest share on offer is {format_fraction(least)}; "
+                f"{number} next to the measured one do not fit on a device: the smallest share on offer is {format_fraction(least)}; "
                 f"allowed: at most {WHOLE_MILLI // least - 1}"
             )
         found.append(Setting(max(fitting), number + 1))

@@ -454,9 +454,9 @@ class Step:
         known = [one for one in paces if one is not None]
         if len(known) < self.measured:
             if self.measured < len(self.tenants) and span is None and all(ticks):
-                raise TooSlowError("a program beside it did not use the device in the time of a step")
+                raise TooSlowError("a program next to it did not use the device in the time of a step")
             what = "ended" if is_over else "had reported too little when the step's time was over"
-            raise TooSlowError(f"a program {what} before two units of work were done beside the others")
+            raise TooSlowError(f"a program {what} before two units of work were done next to the others")
         cost = self.tenants[0].cost()
         busy = [one.busy_percent for at_ns, one in self._looks if span and at_ns >= span[0]]
         percents = [one for one in busy if one is not None]

@@ -38,8 +38,8 @@ examples:
   jupyter gpu node agent --engine kubernetes --node gpu07 --remove --kubeconfig ~/.kube/config
 
 In Slurm it sets the node's counts (`scontrol update nodename=... gres=jgpu:open:N,jgpu:closed:M`, thousandths of a GPU): open is what
-jobs hold and what the broker would grant beside; the sum of the two never changes. The node's Extra gets a summary. The agent writes on
-change, at most once in --floor, and reads the node's record every --look. Where the broker does not answer, the count stays for
+jobs hold plus what the broker would still grant; the sum of the two never changes. The node's Extra gets a summary. The agent writes on
+change, at most once in --floor, and reads the node's record every --look. If the broker does not answer, the count stays for
 --patience, and is then lowered to what is in use. It needs the right to update nodes: root, SlurmUser, or an operator of Slurm.
 
 In Kubernetes it patches the node's status: the extended resource fractional-gpu.jupyter.org/POOL in thousandths of a GPU, and an

@@ -20,14 +20,14 @@ FOLDER = Path("/etc/jupyter-gpu/slurm")
 WRAPPER = "jupyter-gpu-wrapper"  # next to slurm.conf
 EPILOG = """\
 examples:
-  jupyter gpu node install --wrapper                write what slurm.conf is to name on every node, beside slurm.conf
+  jupyter gpu node install --wrapper                write the wrapper that slurm.conf names, next to slurm.conf; on every node
   jupyter gpu node install                          write this node's scripts and the unit to /etc/jupyter-gpu/slurm
   jupyter gpu node install --print                  print them, and write nothing
   jupyter gpu node install --pool default=jgpu --pool big=jgpubig
 
-Slurm's own files are read, and never written: what has to change in them is printed, and written to site.diff for `patch`. A file of an
-earlier installation that differs, by an edit of yours or by other options, stays as it is: the new one lies beside it as FILE.new.
-Nothing is started. docs/clusters.md has the steps, and how to uninstall.
+It never writes Slurm's own files: it prints what has to change in them, and writes that to site.diff for `patch`. If a file of an earlier
+installation differs, because you edited it or chose other options, it stays and the new one is written as FILE.new. Nothing is started.
+ docs/clusters.md has the steps, and how to uninstall.
 """
 
 

@@ -59,7 +59,7 @@ def _add_worker_arguments(parser: Parser) -> None:
     parser.argument(
         "--backend",
         "KIND",
-        "the devices: nvidia, simulated (those of the broker that connects), or the kind of another package, as the broker's "
+        "the devices: nvidia, simulated (as the broker that connects has), or another package's kind, as the broker's "
         "device_kind (default: nvidia)",
         default="nvidia",
     )
@@ -168,7 +168,7 @@ ACTIONS: dict[str, _Action] = {
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Run and set up what a cluster's node needs beside the broker. For administrators.", EPILOG)
+    parser.describe("Run and set up what a cluster's node needs in addition to the broker. For administrators.", EPILOG)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, entry in ACTIONS.items():
         entry.configure(actions.add_parser(name, help=entry.summary))

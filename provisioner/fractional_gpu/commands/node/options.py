@@ -20,7 +20,7 @@ RESERVED = ("gpu", "shard", "mps", "gres")
 def add_node_options(parser: Parser) -> None:
     parser.argument("--socket", "PATH", f"the broker's socket (default: {SOCKET})", default=SOCKET)
     parser.argument(
-        "--seats", "DIR", "where the files of jobs' seats lie (default: `seats` beside the socket)", type=Path
+        "--seats", "DIR", "the folder of the files of jobs' seats (default: `seats` next to the socket)", type=Path
     )
     parser.argument(
         "--pool",

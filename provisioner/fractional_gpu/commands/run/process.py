@@ -1,7 +1,7 @@
-"""The command's process: held back until it has the GPU, in a process group of its own, with its terminal, signals and exit status.
+"""The command's process: held back until it has the GPU, in a separate process group, with its terminal, signals and exit status.
 
 - A stub (`stub`) is started first, so that the broker knows the process before the command runs in it.
-- The command has a process group of its own. Where the runner has the terminal, the command's group gets it: Ctrl-C and Ctrl-Z
+- The command has a separate process group. If the runner has the terminal, the command's group gets it: Ctrl-C and Ctrl-Z
   reach the command as from any shell. When it stops, the runner takes the terminal back and stops, too; a shell's `fg` continues both.
 - It inherits what it inherits without us: descriptors, signals that are ignored or blocked, niceness, processors, limits.
 - Signals that the runner gets are passed on to the group. A second SIGINT, SIGTERM or SIGHUP ends the group with SIGKILL.
@@ -189,7 +189,7 @@ class RunningCommand:
         )
 
     def end(self, patience_s: float) -> int:
-        """Ask the command's group to end, kill what is left of it after so many seconds, and return the command's exit status."""
+        """Ask the command's group to end, kill what is left of it after `patience_s`, and return the command's exit status."""
         if self._child.returncode is None:
             self._signal(signal.SIGTERM)
             pidfd = os.pidfd_open(self.pid)

@@ -55,7 +55,7 @@ examples:
 The exit status is the command's; if a signal ends it, this program dies of the same one ($? is 128 + N). Signals are passed on to
 the command; a second SIGINT, SIGTERM or SIGHUP ends it at once.
 `jupyter gpu status` shows it, and `suspend`, `resume`, `pin`, `resize` and `evict` work on it.
-While it neither uses the GPU nor, with --serve, has a connection, it may be suspended: it keeps everything, and comes back by itself.
+While it neither uses the GPU nor, with --serve, has a connection, it may be suspended: it keeps everything, and comes back automatically.
 """
 
 
@@ -66,7 +66,7 @@ def configure(parser: Parser) -> None:
     pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
     parser.argument("--pool", "POOL", "the pool of devices (default: default)", default=pool)
     parser.argument("--memory", "SIZE", "device memory, for example 20GiB (default: the fraction's share)")
-    parser.argument("--devices", "N", "so many whole GPUs, 1 to 8 (default: 1)", default="1")
+    parser.argument("--devices", "N", "this many whole GPUs, 1 to 8 (default: 1)", default="1")
     parser.argument("--priority", "N", "higher goes first, within the pool's limit", default="0")
     parser.argument("--name", "TEXT", "its name in `jupyter gpu status`", default="")
     parser.argument(
@@ -79,7 +79,7 @@ def configure(parser: Parser) -> None:
     parser.argument(
         "--wait",
         "DURATION",
-        "how long to wait for the GPU before the start (default: as long as it takes)",
+        "how long to wait for the GPU before the start (default: no limit)",
         by=DURATIONS,
     )
     parser.argument("command", "COMMAND", "the program, and its arguments", nargs=argparse.REMAINDER)
@@ -150,7 +150,7 @@ def _wait_ms(text: str | None) -> int | None:
     wait_ms = None if text is None else parse_argument(parse_duration_ms, text)
     if wait_ms is not None and wait_ms > MAX_WAIT_S * 1000:
         longest = format_duration(MAX_WAIT_S * 1000)
-        raise UsageError(f"--wait is {text}; allowed: up to {longest}, or leave it out to wait as long as it takes")
+        raise UsageError(f"--wait is {text}; allowed: up to {longest}, or leave it out to wait without a limit")
     return wait_ms
 
 

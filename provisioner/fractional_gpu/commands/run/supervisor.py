@@ -34,7 +34,7 @@ from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind
 _ESTABLISHED: Final = 1  # numbers of the system, in its table and in its answers
 _CLOSE_WAIT: Final = 8
 HALF_CLOSED_S: Final = 60.0
-"""A connection whose client has sent all that it will send counts for so long: it may wait for the answer, or be forgotten."""
+"""How long a connection counts whose client has sent all: the client may wait for the answer, or be gone."""
 
 _Connections = Iterable[tuple[bytes, int]]
 """What identifies each connection, and its state."""
@@ -169,7 +169,7 @@ class CpuWatch:
     - It did not use the CPU at all: never. It waits for what it waited for before.
 
     Each time that it came back and then neither used the GPU nor computed, the next sign counts later: first `FIRST_PATIENCE_S` after its
-    suspend, then twice as long each time, `LONGEST_PATIENCE_S` at most. Where no work on the GPU was seen ten times in a row, it counts
+    suspend, then twice as long each time, `LONGEST_PATIENCE_S` at most. If no work on the GPU was seen ten times in a row, it counts
     after `FIRST_PATIENCE_S` at the earliest.
     """
 
@@ -392,7 +392,7 @@ class Supervisor:
                 pass  # another broker may be started, by this command's next sign or by anything else
             except FractionalGPUError as error:
                 if not self._over.is_set():
-                    say(f"the command goes on without a GPU lease: {error}")
+                    say(f"the command continues without a GPU lease: {error}")
                 return
             else:
                 self._note(_GONE, worked=False)

@@ -32,7 +32,7 @@ _FORM = (
 class MachineOptions:
     """What the scenario says about the machine. Raises UsageError, ConfigError.
 
-    `shapes` are the MiB of the GPUs of each host, or with `--find-devices` those of one host.
+    `shapes` are the MiB of the GPUs of each host, or with `--find-devices` of one host.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -62,7 +62,7 @@ class MachineOptions:
         return WaitTerms(target_ms=pool.wait_target, bound_milli=pool.wait_bound)
 
     def hosts(self, count: int | None = None) -> tuple[Host, ...]:
-        """Return the hosts; with a count so many of the first shape, or one host with so many GPUs of the first size."""
+        """Return the hosts; with a count, this many of the first shape, or one host with this many GPUs of the first size."""
         shapes = self.shapes
         if count is not None:
             shapes = shapes[:1] * count if self.several else [(shapes[0][0],) * count]
@@ -111,7 +111,7 @@ class MachineOptions:
 
 
 def _hosts(text: str, most: int) -> list[tuple[int, ...]]:
-    """Return the MiB of each GPU of each host from `4x(8x80GiB),2x(4x40GiB)`; of `?x(8x80GiB)` those of one host."""
+    """Return the MiB of each GPU of each host from `4x(8x80GiB),2x(4x40GiB)`; of `?x(8x80GiB)` only of one host."""
     shapes: list[tuple[int, ...]] = []
     parts, at = text.strip(), 0
     while at < len(parts):
@@ -123,7 +123,7 @@ def _hosts(text: str, most: int) -> list[tuple[int, ...]]:
         if len(shape) > most:
             raise UsageError(
                 f"--hosts {text[:60]!r} has {len(shape)} GPUs in a host; at most {most} are allowed: say more hosts with fewer GPUs, or "
-                f"allow so many with --set gpus_per_host={len(shape)}"
+                f"allow them with --set gpus_per_host={len(shape)}"
             )
         if not 0 < count * len(shape) <= MOST_DEVICES - sum(map(len, shapes)):
             break

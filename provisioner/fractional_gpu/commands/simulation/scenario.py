@@ -331,7 +331,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--scenario", type=Path, metavar="FILE", help="a file in TOML with any of the keys below")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="one of the keys below (repeatable)")
     add("--users", type=int, metavar="N", help="synthetic build-phase users")
-    add("--days", type=int, metavar="D", help="for so many days (default: 1)")
+    add("--days", type=int, metavar="D", help="for this many days (default: 1)")
     add("--seed", type=int, metavar="S", help="which of the synthetic traces (default: 1)")
     add("--trace", nargs=2, metavar=("SESSIONS", "CELLS"), help="sessions and their cells, two CSV files")
     add(

@@ -1,4 +1,4 @@
-"""Whose sessions `jupyter gpu simulate` runs: those of two files, of synthetic users, or of a broker's own ledger (`--from-ledger`).
+"""The sessions that `jupyter gpu simulate` runs: from two files, of synthetic users, or from a broker's own ledger (`--from-ledger`).
 
 Each lease of a ledger is a session, each of its turns a cell, or the rest of one that was preempted. What a cell waited is taken out again:
 it comes as long after the one before as its user let it come. docs/simulator.md says what a ledger does not know.

@@ -1,4 +1,4 @@
-"""What `jupyter gpu simulate` prints beside the figures of a run: what leases used, what would be lost, and what a ledger had recorded."""
+"""What `jupyter gpu simulate` prints in addition to the figures of a run: what leases used, what would be lost, and what a ledger had recorded."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -82,7 +82,7 @@ def watch_silence(client: BrokerClient, say: Callable[[str], None]) -> SilenceWa
         if error is None:
             say("The broker answers again.")
         elif not silent:
-            say(f"{error}. This command goes on by itself when the broker answers.")
+            say(f"{error}. This command continues when the broker answers.")
         silent = error is not None
 
     def connect(timeout_s: float) -> BrokerClient:

@@ -29,7 +29,7 @@ class Progress(AbstractContextManager["Progress"]):
     `WHAT: 3 of 8 THINGS after 5 s`, when a counter is called; then no thread is started.
 
     With `blocks` the command does not count all the time, so a thread draws. Elsewhere it writes `what`, which may change, once for each
-    text; `silent` leaves that out. `within_s`: how long the command takes at most, which the bar shows in the place of a count.
+    text; `silent` leaves that out. `within_s`: how long the command takes at most, which the bar shows instead of a count.
     """
 
     def __init__(
