@@ -1,7 +1,7 @@
 """`jupyter gpu audit`: acts of administrators on other users' kernels, on seats, pools and devices.
 
-It reads the broker's audit log itself, so that it works without a broker. The file's permissions decide who may read it: root and the user
-who runs the broker. Lines that cannot be parsed (a crash cut one short) are counted and left out.
+Reads the broker's audit log itself, so it works without a broker; the file's permissions decide who may. Lines that cannot be parsed
+(a crash cut one short) are counted and left out.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def outcomes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def sentence(entry: dict[str, Any]) -> str:
-    """Return an act as one line for people. Texts with unprintable characters are printed as JSON, so that none can control a terminal."""
+    """Return an act as one line. Texts with unprintable characters become JSON, so that none can control a terminal."""
     try:
         at = datetime.fromisoformat(entry["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except ValueError:

@@ -61,7 +61,9 @@ def configure(parser: Parser) -> None:
         "simulated GPUs instead of real ones, such as 2x80GiB (default: $JUPYTER_GPU_SIMULATE, else real GPUs)",
     )
     parser.flag("--detach", "run in the background; return 0 once a broker serves on the socket")
-    parser.argument("--idle-exit", "DURATION", "stop after this time without kernels and questions, such as 10m or never")
+    parser.argument(
+        "--idle-exit", "DURATION", "stop after this time without kernels and questions, such as 10m or never"
+    )
     parser.argument(
         "--state-dir",
         "DIR",
@@ -73,9 +75,7 @@ def configure(parser: Parser) -> None:
         "serve all users of the machine while it runs: as root, outside any job or pod (default socket: "
         "$JUPYTER_GPU_SOCKET, else /run/jupyter-gpu/broker.sock)",
     )
-    parser.flag(
-        "--stand-by", "if another broker serves on the socket, wait until it ends, then serve (for a service)"
-    )
+    parser.flag("--stand-by", "if another broker serves on the socket, wait until it ends, then serve (for a service)")
     parser.argument(
         "--worker-socket",
         "PATH",
@@ -110,7 +110,6 @@ def _check_ending(options: argparse.Namespace) -> None:
 
 
 def _about_unused_options(options: argparse.Namespace, given: BrokerOptions) -> str:
-    """Return the sentence about options of a broker that is not started, since another serves already; empty: there is none."""
     if not any(getattr(options, name) for name in _BROKER_OPTIONS):
         return ""
     try:
@@ -182,8 +181,6 @@ _Command = tuple[list[str], dict[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """What was done. Counts of leases are from the broker's last status; None: it did not answer."""
-
     socket: str
     pid: int | None  # None: no broker ran
     how: str  # "orderly", "killed" or "none"
@@ -194,7 +191,6 @@ class Stopped:
 
 
 def find_broker(socket: str) -> int | None:
-    """Return the process of the broker on this socket, None if there is none that is visible to this user."""
     return next(_lock_holders(socket), None) or _listener(socket)
 
 
@@ -250,7 +246,6 @@ def _render(done: Stopped) -> list[str]:
 
 
 def _lock_holders(socket: str) -> Iterator[int]:
-    """Yield the processes that hold the lock of the socket's broker, whether or not the file still has its name."""
     # The lock is next to the socket as it was named; /proc shows the real path.
     lock = f"{os.path.realpath(Path(socket).parent)}/{Path(socket).name}.lock"
     for pid in os.listdir("/proc"):  # noqa: PTH208 - thousands
@@ -314,7 +309,7 @@ def _unit(pid: int) -> str | None:
 
 
 def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
-    """Send the signal, and SIGKILL after `ORDERLY_S`; return "orderly" or "killed". Raises CommandError if that does not end it soon."""
+    """Return "orderly" or "killed". Raises CommandError if the process does not end soon."""
     try:
         descriptor = open_pidfd(identify(pid))
     except ProcessLookupError:
@@ -341,7 +336,6 @@ def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
 
 
 def _own_command(pid: int) -> _Command | None:
-    """Return a command that starts such a broker, for one whose record of it (`broker.json`) is gone; None: unknown."""
     try:
         words = read_command(pid)
         environment = kept_environment(read_environment(pid))

@@ -112,6 +112,5 @@ def _listed(budgets: list[BudgetStatus]) -> "list[Text]":
 
 
 def _moment(at_s: int) -> str:
-    """Return the date in this zone, with the time unless it is midnight: a budget begins at midnight where the broker runs."""
     at = time.localtime(at_s)
     return time.strftime("%Y-%m-%d" if (at.tm_hour, at.tm_min) == (0, 0) else "%Y-%m-%d at %H:%M", at)

@@ -1,7 +1,7 @@
 """`jupyter gpu completion`, and the completion itself, by argcomplete.
 
-The command prints what a shell evaluates. When Tab is pressed, the shell runs `jupyter gpu` with `_ARGCOMPLETE` in its environment, and
-`complete` answers, with a short time limit for what only a broker knows: a completion that blocks is worse than none.
+When Tab is pressed, the shell runs `jupyter gpu` with `_ARGCOMPLETE` in its environment, and `complete` answers. What only a broker knows
+has a short time limit: a completion that blocks is worse than none.
 """
 
 import argparse
@@ -49,7 +49,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def complete(summaries: Mapping[str, str], parser_of: ParserOf) -> None:
-    """Write the proposals for the line that the shell completes, and end the process. `summaries`: the subcommands."""
     import argcomplete  # noqa: PLC0415 - only here, as said above
     from traitlets.config.argcomplete_config import get_argcomplete_cwords, increment_argcomplete_index  # noqa: PLC0415 - as above
 
@@ -72,7 +71,6 @@ def _nothing(**_: object) -> tuple[str, ...]:
 
 
 def _propose_files_only_for_files(parser: argparse.ArgumentParser) -> None:
-    """Keep argcomplete from proposing files for every value that has neither completer nor choices."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no other way to them
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - as above
             for each in action.choices.values():
@@ -82,7 +80,6 @@ def _propose_files_only_for_files(parser: argparse.ArgumentParser) -> None:
 
 
 def proposals(what: str, parsed_args: argparse.Namespace) -> Mapping[str, str] | list[str]:
-    """Return the leases of this user, or the devices, the pools or the installed kernelspecs, with what they are called."""
     if what == "kernelspecs":
         from fractional_gpu.jupyter.kernelspecs import list_installed  # noqa: PLC0415 - heavy, and needed for `kernels remove` only
 

@@ -166,7 +166,6 @@ def _where_they_appear(place: Path) -> str:
 def install_offers(
     pools: Mapping[str, Sequence[int]], *, directory: str, simulated: bool, simulate: str | None = None
 ) -> list[InstalledSpec]:
-    """Make the folder of kernelspecs hold what the pools offer (milli-GPU each; none: any)."""
     installed: list[InstalledSpec] = []
     for pool, offered in pools.items():
         installed += install(
@@ -189,7 +188,7 @@ def _remove_stale(
 
 
 def simulated_devices(status: HostStatus) -> str | None:
-    """Return what makes a broker simulate the same devices, such as 1x2048MiB; None where they are real."""
+    """Return devices such as 1x2048MiB; None if they are real."""
     if not status.simulated:
         return None
     sizes = [device.memory_mib for device in sorted(status.devices, key=lambda device: device.index)]

@@ -62,7 +62,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _locate(simulate: str | None) -> tuple[Path, str]:
-    """Return the folder of the kernelspecs, and the socket of the broker."""
     if not simulate:
         return runtime_dir() / "lab", socket_path()
     folder = runtime_dir() / f"simulated-{re.sub('[^A-Za-z0-9]+', '-', simulate).lower()}"

@@ -53,7 +53,7 @@ _NO_DEVICES: Final = f"and without one no GPU takes kernels or is drained; {RUN_
 
 
 def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
-    """Return the lease with this id or kernel id, or the only one whose id begins so. Raises CommandError with the leases there are."""
+    """Return the lease with this id or kernel id, or the only one whose id begins so. Raises CommandError."""
     exact = [lease for lease in leases if name and name in (lease.lease_id, lease.kernel_id)]
     found = exact or [lease for lease in leases if name and lease.lease_id.startswith(name)]
     if len(found) == 1:
@@ -72,9 +72,10 @@ def _listed(leases: Sequence[LeaseStatus]) -> str:
 class LeaseCommand(Generic[Request, Answer]):
     """A command about one lease.
 
-    `request` builds the request from the command line before the broker is contacted; it raises UsageError. `call` sends it and returns
-    the answer, which `--json` prints (None: an empty object). `success` gets the lease as it was before, and the answer; it returns a
-    sentence or lines. `doing` is shown with the lease's name when the call takes long.
+    `request` builds the request from the command line before the broker is contacted; it raises UsageError. `call` returns the answer
+    that
+    `--json` prints (None: an empty object). `success` gets the lease as it was before, and the answer. `doing` is shown if the call takes
+    long.
     """
 
     description: str
@@ -115,7 +116,7 @@ class LeaseCommand(Generic[Request, Answer]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BulkCommand:
-    """A command about the leases that are named, or all to which it `applies`. `interrupted`: what Ctrl-C does while it waits."""
+    """A command about named leases, or all to which it `applies`. `interrupted`: what Ctrl-C does while it waits."""
 
     description: str
     epilog: str
@@ -171,7 +172,7 @@ class BulkCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCommand(Generic[Request]):
-    """A command about one device, or all of them. `request` is as in `LeaseCommand`; `check` raises CommandError after the output."""
+    """A command about one device, or all. `request` is as in `LeaseCommand`; `check` raises CommandError after the output."""
 
     description: str
     epilog: str
@@ -261,7 +262,6 @@ def _say_resized(before: LeaseStatus, after: LeaseStatus) -> str:
 
 
 def render_story(lease: LeaseStatus, story: Story, now_ms: int, width: int | None = None) -> "list[Text]":
-    """Return what happened, one line each, and the lease's state now. `width`: of the terminal, in characters."""
     lines = [line(f"... {plural(story.omitted, 'older line')}")] if story.omitted else []
     happened = [(_moment(one.at_ms, now_ms), f"{one.sentence}  ({one.reason})") for one in story.lines]
     lines += table((), happened, indent="", width=width)
@@ -292,7 +292,7 @@ def _evict_request(options: argparse.Namespace) -> EvictRequest:
 
 
 def _find_left(word: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
-    """Return the lease whose kernel left the process of this number behind, else what `find_lease` finds. Raises CommandError."""
+    """Return the lease whose kernel left this process behind, else what `find_lease` finds."""
     for lease in leases:
         if any(str(process.pid) == word for process in lease.left):
             return lease
@@ -348,7 +348,7 @@ def await_empty(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> DeviceStatus:
-    """Return the device when no lease holds anything there, or as it is after `wait_ms`. `freed` gets how many MiB are free, and all."""
+    """Return the device once no lease holds anything there, or as it is after `wait_ms`. `freed` gets MiB: free, and all."""
     end_s, most_mib = clock() + wait_ms / 1000, device.reserved_mib
     while device.reserved_mib and clock() < end_s:
         pause(min(_POLL_S, max(0.0, end_s - clock())))

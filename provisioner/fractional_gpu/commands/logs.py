@@ -1,7 +1,8 @@
 """`jupyter gpu logs`: the broker's log, over its files and as it grows.
 
-It reads the files itself, so that it works without a broker. Only the user who runs the broker may read them, and root. A broker that runs
-in a terminal or as a service of systemd writes no files: the error says where its log is then.
+Reads the files itself, so it works without a broker. A broker in a terminal or under systemd writes no files: the error says where its
+log
+is then.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def explained(path: Path, what: str, advice: str = "") -> Iterator[None]:
 
 
 class GrowingLog(ABC, Generic[T]):
-    """Reads a log's files from the oldest line on, and what is new as it comes, over rotations. Raises OSError; a missing log is empty."""
+    """Reads a log from the oldest line on, and what is new, over rotations. Raises OSError; a missing log is empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,11 +79,10 @@ class GrowingLog(ABC, Generic[T]):
 
     @abstractmethod
     def finished(self) -> Sequence[Path]:
-        """Return the files that were rotated away, oldest first. Called once, when the first line is read."""
+        """Return the rotated files, oldest first. Called once, when the first line is read."""
 
     @abstractmethod
-    def entries(self) -> Iterator[T]:
-        """Yield the entries since the last call."""
+    def entries(self) -> Iterator[T]: ...
 
     def follow(self, pause: Callable[[float], None] = time.sleep) -> Iterator[T]:
         while True:
@@ -134,8 +134,6 @@ class GrowingLog(ABC, Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """One entry: its time, in this machine's zone as in the log, its level, and its text, which may have several lines (a traceback)."""
-
     time: datetime
     level: str
     text: str
@@ -202,7 +200,6 @@ def _number(text: str) -> int | None:
 
 
 def _short_id(name: str, socket: str | None) -> str:
-    """Return a lease's id as the log writes it: from the broker if it runs and knows the lease, else as given."""
     leases: list[LeaseStatus] = []
     try:
         client = broker_if_running(socket)

@@ -1,7 +1,7 @@
 """The `jupyter gpu` command: finds the subcommand, imports only that one, and turns errors into one line and an exit code.
 
-Rules: exit code 0 is success, 1 failure, 2 a wrong command line, 130 an interrupt. A foreseeable error is one line on stderr; a traceback
-is a defect of this package. Help must be quick, so nothing heavy is imported before a subcommand is chosen.
+Exit code 0 is success, 1 failure, 2 a wrong command line, 130 an interrupt. A foreseeable error is one line on stderr; a traceback is a
+defect of this package. Help must be quick, so nothing heavy is imported before a subcommand is chosen.
 """
 
 import errno
@@ -123,7 +123,7 @@ def subcommand(name: str) -> tuple[Any, Parser]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (default: this process's) and return its exit code. Never raises a foreseeable error."""
+    """Return the exit code. Never raises a foreseeable error."""
     if argv is None and _COMPLETING in os.environ:
         from fractional_gpu.commands.completion import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
 

@@ -1,7 +1,7 @@
 """`jupyter gpu report`: what leases used and what it costs, from the broker or from a file of metered rows.
 
-The broker is asked once, at the finest grain that the form needs, and all that is shown is summed from that answer: so tables, pictures
-and totals of one report agree while kernels run.
+The broker is asked once, at the finest grain that the form needs, and everything shown is summed from that answer: tables, pictures and
+totals of one report agree while kernels run.
 """
 
 import argparse
@@ -74,7 +74,6 @@ class _Ask:
 
     @property
     def grain(self) -> tuple[str, ...]:
-        """By what the figures are needed, so that all that the form shows can be summed from them."""
         match self.form:
             case "csv":
                 more = grain(self.by)
@@ -183,7 +182,7 @@ def _from_broker(options: argparse.Namespace, ask: _Ask) -> UsageReport:
 
 
 def _device(devices: Mapping[str, str], word: str) -> str:
-    """Return the id of one of the devices, which have a number each; of one that the broker had before, the word as it is."""
+    """Return the id of a device that is given by its number; unknown words are returned unchanged."""
     found = [device_id for device_id, number in devices.items() if word in (number, device_id)]
     found = found or [device_id for device_id in devices if device_id.startswith(word)]
     if len(found) > 1:
@@ -230,7 +229,6 @@ def _formed(report: UsageReport, ask: _Ask, zone: tzinfo | None, provider: str, 
 def as_text(
     report: UsageReport, by: Sequence[str], *, width: int | None = None, zone: tzinfo | None = None
 ) -> "list[Text]":
-    """Return the report for a terminal of this width: a table, or two if one would be too wide."""
     lines = [line(f"Use of GPUs from {period_text(report, zone)}. {scope_text(report)}"), line()]
     if not report.entries:
         lines.append(line("Nothing was used in this time, or nothing that you may see."))

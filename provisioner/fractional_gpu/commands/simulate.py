@@ -70,14 +70,12 @@ The arbiter is the one that the broker runs; only time is virtual. What is assum
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Run notebook sessions against the broker's arbiter in virtual time."
     parser.epilog = f"{keys_help()}\n\n{_EXAMPLES}"
     configure_scenario(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Simulate or replay, and print the result."""
     scenario = read_scenario(options)
     try:
         if scenario.replay is not None:
@@ -127,7 +125,6 @@ def _run(scenario: Scenario, options: argparse.Namespace) -> int:
 def _print(
     scenario: Scenario, result: Result, baselines: Sequence[Result], usage: dict[str, dict[str, Any]], *, as_json: bool
 ) -> None:
-    """Print the figures; those of a ledger's sessions beside what was recorded."""
     recorded = recorded_waits(read_history(scenario.from_ledger)) if scenario.from_ledger is not None else None
     if as_json:
         shown = result.as_json() | ({"usage": usage} if usage else {})
@@ -154,7 +151,6 @@ def _print(
 def _fewest(
     name: str, machine: MachineOptions, trace: Sequence[Session], goal: Goal, run: Callable[[Sequence[Host]], Result]
 ) -> Result:
-    """Search for the fewest devices of one host, or the fewest hosts, with which this way of sharing keeps the goal."""
     most_gpus = max(1, *(max(session.gpus, session.most_gpus) for session in trace))
     wanted = min(
         MOST_DEVICES, max(1, sum(max(1, session.gpus) for session in trace))
@@ -171,7 +167,6 @@ def _fewest(
 def _baseline(
     name: str, trace: Sequence[Session], machine: MachineOptions, hosts: Sequence[Host], goal: Goal
 ) -> Result:
-    """Run a baseline; with `--find-devices` on its own fewest devices, if cells wait in this baseline at all."""
     scenario = machine.scenario
     record = None
     if scenario.record is not None:
@@ -257,7 +252,6 @@ def _devices_of(hosts: Sequence[Host]) -> str:
 
 
 def _about(scenario: Scenario, trace: Sequence[Session], hosts: Sequence[Host]) -> About:
-    """Return what the page of a run says about it. Raises CommandError for a configuration file that can no longer be read."""
     policy = None
     if scenario.policy is not None:
         try:
@@ -299,7 +293,6 @@ def _table(results: Sequence[Result], width: int | None) -> "list[Text]":
 
 
 def _errors(results: Sequence[Result]) -> list[list[str]]:
-    """Return the rows about the kinds of forecasts that any run made; baselines make none."""
     rows = []
     for what in results[0].forecast_error:
         counts = [result.forecast_error.get(what, {}).get("count", 0) for result in results]

@@ -43,7 +43,6 @@ def configure(parser: Parser) -> None:
 
 
 def show(status: HostStatus | None, *, as_json: bool, socket: str, out: TextIO) -> str:
-    """Return the status (None: no broker runs) as text for `out`, or as one line of JSON."""
     if as_json:
         return json.dumps({"running": False} if status is None else {"running": True, **to_builtins(status)}) + "\n"
     if status is None:

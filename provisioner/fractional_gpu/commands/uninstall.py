@@ -1,6 +1,6 @@
 """`jupyter gpu uninstall`: removes what this package has put on the machine for this user, and says how to remove the package itself.
 
-Nothing is removed while a kernel has a lease: its state may be on the host only. Configuration files stay; they are named.
+Nothing is removed while a kernel has a lease: its state may exist only on the host. Configuration files stay; they are named.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def _sockets_below(places: list[Path]) -> Iterator[str]:
-    """Yield the sockets of brokers that have left something in these folders: `jupyter gpu lab --simulate` has its own below."""
+    """Yield sockets of brokers that left something in these folders: `jupyter gpu lab --simulate` has its own below."""
     for place in places:
         for folder in (place, *(sub for sub in _entries(place) if _is_own_folder(sub))):
             if any(entry.name.startswith("broker.") for entry in _entries(folder)):
@@ -141,7 +141,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _recorded_sockets(states: list[Path]) -> Iterator[str]:
-    """Yield the sockets, wherever they are, of brokers that run or have crashed: they have written how to start them again."""
+    """Yield sockets, anywhere, of brokers that run or have crashed: they recorded how to restart them."""
     for state in states:
         for folder in _entries(state):
             with suppress(BrokerUnavailableError):

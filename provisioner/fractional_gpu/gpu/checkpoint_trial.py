@@ -1,10 +1,9 @@
 """Tries a checkpoint and a restore on a process of this package: only a real CUDA process shows what the driver permits here.
 
-The doctor and a broker at its start use it. The rules:
-- No other process is touched: `probe_process` runs as a child, with device memory of its own.
-- Each step has a time limit, and the child is killed in the end, whatever happened.
-- What the monitor counts for the child before and after the checkpoint is part of the result. A broker whose devices do not count memory
-  under the pids that it sees cannot know what a suspend needs.
+For the doctor and a starting broker. No other process is touched, each step has a time limit, and the child (`probe_process`) is killed
+in
+the end. The result has the monitor's counts for the child: a broker whose devices do not count memory under the pids that it sees cannot
+know what a suspend needs.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ _NO_RIGHTS: Final = (
 
 @dataclass(slots=True)
 class TrialResult:
-    """What a trial found. Memory in MiB, phases in microseconds. `wrong` is a sentence about the failure, empty after a success."""
+    """Memory in MiB, phases in microseconds. `wrong` is a sentence about the failure, empty after a success."""
 
     phases_us: dict[str, int] = field(default_factory=dict)
     before_mib: int | None = None  # None: the device did not count the process
@@ -46,10 +45,11 @@ class TrialResult:
 async def try_checkpoint(
     worker: WorkerLink, monitor: Monitor, device_id: str, *, exempt_pids: set[int] | None = None
 ) -> TrialResult:
-    """Try it on this device. Takes seconds, with a driver that hangs minutes. Cancellation kills the probe process.
+    """Takes seconds, with a driver that hangs minutes. Cancellation kills the probe process.
 
-    `exempt_pids` has the probe process's pid in it while that process lives. Raises nothing that a driver, a device without room, a
-    missing permission or a machine that is short of something causes: those are results.
+    `exempt_pids` has the probe process's pid while it lives. Failures of a driver, a full device, a missing permission or a short machine
+    are
+    results and not raised.
     """
     result = TrialResult()
     try:
@@ -67,7 +67,7 @@ async def try_checkpoint(
 async def _move_out_and_back(
     worker: WorkerLink, monitor: Monitor, device_id: str, process: asyncio.subprocess.Process, result: TrialResult
 ) -> None:
-    """Move the process's device memory to the host and back; fill in the result step by step, as any step may raise."""
+    """Fill in the result step by step, as any step may raise."""
     identity = identify(process.pid)
     result.before_mib = await _used_mib(monitor, device_id, identity)
     try:
@@ -97,7 +97,6 @@ async def _used_mib(monitor: Monitor, device_id: str, identity: ProcessIdentity)
 async def _probe_process(
     monitor: Monitor, device_id: str, exempt_pids: set[int]
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Yield a process that holds device memory; kill it at the end."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "fractional_gpu.gpu.probe_process", monitor.kind),
         stdin=asyncio.subprocess.PIPE,

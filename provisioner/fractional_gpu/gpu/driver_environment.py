@@ -1,16 +1,11 @@
 """The environment in which the checkpoint worker and the probe process start CUDA's driver.
 
-The driver reads variables that change its behaviour in a process, and a broker inherits them from the process that started it: a
-notebook's kernel, a job, a container. None of them may reach the worker:
+A broker inherits variables that change the driver from a notebook's kernel, a job or a container. The worker gets none of them: `CUDA_*`
+(visible devices, MPS, injected libraries, HAMi-core's limits), profilers, with which the driver does not checkpoint (`NVTX_INJECTION*`,
+`NSYS_*`, `CUPTI_*`), and preloaded libraries (`LD_PRELOAD`, `LD_AUDIT`).
 
-- `CUDA_*`: the visible devices and their order, MPS, a library to inject (`CUDA_INJECTION64_PATH`), loading and launching, and HAMi-core's
-  limits. Without them every device is visible and nothing is limited.
-- `NVTX_INJECTION*`, `NSYS_*`, `CUPTI_*`: profilers, with which the driver does not checkpoint.
-- `LD_PRELOAD`, `LD_AUDIT`: a library between the process and the driver, such as HAMi-core's.
-
-Even without variables a process is a client of MPS if a control daemon serves the default folder, /tmp/nvidia-mps. According to CUDA's
-documentation the driver goes on without MPS if it cannot connect, so `CUDA_MPS_PIPE_DIRECTORY` names a folder that cannot exist: nothing
-can be created in /proc.
+A process is also a client of MPS if a control daemon serves the default folder. The driver continues without MPS if it cannot connect, so
+`CUDA_MPS_PIPE_DIRECTORY` names a folder that cannot exist: nothing can be created in /proc.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -26,16 +21,13 @@ NO_MPS: Final = {"CUDA_MPS_PIPE_DIRECTORY": "/proc/self/without-mps"}
 
 
 def cleaned(environment: Mapping[str, str], *, keep: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment to start such a process with; the variables in `keep` are added as they are."""
+    """The variables in `keep` are added as they are."""
     kept = {name: value for name, value in environment.items() if not _affects_driver(name)}
     return {**kept, **NO_MPS, **(keep or {})}
 
 
 def clean(environment: MutableMapping[str, str], *, keep: tuple[str, ...] = ()) -> None:
-    """Clean this process's environment before the driver starts in it; variables named in `keep` stay.
-
-    A preloaded library is loaded already: only `cleaned` can keep one out.
-    """
+    """Clean this process's environment before the driver starts. A library that is preloaded already stays: only `cleaned` keeps it out."""
     for name in [name for name in environment if _affects_driver(name) and name not in keep]:
         del environment[name]
     environment.update(NO_MPS)

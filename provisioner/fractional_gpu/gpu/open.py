@@ -1,7 +1,7 @@
-"""Opening devices by the name of their backend: `nvidia`, `simulated:DIRECTORY`, or `kind:NAME` of another package.
+"""Opens devices by the name of their backend: `nvidia`, `simulated:DIRECTORY`, or `kind:NAME` of another package.
 
-Another package offers a kind of device by an entry point of the group `fractional_gpu.devices`, whose name is the kind's and which leads to
-a `DeviceKind`. Only the named backend is imported.
+Another package offers a kind of device by an entry point of the group `fractional_gpu.devices` with the kind's name, which leads to a
+`DeviceKind`. Only the named backend is imported.
 """
 
 from typing import Final, Protocol
@@ -15,7 +15,7 @@ _KIND: Final = "kind:"
 
 
 class DeviceKind(Protocol):
-    """What the entry point of another package leads to: a module, a class or an object with these two functions."""
+    """The target of another package's entry point: a module, class or object with these two functions."""
 
     def open_monitor(self) -> Monitor:
         """Return what reads the devices, for the broker. Raises GPUError."""
@@ -25,12 +25,12 @@ class DeviceKind(Protocol):
 
 
 def backend_name(device_kind: str) -> str:
-    """Return the backend's name for the setting `device_kind`; "" and `nvidia` are NVIDIA's devices."""
+    """Return the backend for the setting `device_kind`; "" and `nvidia` are NVIDIA's devices."""
     return NVIDIA if device_kind in ("", NVIDIA) else f"{_KIND}{device_kind}"
 
 
 def open_monitor(backend: str) -> Monitor:
-    """Return the backend's monitor. Raises GPUError: NOT_SUPPORTED for an unknown name, else why it cannot be opened."""
+    """Raises GPUError: NOT_SUPPORTED for an unknown name, else why it cannot be opened."""
     if backend.startswith(_SIMULATED):
         from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor  # noqa: PLC0415 (see above)
 
@@ -43,7 +43,7 @@ def open_monitor(backend: str) -> Monitor:
 
 
 def open_checkpointer(backend: str) -> Checkpointer:
-    """Return the backend's checkpointer, for the worker alone. Raises GPUError as `open_monitor` does."""
+    """For the worker alone. Raises GPUError as `open_monitor` does."""
     if backend.startswith(_SIMULATED):
         from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer  # noqa: PLC0415 (see above)
 
@@ -56,7 +56,7 @@ def open_checkpointer(backend: str) -> Checkpointer:
 
 
 def _kind(backend: str) -> DeviceKind:
-    """Import the kind from its package. Raises GPUError NOT_SUPPORTED: there is none of this name, or it cannot be imported."""
+    """Raises GPUError NOT_SUPPORTED if no package has this kind, or it cannot be imported."""
     if not backend.startswith(_KIND):
         raise GPUError(
             GPUErrorCode.NOT_SUPPORTED,

@@ -2,10 +2,11 @@
 
     python -P -m fractional_gpu.gpu.probe_process nvidia|simulated
 
-It prints `ready` when its memory is filled, or one line that begins with `failed`. For each line on standard input it reads its memory back
-and prints `intact` or `changed`. It ends when its standard input does. In between it makes no CUDA call, so a lock does not block it.
-The environment names the device, as for kernels. Other variables that change the driver for a process are removed, because the trial is
-about this machine and not about the environment in which the broker was started.
+It prints `ready` when its memory is filled, or one line that begins with `failed`. For each line on standard input it reads its memory
+back
+and prints `intact` or `changed`; it ends with its standard input. In between it makes no CUDA call, so a lock does not block it.
+Variables
+that change the driver are removed: the trial is about the machine, not about the environment of the broker.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ _PATTERN: Final = b"\xa5\x5a\x3c\xc3"
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until standard input ends; 1 without device memory, 2 for invalid arguments."""
+    """Return 1 without device memory, 2 for invalid arguments."""
     opened = {"nvidia": hold_nvidia, "simulated": hold_simulated}.get(arguments[0] if len(arguments) == 1 else "")
     if opened is None:
         sys.stderr.write("usage: python -P -m fractional_gpu.gpu.probe_process nvidia|simulated\n")
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 
 def hold_simulated() -> Callable[[], bytes]:
-    """Fill memory of the simulated device and return how to read it. Raises RuntimeError."""
+    """Return a function that reads the memory. Raises RuntimeError."""
     cuda = importlib.import_module("fractional_gpu.gpu.simulated.cuda")
     buffer = cuda.allocate(_BYTES)
     buffer.fill(_PATTERN)
@@ -49,10 +50,7 @@ def hold_simulated() -> Callable[[], bytes]:
 
 
 def hold_nvidia(driver: Any = None) -> Callable[[], bytes]:  # noqa: ANN401 - the bindings have no types
-    """Fill memory of the first visible device and return how to read it. Raises RuntimeError and ImportError.
-
-    `driver` stands in for `cuda.bindings.driver` in tests.
-    """
+    """As `hold_simulated`, on the first visible device. Raises RuntimeError, ImportError. `driver` is for tests."""
     cuda = importlib.import_module("cuda.bindings.driver") if driver is None else driver
 
     def do(call: str, *given: object) -> Any:  # noqa: ANN401 - whatever this call of the driver gives

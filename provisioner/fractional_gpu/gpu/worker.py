@@ -3,17 +3,12 @@
     python -P -m fractional_gpu.gpu.worker --backend nvidia
     python -P -m fractional_gpu.gpu.worker --backend simulated:DIRECTORY
 
-The rules:
-- Standard input is a SEQPACKET socket: one JSON object a packet, requests in and replies out, one operation at a time, in order.
-- The first message is `{protocol}`, or `{error: {code, message}}` when the backend cannot be opened.
-- A request is `{op, target: {boot_id, pid, start_time}, ...}`; `lock` has `timeout_ms`, `restore` may have `moves`. A
-  reply is `{state, elapsed_us}` or `{error: {code, message}}`.
-- The target's identity is checked immediately before the operation: a pid alone may belong to another process by now.
-- A request may have `deadline_s`: a worker that is still busy with it by then ends itself. A living broker kills the worker before
-  that; the deadline is for a worker whose broker was killed.
-- It ends when its standard input does, after the current operation. SIGINT and SIGTERM are ignored, because a terminal or a service
-  manager sends them to a whole group and they must not stop an operation half way. SIGKILL is for emergencies.
-- It imports little: a call that waits for a restart of the worker waits for its imports.
+Standard input is a SEQPACKET socket, a JSON object a packet, one operation at a time. The first message is `{protocol}`, or
+`{error: {code, message}}` if the backend cannot be opened. A request is `{op, target: {boot_id, pid, start_time}, ...}`; `lock` has
+`timeout_ms`, `restore` may have `moves`. A reply is `{state, elapsed_us}` or `{error: {code, message}}`. The target's identity is checked
+immediately before the operation: its pid may belong to another process by now. It ends with its standard input, after the current
+operation, or at a request's `deadline_s`, for a worker whose broker was killed. SIGINT and SIGTERM are ignored: a terminal or a service
+manager sends them to a whole group. Few imports: a call that waits for a restarted worker waits for them.
 """
 
 import json
@@ -35,7 +30,7 @@ OPERATIONS: Final = ("ping", "state", "lock", "checkpoint", "restore", "unlock")
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until standard input ends; 1 if the backend cannot be opened, 2 for invalid arguments."""
+    """Return 1 if the backend cannot be opened, 2 for invalid arguments."""
     if len(arguments) != 2 or arguments[0] != "--backend":
         sys.stderr.write("usage: python -P -m fractional_gpu.gpu.worker --backend nvidia|simulated:DIRECTORY\n")
         return 2
@@ -112,7 +107,7 @@ def _perform(backend: Checkpointer, request: dict[str, Any]) -> tuple[ProcessSta
 
 
 def _lives(target: ProcessIdentity) -> bool:
-    """Return whether exactly this process lives. Raises GPUError WRONG_IDENTITY if another one has its pid."""
+    """Whether exactly this process lives. Raises GPUError WRONG_IDENTITY if another one has its pid."""
     try:
         found = identify(target.pid)
     except ProcessLookupError:

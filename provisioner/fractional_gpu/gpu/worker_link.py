@@ -1,20 +1,16 @@
 """The broker's end of the checkpoint worker: claims it, starts it, sends it requests, replaces it.
 
-The rules:
-- Calls are served one at a time, first come, first served.
-- Every call has a deadline from the moment the worker begins with it. On expiry the worker is killed and the call raises
-  GPUError WORKER_HUNG; when the worker dies, WORKER_DIED. Either way the result of the operation is unknown: read the
-  target's state. The next call starts a new worker.
-- Cancelling a call that waits for its turn withdraws it. Cancelling one that the worker has begun only stops
-  the waiting: the operation goes on, its reply is consumed, and calls behind it wait for it as before.
-- After any other failure in a call the worker is killed and the call raises WORKER_DIED: no call waits for ever.
-- A worker whose driver fails without a known reason on two targets in a row is replaced before the next call, as is one that `renew` names:
-  an Xid, a reset or a sleep of the machine may have left the driver broken in that process alone.
-- With a claim, no worker is started before the claim is held, and every worker inherits it: calls raise GPUError WORKER_BUSY
-  while the worker of an earlier broker still runs.
-- With `service`, a socket, the worker is started by the service that listens there, in another container.
-- The worker is in a session of its own, so an interrupt at the terminal does not reach it. It inherits no variable
-  that changes CUDA's driver (`driver_environment`).
+- Calls are served one at a time, first come, first served, each with a deadline from the moment the worker begins with it. On expiry the
+  worker is killed and the call raises GPUError WORKER_HUNG; if the worker dies, or any other failure, WORKER_DIED. The result of the
+  operation is then unknown: read the target's state. The next call starts a new worker.
+- Cancelling a waiting call withdraws it. Cancelling one that has begun only stops the waiting: the operation continues, and calls behind
+  it
+  wait for it as before.
+- A worker is replaced if its driver fails without a known reason on two targets in a row, and on `renew` (Xid, reset, sleep): the driver
+  may
+  be broken in that process alone.
+- With a claim, calls raise GPUError WORKER_BUSY while the worker of an earlier broker still runs.
+- The worker runs in a separate session, so an interrupt at the terminal does not reach it.
 """
 
 import asyncio
@@ -38,22 +34,17 @@ from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.files import open_own
 from fractional_gpu.host.process import ProcessIdentity
 
-# The right to run a checkpoint worker: each socket has at most one worker, even after its broker was killed.
-#
-# The rules:
-# - The claim is a lock on a file. The broker takes it, and every worker inherits the descriptor: the claim is free when the broker
-#   *and* its workers have ended. A worker that outlives a killed broker finishes its operation, and meanwhile the next broker starts no
-#   worker: two workers never act on one process.
-# - The file is never removed; only the lock counts. Its content is the pid of the last broker that had the claim, for people.
-# - A lock is lost with its file, and cleaners delete files. So the claim is also a name in the abstract namespace, which broker and
-#   workers hold in the same way. Any user can take that name: if another user (not root) has it, the lock alone counts.
+# The claim is a lock on a file whose descriptor every worker inherits, so it is free when the broker *and* its workers have ended: two
+# workers never act on one process. The file is never removed, and has the last broker's pid for people. Because cleaners delete files,
+# and the lock with them, the claim is also a name in the abstract namespace, held in the same way. Any user can take that name: if
+# another user (not root) has it, the lock alone counts.
 
 
 _POLL_S: Final = 0.05
 
 
 class WorkerClaim:
-    """The claim of one broker. The file is opened, and made if need be; nothing is taken yet. Raises OSError."""
+    """The claim of one broker. Opens the file, and makes it if need be; takes nothing yet. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,11 +54,10 @@ class WorkerClaim:
         self._waits_for_name = False
 
     def descriptors(self) -> tuple[int, ...]:
-        """Return the descriptors that a worker inherits."""
         return (self._descriptor,) if self._name is None else (self._descriptor, self._name.fileno())
 
     def take(self) -> bool:
-        """Take the claim if it is free, and return whether it is held now. Never blocks. Raises OSError if this filesystem has no locks."""
+        """Take the claim if it is free; return whether it is held now. Never blocks. Raises OSError if this filesystem has no locks."""
         if not self._held:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,7 +72,7 @@ class WorkerClaim:
         return True
 
     def _take_name(self) -> bool:
-        """Take the name, and return False if a worker of an earlier broker may be alive that holds it."""
+        """Return False if a worker of an earlier broker may be alive that holds the name."""
         digest = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()[:32]
         found = NameClaim.take(b"\0jupyter-gpu-worker-" + digest.encode("ascii"))
         if isinstance(found, NameClaim):
@@ -121,11 +111,11 @@ _ALONE_S: Final = 2.0  # a worker whose broker is gone ends itself so much later
 
 
 class WorkerLink:
-    """One worker for one backend (`nvidia` or `simulated:DIRECTORY`).
+    """One worker for one backend (`nvidia` or `simulated:DIRECTORY`). The caller closes `claim`, after the link.
 
-    `answer_s` limits quick operations (unlock), and a lock beyond its own timeout; `start_s` limits the opening of the backend.
-    Both in seconds. The caller closes `claim`, after the link.
-    `service`: the socket of the service that starts the worker; it needs a claim.
+    `answer_s` limits quick operations (unlock), and a lock beyond its own timeout; `start_s` the opening of the backend. `service`: the
+    socket
+    of the service that starts the worker, in another container; it needs a claim.
     """
 
     def __init__(
@@ -157,7 +147,6 @@ class WorkerLink:
 
     @property
     def pid(self) -> int | None:
-        """The worker's pid, None when none runs (the next call starts one)."""
         return self._worker.pid if self._worker is not None and not self._worker.has_ended else None
 
     async def wait_for_previous_worker(self) -> None:
@@ -166,14 +155,11 @@ class WorkerLink:
             await self._claim.wait()
 
     async def start(self) -> None:
-        """Start the worker and wait until its backend is open. Raises GPUError with the reason when it cannot be.
-
-        Cancellation stops the waiting; the worker is kept for the first call.
-        """
+        """Return when the worker's backend is open. Raises GPUError. Cancellation stops the waiting; the worker is kept."""
         await self._call("ping", None, self._answer_s)
 
     async def state(self, target: ProcessIdentity) -> ProcessState:
-        """Return the process's state; GONE when there is no such process. Raises GPUError. For cancellation see above."""
+        """GONE when there is no such process. Raises GPUError."""
         reply = await self._call("state", target, max(_STATE_S, self._answer_s))
         try:
             return ProcessState(reply.state or "")
@@ -181,27 +167,24 @@ class WorkerLink:
             return ProcessState.UNKNOWN
 
     async def lock(self, target: ProcessIdentity, timeout_ms: int) -> int:
-        """RUNNING -> LOCKED; returns microseconds. Raises GPUError (NOT_READY: still running). For cancellation see above."""
+        """RUNNING -> LOCKED; returns microseconds. Raises GPUError (NOT_READY: still running)."""
         deadline_s = timeout_ms / 1000 + self._answer_s
         return (await self._call("lock", target, deadline_s, timeout_ms=timeout_ms)).elapsed_us
 
     async def checkpoint(self, target: ProcessIdentity, deadline_s: float) -> int:
-        """LOCKED -> CHECKPOINTED; returns microseconds. Raises GPUError. For cancellation see above."""
+        """LOCKED -> CHECKPOINTED; returns microseconds. Raises GPUError."""
         return (await self._call("checkpoint", target, deadline_s)).elapsed_us
 
     async def restore(self, target: ProcessIdentity, moves: Mapping[str, str] | None, deadline_s: float) -> int:
-        """CHECKPOINTED -> LOCKED; returns microseconds. Raises GPUError (OUT_OF_MEMORY is fatal to the process).
-
-        For cancellation see above.
-        """
+        """CHECKPOINTED -> LOCKED; returns microseconds. Raises GPUError (OUT_OF_MEMORY is fatal to the process)."""
         return (await self._call("restore", target, deadline_s, moves=dict(moves) if moves else None)).elapsed_us
 
     async def unlock(self, target: ProcessIdentity) -> int:
-        """LOCKED -> RUNNING; returns microseconds. Raises GPUError. For cancellation see above."""
+        """LOCKED -> RUNNING; returns microseconds. Raises GPUError."""
         return (await self._call("unlock", target, self._answer_s)).elapsed_us
 
     def renew(self) -> None:
-        """Have the next call served by a new worker: what the present one knows of the driver may be out of date."""
+        """Have the next call served by a new worker: this one's view of the driver may be out of date."""
         self._is_stale = True
 
     async def close(self) -> None:
@@ -229,7 +212,7 @@ class WorkerLink:
             self._serve(op, target, deadline_s, arguments), name=f"checkpoint worker: {op}"
         )
         self._operation.add_done_callback(self._finished)
-        return await asyncio.shield(self._operation)  # cancelled here, the operation goes on
+        return await asyncio.shield(self._operation)  # cancelled here, the operation continues
 
     def _finished(self, operation: asyncio.Task[Reply]) -> None:
         self._turn.release()
@@ -239,7 +222,7 @@ class WorkerLink:
     async def _serve(
         self, op: str, target: ProcessIdentity | None, deadline_s: float, arguments: Mapping[str, object]
     ) -> Reply:
-        """Serve the call. Raises GPUError for any failure: the caller must get it, and the next call must be served."""
+        """Raises GPUError for any failure: the caller must get it, and the next call must be served."""
         what = op if target is None else f"{op} of process {target.pid}"
         named = None if target is None else target.to_dict()
         request = {"op": op, "target": named, "deadline_s": deadline_s + _ALONE_S, **arguments}

@@ -1,12 +1,9 @@
-"""A running checkpoint worker, which this process started or a service in another container (`worker_service`).
+"""A running checkpoint worker, which this process or a service in another container (`worker_service`) started.
 
-The rules:
-- Every message, to the worker and to the service, is one JSON object in one packet of a SEQPACKET socket.
-- A worker has ended when its pidfd says so: also one of a service, which passes it on and may end before.
-- A service's worker is killed by a request to the service. Without the service nothing can kill it: then it counts as one that cannot
-  be killed.
-- The service's socket belongs to root or to this process's user, by the kernel's word; a socket of any other user is refused. While the
-  service does not answer, connecting is repeated for some seconds: its container may be restarting.
+Every message is one JSON object in one packet of a SEQPACKET socket. A worker has ended when its pidfd says so, also a service's, which
+passes it on. Only its service can kill such a worker: if the service is gone, it counts as one that cannot be killed. The service's
+socket
+belongs to root or to this process's user, by the kernel's word. Connecting is repeated for some seconds: the container may be restarting.
 """
 
 import asyncio
@@ -40,7 +37,7 @@ class Request(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """What the worker or its service replies; each sets what belongs to its message."""
+    """A reply of the worker or its service; each message sets its fields."""
 
     protocol: int = 0  # the worker's first message
     pid: int = 0  # the service has started it; its channel and its pidfd come with the message
@@ -58,7 +55,7 @@ class Reply(msgspec.Struct):
 
 
 class Worker:
-    """A worker that was started. `channel` has its requests and replies. Made in a running event loop."""
+    """A started worker. `channel` has its requests and replies. Made in a running event loop."""
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class Worker:
 
     @classmethod
     def start(cls, python: str, backend: str, descriptors: Sequence[int]) -> tuple["Worker", socket.socket]:
-        """Start a worker that inherits the descriptors; return it and its end of the channel, which the caller closes. Raises GPUError."""
+        """Return a worker that inherits the descriptors, and its end of the channel, which the caller closes. Raises GPUError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             process = subprocess.Popen(
@@ -101,7 +98,7 @@ class Worker:
         return self._watch.done()
 
     async def wait(self, limit_s: float | None = None) -> bool:
-        """Wait for its end, and return whether it has ended. Cancellation stops the waiting only."""
+        """Wait for its end, and return whether it has ended. Cancellation only stops the waiting."""
         await asyncio.wait([self._watch], timeout=limit_s)
         return self.has_ended
 
@@ -126,8 +123,9 @@ class Worker:
 async def connect(path: str, backend: str, descriptors: Sequence[int], *, patience_s: float) -> Worker:
     """Have the service at the path start a worker for `backend` that inherits the descriptors.
 
-    Raises GPUError: WORKER_DIED if no service answers within `patience_s` seconds, else as the service refuses. Cancellation gives up
-    the connection, and the worker ends.
+    Raises GPUError: WORKER_DIED if no service answers within `patience_s`, else as the service refuses. Cancellation gives up the
+    connection,
+    and the worker ends.
     """
     problem = "it does not reply to the request for a worker"
     try:
@@ -168,7 +166,7 @@ async def _request(service: socket.socket, path: str, backend: str, descriptors:
 
 
 def trusted_pid(connection: socket.socket) -> int:
-    """Return the peer's pid. Raises GPUError for a process of another user than root and this process's."""
+    """Return the peer's pid. Raises GPUError unless it is root's or this process's user's."""
     peer = peer_credentials(connection)
     if peer.uid not in (0, os.geteuid()):
         raise GPUError(
@@ -180,7 +178,7 @@ def trusted_pid(connection: socket.socket) -> int:
 
 
 async def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Message, list[int]]:
-    """Return the next message and its descriptors, which the caller closes. Raises GPUError for what is no such message, and OSError."""
+    """Return the next message and its descriptors, which the caller closes. Raises GPUError for other messages, and OSError."""
     await readable(connection.fileno())
     data, descriptors, flags, _ = socket.recv_fds(connection, MAX_MESSAGE, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
@@ -192,7 +190,7 @@ async def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Mes
 
 
 def parse(data: bytes, kind: type[_Message], flags: int = 0) -> _Message:
-    """Return the message in a packet. Raises GPUError for what is no such message, ConnectionResetError for the end."""
+    """Raises GPUError for other messages, ConnectionResetError at the end."""
     if not data:
         raise ConnectionResetError(errno.ECONNRESET, "the peer has closed the connection")
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):

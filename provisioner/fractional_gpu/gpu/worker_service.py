@@ -2,20 +2,13 @@
 
     jupyter gpu node worker --socket PATH
 
-For containers: only this one needs privileges. The broker's has none, so it can neither start the worker nor kill it; it requests both
-here.
-
-The rules:
-- A connection is one worker. The broker's first message has the descriptors of its claim (SCM_RIGHTS). The worker inherits them, as one
-  that the broker starts itself does: the claim is free when the broker *and* the worker have ended. The supervisor takes the lock on the
-  first descriptor itself, so a message without a claim, or with one that another broker holds, starts nothing.
-- The reply has two descriptors: the broker's end of the worker's channel, on which they talk as ever, and the worker's pidfd. The
-  connection stays open: anything that the broker sends on it later means "kill the worker".
-- The end of a connection is not a kill. The broker's end of the channel went with the broker, so the worker finishes its operation and
-  ends.
-- One worker at a time, for one broker. A second request is refused until the first worker has ended.
-- The peer is root or this process's user, as the kernel reports it, and sees the same pids. Anything else is refused and logged.
-- SIGTERM ends the service in order: the worker finishes its operation first. The worker ignores SIGTERM itself.
+For containers: only this one needs privileges. The broker's can neither start the worker nor kill it; it requests both here. A connection
+is
+one worker. The first message has the descriptors of the broker's claim (SCM_RIGHTS), which the worker inherits; the supervisor takes the
+lock
+itself, so a message without a free claim starts nothing. The reply has the broker's end of the channel and the worker's pidfd. Anything
+later on the connection means "kill the worker"; its end does not: the worker finishes its operation. The peer is root or this process's
+user, as the kernel reports it, and sees the same pids. On SIGTERM the worker finishes its operation first; it ignores the signal itself.
 """
 
 import asyncio
@@ -48,7 +41,7 @@ SIMULATED: Final = "simulated"
 
 
 class WorkerService:
-    """The supervisor. `kind`: the kind of device that it drives, or `simulated` for the simulated ones of the broker that connects."""
+    """The supervisor. `kind`: of the device, or `simulated` for the simulated ones of the connecting broker."""
 
     def __init__(self, path: str, kind: str = "nvidia", *, python: str = sys.executable) -> None:
         self.path = path
@@ -95,7 +88,7 @@ class WorkerService:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # short of descriptors or memory: the worker, and the peers that wait, go on
+            except OSError as error:  # short of descriptors or memory: the worker and waiting peers continue
                 log.warning("no connection to %s can be accepted now: %s", self.path, error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
@@ -104,7 +97,6 @@ class WorkerService:
             task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, connection: socket.socket) -> None:
-        """Serve one connection to its end."""
         with contextlib.closing(connection):
             descriptors: list[int] = []
             try:
@@ -161,7 +153,6 @@ class WorkerService:
         return worker
 
     async def _supervise(self, connection: socket.socket, worker: Worker) -> None:
-        """Kill the worker when the broker asks for it, and wait for its end."""
         asking = asyncio.create_task(_kill_on_request(connection, worker))
         try:
             await worker.wait()  # also after the connection's end: the worker finishes its operation
@@ -182,10 +173,9 @@ async def _kill_on_request(connection: socket.socket, worker: Worker) -> None:
 
 
 def listen(path: str) -> socket.socket:
-    """Return a listening socket of mode 0600 at the path, in place of one that nobody serves. Raises OSError.
+    """Return a listening socket of mode 0600, instead of one that no process serves. Raises OSError.
 
-    The folder, which is made where it is missing, must belong to this user and be writable by no other: else another user could put a
-    socket of its own there.
+    The folder, made if missing, must belong to this user and be writable by no other: else another user could put a socket there.
     """
     folder = Path(path).absolute().parent
     with contextlib.suppress(FileExistsError):
@@ -217,7 +207,7 @@ def listen(path: str) -> socket.socket:
     try:
         listener.bind(path)
         Path(path).chmod(0o600)
-        listener.listen(_BACKLOG)  # before that nobody can connect
+        listener.listen(_BACKLOG)  # before that no process can connect
     except OSError:
         listener.close()
         raise
@@ -225,7 +215,7 @@ def listen(path: str) -> socket.socket:
 
 
 def _take_claim(descriptors: list[int]) -> None:
-    """Hold the lock of the claim whose descriptors came, so that it is held whatever the sender did. Raises GPUError."""
+    """Lock the claim whose descriptors came, so that it is held whatever the sender did. Raises GPUError."""
     if not descriptors:
         raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker sent no claim, so two workers could act on one process")
     if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):
@@ -241,7 +231,7 @@ def _take_claim(descriptors: list[int]) -> None:
 
 
 def _send(connection: socket.socket, message: bytes, *descriptors: int) -> None:
-    """Send a small message; a peer that is gone, or that reads nothing, gets none."""
+    """A peer that is gone, or that reads nothing, gets no message."""
     with contextlib.suppress(OSError):
         socket.send_fds(connection, [message], descriptors)
 

@@ -110,10 +110,7 @@ class _Seen:
 
 
 class LeaseTracker:
-    """Follows leases through their states. `names` maps kernel ids to names for people; other leases are ignored.
-
-    A status says for how long a lease has been in its state, so the begin of each state is exact although the broker is polled.
-    """
+    """Follows leases through their states. A status says how long a lease has been in its state, so the begin of each is exact."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
@@ -176,7 +173,6 @@ def configure(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the demonstration. Exit code 0 only if nothing was lost and both kernels were really suspended and resumed."""
     require_packages("nbclient", "nbformat", *([] if options.check else ["jupyterlab"]))
     simulate = checked_simulate(options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None)
     with interrupt_on_termination(), open_sandbox(keep=options.keep) as sandbox:
@@ -207,7 +203,6 @@ def _prepare(sandbox: Sandbox, simulate: str | None, tell: Callable[[str], None]
 
 
 def _set_up_real(sandbox: Sandbox, tell: Callable[[str], None]) -> BrokerClient | None:
-    """Start the broker on the first suitable real GPU. None if there is none, after telling why."""
     if importlib.util.find_spec("torch") is None:
         tell("torch, which the notebooks use on a real GPU, is not installed here.")
         return None
@@ -295,7 +290,7 @@ def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, track
 
 
 def _open_lab(sandbox: Sandbox) -> None:
-    """Open JupyterLab on fresh copies of the notebooks; returns when it has ended. Ctrl-C ends it without a question of JupyterLab's."""
+    """Open JupyterLab on fresh copies of the notebooks until it ends. Ctrl-C ends it without a question."""
     sandbox.copy_notebooks()
     say(
         "Opening JupyterLab: open both notebooks and run their cells in turn. Ctrl-C here ends it and tidies up.",

@@ -1,7 +1,7 @@
-"""Runs notebooks headless, several at once, a cell of each in turn: so each needs the GPU again and again while the others have it.
+"""Runs notebooks headless, a cell of each in turn, so that each needs the GPU again and again while the others have it.
 
 Kernels are started and shut down here and not by nbclient, whose own signal handlers would shut one kernel down at Ctrl-C and then report
-the other as dead. Needs nbclient and nbformat, which the extra `lab` brings: `require_packages` comes before the import.
+the other as dead. Needs nbclient and nbformat, from the extra `lab`: call `require_packages` before the import.
 """
 
 import asyncio
@@ -27,8 +27,6 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True)
 class DemoNotebook:
-    """A notebook to run: the file, its content, and its kernel, whose standard error goes to `log`."""
-
     name: str
     path: Path
     content: Any
@@ -62,7 +60,6 @@ async def run_in_turns(
     finished: Callable[[], None],
     count: Callable[[int, int], None],
 ) -> None:
-    """Run all notebooks, a code cell of each in turn; `finished` is called while the kernels are still alive. Raises CommandError."""
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(_kernel(notebook, tell)) for notebook in notebooks]
         numbered = [
@@ -81,7 +78,6 @@ async def run_in_turns(
 
 @asynccontextmanager
 async def _kernel(notebook: DemoNotebook, tell: Callable[[str], None]) -> AsyncIterator[NotebookClient]:
-    """Start a notebook's kernel and yield a client of it; shut it down however the block ends."""
     manager = AsyncKernelManager(kernel_name=notebook.kernelspec)
     tell(f"{notebook.name}: starting its kernel ({notebook.kernelspec})")
     client = NotebookClient(notebook.content, km=manager, timeout=CELL_TIMEOUT_S, startup_timeout=CELL_TIMEOUT_S)

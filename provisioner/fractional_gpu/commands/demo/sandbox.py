@@ -1,7 +1,7 @@
 """A sandbox for the demonstration: folders, settings, copies of the example notebooks and a separate broker.
 
-Rules: nothing of the user's Jupyter is read or written, and no broker of the user's is used or disturbed. At the end, whatever happened
-in between, the kernels that are left are ended, then the broker, and then the folder is removed.
+Nothing of the user's Jupyter is read or written, and no broker of the user's is used. At the end, whatever happened, the kernels that are
+left are ended, then the broker, and then the folder is removed.
 """
 
 import os
@@ -64,8 +64,6 @@ def sandbox_environment(root: Path, outside: Mapping[str, str]) -> dict[str, str
 
 
 class Sandbox:
-    """The folder, the notebooks copied into it, and the broker. Create one with `open_sandbox`."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
         self.socket = str(root / "broker.sock")
@@ -80,7 +78,7 @@ class Sandbox:
         install("default", [FRACTION_MILLI], directory=str(self.root / "data" / "kernels"), simulated=simulated)
 
     def start_broker(self, *, simulate: str | None, device: int | str) -> BrokerClient:
-        """Start a broker for one device (number or UUID). Raises CommandError with the broker's last line if it does not start."""
+        """Start a broker for one device (number or UUID). Raises CommandError with the broker's last line."""
         config = self.root / "config" / "demo_config.py"
         config.write_text(_CONFIG.format(device=device), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach"]
@@ -93,7 +91,6 @@ class Sandbox:
         return BrokerClient(self.socket)
 
     def close(self) -> None:
-        """End the kernels that are left, and the broker if one serves. Raises CommandError if a process does not end."""
         with BrokerClient(self.socket) as client:
             try:
                 broker = client.ping().pid
@@ -109,7 +106,7 @@ class Sandbox:
 
 
 def _run_quietly(command: list[str]) -> tuple[int, str]:
-    """Run a command to its end, also when interrupted: a half started broker could not be found and stopped. Raises CommandError."""
+    """Run a command to its end, also when interrupted: a half started broker could not be found and stopped."""
     with tempfile.TemporaryFile() as said:  # not a pipe: a process that the command starts may keep its end open
         process = subprocess.Popen(
             command,
@@ -137,7 +134,6 @@ def _run_quietly(command: list[str]) -> tuple[int, str]:
 
 @contextmanager
 def open_sandbox(*, keep: bool) -> Iterator[Sandbox]:
-    """Create the folder, and replace this process's environment by the sandbox's until the block ends; then clean up."""
     root = Path(tempfile.mkdtemp(prefix="jupyter-gpu-demo-"))
     with ExitStack() as stack:
         if not keep:
@@ -157,7 +153,7 @@ def open_sandbox(*, keep: bool) -> Iterator[Sandbox]:
 
 @contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Replace this process's environment during the block: the libraries that start kernels read it there."""
+    """Replace this process's environment: the libraries that start kernels read it there."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(wanted)
@@ -169,7 +165,7 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def interrupt_on_termination() -> AbstractContextManager[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C during the block, also where a shell ignores SIGINT for a command in the background."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C, also if a shell ignores SIGINT for a command in the background."""
 
     def interrupt(_signal: int, _frame: object) -> None:
         raise KeyboardInterrupt

@@ -1,8 +1,7 @@
 """The doctors, `jupyter gpu doctor` and `jupyter gpu node doctor`: one table of checks, a line for each finding with what to do.
 
-Rules: nothing is changed and no broker is started. Checkpointing is tried on a process of the doctor's own, if there is a device and no
-broker manages it. No GPU and no driver are a warning. A check that fails to run says so; it does not end the others. What a starting
-broker examines is shared below: the trial of a checkpoint (`gpu.checkpoint_trial`) and the driver's facts (`gpu.nvidia.support`).
+Nothing is changed and no broker is started. Checkpointing is tried on a process of the doctor's own, if no broker manages the device. No
+GPU and no driver are a warning. A check that fails to run says so; it does not end the others.
 """
 
 import argparse
@@ -103,7 +102,7 @@ def next_step(findings: Sequence[Finding], specs: Sequence[InstalledSpec]) -> st
 
 @dataclass
 class Subject:
-    """What is examined. What several checks need of it is found out once."""
+    """What is examined. Facts that several checks need are read once."""
 
     options: argparse.Namespace
     simulate: str | None = None  # $JUPYTER_GPU_SIMULATE
@@ -146,8 +145,6 @@ class Subject:
 
 
 class Check(NamedTuple):
-    """A row of the table: which doctor makes the check, its name where it cannot be made, and what yields its findings."""
-
     where: str  # machine; node, of a Slurm cluster; or nodes, all of them
     name: str
     make: Callable[[Subject], Iterable[Finding]]
@@ -193,7 +190,6 @@ def examine(where: str, subject: Subject) -> list[Finding]:
 
 
 def _check_kind(name: str) -> Finding:
-    """Open the devices of another package's kind. Checkpointing is not tried: only a program of that kind could be its subject."""
     try:
         with closing(open_monitor(backend_name(name))) as monitor:
             devices = monitor.devices()

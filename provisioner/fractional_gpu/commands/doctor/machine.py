@@ -1,8 +1,8 @@
 """Checks of the machine: host memory, NVIDIA's driver and devices, and whether this user may checkpoint here. Nothing is changed.
 
-Page faults are the slow part of saving, as far as is known: without a GPU, memory was populated at 1.65 GB/s with one thread on 4 KiB pages
-and at 8.6 GB/s with two on huge ones. Nothing was measured with NVIDIA's driver: the findings say so and promise no speed. During the trial
-of a checkpoint the devices are claimed, and none is tried that a broker manages: two workers at a time are not safe.
+Page faults are the slow part of saving: memory was populated at 1.65 GB/s with one thread on 4 KiB pages and at 8.6 GB/s with two on huge
+ones, without a GPU. During the trial of a checkpoint the devices are claimed, and none is tried that a broker manages: two workers at a
+time are not safe.
 """
 
 import asyncio
@@ -57,7 +57,6 @@ _BIGGEST: Final = "a suspended kernel holds its saved state in its own memory, a
 
 
 def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, proc: Path = PROC) -> Iterator[Finding]:
-    """Compare the room for suspended state with what the devices hold, in the system and in this process's control groups."""
     try:
         system, here = system_headroom(proc=proc), LimitReader(proc=proc).headroom(os.getpid())
     except (OSError, ValueError) as error:
@@ -97,9 +96,7 @@ def check_huge_pages(sys: Path = SYS) -> Iterator[Finding]:
     folder = sys / "kernel/mm/transparent_hugepage"
     enabled = _setting(folder / "enabled")
     if not enabled:
-        yield note(
-            "huge-pages", "this system does not report transparent huge pages: fresh memory comes in small ones"
-        )
+        yield note("huge-pages", "this system does not report transparent huge pages: fresh memory comes in small ones")
         return
     rest = {name: _setting(folder / name) for name in ("defrag", "shmem_enabled", "khugepaged/defrag")}
     settings = ", ".join(f"{name} {value}" for name, value in rest.items() if value)
@@ -198,7 +195,6 @@ def check_swap(*, proc: Path = PROC) -> Iterator[Finding]:
 
 
 def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]:
-    """Return which processes are killed where memory runs out. `broker_pid`: of the broker that serves here, None if none does."""
     if _number(proc / "sys/vm/panic_on_oom"):
         yield warning(
             "oom",
@@ -229,7 +225,6 @@ def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]
 
 
 def _setting(file: Path) -> str:
-    """Return the setting in force: the one in brackets, or the only word; "" where the file is not there."""
     try:
         text = file.read_text(encoding="ascii").strip()
     except OSError:
@@ -315,7 +310,7 @@ class NvidiaReport(NamedTuple):
 
 
 def cuda_level() -> int | None:
-    """Return the newest CUDA that the driver's own library serves (13010: 13.1), read in a child process; None if it fails."""
+    """Return the newest CUDA that the driver's own library serves (13010: 13.1); None if the child process that reads it fails."""
     argv = [sys.executable, "-I", "-S", "-c", _READ_LEVEL]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_READ_S, check=False)
@@ -333,7 +328,6 @@ def check_nvidia(
     proc: Path = PROC,
     sysfs: Path = SYS,
 ) -> NvidiaReport:
-    """In tests, `nvml` replaces pynvml, `bindings` the check of cuda-bindings, `level` `cuda_level`."""
     library = importlib.import_module("pynvml") if nvml is None else nvml
     monitor = NvidiaMonitor(nvml=library, bindings=bindings)
     try:
@@ -467,7 +461,7 @@ def _read(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
 
 
 def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo]) -> TrialResult:
-    """Try it on the first device that can be checkpointed. Blocks for seconds, with a driver that hangs for minutes."""
+    """Try it on the first suitable device. Blocks for seconds, with a driver that hangs for minutes."""
     able = [device for device in devices if device.checkpointable]
     if not able:
         return TrialResult(not_tried="no device can be checkpointed")

@@ -1,7 +1,7 @@
-"""The doctor's report: findings, one line a check, as text and as JSON; and the support bundle.
+"""The doctor's report as text, as JSON and as a support bundle.
 
-A check that finds nothing wrong still says what it saw. The names of checks are stable: scripts filter by them. The bundle has no
-configuration files, ledger, token files or notebooks, and its texts are cleaned of names, the home folder and possible secrets.
+The names of checks are stable: scripts filter by them. The bundle has no configuration files, ledger, token files or notebooks, and its
+texts are cleaned of names, the home folder and possible secrets.
 """
 
 import getpass
@@ -130,7 +130,6 @@ def clean(text: str) -> str:
 
 
 def write_bundle(path: Path, findings: Sequence[Finding], socket: str | None) -> list[str]:
-    """Write the archive, mode 0600, and return the names of what is in it. Raises CommandError if it cannot be written."""
     versions = {"python": platform.python_version(), "system": platform.platform()}
     versions |= {name: installed_version(name) or "not installed" for name in _PACKAGES}
     files = {

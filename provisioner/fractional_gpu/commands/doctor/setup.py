@@ -167,7 +167,7 @@ def inherited_findings(pid: int) -> Iterator[Finding]:
 
 
 def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
-    """Compare forecasts' bounds with the outcomes. Kinds with fewer than `_LEAST_FORECASTS` are left out: so few say little."""
+    """Compare forecasts' bounds with the outcomes. Kinds with fewer than `_LEAST_FORECASTS` say little and are left out."""
     known = [one for one in errors if one.count >= _LEAST_FORECASTS]
     for one in known:
         off = one.covered_permille - one.stated_permille

@@ -54,7 +54,7 @@ def check_preemption(config: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_accounting(slurm: Slurm, config: Mapping[str, str]) -> Iterator[Finding]:
-    """Check whether this node reaches the accounting database: many sites let only the controller do so."""
+    """Check for the accounting database: many sites let only the controller reach it."""
     if "slurmdbd" not in config.get("AccountingStorageType", ""):
         said = "there is no accounting database: jobs' figures are in AdminComment while they run only"
         yield note("accounting", said)
@@ -87,7 +87,6 @@ def check_scripts(config: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_everywhere(options: argparse.Namespace) -> Iterator[Finding]:
-    """Check by a short job on each node that it has the wrapper. A node that can take no job now is named."""
     slurm = _slurm(options)
     wrapper = slurm.conf().with_name(WRAPPER)
     test = f"test -x {shlex.quote(str(wrapper))} && echo there || echo missing"
@@ -111,7 +110,7 @@ def check_everywhere(options: argparse.Namespace) -> Iterator[Finding]:
 
 
 def check_hook(script: Path, slurm: Slurm) -> Iterator[Finding]:
-    """Run the Prolog of this node as slurmd does, without a PATH, up to its question to the controller."""
+    """Run the Prolog as slurmd does, without a PATH, up to its question to the controller."""
     environment = {"SLURM_CONF": str(slurm.conf()), "SLURMD_NODENAME": slurm.node}
     call = [str(script), "--check"]
     try:

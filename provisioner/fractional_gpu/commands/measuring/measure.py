@@ -1,7 +1,8 @@
 """`jupyter gpu measure`: which share of a GPU a program needs, measured next to others, with confidence intervals.
 
-A trial run finds out whether the program reports units of work or is itself one unit. Then rounds of steps follow (`study`), each a few
-seconds with fresh processes under leases (`tenants`), until every interval is narrow enough or the time is over.
+A trial run finds out whether the program reports units of work or is itself one. Then follow rounds of steps (`study`), each a few
+seconds
+with fresh processes under leases (`tenants`), until every interval is narrow enough or the time is over.
 """
 
 import argparse
@@ -92,7 +93,6 @@ _PARTS: Final = {
 
 
 def sentences(findings: Sequence[Finding], most_slower: float) -> list[str]:
-    """Return a sentence for each setting, the baseline first, and the verdict last. `most_slower`: see `Finding.suffices`."""
     alone, *others = findings
     return [_alone(alone), *(_compared(one) for one in others), verdict(findings, most_slower)]
 
@@ -190,7 +190,6 @@ def seconds(value: float) -> str:
 
 
 def as_json(findings: Sequence[Finding], most_slower: float, about: Mapping[str, object]) -> str:
-    """Return all figures, and the sentences. Times in seconds, shares in milli-GPU; null: unknown."""
     best = right_share(findings[1:], most_slower)
     content = {
         **about,
@@ -210,9 +209,9 @@ def _plain(value: object) -> object:
 
 
 def picture(findings: Sequence[Finding]) -> str:
-    """Return throughput, latency and cost over the number of tenants as SVG, beside what a device for each tenant would give.
+    """Return throughput, latency and cost over the number of tenants as SVG. Of several shares with as many tenants the largest is drawn.
 
-    Of several shares with as many tenants the largest is drawn. Raises ValueError where nothing was measured alone.
+    Raises ValueError if nothing was measured alone.
     """
     alone = findings[0]
     if math.isnan(alone.unit_s):
@@ -429,7 +428,7 @@ def _percentage(option: str, text: str) -> float:
 
 @dataclass(slots=True)
 class Measurement:
-    """One measurement, from its trial to its end. For the main thread: programs end with the thread that starts them."""
+    """One measurement. For the main thread: programs end with the thread that starts them."""
 
     plan: Plan
     client: BrokerClient

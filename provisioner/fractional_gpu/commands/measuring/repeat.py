@@ -1,8 +1,8 @@
-"""Runs a program repeatedly, and reports each successful run as a unit of work: a separate script, standard library only.
+"""Runs a program repeatedly, and reports each successful run as a unit of work. A script that imports only the standard library.
 
     python -I -S repeat.py COMMAND [ARGUMENTS]
 
-It ends with the exit status of the first run that failed. Its first line, before the first run, says when that began.
+Its first line, before the first run, says when that began. It exits as the first run that failed.
 """
 
 import os

@@ -26,7 +26,7 @@ from fractional_gpu_kernel.measure import MOST_UNITS
 
 
 class TickError(ValueError):
-    """A program wrote something else than the protocol says."""
+    """A program wrote something other than the protocol says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What one tenant did within a span. Times in seconds."""
-
     latencies_s: list[float]  # from report to report, for a unit
     unit_s: float
     units: int
 
 
 def read_ticks(path: Path) -> list[Tick]:
-    """Return what is in the file so far, in the order of time; a line that is being written is left out. Raises TickError, OSError."""
     lines = path.read_bytes().split(b"\n")[:-1]
     return sorted((_parsed(line) for line in lines), key=lambda one: one.at_ns)
 
@@ -65,12 +62,11 @@ def _parsed(line: bytes) -> Tick:
 
 
 def overlap(tenants: Sequence[Sequence[Tick]]) -> tuple[int, int]:
-    """Return the span in which all tenants work, ns; its end is not after its beginning where they do not overlap. Raises ValueError."""
+    """Return the span in which all tenants work, ns; empty if there is none."""
     return max(ticks[0].at_ns for ticks in tenants), min(ticks[-1].at_ns for ticks in tenants)
 
 
 def pace(ticks: Sequence[Tick], since_ns: int, until_ns: int) -> Pace | None:
-    """Return what a tenant did between its first and its last report within the span; None with fewer than two."""
     inside = [one for one in ticks if since_ns <= one.at_ns <= until_ns]
     if len(inside) < 2 or inside[-1].at_ns == inside[0].at_ns:
         return None
@@ -80,7 +76,6 @@ def pace(ticks: Sequence[Tick], since_ns: int, until_ns: int) -> Pace | None:
 
 
 def units_between(ticks: Sequence[Tick], since_ns: int, until_ns: int) -> int:
-    """Return how many units were done after the one time and up to the other."""
     return sum(one.units for one in ticks if since_ns < one.at_ns <= until_ns)
 
 
@@ -92,8 +87,6 @@ LEAST_ROUNDS: Final = 8  # fewer have no such interval
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """A share, milli-GPU, and how many tenants the device has, the measured one included."""
-
     fraction_milli: int
     tenants: int
 
@@ -123,8 +116,6 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What is known of a setting. Times in seconds, None: unknown."""
-
     setting: Setting
     rounds: int
     why_not: str = ""  # why it cannot be known, a sentence
@@ -152,7 +143,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Study:
-    """The settings under study. `baseline` is one of them. `interval`: how wide an interval may be, as a part of its value."""
+    """`baseline` is one of the settings. `interval`: how wide an interval may be, as a part of its value."""
 
     baseline: Setting
     settings: Sequence[Setting]
@@ -164,7 +155,6 @@ class Study:
     rounds: int = 0
 
     def next_round(self) -> list[Setting]:
-        """Return the steps of the next round in their order; none if everything is known that can be."""
         open_ones = [
             one for one in self.settings if one != self.baseline and one not in self.failed and not self.is_narrow(one)
         ]
@@ -229,7 +219,6 @@ class Study:
 
 
 def quotient_estimate(quotients: Sequence[float]) -> Estimate:
-    """Return the centre of quotients, and its interval at LOOK_CONFIDENCE. Raises ValueError without any."""
     found = centre_estimate([math.log(one) for one in quotients], LOOK_CONFIDENCE)
     return Estimate(math.exp(found.value), math.exp(found.low), math.exp(found.high))
 

@@ -1,8 +1,9 @@
 """Tenants: programs that share one device, each under a lease; and steps, in which they work at the same time for a while.
 
-A program waits in its stub until all tenants have places on the same device. The broker chooses devices, so stubs with places elsewhere
-give them back. Unless waiting is allowed, places come only from spare room, for which the user's own idle kernels are suspended, each
-once: no waiting lease is overtaken, and no other lease is suspended. What tenants do in a step is the sample.
+A program waits in its stub until all tenants have places on the same device; the broker chooses devices, so stubs with places elsewhere
+give them back. Unless waiting is allowed, places come only from spare room, for which only the user's own idle kernels are suspended,
+each
+once: no waiting lease is overtaken.
 """
 
 import os
@@ -45,12 +46,12 @@ class NoSpareRoomError(CommandError):
 
 
 class TenantError(CommandError):
-    """A tenant's program failed."""
+    pass
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """A program and its lease, from its stub to its end. `folder` has its reports and what it printed."""
+    """A program and its lease. `folder` has its reports and what it printed."""
 
     command: Sequence[str]
     lease: KernelLease
@@ -66,7 +67,6 @@ class Tenant:
         return self.folder / "ticks"
 
     def place(self, wait_ms: int, say: Callable[[str], None]) -> None:
-        """Have its place on a device: the stub waits there. Raises NoSpareRoomError, FractionalGPUError."""
         environment = environment_with(self.lease, {**os.environ, "JUPYTER_GPU_KIND": COMMAND})
         self.ticks.touch()
         with (self.folder / "output").open("wb") as output:
@@ -123,10 +123,6 @@ class Places:
     def tenants(
         self, commands: Sequence[Sequence[str]], fraction_milli: int, until_s: float
     ) -> Iterator[Sequence[Tenant]]:
-        """Yield stubs of the commands, in their order, on one device. They and what became of them end with the block.
-
-        `until_s`: how long to wait for room, by `time.monotonic`. Raises NoSpareRoomError, FractionalGPUError.
-        """
         with ExitStack() as stack:
             placed: list[Tenant] = []
             elsewhere: list[Tenant] = []
@@ -179,7 +175,7 @@ class Places:
         return Tenant(command, lease, folder)
 
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
-        """Suspend idle kernels of the user if `wanted` leases have no room; return when a device has it. Raises NoSpareRoomError.
+        """Suspend idle kernels of the user if `wanted` leases have no room. Raises NoSpareRoomError.
 
         Only the first tenant of a step has the devices sampled: the broker makes others wait for that, and knows its leases without it.
         """
@@ -203,7 +199,6 @@ class Places:
 
 
 def _spare_mib(device: DeviceStatus, without: Sequence[LeaseStatus] = ()) -> int:
-    """Return what nothing has reserved or uses of a device, MiB. `without`: leases that are taken as gone."""
     reserved_mib = device.reserved_mib - sum(one.lease.reserved_mib for one in without)
     return device.leasable_mib - max(reserved_mib, device.used_mib - sum(one.lease.used_mib for one in without))
 
@@ -216,9 +211,9 @@ def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus
 def leases_to_suspend(
     status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
 ) -> Sequence[LeaseStatus]:
-    """Return the fewest idle kernels' leases, not among `but`, that make room on one device for `wanted` leases such as `lease_id`.
+    """Return the fewest idle leases of one owner, not among `but`, that make room on one device for `wanted` ones.
 
-    They have the same owner. Empty: they cannot make it, or another lease waits for it.
+    Empty: they cannot make it, or another lease waits for it.
     """
     mine = next(one for one in status.leases if one.lease_id == lease_id)
     own = [
@@ -242,7 +237,6 @@ def leases_to_suspend(
 
 
 def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, device_id: str = "") -> str:
-    """Return why the pool (or its one device) has no room for so many leases that nothing else uses or waits for; empty if it has."""
     if waiting := next((one for one in status.leases if one.spec.pool == pool and one.position is not None), None):
         return f"{waiting.spec.label or waiting.lease_id} waits for a GPU of the pool {pool}"
     spare_mib = max((_spare_mib(one) for one in _devices(status, pool, device_id)), default=0)
@@ -255,7 +249,6 @@ def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, 
 
 
 def disturbance(status: HostStatus, tenants: Iterable[Tenant], device_id: str, pool: str) -> str:
-    """Return what is wrong on the device besides others' work, a sentence: a lease waits, or a tenant is not on it; empty: nothing."""
     ours = {tenant.lease.lease_id for tenant in tenants}
     for lease in status.leases:
         if lease.lease_id in ours:
@@ -277,9 +270,9 @@ def others_work(
     *,
     bystander: str = "",
 ) -> str:
-    """Return who else worked on the device, a sentence; empty: nothing that is known.
+    """Return who else worked on the device; empty: nothing that is known.
 
-    `used_milli`: what others used of it, where the device counts that. Otherwise leases count as at work while their cells run:
+    `used_milli`: what others used of it, if the device counts that. Otherwise leases count as at work while their cells run:
     the visible ones, and the `busy_neighbours` (other users' leases among them), of which all tenants but one are. `bystander`: the lease
     of the kernel whose cell measures. That cell runs all the time, and uses nothing.
     """
@@ -308,7 +301,6 @@ def others_work(
 
 
 def others_mib(status: HostStatus, tenants: Collection[Tenant], device_id: str) -> int:
-    """Return how much of the device is reserved or used by what is not a tenant, MiB, other users' leases included."""
     ours = {tenant.lease.lease_id for tenant in tenants}
     device = next(one for one in status.devices if one.device_id == device_id)
     return (
@@ -342,8 +334,6 @@ class SilentError(CommandError):
 
 @dataclass(slots=True)
 class Step:
-    """Tenants that have their places, of which the first `measured` ones count. One use."""
-
     client: BrokerClient
     pool: str
     tenants: Sequence[Tenant]
@@ -359,10 +349,7 @@ class Step:
     _is_company_unknown: bool = False
 
     def run(self) -> Sample:
-        """Run the step.
-
-        Raises TenantError if a program fails, SilentError, DisturbedError, TooSlowError, TickError, and the errors of the protocol.
-        """
+        """Raises TenantError if a program fails, SilentError, DisturbedError, TooSlowError, TickError, and the protocol's errors."""
         if why := self._look(fresh=False):  # the places were found by a fresh sample
             raise DisturbedError(why)
         for tenant in self.tenants:
@@ -386,7 +373,7 @@ class Step:
         return True
 
     def _look_beside_programs(self) -> None:
-        """Raise DisturbedError for what is not of the tenants' own: a program that has just ended has left its lease's state behind."""
+        """Raise DisturbedError for others' work. A program that has just ended has left its lease's state behind."""
         if (why := self._look()) and not self._is_over():
             raise DisturbedError(why)
 
@@ -394,7 +381,6 @@ class Step:
         return [read_ticks(tenant.ticks) for tenant in self.tenants[: self.measured]]
 
     def _span(self, ticks: Sequence[Sequence[Tick]]) -> tuple[int, int] | None:
-        """Return when all tenants work, ns; None if one of them has not begun."""
         others = [self._using_ns.get(one.lease.lease_id) for one in self.tenants[self.measured :]]
         begun = [one for one in others if one is not None]
         if not all(ticks) or len(begun) < len(others):
@@ -413,7 +399,6 @@ class Step:
         return seconds >= SHORTEST_S and min(inside) > least
 
     def _look(self, *, fresh: bool = True) -> str:
-        """Note the device's state; return a sentence about what disturbs the tenants there, or nothing."""
         status = self.client.status(fresh=fresh)
         seen_ns, device_id = time.monotonic_ns(), self.tenants[0].device_id
         if why := disturbance(status, self.tenants, device_id, self.pool) or self._others_work(status, device_id):
@@ -433,7 +418,6 @@ class Step:
         return ""
 
     def _others_work(self, status: HostStatus, device_id: str) -> str:
-        """Return who else has worked on the device since the last look, for a second at least; empty: nothing that is known."""
         now_s = time.monotonic()
         last_ms = min(MAX_LAST_MS, max(_LEAST_LAST_MS, round((now_s - self._looked_s) * 1000)))
         self._looked_s = now_s
@@ -473,7 +457,6 @@ class Step:
         )
 
     def _unit_mj(self, ticks: Sequence[Sequence[Tick]], since_ns: int) -> float | None:
-        """Return the device's energy between the first and the last look within the span, for each unit; None where it is unknown."""
         inside = [(at_ns, one.energy_mj) for at_ns, one in self._looks if at_ns >= since_ns]
         if len(inside) < 2:
             return None

@@ -52,7 +52,7 @@ SIGTERM ends it; the counts stay as they are.
 
 @contextmanager
 def ending() -> Iterator[Callable[[float], bool]]:
-    """Yield a wait for a number of seconds, which ends early and returns True after SIGTERM or SIGINT. For the main thread."""
+    """Yield a wait in seconds, which ends early and returns True after SIGTERM or SIGINT. For the main thread."""
 
     def note(_number: int, _frame: FrameType | None) -> None:
         """Let the system write to the pipe: that is all that is needed."""

@@ -1,7 +1,6 @@
 """`jupyter gpu node ACTION`: a table of actions.
 
-Slurm's Prolog must be fast, and Slurm drains a node whose Prolog or Epilog fails: actions import what they need when they run, and these
-two end with 0.
+Slurm drains a node whose Prolog or Epilog fails or is slow: actions import what they need when they run, and these two exit with 0.
 """
 
 import argparse
@@ -102,7 +101,7 @@ def _run_hook(options: argparse.Namespace) -> int:
 
 
 def _logger(name: str, file: Path | None) -> Callable[[str], None]:
-    """Return what writes a line to the log; it never raises and never blocks: a full disk must drain no node."""
+    """Return a writer of log lines that never raises and never blocks: a full disk must drain no node."""
 
     def to_system(line: str) -> None:
         syslog.openlog("jupyter-gpu-slurm", syslog.LOG_PID, syslog.LOG_DAEMON)

@@ -43,7 +43,7 @@ _BY_TERMINAL: Final = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 
 
 class CannotRunError(CommandError):
-    """The command cannot be run: 127 if there is no such program, 126 if it is not executable, as in a shell."""
+    """Exit code 127 if there is no such program, 126 if it is not executable, as in a shell."""
 
     def __init__(self, program: str, error: int) -> None:
         self.exit_code = 127 if error == errno.ENOENT else 126
@@ -51,7 +51,6 @@ class CannotRunError(CommandError):
 
 
 def check_program(command: Sequence[str]) -> None:
-    """Raise CannotRunError for a program that is not there, before a lease is taken for it."""
     program = command[0]
     if shutil.which(program) is None:
         exists = os.sep in program and Path(program).exists()
@@ -61,13 +60,13 @@ def check_program(command: Sequence[str]) -> None:
 class HeldCommand:
     """A command that waits in its stub. `environment` must have the lease's id: the broker looks for it.
 
-    `output`: the file that its output and its complaints go to, and it gets no input; None: it has our input and outputs.
+    `output`: the file for its output; then it gets no input. None: it has our input and outputs.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], output: "IO[bytes] | None" = None
     ) -> None:
-        """Start the stub. Raises OSError. To be called in the main thread: the command ends with the thread that starts it."""
+        """Start the stub. Raises OSError. Only for the main thread: the command ends with the thread that starts it."""
         self._program = command[0]
         source, to_stub = os.pipe()
         from_stub, sink = os.pipe()
@@ -97,7 +96,6 @@ class HeldCommand:
         self.pid = self._child.pid
 
     def go(self, environment: Mapping[str, str]) -> "RunningCommand":
-        """Have the stub become the command. Raises CannotRunError; the stub has ended then."""
         with suppress(BrokenPipeError), self._to_stub:
             self._to_stub.write(json.dumps(dict(environment)).encode("utf-8", "surrogateescape"))
         with self._from_stub:
@@ -108,7 +106,7 @@ class HeldCommand:
         return RunningCommand(self._child)
 
     def give_up(self) -> None:
-        """End the stub, and nothing of the command has run; after a `go` that was interrupted the command is killed."""
+        """End the stub before the command runs; after a `go` that was interrupted, kill the command."""
         self._to_stub.close()
         self._from_stub.close()
         self._child.kill()
@@ -116,7 +114,7 @@ class HeldCommand:
 
 
 def unless_ignored(numbers: Iterable[int], handler: Handler) -> dict[int, Handler]:
-    """Return this handler for signals, without those that are ignored (`nohup`, a shell's background job)."""
+    """Return this handler for signals that are not ignored (as by `nohup`, or in a shell's background job)."""
     return {number: handler for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
 
 
@@ -168,7 +166,7 @@ class RunningCommand:
             os.killpg(self.pid, number)
 
     def poll(self) -> int | None:
-        """Return the exit status as `wait` does, None while the command lives; follow it where it was stopped."""
+        """Return the exit status as `wait` does, None while the command lives; stop too if it was stopped."""
         if self._child.returncode is not None:
             return _shell_status(self._child.returncode)
         while True:
@@ -182,14 +180,13 @@ class RunningCommand:
             return _shell_status(self._child.returncode)
 
     def has_ended(self) -> bool:
-        """Whether the command has ended. Its exit status is kept for `end`, and so is its group."""
         return (
             self._child.returncode is not None
             or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         )
 
     def end(self, patience_s: float) -> int:
-        """Ask the command's group to end, kill what is left of it after `patience_s`, and return the command's exit status."""
+        """Ask the command's group to end, kill what is left after `patience_s`, and return the command's exit status."""
         if self._child.returncode is None:
             self._signal(signal.SIGTERM)
             pidfd = os.pidfd_open(self.pid)
@@ -204,7 +201,7 @@ class RunningCommand:
         return status
 
     def _stop_too(self, number: int) -> None:
-        """Stop as the command was stopped by the terminal, so that the shell has it back; when continued, continue the command."""
+        """Stop as the terminal stopped the command, so that the shell gets it back; when continued, continue the command."""
         if self._terminal is None or number not in _BY_TERMINAL:
             return  # the process that stopped it continues it
         if number != signal.SIGTSTP and self._foreground() == self.pid:  # it read just before it got the terminal
@@ -229,7 +226,7 @@ class RunningCommand:
 
 
 def die_of(number: int) -> int:
-    """Die of the signal that ended a command, without a core dump. Return 128 + N in a container's first process, which it does not end."""
+    """Die of the signal that ended a command, without a core dump. Returns 128 + N in a container's first process, which survives it."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     with suppress(OSError):  # SIGKILL has no handlers
         signal.signal(number, signal.SIG_DFL)
@@ -278,7 +275,7 @@ def attach(lease: KernelLease, pid: int, *, served: bool = False) -> None:
 
 
 def command_environment(lease: KernelLease, granted: Mapping[str, str]) -> dict[str, str]:
-    """Return what the command gets: a kernel's variables, hints for frameworks that read some, and a fraction for those that do not."""
+    """Return a kernel's variables, hints for frameworks that read some, and a fraction for others."""
     environment = {**environment_with(lease, os.environ), **granted, "JUPYTER_GPU_KIND": COMMAND}
     MemoryLimits(environment).bind({})
     device_mib = int(environment.get(DEVICE, "0"))
@@ -289,7 +286,6 @@ def command_environment(lease: KernelLease, granted: Mapping[str, str]) -> dict[
 
 
 def wait_for_gpu(lease: KernelLease, wait_ms: int | None, say: Callable[[str], None]) -> Mapping[str, str]:
-    """Return the variables that bind the command to its device, as soon as it has one. Raises CommandError if it is refused."""
     line = WaitLine(lambda text: say(f"waiting for the GPU: {text}"))
     for attempt in range(_ATTEMPTS):
         try:
@@ -307,7 +303,6 @@ def wait_for_gpu(lease: KernelLease, wait_ms: int | None, say: Callable[[str], N
 
 
 def _last_progress(client: BrokerClient, lease: KernelLease, wait_ms: int | None, line: WaitLine) -> Progress:
-    """Return the grant or the refusal; report the wait, and a broker that does not answer."""
     if wait_ms is None:
         lines = client.hold(lease.lease_id, AcquireRequest())
     else:

@@ -157,7 +157,6 @@ def _wait_ms(text: str | None) -> int | None:
 def _prepare(
     command: Sequence[str], request: LeaseRequest, wait_ms: int | None, *, served: bool
 ) -> tuple[KernelLease, HeldCommand, dict[str, str]]:
-    """Return the lease, which has the GPU, the held command, and its environment. Nothing is left behind where it raises."""
     lease = take_lease(request, timeout_s=TIMEOUT_S)
     held: HeldCommand | None = None
     try:

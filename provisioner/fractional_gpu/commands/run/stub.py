@@ -1,12 +1,10 @@
-"""Becomes a command of `jupyter gpu run` once that has the GPU: a separate script that imports only the standard library.
+"""Becomes a command of `jupyter gpu run` once that has the GPU. A script that imports only the standard library.
 
     python -I -S stub.py RUNNER IN OUT COMMAND [ARGUMENTS]
 
-The broker knows this process before the command runs: a process keeps its id when it executes another program. RUNNER is the pid of its
-parent. It reads the command's environment as JSON from the descriptor IN and executes the command with it; it ends on an empty input. If
-that fails, the error number goes to the descriptor OUT, which is closed when the command runs.
-
-The command gets SIGTERM when its runner dies: the system sends it (PR_SET_PDEATHSIG).
+So the broker knows the process before the command runs: a process keeps its id when it executes another program. RUNNER is its parent's
+pid. It reads the command's environment as JSON from the descriptor IN; it ends on an empty input. If the command cannot be executed, the
+error number goes to the descriptor OUT. The command gets SIGTERM when its runner dies (PR_SET_PDEATHSIG).
 """
 
 import ctypes

@@ -1,7 +1,7 @@
-"""Keeps a running command's lease: says that the command needs the GPU, prints what the broker tells it, and outlives brokers.
+"""Keeps a running command's lease: says when the command needs the GPU, prints the broker's notices, and outlives brokers.
 
 One thread follows the lease; one looks for signs that the command needs the GPU, and has a third one wait for it. A broker that ended is
-started again only when the command needs the GPU, as a kernel does. The threads are daemons and never end the command.
+restarted only when the command needs the GPU, as for a kernel. The threads are daemons and never end the command.
 """
 
 import errno
@@ -43,8 +43,9 @@ _Connections = Iterable[tuple[bytes, int]]
 class Ports:
     """Counts connections to ports (TCP over IPv4 and IPv6) of one process's network namespace.
 
-    In the runner's own namespace the system is asked for these connections alone (`sock_diag`), which takes a quarter of a millisecond
-    for a port. Elsewhere, or where it does not answer, its whole table is read, which takes some milliseconds.
+    In the runner's own namespace `sock_diag` returns only these, in a quarter of a millisecond for a port. Elsewhere the whole table is
+    read,
+    which takes some milliseconds.
     """
 
     def __init__(self, pid: int, ports: Collection[int]) -> None:
@@ -54,7 +55,6 @@ class Ports:
         self._half_closed: dict[bytes, float] = {}  # by connection, and since when
 
     def open(self, now_s: float) -> int:
-        """Return how many are open; 0 when the process is gone. `now_s`: monotonic."""
         established, half_closed = 0, dict[bytes, float]()
         for connection, state in self._connections():
             if state == _ESTABLISHED:
@@ -73,7 +73,7 @@ class Ports:
 
 
 def tabled(table: Path, ports: Collection[int]) -> _Connections:
-    """Return the connections to these local ports in a table such as /proc/PID/net/tcp; none where it cannot be read."""
+    """Return the connections to these local ports in a table such as /proc/PID/net/tcp; none if it cannot be read."""
     try:
         text = table.read_bytes()
     except OSError:  # no IPv6, or the process is gone
@@ -95,7 +95,7 @@ _ANSWER_S: Final = 1.0
 
 
 def diagnosed(family: int, port: int) -> _Connections:
-    """Return the same from the system's own answer, for the network namespace of this thread. Raises OSError where there is none."""
+    """Return them from `sock_diag`, for the network namespace of this thread. Raises OSError."""
     states = 1 << _ESTABLISHED | 1 << _CLOSE_WAIT
     request = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, states) + struct.pack("!H", port) + bytes(46)
     found: list[tuple[bytes, int]] = []
@@ -115,7 +115,7 @@ def diagnosed(family: int, port: int) -> _Connections:
 
 
 def cpu_us(pid: int) -> int:
-    """Return how long the threads of a process and its descendants have used the CPU, microseconds; ended ones count no more."""
+    """Return the CPU time of a process and its descendants, microseconds; ended ones no longer count."""
     used, left = 0, [pid] if _HAS_CHILDREN else _tree(pid)
     while left:
         process = left.pop()
@@ -141,7 +141,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _thread_us(folder: str) -> int:
-    """Return what one thread has used, microseconds. The scheduler counts exactly, the older figure in hundredths of a second."""
+    """Return one thread's CPU time. The scheduler's figure is exact, the older one in hundredths of a second."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path(folder, "schedstat").read_bytes().split()[0]) // 1000
     with suppress(OSError, ValueError, IndexError):
@@ -186,17 +186,14 @@ class CpuWatch:
 
     @property
     def patience_s(self) -> float:
-        """How long after its suspend a sign counts, seconds."""
         doubled = FIRST_PATIENCE_S * 2 ** (self._in_vain - 1) if self._in_vain else 0.0
         doubtful = self._only_before or self._unseen >= _DOUBTFUL
         return min(LONGEST_PATIENCE_S, max(doubled, FIRST_PATIENCE_S if doubtful else 0.0))
 
     def resident(self, used_us: int) -> None:
-        """Note a look while it is on the GPU, or has just begun to leave it."""
         self._used_before, self._last_us = used_us != self._last_us, used_us
 
     def suspended(self, used_us: int, now_s: float, *, worked: bool) -> None:
-        """Note that it was suspended. `worked`: it was seen to use the GPU since it came back last."""
         # Saving may use the command's CPU time, so the last look before it counts. After a resume the command runs before that is known
         # here, so its use since it was last seen suspended counts, though the resume may have a part in that.
         if worked or abs(self._last_us - self._away_us) >= USEFUL_US:
@@ -249,7 +246,7 @@ def say(sentence: str) -> None:
 
 
 class _Want:
-    """One wish for the GPU: a thread that waits for it and, with `hold`, keeps the lease in use until `end`."""
+    """One request for the GPU: a thread that waits for it and, with `hold`, keeps the lease in use until `end`."""
 
     def __init__(self, lease: KernelLease, *, hold: bool) -> None:
         self._lease = lease
@@ -283,7 +280,6 @@ class _Want:
             self._over.wait(_RETRY_S)
 
     def _wait(self) -> None:
-        """Return when the GPU was had or refused; with `hold`, when the lease is in use no more. Raises FractionalGPUError."""
         with ensure_broker(self._lease.socket, token=self._lease.token) as client:
             with self._lock:
                 self._client = client
@@ -310,8 +306,6 @@ class _Want:
 
 
 class Holder:
-    """Has the GPU for a command when it needs it. For any thread."""
-
     def __init__(self, lease: KernelLease) -> None:
         self._lease = lease
         self._lock = threading.Lock()
@@ -322,7 +316,7 @@ class Holder:
         return self._want is not None and not self._want.is_over
 
     def begin(self, *, hold: bool) -> None:
-        """Have the GPU for the command; with `hold`, keep the lease in use until `end`. Returns at once; does nothing while it waits."""
+        """Have the GPU for the command. Returns at once; does nothing while it waits."""
         with self._lock:
             if not self.is_wanted:
                 self._want = _Want(self._lease, hold=hold)
@@ -335,8 +329,6 @@ class Holder:
 
 
 class Supervisor:
-    """Follows one lease and looks for signs of one command until `close`."""
-
     def __init__(self, lease: KernelLease, pid: int, ports: Collection[int]) -> None:
         self._lease = lease
         self._pid = pid

@@ -30,10 +30,7 @@ _FORM = (
 
 
 class MachineOptions:
-    """What the scenario says about the machine. Raises UsageError, ConfigError.
-
-    `shapes` are the MiB of the GPUs of each host, or with `--find-devices` of one host.
-    """
+    """`shapes` are the MiB of the GPUs of each host, or with `--find-devices` of one host. Raises UsageError, ConfigError."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -136,7 +133,6 @@ def _hosts(text: str, most: int) -> list[tuple[int, ...]]:
 
 
 def _devices(option: str, text: str) -> list[int]:
-    """Return the MiB of each device from `8x80GiB` or `6x80GiB,2x40GiB`."""
     sizes: list[int] = []
     for part in text.split(","):
         match = _DEVICES.fullmatch(part.strip())
@@ -173,7 +169,6 @@ def read_meter(scenario: Scenario, machine: MachineOptions) -> RunMeter | None:
 
 
 def check_pools(scenario: Scenario, trace: list[Session]) -> None:
-    """Refuse what runs all sessions in one pool if some name another. Raises UsageError."""
     pool = next((session.pool for session in trace if session.pool), None)
     for name in ("baselines", "find_devices", "place"):
         if pool is not None and getattr(scenario, name):
@@ -183,7 +178,6 @@ def check_pools(scenario: Scenario, trace: list[Session]) -> None:
 
 
 def read_revocation(scenario: Scenario) -> Revocation | None:
-    """Return what goes away; None: nothing does. Raises UsageError."""
     if scenario.revoke is None:
         return None
     try:

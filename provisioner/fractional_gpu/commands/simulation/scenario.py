@@ -60,7 +60,7 @@ Percent = Annotated[int, Meta(ge=0, le=100)]
 
 
 class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Whose sessions run, on which machine, and what is asked."""
+    """Which sessions run, on which machine, and what is asked."""
 
     # whose sessions: exactly one of users, sessions with cells, and from_ledger
     users: Annotated[Count | None, _help("synthetic build-phase users")] = None
@@ -208,7 +208,6 @@ _EXCLUDES: Final = (
 
 
 def read_scenario(options: argparse.Namespace) -> Scenario:
-    """Merge the file, `--set` and the flags. Raises UsageError, CommandError."""
     values: dict[str, Any] = {}
     if options.scenario is not None:
         try:
@@ -248,7 +247,6 @@ def _decode(kind: type, value: object) -> object:
 
 
 def _check(scenario: Scenario, given: Mapping[str, Any]) -> None:
-    """Refuse keys that contradict each other or say nothing. Raises UsageError."""
     given = {name: value for name, value in given.items() if value is not False}
     for name, needed in _NEEDS:
         if name in given and not any(one in given for one in needed):

@@ -26,7 +26,6 @@ _GROUP = re.compile(r"([\w.-]{1,60}):(\d{1,6})(?:@([\w.-]{1,60}))?", re.ASCII)
 
 
 def read_trace(scenario: Scenario) -> list[Session]:
-    """Return the sessions to run. Raises UsageError, CommandError, TraceError."""
     if scenario.users is not None:
         with Progress("synthetic users") as progress:
             count = progress.counter("user-days made up")
@@ -52,7 +51,6 @@ def read_trace(scenario: Scenario) -> list[Session]:
 
 
 def _groups(text: str) -> list[Group]:
-    """Return the groups that `physics:3,teaching:1@small` says. Raises UsageError."""
     groups: list[Group] = []
     for part in text.split(","):
         match = _GROUP.fullmatch(part.strip())
@@ -66,7 +64,6 @@ def _groups(text: str) -> list[Group]:
 
 
 def read_history(given: str) -> list[PastLease]:
-    """Return the leases of a ledger that ran a cell; "": the user's own broker's ledger. Raises CommandError."""
     if given:
         path = Path(given)
     else:
@@ -87,7 +84,7 @@ def read_history(given: str) -> list[PastLease]:
 
 
 def sessions_of(history: Sequence[PastLease], *, pools: bool) -> list[Session]:
-    """Return the sessions, in the order in which they open. `pools`: each in its own pool, else all in the default one."""
+    """Return the sessions in the order in which they open. `pools`: each in its own pool, else all in the default one."""
     base_ms = min(one.created_ms for one in history)
     found = [_session(one, base_ms, pools=pools) for one in history]
     return sorted(found, key=lambda one: (one.open_ms, one.session_id))
@@ -124,5 +121,4 @@ def _session(lease: PastLease, base_ms: int, *, pools: bool) -> Session:
 
 
 def recorded_waits(history: Sequence[PastLease]) -> Spread:
-    """Return how long cells waited, as recorded, resumes included."""
     return Spread.of(turn.begun_ms - turn.asked_ms for one in history for turn in one.turns if not turn.continues)

@@ -1,4 +1,4 @@
-"""What `jupyter gpu simulate` prints in addition to the figures of a run: what leases used, what would be lost, and what a ledger had recorded."""
+"""What `jupyter gpu simulate` prints in addition to a run's figures: the use of leases, what would be lost, and what a ledger recorded."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def usage_figures(meter: RunMeter) -> dict[str, dict[str, Any]]:
-    """Return what `--json` says under `usage`: the sums of each pool, and the part of them that no lease had."""
     found: dict[str, dict[str, Any]] = {}
     for pool, (currency, usage) in meter.totals().items():
         unheld = Usage()
@@ -38,8 +37,6 @@ def usage_figures(meter: RunMeter) -> dict[str, dict[str, Any]]:
 
 
 def usage_table(figures: dict[str, dict[str, Any]], width: int | None = None) -> "list[Text]":
-    """Return the same as a table, a pool a column. `width`: of the terminal, in characters."""
-
     def shown(value: object) -> str:
         return f"{value:,.2f}" if isinstance(value, float) else str(value) or "-"
 
@@ -49,7 +46,6 @@ def usage_table(figures: dict[str, dict[str, Any]], width: int | None = None) ->
 
 
 def revocation_text(figures: dict[str, Any], width: int | None = None) -> "list[Text]":
-    """Return the figures, with a table in which a way to use the notice is a row. `width`: of the terminal, in characters."""
     there = figures["on_them"]
     header = ("not saved by the deadline", "kernels", "GiB", "busy GPU hours", "value")
     rows = [
@@ -97,7 +93,6 @@ def compared(recorded: Spread, simulated: Spread) -> dict[str, object]:
 
 
 def compared_text(recorded: Spread, simulated: Spread) -> list[str]:
-    """Return the same as lines."""
     lines = [
         f"waits {name}: median {one.percentile_ms(50) / 1000:g} s, p95 {one.percentile_ms(95) / 1000:g} s, "
         f"p99 {one.percentile_ms(99) / 1000:g} s; {one.nonzero_percent():g} % of the cells waited"

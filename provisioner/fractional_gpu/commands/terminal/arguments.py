@@ -1,4 +1,4 @@
-"""What commands' arguments are added with, how a shell completes them, and checks that several share. Light: every command imports it."""
+"""How commands add arguments, how a shell completes them, and checks that several share. Light: every command imports it."""
 
 import argparse
 import importlib.util
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        """Write the help, by default to standard output. Raises OSError, which argparse hides from Python 3.12 on."""
+        """Raises OSError, which argparse hides from Python 3.12 on."""
         (sys.stdout if file is None else file).write(self.format_help())
         sys.stdout.flush()
 

@@ -19,7 +19,7 @@ RUN_ONE = "run one with `jupyter gpu broker`, or name another's socket with --so
 
 
 def broker_if_running(socket: str | None = None) -> BrokerClient | None:
-    """Return a client of the broker that runs, or None; one that ended unintentionally is started again. Raises BrokerUnavailableError."""
+    """Return a client of the running broker, or None; one that ended unintentionally is restarted."""
     path = socket or socket_path()
     seat = own_seat()
     client = BrokerClient(path, token=seat.token if seat is not None else None)
@@ -40,7 +40,7 @@ def started_broker(socket: str | None = None, token: str | None = None) -> Broke
 
 
 def kernels_of(socket: str) -> list[int]:
-    """Return the processes of kernels that were started with a lease of the broker on this socket: of this user, for root of all users."""
+    """Return processes of kernels with a lease of this socket's broker: of this user, for root of all users."""
     from fractional_gpu.broker.recovery.lost_leases import carriers, command_of  # noqa: PLC0415 - heavy, and needed where no broker answers
 
     try:
@@ -51,7 +51,6 @@ def kernels_of(socket: str) -> list[int]:
 
 
 def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> BrokerClient:
-    """Return a client of the broker that runs. Raises CommandError if there is none; its sentence ends with `without`."""
     client = broker_if_running(socket)
     if client is None:
         raise CommandError(f"no broker is running on {socket or socket_path()}, {without}")
@@ -60,10 +59,7 @@ def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> B
 
 @contextmanager
 def say_if_slow(text: str, client: BrokerClient | None = None, out: TextIO | None = None) -> Iterator[Progress]:
-    """Show the text on standard error, or `out`, if the body takes more than two seconds; with a client, also that its broker is silent.
-
-    Yields the progress: the body may count, and change the text.
-    """
+    """Show the text on standard error, or `out`, if the body takes more than two seconds; with a client, also that its broker is silent."""
     with Progress(text, blocks=True, out=out) as progress:
         watch = watch_silence(client, progress.say) if client is not None else None
         try:

@@ -25,8 +25,9 @@ _NOT_DRAWABLE: Final = ("dumb", "unknown")  # values of TERM
 class Progress(AbstractContextManager["Progress"]):
     """Shows what a command does, and how far it is, from its third second on and until the end of the `with` block.
 
-    On a terminal that is a bar, which goes away at the end, also after an interrupt. Elsewhere it is a line at most every two seconds,
-    `WHAT: 3 of 8 THINGS after 5 s`, when a counter is called; then no thread is started.
+    On a terminal that is a bar, which goes away at the end. Elsewhere it is a line at most every two seconds, `WHAT: 3 of 8 THINGS after
+    5 s`,
+    when a counter is called; then no thread is started.
 
     With `blocks` the command does not count all the time, so a thread draws. Elsewhere it writes `what`, which may change, once for each
     text; `silent` leaves that out. `within_s`: how long the command takes at most, which the bar shows instead of a count.
@@ -64,7 +65,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._erase()
 
     def counter(self, things: str) -> Callable[[int, int], None]:
-        """Return what takes how many of all things are done, whenever that changes. The counter that was called last is shown."""
+        """Return a function that takes how many of all things are done. The counter called last is shown."""
 
         def count(done: int, of: int) -> None:
             self._done, self._of, self._things = done, of, things
@@ -74,7 +75,6 @@ class Progress(AbstractContextManager["Progress"]):
         return count
 
     def say(self, sentence: str, out: TextIO | None = None) -> None:
-        """Write a line to standard error, or to `out`, above the bar. Any thread may call it."""
         with self._lock:
             is_drawn = self._live is not None
             self._erase()
@@ -166,12 +166,11 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 def is_drawable(out: TextIO) -> bool:
-    """Return whether a bar can be drawn there: whether it is a terminal that moves its cursor."""
     return out.isatty() and os.environ.get("TERM", "").lower() not in _NOT_DRAWABLE
 
 
 class WaitLine:
-    """Says why a program waits for the GPU, its place and the expected time: when it has waited for two seconds, and at changes.
+    """Says why a program waits for the GPU, its place and the expected time: after two seconds, and at changes.
 
     `say` gets each line, in a separate thread: the broker sends nothing while nothing changes.
     """

@@ -1,9 +1,8 @@
-"""Text for terminals: errors, lines and tables laid out by rich, and writing them with colours where a terminal shows them.
+"""Text for terminals: errors, lines and tables laid out by rich, in colour if a terminal shows it.
 
-Rules: text that others chose (labels, names of users, pools and processes) is text: it is not parsed as markup, and `harmless` keeps it
-from controlling a terminal. A width of None means that a program reads: nothing is wrapped or cut. A colour repeats what the words say.
-Rich decides about colours, by NO_COLOR, FORCE_COLOR, TTY_COMPATIBLE and TERM (docs/commands.md).
-
+Labels and names of users, pools and processes come from others: they are not parsed as markup, and `harmless` keeps them from controlling
+a
+terminal. A width of None means that a program reads: nothing is wrapped or cut. A colour repeats what the words say.
 Rich is imported when a line is made, and not with this module: help, completion and `jupyter gpu run` do without it.
 """
 
@@ -55,8 +54,6 @@ _JOINERS: Final = "\u200c\u200d"  # between letters of Persian and Indian names,
 
 
 class Style(StrEnum):
-    """The meaning of a style; the values are rich's. A terminal without colour shows only bold text."""
-
     HEADING = "bold"
     GOOD = "green"
     ATTENTION = "yellow"  # it waits, it will go away, or something will be missed
@@ -132,7 +129,7 @@ def table(
 
 
 def fitted(lines: "Iterable[Text | str]", width: int | None) -> "list[Text]":
-    """Return lines of at most `width` characters (None: any): longer ones are wrapped at blanks and indented; paths stay whole."""
+    """Wrap lines longer than `width` at blanks, indented; paths stay whole."""
     found: list[Text] = []
     for one in lines:
         whole = line(one) if isinstance(one, str) else one
@@ -150,7 +147,7 @@ def _wrapped(whole: "Text", width: int) -> "list[Text]":
 
 
 def _breaks(text: str, width: int, indent: int) -> list[int]:
-    """Return where the second line and those after it begin. Rich's own wrapping would break a word such as a path."""
+    """Return where the second and later lines begin. Rich's own wrapping would break a word such as a path."""
     from rich.cells import cell_len  # noqa: PLC0415 - as said above
 
     found: list[int] = []
@@ -168,12 +165,10 @@ def plain(lines: "Iterable[Text]") -> str:
 
 
 def terminal_width(out: TextIO) -> int | None:
-    """Return the terminal's width in characters; None if the output is no terminal, such as a pipe to `grep`."""
     return shutil.get_terminal_size().columns if out.isatty() else None
 
 
 def shown(lines: "Iterable[Text]", out: TextIO) -> str:
-    """Return the lines as `out` wants them, each with its end; they are not wrapped."""
     from rich.console import Console  # noqa: PLC0415 - heavy, and for those commands only that lay lines out
 
     # Lines are not wrapped; without a width, rich prints nothing where COLUMNS is 0.
@@ -193,7 +188,6 @@ def write(lines: "Iterable[Text]", *, flush: bool = False) -> None:
 
 
 def say(sentence: str, out: TextIO | None = None, *, flush: bool = False) -> None:
-    """Write sentences, a line each, to `out` (None: standard output), so that no name in them can control a terminal."""
     text = "\n".join(map(harmless, sentence.split("\n")))
     print(text, file=sys.stdout if out is None else out, flush=flush)
 

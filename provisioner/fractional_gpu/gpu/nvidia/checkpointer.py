@@ -1,15 +1,9 @@
 """Drives other processes' CUDA state through the driver's checkpoint calls.
 
-- It belongs in a process of its own: starting the driver takes seconds, a call may hang, and the variables that change
-  the driver are removed from that process's environment (`driver_environment`). A move, for instance, must name every
-  device, so none may be hidden. No CUDA context is created.
-- The driver is asked only about processes that have its library mapped: of others it says different things in each release.
-- A pid is checked before each call: a thread's number is refused, a process that is gone is NO_SUCH_PROCESS. That it is
-  the right process only the caller can ensure, who holds its pidfd.
+- Run it in a separate process with a cleaned environment (`driver_environment`): a call may hang, and a move must name every device.
+- The driver is asked only about processes that have its library mapped: about others each release answers differently.
+- A thread's number is refused, an ended process is NO_SUCH_PROCESS. Only the caller, who holds a pidfd, can ensure the right process.
 - A lock always has a time limit: without one the driver waits for ever.
-- A restore names pairs of devices only if a device changes, and then one pair for every device that the driver sees:
-  devices that take no part are paired with themselves, and a device that is moved onto is paired with the vacated one.
-- An error keeps CUDA's number in its message, and adds what the number means for the process in this phase.
 """
 
 import importlib
@@ -26,8 +20,7 @@ from fractional_gpu.gpu.nvidia.support import INSTALL_BINDINGS, MOVING_CUDA_VERS
 from fractional_gpu.host.process import identify, maps
 
 _SUCCESS: Final = 0
-# Of a process without CUDA the driver says INVALID_VALUE or NOT_INITIALIZED, by its release.
-_NO_CUDA: Final = frozenset({1, 3})
+_NO_CUDA: Final = frozenset({1, 3})  # INVALID_VALUE or NOT_INITIALIZED, depending on the driver's release
 _ENDING_MS: Final = 100
 _MAX_TIMEOUT_MS: Final = 2**32 - 1
 
@@ -95,11 +88,11 @@ _FABRIC_MANAGER: Final = "on an HGX host it waits for the fabric manager: `syste
 
 
 class NvidiaCheckpointer:
-    """The `Checkpointer` of NVIDIA devices. Not safe for use from several threads: one operation at a time per host.
+    """The `Checkpointer` of NVIDIA devices. Not thread-safe: one operation at a time per host.
 
-    Raises GPUError when the bindings are not installed (NOT_SUPPORTED, with what to install), when the driver is missing or too
-    old (NOT_SUPPORTED) and when it sees no device (NO_SUCH_DEVICE). In tests `driver` stands in for `cuda.bindings.driver`,
-    and `has_driver` for the look at what a process has mapped.
+    Raises GPUError NOT_SUPPORTED without the bindings or a recent driver, and NO_SUCH_DEVICE without a device. `driver` and `has_driver`
+    are
+    for tests.
     """
 
     def __init__(self, *, driver: ModuleType | None = None, has_driver: Callable[[int], bool] | None = None) -> None:
@@ -144,7 +137,7 @@ class NvidiaCheckpointer:
         try:
             result, state = self._ask("cuCheckpointProcessGetState", pid)
         except _UnknownAnswerError:
-            # After a failed call, bindings 12.8.0 convert whatever is in the place of the state to an enumeration member, and fail.
+            # After a failed call, bindings 12.8.0 take whatever the state's memory holds for an enumeration member, and fail.
             return ProcessState.NO_CONTEXT if self._is_unknown_to_cuda(pid) else ProcessState.UNKNOWN
         if result == _SUCCESS:
             return _STATES.get(state, ProcessState.UNKNOWN) if isinstance(state, int) else ProcessState.UNKNOWN
@@ -157,7 +150,7 @@ class NvidiaCheckpointer:
         raise failure
 
     def lock(self, pid: int, timeout_ms: int) -> None:
-        """RUNNING -> LOCKED. Raises GPUError; with NOT_READY the process runs on. ValueError for a timeout below 1 ms."""
+        """RUNNING -> LOCKED. Raises GPUError (NOT_READY: the process still runs), ValueError for a timeout below 1 ms."""
         if not 1 <= timeout_ms <= _MAX_TIMEOUT_MS:
             raise ValueError(f"a lock needs a time limit from 1 to {_MAX_TIMEOUT_MS} ms, got {timeout_ms}")
         arguments = self._driver.CUcheckpointLockArgs()
@@ -168,10 +161,11 @@ class NvidiaCheckpointer:
         self._do("checkpoint", "cuCheckpointProcessCheckpoint", pid, None)
 
     def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
-        """CHECKPOINTED -> LOCKED, from old devices to new ones where `moves` says so.
+        """CHECKPOINTED -> LOCKED, from old devices to new ones in `moves`.
 
-        Raises GPUError: OUT_OF_MEMORY is fatal to the process. After NO_SUCH_DEVICE, or NOT_SUPPORTED with the
-        reason of `why_cannot_move`, nothing was tried and the process is still CHECKPOINTED. ValueError for two devices that move to one.
+        Raises GPUError: OUT_OF_MEMORY is fatal to the process; after NO_SUCH_DEVICE and NOT_SUPPORTED it is still CHECKPOINTED.
+        ValueError for two
+        devices that move to one.
         """
         moving = {_plain(old): _plain(new) for old, new in (moves or {}).items() if _plain(old) != _plain(new)}
         self._do("restore", "cuCheckpointProcessRestore", pid, self._pairs(moving) if moving else None)
@@ -185,6 +179,7 @@ class NvidiaCheckpointer:
         reason = self.why_cannot_move
         if reason:
             raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"cannot move a process to another device: {reason}")
+        # The driver wants a pair for every device that it sees, so those that take no part are paired with themselves.
         seen = self._devices()
         for device in (*moving, *moving.values()):
             if device not in seen:
@@ -203,7 +198,6 @@ class NvidiaCheckpointer:
         return arguments
 
     def _devices(self) -> dict[str, object]:
-        """Return every device that the driver sees: the UUID in the driver's form by the UUID in ours."""
         found: dict[str, object] = {}
         for index in range(self._must("cuDeviceGetCount")):
             raw = self._must("cuDeviceGetUuid", self._must("cuDeviceGet", index))
@@ -227,7 +221,6 @@ class NvidiaCheckpointer:
             raise self._error(phase, pid, result)
 
     def _ask(self, call: str, *arguments: object) -> tuple[int, Any]:
-        """Return the result and the second value of the call, None without one."""
         try:
             answer = getattr(self._driver, call)(*arguments)
         except (ValueError, KeyError) as error:
@@ -242,7 +235,6 @@ class NvidiaCheckpointer:
         return int(answer[0]), answer[1] if len(answer) > 1 else None
 
     def _is_unknown_to_cuda(self, pid: int) -> bool:
-        """Return whether CUDA does not know the process: for a state that was refused for an ambiguous reason, or cannot be read."""
         try:
             result, _ = self._ask("cuCheckpointProcessGetRestoreThreadId", pid)
         except _UnknownAnswerError:
@@ -257,13 +249,12 @@ class NvidiaCheckpointer:
         try:
             _check(pid)
         except GPUError as error:
-            # It ended meanwhile: that explains the failure better than the driver's result.
+            # It has ended: that explains the failure better than the driver's result.
             return GPUError(error.code, f"{message}; {error}")
         hint = _HINTS.get((phase, code)) or _GENERAL_HINTS.get(code)
         return GPUError(code, f"{message}: {hint}" if hint else message)
 
     def _name(self, result: int) -> str:
-        """Return CUDA's own name of the result, which its documentation can be searched for, and its number."""
         try:
             return f"{self._driver.CUresult(result).name} ({result})"
         except ValueError:
@@ -271,7 +262,7 @@ class NvidiaCheckpointer:
 
 
 class _UnknownAnswerError(Exception):
-    """The bindings do not know the number that the driver gave."""
+    pass
 
 
 def _load() -> ModuleType:
@@ -294,12 +285,11 @@ def _check(pid: int) -> None:
 
 
 def _maps_driver(pid: int) -> bool:
-    """Return whether the process has the driver's library mapped, without which it has no CUDA state, or is unreadable."""
+    """Whether the driver's library is mapped, without which a process has no CUDA state; True if that cannot be read."""
     return maps(pid, lambda path: path.rpartition("/")[2].startswith("libcuda.so"), unreadable=True)
 
 
 def _await_end(pid: int) -> None:
-    """Give a process that is being killed a moment to end."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:  # it ended; or there is no free descriptor, and the check is made without waiting
@@ -318,7 +308,7 @@ def _plain(device_id: str) -> str:
 
 
 def _permutation(moving: Mapping[str, str], devices: Iterable[str]) -> dict[str, str]:
-    """Complete `moving` to a mapping of all devices, one to one, that leaves alone what it can."""
+    """Complete `moving` to a one-to-one mapping of all devices: a device that is moved onto gets a vacated one."""
     still = [device for device in devices if device not in moving]
     taken = set(moving.values())
     displaced = [device for device in still if device in taken]

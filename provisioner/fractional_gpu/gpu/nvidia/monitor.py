@@ -1,28 +1,12 @@
-"""Reads NVIDIA devices through NVML. It never creates a CUDA context and needs no privileges.
+"""Reads NVIDIA devices through NVML. Never creates a CUDA context, needs no privileges.
 
-- No library, no driver or no device is an ordinary result: `devices()` is empty and `why_none` says why. Each call tries
-  again, so a driver that is loaded later is found.
-- A device that fell off the bus is left out of `devices()`, and `use()` of it raises DEVICE_LOST.
-- Drivers before 575.57 name a process by the thread that made its context, and in a pid namespace the samples of utilisation keep the
-  host's pids. So each number is turned into its process's, and samples count only of processes that the device lists.
-- The driver's own reserve of a device's memory is neither in the total nor in the use.
-- A handle is valid until NVML is shut down, and getting one is a call of its own: handles are kept. A call that fails with a kept handle
-  is repeated with a fresh one, so that each error is about the device as it is now.
-- A device in MIG mode is not listed itself: its instances are, each as a device.
-- Activity comes from the samples that the driver keeps of each process's utilisation. A sample covers a period that ends with it (up to a
-  second long, shorter on better devices), so work may look busy for a while after its end.
-- Impossible samples are dropped: NVML is known to give utilisations of 37,100 % and time stamps far off. A stamp up to a second ahead of
-  this machine's clock counts as now; a later one would make its process look busy until then.
-- A process's utilisation is read from the newest sample of the previous reading on: the driver gives one mean for each process that
-  worked since then, and NOT_FOUND if none did. If it gives several, their mean counts. If it gives none though the device works (processes
-  in other containers, some virtual machines), only the device's own figure is known, of the last second at most. MIG instances have
-  neither.
-- The driver stamps its samples with the wall clock; they are converted to the time since boot. After that clock was set, the samples of
-  the next reading may have stamps of the old or the new clock: none of them counts, then or later.
-- Power and energy are of a whole device. A MIG instance has neither: NVML does not document its answer, and the whole device's figure
-  would count once for each instance.
-- Where NVML does not report a process's memory (in some virtual machines and containers), the processes without a figure
-  share the memory that no other process accounts for, in equal parts: exact for one process, a guess for more.
+No library, no driver or no device is an ordinary result: `devices()` is empty, `why_none` says why, and each call tries again, so a
+driver
+that is loaded later is found. A lost device is not in `devices()`, and `use()` of it raises DEVICE_LOST. Of a device in MIG mode the
+instances are listed, without activity, power and energy: NVML does not document them there. The driver's own reserve counts neither as
+memory nor as used.
+
+The hard thing is the driver's samples: each covers up to a second that ends with it, so work may look busy for a while after its end.
 """
 
 import importlib
@@ -85,18 +69,16 @@ _WHY_NONE: Final[Mapping[int, str]] = {
     _NO_PERMISSION: "the device files /dev/nvidia* may not be opened: add this user to the group that owns them",
 }
 
-# A device with one of these errors is left out, so that it does not hide the others. NOT_SUPPORTED comes from a device that shares the
-# system's memory and has no size of its own, so that it has no fractions.
+# Devices with these errors are left out. NOT_SUPPORTED comes from one that shares the system's memory: without a size it has no fractions.
 _LEFT_OUT: Final = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION, _NOT_SUPPORTED})
 
 _CHIP: Final = 0  # NVML_TEMPERATURE_GPU, the sensor of the chip
-_SAMPLE_LATE_US: Final = 250_000  # the driver may publish a sample so late
+_SAMPLE_LATE_US: Final = 250_000  # the driver may publish a sample this late
 _SETTLE_US: Final = 1_000_000  # the longest period of a sample
-_AHEAD_US: Final = 1_000_000  # the samples' clock may be so far ahead of this machine's
-_FULL: Final = 100  # percent: no sane sample has more
-_AT_WORK: Final = 10  # percent: a device that shows so much has processes that work
-# If the driver has no samples, pynvml raises an error with the code of success.
-_NO_SAMPLES: Final = frozenset({_SUCCESS, _NOT_FOUND})
+_AHEAD_US: Final = 1_000_000  # a later stamp is an error: its process would look busy until then
+_FULL: Final = 100  # percent: NVML is known to report up to 37,100 %
+_AT_WORK: Final = 10  # percent: such a device has processes that work
+_NO_SAMPLES: Final = frozenset({_SUCCESS, _NOT_FOUND})  # pynvml raises an error with the code of success
 _READS: Final = 3
 _MIG: Final = "MIG-"  # an instance's id begins so
 _ON_MIG: Final = "it is a MIG instance, on which the driver cannot checkpoint"
@@ -105,7 +87,7 @@ _UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_
 
 
 class _Sample(NamedTuple):
-    """What a process used of a device in a period that ended at `stamp_us` of the wall clock; `rates` in percent, compute first."""
+    """Use of a device in a period that ended at `stamp_us` of the wall clock; `rates` in percent, compute first."""
 
     pid: int
     stamp_us: int
@@ -113,15 +95,11 @@ class _Sample(NamedTuple):
 
     @property
     def is_sane(self) -> bool:
-        """Whether no rate is impossible."""
         return all(0 <= rate <= _FULL for rate in self.rates)
 
 
 class NvidiaMonitor:
-    """The `Monitor` of NVIDIA devices. Methods may be called from any thread.
-
-    `nvml` stands in for pynvml in tests, `bindings` for the check of cuda-bindings, `clock` for the machine's clock.
-    """
+    """The `Monitor` of NVIDIA devices. Thread-safe. The arguments are for tests."""
 
     kind: Final = "nvidia"
 
@@ -136,7 +114,7 @@ class NvidiaMonitor:
         self._steps = 0  # how often the wall clock was set
         self._steps_known: dict[str, int] = {}  # by device: `_steps` at its last reading
         self._steps_measured: dict[str, int] = {}  # the same, at the last reading of utilisation
-        # by device: pid and stamp of the samples around the last step
+        # By device: pid and stamp of the samples around the last step. They may be of the old or the new clock, so they never count.
         self._ambiguous: dict[str, set[tuple[int, int]]] = {}
         self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
         self._bindings = bindings
@@ -178,7 +156,7 @@ class NvidiaMonitor:
             return self._read(device_id, partial(self._use, device_id))
 
     def _use(self, device_id: str, handle: object) -> DeviceUse:
-        # An administrator may switch the mode on while no process uses the device. NVML goes on to answer for the whole of it.
+        # An administrator may switch the mode on while no process uses the device. NVML then still answers for the whole device.
         if not device_id.startswith(_MIG) and self._has_mig_instances(handle):
             raise GPUError(
                 GPUErrorCode.NO_SUCH_DEVICE,
@@ -252,13 +230,16 @@ class NvidiaMonitor:
         )
 
     def _was_set(self, device_id: str, known: dict[str, int]) -> bool:
-        """Return whether the wall clock was set since the last reading of the device; `known`: `_steps` at such a reading, by device."""
+        """Whether the wall clock was set since the device's last reading; `known`: `_steps` at such a reading, by device."""
         if self._clock.stepped_us():
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps
 
     def _samples(self, since_us: int, handle: object) -> list[_Sample] | None:
-        """Return the samples of listed processes that the driver stamped since then, by the wall clock; None if there cannot be any."""
+        """Return the samples of listed processes that the driver stamped since then, by the wall clock; None if there cannot be any.
+
+        In a pid namespace samples keep the host's pids: hence only listed processes count.
+        """
         try:
             samples = self._read_samples(since_us, handle)
         except self._nvml.NVMLError as error:
@@ -279,10 +260,7 @@ class NvidiaMonitor:
         return [sample for sample in found if sample.pid in listed]
 
     def _read_samples(self, since_us: int, handle: object) -> list[Any]:
-        """Return all samples since then.
-
-        pynvml makes two calls, for the number of samples and for the samples; if more came in between, the second fails. Then read again.
-        """
+        # pynvml asks for the number of samples, then for the samples, and fails if more came in between: read again.
         for _ in range(_READS - 1):
             try:
                 return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
@@ -294,8 +272,7 @@ class NvidiaMonitor:
         return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        # Power is the mean of the last second on devices since Ampere (but not on GA100: there it is of the moment); energy is since the
-        # driver was loaded, on devices since Volta.
+        # Power is the mean of the last second since Ampere (on GA100 of the moment); energy, since Volta, counts from the driver's start.
         self._must_start(device_id)
         with self._translated(f"reading the sensors of device {device_id}"):
             return self._read(device_id, partial(self._sensors, device_id))
@@ -310,12 +287,12 @@ class NvidiaMonitor:
         )
 
     def _busy_percent(self, handle: object) -> int | None:
-        """Return in how much of its last second, or less, the device worked; None where it does not report that, or not sanely."""
+        """Return in how much of its last second, or less, the device worked; None if it reports that not or not sanely."""
         rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
         return int(rates.gpu) if rates is not None and 0 <= int(rates.gpu) <= _FULL else None
 
     def _read(self, device_id: str, read: Callable[[object], T]) -> T:
-        """Return `read` of the device's handle. Raises NVMLError, and then of a handle that is fresh."""
+        """Call `read` with the device's kept handle, and on an error again with a fresh one, so that errors are about the device now."""
         handles = self._handles
         kept = handles.get(device_id)
         if kept is not None:
@@ -329,7 +306,7 @@ class NvidiaMonitor:
         return found
 
     def _optional(self, call: str, *arguments: object, **more: object) -> Any:  # noqa: ANN401 - whatever this call of NVML gives
-        """Return the reading; None where the device or the library does not have it, or this user may not read it."""
+        """Return the reading; None if the device or the library lacks it, or this user may not read it."""
         try:
             return getattr(self._nvml, call)(*arguments, **more)
         except self._nvml.NVMLError as error:
@@ -341,7 +318,7 @@ class NvidiaMonitor:
         return {"CUDA_VISIBLE_DEVICES": device_id or ""}
 
     def close(self) -> None:
-        """Shut NVML down. Idempotent; a later call starts it again."""
+        """Idempotent; a later call starts NVML again."""
         with self._starting:
             if self._started:
                 self._started = False
@@ -396,7 +373,6 @@ class NvidiaMonitor:
         return modes is not None and bool(modes[0])
 
     def _instances(self, handle: object) -> Iterator[object]:
-        """Yield the MIG instances of a device; their numbers may have gaps."""
         for number in range(self._nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             try:
                 yield self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
@@ -405,7 +381,7 @@ class NvidiaMonitor:
                     raise
 
     def _memory(self, handle: object) -> tuple[int, int]:
-        """Return the memory that processes can have and that they have, bytes."""
+        """Return the memory that processes can have, and what they have, bytes."""
         memory = self._optional("nvmlDeviceGetMemoryInfo", handle, version=self._nvml.nvmlMemory_v2)
         if memory is not None:
             return int(memory.total - memory.reserved), int(memory.used)
@@ -413,7 +389,7 @@ class NvidiaMonitor:
         return int(memory.total), int(memory.used)
 
     def _processes(self, handle: object) -> Iterator[tuple[ProcessKind, list[Any]]]:
-        """Yield the processes by kind, the kind that decides first: clients of MPS are in the list of compute processes, too."""
+        """Yield the processes by kind, the kind that decides first: clients of MPS are also in the list of compute processes."""
         yield ProcessKind.MPS, self._optional("nvmlDeviceGetMPSComputeRunningProcesses", handle) or []
         yield ProcessKind.COMPUTE, list(self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
         yield ProcessKind.GRAPHICS, self._optional("nvmlDeviceGetGraphicsRunningProcesses", handle) or []
@@ -428,7 +404,7 @@ class NvidiaMonitor:
 
 
 def _process_of(number: int) -> int:
-    """Return the process of a number that may be a thread's; the number itself if nothing with it can be seen."""
+    """Return the process of a number that may be a thread's: drivers before 575.57 name the thread that made the context."""
     try:
         return thread_group(number)
     except (ProcessLookupError, PermissionError, ValueError):
@@ -436,7 +412,6 @@ def _process_of(number: int) -> int:
 
 
 def _means(samples: Iterable[_Sample]) -> dict[int, int]:
-    """Return each process's mean utilisation, thousandths of the device."""
     by_pid: dict[int, list[int]] = {}
     for sample in samples:
         by_pid.setdefault(sample.pid, []).append(sample.rates[0] * 10)
@@ -444,6 +419,7 @@ def _means(samples: Iterable[_Sample]) -> dict[int, int]:
 
 
 def _shares(by_pid: Mapping[int, int | None], kinds: Mapping[int, ProcessKind], used: int) -> tuple[ProcessUse, ...]:
+    # In some virtual machines and containers NVML reports no figure: these processes share the rest, exact for one, a guess for more.
     unknown = sum(one is None for one in by_pid.values())
     rest = max(0, used - sum(one for one in by_pid.values() if one is not None))
     guess = rest // unknown if unknown else 0

@@ -1,10 +1,7 @@
 """Which releases of NVIDIA's driver and bindings this project can work with, as tables and sentences.
 
-- The checkpoint calls came with driver 570 (CUDA 12.8); moving to another device came with driver 580 (CUDA 13.0).
-- Some driver releases are reported to lose state or to hang. Releases that may lose a kernel are refused; others
-  only get a warning.
-- A device's compute mode (`nvidia-smi -c`) may keep it to one process.
-- The driver checkpoints on x86-64 and on few other machines: all others than x86-64 are refused.
+The checkpoint calls came with driver 570 (CUDA 12.8), moving to another device with 580 (CUDA 13.0). Releases reported to lose a kernel's
+state are refused; those reported to hang get a warning. So are machines other than x86-64, where few drivers checkpoint.
 """
 
 import platform
@@ -16,7 +13,7 @@ from typing import Final
 INSTALL_BINDINGS: Final = "pip install 'jupyter-fractional-gpu[cuda]'"
 MOVING_CUDA_VERSION: Final = 13000  # as cuDriverGetVersion returns it: 1000 * major + 10 * minor
 
-_WSL_DEVICE: Final = Path("/dev/dxg")  # in place of /dev/nvidia*
+_WSL_DEVICE: Final = Path("/dev/dxg")  # instead of /dev/nvidia*
 _MACHINES: Final = frozenset({"x86_64", "AMD64"})
 _FIRST_DRIVER: Final = 570
 _FIRST_BINDINGS: Final = (12, 8)
@@ -25,7 +22,7 @@ _FIRST_MOVING_BINDINGS: Final = 13
 _NO_MOVE: Final = frozenset({"13.3.0"})  # a release that lacks the arguments of a restore
 _NO_RESTORE: Final = frozenset({"13.0.0", "13.0.1"})  # releases of the bindings that checkpoint and cannot restore
 
-# A release matches a version that is equal to it or goes on with a dot: "610.57" matches "610.57" and "610.57.02".
+# A release matches its own version and its patches: "610.57" matches "610.57" and "610.57.02".
 _REFUSED: Final = {
     "610.57": "locking a process is reported to crash it",
 }
@@ -41,18 +38,17 @@ _COMPUTE_MODES: Final = {
 
 
 def sharing_refusal(index: int, compute_mode: object) -> str:
-    """Return why the device in this mode (`nvmlDeviceGetComputeMode`) cannot be shared, a sentence, or ""."""
+    """Return why this compute mode (`nvmlDeviceGetComputeMode`) forbids sharing, or ""."""
     what = _COMPUTE_MODES.get(compute_mode) if isinstance(compute_mode, int) else None
     return "" if what is None else f"device {index} {what}: it cannot be shared"
 
 
 def sharing_advice(index: int) -> str:
-    """Return what an administrator does about a device that cannot be shared."""
     return f"as root: nvidia-smi -i {index} -c DEFAULT"
 
 
 def driver_refusal(version: str, *, machine: str | None = None) -> str:
-    """Return why this driver cannot be trusted with checkpoints on this kind of machine (`platform.machine()`), a sentence, or ""."""
+    """Return why this driver cannot be trusted with checkpoints on this kind of machine (`platform.machine()`), or ""."""
     machine = platform.machine() if machine is None else machine
     if machine not in _MACHINES:
         return f"NVIDIA's driver does not checkpoint on most machines of the kind {machine}: use an x86-64 one"
@@ -68,16 +64,12 @@ def driver_refusal(version: str, *, machine: str | None = None) -> str:
 
 
 def driver_warnings(version: str) -> tuple[str, ...]:
-    """Return sentences for an administrator about this driver."""
     reason = _matching(version, _WARNED)
     return (f"with the NVIDIA driver {version} {reason}",) if reason else ()
 
 
 def moving_refusal(version: str) -> str:
-    """Return why this driver, or the installed bindings, cannot restore a process onto another device, a sentence, or "".
-
-    Releases of both are asked only; `NvidiaCheckpointer.why_cannot_move` asks the driver itself before each move.
-    """
+    """Return why this driver or these bindings cannot restore onto another device, by their releases, or ""."""
     major = re.match(r"\d+", version)
     if major is None or int(major[0]) < _FIRST_MOVING_DRIVER:
         return f"the NVIDIA driver {version} restores kernels on their own device only: install {_FIRST_MOVING_DRIVER} or newer"
@@ -92,7 +84,7 @@ def moving_refusal(version: str) -> str:
 
 
 def why_no_bindings() -> str:
-    """Return why the CUDA bindings cannot be used, a sentence with what to do; empty if they can. Does not import them."""
+    """Return why the CUDA bindings cannot be used and what to do, or "". Does not import them."""
     try:
         version = metadata.version("cuda-bindings")
     except metadata.PackageNotFoundError:
@@ -101,7 +93,7 @@ def why_no_bindings() -> str:
 
 
 def bindings_refusal(version: str) -> str:
-    """Return why this release of cuda-bindings cannot be used, a sentence that says what to do, or ""."""
+    """Return why this release of cuda-bindings cannot be used and what to do, or ""."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _FIRST_BINDINGS:
         first = ".".join(map(str, _FIRST_BINDINGS))

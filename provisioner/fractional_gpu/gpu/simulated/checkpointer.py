@@ -1,15 +1,9 @@
-"""Driving other processes' simulated CUDA state: the `Checkpointer` of the simulated host.
+"""Drives other processes' simulated CUDA state: the `Checkpointer` of the simulated host.
 
-The rules (the driver's, error codes included):
-- lock needs RUNNING, checkpoint and unlock need LOCKED, restore needs CHECKPOINTED; otherwise ILLEGAL_STATE. A
-  process without a context is NOT_INITIALIZED. A lock that cannot drain the calls in flight is NOT_READY and
-  leaves RUNNING.
-- A restore without room is OUT_OF_MEMORY and the process has failed for good: later restores give OPERATING_SYSTEM,
-  every other operation ILLEGAL_STATE.
-- A failure that is not simulated (no room in the folder) is OPERATING_SYSTEM and leaves the process as it was, with
-  every byte.
-- Bytes are copied, then the change is committed, then the source is emptied. So `settle` can undo a
-  killed operation.
+States and error codes are the driver's. A restore without room is OUT_OF_MEMORY, and the process has failed for good: later restores give
+OPERATING_SYSTEM, other operations ILLEGAL_STATE. A failure that is not simulated (no room in the folder) is OPERATING_SYSTEM and leaves
+the
+process as it was. Bytes are copied, then the change is committed, then the source is emptied: so `settle` can undo a killed operation.
 """
 
 import errno
@@ -53,7 +47,7 @@ _SLICES_PER_S: Final = 50
 
 
 class SimulatedCheckpointer:
-    """Drives the processes of a simulated host. Raises GPUError NOT_INITIALIZED when there is none in the folder."""
+    """Raises GPUError NOT_INITIALIZED if the folder has no simulated host."""
 
     def __init__(self, directory: str | Path) -> None:
         self._store = open_store(directory)
@@ -136,7 +130,9 @@ class SimulatedCheckpointer:
                 settle(self._store, key)
                 process = find_process(self._store, key)
                 if process is None:
-                    raise GPUError(GPUErrorCode.NO_SUCH_PROCESS, "the process ended its context or died meanwhile")
+                    raise GPUError(
+                        GPUErrorCode.NO_SUCH_PROCESS, "the process ended its context or died in the meantime"
+                    )
                 if process.phase != "saved" and self._store.device(process.device).lost:
                     raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {process.device} is lost")
                 self._refuse(operation, pid, self._state_of(key))
@@ -147,7 +143,7 @@ class SimulatedCheckpointer:
             raise
 
     def _refuse(self, operation: str, pid: int, state: ProcessState) -> None:
-        """Raise the driver's error for an operation in a state, unless it is legal."""
+        """Raise the driver's error for an operation that is illegal in the state."""
         if state is NEEDS[operation]:
             return
         code = GPUErrorCode.ILLEGAL_STATE
@@ -201,7 +197,7 @@ class SimulatedCheckpointer:
         return target
 
     def _reserve(self, process: Process, target: Device) -> None:
-        """Reserve the room on the target, or mark the process as failed for good, as the driver does without a second chance."""
+        """Reserve the room on the target, or mark the process as failed for good: the driver gives no second chance."""
         reap(self._store)
         with self._store.transaction() as db:
             used = int(db.execute(HELD, (target.device_id,)).fetchone()[0])
@@ -238,7 +234,7 @@ def _check_changed(db: sqlite3.Connection, key: str, rows: int) -> None:
 def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int | None = None) -> None:
     """Copy the bytes, holes as holes, at no more than `mib_s` MiB/s of the whole size (0: at full speed).
 
-    `charged_to`: the process to whose control group the target's memory is charged; None: it is charged to this process's.
+    `charged_to`: the process whose control group is charged; None: this process's.
     """
     began, chunk = time.monotonic(), _CHUNK
     if mib_s:
@@ -268,7 +264,7 @@ def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int 
 
 
 def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield where data begins and ends between the holes. Each hole is searched for once: the search visits every page before it."""
+    """Yield where data begins and ends. Each hole is searched for once: the search visits every page before it."""
     hole = 0
     while hole < size:
         try:

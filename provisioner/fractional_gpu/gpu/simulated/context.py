@@ -1,13 +1,8 @@
 """A simulated process: its gate, its context and its allocations, admitted exactly. Standard library only.
 
-The rules:
-- Contexts and allocations on a device together never exceed its memory: each is admitted in the transaction that
-  records it, so two processes cannot both take the last room.
-- A process under a cap (JUPYTER_GPU_MEMORY_MIB) shares it with all processes of its lease (JUPYTER_GPU_LEASE) on its device;
-  a process without a lease has it for itself.
-- A process is on one device, the first of those it is bound to. A lease of several devices has processes on each.
-- Before a refusal, the memory of dead processes is released and the request is checked again.
-- Contents must fit into the machine: an allocation that could not be filled with real bytes is refused at once.
+Contexts and allocations on a device never exceed its memory: each is admitted in the transaction that records it. Before a refusal, the
+memory of dead processes is released. A process under a cap (JUPYTER_GPU_MEMORY_MIB) shares it with all processes of its lease
+(JUPYTER_GPU_LEASE) on its device. An allocation that the machine could not fill with real bytes is refused at once.
 """
 
 import fcntl
@@ -45,15 +40,9 @@ from fractional_gpu.gpu.simulated.processes import (
 )
 from fractional_gpu.gpu.simulated.store import MIB, Device, SimulatedHostError, Store
 
-# The gate of a simulated process: its calls pass, or wait while it is locked or checkpointed.
-#
-# The rules:
-# - A call in flight holds a shared lock on the gate's file. A lock operation first sets the byte to WANTED, so that no new
-#   call begins, then waits for the exclusive lock. The kernel drops the shared lock of a killed process.
-# - The file lock belongs to the process and has no count, so threads inside are counted here. If an interrupt takes a
-#   thread out of a call uncounted, its next call corrects the count.
-# - Waiting is interruptible in the main thread, unless the process is set to behave as with the driver, where SIGINT is
-#   delivered only after the call.
+# The gate: a call in flight holds a shared lock on the gate's file. A lock operation first sets the byte to WANTED, so that no new call
+# begins, then waits for the exclusive lock. The kernel drops the lock of a killed process. A file lock has no count, so threads inside
+# are counted here; if an interrupt takes a thread out uncounted, its next call corrects the count.
 
 
 _FIRST_POLL_S: Final = 0.001
@@ -63,11 +52,11 @@ _GONE: Final = "this process's simulated context is gone: restart the kernel"
 
 
 class SimulatedCudaError(RuntimeError):
-    """A call of the simulated GPU failed."""
+    pass
 
 
 class SimulatedOutOfMemory(SimulatedCudaError, MemoryError):  # noqa: N818 (named as the frameworks name theirs)
-    """The device, the process's cap or the host has no room for the allocation; the message says which."""
+    """The device, the process's cap or the host is full; the message says which."""
 
 
 class Gate:
@@ -174,7 +163,7 @@ class Gate:
 
 
 def _living(store: Store, key: str) -> Process:
-    """Return the process. Raises SimulatedCudaError if it has failed or has no context any more."""
+    """Raises SimulatedCudaError if it has failed or has no context any more."""
     process = find_process(store, key)
     if process is None:
         raise SimulatedCudaError(_GONE)
@@ -184,7 +173,7 @@ def _living(store: Store, key: str) -> Process:
 
 
 def _interrupted() -> KeyboardInterrupt:
-    """Return what ends a wait. IPython shows it as one sentence: the stack would be this module's."""
+    """Return a KeyboardInterrupt that IPython shows as one sentence: the stack would be this module's."""
     error = KeyboardInterrupt("interrupted while it waited for the GPU; the cell ended at this call")
     error._render_traceback_ = lambda: [f"KeyboardInterrupt: {error}"]  # type: ignore[attr-defined]
     return error
@@ -215,11 +204,11 @@ _UNSET: Final = "start the kernel through a broker with --simulate, or set it yo
 
 
 class _NoRoom(Exception):  # noqa: N818 (a signal between two functions here: reap dead processes, then try again)
-    """A request does not fit; the text says where."""
+    pass
 
 
 def memory_cap_bytes() -> int | None:
-    """Return the cap of this process's tree now (it may grow while the process runs), None without one."""
+    """Return the cap of this process's tree now: it may grow while the process runs."""
     text = os.environ.get("JUPYTER_GPU_MEMORY_MIB", "")
     if not text:
         return None
@@ -309,7 +298,7 @@ class Context:
         return total - int(self.store.query(HELD, device.device_id)[0][0]), total
 
     def allocate(self, n_bytes: int) -> int:
-        """Admit an allocation and return its number. Raises SimulatedOutOfMemory. The caller is inside the gate."""
+        """Return the allocation's number. Raises SimulatedOutOfMemory. The caller is inside the gate."""
         self._check_host(n_bytes)
         added = 0
 
@@ -333,7 +322,7 @@ class Context:
         return added
 
     def free(self, numbers: list[int]) -> None:
-        """Free allocations; numbers that are freed already are ignored. The caller is inside the gate."""
+        """Numbers that are freed already are ignored. The caller is inside the gate."""
         for number in numbers:
             with self.store.transaction() as db:
                 row = db.execute(
@@ -345,17 +334,15 @@ class Context:
             self.path(number).unlink(missing_ok=True)
 
     def free_discarded(self) -> None:
-        """Free the allocations of collected buffers. The caller is inside the gate."""
         while self.discarded:
             self.free([self.discarded.popleft()])
 
     def path(self, number: int) -> Path:
-        """Return the file with the bytes of an allocation while it is on the device."""
         return self.folder / f"{number}.device"
 
     @contextmanager
     def working(self, seconds: float | None = None, milli: int = WHOLE) -> Iterator[Piece]:
-        """Count as working on the device during the block; yields the piece of work. The caller is inside the gate.
+        """Count as working on the device during the block. The caller is inside the gate.
 
         `seconds`: what it takes alone, if known; `milli`: what it uses of the device, thousandths.
         """
@@ -366,11 +353,11 @@ class Context:
             self.load.end(piece)
 
     def go_on(self) -> None:
-        """Continue the running work: other processes' work may slow it down from now on. Raises SimulatedCudaError."""
+        """Share the device again: other processes' work may have changed. Raises SimulatedCudaError."""
         self.load.go_on(_living(self.store, self.key).device)
 
     def destroy(self) -> None:
-        """End the context and release everything, unless an operation moves it now (then it is reaped later)."""
+        """Release everything, unless an operation moves it now (then it is reaped later)."""
         try:
             self.load.close()  # before it is booked
             with operation_lock(self.folder) as mine:
@@ -383,7 +370,7 @@ class Context:
             self.store.close()
 
     def _admitted(self, n_bytes: int, device: str | None, record: Callable[[sqlite3.Connection], None]) -> None:
-        """Check the room and `record`, in one transaction; after a refusal reap dead processes and try once more."""
+        """Check the room and `record`, in one transaction; after a refusal reap dead processes and try again."""
         cap = memory_cap_bytes()
         for attempt in range(2):
             try:

@@ -6,16 +6,13 @@
         cuda.launch(0.5, utilisation=0.3)
         print(buffer.read(6), cuda.memory_info())
 
-The rules:
-- The first use makes the process's context, which takes device memory itself, on the device that
-  JUPYTER_GPU_SIMULATED_DEVICE names in JUPYTER_GPU_SIMULATED_DIR.
-- Every call blocks while the process is locked or checkpointed and goes on afterwards. In the main thread
-  KeyboardInterrupt ends the wait, unless JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE=1: then it waits as a thread blocked in
-  the driver does.
-- Bytes are written through: a read after a restore returns the bytes that were really moved.
-- A forked child has no context and no memory: its first use creates its own, and its parent's buffers are not usable in it.
-- Calls raise SimulatedCudaError when the device or the process failed, SimulatedOutOfMemory when there is no
-  room.
+The first use makes the process's context, on the device JUPYTER_GPU_SIMULATED_DEVICE in JUPYTER_GPU_SIMULATED_DIR. A forked child makes
+its
+own, and cannot use its parent's buffers. Every call blocks while the process is locked or checkpointed; KeyboardInterrupt ends the wait
+in
+the main thread, unless JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE=1 (as if blocked in the driver). Calls raise SimulatedCudaError when the
+device
+or the process failed, SimulatedOutOfMemory when there is no room.
 """
 
 import atexit
@@ -112,12 +109,10 @@ class Buffer:
                 self._write(memoryview(block)[: self.n_bytes - offset], offset)
 
     def sha256(self) -> str:
-        """Return the hexadecimal SHA-256 of the contents, read as one call."""
         with self._mine().gate.call(), self._path().open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def free(self) -> None:
-        """Free the memory. Idempotent."""
         if self._number is None:
             return
         context = self._mine()
@@ -181,7 +176,7 @@ def allocate(n_bytes: int) -> Buffer:
 def launch(seconds: float, utilisation: float = 1.0) -> None:
     """Keep the device busy and wait: for `seconds` if nothing else runs there, longer next to other work.
 
-    `utilisation` is the part of the device that it uses meanwhile. Work that uses more than a whole device together slows each other
+    `utilisation` is the part of the device that it uses. Work that uses more than a whole device together slows each other
     down (`load`). The process cannot be locked before the work is done.
     """
     if not seconds >= 0:

@@ -1,17 +1,11 @@
 """Which control group a shared host's bytes are charged to: device memory to the host, saved memory to the process's job.
 
-The kernel charges the pages of a memory file to the control group that first touches them. Without further steps that is the wrong way
-round: the notebook fills its device's memory, and root's checkpoint worker writes the saved copy. A real device's memory is charged to no
-group, and saved state is in the process's own memory. So, on a shared host:
-
-- A process that allocates sends the file's descriptor to the host's server (a thread of the broker), which reserves the pages: they are
-  charged to the broker's group. If no server answers, they are charged to the process.
-- Before the worker saves a process, a short-lived helper in the process's control group reserves the pages of the saved copy. If the
-  group has no room, the kernel kills the helper, and the process stays as it was.
-- Between processes of one group nothing is reserved: files stay sparse.
-- The server trusts no client: it takes only plain files of the peer's user in the host's file system, not larger than a device.
-
-The notebook's side (`reserve`) needs the standard library only.
+The kernel charges a memory file's pages to the group that first touches them, which would be the wrong one: the notebook fills its
+device's
+memory, root's worker writes the saved copy. So a process that allocates sends the file's descriptor to a thread of the broker, which
+reserves the pages (without an answer the process is charged). Before a save, a helper in the process's group reserves the copy's pages:
+if
+the group has no room, the kernel kills the helper, and the process stays as it was. `reserve` needs the standard library only.
 """
 
 import errno
@@ -37,9 +31,9 @@ _PAUSE_S: Final = 0.5  # without a free descriptor
 
 
 def reserve(directory: Path, path: Path) -> None:
-    """Have the pages of a file of this process's device memory charged to the host. Raises OSError where there is no room.
+    """Have the pages of a file of this process's device memory charged to the host. Raises OSError if there is no room.
 
-    Does nothing where no server answers.
+    Does nothing if no server answers.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(_ANSWER_S)
@@ -60,10 +54,10 @@ def reserve(directory: Path, path: Path) -> None:
 
 
 class DeviceMemoryServer:
-    """Reserves device memory for the users of a shared host, in separate threads, until `close`."""
+    """Reserves device memory for a shared host's users, in separate threads. Trusts no client: takes only the peer's own plain files."""
 
     def __init__(self, directory: Path) -> None:
-        # Open as long as the service: users cannot create the files that SQLite keeps beside the books while a connection is open.
+        # Open while the service runs: users cannot create the files that SQLite keeps next to the books during a connection.
         self._store = Store(directory)
         self._most = max((device.memory_mib for device in self._store.devices()), default=0) * MIB
         self._device = directory.stat().st_dev
@@ -80,7 +74,6 @@ class DeviceMemoryServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End the service; returns when its thread has ended."""
         self._ended.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
@@ -90,7 +83,7 @@ class DeviceMemoryServer:
         self._store.close()
 
     def _serve(self) -> None:
-        # An `accept` that waits would hold a descriptor meanwhile, and one without a free descriptor must not end this service.
+        # A waiting `accept` would hold a descriptor, and one without a free descriptor must not end this service.
         ready = select.poll()
         ready.register(self._listener, select.POLLIN)
         while not self._ended.is_set():
@@ -125,7 +118,6 @@ class DeviceMemoryServer:
             self._free.release()
 
     def _reserved(self, uid: int, files: list[int]) -> bytes:
-        """Reserve the file's pages; return the answer."""
         if len(files) != 1:
             return b"one file is expected"
         found = os.fstat(files[0])
@@ -152,7 +144,7 @@ _MOST_PARTS: Final = 1000  # extents in one command line; more are joined
 
 
 def charge(pid: int, file: int, extents: list[tuple[int, int]]) -> None:
-    """Reserve these parts of a file as memory of the process's control group. Raises OSError where the group has no room."""
+    """Reserve these parts of a file as memory of the process's control group. Raises OSError if the group has no room."""
     import subprocess  # noqa: PLC0415 - notebooks import this module
     import sys  # noqa: PLC0415
 
@@ -175,9 +167,9 @@ def charge(pid: int, file: int, extents: list[tuple[int, int]]) -> None:
 
 
 def _memory_group(pid: int) -> Path | None:
-    """Return the folder of the group that accounts the process's memory, None where there is none."""
+    """Return the folder of the group that accounts the process's memory, if any."""
     groups = memory_groups(pid)
-    for version in (1, 2):  # beside version 1's memory controller, version 2 has none
+    for version in (1, 2):  # with version 1's memory controller, version 2 has none
         if folders := groups.get(version):
             return folders[0]
     return None

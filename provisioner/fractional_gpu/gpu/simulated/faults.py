@@ -1,11 +1,8 @@
 """Injected faults of the simulated hardware: what goes wrong, how often and for which process.
 
-The rules:
-- A fault applies to one operation (lock, checkpoint, restore, unlock, state), of one process or of any.
-- It strikes `times` times (None: until it is removed); among several the oldest strikes.
-- `fail:CODE` raises that error and does nothing. `slow:MS` waits before the operation, `late:MS` after it. `lie` returns
-  success and does nothing; for state, `lie:STATE` returns that state.
-  `hang` waits until the fault is removed, then does the operation; `late` does it, then waits until the fault is removed.
+A fault applies to one operation (lock, checkpoint, restore, unlock, state), of one process or of any, `times` times (None: until it is
+removed); the oldest strikes. `fail:CODE` raises that error and does nothing; `slow:MS` waits before, `late:MS` after the operation; `lie`
+(for state `lie:STATE`) succeeds and does nothing; `hang` and `late` wait before or after it until the fault is removed.
 """
 
 import time
@@ -31,7 +28,6 @@ class Strike:
         return self._kind == "lie"
 
     def before(self) -> None:
-        """Wait or raise GPUError as the fault says."""
         if self._kind == "fail":
             raise GPUError(GPUErrorCode(self.value), f"injected fault: {self.value}")
         if self._kind == "slow":
@@ -40,7 +36,6 @@ class Strike:
             self._until_removed()
 
     def after(self) -> None:
-        """Wait as the fault says."""
         if self._kind != "late":
             return
         if self.value:
@@ -54,7 +49,6 @@ class Strike:
 
 
 def strike(store: Store, operation: str, pid: int) -> Strike:
-    """Take the fault that is due for this operation on this process, if any."""
     due = (
         "SELECT id, fault FROM faults WHERE operation=? AND (pid IS NULL OR pid=?) "
         "AND (left IS NULL OR left > 0) ORDER BY id"

@@ -1,11 +1,8 @@
 """Creates and changes simulated hosts: devices, settings, lost devices. For brokers, commands and tests.
 
-The rules:
-- A host keeps its devices and their ids; they can be replaced only while no process uses it.
-- A host that users share is its owner's folder, readable by all; its books and the folders of memory are writable by all, and each
-  process's folder is its user's.
-- The processes on a lost device have failed, and their device memory is gone. Memory that is saved on the host is
-  untouched.
+Devices can be replaced only while no process uses the host. A shared host's books and folders of memory are writable by all, each
+process's
+folder is its user's. The processes on a lost device have failed, and their device memory is gone; saved memory is untouched.
 """
 
 import os
@@ -37,8 +34,6 @@ _MIB_PER: Final = {"mib": 1, "gib": 1024, "tib": 1024 * 1024}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedHost:
-    """A simulated host: its folder, and its devices at the time of the call."""
-
     directory: Path
     devices: tuple[Device, ...]
 
@@ -51,7 +46,7 @@ def parse_devices(text: str) -> list[int]:
         count, mib = (int(match[1] or "1"), int(match[2]) * _MIB_PER[match[3].lower()]) if match else (0, 0)
         if count < 1 or not 1 <= mib <= _MAX_MIB or len(sizes) + count > MAX_DEVICES:
             raise SimulatedHostError(
-                f"simulated devices {text[:80]!r} are not understood or too many; allowed: COUNTxMEMORY such as 2x80GiB, 4x512MiB or "
+                f"simulated devices {text[:80]!r} are malformed or too many; allowed: COUNTxMEMORY such as 2x80GiB, 4x512MiB or "
                 f"2x80GiB,1x40GiB, at most {MAX_DEVICES} devices of 1 MiB to 16 TiB each"
             )
         sizes += [mib] * count
@@ -59,9 +54,9 @@ def parse_devices(text: str) -> list[int]:
 
 
 def choose_directory(name: str) -> Path:
-    """Return where a host of this name lives: memory if there is enough of it (1 GiB), else the temporary folder.
+    """Return the folder for a host of this name: in memory if there is enough (1 GiB), else in the temporary folder.
 
-    The same name gives the same folder for as long as one exists. `name` is letters, digits, `-`, `_` and `.`.
+    The same name gives the same folder while that exists. `name` is letters, digits, `-`, `_` and `.`.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
         raise SimulatedHostError(
@@ -80,11 +75,11 @@ def choose_directory(name: str) -> Path:
 
 
 def create(directory: str | Path, devices: str, *, shared: bool = False) -> SimulatedHost:
-    """Create a simulated host, or open the one that is there. `devices` as for `parse_devices`.
+    """Create a simulated host, or open an existing one. `devices` as for `parse_devices`.
 
-    `shared`: processes of other users use it, too. It is root's then: only root checkpoints others' processes and tidies up after them.
-    Raises SimulatedHostError for devices that are not allowed, for a folder that other users may write to, and when processes use
-    a host with other devices.
+    `shared`: other users' processes use it too; then it is root's, who alone checkpoints and tidies up after them. Raises
+    SimulatedHostError for
+    devices that are not allowed, a folder that other users may write to, and when processes use a host with other devices.
     """
     sizes = parse_devices(devices)
     path = Path(directory).absolute()
@@ -118,7 +113,7 @@ def create(directory: str | Path, devices: str, *, shared: bool = False) -> Simu
 
 
 def destroy(directory: str | Path) -> None:
-    """Remove a simulated host and its folder. Raises SimulatedHostError while processes live on it."""
+    """Raises SimulatedHostError while processes use it."""
     with closing(Store(directory)) as store:
         reap(store)
         if living := processes_of(store):
@@ -169,13 +164,13 @@ def _own(path: Path) -> None:
 
 
 def _open_to_users(path: Path) -> None:
-    """Let all users into the folder, and write the books in it. SQLite gives the files beside its database the database's mode."""
+    """Let all users into the folder and its books. SQLite gives the files next to its database the database's mode."""
     path.chmod(0o755)
     file = os.open(path / DATABASE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.fchmod(file, 0o666)
     os.close(file)
-    for beside in path.glob(f"{DATABASE}-*"):
-        beside.chmod(0o666)
+    for each in path.glob(f"{DATABASE}-*"):
+        each.chmod(0o666)
 
 
 def _name(mib: int) -> str:

@@ -1,14 +1,13 @@
 """Work on the simulated devices: how much each process uses of its device, and how pieces of work slow each other down.
 
-The rules:
-- A piece of work has a duration when it runs alone, and a use of the device in that time, thousandths.
-- Pieces do not slow each other down while they use at most the whole device together. Beyond that, a piece that uses u takes 1 - u + u * k
-  times as long: only what it does on the device is stretched. k is the number for which the uses, each u / (1 - u + u * k), add up to the
-  whole device, as in `core.time_slicing`, which a notebook cannot import.
-- Each process publishes in a file what each piece of its work uses, and its past use: a ring of running totals, like a driver's samples.
-  The last total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill the ring.
-  Of more than `_PIECES` pieces, the last ones count as one.
-- Work that is published with an end in the past is over, whatever the file says: its process was killed or stopped.
+Pieces that together use at most the whole device do not slow each other down. Beyond that, one that uses u takes 1 - u + u * k times as
+long:
+only what it does on the device is stretched. k is the number for which the uses, each u / (1 - u + u * k), add up to the whole device, as
+in
+`core.time_slicing`, which a notebook cannot import. Each process publishes its pieces' use and a ring of running totals, like a driver's
+samples; the last total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill the ring. Work published with an end
+in
+the past is over: its process was killed or stopped.
 """
 
 import os
@@ -28,7 +27,7 @@ WHOLE: Final = 1000  # a device, thousandths
 
 _LOAD: Final = "pieces"  # a version of the file without the uses of single pieces has another name
 _PIECES: Final = 32
-# Totals written, what the work under way uses as it is slowed down, and what each piece of it uses alone, thousandths
+# Totals written, the current use as slowed down, and what each piece uses alone, thousandths
 _HEADER: Final = struct.Struct(f"<QQ{_PIECES}H")
 _TOTAL: Final = struct.Struct("<QQ")  # nanoseconds since boot, and nanoseconds of a whole device used until then
 _TOTALS: Final = 256
@@ -39,7 +38,7 @@ _BYTES: Final = _HEADER.size + _TOTALS * _TOTAL.size
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A piece of work under way: what it uses, thousandths, and what is left of the time that it takes alone (None: unknown)."""
+    """A piece of work: what it uses, thousandths, and what is left of the time that it takes alone (None: unknown)."""
 
     milli: int
     left_ns: int | None
@@ -47,7 +46,7 @@ class Piece:
 
     @property
     def left_s(self) -> float:
-        """Seconds until its end, as it is slowed down now; 0 where that is unknown."""
+        """Seconds until its end, as it is slowed down now; 0 if unknown."""
         return (self.left_ns or 0) * self.stretch_milli / WHOLE / 1e9
 
     @property
@@ -66,7 +65,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """What a process publishes: running totals in order, its pieces' use when alone, their current use together, and when that ends."""
+    """Running totals in order, the pieces' use when alone, their current use together, and when that ends."""
 
     totals: list[tuple[int, int]]
     wants_milli: list[int]
@@ -75,8 +74,6 @@ class _Published:
 
 
 class Load:
-    """The work of this process. Safe to use from several threads."""
-
     def __init__(self, store: Store, key: str) -> None:
         self._store = store
         self._key = key
@@ -93,7 +90,7 @@ class Load:
         self._write(self._at_ns)
 
     def begin(self, seconds: float | None, milli: int, device_id: str) -> Piece:
-        """Begin a piece that takes so long alone (None: unknown). End it with `end`, whether it was done or not."""
+        """`seconds`: what it takes alone, None: unknown. End it with `end`, done or not."""
         with self._mutex:
             self._count()
             piece = Piece(milli, None if seconds is None else int(seconds * 1e9))
@@ -108,7 +105,6 @@ class Load:
             self._share(device_id)
 
     def end(self, piece: Piece) -> None:
-        """End a piece."""
         with self._mutex:
             self._count()
             if piece in self._pieces:  # not after `close`
@@ -116,7 +112,7 @@ class Load:
             self._publish()
 
     def close(self) -> None:
-        """End all work, say for the last time what was used, and close the files; the context ends."""
+        """End all work and publish the last totals; the context ends."""
         with self._mutex:
             self._count()
             self._pieces.clear()
@@ -125,13 +121,12 @@ class Load:
             self._file = -1
 
     def _count(self) -> None:
-        """Count the time since the last call as work done."""
         now_ns = since_boot_ns()
         self._used_ns += sum(piece.advance(now_ns - self._at_ns) for piece in self._pieces)
         self._at_ns = now_ns
 
     def _share(self, device_id: str) -> None:
-        """Slow the pieces down as far as the device's work asks for more than the device, and publish them."""
+        """Publish the pieces, slowed down if the device's work asks for more than the device."""
         wants_milli = [piece.wanted_milli for piece in self._pieces if piece.wanted_milli]
         if wants_milli:
             others = [one for one in users_of(self._store, device_id) if one.key != self._key]
@@ -166,9 +161,9 @@ class Load:
 
 
 def used_milli(store: Store, process: Process, since_ns: int, now_ns: int) -> int:
-    """Return how much of a device the process used since then, thousandths; 0 for a process that has ended.
+    """Return the process's use of its device since then, thousandths; 0 if it has ended.
 
-    Of a time before the oldest total that is left, nothing is known: the figure is then of the time since.
+    Nothing is known of the time before the oldest total: then the figure is of the time since.
     """
     found = _read(store, process)
     if found is None:
@@ -184,7 +179,6 @@ def used_milli(store: Store, process: Process, since_ns: int, now_ns: int) -> in
 
 
 def _total_at(totals: list[tuple[int, int]], at_ns: int) -> int:
-    """Return the running total at a time that lies between two of these."""
     for (from_ns, before_ns), (to_ns, after_ns) in pairwise(totals):
         if from_ns <= at_ns <= to_ns:
             return before_ns + (after_ns - before_ns) * (at_ns - from_ns) // max(1, to_ns - from_ns)

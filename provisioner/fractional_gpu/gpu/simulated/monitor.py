@@ -1,4 +1,4 @@
-"""Reading the simulated devices: the `Monitor` of the simulated host."""
+"""Reads the simulated devices: the `Monitor` of the simulated host."""
 
 import math
 import os
@@ -46,7 +46,6 @@ _Result = TypeVar("_Result")
 
 
 def open_store(directory: str | Path) -> Store:
-    """Open the host for a driver. Raises GPUError (NOT_INITIALIZED) when there is none."""
     try:
         return Store(directory)
     except SimulatedHostError as error:
@@ -54,7 +53,7 @@ def open_store(directory: str | Path) -> Store:
 
 
 def translated(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Have an error of the host's folder become the driver's OPERATING_SYSTEM."""
+    """Turn an error of the host's folder into the driver's OPERATING_SYSTEM."""
 
     @wraps(function)
     def call(*arguments: _P.args, **named: _P.kwargs) -> _Result:
@@ -69,7 +68,7 @@ def translated(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
 
 
 class SimulatedMonitor:
-    """Reads the devices of a simulated host. Raises GPUError NOT_INITIALIZED when there is none in the folder."""
+    """Raises GPUError NOT_INITIALIZED if the folder has no simulated host."""
 
     kind: Final = "simulated"
 
@@ -124,10 +123,9 @@ class SimulatedMonitor:
 
     @translated
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return how busy the device was in the last second, what it drew then and since this monitor was opened; it has no temperature.
+        """Return how busy the device was in the last second, its power, and its energy since this monitor was opened; no temperature.
 
-        The energy is counted when it is read, by the use since the last reading: what a process used between that and its end is left out.
-        Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST, OPERATING_SYSTEM).
+        Energy is counted when it is read: what a process used between its last reading and its end is left out. Raises GPUError.
         """
         self._check(device_id)
         now_us = since_boot_us()

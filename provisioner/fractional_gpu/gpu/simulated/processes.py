@@ -1,15 +1,10 @@
 """Processes of the simulated host: which are alive, what they hold, and the clean-up after dead ones.
 
-The rules:
-- A process is pid, start time and boot, as one text (`current_key`); a zombie is dead.
-- A process in a pid namespace of its own knows its pid there only, and cannot see the processes outside. Its key names the namespace,
-  unless the simulated host was made in the same one; it is judged dead only by a process that sees it.
-- `phase` says where a process's bytes are: `device`; `saving` and `saved`; `restoring`; `failed`. Only a commit changes
-  it, and the commit of a move comes after its last byte. So a killed move is undone by resetting the phase, without any
-  copying.
-- While `saving` the device still holds the bytes, while `restoring` the target device already does.
-- The next reader releases the memory of dead processes: it books what they have used of devices, then deletes the rows and moves the
-  folder aside in one transaction.
+A process is pid, start time and boot, as one text; a zombie is dead. In a separate pid namespace it knows only its inner pid, so its key
+names the namespace, and only a process that sees it judges it dead. `phase` says where its bytes are: `device`; `saving` and `saved`;
+`restoring`; `failed`. The commit of a move comes after its last byte, so a killed move is undone by resetting the phase, without copying.
+While `saving` the device still holds the bytes, while `restoring` the target already does. The next reader books what dead processes have
+used, deletes their rows and moves their folders aside, in one transaction.
 """
 
 import fcntl
@@ -41,7 +36,7 @@ _visible: dict[str, int] = {}  # pids here of processes in other pid namespaces,
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process with a context, as the database has it. Memory in bytes, context included."""
+    """One process with a context, as in the database. Memory in bytes, context included."""
 
     key: str
     pid: int
@@ -63,12 +58,11 @@ def _process(row: tuple[str, int, str, str, str | None, str, int, str]) -> Proce
 
 @cache
 def boot() -> str:
-    """Return what names this boot of the machine."""
     return boot_id()[:8]
 
 
 def current_key(pid: int) -> str | None:
-    """Return the key of the process that has this pid now, None if there is none."""
+    """Return the key of the process that has this pid now."""
     try:
         stat = read_stat(pid)
     except ProcessLookupError:
@@ -82,7 +76,7 @@ def current_key(pid: int) -> str | None:
 
 
 def own_key(store: Store) -> str:
-    """Return this process's key in the store. Raises SimulatedHostError if /proc does not show it."""
+    """Raises SimulatedHostError if /proc does not show this process."""
     try:
         start = parse_stat(read_file("/proc/self/stat")).start_time
     except (FileNotFoundError, ProcessLookupError):
@@ -92,7 +86,7 @@ def own_key(store: Store) -> str:
 
 
 def is_dead(store: Store, key: str, pid: int) -> bool:
-    """Return whether a process that is recorded so is dead, as far as this process can see; `pid`: as it is recorded."""
+    """Whether the recorded process is dead, as far as this process can see."""
     _, _, within = key.partition(_WITHIN)
     own, home = own_namespace(), store.home_namespace()
     if (within or home) != own:
@@ -104,7 +98,7 @@ def is_dead(store: Store, key: str, pid: int) -> bool:
 
 
 def visible_pid(key: str, pid: int) -> int:
-    """Return the pid that a recorded process has in /proc here; 0 for one of another namespace that is not to be seen."""
+    """Return the pid that a recorded process has in /proc here; 0 in a namespace that cannot be seen."""
     if key.partition(_WITHIN)[2] in ("", own_namespace()):
         return pid
     known = _visible.get(key)
@@ -131,7 +125,6 @@ def _shown_as() -> int:
 
 
 def _inner_pid(pid: int) -> int:
-    """Return the pid of a process in its own namespace, 0 if it has ended."""
     try:
         status = read_of(pid, "status")
     except ProcessLookupError:
@@ -141,26 +134,24 @@ def _inner_pid(pid: int) -> int:
 
 
 def find_process(store: Store, key: str) -> Process | None:
-    """Return the process as recorded, None if it has no context."""
     rows = store.query(f"{_COLUMNS} WHERE key=?", key)
     return _process(rows[0]) if rows else None
 
 
 def processes_of(store: Store) -> list[Process]:
-    """Return every process with a context."""
     return [_process(row) for row in store.query(_COLUMNS)]
 
 
 def users_of(store: Store, device_id: str) -> list[Process]:
-    """Return the processes whose bytes count on the device now."""
     return [_process(row) for row in store.query(f"{_COLUMNS} WHERE {ON_DEVICE}", device_id)]
 
 
 def open_file(folder: Path, name: str, flags: int) -> int:
     """Open a file in a process's folder; a new one gets mode 0600. Raises FileNotFoundError when the process was reaped.
 
-    The folder is the process's, and this one may be root: no link is followed, and PermissionError is raised for what is no plain file
-    with this one name, of the folder's owner or of this process's user. So flags that change the file at once (O_TRUNC) have no place here.
+    The folder is the process's, and this one may be root: no link is followed, and PermissionError is raised unless the file is plain,
+    has one
+    name, and is the folder's owner's or this user's. Do not pass flags that change the file at once (O_TRUNC).
     """
     there = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -177,7 +168,6 @@ def open_file(folder: Path, name: str, flags: int) -> int:
 
 @contextmanager
 def opened(folder: Path, name: str, flags: int) -> Iterator[int]:
-    """Open such a file for the block."""
     descriptor = open_file(folder, name, flags)
     try:
         yield descriptor
@@ -186,7 +176,6 @@ def opened(folder: Path, name: str, flags: int) -> Iterator[int]:
 
 
 def _names(folder: Path, ending: str) -> list[str]:
-    """Return the names of the files in a process's folder that end so. Raises FileNotFoundError when the process was reaped."""
     there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         return [name for name in os.listdir(there) if name.endswith(ending)]  # noqa: PTH208 - a descriptor
@@ -212,13 +201,13 @@ def _empty(folder: Path, names: list[str]) -> None:
 
 
 def read_gate(folder: Path) -> bytes:
-    """Return the gate's byte. Raises FileNotFoundError when the process was reaped."""
+    """Raises FileNotFoundError when the process was reaped."""
     with opened(folder, "gate", os.O_RDONLY) as descriptor:
         return os.pread(descriptor, 1, 0)
 
 
 def write_gate(folder: Path, value: bytes) -> None:
-    """Set the gate's byte, in place: its file is also the lock of the calls in flight. Raises FileNotFoundError."""
+    """Write in place: the file is also the lock of the calls in flight. Raises FileNotFoundError."""
     with opened(folder, "gate", os.O_WRONLY) as descriptor:
         os.pwrite(descriptor, value, 0)
 
@@ -243,7 +232,7 @@ def operation_lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
 
 
 def lock_file(descriptor: int, kind: int, timeout_s: float) -> bool:
-    """Take a file lock, trying for `timeout_s` seconds; return whether it is held."""
+    """Try to lock for `timeout_s` seconds; return whether it is held."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -295,7 +284,7 @@ def forget(store: Store, keys: list[str]) -> None:
 
 
 def empty_trash(store: Store) -> None:
-    """Remove what `forget` moved aside, links as links. Several processes may do it at once; the next one does what is left."""
+    """Remove what `forget` moved aside, links as links. Several processes may do it at once."""
     for entry in store.trash.iterdir():
         if store.may_tidy(entry):
             with suppress(FileNotFoundError):
@@ -306,8 +295,7 @@ def empty_trash(store: Store) -> None:
 
 
 def reap(store: Store) -> None:
-    """Release everything that dead processes hold."""
-    # Root may release what any process holds, a user what is the user's own; of a folder that is gone, root.
+    # Root may release what any process holds, others only their own; of a folder that is gone, root.
     everything = os.geteuid() == 0 or not store.shared
     recorded = store.query("SELECT key, pid FROM processes")
     dead = [

@@ -1,13 +1,10 @@
 """A simulated host's folder and its database; `processes` are those in it. Standard library only: notebooks import it.
 
-The rules:
-- Everything that more than one process must agree on changes in one transaction.
-- A transaction is short: no bytes are moved and nothing is waited for while one is open.
-- A connection never crosses a fork (SQLite forbids it): the child leaves it alone and opens its own.
-- A host that users share (`shared`) is root's. Its books are writable by all, so users are guarded against each other's mistakes there,
-  not against attack; what is on the device and what is saved is readable by its owner and root only. Root trusts no file in a user's
-  folder: it opens none but plain ones of that user (`processes.open_file`), and follows no link. Only root tidies up after another
-  user's process.
+Everything that processes must agree on changes in one short transaction, in which no bytes move and nothing is waited for. A connection
+never crosses a fork (SQLite forbids it): the child opens its own. A shared host is root's. Its books are writable by all, so users are
+guarded against mistakes there, not against attack; memory is readable by its owner and root only. Root opens only plain files of that
+user
+in a user's folder (`processes.open_file`), follows no link, and alone tidies up after others.
 """
 
 import json
@@ -56,7 +53,7 @@ class SimulatedHostError(Exception):
 
 
 class NoSuchDeviceError(SimulatedHostError):
-    """The simulated host has no such device."""
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +67,6 @@ class Settings:
     checkpointable: int = 1  # 0: as a driver that is too old, on every device
 
     def __post_init__(self) -> None:
-        """Raise SimulatedHostError for what is not a whole number of at least 0."""
         for name, value in asdict(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise SimulatedHostError(f"setting {name}={value!r} is not allowed; give a whole number, 0 or more")
@@ -78,7 +74,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One simulated device. Memory in MiB."""
+    """Memory in MiB."""
 
     device_id: str
     index: int
@@ -88,7 +84,7 @@ class Device:
 
 
 class Store:
-    """An open simulated host, safe to use from several threads. Raises SimulatedHostError when there is none."""
+    """An open simulated host, thread-safe. Raises SimulatedHostError if there is none."""
 
     def __init__(self, directory: str | Path, *, create: bool = False) -> None:
         self.directory = Path(directory).absolute()
@@ -137,7 +133,6 @@ class Store:
                 raise
 
     def query(self, sql: str, *values: Any) -> list[Any]:  # noqa: ANN401 (rows are of whatever types the columns have)
-        """Return all rows of a reading statement."""
         with self._mutex:
             return self._db.execute(sql, values).fetchall()
 
@@ -147,22 +142,20 @@ class Store:
         return bool(self.memory.stat().st_mode & stat.S_IWOTH)
 
     def may_tidy(self, entry: Path) -> bool:
-        """Whether this process may move or remove that folder of another process. A folder that is gone needs no tidying."""
+        """Whether this process may move or remove another's folder. A folder that is gone needs no tidying."""
         with suppress(FileNotFoundError):
             return os.geteuid() in (0, entry.lstat().st_uid)
         return False
 
     def free_for_finalizer(self) -> bool:
-        """Return whether a transaction could start in this thread now (a finalizer may run inside another one)."""
+        """Whether a transaction could start in this thread now (a finalizer may run inside another one)."""
         return not self._mutex.locked()
 
     def devices(self) -> list[Device]:
-        """Return the devices, by index."""
         rows = self.query("SELECT id, idx, name, memory_mib, lost FROM devices ORDER BY idx")
         return [Device(device_id=r[0], index=r[1], name=r[2], memory_mib=r[3], lost=bool(r[4])) for r in rows]
 
     def device(self, name: str) -> Device:
-        """Return the device with this id or index. Raises NoSuchDeviceError."""
         devices = self.devices()
         for device in devices:
             if name in (device.device_id, str(device.index)):
@@ -171,14 +164,12 @@ class Store:
         raise NoSuchDeviceError(f"there is no simulated device {name!r} in {self.directory}; there are: {known}")
 
     def home_namespace(self) -> str:
-        """Return the pid namespace in which the host was made, where keys need not name it."""
         if self._home is None:
             rows = self.query("SELECT value FROM meta WHERE name='namespace'")
             self._home = rows[0][0] if rows else own_namespace()
         return self._home
 
     def settings(self) -> Settings:
-        """Return the settings in force now."""
         rows = self.query("SELECT value FROM meta WHERE name='settings'")
         return Settings(**json.loads(rows[0][0])) if rows else Settings()
 
@@ -195,15 +186,15 @@ class Store:
         return settings
 
     def close(self) -> None:
-        """Close the database. Idempotent."""
+        """Idempotent."""
         with self._mutex:
             self._db.close()
 
     def available_bytes(self) -> int:
-        """Return how many more bytes may be put into the folder, which may be memory with limits.
+        """Return how many more bytes fit into the folder, which may be memory with limits.
 
-        A simulated device may be declared larger than the machine's memory; its contents may not be. On a shared host they are charged to
-        the host.
+        A simulated device may be declared larger than the machine's memory; its contents may not be. On a shared host the host is
+        charged.
         """
         status = os.statvfs(self.directory)
         free = status.f_bavail * status.f_frsize - _LEFT
@@ -214,7 +205,7 @@ class Store:
         return free
 
     def process_folder(self, key: str) -> Path:
-        """Return where a process's memory lies. Raises SimulatedHostError for a key that no process has."""
+        """Raises SimulatedHostError for a key that no process has."""
         if not _KEY.fullmatch(
             key
         ):  # the books of a shared host can be written by all: no path outside of it may come from them
@@ -225,13 +216,11 @@ class Store:
 
 
 def own_namespace() -> str:
-    """Return what names this process's pid namespace."""
     return os.readlink("/proc/self/ns/pid")[5:-1]  # noqa: PTH115
 
 
 @cache  # a folder does not change its file system while a program uses it
 def in_memory(directory: Path) -> bool:
-    """Return whether the folder's file system keeps its files in memory."""
     device = directory.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
