@@ -64,7 +64,7 @@ class Pool(HasTraits):
     )
     hold_price = Setting(
         values.hourly_price, 0, 2.5, to="hold_price_milli",
-        help="With idle_after 'auto': what an hour of a whole GPU costs that an idle kernel holds, in any currency, beside what "
+        help="With idle_after 'auto': what an hour of a whole GPU costs that an idle kernel holds, in any currency, in addition to what "
         "other cells lose by it. 0: while other cells find room at once, no kernel leaves.",
     )
     wait_price = Setting(
@@ -131,7 +131,7 @@ class Pool(HasTraits):
     )
     may_move = Setting(
         values.boolean, True, False, to="may_move",
-        help="Resume kernels on any device of the same model, where the driver can (580 or newer). False: on their own device "
+        help="Resume kernels on any device of the same model, if the driver can (580 or newer). False: on their own device "
         "only.",
     )
     move_busy = Setting(
@@ -160,7 +160,7 @@ class Pool(HasTraits):
     )
     min_residency_swaps = Setting(
         values.number(0, 1000), 30, 9, to="min_residency_swaps_milli",
-        help="A busy kernel stays on its device at least this many times as long as its suspend and resume are expected to take. "
+        help="A busy kernel stays on its device at least this many times its expected suspend and resume. "
         "With 9, two kernels that are always busy spend at most a tenth of their time on swaps; with 30, at most 3%.",
     )
     preempt = Setting(
@@ -242,7 +242,7 @@ class Pool(HasTraits):
     )
     hours = Setting(
         hub.hours, "always", "Mon-Fri 08:00-18:00, Sat 10:00-14:00",
-        help="Hub: when servers may be started, in the machine's local time, or 'always'. Servers that run at closing time go on.",
+        help="Hub: when servers may be started, in the machine's local time, or 'always'. Servers that run at closing time keep running.",
     )
     price = Setting(
         hub.price, None, "0.80 EUR",
@@ -266,7 +266,7 @@ class Pool(HasTraits):
     over_budget = Setting(
         budgets.over_budget, "lower-priority", "when-free, no-new-seats",
         help="What follows for a user or group whose budget (c.GPUBroker.budgets) is used up: 'lower-priority': others go first; "
-        "'when-free': their kernels get a GPU only while nobody else waits; 'no-new-seats': no server with a GPU, and no "
+        "'when-free': their kernels get a GPU only while no other user waits; 'no-new-seats': no server with a GPU, and no "
         "kernel outside of one, is started; 'nothing'. No kernel is ended, and no state is lost.",
     )
     wait_target = Setting(

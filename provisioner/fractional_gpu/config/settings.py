@@ -152,7 +152,7 @@ class Settings(HasTraits):
         help="Where a notice appears that this host goes away: the absolute path of a file, or a URL on 169.254.169.254, the "
         "address of clouds' metadata services (AWS: http://169.254.169.254/latest/meta-data/spot/instance-action; Google: "
         "http://169.254.169.254/computeMetadata/v1/instance/preempted). It is read every 2 s. When there is a notice, every "
-        "user is told to save to disk; when it disappears, that it was withdrawn. Empty: nothing is read.",
+        "user reads that it is time to save to disk; when it disappears, that it was withdrawn. Empty: nothing is read.",
     )
     revocation_drains = Setting(
         values.boolean, False, True,

@@ -1,6 +1,6 @@
 """A job's figures from the broker's meter, for its AdminComment in Slurm: what its kernels used, in GPU hours, energy and money.
 
-Slurm takes a comment on a running job. After the job's end only the accounting database does, if there is one (slurmdbd).
+Slurm takes a comment on a running job; after its end only the accounting database (slurmdbd) does.
 """
 
 import time
@@ -18,7 +18,7 @@ _DAY_S = 86_400
 
 @dataclass(slots=True, kw_only=True)
 class JobFigures:
-    """What is known of a job: its kernels' leases, when the first was seen (seconds since 1970), and what was written last."""
+    """A job's leases, when the first was seen (seconds since 1970), and what was written last."""
 
     owner: str
     leases: set[str] = field(default_factory=set)
@@ -51,7 +51,7 @@ def sentences_of(client: SeatClient, jobs: Mapping[Job, JobFigures]) -> dict[Job
 
 
 def _sentence(job: JobFigures, sums: Mapping[str, Usage]) -> str:
-    """Return the comment: `jupyter-gpu: kernels=2 reserved=1.250h busy=0.310h suspended=0.800h energy=0.0420kWh cost=0.62EUR`."""
+    """Return `jupyter-gpu: kernels=2 reserved=1.250h busy=0.310h suspended=0.800h energy=0.0420kWh cost=0.62EUR`."""
     total = Usage()
     for usage in sums.values():
         total.add(usage)

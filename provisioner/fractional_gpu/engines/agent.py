@@ -1,16 +1,12 @@
 """The node agent: reads what the broker could still give, and writes it into the engine as counts and a summary.
 
-In each step:
+1. It asks the broker (every second or two); the answer gives the wanted counts (`core.nodes`).
+2. It reads the node's record now and then, and before each write, and writes again what differs: `scontrol reconfigure`, a restarted
+   controller and an administrator all set counts back.
+3. It writes when the pace allows: the engine sees a change at most once in `floor_ms`, a read once in `look_ms`, from each agent.
 
-1. The broker is asked (a UNIX socket: cheap, every second or two). What it says gives the wanted counts (`core.nodes`).
-2. The node's record is read from the engine now and then, and before each write. What differs from the wanted state is written again:
-   `scontrol reconfigure`, a controller that restarts and an administrator all set counts back.
-3. A write happens when the pace allows (`core.nodes`): so the engine sees a change at most once in `floor_ms`, a read once in
-   `look_ms`, from each agent.
-
-A broker that does not answer: the last count stays for `patience_ms`, then it is lowered to what is in use, and the summary says why.
-A controller that does not answer: the agent tries again ever more rarely. The agent ends nothing and starts nothing; when it ends
-itself, the counts stay as they are.
+If the broker does not answer, the last count stays for `patience_ms`, then it is lowered to what is in use. If the controller does not
+answer, the agent tries again ever more rarely. The agent starts and ends nothing; when it ends, the counts stay.
 """
 
 import time
@@ -45,9 +41,9 @@ _WHOLE = 1000  # milli-GPU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRules:
-    """The agent's times in milliseconds, and the engine's name for the thousandths of each pool.
+    """Times in milliseconds, and the engine's name for the thousandths of each pool.
 
-    `asked`: the names by which jobs ask for them, where those are other ones; by pool.
+    `asked`: the names by which jobs ask for them, if they are others; by pool.
     """
 
     counts: Mapping[str, str] = field(default_factory=lambda: {"default": "jgpu"})
@@ -62,8 +58,9 @@ class AgentRules:
 class Agent:
     """The agent of one node. `connect` returns a client of the broker; `is_ours`: whether a seat is one of the engine's jobs.
 
-    `say` is given a line for the log, once for each change. `after_look` is called after each good observation, at most once in
-    `look_ms`, with the client: for what else the engine needs of the broker.
+    `say` gets a line for the log, once for each change. `after_look` is called after each good observation, at most once in `look_ms`,
+    with the
+    client: for the engine's other needs of the broker.
     """
 
     def __init__(
@@ -124,7 +121,7 @@ class Agent:
         return max(0, min(self._look_ms, self._look_ms if write_ms is None else write_ms) - self._clock_ms())
 
     def once(self) -> NodeWrite:
-        """Ask, read and write at once, whatever the pace. Raises FractionalGPUError where the broker or the engine does not answer."""
+        """Ask, read and write at once, whatever the pace. Raises FractionalGPUError if the broker or the engine does not answer."""
         now = self._clock_ms()
         self._ask_broker(now)
         record = self._engine.read_node()
@@ -172,7 +169,8 @@ class Agent:
                 )
                 continue
             self._tell(
-                f"pool {pool}", "" if there else f"the broker has no pool {pool!r}: its count {name} is what is in use"
+                f"pool {pool}",
+                "" if there else f"the broker has no pool {pool!r}: its count {name} equals what is in use",
             )
             counts[name] = in_use
             if there is not None:
@@ -186,7 +184,7 @@ class Agent:
         return {name: min(count, record.most.get(name, count)) for name, count in counts.items()}
 
     def _least(self, pool: PoolCapacity | None) -> int:
-        """Return the largest share on offer where the engine refuses what no count covers, else 0. milli-GPU."""
+        """Return the largest share on offer if the engine refuses what no count covers, else 0. milli-GPU."""
         if not self._rules.refuses_beyond:
             return 0
         return max(pool.fractions_milli) if pool is not None and pool.fractions_milli else _WHOLE
@@ -245,7 +243,7 @@ class Agent:
         self._written, self._written_ms = self._next, now
 
     def _tell(self, about: str, what: str) -> None:
-        """Say it unless it was the last thing said about this; an empty text ends a trouble, and says so."""
+        """Log a change: not what was said last about this. An empty text says that a trouble is over."""
         if self._said.get(about, "") == what:
             return
         if what:
@@ -260,7 +258,7 @@ def _shown(counts: Mapping[str, int]) -> str:
 
 
 def summary_of(capacity: Capacity, counts: Mapping[str, str], at_s: int) -> NodeSummary:
-    """Return what is published of those pools that the engine counts, in steps coarse enough that small changes are no news.
+    """Return what is published of the pools that the engine counts, in steps so coarse that small changes are no news.
 
     `counts`: the name by which jobs ask for each pool's thousandths.
     """

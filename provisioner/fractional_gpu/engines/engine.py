@@ -8,7 +8,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 
 
 class EngineError(FractionalGPUError):
-    """The engine refuses, or its answer makes no sense; asking again changes nothing until an administrator does."""
+    """The engine refuses, or its answer makes no sense; asking again helps only after an administrator's change."""
 
     code: ClassVar[str] = "engine"
     status: ClassVar[int] = 502
@@ -34,7 +34,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeWrite:
-    """What an agent writes: counts by the engine's names, and the summary's text. Equal writes are the same state."""
+    """Counts by the engine's names, and the summary's text. Equal writes are the same state."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     summary: str = ""
@@ -47,4 +47,4 @@ class Engine(Protocol):
         """Return the node's record."""
 
     def write_node(self, write: NodeWrite, record: NodeRecord) -> None:
-        """Write counts and summary; `record` is the last one read."""
+        """`record` is the last one read."""

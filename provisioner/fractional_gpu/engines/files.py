@@ -1,8 +1,8 @@
 """The files that Slurm's and systemd's configuration name on a node, and the changes of Slurm's own files. Pure text.
 
 slurm.conf is the same on all nodes, and Slurm drains a node that lacks the Prolog or Epilog that it names. So it names the wrapper, which
-is made on every node; the wrapper calls the site's own script, and ours if this node has it. Ours have a time limit around our command
-and end with 0 whatever happens. The task's prolog is plain POSIX shell: it runs before each task, as the user, and must cost nothing.
+is on every node and calls the site's own script, and ours if this node has it. Ours have a time limit around our command and always exit
+with 0. The task's prolog is plain POSIX shell: it runs before each task, as the user, and must cost nothing.
 """
 
 import shlex
@@ -100,7 +100,7 @@ WantedBy=multi-user.target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFiles:
-    """What the files are made from. `command`: how `jupyter gpu` is run; `words`: its options that agent, Prolog and Epilog share.
+    """The input. `command`: how `jupyter gpu` is run; `words`: its options that agent, Prolog and Epilog share.
 
     `slurm_bin`: where Slurm's commands are, if not on the usual path; `partitions`: the only ones whose jobs may have shares, if given.
     """
@@ -120,10 +120,10 @@ class NodeFiles:
 
 
 def install_files(files: NodeFiles) -> dict[str, str]:
-    """Return the text of each file, by its name in the folder of the installation. All but the unit are to be executable."""
+    """Return each file's text, by its name in the folder of the installation. All but the unit must be executable."""
     run = [*files.command, "node"]
     agent = [*run, "agent", "--engine", "slurm", *(["--node", files.node] if files.node else []), *files.words]
-    # Jobs of other partitions cost no Python and no question to the controller. Nor does the end of a job without files here.
+    # Jobs of other partitions cost no Python and no question to the controller, nor does the end of a job without files here.
     ours = "|".join(shlex.quote(name) for name in files.partitions)
     others = f"case $SLURM_JOB_PARTITION in {ours}) ;; *) exit 0 ;; esac\n" if ours else ""
     unknown = f"[ -e {shlex.quote(str(files.seats))}/job-$SLURM_JOB_ID.env ] || exit 0\n"
@@ -144,7 +144,7 @@ def install_files(files: NodeFiles) -> dict[str, str]:
 
 
 def wrapper_text(folder: Path, site: Mapping[str, str]) -> str:
-    """Return the wrapper. `site`: the site's own scripts (paths or patterns) by their names in slurm.conf."""
+    """`site`: the site's own scripts (paths or patterns) by their names in slurm.conf."""
     cases = "".join(
         f"  {context}) site={shlex.quote(site.get(name, '').replace(',', ' '))} ours={name.lower()} ;;\n"
         for name, context in SCRIPTS.items()
@@ -153,7 +153,7 @@ def wrapper_text(folder: Path, site: Mapping[str, str]) -> str:
 
 
 def site_files(conf: Path) -> list[ConfigFile]:
-    """Read a site's slurm.conf, and gres.conf and cgroup.conf beside it. Raises OSError."""
+    """Read a site's slurm.conf, and gres.conf and cgroup.conf next to it. Raises OSError."""
     return [ConfigFile(conf), *(ConfigFile(conf.with_name(name)) for name in ("gres.conf", "cgroup.conf"))]
 
 
@@ -169,9 +169,11 @@ def change_site(
 ) -> None:
     """Change a site's files so that the nodes on the line of `node` in slurm.conf give shares. Raises EngineError.
 
-    `names_of` lists the nodes of an expression. `devices`: of each node, None: as many as slurm.conf says; `promise`: how many times they
-    may be promised (the pools' `oversubscription`), which is the most that the agent can open. Until it opens more, after a restart too, a
-    node takes what its devices have without sharing.
+    `names_of` lists the nodes of an expression. `devices`: of each node, None: as slurm.conf says; `promise`: how many times they may be
+    promised
+    (the pools' `oversubscription`), which bounds what the agent can open. Until it opens more, also after a restart, a node takes what
+    its
+    devices have without sharing.
     """
     conf, gres, cgroup = confs
     for name in SCRIPTS:

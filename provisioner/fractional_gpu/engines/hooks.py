@@ -1,10 +1,9 @@
 """Slurm's Prolog and Epilog on a node: a job's allocation becomes a seat, and the seat ends with the job. They run as root.
 
-- Slurm drains a node whose Prolog or Epilog fails. So neither raises for anything that a broker, a controller or a disk may do: what went
-  wrong goes to the log, and to the job's own output.
-- A job waits for its Prolog, and Slurm gives it some ten seconds (BatchStartTimeout). The controller gets `CONTROLLER_S` of them to answer
-  and the broker `BROKER_S`; a seat that could not be registered in that time is registered later by the node's agent.
-- Neither starts a broker: it would belong to the job's control group, and end with it.
+Slurm drains a node whose Prolog or Epilog fails, so neither raises for a broker, a controller or a disk: errors go to the log, and to the
+job's output. A job waits for its Prolog for some ten seconds (BatchStartTimeout): `CONTROLLER_S` are for the controller, `BROKER_S` for
+the
+broker; the agent registers later what took longer. Neither starts a broker: it would end with the job's control group.
 """
 
 import re
@@ -34,9 +33,10 @@ _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)", re.MULTILINE)
 class HookSettings:
     """What Prolog, Epilog and agent agree on.
 
-    `pools`: the pool of each count, by its name in Slurm; `shard_pool`: that of shards, empty: shards are left alone.
-    `has_groups`: Slurm gives each job control groups of its own (`proctrack/cgroup`). `short_memory`: what becomes of a share whose data
-    the job's memory cannot hold.
+    `pools`: the pool of each count, by its name in Slurm; `shard_pool`: the pool of shards, empty: shards are left alone. `has_groups`:
+    Slurm
+    gives each job separate control groups (`proctrack/cgroup`). `short_memory`: what becomes of a share whose data the job's memory
+    cannot hold.
     """
 
     socket: str
@@ -50,7 +50,7 @@ class HookSettings:
 
 
 def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
-    """Register the seat of the job that begins; `environment` is what slurmd gave the Prolog."""
+    """`environment` is what slurmd gave the Prolog."""
     files = SeatFiles(settings.folder)
     number: int | None = None
     try:
@@ -76,7 +76,7 @@ def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[
 
 
 def end(settings: HookSettings, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
-    """End the seat of the job that has ended, and remove its files. A broker that cannot be reached ends it automatically."""
+    """End the seat of the ended job, and remove its files. A broker that cannot be reached ends it automatically."""
     files = SeatFiles(settings.folder)
     try:
         number = job_number(environment.get("SLURM_JOB_ID", ""))
@@ -136,7 +136,7 @@ def _wanted(settings: HookSettings, slurm: Slurm, job: SlurmJob, environment: Ma
 def _register(
     settings: HookSettings, files: SeatFiles, wanted: JobSeat, log: Callable[[str], None]
 ) -> tuple[JobSeat, list[str]]:
-    """Register the seat; return it and the message for the job. Raises BadRequestError and ForbiddenError if it can never have one."""
+    """Return the seat and the message for the job. Raises BadRequestError and ForbiddenError if it can never have one."""
     try:
         with _client(settings) as client:
             seat, told = files.register(client, wanted)
@@ -152,7 +152,7 @@ def _register(
 
 @contextmanager
 def _client(settings: HookSettings) -> Iterator[SeatClient]:
-    """Return a client whose calls all end within `broker_s`: the limit of a wait for a seat is too long here."""
+    """All calls end within `broker_s`: the usual limit of a wait for a seat is too long here."""
     with SeatClient(settings.socket, timeout_s=settings.broker_s) as client:
         timer = threading.Timer(settings.broker_s, client.close)
         timer.daemon = True
@@ -164,7 +164,7 @@ def _client(settings: HookSettings) -> Iterator[SeatClient]:
 
 
 def _device(settings: HookSettings, index: int) -> str:
-    """Return the UUID of the device to which Slurm pinned a job: the one whose file is `/dev/nvidiaINDEX`. Raises FractionalGPUError."""
+    """Return the UUID of the device whose file is `/dev/nvidiaINDEX`, to which Slurm pinned a job. Raises FractionalGPUError."""
     for folder in sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else ():
         text = (folder / "information").read_text(errors="replace")
         minor, uuid = _MINOR.search(text), _UUID.search(text)

@@ -1,12 +1,9 @@
 """What the node agent does for Slurm's jobs in addition to the counts: missed seats, abandoned seats, and figures for accounting.
 
-- A running job whose Prolog could not register its seat gets it as soon as the broker answers.
-- A seat whose job Slurm knows no more, or knows as ended, ends: its Epilog did not run, or could not reach the broker.
-- The meter's figures of each job go into its AdminComment, at most once in `comment_ms`.
-- The last figures of a job that has ended go into the accounting database. They wait for it, up to `ended_ms` and apart from all else: it
-  learns of a job's end some time after it, and it may be down, or out of reach of the nodes.
-
-Slurm is asked for the node's jobs only where there is a reason: a seat that is missing, or seats that are a while old.
+A running job whose Prolog could not register its seat gets it as soon as the broker answers. A seat whose job has ended, by Slurm's word,
+ends: its Epilog did not run. A job's figures go into its AdminComment, at most once in `comment_ms`; the last ones into the accounting
+database, which learns of the end some time later, and may be down or out of reach: they wait up to `ended_ms`. Slurm is asked for the
+node's jobs only if a seat is missing or seats are a while old.
 """
 
 import time
@@ -71,7 +68,7 @@ class JobKeeper:
         self._said_of_accounting = ""
 
     def look(self, client: SeatClient, seats: list[SeatStatus]) -> None:
-        """Do what is due. Raises FractionalGPUError where the broker does not answer; Slurm's troubles are said once."""
+        """Do what is due. Raises FractionalGPUError if the broker does not answer; Slurm's troubles are logged once."""
         now = self._clock_ms()
         try:
             self._keep_seats(now, client, seats)
@@ -130,7 +127,7 @@ class JobKeeper:
                 self._last[job] = _LastFigures(text=text, due_ms=now, end_ms=now + self._rules.ended_ms)
 
     def _write_last_figures(self, now: int, seats: list[SeatStatus], comment_ms: int) -> None:
-        """Write what is due into the accounting database. Its troubles are said once, and stop nothing else."""
+        """Write what is due into the accounting database. Its troubles are logged once, and stop nothing else."""
         runs = {job_of(seat) for seat in seats}  # a job that was requeued may run again
         self._last = {job: last for job, last in self._last.items() if job not in runs and now < last.end_ms}
         due = sorted((last.due_ms, job) for job, last in self._last.items() if now >= last.due_ms)

@@ -1,15 +1,17 @@
 """The seat of a Slurm job on this node: the job's allocation, registered at the node's broker.
 
-Files, in the folder of seats (mode 0711, root's; `/run/jupyter-gpu/seats`), for job N:
+Files in the folder of seats (mode 0711, root's; `/run/jupyter-gpu/seats`), for job N:
 
 - `job-N.json`: the seat with its token, for the job's user alone (0600). Kernels of the job read it.
-- `job-N.env`: what the job's tasks get in their environment, and what they are told, one `NAME=value` or `print TEXT` a line, for all to
-  read. It names the seat's file also where the seat could not be registered yet.
-- `job-N.wanted`: the request, for root alone, until the job ends. With it the agent registers a seat that the Prolog could not, since the
-  broker was down, and again one that a broker without its ledger has forgotten.
+- `job-N.env`: for the job's tasks, `NAME=value` or `print TEXT` a line, for all to read. It names the seat's file even before that
+  exists.
+- `job-N.wanted`: the request, for root alone, until the job ends. With it the agent registers a seat that the Prolog could not, and again
+  one
+  that a broker without its ledger has forgotten.
 
-A share is a whole job's on one node: an array's tasks and the parts of a heterogeneous job are jobs of their own, and a job of several
-nodes has a seat on each.
+A share is a whole job's on one node: each task of an array and each part of a heterogeneous job is a job, and a job of several nodes has
+a
+seat on each.
 """
 
 import fcntl
@@ -48,7 +50,7 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSeat:
-    """What a job's allocation entitles it to on this node. `devices`: the UUIDs of the only devices it may use; None: any of the pool.
+    """A job's entitlement on this node. `devices`: the UUIDs of the only devices it may use; None: any of the pool.
 
     `memory_mib`: what it has of the node's memory, None: no limit; `fits`: a share whose data this cannot hold becomes a smaller one.
     """
@@ -59,7 +61,7 @@ class JobSeat:
     pool: str
     fraction_milli: int
     devices: list[str] | None = None
-    has_groups: bool = True  # Slurm gives each job control groups of its own, by which its processes are known
+    has_groups: bool = True  # Slurm gives each job separate control groups, which identify its processes
     memory_mib: int | None = None
     fits: bool = True
 
@@ -80,11 +82,11 @@ class JobSeat:
 
 
 def job_of(seat: SeatStatus) -> int | None:
-    """Return the number of the Slurm job that a seat belongs to; None: it is no job's."""
+    """Return the number of the Slurm job of a seat; None: it is no job's."""
     if seat.workload is not None:
         return int(seat.workload.id) if seat.workload.engine == SLURM and seat.workload.id.isdecimal() else None
     number = seat.server.removeprefix(_SERVER)
-    # A hub's user may give a server such a name; a hub's seats name the hub, and are not admitted by an engine.
+    # A hub's user may give a server such a name; but a hub's seats name the hub, and are not admitted by an engine.
     return int(number) if seat.admitted and not seat.hub and seat.server != number and number.isdecimal() else None
 
 
@@ -116,9 +118,9 @@ def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | N
 
 
 def share_of_shards(job: SlurmJob, node_gres: str, indexes: Sequence[int]) -> int | None:
-    """Return the thousandths of one GPU that a job's shards are; None: it has none.
+    """Return a job's shards in thousandths of one GPU; None: it has none.
 
-    `node_gres`: the node's GRES, which say how many shards a GPU has; `indexes`: the GPUs that Slurm chose. Raises EngineError.
+    `node_gres` says how many shards a GPU has; `indexes`: the GPUs that Slurm chose. Raises EngineError.
     """
     shards = total_of(job.gres, SHARD)
     if not shards:
@@ -142,7 +144,7 @@ class SeatFiles:
         self.folder = folder
 
     def prepare(self) -> None:
-        """Create the folder. Raises OSError, and EngineError where another user could have made it."""
+        """Create the folder. Raises OSError, and EngineError if another user could have made it."""
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         status = self.folder.lstat()
         if self.folder.is_symlink() or status.st_uid != os.geteuid():
@@ -156,11 +158,12 @@ class SeatFiles:
         return self.folder / f"job-{job_id}.{kind}"
 
     def register(self, client: SeatClient, wanted: JobSeat) -> tuple[JobSeat, list[str]]:
-        """Take the job's seat, write its file, and return the seat that it is, with warnings.
+        """Take the job's seat, write its file, and return the seat, with warnings.
 
         A kernel that the job's memory cannot hold while it idles would keep its room on the GPU. The job's control group does not exist
-        yet, so what the job asked Slurm for counts. Raises NoRoomError with the reason if the broker refuses the seat,
-        BadRequestError if the job's memory is too small, other FractionalGPUErrors, and OSError.
+        yet, so
+        what the job asked Slurm for counts. Raises NoRoomError if the broker refuses, BadRequestError if the memory is too small, other
+        FractionalGPUErrors, and OSError.
         """
         for line in client.take_seat(wanted.request()):
             if line.kind == ProgressKind.REFUSED:
@@ -202,7 +205,7 @@ class SeatFiles:
         ]
 
     def write_environment(self, wanted: JobSeat, socket: str, lines: Sequence[str] = ()) -> None:
-        """Write what the job's tasks get; `lines`: what they are told. Raises OSError."""
+        """`lines`: what the job's tasks print. Raises OSError."""
         values = {
             "JUPYTER_GPU_SOCKET": socket,
             "JUPYTER_GPU_SEAT_FILE": str(self._path(wanted.job_id, "json")),
@@ -218,7 +221,7 @@ class SeatFiles:
         self._write_environment(wanted.job_id, [*(f"{name}={value}" for name, value in values.items()), about], lines)
 
     def write_refusal(self, job_id: int, socket: str, line: str) -> None:
-        """Write what the tasks of a job get that has no seat and will have none. Raises OSError."""
+        """Write the environment of a job that has no seat and will have none. Raises OSError."""
         try:
             self._write_environment(job_id, [f"JUPYTER_GPU_SOCKET={socket}", "CUDA_VISIBLE_DEVICES="], [line])
         except OSError:  # a disk that is full has room for a name: the task's prolog says what an empty file means
@@ -232,7 +235,7 @@ class SeatFiles:
 
     @contextmanager
     def writing_wanted(self, wanted: JobSeat) -> Iterator[None]:
-        """Keep the request; while the block runs no other process registers it (`claimed`). Raises OSError."""
+        """Keep the request; during the block no other process registers it (`claimed`). Raises OSError."""
 
         def lock(descriptor: int) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -246,7 +249,7 @@ class SeatFiles:
 
     @contextmanager
     def claimed(self, job_id: int) -> Iterator[bool]:
-        """Yield whether this process alone may register the job's request while the block runs: its Prolog does not at the moment."""
+        """Yield whether this process alone may register the job's request during the block: its Prolog does not at the moment."""
         with ExitStack() as stack:
             try:
                 descriptor = os.open(self._path(job_id, "wanted"), _READ)
@@ -272,7 +275,7 @@ class SeatFiles:
                     return None
                 return JobSeat(**json.loads(file.read(_LONGEST)))
         except (OSError, ValueError, TypeError):
-            return None  # it has been removed meanwhile, or is none of ours
+            return None  # it has been removed, or is none of ours
 
     def knows(self, job_id: int) -> bool:
         return any(self._path(job_id, kind).exists() for kind in _KINDS)
@@ -294,7 +297,7 @@ def _one_line(text: str) -> str:
 
 
 def _groups_of(user: str) -> list[str]:
-    """Return the names of the user's groups, by which pools have terms; none for a user whom this node does not know."""
+    """Return the names of the user's groups, by which pools have terms; none for an unknown user."""
     try:
         numbers = os.getgrouplist(user, pwd.getpwnam(user).pw_gid)
     except KeyError:

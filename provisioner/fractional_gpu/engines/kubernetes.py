@@ -1,11 +1,11 @@
 """Kubernetes' API by `kubernetes_asyncio`: requests and their errors, for agents and hubs, and the engine of one node.
 
-- Of answers the fields of `protocol.pods` are read and checked. The client's own models take milliseconds for each pod.
-- The agent writes by one kind of patch, of the node's *status*: the extended resources and the annotation of the summary. It needs no
-  right to change a node's spec, so it can neither taint nor cordon a node.
-- The node's pods are listed once and then watched from the list's version on. The server ends a watch now and then, and the next one
-  begins where it ended. A version that has expired (410) begins with a list.
-- What fails is repeated after twice as long each time, up to a minute. Meanwhile the pods known so far stay.
+Only the fields of `protocol.pods` are read and checked: the client's own models take milliseconds for each pod. The agent patches the
+node's
+*status* only (extended resources and an annotation), so it can neither taint nor cordon. Pods are listed once and then watched from the
+list's version on; a version that has expired (410) begins with a list. Failures are repeated after twice as long each time, up to a
+minute;
+until then the known pods stay.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _LONGEST_PAUSE_S: Final = 60.0
 _SHORT_S: Final = 5.0
 _LONGEST_TEXT: Final = 300
 _UNUSABLE: Final = (400, 404, 405, 415, 422)  # repeating the request changes nothing
-# The client reads a file of another form without checking it: an empty one, say, is a TypeError.
+# The client reads a file of another form without checking it: an empty one, for instance, is a TypeError.
 _NO_SETTINGS: Final = (ConfigException, OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError)
 
 RIGHTS: Final = [
@@ -70,7 +70,7 @@ class _Refusal(Struct):
 
 
 async def configuration(kubeconfig: str | None, *, in_pod: bool, remedy: str) -> client.Configuration:
-    """Return how the API server is reached: as a pod's service account, else by a file of kubectl. Raises EngineError."""
+    """Return how to reach the API server: as a pod's service account, else by a file of kubectl. Raises EngineError."""
     found = client.Configuration()
     try:
         if in_pod:
@@ -85,7 +85,7 @@ async def configuration(kubeconfig: str | None, *, in_pod: bool, remedy: str) ->
 
 
 async def ask(call: Awaitable[Any], kind: type[Answer], what: str, right: str) -> Answer:
-    """Return what a request answers. `what` it does and `right`, how it is allowed, are for errors. Raises EngineError."""
+    """`what` it does and `right`, how it is allowed, are for errors. Raises EngineError."""
     try:
         async with await call as response:
             status, body = response.status, await response.read()
@@ -101,7 +101,9 @@ async def ask(call: Awaitable[Any], kind: type[Answer], what: str, right: str) -
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise EngineUnavailableError(f"the Kubernetes API's answer to {what} is not understood: {error}") from error
+        raise EngineUnavailableError(
+            f"the Kubernetes API's answer to {what} has an unexpected form: {error}"
+        ) from error
 
 
 def _failure(status: int, said: str, what: str, right: str) -> EngineError:
@@ -140,10 +142,11 @@ def _use(verb: str, resource: str) -> tuple[str, str]:
 
 
 class KubernetesEngine:
-    """The engine of one node, as `engine.Engine`, and the node's pods. Use it as a context. `say` is given lines for the log.
+    """The engine of one node, as `engine.Engine`, and the node's pods. Use it as a context. `say` gets lines for the log.
 
-    Counts are thousandths of these pools, by the name of the extended resource; one that the node does not have yet is -1. The client
-    runs on an event loop in a thread; methods block for some seconds at most.
+    Counts are thousandths of these pools, by the name of the extended resource; -1 if the node does not have it yet. The client runs on
+    an
+    event loop in a thread; methods block for some seconds at most.
     """
 
     def __init__(
@@ -227,7 +230,7 @@ class KubernetesEngine:
                     self._report(str(_failure(error.status, str(error.reason), *_use("watch", "pods"))))
             except EngineError as error:
                 self._report(str(error))
-            except Exception as error:  # noqa: BLE001 - the client's own for what is no event, and those of the connection
+            except Exception as error:  # noqa: BLE001 - the client's own for what is no event, and the connection's
                 self._report(f"the watch of this node's pods broke: {str(error) or type(error).__name__}")
             # A watch that ends as soon as it began, again and again, is a failure without an error.
             failures = failures + 1 if clock() - begun_s < _SHORT_S else 0
@@ -252,7 +255,7 @@ class KubernetesEngine:
             self._trouble = trouble
 
     def read_node(self) -> NodeRecord:
-        """Return the node's record. Blocks. Raises EngineUnavailableError or EngineError."""
+        """Blocks. Raises EngineUnavailableError or EngineError."""
         known = self.pods()
         if known is None:
             raise EngineUnavailableError("the API server has not listed this node's pods yet")
@@ -282,7 +285,7 @@ class KubernetesEngine:
         self._run(ask(self._api.patch_node_status(self._node, body, **_RAW), Node, *_use("patch", "nodes/status")))
 
     def annotate_pod(self, pod: Pod, annotations: Mapping[str, str]) -> None:
-        """Write annotations of a pod. Blocks. Raises EngineError; a pod that is gone is none."""
+        """Blocks. Raises EngineError; a pod that is gone is no error."""
         about = pod.metadata
         body = {"metadata": {"uid": about.uid, "annotations": dict(annotations)}}
         patch = self._api.patch_namespaced_pod_status(about.name, about.namespace, body, **_RAW)

@@ -1,12 +1,10 @@
 """The seats of the pods on this node: a pod's share of a GPU, registered at the node's broker.
 
-The rules:
-- The pod's extended resource is its share: the scheduler has counted it. What the pod says besides is checked against it.
-- A seat is for the pod's UID. Its kernels need no token: the broker finds the pod of a kernel by the kernel's control group.
-- A seat ends with its pod: when the pod is gone from the API server, or has ended. The broker ends it, too, when the control group is gone.
-- Until the pods have been listed, nothing ends: a missing pod may only be unknown.
-- Pods come from any user of the cluster. The owner that a pod states is believed in a hub's namespaces only; elsewhere the owner of the
-  seat is `NAMESPACE/POD`. The groups of a seat are `kubernetes` and `kubernetes:NAMESPACE`, by which pools have terms.
+The pod's extended resource is its share: the scheduler has counted it, and annotations are checked against it. A seat is for the pod's
+UID;
+its kernels need no token, as the broker finds their pod by the control group. A seat ends with its pod, but not before the pods have been
+listed: a missing pod may only be unknown. Pods come from any user of the cluster, so a pod's stated owner is believed only in a hub's
+namespaces; elsewhere it is `NAMESPACE/POD`. Pools have terms by the groups `kubernetes` and `kubernetes:NAMESPACE`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -37,7 +35,7 @@ def is_ours(pod: Pod) -> bool:
 
 
 def request_of(pod: Pod, hub_namespaces: Collection[str] = ()) -> SeatRequest:
-    """Return the request for the pod's seat. Raises EngineError for a pod that can have none; the message says why and what to do."""
+    """Raises EngineError for a pod that can have no seat; the message says why and what to do."""
     pool, milli = _share(pod)
     for name, meant in ((pods.POOL, pool), (pods.FRACTION, f"{milli}m")):
         if (stated := pod.annotations.get(name, meant)) != meant:
@@ -84,10 +82,11 @@ def _share(pod: Pod) -> tuple[str, int]:
 
 
 class PodSeats:
-    """Keeps the broker's seats as the pods of this node are, and tells each pod of its seat and of what it used.
+    """Keeps the broker's seats as the pods of this node are, and annotates each pod with its seat and its use.
 
-    `say` is given a line for the log, once for each change; `hub_namespaces`: where pods state their owner. `annotate(pod, annotations)`
-    raises EngineError; without the right it is tried once, and said once.
+    `say` gets a line for the log, once for each change; `hub_namespaces`: where pods state their owner. `annotate(pod, annotations)`
+    raises
+    EngineError; without the right it is tried once, and logged once.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
 """Kubernetes' pods and nodes as they are read, and the words of our domain there, `fractional-gpu.jupyter.org`.
 
 An extended resource decides: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU of that pool. Annotations only explain:
-
-- `.../pool`, `.../fraction`: pool and share, for people. Where they are given, they must agree with the resource.
-- `.../owner`, `.../server`: the hub's user and server, believed in the namespaces that the agent is given as a hub's.
-- `.../seat`, `.../usage`, of nodes `.../summary` (`protocol.nodes`): written by the agent, if it may.
+`.../pool` and `.../fraction` must agree with the resource; `.../owner` and `.../server` are believed in a hub's namespaces; the agent
+writes
+`.../seat`, `.../usage`, and `.../summary` of nodes (`protocol.nodes`), if it may.
 """
 
 import re
@@ -87,7 +86,7 @@ class PodStatus(Struct, rename="camel"):
 
 
 class Pod(Struct):
-    """A pod of the API. What is not read, such as its environment, is not kept."""
+    """A pod of the API. Unread fields, such as its environment, are not kept."""
 
     metadata: Metadata
     spec: PodSpec = field(default_factory=PodSpec)
@@ -127,7 +126,7 @@ class Node(Struct):
 
     @property
     def why_not(self) -> str:
-        """Why the scheduler starts no pod there, a word or two; empty: it does."""
+        """Why the scheduler starts no pod there, a word or two, or ""."""
         if self.spec.unschedulable:
             return "cordoned"
         ready = next((one.status for one in self.status.conditions or () if one.type == "Ready"), "True")

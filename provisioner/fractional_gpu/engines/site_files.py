@@ -1,7 +1,8 @@
 """Slurm's configuration as a site has it (slurm.conf with its includes, gres.conf, cgroup.conf), and changes of it as a diff.
 
-- Slurm takes the last line of a key that is given twice, without a word. So a key that is there is changed in its line, never added.
-- Nothing is written here: `diff` is for `patch`, which also takes it back (`patch -R`), byte for byte.
+Slurm takes the last line of a key that is given twice, without a warning. So an existing key is changed in its line, never added. Nothing
+is
+written here: `diff` is for `patch`, which also takes it back (`patch -R`), byte for byte.
 """
 
 import difflib
@@ -19,23 +20,22 @@ _MARK = "# for shares of GPUs (jupyter-fractional-gpu)\n"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    r"""A line of a file, which `\` may continue. `begin`: its offset; `text` has blanks instead of its comments."""
+    r"""A line of a file, which `\\` may continue. `begin`: its offset; `text` has blanks instead of its comments."""
 
     file: Path
     begin: int
     text: str
 
     def find(self, key: str) -> re.Match[str] | None:
-        """Return the match of a key; its group 1 is the value."""
+        """Group 1 of the match is the value."""
         return re.search(rf"(?:^|\s){key}\s*=\s*([^\s\\]+)", self.text, re.IGNORECASE)
 
     def value(self, key: str) -> str:
-        """Return the value of a key in this line; "" without one."""
         return match[1] if (match := self.find(key)) else ""
 
 
 class ConfigFile:
-    """A file and what it includes. A file that is not there is empty. Raises OSError for one that cannot be read."""
+    """A file and what it includes. A missing file is empty. Raises OSError for an unreadable one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class ConfigFile:
         self._read(path)
 
     def _read(self, path: Path) -> None:
-        # Without translation of line ends: a diff that is taken back must leave the same bytes.
+        # Without translation of line ends: a diff that is taken back must restore the same bytes.
         text = path.read_bytes().decode(errors="surrogateescape") if path.exists() else ""
         self._texts[path], self._edits[path] = text, []
         begin = end = 0
@@ -67,7 +67,6 @@ class ConfigFile:
         return [one for one in self.settings if one.value(key) and of_records == bool(_RECORD.match(one.text))]
 
     def value(self, key: str) -> str:
-        """Return the value that Slurm takes; "" without one."""
         return self.of_key(key)[-1].value(key) if self.of_key(key) else ""
 
     def set(self, key: str, value: str) -> None:
@@ -103,7 +102,7 @@ class ConfigFile:
         return text
 
     def diff(self) -> str:
-        """Return the changes as a diff for `patch -d / -p1`; "" without one."""
+        """Return the changes for `patch -d / -p1`, or ""."""
         return "".join(_diff(file, text, self.changed(file)) for file, text in self._texts.items())
 
 

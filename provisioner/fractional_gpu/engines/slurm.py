@@ -1,15 +1,17 @@
 """Slurm's commands: `scontrol`, `squeue`, and for ended jobs `sacct` and `sacctmgr`, of 22.05 and newer.
 
-- Arguments go as a list; nothing goes through a shell.
-- A user controls names of jobs, comments and paths, line breaks included, and `scontrol show job` prints them before what we look for. So
-  a job is read by `squeue` with named columns, none of which has a user's text. A node's record has administrators' texts only.
-- A pool's thousandths are one count-only GRES with two types, `jgpu:open:N,jgpu:closed:M`. Jobs ask for the open type, and the agent moves
-  thousandths between the two: their sum stays what gres.conf says. It must: when a node registers again, which each does about every
-  half hour, slurmctld drains it if jobs use a GRES whose sum has changed ("count changed and jobs are using them").
-- A task of an array and a part of a heterogeneous job are named as users see them (`12_3`, `12+1`): the number of the last task is the
-  array's own, that of the first part the whole job's, and an update of it changes all the others, too.
-- In a federation `squeue` may show other clusters' jobs, and of a job that runs here the record of the cluster where it was submitted
-  (REVOKED, without resources): `--local` asks this cluster alone.
+- Users control names of jobs, comments and paths, line breaks included, and `scontrol show job` prints them before what we look for. So a
+  job
+  is read by `squeue` with named columns that have no user's text; nothing goes through a shell.
+- A pool's thousandths are one count-only GRES with two types, `jgpu:open:N,jgpu:closed:M`. Jobs ask for the open type, and the agent
+  moves
+  thousandths between the two. Their sum must stay what gres.conf says: a node registers again about every half hour, and slurmctld drains
+it
+  if jobs use a GRES whose sum has changed ("count changed and jobs are using them").
+- Tasks of an array and parts of a heterogeneous job are named as users see them (`12_3`, `12+1`): the last task's number is the array's
+  own,
+  the first part's the whole job's, and an update of it changes all.
+- In a federation `squeue` may show other clusters' jobs (REVOKED, without resources): `--local` asks this cluster alone.
 - Every call ends within `timeout_s`: these commands wait for a daemon that is down.
 """
 
@@ -34,7 +36,7 @@ _ACCOUNTED = "JobIDRaw,JobID,End,AdminComment"  # the last one may have separato
 JOB_ID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 _JOB_NAME = re.compile(r"[1-9][0-9]{0,9}(?:_[0-9]{1,9}|\+[0-9]{1,9})?", re.ASCII)
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-# NAME, TYPE, COUNT. A type may begin with a digit (2080ti, 1g.10gb) or be a number (3090): a number alone after the name is the count.
+# NAME, TYPE, COUNT. A type may begin with a digit (2080ti, 1g.10gb) or be a number (3090); a single number after the name is the count.
 _GRES_NAME, _GRES_TYPE = r"([A-Za-z_][\w-]*)", r":((?!no_consume\b)\w[\w.-]*)"
 _GRES_COUNT, _GRES_END = r"(?::no_consume)?[:=](\d{1,12})([KMGTkmgt]?)", r"(?:\(.*\))?"
 _GRES = [
@@ -48,7 +50,7 @@ _MEMORY = re.compile(r"(?:^|,)mem=(\d+(?:\.\d+)?)([KMGT]?)")
 _FIELD = re.compile(r"(\S+?)=(.*?)(?= \S+?=|\s*$)")
 _ERROR = re.compile(r"^(?:sbatch|squeue|scancel|scontrol|sacct|sacctmgr): error: ", re.MULTILINE)
 NO_JOB, _NO_LONGER = "Invalid job id", "already finished"
-# Only these are Slurm's word that the request itself is at fault; anything else that fails (munge, the network, sudo) may pass.
+# Only these mean that the request itself is at fault; any other failure (munge, the network, sudo) may pass.
 _FAULTS = (
     *("Batch job submission failed", "Invalid", "Unrecognized", "denied", "is not a valid"),
     _NO_LONGER,
@@ -76,7 +78,8 @@ ENDED = (
 class SlurmJob:
     """A job on a node: what its allocation has of each GRES on each of its nodes, by name.
 
-    `name`: its number for users, such as `12_3` for a task of the array 12; `memory_mib`: what it has of each node's memory, None: unknown.
+    `name`: its number for users, such as `12_3` for a task of the array 12; `memory_mib`: what it has of each node's memory, None:
+    unknown.
     """
 
     job_id: int
@@ -100,9 +103,9 @@ def job_number(text: str) -> int:
 
 
 def parse_gres(text: str) -> dict[str, int]:
-    """Return the counts in a text such as `jgpu:open:250,gpu:2(IDX:0-1)`, by `NAME:TYPE` or `NAME`; without a number it is 1.
+    """Return counts by `NAME:TYPE` or `NAME` from a text such as `jgpu:open:250,gpu:2(IDX:0-1)`; without a number 1.
 
-    Raises EngineError for a text that is none.
+    Raises EngineError for a malformed text.
     """
     found: dict[str, int] = {}
     for word in gres_words(text):
@@ -125,10 +128,11 @@ def gres_words(text: str) -> list[str]:
 
 
 class Slurm:
-    """Slurm's commands on a node; `node` is its name in Slurm. Raises EngineError for a name that is none.
+    """Slurm's commands on a node; `node` is its name in Slurm. Raises EngineError for a malformed name.
 
-    Every method raises EngineUnavailableError where the controller (or slurmdbd, for ended jobs) does not answer, or the commands are
-    missing, and EngineError where it refuses.
+    Every method raises EngineUnavailableError if the controller (or slurmdbd, for ended jobs) does not answer or the commands are
+    missing, and
+    EngineError if it refuses.
     """
 
     def __init__(self, node: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -163,7 +167,8 @@ class Slurm:
         """Write the counts and the summary.
 
         An update names all GRES of the node: those that it leaves out can no longer be allocated. Slurm refuses any that names shards, so
-        a node with shards has no counts of ours.
+        a node
+        with shards has no counts of ours.
         """
         words = [f"nodename={self.node}"]
         if write.counts:
@@ -199,7 +204,7 @@ class Slurm:
         return self.call("squeue", "--local", "--noheader", *words, f"--Format={columns}")
 
     def comment(self, job_id: int, text: str) -> bool:
-        """Set a running job's AdminComment; return False where the job has ended."""
+        """Set a running job's AdminComment; return False if the job has ended."""
         job = self.job(job_id)
         if job is None or job.has_ended:
             return False
@@ -212,9 +217,9 @@ class Slurm:
         return True
 
     def comment_in_accounting(self, job_id: int, text: str) -> bool:
-        """Set an ended job's AdminComment in the accounting database, unless another's stands there.
+        """Set an ended job's AdminComment in the accounting database, unless it has another's.
 
-        Return False where the database does not know of the job's end yet: what slurmctld reports then replaces the comment.
+        Returns False if the database does not know of the job's end yet: what slurmctld reports then replaces the comment.
         """
         rows = [line.split(_SEPARATOR, 3) for line in self._accounted(job_id).splitlines()]
         # The number of an array, or of a heterogeneous job, names all its parts here, too.
@@ -283,7 +288,7 @@ def cannot_run(command: str, error: OSError) -> EngineUnavailableError:
 
 
 def failed(command: str, said: str, code: int) -> EngineError:
-    """Return the error for a command that failed: EngineUnavailableError unless Slurm has refused."""
+    """Return EngineUnavailableError unless Slurm has refused."""
     text = " ".join(_ERROR.sub("", said).split())[:300] or f"exit code {code}"
     if any(fault in said for fault in _FAULTS) and "authentication" not in said.lower():
         return EngineError(f"Slurm refuses: {command} says: {text}")
@@ -332,7 +337,7 @@ def _memory_mib(allocated: str, nodes: str) -> int | None:
 
 
 def _environment() -> dict[str, str]:
-    """Return what Slurm's commands are given: no variable that changes what they print."""
+    """Return our environment without variables that change what Slurm's commands print."""
     path = os.environ.get("PATH", os.defpath)
     environment = {"PATH": f"{path}:/usr/local/sbin:/usr/sbin:/sbin", "LC_ALL": "C"}
     if conf := os.environ.get("SLURM_CONF"):

@@ -1,10 +1,10 @@
 """Which user is charged for a process: one person may run processes with many uids.
 
-- A uid with a passwd entry counts for itself.
-- A subordinate uid (rootless containers) counts for its owner by /etc/subuid. Other sources of such ranges (sssd) are not read.
-- Every other uid counts for itself, or for one account that the administrator sets.
-
-This is for limits, shares, budgets and rates. Permissions never follow it: the real uid decides who may see or steer a lease.
+A subordinate uid (rootless containers) counts for its owner by /etc/subuid; other sources of such ranges (sssd) are not read. A uid
+without
+a passwd entry counts for itself, or for one account that the administrator sets. This is for limits, shares, budgets and rates.
+Permissions
+never follow it: the real uid decides who may see or steer a lease.
 """
 
 import pwd
@@ -19,7 +19,7 @@ _MOST = 10_000  # uids that are remembered: one user may have 65,536
 
 
 class Accounts:
-    """Finds accounts; `file` has the subordinate uids. For one thread, the broker's loop."""
+    """`file` has the subordinate uids. For one thread, the broker's loop."""
 
     def __init__(
         self, file: Path = Path("/etc/subuid"), unknown: int | None = None, now: Callable[[], float] = time.monotonic
@@ -30,7 +30,7 @@ class Accounts:
         self._known: dict[int, int] = {}
 
     def uid_of(self, uid: int) -> int:
-        """Return the uid that is charged for what this uid does: the key of counters. Name services are asked once a minute for each."""
+        """Return the uid that is charged for this uid. Name services are asked once a minute for each."""
         if self._now() >= self._stale_s or len(self._known) >= _MOST:
             self._stale_s = self._now() + _FRESH_S
             try:
@@ -71,7 +71,6 @@ def account_name(uid: int) -> str:
 
 
 def user_name(uid: int) -> str:
-    """Return the user's name, or its number where it has none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

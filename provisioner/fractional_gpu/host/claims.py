@@ -1,9 +1,9 @@
 """A host-wide claim of a device, which ends with its holder: a listening UNIX socket in the abstract namespace.
 
-- The kernel allows one per name and removes it when the holder ends in any way; no cleaner can remove it before.
-- The credentials a refused claimant reads are those of the process that claimed: claim in the process that stays.
-- The namespace belongs to the network namespace: give a device to one only of the containers with a network of their own.
-- A claim prevents mistakes. It is no defence against a local user who takes the name on purpose; the refusal names that user.
+The kernel allows one per name and removes it when the holder ends in any way; no cleaner can remove it before. A refused claimant reads
+the
+credentials of the process that claimed: claim in the process that stays. The namespace belongs to the network namespace: give a device to
+only one of the containers that have separate networks. A claim prevents mistakes, not attacks; the refusal names the holder's user.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _MOST_AT_ONCE: Final = 64
 
 
 class DeviceClaimedError(Exception):
-    """Another process holds the device. `pid` and `uid` are None when the holder cannot be identified."""
+    """`pid` and `uid` are None when the holder cannot be identified."""
 
     def __init__(self, device_id: str, pid: int | None, uid: int | None) -> None:
         holder = "a process that cannot be identified" if pid is None else f"process {pid} of user id {uid}"
@@ -35,14 +35,14 @@ class DeviceClaimedError(Exception):
 
 
 class NameClaim:
-    """A claim of an abstract address that is held until `close`, or until the process ends. Get one from `NameClaim.take`."""
+    """A claim of an abstract address until `close` or the end of the process. Get one from `NameClaim.take`."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
 
     @classmethod
     def take(cls, address: bytes) -> "NameClaim | tuple[int | None, int | None]":
-        """Claim the address for this process, or return pid and uid of the process that has it, as far as they are visible."""
+        """Claim the address, or return pid and uid of its holder, as far as they are visible."""
         listener = _listening(address)
         return holder(address) if listener is None else NameClaim(listener)
 
@@ -75,7 +75,7 @@ class NameClaim:
 class DeviceClaim(NameClaim):
     @classmethod
     def claim(cls, device_id: str) -> Self:
-        """Claim the device for this process. Raises DeviceClaimedError, and ValueError for an id that cannot name a claim."""
+        """Raises DeviceClaimedError, and ValueError for an id that cannot name a claim."""
         address = _address(device_id)
         listener = _listening(address)
         if listener is None:
@@ -84,7 +84,7 @@ class DeviceClaim(NameClaim):
 
 
 def _listening(address: bytes) -> socket.socket | None:
-    """Return a socket that listens at the address; None if another one does. Raises OSError."""
+    """Return None if another socket listens at the address. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         listener.bind(address)

@@ -8,7 +8,7 @@ _STEP_US: Final = 100_000
 
 
 def since_boot_ns() -> int:
-    """Return nanoseconds since boot: a clock that cannot be set, and that runs while the machine sleeps."""
+    """Return the time of a clock that cannot be set, and that runs while the machine sleeps."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
@@ -17,7 +17,7 @@ def since_boot_us() -> int:
 
 
 class WallClock:
-    """Converts time stamps that other programs took from the wall clock to the time since boot. Both functions return nanoseconds."""
+    """Converts wall-clock stamps of other programs to the time since boot. Both arguments return nanoseconds."""
 
     def __init__(self, wall_ns: Callable[[], int] = time.time_ns, steady_ns: Callable[[], int] = since_boot_ns) -> None:
         self._wall_ns = wall_ns
@@ -28,11 +28,11 @@ class WallClock:
         return self._steady_ns() // 1000
 
     def offset_us(self) -> int:
-        """Return the microseconds to subtract from a wall-clock stamp of this moment to get the time since boot."""
+        """Return what to subtract from a wall-clock stamp of this moment to get the time since boot."""
         return (self._wall_ns() - self._steady_ns()) // 1000
 
     def stepped_us(self) -> int:
-        """Return by how much the clock was set forward since the last call, microseconds; it counts from a tenth of a second on."""
+        """Return by how much the clock was set forward since the last call; it counts from a tenth of a second on."""
         offset_us = self.offset_us()
         step_us = offset_us - self._offset_us
         if abs(step_us) < _STEP_US:

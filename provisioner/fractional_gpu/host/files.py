@@ -1,9 +1,8 @@
 """Replacing a small file in one step, the folder for temporary files, mounts, and the points where tests make writes fail.
 
-Standard library only.
-
-The new content is written to another file in the same folder, synced (fsync), and renamed over the old one; then the folder is synced.
-After a kill, on a full disk or after a power failure the file has the old content or the new one, never a mixture.
+Standard library only. New content is written to another file, synced (fsync), and renamed over the old one; then the folder is synced.
+After
+a kill, a full disk or a power failure the file has the old content or the new one, never a mixture.
 """
 
 import errno
@@ -25,7 +24,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class MountLine(NamedTuple):
-    """A mount: `root` is the path within its filesystem that appears at `point`."""
+    """`root` is the path within its filesystem that appears at `point`."""
 
     root: str
     point: Path
@@ -48,7 +47,7 @@ def mount_table(file: Path) -> list[MountLine]:
 
 
 def temporary_folder() -> Path:
-    """Return the folder that Python's `tempfile` finds, without writing: on a full disk `tempfile` would choose another one."""
+    """Return the folder of Python's `tempfile`, without writing: on a full disk `tempfile` would choose another one."""
     named = (os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
     folders = [Path(folder).absolute() for folder in (*named, *_TEMPORARY) if folder]
     usable = (folder for folder in folders if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
@@ -56,7 +55,7 @@ def temporary_folder() -> Path:
 
 
 def file_identity(file: Path | int) -> tuple[int, int] | None:
-    """Return the device and inode that a path (links not followed) or a descriptor refers to; None: no file, or it cannot be seen."""
+    """Return device and inode of a path (links not followed) or a descriptor; None if it cannot be seen."""
     try:
         status = os.fstat(file) if isinstance(file, int) else file.lstat()
     except OSError:
@@ -65,7 +64,7 @@ def file_identity(file: Path | int) -> tuple[int, int] | None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make the folder, and those missing above it, for this user alone (0700), as Jupyter relies on that. Raises OSError."""
+    """Make the folder, and missing parents, for this user alone (0700), as Jupyter relies on that. Raises OSError."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except FileNotFoundError:
@@ -90,10 +89,9 @@ def foreign_above(folder: Path) -> tuple[Path, int] | None:
 
 
 def open_own(path: Path | str, flags: int) -> int:
-    """Open a private file (0600) of this user and return its descriptor; `flags` as for `os.open`, O_TRUNC excepted.
+    """Open a private file (0600) of this user; `flags` as for `os.open`, without O_TRUNC.
 
-    Raises OSError, and changes nothing, for a link, another user's file, and one with a second name (a hard link): writing there may change
-    another file.
+    Raises OSError, and changes nothing, for a link, another user's file, and one with a hard link: writing there may change another file.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     status = os.fstat(descriptor)
@@ -117,9 +115,9 @@ def replace_file(
 ) -> int:
     """Write a private file (0600), which replaces the one at `path`, if any; a link there is replaced, not followed.
 
-    `prepare` is called with the descriptor of the new file before it takes the name: to lock it, or to change its owner.
-    Returns the open descriptor of the new file if `keep` is set, else -1.
-    Raises OSError, and then the old file is as it was.
+    `prepare` gets the descriptor of the new file before it takes the name: to lock it, or to change its owner. Returns the open
+    descriptor if
+    `keep` is set, else -1. Raises OSError, and then the old file is as it was.
     """
     fresh = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
     descriptor = os.open(fresh, _FLAGS, 0o600)
@@ -156,13 +154,10 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# Points before and after each step that changes the world, the books or the ledger, at which a test may kill this process, block a thread,
-# or have a write fail.
-#
-# - Off unless `JUPYTER_GPU_FAILPOINTS` names a file when the process starts: then `reach` costs one comparison.
-# - The file has one line: the name of a point, the number of the time it is reached, and `kill`, `hang` or `fail`, such as
-#   `ledger.begin.before 2 kill`. It is removed first, so that a restarted process lives on.
-# - Each point that is reached is appended to the same path with `.reached`: there the times are counted, over all processes.
+# Points before and after each step that changes the world, the books or the ledger, at which a test may kill this process, block a
+# thread, or have a write fail. Off unless `JUPYTER_GPU_FAILPOINTS` names a file at the start: then `reach` costs one comparison. The file
+# has one line: a point, the number of the time it is reached, and `kill`, `hang` or `fail`. It is removed first, so that a restarted
+# process lives on. Reached points are appended to the path with `.reached`, which counts over all processes.
 
 
 VARIABLE = "JUPYTER_GPU_FAILPOINTS"
@@ -170,12 +165,12 @@ _file = os.environ.get(VARIABLE)
 
 
 def enabled() -> bool:
-    """Return whether failpoints are on: for callers whose names cost something to make."""
+    """For callers whose names of points cost something to make."""
     return _file is not None
 
 
 def reach(name: str) -> bool:
-    """Die or hang here if the file says so; return True if it says that the step here fails. Raises OSError if it cannot be used."""
+    """Die or hang here if the file says so; return True if this step should fail. Raises OSError if it cannot be used."""
     if _file is None:
         return False
     record = os.open(f"{_file}.reached", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -201,7 +196,7 @@ def reach(name: str) -> bool:
 
 
 def _parsed(line: bytes) -> tuple[str, int, str]:
-    """Return the point, which time, and what to do there. Raises OSError for anything else: such a test would test nothing."""
+    """Raises OSError for a malformed line: such a test would test nothing."""
     words = line.decode("ascii", "replace").split()
     if len(words) != 3 or not re.fullmatch("[0-9]{1,9}", words[1]) or words[2] not in ("kill", "hang", "fail"):
         raise OSError(errno.EINVAL, f"a failpoint is `NAME TIME kill`, `... hang` or `... fail`, not {line[:200]!r}")

@@ -1,12 +1,13 @@
 """Host memory: how much a process may still take, and which process the system's killer takes first.
 
-- Saved device memory lands in the process's own memory: it counts against every control group above that process.
-- The headroom is the minimum of the system's available memory and of the room below each limit on the way to the root, each less a margin:
-  a process that fills its limit to the last byte is killed by its next allocation. Inactive file cache does not count as used, and swap
-  not as room.
-- Version 1 and version 2 of control groups are read, also side by side. If the group's path is not visible below the mount (a container
-  shows only a part of the hierarchy), the limit of the mounted part counts. A limit that cannot be read is an error, never "no limit".
-- Processes that take memory together share the room of each limit above them: their needs are added up, limit by limit.
+- Saved device memory is in the process's own memory: it counts against every control group above that process. Processes that take memory
+  together share the room of each limit: their needs are added up, limit by limit.
+- The headroom is the least of the system's available memory and the room below each limit, less a margin: a process that fills its limit
+  to
+  the last byte is killed by its next allocation. Inactive file cache does not count as used, and swap not as room.
+- Control groups of version 1 and 2 are read, also side by side. If the group's path is not visible, the limit of the mounted part counts.
+  A
+  limit that cannot be read is an error, never "no limit".
 """
 
 import os
@@ -23,7 +24,7 @@ from fractional_gpu.host.control_groups import Mount, absolute, mounts
 from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, lines_of, read_of
 
 _MIB: Final = 1024 * 1024
-_MARGIN_PARTS: Final = 50  # 2 %: page tables, and allocations of the process meanwhile
+_MARGIN_PARTS: Final = 50  # 2 %: page tables, and what the process allocates during the save
 _MARGIN_LEAST_MIB: Final = 64
 
 
@@ -34,9 +35,9 @@ class _Files(NamedTuple):
 
 
 _FILES: Final = {
-    # "No limit" is a number near 2^63 here; it never binds before the system does.
+    # "No limit" is a number near 2^63 here, above the system's memory.
     1: _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
-    # Past memory.high a process is throttled until it hardly moves: for saving gigabytes that is a limit too.
+    # Past memory.high a process is throttled until it hardly moves: that is a limit too.
     2: _Files(("memory.max", "memory.high"), "memory.current", "inactive_file"),
 }
 
@@ -57,17 +58,16 @@ class Shortage:
 
 
 def system_headroom(*, proc: Path = PROC) -> Headroom:
-    """Return the room in the system's memory. Raises OSError, and ValueError for an unexpected /proc/meminfo."""
+    """Raises OSError, and ValueError for an unexpected /proc/meminfo."""
     return _room(_meminfo("MemTotal", proc), _meminfo("MemAvailable", proc), "the system's memory")
 
 
 def machine_total_mib(*, proc: Path = PROC) -> int:
-    """Return the machine's memory, MiB. Raises OSError, and ValueError for an unexpected /proc/meminfo."""
+    """Raises OSError, and ValueError for an unexpected /proc/meminfo."""
     return _meminfo("MemTotal", proc) // _MIB
 
 
 def _meminfo(name: str, proc: Path) -> int:
-    """Return a figure in bytes."""
     found = re.search(rf"^{name}:[ \t]*(\d+) kB$", (proc / "meminfo").read_text("ascii"), re.MULTILINE)
     if found is None:
         raise ValueError(f"{proc}/meminfo does not tell {name} in kB")
@@ -80,7 +80,7 @@ def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
 
 
 class LimitReader:
-    """Reads the limits of many processes at one moment: a limit that several share is read once. Short-lived: its figures age."""
+    """Reads many processes' limits at one moment: a shared limit is read once. Short-lived: its figures age."""
 
     def __init__(self, *, proc: Path = PROC) -> None:
         self._proc = proc
@@ -95,7 +95,7 @@ class LimitReader:
         return mounts(proc=self._proc)
 
     def headroom(self, pid: int) -> Headroom:
-        """Return how much more memory the process may take, MiB. Raises ProcessLookupError, OSError and ValueError."""
+        """Return how much more memory the process may take. Raises ProcessLookupError, OSError and ValueError."""
         return min(self._limits(pid).values())
 
     def shortage(self, needs: Mapping[int, int]) -> Shortage | None:
@@ -135,7 +135,7 @@ def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
 
 
 def group_limit(group: str, *, proc: Path = PROC) -> Headroom | None:
-    """Return the smallest limit of the group and those above it; None if none is less than the machine's memory. Raises OSError."""
+    """Return the smallest limit of the group and its parents; None if all exceed the machine's memory. Raises OSError."""
     total = machine_total_mib(proc=proc) * _MIB
     limits = [
         limit
@@ -147,7 +147,7 @@ def group_limit(group: str, *, proc: Path = PROC) -> Headroom | None:
 
 
 def group_used_mib(group: str, *, proc: Path = PROC) -> int:
-    """Return what the group's processes use, without caches that can be reclaimed, MiB; 0 where it is not counted. Raises OSError."""
+    """Return what the group's processes use, without reclaimable caches; 0 if it is not counted. Raises OSError."""
     used = [_used(mount.version, folder) or 0 for mount, folder in _folders_of(group, proc)]
     return max(used, default=0) // _MIB
 
@@ -174,7 +174,7 @@ def _room(limit: int, left: int, name: str) -> Headroom:
 
 
 def _folders(groups: bytes, everywhere: list[Mount]) -> dict[int, list[Path]]:
-    """Return the folders of the control groups in a /proc/PID/cgroup that may account memory, and of those above them."""
+    """Return the folders of the control groups in a /proc/PID/cgroup that may account memory, and of their parents."""
     found: dict[int, list[Path]] = {}
     for line in lines_of(groups):
         number, controllers, seen = line.split(":", 2)
@@ -206,20 +206,19 @@ def _headroom(version: int, folder: Path) -> Headroom | None:
 
 
 def _used(version: int, folder: Path) -> int | None:
-    """Return what the group's processes use, without caches that can be reclaimed, bytes."""
     files = _FILES[version]
     used = _bytes(folder / files.used)
     return None if used is None else max(0, used - _stat(folder / "memory.stat", files.reclaimable))
 
 
 def _limit_of(folder: Path, limit: int) -> str:
-    # Users choose the names of groups: no control characters of theirs get into messages.
+    # Users choose the names of groups, and these get into messages.
     name = "".join(one if one.isprintable() else "?" for one in str(folder))
     return f"the memory limit of control group {name} ({limit // _MIB} MiB)"
 
 
 def _bytes(file: Path) -> int | None:
-    """Return the number in the file; None for "max" and where the file does not exist (no such controller here)."""
+    """Return None for "max" and for a missing file (no such controller here)."""
     try:
         text = file.read_text(encoding="ascii").strip()
     except (FileNotFoundError, NotADirectoryError):
@@ -235,7 +234,7 @@ def _stat(file: Path, name: str) -> int:
 
 
 def _counted(file: Path, name: str) -> int:
-    """Return a figure in a file of names and figures, 0 where it is not among them."""
+    """Return a figure in a file of names and figures, 0 if it is missing."""
     for line in file.read_text(encoding="ascii").splitlines():
         key, _, value = line.partition(" ")
         if key == name:
@@ -243,13 +242,9 @@ def _counted(file: Path, name: str) -> int:
     return 0
 
 
-# The system's out-of-memory killer: which process it takes first, and whether it has killed one.
-#
-# - The killer takes the process with the most memory, swapped-out memory included. A process's adjustment is added, in thousandths of the
-#   memory that is full: the machine's, or a control group's. -1000 exempts a process; nothing here goes below `LEAST`.
-# - A user may lower the adjustment of own processes down to the value that a privileged process set last (else 0). That floor, which
-#   children inherit, cannot be read, only found by trying; below it takes CAP_SYS_RESOURCE.
-# - An adjustment is written through a descriptor of the process's file in /proc, after its identity was checked.
+# The system's out-of-memory killer takes the process with the most memory, swap included, plus its adjustment in thousandths of the
+# memory that is full (the machine's, or a control group's); -1000 exempts a process. A user may lower the adjustment of own processes
+# down to the value that a privileged process set last (else 0). That floor cannot be read, only found by trying.
 
 
 KERNEL_MESSAGES: Final = Path("/dev/kmsg")
@@ -265,7 +260,7 @@ def adjustment(pid: int, *, proc: Path = PROC) -> int:
 
 
 def lower(identity: ProcessIdentity, target: int) -> int:
-    """Lower the process's adjustment to the target, or as far as is permitted; return the new value. Raises ProcessLookupError, OSError."""
+    """Lower the process's adjustment to the target, or as far as permitted; return the new value. Raises ProcessLookupError, OSError."""
     with _opened(identity) as file:
         # The floor cannot be read: bisect between the lowest value that was allowed and the highest that was refused.
         allowed = adjustment(identity.pid)
@@ -280,7 +275,7 @@ def lower(identity: ProcessIdentity, target: int) -> int:
 
 
 def put_back(identity: ProcessIdentity, value: int) -> None:
-    """Raise the process's adjustment to the value if it is lower, and the floor where permitted. Raises ProcessLookupError, OSError."""
+    """Raise the adjustment to the value if it is lower, and the floor if permitted. Raises ProcessLookupError, OSError."""
     with _opened(identity) as file:
         os.write(file, b"%d" % max(value, adjustment(identity.pid)))
 
@@ -295,12 +290,12 @@ def kill_counter(pid: int, *, proc: Path = PROC) -> Path:
 
 
 def kill_count(counter: Path) -> int:
-    """Return how many processes the killer has ended so far, 0 where the kernel is too old to count. Raises OSError, ValueError."""
+    """Return how many processes the killer has ended, 0 if the kernel is too old to count. Raises OSError, ValueError."""
     return _counted(counter, "oom_kill")
 
 
 def was_killed(identity: ProcessIdentity, *, messages: Path = KERNEL_MESSAGES) -> bool | None:
-    """Return whether the system's log says that the killer ended this process; None in a container, or if it cannot be read."""
+    """Whether the system's log says that the killer ended this process; None in a container, or if it cannot be read."""
     if (PROC / "self/ns/pid").readlink().name != _FIRST_PID_NAMESPACE:
         return None
     try:
@@ -320,7 +315,7 @@ def _messages(messages: Path) -> list[tuple[int, str]]:
         while True:
             try:
                 record = os.read(log, _LONGEST_MESSAGE)
-            except BrokenPipeError:  # it was overwritten meanwhile: the next one is read
+            except BrokenPipeError:  # it was overwritten: the next one is read
                 continue
             except BlockingIOError:
                 return found

@@ -1,10 +1,10 @@
 """Processes in other namespaces: which pid a process means, and work in another network namespace.
 
-- The operating system reports a socket's peer by the pid that it has here (SO_PEERCRED). A pid in a message counts in the peer's own pid
-  namespace: `NSpid` in /proc/PID/status has a process's pid in each namespace that it is in, from here inwards.
-- A thread that enters a network namespace stays in it, and so does each thread that it starts.
-- A namespace is opened before its process is identified: afterwards the pid may be reused, and the descriptor cannot.
-- No path is resolved below another process's root (/proc/PID/root): a link there that begins with `/` leads into the caller's own files.
+A socket's peer is reported by the pid that it has here (SO_PEERCRED), but a pid in a message counts in the peer's own pid namespace
+(`NSpid`
+in /proc/PID/status has both). Open a namespace before you identify its process: the pid may be reused, the descriptor cannot. Never
+resolve
+a path below another process's root (/proc/PID/root): a link there that begins with `/` leads into the caller's own files.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ NamespaceId = tuple[int, int]
 
 
 def namespace_of(pid: int, kind: str, *, proc: Path = PROC) -> NamespaceId:
-    """Return the process's namespace of this kind (`pid`, `net`, `mnt`, `user`). Raises ProcessLookupError, PermissionError."""
+    """`kind` is `pid`, `net`, `mnt` or `user`. Raises ProcessLookupError, PermissionError."""
     try:
         status = os.stat(proc / str(pid) / "ns" / kind)  # noqa: PTH116
     except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
@@ -56,7 +56,7 @@ def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:
 
 
 def own_identity(pid: int, identify: Callable[[int], ProcessIdentity], *, proc: Path = PROC) -> ProcessIdentity:
-    """Return the identity by its pid here of a process that /proc, of an outer namespace (`unshare --pid` alone), may show under another.
+    """Return the identity by its pid here, if /proc is of an outer namespace (`unshare --pid` alone) and shows another.
 
     Raises as `identify`, which reads the process that /proc shows under a pid.
     """
@@ -72,7 +72,7 @@ def own_identity(pid: int, identify: Callable[[int], ProcessIdentity], *, proc: 
 
 
 def _find(pid: int, namespace: NamespaceId, depth: int, proc: Path) -> int:
-    """Return the pid in /proc of the process that has `pid` in this pid namespace, the `depth`th from that of /proc."""
+    """Return the pid in /proc of the process that has `pid` in this pid namespace, `depth` levels below that of /proc."""
     for name in os.listdir(proc):  # noqa: PTH208 - names are enough
         if name.isascii() and name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it ended, or is out of sight
@@ -103,7 +103,7 @@ def _is_within(pid: int, namespace: NamespaceId, up: int) -> bool:
 
 
 def shows_same_folder(pid: int, path: Path, *, proc: Path = PROC) -> bool:
-    """Return whether the path leads the process to our folder, without a link where its mounts are not ours. Raises OSError."""
+    """Whether the path leads the process to our folder, without a link through foreign mounts. Raises OSError."""
     if namespace_of(pid, "mnt", proc=proc) == own_namespace("mnt", proc=proc):
         return True
     # Step by step: a link below its root would be followed from ours.
@@ -137,10 +137,9 @@ def open_network(identity: ProcessIdentity, *, proc: Path = PROC) -> tuple[int, 
 
 
 def in_network(descriptor: int, work: Callable[[], T]) -> T:
-    """Run `work` in a separate thread within the network namespace, and return what it returns.
+    """Run `work` in a separate thread within the network namespace; threads that it starts stay there.
 
-    Threads that `work` starts stay in that namespace. Raises PermissionError where this process may not enter (it takes CAP_SYS_ADMIN here
-    and over that namespace), OSError, and what `work` raises.
+    Raises PermissionError without CAP_SYS_ADMIN here and over that namespace, OSError, and what `work` raises.
     """
 
     def run() -> T:

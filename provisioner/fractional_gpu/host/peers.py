@@ -1,7 +1,7 @@
-"""The peer of a UNIX socket: who it is, from the kernel, and whether it reads what was written.
+"""The peer of a UNIX socket: its credentials, from the kernel, and whether it reads what was written.
 
-Pid, uid and gid are those of the moment when the peer connected (or, for a listening peer, listened). Uid and gid stay true; the pid may
-belong to another process since, so it is a hint until the process is identified.
+Pid, uid and gid are of the moment when the peer connected (or, for a listening peer, listened). The pid may belong to another process by
+now, so it is a hint until the process is identified.
 """
 
 import errno
@@ -18,7 +18,7 @@ _GROUPS_BYTES: Final = 1024  # the most that Python's getsockopt takes: 256 grou
 
 
 class PeerCredentials(NamedTuple):
-    """The peer's process, user and group. `pid` is 0 when the peer is in a pid namespace that is not visible here."""
+    """`pid` is 0 when the peer is in a pid namespace that is not visible here."""
 
     pid: int
     uid: int
@@ -26,7 +26,7 @@ class PeerCredentials(NamedTuple):
 
 
 def peer_credentials(sock: socket.socket) -> PeerCredentials:
-    """Return the peer's credentials. Raises ValueError if the socket is not UNIX or not connected, OSError if closed."""
+    """Raises ValueError for other sockets than connected UNIX ones, OSError if closed."""
     if sock.family != socket.AF_UNIX:
         raise ValueError(
             f"only UNIX sockets carry peer credentials; this one is {socket.AddressFamily(sock.family).name}"
@@ -50,13 +50,13 @@ def peer_groups(sock: socket.socket) -> frozenset[int]:
 
 
 def unread(sock: socket.socket) -> bool:
-    """Return whether the peer has not read all that was written. A thread blocked in a read takes it without running any code."""
+    """Whether the peer has not read all that was written. A thread blocked in a read takes it without running any code."""
     n_bytes: int = _INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0]
     return n_bytes > 0
 
 
 def detects_unread() -> bool:
-    """Return whether `unread` works here: Linux supports it for UNIX sockets, and some systems that emulate Linux do not."""
+    """Whether `unread` works here: some systems that emulate Linux do not support it for UNIX sockets."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         try:

@@ -1,12 +1,12 @@
 """Processes: their identity, the tree that belongs to a kernel, and ipykernel's command line.
 
-- An identity is (boot id, pid, start time): a pid alone may belong to another process by now. Before an operation on a pid, open its pidfd
-  and check the identity again: from then on the pid cannot be reused.
-- Only thread-group leaders have an identity here: /proc also has a folder for each thread id, as if it were a process.
-- A zombie is not alive: its memory, its CUDA state included, is gone, unless it exited before its threads, which keep it.
-- Nothing is guessed: PermissionError is passed on, and only "no such process" counts as dead.
-- A process chooses the size of its environment, its command line and its mappings: prctl(PR_SET_MM) makes them gigabytes long. They are
-  read with `pieces` only, which stops after 8 MiB, and never on an event loop.
+- An identity is (boot id, pid, start time). Before an operation on a pid, open its pidfd and check the identity again: from then on the
+  pid
+  cannot be reused. Only thread-group leaders have one: /proc also has a folder for each thread id.
+- A zombie is dead, unless it exited before its threads, which keep its memory. Nothing is guessed: PermissionError is passed on.
+- A process chooses the size of its environment, command line and mappings, up to gigabytes (PR_SET_MM). Read them with `pieces` only,
+  which
+  stops after 8 MiB, and never on an event loop.
 """
 
 import os
@@ -45,7 +45,7 @@ class ProcessIdentity:
 
     @classmethod
     def from_dict(cls, data: dict[str, object]) -> Self:
-        """Rebuild what `to_dict` gave. Raises ValueError that names the field that is missing or of the wrong type."""
+        """Rebuild what `to_dict` gave. Raises ValueError that names the missing or wrong field."""
         boot, pid, start = (data.get(name) for name in ("boot_id", "pid", "start_time"))
         if not isinstance(boot, str) or not boot:
             raise ValueError(f"a process identity needs boot_id, a non-empty text; got {boot!r}")
@@ -58,7 +58,7 @@ class ProcessIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStat:
-    """The fields of /proc/PID/stat that matter here. `start_time` in clock ticks since boot."""
+    """`start_time` in clock ticks since boot."""
 
     pid: int
     comm: str
@@ -76,12 +76,11 @@ class ProcessStat:
 
     @property
     def stopped_or_traced(self) -> bool:
-        """Whether it is stopped (SIGSTOP, a terminal) or traced by a debugger."""
         return self.state in _HELD_UP_STATES
 
 
 def parse_stat(raw: bytes) -> ProcessStat:
-    """Parse /proc/PID/stat. Raises ValueError when it has another form than the kernel gives it."""
+    """Raises ValueError for another form than the kernel's."""
     try:
         # comm may hold spaces and parentheses: it ends at the last ")".
         start, end = raw.index(b"("), raw.rindex(b")")
@@ -106,7 +105,7 @@ def parse_uid(status: bytes) -> int:
 
 
 def boot_id(*, proc: Path = PROC) -> str:
-    """Return the id of this boot of the machine; it changes with every boot. Raises OSError."""
+    """Raises OSError."""
     return read_file(f"{proc}/sys/kernel/random/boot_id").decode("ascii").strip()
 
 
@@ -115,7 +114,7 @@ def read_stat(pid: int, *, proc: Path = PROC) -> ProcessStat:
 
 
 def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
-    """Return the identity of the process with this pid. Raises ProcessLookupError (a zombie is none), ValueError for a thread's number."""
+    """Raises ProcessLookupError (also for a zombie), ValueError for a thread's number."""
     if pid <= 0:
         raise ProcessLookupError(f"{pid} is not a process id: process ids are positive")
     stat = read_stat(pid, proc=proc)
@@ -128,7 +127,7 @@ def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
 
 
 def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
-    """Return whether exactly this incarnation runs: same boot, same start time, no zombie. Raises PermissionError."""
+    """Whether exactly this incarnation runs: same boot, same start time, no zombie. Raises PermissionError."""
     try:
         stat = read_stat(identity.pid, proc=proc)
     except ProcessLookupError:
@@ -137,7 +136,7 @@ def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
 
 
 def owner_uid(pid: int, *, proc: Path = PROC) -> int:
-    """Return the real uid of the process; /proc/PID is root's for one that may not be traced. Raises ProcessLookupError."""
+    """Return the real uid, also if /proc/PID is root's because the process may not be traced. Raises ProcessLookupError."""
     return parse_uid(read_of(pid, "status", proc=proc))
 
 
@@ -152,12 +151,12 @@ def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
 
 
 def environment_value(pid: int, name: str, *, proc: Path = PROC) -> str | None:
-    """Return one variable of that environment, None if it was not set. Blocks. Raises ProcessLookupError, PermissionError."""
+    """Blocks. Raises ProcessLookupError, PermissionError."""
     return _find_variable(_of_process(pieces(f"{proc}/{pid}/environ"), pid), os.fsencode(name))
 
 
 def read_command(pid: int, *, proc: Path = PROC) -> list[str]:
-    """Return the arguments of the process's command line. Blocks. Raises ProcessLookupError, PermissionError."""
+    """Blocks. Raises ProcessLookupError, PermissionError."""
     return [os.fsdecode(word) for word in _of_process(entries(f"{proc}/{pid}/cmdline"), pid)]
 
 
@@ -177,7 +176,7 @@ def open_pidfd(identity: ProcessIdentity) -> int:
 
 
 def kill_marked(name: str, value: str) -> list[int]:
-    """Kill (SIGKILL) every process of this user whose environment has the variable with this value; return their pids."""
+    """Kill this user's processes whose environment has the variable with this value; return their pids."""
     killed = []
     for pid in [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]:
         with suppress(OSError):  # it has exited, or is another user's
@@ -193,7 +192,7 @@ def kill_marked(name: str, value: str) -> list[int]:
 
 
 def read_file(path: str, folder: int | None = None) -> bytes:
-    """Return all of a file, in a folder by its descriptor. A suspend reads dozens: no object is made but the bytes. Raises OSError."""
+    """Read a file in a folder by its descriptor. A suspend reads dozens: no object is made but the bytes. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         whole = part = os.read(descriptor, _AT_ONCE)
@@ -218,7 +217,7 @@ def pieces(path: str, folder: int | None = None) -> Iterator[bytes]:
 
 
 def entries(path: str, separator: bytes = b"\0") -> Iterator[bytes]:
-    """Yield what stands before each separator in such a file. Entries that are too long are cut. Blocks. Raises OSError."""
+    """Yield the parts of such a file. Entries that are too long are cut. Blocks. Raises OSError."""
     rest = b""
     for piece in pieces(path):
         *whole, rest = (rest + piece).split(separator)
@@ -229,7 +228,7 @@ def entries(path: str, separator: bytes = b"\0") -> Iterator[bytes]:
 
 
 def _find_variable(found: Iterator[bytes], name: bytes) -> str | None:
-    """Return a variable's value in the pieces of an environment; no piece after it is read. The first of equal names counts."""
+    """Return the first of equal names; no later piece is read."""
     marker, kept = b"\0" + name + b"=", b"\0"
     for piece in found:
         _, there, value = (kept + piece).partition(marker)
@@ -249,12 +248,12 @@ def _of_process(found: Iterator[bytes], pid: int) -> Iterator[bytes]:
 
 
 def lines_of(content: bytes) -> list[str]:
-    """Return the lines of a file of /proc with names that users choose. Only a line feed ends one, unlike for `str.splitlines`."""
+    """Only a line feed ends a line, unlike for `str.splitlines`: users choose names in files of /proc."""
     return [os.fsdecode(line) for line in content.split(b"\n") if line]
 
 
 def read_of(pid: int, name: str, *, proc: Path = PROC) -> bytes:
-    """Return all of a file of the process in /proc. Raises ProcessLookupError when there is no such process."""
+    """Raises ProcessLookupError when there is no such process."""
     try:
         return read_file(f"{proc}/{pid}/{name}")
     except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
@@ -262,7 +261,7 @@ def read_of(pid: int, name: str, *, proc: Path = PROC) -> bytes:
 
 
 def thread_group(pid: int, *, proc: Path = PROC) -> int:
-    """Return the process that a thread, or a process, with this number belongs to. Raises ProcessLookupError and PermissionError."""
+    """Return the process of a thread's or process's number. Raises ProcessLookupError, PermissionError."""
     return int(status_field(read_of(pid, "status", proc=proc), b"Tgid"))
 
 
@@ -275,13 +274,10 @@ def status_field(status: bytes, name: bytes) -> bytes:
     raise ValueError(f"/proc/PID/status has no field {name.decode()}: {status[:200]!r}")
 
 
-# Which processes belong to a kernel, and which files they have mapped.
-#
-# - A tree is the root, its descendants, the members of the sessions that any of them leads, and processes of the root's user with the
-#   marker (the lease's id) in the environment they were started with; and the same again for each of these.
-# - One pass over /proc serves any number of trees. One that starts meanwhile may be missed: who needs certainty scans again.
-# - A process that was once seen in a tree belongs to it for good: it still has the memory that was reserved for its kernel.
-# - A process is read through a descriptor of its folder in /proc: facts of two that had the same pid are never mixed.
+# A kernel's tree is the root, its descendants, the members of the sessions that any of them leads, and processes of the root's user with
+# the marker (the lease's id) in the environment they were started with; and the same again for each of these. A process once seen in a
+# tree belongs to it for good: it still has the memory that was reserved for its kernel. One that starts during a pass may be missed: scan
+# again for certainty. A process is read through a descriptor of its folder in /proc: facts of two that had the same pid are never mixed.
 
 
 _DEEPEST = 64  # generations
@@ -299,8 +295,6 @@ class _Seen:
 
 
 class Snapshot:
-    """All processes at about one moment. `tree` returns the tree of one of them."""
-
     def __init__(self, boot: str, seen: Iterable[_Seen]) -> None:
         self._boot = boot
         self._by_pid: Mapping[int, _Seen] = {process.identity.pid: process for process in seen}
@@ -321,7 +315,7 @@ class Snapshot:
         return self._by_pid[identity.pid].uid if identity in self else None
 
     def runs_own_program(self, identity: ProcessIdentity) -> bool:
-        """Return whether the process has executed a program since it was forked, so that it shares no memory with its parent."""
+        """Whether it has executed a program since it was forked, so that it shares no memory with its parent."""
         return identity in self and not self._by_pid[identity.pid].forked
 
     def stopped_or_traced(self, identity: ProcessIdentity) -> bool:
@@ -369,9 +363,11 @@ class Snapshot:
     ) -> list[ProcessIdentity]:
         """Return the tree of `root` (None: of `marker` and `also` alone), oldest first.
 
-        Of a root that has exited, whose pid may be another process's now, marked processes and members of its session count if they belong
-        to `uid` (None: the living root's user). `apart` are the roots of other trees, which are left out with what is only below them.
-        `also` were seen in this tree before, and belong to it in any case.
+        Of a root that has exited, whose pid may be another process's now, marked processes and members of its session count if they
+        belong
+        to `uid` (None: the living root's user). `apart` are the roots of other trees, left out with what is only below them. `also` were
+        seen in
+        this tree before, and belong to it in any case.
         """
         if root is not None and root.boot_id != self._boot:
             return []
@@ -395,7 +391,7 @@ class Snapshot:
 
 
 def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> bool:
-    """Return whether the process is `root` or descends from it, without passing one of the pids `others`. Raises PermissionError."""
+    """Whether the process is `root` or descends from it without passing one of `others`. Raises PermissionError."""
     for _ in range(_DEEPEST):
         if pid == root.pid:
             return is_alive(root)
@@ -427,7 +423,7 @@ class _Markers:
         self._left: dict[int, int] = defaultdict(lambda: _MOST_BYTES_PER_UID)
 
     def of(self, folder: int, uid: int) -> str | None:
-        """Return the variable's value in the process with this folder in /proc. Raises FileNotFoundError, ProcessLookupError."""
+        """Raises FileNotFoundError, ProcessLookupError."""
         if (self._uids is not None and uid not in self._uids) or self._left[uid] <= 0:
             return None
         try:
@@ -460,14 +456,14 @@ def _look(pid: int, boot: str, markers: _Markers | None, path: str) -> _Seen | N
     return _Seen(identity, stat.ppid, stat.session, uid, value, stat.stopped_or_traced, stat.forked)
 
 
-# The files that a process has mapped or holds open. A removed file counts under its old path; a process that may not be read has none.
+# A process's mapped and open files. A removed file counts under its old path; an unreadable process has none.
 
 
 _DELETED: Final = " (deleted)"
 
 
 def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, proc: Path = PROC) -> bool:
-    """Return whether the process has a file mapped whose path fits; `unreadable` if that cannot be read. Blocks."""
+    """Whether the process has a file mapped whose path fits; `unreadable` if that cannot be read. Blocks."""
     try:
         return any(fits(path) for line in entries(f"{proc}/{pid}/maps", b"\n") if (path := _path(os.fsdecode(line))))
     except PermissionError:
@@ -477,7 +473,7 @@ def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, pro
 
 
 def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
-    """Return whether the process has a file open whose path fits; True beyond 65,536 descriptors. Blocks."""
+    """Whether the process has a file open whose path fits; True beyond 65,536 descriptors. Blocks."""
     folder = f"{proc}/{pid}/fd"
     try:
         with os.scandir(folder) as found:
@@ -499,7 +495,7 @@ def _path(line: str) -> str:
     return fields[5].removesuffix(_DELETED) if len(fields) == 6 else ""
 
 
-# How a command line starts ipykernel: of kernelspecs, and of living processes where the ledger is lost.
+# How a command line starts ipykernel: in kernelspecs, and of living processes if the ledger is lost.
 
 
 EXTENSION: Final = "fractional_gpu_kernel"  # `-m EXTENSION MODULE` is `-m MODULE` with our extension

@@ -1,7 +1,7 @@
 """Threads that start before they are needed: a user's limit of processes also counts threads, and can be reached at any later moment.
 
-A pool of the standard library starts a thread when work comes for which none is free. Where the system then refuses one, the caller gets
-RuntimeError, and the work, which the pool has queued by then, may still be done later, by another of its threads.
+A pool of the standard library starts a thread when work comes. If the system then refuses one, the caller gets RuntimeError, and the
+queued work may still be done later.
 """
 
 import errno
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class StartedThreads(ThreadPoolExecutor):
-    """A pool whose `count` threads all run when it has been made: work that it gets never lacks one. Raises OSError where they cannot."""
+    """A pool whose `count` threads run from the start: work never lacks one. Raises OSError if they cannot."""
 
     def __init__(self, count: int, name: str) -> None:
         super().__init__(max_workers=count, thread_name_prefix=name)
@@ -26,7 +26,7 @@ class StartedThreads(ThreadPoolExecutor):
 
 
 def start(thread: threading.Thread) -> None:
-    """Start the thread. Raises OSError where the system has none left."""
+    """Raises OSError if the system has no thread left."""
     try:
         thread.start()
     except RuntimeError as error:

@@ -1,7 +1,7 @@
 """How a main thread that waits notices a signal: a pipe that the system's handler writes to.
 
-A handler in Python runs between two steps of the program, so one that comes just before a blocking call is not seen until that call ends.
-The pipe can be read from the moment of the signal on, and `select` returns for it.
+A handler in Python runs between two steps, so one that comes just before a blocking call is not seen until that call ends. The pipe is
+readable from the moment of the signal on, and `select` returns for it.
 """
 
 import os
@@ -15,7 +15,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 @contextmanager
 def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
-    """Have these handlers of signals during the block. For the main thread."""
+    """Have these handlers during the block. For the main thread."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -26,7 +26,7 @@ def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None
 
 @contextmanager
 def signal_pipe() -> Iterator[int]:
-    """Yield a descriptor that can be read once a signal with a handler has come, during the block. For the main thread."""
+    """Yield a descriptor that is readable once a signal with a handler has come. For the main thread."""
     source, sink = os.pipe()
     for descriptor in (source, sink):
         os.set_blocking(descriptor, False)
@@ -40,7 +40,7 @@ def signal_pipe() -> Iterator[int]:
 
 
 def drain(source: int) -> None:
-    """Empty the pipe, so that it can be read again at the next signal only."""
+    """Empty the pipe, so that only the next signal makes it readable."""
     with suppress(BlockingIOError):
         while os.read(source, 4096):
             pass

@@ -1,10 +1,11 @@
 """The Slurm job or the Kubernetes pod that a process belongs to, by its control group, and that group's memory limit and life.
 
-- Only root and the engine's own daemons move processes into these groups, and a process cannot leave its own: the group is the proof.
-  Paths count from the hierarchy's root: a name deeper down, in a group that was delegated to a user, proves nothing.
-- Known are Slurm's groups of version 1 (`/slurm/uid_1000/job_12/step_0`, with several daemons on a machine `/slurm_NODE/...`) and of
-  version 2 (`/system.slice/slurmstepd.scope/job_12/...`), and those of Kubernetes by systemd's driver and by cgroupfs', also within kind.
-- A reader in a cgroup namespace of its own sees the groups above its own as `/..`: such a path is read from there on.
+Only root and the engine's daemons move processes into these groups, and a process cannot leave its own: the group is the proof. Paths
+count
+from the hierarchy's root: a deeper name, in a group delegated to a user, proves nothing. Known are Slurm's groups of version 1
+(`/slurm/uid_1000/job_12/step_0`, or `/slurm_NODE/...`) and 2 (`/system.slice/slurmstepd.scope/job_12/...`), and the groups of Kubernetes
+by
+systemd's and by cgroupfs' driver, also within kind. A reader in a separate cgroup namespace sees the groups above its own as `/..`.
 """
 
 import re
@@ -31,7 +32,7 @@ _POD: Final = re.compile(
     rf"|(?:/kubelet)?/kubepods(?:/burstable|/besteffort)?/pod({_UID})(?=/|$)",
     re.ASCII,
 )
-# The same as seen from within a group beside it: the first names are left out, as far as both have them in common.
+# The same as seen from a neighbouring group: the names that both have in common are left out.
 _POD_BESIDE: Final = re.compile(
     r"(?:/(?:kubelet-)?kubepods\.slice)?(?:/(?:kubelet-)?kubepods-(?:burstable|besteffort)\.slice)?"
     rf"/(?:kubelet-)?kubepods(?:-burstable|-besteffort)?-pod({_UID})\.slice(?=/|$)"
@@ -73,7 +74,7 @@ def workload_name(engine: str, workload_id: str) -> str:
 
 
 def parse_workload(cgroup: bytes) -> Workload | None:
-    """Return the workload that the text of /proc/PID/cgroup says; None if it says none, or if its hierarchies contradict each other."""
+    """Parse /proc/PID/cgroup; None if it names no workload, or if its hierarchies contradict each other."""
     found: dict[str, Workload] = {}
     for line in lines_of(cgroup):
         path = line.split(":", 2)[-1]
@@ -83,7 +84,7 @@ def parse_workload(cgroup: bytes) -> Workload | None:
 
 
 def workload_of(pid: int, *, proc: Path = PROC) -> Workload | None:
-    """Return the workload of the process, None without one. Raises ProcessLookupError where there is no such process, PermissionError."""
+    """Raises ProcessLookupError, PermissionError."""
     return parse_workload(read_of(pid, "cgroup", proc=proc))
 
 
@@ -101,7 +102,7 @@ def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
 
 
 def serves_whole_host(*, proc: Path = PROC) -> bool:
-    """Return whether this process sees more of the machine than its own pod: process 1 is in another control group. Raises OSError."""
+    """Whether this process sees more than its own pod: process 1 is in another control group. Raises OSError."""
     return (proc / "1" / "cgroup").read_bytes() != (proc / "self" / "cgroup").read_bytes()
 
 
@@ -118,7 +119,7 @@ def _of_path(path: str) -> Workload | None:
 
 
 def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
-    """Return the path of the workload's control group, "" if no hierarchy that is mounted here shows it. Raises OSError."""
+    """Return the workload's control group, "" if no mounted hierarchy shows it. Raises OSError."""
     forms = [place.format(id=workload_id, id_=workload_id.replace("-", "_")) for place in _PLACES.get(engine, ())]
     for mount in mounts(proc=proc):
         if mount.root != ROOT:
@@ -133,14 +134,14 @@ def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
 
 
 def group_exists(group: str, *, proc: Path = PROC) -> bool | None:
-    """Return whether a hierarchy has this group; None where no mount here could show it. Raises OSError."""
+    """Whether a hierarchy has this group; None if no mount here could show it. Raises OSError."""
     folders = [mount.folder(PurePosixPath(group)) for mount in mounts(proc=proc)]
     shown = [folder.is_dir() for folder in folders if folder is not None]
     return any(shown) if shown else None
 
 
 def memory_warning(engine: str, group: str, cap_mib: int, *, proc: Path = PROC) -> str:
-    """Return why the group cannot hold what is saved of `cap_mib` of device memory; "" if it can. Raises OSError, ValueError."""
+    """Return why the group cannot hold a suspended kernel with `cap_mib` of device memory, or "". Raises OSError, ValueError."""
     limit = group_limit(group, proc=proc)
     base_mib = max(BASE_MIB, group_used_mib(group, proc=proc))
     if limit is None or limit.mib >= base_mib + cap_mib:

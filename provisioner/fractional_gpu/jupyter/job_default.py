@@ -1,7 +1,7 @@
-"""Gives kernels that name no provisioner ours, in a job with a share. Python imports this when it starts (`jupyter-fractional-gpu.pth`).
+"""Gives kernels that name no provisioner ours, in a job with a share. Python imports this at its start (`jupyter-fractional-gpu.pth`).
 
-JUPYTER_DEFAULT_PROVISIONER_NAME cannot do it: the whole job inherits it, and in an environment without this package every kernel then
-fails to start. So this module makes jupyter_client read another variable.
+The whole job would inherit JUPYTER_DEFAULT_PROVISIONER_NAME, and fail to start kernels in environments without this package. So this
+module makes jupyter_client read another variable.
 """
 
 import os
@@ -16,8 +16,6 @@ _FACTORY = "jupyter_client.provisioning.factory"
 
 
 class _Finder(MetaPathFinder):
-    """Finds jupyter_client's factory as Python does, and changes it once it is loaded."""
-
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:

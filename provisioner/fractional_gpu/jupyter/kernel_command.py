@@ -1,13 +1,10 @@
 """What is known before a kernel starts: its kernelspec's `config`, whether it is ipykernel, and whether our extension loads in it.
 
-Rules:
-
-- The command keeps its form: `-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`.
-- The interpreter itself is asked whether it can import the extension: a kernel that is believed to have a gate and has none would start
-  on the GPU without admission. If it cannot be asked, also in a wrapper, it has no gate, and gets the reason.
-- A module of one of our names is ours only if its source has `MARK`. Where another module has the name (on `PYTHONPATH`, or in the
-  notebook's folder, which ipykernel puts before site-packages), the kernel starts without the extension and says so. The same holds where
-  msgspec, with which the extension calls the broker, is missing or too old.
+`-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`. The interpreter itself is asked whether it can import the
+extension: a kernel that is believed to have a gate and has none would start on the GPU without admission. A module of one of our names is
+ours only if its source has `MARK`. If another module has the name (on `PYTHONPATH`, or in the notebook's folder), or msgspec is missing
+or
+too old, the kernel starts without the extension and says so.
 """
 
 import json
@@ -33,8 +30,7 @@ MARK = '__distribution__ = "jupyter-fractional-gpu"'
 """The line in the `__init__.py` of each of our packages that distinguishes it from another package of the same name."""
 
 _ANSWER = "jupyter-fractional-gpu found "  # distinguishes it from what a sitecustomize prints
-# Prints, for each name of ours, the module's file and whether its source has the mark; null: there is no such module.
-# The last entry is the file and the version of msgspec, if it can be imported.
+# Prints each name's file and whether its source has the mark (null: no such module); last, the file and version of msgspec.
 _PROBE_CODE = f"""
 import importlib.util, json
 def describe(name):
@@ -71,7 +67,7 @@ _WRAPPED = (
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """What an interpreter imports under a name. `usable`: one of our names is ours, msgspec can be imported and is new enough."""
+    """`usable`: one of our names is ours, msgspec can be imported and is new enough."""
 
     origin: str
     usable: bool
@@ -80,16 +76,13 @@ class _Module:
 
 _Modules = tuple[_Module | None, ...]  # in the order of _NAMES; None: there is none
 
-# Answers are kept only where all modules are usable: a missing one may be installed at any time.
+# Answers are kept only if all modules are usable: a missing one may be installed at any time.
 _answers: dict[tuple[object, ...], _Modules] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """How a kernel is to start.
-
-    `gated`: the extension will load. `obstacle`: why it cannot be loaded where it is installed, and what to do, a sentence.
-    """
+    """`gated`: the extension will load. `obstacle`: why an installed extension cannot be loaded, and what to do."""
 
     gated: bool
     obstacle: str = ""
@@ -102,7 +95,7 @@ class KernelPlan:
 def plan_kernel(
     argv: Sequence[str], environment: Mapping[str, str], folder: str, language: str = "python"
 ) -> KernelPlan:
-    """Find out whether this kernelspec's `argv` can load the extension. It may run the kernel's interpreter. Raises nothing."""
+    """Find out whether `argv` can load the extension. It may run the kernel's interpreter. Raises nothing."""
     position = find_ipykernel(argv)
     if position is None:
         hidden = argv and language.lower() == "python"
@@ -119,7 +112,6 @@ def plan_kernel(
 
 
 def _find_obstacle(modules: Sequence[_Module], interpreter: str, folder: str) -> str:
-    """Return why an interpreter that has the extension cannot load it, and what to do; empty where it can."""
     msgspec = modules[-1]
     if not msgspec.usable and (msgspec.version or not msgspec.origin):  # else another module has the name
         problem = msgspec_problem(msgspec.version, python=interpreter)
@@ -133,7 +125,7 @@ def _find_obstacle(modules: Sequence[_Module], interpreter: str, folder: str) ->
 
 
 def find_interpreter(program: str, environment: Mapping[str, str]) -> str | None:
-    """Return the path of the program that a kernelspec names; None where it cannot be found."""
+    """Return the path of the program that a kernelspec names; None if it cannot be found."""
     major, minor = sys.version_info[:2]
     # For these jupyter_client starts its own interpreter.
     if program in {"python", f"python{major}", f"python{major}.{minor}"}:
@@ -142,7 +134,6 @@ def find_interpreter(program: str, environment: Mapping[str, str]) -> str | None
 
 
 def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[str, str]) -> _Modules | str:
-    """Return what the interpreter would import under our names, or why it cannot be asked."""
     try:
         status = Path(interpreter).stat()
     except OSError as error:
@@ -159,7 +150,7 @@ def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[st
 
 
 def _still_holds(known: _Modules, environment: Mapping[str, str]) -> bool:
-    """Whether the packages are where they were found, and no other module of their names has come before them since."""
+    """Whether the packages are still there, and no other module of their names has come before them."""
     folders = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return all(
         module is not None
@@ -170,7 +161,6 @@ def _still_holds(known: _Modules, environment: Mapping[str, str]) -> bool:
 
 
 def _probe(command: list[str], environment: Mapping[str, str]) -> _Modules | str:
-    """Return what the interpreter imports, or why it does not say so."""
     try:
         done = subprocess.run(
             command,
@@ -194,7 +184,7 @@ def _probe(command: list[str], environment: Mapping[str, str]) -> _Modules | str
 
 
 def _foreign_in(folder: str, name: str, origin: str) -> Path | None:
-    """Return the module that Python would import from the folder under this name, if it is neither ours nor that at `origin`."""
+    """Return the module that Python would import from the folder under this name, if it is neither ours nor at `origin`."""
     for candidate in (Path(folder, name, "__init__.py"), Path(folder, f"{name}.py")):
         try:
             source = candidate.read_text(encoding="utf-8", errors="replace")
@@ -217,7 +207,7 @@ _SHOWN = 80  # characters of a bad value
 
 
 def check_pool_name(name: object) -> str:
-    """Return the name of a pool, which is also part of a kernelspec's folder name. Raises BadRequestError."""
+    """Return the name, which is also part of a kernelspec's folder name. Raises BadRequestError."""
     if not isinstance(name, str) or not _POOL_NAME.fullmatch(name):
         allowed = "allowed: up to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
         raise BadRequestError(f"pool {shown(name)} is not a pool's name; {allowed}")
@@ -227,9 +217,9 @@ def check_pool_name(name: object) -> str:
 def parse_kernel_config(
     stanza: Mapping[str, object], *, default_pool: str, default_fraction: str
 ) -> tuple[LeaseRequest, str | None]:
-    """Return what a stanza's config asks for, and the simulated devices of a broker that is started for the kernel (None: real ones).
+    """Return a stanza's request, and the simulated devices of a broker that is started for the kernel (None: real ones).
 
-    Raises BadRequestError: one sentence with the key, what was given and what is allowed.
+    Raises BadRequestError with the key, what was given and what is allowed.
     """
     for key in stanza:
         if key not in CONFIG_KEYS:
@@ -290,6 +280,5 @@ def _size(value: object) -> str | int:
 
 
 def shown(value: object) -> str:
-    """Return what was given in place of an allowed value, for an error's sentence."""
     text = repr(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,14 +1,8 @@
 """One kernel's lease as its provisioner handles it: taken, kept over a restart, released; with its token file.
 
-Every call blocks: run it in a thread.
-
-Rules:
-
-- A call that fails half way leaves no lease and no token file behind. The broker lets expire what a killed server leaves.
-- A kernel with our extension keeps its lease over a restart. One without must know its device before its process starts: its next process
-  gets a new lease.
-- When the broker dies in the middle of a call, the call starts it again and repeats the request once.
-- Releasing starts no broker: one that starts later sees that the kernel's process has ended.
+Every call blocks: run it in a thread. A call that fails half way leaves no lease and no token file; the broker lets expire what a killed
+server leaves. A kernel without our extension must know its device before its process starts: its next process gets a new lease. When the
+broker dies in a call, the call restarts it and repeats the request once; releasing starts no broker.
 """
 
 import contextlib
@@ -75,8 +69,6 @@ class KernelLease:
         return BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S)
 
     def attach(self, request: AttachRequest, *, starts_broker: bool = True) -> None:
-        """Attach the kernel's process. Raises the errors of the protocol."""
-
         def attach() -> None:
             with ensure_broker(self.socket, token=self.token or None) if starts_broker else self._client() as client:
                 client.attach(self.lease_id, request)
@@ -84,12 +76,11 @@ class KernelLease:
         _retry_once(attach)
 
     def detach(self) -> None:
-        """Raises the errors of the protocol."""
         with self._client() as client:
             client.detach(self.lease_id)
 
     def release(self) -> None:
-        """End the lease and remove the token file. Raises the errors of the protocol, after the file is gone."""
+        """Raises the errors of the protocol, after the token file is gone."""
         with contextlib.suppress(OSError):
             self.token_file.unlink()
         with self._client() as client, contextlib.suppress(NotFoundError):
@@ -112,7 +103,7 @@ class KernelLease:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
     def unblock(self) -> None:
-        """Resume the lease if its process may be blocked in a GPU call, which no interrupt reaches. Raises the errors of the protocol."""
+        """Resume the lease if its process may be blocked in a GPU call, which no interrupt reaches."""
         with BrokerClient(self.socket, token=self.token or None) as client:
             client.resume(self.lease_id, ResumeRequest(if_blocked=True))
 
@@ -120,14 +111,14 @@ class KernelLease:
 def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None = None) -> KernelLease:
     """Take a new lease from the broker, which is started, with the devices `simulate`, if none serves.
 
-    `timeout_s` bounds the start and each call. Raises the errors of the protocol; ConflictError: the broker has real devices, and
-    simulated ones are wanted.
+    `timeout_s` bounds the start and each call. Raises the errors of the protocol; ConflictError: the broker has real devices, not
+    simulated ones.
     """
     return _retry_once(lambda: _take(request, timeout_s, simulate))
 
 
 def begin_broker_start(*, timeout_s: float, simulate: str | None = None) -> None:
-    """Start a broker in a thread if none serves, so that `take_lease` waits for less; it also reports a failing start. Never blocks."""
+    """Start a broker in a thread if none serves, so that `take_lease`, which reports failures, waits less. Never blocks."""
 
     def start() -> None:
         with contextlib.suppress(FractionalGPUError), ensure_broker(timeout_s=timeout_s, simulate=simulate):
@@ -137,7 +128,7 @@ def begin_broker_start(*, timeout_s: float, simulate: str | None = None) -> None
 
 
 def _retry_once(call: Callable[[], T]) -> T:
-    """Return what the call returns; repeat it once if the broker dies in the middle of it."""
+    """Repeat the call once if the broker dies in the middle of it."""
     try:
         return call()
     except BrokerUnavailableError as error:
@@ -179,7 +170,7 @@ def _take(request: LeaseRequest, timeout_s: float, simulate: str | None) -> Kern
 def renew_lease(
     lease: KernelLease, request: LeaseRequest, *, timeout_s: float, simulate: str | None = None
 ) -> KernelLease:
-    """Return a lease for the next process of the same kernel: the same one where possible. Raises as `take_lease`."""
+    """Return a lease for the next process of the same kernel: the same one if possible. Raises as `take_lease`."""
 
     def renew() -> KernelLease:
         gone = (NotFoundError, UnauthorizedError, ForbiddenError)
@@ -239,15 +230,14 @@ def _write_private(path: Path, token: str) -> None:
 
 
 def lease_label(text: str) -> str:
-    """Return the text as a lease's label: its end, which is the file's name of a path. What is not valid text becomes question marks."""
+    """Return the end of the text, where a path has the file's name. Invalid characters become question marks."""
     return text.encode("utf-8", "replace").decode()[-MAX_NAME:]
 
 
 def kernel_request(asked: LeaseRequest, *, kernel_id: str, label: str, gated: bool) -> LeaseRequest:
-    """Return what the kernelspec asks for as the request of one kernel."""
     return structs.replace(
         asked,
-        kernel_id=kernel_id[:MAX_NAME],  # as long as a file's name may be
+        kernel_id=kernel_id[:MAX_NAME],  # the longest name of a file
         label=lease_label(label),
         gated=gated,
         wait_ms=0 if gated else _WAIT_UNGATED_MS,
@@ -255,7 +245,6 @@ def kernel_request(asked: LeaseRequest, *, kernel_id: str, label: str, gated: bo
 
 
 def plain_connection(connection: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a kernel's connection as JSON can hold it."""
     return {name: value.decode() if isinstance(value, bytes) else value for name, value in connection.items()}
 
 
@@ -269,7 +258,7 @@ def attach_request(pid: int, connection: Mapping[str, Any], argv: Sequence[str],
 
 
 def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the kernel's environment with its lease, without the variables of a lease under which this server runs."""
+    """Return the environment with the lease, without the variables of a lease under which this server runs."""
     clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     ours = dict(lease.environment)
     if (preloaded := clean.get(_PRELOAD)) and ours.get(_PRELOAD, preloaded) not in preloaded.split(":"):
@@ -285,6 +274,6 @@ def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict
 
 
 def environment_without(notice: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a kernel that gets no GPU; its first cell shows `notice`, the reason."""
+    """Return the environment of a kernel without a GPU; its first cell shows `notice`, the reason."""
     clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     return {**clean, "CUDA_VISIBLE_DEVICES": "", "JUPYTER_GPU_NOTICE": notice}

@@ -1,13 +1,10 @@
-"""The kernel manager of a Jupyter server that leaves its fractional kernels running when it stops and takes them over when it starts.
+"""A kernel manager that leaves fractional kernels running when the server stops, and takes them over when it starts.
 
     c.ServerApp.kernel_manager_class = "fractional_gpu.KeepingKernelManager"
     c.SessionManager.database_filepath = "/home/me/.local/share/jupyter/sessions.sqlite"   # so that notebooks find their kernels
 
-- Only kernels of our provisioner are kept; the server shuts down all others when it stops. A kernel that a user shuts down ends.
-- A kernel whose server died during its start is ended: it has no state yet.
-- A server takes over kernels that were started for the same root folder and that no other server has.
-- A kept kernel does not end with its first server (`JPY_PARENT_PID`). Run the server so that its stop does not kill its children (systemd:
-  `KillMode=process`).
+Only kernels of our provisioner are kept; one that a user shuts down, or whose server died during its start, ends. A server takes over
+kernels of the same root folder that no other server has. The server's stop must not kill its children (systemd: `KillMode=process`).
 """
 
 import os
@@ -32,8 +29,6 @@ _Untyped = Any  # jupyter_server's managers and their attributes have no types
 
 
 class KeepingKernelManager(AsyncMappingKernelManager):
-    """Keeps the kernels of our provisioner over restarts of the server (see the module)."""
-
     keeps_kernels = True  # read by the provisioner
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - jupyter_server's signature
@@ -44,7 +39,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         self._file_check.start()
 
     def _restore_files(self) -> None:
-        """Write the kept kernels' records and token files again where cleaners of the runtime folder removed them."""
+        """Write records and token files again if cleaners of the runtime folder removed them."""
         for manager in list(self._kernels.values()):
             provisioner = getattr(manager, "provisioner", None)
             if isinstance(provisioner, FractionalGPUProvisioner) and provisioner.is_kept:
@@ -103,7 +98,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
             self._register(kernel_id, manager)
 
     def _end_unfinished_launch(self, lease: Mapping[str, Any], record: RecordFile) -> None:
-        """End a kernel whose server died while it started it: no client knows of the kernel, and its connection is unknown."""
+        """End a kernel whose server died while it started it: no client knows it, and its connection is unknown."""
         pids = kill_marked("JUPYTER_GPU_LEASE", str(lease["lease_id"]))
         self.log.info(
             "An earlier server died while it started a kernel; its processes are killed: %s", pids or "none yet"

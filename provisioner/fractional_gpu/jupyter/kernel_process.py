@@ -1,7 +1,4 @@
-"""A kernel's process as a server handles it (its own child, or one that it took over from an earlier server), and its ports.
-
-A pid alone names the process that has it now; with boot id and start time it names one process for ever.
-"""
+"""A kernel's process as a server handles it (a child, or adopted from an earlier server), and its ports."""
 
 import errno
 import functools
@@ -49,7 +46,7 @@ class AdoptedProcess:
     stdin = stdout = stderr = None
 
     def __init__(self, identity: Mapping[str, Any]) -> None:
-        """Hold on to the process that `identity_of` described. Raises ProcessGoneError, and ValueError for a malformed identity."""
+        """Raises ProcessGoneError, and ValueError for a malformed identity."""
         process = ProcessIdentity.from_dict(dict(identity))
         self.pid = process.pid
         self.returncode: int | None = None
@@ -64,7 +61,6 @@ class AdoptedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return when it has ended. Raises TimeoutError after `timeout` seconds."""
         if self.returncode is None:
             if not self._has_ended(timeout):
                 raise TimeoutError(f"process {self.pid} did not end within {timeout} s")
@@ -72,7 +68,6 @@ class AdoptedProcess:
         return _EXIT_UNKNOWN
 
     def send_signal(self, number: int) -> None:
-        """Signal it; one that has ended gets no signal."""
         if self.poll() is None:
             signal.pidfd_send_signal(self._pidfd, number)
 
@@ -96,19 +91,17 @@ class AdoptedProcess:
         self.returncode = _EXIT_UNKNOWN
 
 
-# jupyter_client asks the system for a free port, releases it and passes the number to the kernel, which listens there a second later.
-# Meanwhile, and at each restart, any connection of any process may get the port, and the kernel then ends with "Address already in use".
-#
-# So each port is bound here, with SO_REUSEADDR and without listening, for as long as the kernel lives. On Linux the system does not hand
-# out a bound port, a process that sets SO_REUSEADDR (as libzmq does) may listen on it, and a connection to it before that is refused. A
-# server that was killed leaves nothing behind. The cost is five descriptors for each kernel. A port cannot be held while a kernel listens
-# there: a kernel that an earlier server left has its ports held from its next restart on.
+# jupyter_client picks a free port, releases it and passes the number to the kernel, which listens there a second later; until then, and
+# at each restart, any process may get the port ("Address already in use"). So each port is bound here with SO_REUSEADDR, without
+# listening, while the kernel lives. On Linux the system does not hand out a bound port, a process that sets SO_REUSEADDR (as libzmq does)
+# may listen on it, and connections before that are refused. A kernel that an earlier server left has its ports held from its next restart
+# on: a port cannot be bound while another process listens there.
 
 _Manager = Any  # jupyter_client's, whose ports are traits without types
 
 
 class KernelPorts:
-    """The ports of one kernel, as far as its manager was not given them."""
+    """The ports of one kernel, except those that its manager was given."""
 
     def __init__(self, log: "Logger | LoggerAdapter[Any]") -> None:
         self._log = log
@@ -117,10 +110,11 @@ class KernelPorts:
         weakref.finalize(self, _close_all, self._held)  # a manager may drop a kernel without any cleanup
 
     def secure(self, manager: _Manager) -> bool:
-        """Choose the manager's ports before a launch, and hold them; a port that it was given stays as it is.
+        """Choose and hold the manager's ports before a launch; returns False if jupyter_client chooses.
 
-        Returns False, and does nothing, where jupyter_client chooses: for another transport, for a manager with `cache_ports` off, and on
-        a system where no kernel could listen on a held port. Raises OSError if no port is free.
+        That is so for another transport, with `cache_ports` off, and on a system where no kernel could listen on a held port. Raises
+        OSError if no
+        port is free.
         """
         if manager.transport != "tcp" or not manager.cache_ports or not is_local_ip(manager.ip):
             return False
@@ -150,7 +144,6 @@ class KernelPorts:
                 self._held[port] = None
 
     def release(self) -> None:
-        """Release all ports. May be called again."""
         _close_all(self._held)
 
     def _choose(self, manager: _Manager, name: str) -> None:
@@ -166,7 +159,7 @@ class KernelPorts:
         self._keep(name, port, held)
 
     def _hold_again(self, manager: _Manager, name: str, port: int) -> None:
-        """Hold the kernel's previous port. If another process has it, choose a new one, unless clients know the old one."""
+        """Hold the previous port. If another process has it, choose a new one, unless clients know the old one."""
         try:
             held = _bound(manager.ip, port)
         except OSError as error:
@@ -207,7 +200,7 @@ def _bound(ip: str, port: int) -> socket.socket:
 
 @functools.cache
 def _can_listen_on_held(ip: str) -> bool:
-    """Whether a kernel could listen on a held port, as on Linux. This tries it: systems that resemble Linux (gVisor) may differ."""
+    """Whether a kernel could listen on a held port. This tries it: systems that resemble Linux (gVisor) may differ."""
     with _bound(ip, 0) as holder:
         try:
             with _bound(ip, holder.getsockname()[1]) as listener:

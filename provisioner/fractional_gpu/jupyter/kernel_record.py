@@ -1,10 +1,8 @@
 """Records of kernels that outlive their server: what the next server needs to take one over (`fractional_gpu.jupyter.kernel_manager`).
 
-- One file a kernel, mode 0600, in a private folder; it holds the connection's key and the path of the lease's token.
-- The server that has a kernel holds a lock on its record, so no other server takes the kernel over. A rewritten record is a new file,
-  which is locked before it takes the name; a lock on a file that has lost the name does not count.
-- A record first names the lease of a process that is about to be started. It is rewritten when that process is attached, also after a
-  restart, and removed when the kernel is shut down. What a server that dies in between leaves, the next one ends.
+One private file a kernel, with the connection's key and the path of the lease's token. The server that has a kernel holds a lock on its
+record; a rewritten record is a new file, locked before it takes the name. A record first names the lease of a process that is about to be
+started, and is rewritten when that is attached: what a server that dies in between leaves, the next one ends.
 """
 
 import fcntl
@@ -33,14 +31,14 @@ class RecordFile:
 
     @classmethod
     def create(cls, kernel_id: str) -> "RecordFile | None":
-        """Create or open the kernel's record and lock it; None if another server has it. Raises OSError, ValueError."""
+        """Create or open and lock the record; None if another server has it. Raises OSError, ValueError."""
         if not _NAME.fullmatch(kernel_id):
             raise ValueError(f"a kernel id such as {kernel_id[:80]!r} cannot name a file")
         return cls.open(_folder() / f"{kernel_id}.json", os.O_CREAT)
 
     @classmethod
     def open(cls, path: Path, flags: int = 0) -> "RecordFile | None":
-        """Open the record and lock it; None if another server has. Raises OSError."""
+        """Open the record and lock it; None if another server has it. Raises OSError."""
         while True:
             descriptor = open_own(path, os.O_RDWR | flags)
             try:
@@ -53,10 +51,7 @@ class RecordFile:
             os.close(descriptor)  # it was replaced or removed between open and lock: try again
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Replace the content in one step: a server that is killed leaves the old text or the new one.
-
-        Raises OSError, and then the old text stays.
-        """
+        """Replace the content in one step. Raises OSError, and then the old text stays."""
         line = json.dumps(content).encode() + b"\n"
         old, self._descriptor = self._descriptor, replace_file(self.path, line, prepare=_lock, keep=True)
         os.close(old)
@@ -68,7 +63,7 @@ class RecordFile:
             self.write(self.read())
 
     def read(self) -> dict[str, Any]:
-        """Return the content. Raises ValueError if it was never written completely."""
+        """Raises ValueError if it was never written completely."""
         line, _, _ = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).partition(b"\n")
         content = json.loads(line)
         if not isinstance(content, dict):
@@ -76,7 +71,6 @@ class RecordFile:
         return content
 
     def close(self) -> None:
-        """Leave the kernel to another server."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -88,7 +82,7 @@ class RecordFile:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock the file against other servers. Raises BlockingIOError if another server has locked it."""
+    """Raises BlockingIOError if another server has locked it."""
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

@@ -1,13 +1,10 @@
 """Kernelspecs for fractions: one launcher entry for each pool and fraction, such as "Python 3 · 1/4 GPU".
 
-Rules:
-
-- Each is copied from a base kernelspec with its metadata (`supported_encryption` and others), without which some servers refuse it.
-- Which folders are ours is decided by the mark in their metadata, never by the name alone.
-- A folder appears whole or not at all. It replaces only a kernelspec of ours for the same base, pool and fraction.
-- The command is the base's: what loads our extension is added when a kernel starts.
-- With `launcher`, the command itself takes the lease (`fractional_gpu.jupyter.launcher`), for programs that ignore provisioners;
-  the local provisioner is named then, so that Jupyter servers do not take a second lease for it.
+Each is copied from a base kernelspec with its metadata (`supported_encryption` and others), without which some servers refuse it. The
+mark
+in the metadata decides which folders are ours, never the name alone. A folder appears whole or not at all, and replaces only ours for the
+same base, pool and fraction. With `launcher` the command takes the lease, for programs that ignore provisioners; it names the local
+provisioner, so that Jupyter servers do not take a second lease.
 """
 
 import json
@@ -44,9 +41,9 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, TraitError)  # of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledSpec:
-    """A kernelspec of ours. `gated`: the extension will load in its kernels; `launcher`: its command takes the lease.
+    """A kernelspec of ours, made from `base`. `gated`: the extension will load; `launcher`: its command takes the lease.
 
-    `base`: the kernelspec that it was made from. `shadowed_by`: the folder that Jupyter takes in its place.
+    `shadowed_by`: the folder that Jupyter takes instead.
     """
 
     name: str
@@ -65,7 +62,6 @@ class InstalledSpec:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The kernel's command, without our launcher."""
         return self.argv[self.argv.index("--") + 1 :] if self.launcher and "--" in self.argv else self.argv
 
 
@@ -96,8 +92,8 @@ def install(
     """Install one kernelspec for each fraction (milli-GPU), replacing those that were installed before.
 
     `simulate`: the simulated devices (COUNTxMEMORY) of a broker that is started for such a kernel. `name` and `display_name`, for one
-    fraction only, stand in for those that are made from pool, fraction and base. Where: for this `user`, below a `prefix` (as in
-    PREFIX/share/jupyter/kernels; by default the environment's own), or into a `directory` of kernelspecs.
+    fraction only, replace the generated ones. They go to this `user`, below a `prefix` (default: the environment's own), or into a
+    `directory`.
 
     Raises BadRequestError (contradictory arguments), NotFoundError (no such base) and FractionalGPUError (the folder cannot be written
     to, or holds another kernelspec).
@@ -111,7 +107,7 @@ def install(
     if not names:
         raise BadRequestError("no fraction was given; give at least one, such as 1/4")
     if (name is not None or display_name is not None) and len(names) > 1:
-        raise BadRequestError(f"a name of its own is for one kernelspec; given: {len(names)} fractions; give one")
+        raise BadRequestError(f"a name is for one kernelspec; given: {len(names)} fractions; give one")
     if name is not None:
         names = dict.fromkeys(names, _check_name(name))
     base_spec = _base_spec(base)
@@ -138,7 +134,7 @@ def install(
 def list_installed(
     *, prefix: str | None = None, user: bool = False, directory: str | None = None
 ) -> list[InstalledSpec]:
-    """Return our kernelspecs in the place that is named (as for `install`), else wherever Jupyter looks, shadowed ones too."""
+    """Return our kernelspecs in the named place (as for `install`), else wherever Jupyter looks, also shadowed ones."""
     if prefix is not None or user or directory is not None:
         places = [_target_folder(prefix=prefix, user=user, directory=directory)]
     else:
@@ -153,7 +149,7 @@ def list_installed(
 
 
 def plan_of(spec: InstalledSpec) -> KernelPlan:
-    """Return how the kernelspec's kernels are to start now. It may run their interpreter."""
+    """Return how the kernelspec's kernels would start now. It may run their interpreter."""
     content = _read_ours(spec.folder) or {}
     environment = {**os.environ, **(content.get("env") or {})}
     return plan_kernel(spec.command, environment, os.path.sep, str(content.get("language", "")))
@@ -166,7 +162,7 @@ def remove(
     user: bool = False,
     directory: str | None = None,
 ) -> list[InstalledSpec]:
-    """Remove kernelspecs by name (None: all of ours), shadowed ones too, and return what was removed.
+    """Remove kernelspecs by name (None: all of ours), also shadowed ones, and return them.
 
     Raises NotFoundError, before anything is removed, for a name that is not one of ours, and FractionalGPUError.
     """
@@ -187,7 +183,7 @@ def remove(
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a kernelspec's folder; of one that is a link, the link only: what it names is the user's own. Raises OSError."""
+    """Delete a kernelspec's folder; of a link only the link: its target is the user's own. Raises OSError."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -201,7 +197,6 @@ class SeatKernelSpecManager(KernelSpecManager):
     """
 
     def find_kernel_specs(self) -> dict[str, str]:
-        """Return the kernelspecs to show, name to folder."""
         try:
             share = own_share()
         except FractionalGPUError as error:
@@ -282,12 +277,11 @@ def _target_folder(*, prefix: str | None, user: bool, directory: str | None) -> 
 
 
 def _argv(base: KernelSpec, target: Path) -> tuple[list[str], KernelPlan]:
-    """Return the base's command, changed for our kernels, and its plan."""
     argv = [word.replace("{resource_dir}", base.resource_dir) for word in base.argv]
     environment = {**os.environ, **(base.env or {})}
     if find_ipykernel(argv) is not None:
-        # `python` means the server's own for jupyter_client: other servers that see this kernelspec would take theirs. By its full path
-        # programs such as jupytext find the kernel of their interpreter, which should not be one of ours.
+        # To jupyter_client `python` is the server's own, so other servers would take theirs. The full path would let programs such as
+        # jupytext take our kernelspec for their interpreter's.
         interpreter = find_interpreter(argv[0], environment) or argv[0]
         own = str(target.parent) in {*ENV_JUPYTER_PATH} - {*SYSTEM_JUPYTER_PATH}
         argv[0] = "python" if own and interpreter == sys.executable else interpreter
@@ -295,7 +289,6 @@ def _argv(base: KernelSpec, target: Path) -> tuple[list[str], KernelPlan]:
 
 
 def _content(base: KernelSpec, argv: list[str], mark: Mapping[str, Any]) -> dict[str, Any]:
-    """Build kernel.json."""
     pool, milli = mark["pool"], mark["fraction_milli"]
     words = [(base.display_name or "Kernel").replace(" (ipykernel)", ""), f"{format_fraction(milli)} GPU"]
     words += [pool] if pool != "default" else []
@@ -320,8 +313,8 @@ def _content(base: KernelSpec, argv: list[str], mark: Mapping[str, Any]) -> dict
     return content
 
 
-# What a kernelspec with the launcher runs. It outlives the package, and says so then: programs show what a kernel that does not start has
-# written. Without braces, which Jupyter replaces in commands; the sentence follows as the first argument.
+# What a kernelspec with the launcher runs. It outlives the package, and says so then: programs show what a failed kernel has written.
+# Without braces, which Jupyter replaces in commands; the sentence follows as the first argument.
 _LAUNCH = """
 import sys
 sentence = sys.argv.pop(1)
@@ -361,7 +354,7 @@ def _read_ours(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
-    """Return whether the folder has a kernelspec of ours for the same base, pool and fraction. Raises FractionalGPUError for another."""
+    """Whether the folder has a kernelspec of ours for the same base, pool and fraction. Raises FractionalGPUError for another."""
     if not os.path.lexists(folder):
         return False
     before = _read_ours(folder)
@@ -383,7 +376,7 @@ def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
 
 
 def _shadow(folder: Path, seen: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder that Jupyter takes for the name of this one, if it is another; `seen`: all that Jupyter finds, by name."""
+    """Return the folder that Jupyter takes for the name of this one, if it is another; `seen`: all that Jupyter finds."""
     seen = KernelSpecManager().find_kernel_specs() if seen is None else seen
     found = seen.get(folder.name.lower())
     return None if found is None or os.path.realpath(found) == os.path.realpath(folder) else Path(found)

@@ -2,13 +2,10 @@
 
     python -P -m fractional_gpu.jupyter.launcher --pool NAME --fraction F [--memory SIZE] -- KERNEL COMMAND ...
 
-Rules:
-
-- The process *becomes* the kernel (exec), so signals, waits and exit codes are what its parent expects.
-- It takes two execs: a broker attaches only a process whose environment has the lease's id, and an environment changes only with an exec.
-- The broker sees the process end, and ends the lease. Each start removes what earlier processes of the same kernel left (a lease without a
-  process, a token file).
-- Without a lease there is no kernel: one sentence on stderr, exit code 1.
+The process *becomes* the kernel, so signals, waits and exit codes are what its parent expects. That takes two execs: a broker attaches
+only
+a process whose environment has the lease's id, and an environment changes only with an exec. The broker ends the lease with the process;
+each start removes what earlier processes of the kernel left. Without a lease there is no kernel: one sentence on stderr, exit code 1.
 """
 
 import argparse
@@ -73,7 +70,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _lease_and_become(options: argparse.Namespace) -> NoReturn:
-    """Take the lease and become the second step."""
     stanza = {name: value for name in _STANZA_KEYS if (value := getattr(options, name)) is not None}
     asked, simulate = parse_kernel_config(stanza, default_pool="default", default_fraction="1/4")
     command = list(options.command)
@@ -115,7 +111,7 @@ def _attach_and_become(options: argparse.Namespace) -> NoReturn:
 
 
 def _connection(command: Sequence[str]) -> tuple[Path, dict[str, Any]]:
-    """Return the connection file that the command names, and its content. Raises BadRequestError if it names none."""
+    """Return the connection file that the command names, and its content. Raises BadRequestError."""
     for word in command[1:]:
         path = Path(word.partition("=")[2] if word.startswith("-") else word)
         if path.suffix != ".json" or not path.is_file() or path.stat().st_size > _LONGEST_CONNECTION:
@@ -131,7 +127,7 @@ def _connection(command: Sequence[str]) -> tuple[Path, dict[str, Any]]:
 
 
 def _release_earlier_leases(lease: KernelLease, kernel_id: str) -> None:
-    """End the leases that earlier processes of this kernel left: these would count against their user until they expire."""
+    """End the leases of this kernel's earlier processes: they would count against the user until they expire."""
     with BrokerClient(lease.socket, timeout_s=_TIMEOUT_S) as client:
         for other in client.status().leases:
             if kernel_id and other.kernel_id == kernel_id and other.pid is None and other.lease_id != lease.lease_id:
@@ -140,14 +136,13 @@ def _release_earlier_leases(lease: KernelLease, kernel_id: str) -> None:
 
 
 def _rename_token_file(lease: KernelLease) -> KernelLease:
-    """Put this process's pid and start time into the token file's name: a later start removes the file once the process is gone."""
+    """Put pid and start time into the token file's name: a later start removes the file once the process is gone."""
     path = lease.token_file.with_name(f"{lease.lease_id}{_TOKEN_MARK}{os.getpid()}-{_start_time(os.getpid())}.token")
     lease.token_file.rename(path)
     return replace(lease, token_file=path)
 
 
 def _remove_stale_tokens() -> None:
-    """Remove the token files of launched kernels that are gone."""
     for path in runtime_dir().glob(f"*{_TOKEN_MARK}*.token"):
         pid, _, start_time = path.stem.rpartition(_TOKEN_MARK)[2].partition("-")
         if pid.isdecimal() and _start_time(int(pid)) != start_time:
@@ -155,7 +150,7 @@ def _remove_stale_tokens() -> None:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return when the process started, in clock ticks since boot; None: there is no such process."""
+    """Return clock ticks since boot; None: there is no such process."""
     try:
         return str(read_stat(pid).start_time)
     except OSError:

@@ -1,15 +1,11 @@
 """The jupyter_client provisioner, which starts a kernel with a lease on a fraction of a GPU.
 
-Rules:
-
 - The event loop never waits for the broker: every call to it runs in a thread (see `fractional_gpu.client.threads`).
-- An error of a first start is raised as one sentence, for JupyterLab's dialog. A *re*start never fails because of the GPU (Jupyter would
-  list the kernel as idle for ever): the kernel then starts without a GPU, and its first cell says why.
+- An error of a first start is one sentence, for JupyterLab's dialog. A *re*start never fails because of the GPU (Jupyter would list the
+  kernel as idle for ever): the kernel then starts without a GPU, and its first cell says why.
 - The process is attached to its lease before jupyter_client watches it: if that fails at a first start, nothing restarts it.
 - jupyter_client may call `cleanup` twice, or never: the broker itself watches for the end of processes.
-- Where the server keeps its kernels (`kernel_manager`), each has a record from which the next server takes it over.
-- As the default provisioner (JUPYTER_DEFAULT_PROVISIONER_NAME, and `job_default`) it also starts kernelspecs that name none. If no broker
-  can be started, these start as under the local provisioner.
+- As the default provisioner it also starts kernelspecs that name none; without a broker, as the local provisioner does.
 """
 
 import os
@@ -262,7 +258,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             elif self._lease is not None:
                 await in_thread(self._lease.detach)
         except FractionalGPUError as error:
-            self.log.warning("The GPU broker was not told of the end of kernel %s: %s", self.kernel_id, error)
+            self.log.warning("The GPU broker could not be informed that kernel %s ended: %s", self.kernel_id, error)
         finally:
             await super().cleanup(restart=restart)
 

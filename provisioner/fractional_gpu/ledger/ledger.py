@@ -1,12 +1,10 @@
 """The broker's database: one SQLite file, one writer.
 
 - A write is on the disk when its method returns or, inside `transaction()`, when the block ends (WAL with synchronous=FULL; NORMAL would
-  lose the last commits in a power failure).
-- Each suspend and resume is recorded before it starts. After a crash the record says what may have happened; nothing is replayed.
+  lose the last commits in a power failure). Each suspend and resume is recorded before it starts.
 - Any thread may call; a mutex admits one at a time, and none during another thread's transaction. Only `metered` reads past it, on a
   separate connection: a year's figures take seconds, and grants wait for writes.
-- An ended lease stays ended, and its secrets (connection, token) are erased. Leases that never had a process are only counted: a user
-  could make any number of them.
+- An ended lease stays ended, and its secrets are erased. Leases that never had a process are only counted: a user could make any number.
 - Every failure is a LedgerError, and nothing of the failed write or transaction remains.
 """
 
@@ -138,8 +136,7 @@ class Ledger:
     def open(cls, path: str | PathLike[str]) -> Self:
         """Open the ledger, or create it if there is no file; its folder is created with mode 0700.
 
-        Raises LedgerError if the file is in use, unreadable, corrupt, empty, of another program or of another schema, and leaves it
-        unchanged.
+        Raises LedgerError, and leaves the file unchanged, if it is in use, unreadable, corrupt, empty, or of another program or schema.
         """
         path = Path(path)
         lock = opening.lock(path)
@@ -178,7 +175,7 @@ class Ledger:
         return {suffix: file_identity(self.path.with_name(self.path.name + suffix)) for suffix in _FILES}
 
     def close(self) -> None:
-        """Close the file and release its lock for the next broker. A second call does nothing."""
+        """Close the file and release its lock for the next broker. Idempotent."""
         with self._mutex:
             if self._connection is None:
                 return
@@ -229,7 +226,6 @@ class Ledger:
             raise RecordError(f"lease {lease_id} has ended and cannot be saved again; a new lease needs a new id")
 
     def live_leases(self) -> list[LeaseRecord]:
-        """Return the leases that have not ended, oldest first. Raises LedgerError for a row that cannot be read."""
         rows = self._read(
             "SELECT lease_id AS id, document FROM leases WHERE ended_ms IS NULL ORDER BY created_ms, lease_id"
         )
@@ -239,10 +235,7 @@ class Ledger:
         return bool(self._read("SELECT 1 FROM leases WHERE lease_id = ?", (lease_id,)))
 
     def end_lease(self, lease_id: str, at_ms: int, reason: str) -> None:
-        """End the lease and erase its secrets. Ignores an unknown lease and one that has ended.
-
-        A lease that never had a process is counted for its user and hour, and everything else about it is deleted.
-        """
+        """End the lease and erase its secrets. One that never had a process is only counted. Ignores unknown and ended leases."""
         with self.transaction():
             rows = self._read(
                 "SELECT lease_id AS id, document FROM leases WHERE lease_id = ? AND ended_ms IS NULL", (lease_id,)
@@ -267,7 +260,6 @@ class Ledger:
             raise RecordError(f"seat {record.seat_id} has ended and cannot be saved again; take a new one")
 
     def live_seats(self) -> list[SeatRecord]:
-        """Return the seats that have not ended, oldest first; some may have expired in the meantime."""
         statement = "SELECT seat_id AS id, document FROM seats WHERE ended_ms IS NULL ORDER BY created_ms, seat_id"
         rows = self._read(statement)
         return [self._record(row, SeatRecord) for row in rows]
@@ -276,7 +268,7 @@ class Ledger:
         return bool(self._read("SELECT 1 FROM seats WHERE seat_id = ?", (seat_id,)))
 
     def end_seat(self, seat_id: str, at_ms: int, reason: str) -> None:
-        """End the seat and erase its secret. Ignores an unknown seat and one that has ended."""
+        """End the seat and erase its secret. Ignores unknown and ended seats."""
         with self.transaction():
             rows = self._read(
                 "SELECT seat_id AS id, document FROM seats WHERE seat_id = ? AND ended_ms IS NULL", (seat_id,)
@@ -344,7 +336,6 @@ class Ledger:
             self._write("DELETE FROM advised WHERE day < ?", (before_day - _ADVISED_DAYS,))
 
     def share_days(self, since_day: int) -> list[tuple[HabitKey, ShareDay]]:
-        """Return the days from that one on, oldest first, without unreadable ones: only advice needs them."""
         rows = self._read("SELECT key, document FROM share_days WHERE day >= ? ORDER BY day, key", (since_day,))
         found = self._readable(rows, "days of shares", tuple[HabitKey, Share], ShareDay)
         return [(key, day) for (key, _), day in found]
@@ -373,7 +364,6 @@ class Ledger:
     # Stories
 
     def record(self, lease_id: str, at_ms: int, reason: str, sentence: str) -> None:
-        """Add a line to the lease's story. The lease may be unknown."""
         with self.transaction():
             self._write(
                 "INSERT INTO story (lease_id, at_ms, reason, sentence) VALUES (?, ?, ?, ?)",
@@ -397,7 +387,6 @@ class Ledger:
     # Drained devices, and named texts such as forecasts
 
     def set_drained(self, device_id: str, *, evict_busy: bool, deadline_ms: int = 0) -> None:
-        """Record that the device is being drained. `deadline_ms`: it goes away then, by `DeadlineClock`; 0: it does not."""
         statement = "INSERT OR REPLACE INTO drained (device_id, evict_busy, deadline_ms) VALUES (?, ?, ?)"
         self._write(statement, (device_id, evict_busy, deadline_ms))
 
@@ -437,7 +426,6 @@ class Ledger:
             return self._shrink() or max(deleted) == PRUNED_AT_ONCE
 
     def size_bytes(self) -> int:
-        """Return the size of the file without its free pages, which are filled first."""
         return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
 
     def _shrink(self) -> bool:

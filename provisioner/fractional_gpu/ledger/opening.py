@@ -1,12 +1,10 @@
 """Opens the ledger's file and checks it first.
 
-- An existing file is either a sound ledger or an error; it is never replaced, repaired or emptied. An empty file is an error, too: a new
-  ledger is built under another name and renamed when it is complete.
-- A write-ahead log without its database is an error: the database was removed, and a new one would hide that.
-- If `<file>.whole` exists at the start, a broker whose files were deleted wrote it: it is the ledger and takes the name; a file with the
-  name is older.
-- One broker at a time: an advisory lock on `<file>.lock` is held until `close`, and ends with the process.
-- The file contains Jupyter's signing keys: it is private (0600), in a folder that no other user may write to.
+An existing file is either a sound ledger or an error; it is never replaced, repaired or emptied. A new ledger is built under another name
+and
+renamed when it is complete. A write-ahead log without its database is an error: the database was removed. `<file>.whole` at the start was
+written by a broker whose files were deleted: it takes the name. One broker at a time holds a lock on `<file>.lock`. The file contains
+Jupyter's signing keys: it is private (0600), in a folder that no other user may write to.
 """
 
 import contextlib
@@ -31,7 +29,7 @@ _SET_ASIDE = ".damaged"
 
 
 def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerError:
-    """Return the error: which file, what is wrong, what to do. `remedy` None: restore a backup, or set the file aside."""
+    """`remedy` None: restore a backup, or set the file aside."""
     if remedy is None:
         remedy = (
             f"it was left as it is: put a backup in its place, or set it aside with `{set_aside_command(path)}`; the next broker then "
@@ -66,9 +64,9 @@ def set_aside_command(path: Path) -> str:
 def lock(path: Path) -> int:
     """Create the folder if it is missing, take the lock next to `path` and return its descriptor. Raises LedgerError."""
     _check_folder(path)
-    beside = path.with_name(path.name + ".lock")
-    with explained(path, f"cannot be locked: {beside.name}", "check the folder's owner and mode"):
-        descriptor = open_own(beside, os.O_RDWR | os.O_CREAT)
+    lock_file = path.with_name(path.name + ".lock")
+    with explained(path, f"cannot be locked: {lock_file.name}", "check the folder's owner and mode"):
+        descriptor = open_own(lock_file, os.O_RDWR | os.O_CREAT)
     try:
         with explained(path, "cannot be locked", "keep the state_dir on a local disk"):
             try:

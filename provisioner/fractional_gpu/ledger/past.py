@@ -25,7 +25,6 @@ class PastLease:
 
 
 def read_past(path: Path) -> list[PastLease]:
-    """Return the leases that the ledger has, oldest first. Raises LedgerError."""
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as reader:
             (application,) = reader.execute("PRAGMA application_id").fetchone()

@@ -1,4 +1,4 @@
-"""A report as JSON: complete, in integers with their units in their names, the totals beside their parts."""
+"""A report as JSON: complete, in integers with their units in their names, with totals."""
 
 import json
 from collections.abc import Sequence
@@ -15,11 +15,10 @@ VERSION: Final = 1
 
 
 def as_json(report: UsageReport, by: Sequence[str]) -> str:
-    """Return the report by what is asked, one JSON object. The report is by user and more.
+    """Return one JSON object: `entries` of leases, `no_lease` for what no lease held, `totals` of both, each by currency.
 
-    Entries by user say in `of` which `account` it is of, `hub` or `machine`: two with the same name are two.
-
-    `entries` are of leases, `no_lease` is what no lease held, `totals` the sum of both; in each, one for each currency at least.
+    The report is by user and more. Entries by user say in `of` which `account` it is of, `hub` or `machine`: two with the same name are
+    two.
     """
     finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))
     found = {

@@ -1,8 +1,8 @@
 """A report as rows for chargeback systems: CSV by the FinOps Open Cost and Usage Specification (FOCUS), version 1.2.
 
-One row for each hour or day, user, group, pool, currency, and what else is asked. All 21 columns that FOCUS 1.2 makes mandatory are there,
-and those of its others that have a meaning here (sub account, resource, consumption, tags); docs/costs.md says which are left out and why.
-Columns that begin with `x_` are our own. No number passes through a float: the sum of `BilledCost` is the report's total exactly.
+One row for each hour or day, user, group, pool, currency, and other requested columns. All 21 mandatory columns of FOCUS 1.2 are there,
+and
+some others (docs/costs.md); `x_` columns are our own. No number passes through a float: the sum of `BilledCost` is exactly the total.
 """
 
 import csv
@@ -69,7 +69,7 @@ def as_csv(report: UsageReport, by: Sequence[str], *, provider: str) -> str:
 def _row(report: UsageReport, entry: UsageEntry, provider: str) -> dict[str, str]:
     of = entry.of
     when = of.get("hour") or of["day"]
-    # By this machine's time where the broker does not say.
+    # By this machine's time if the broker does not say.
     begin_s, end_s = report.periods.get(when) or bounds(when)
     month_s, next_month_s = report.periods.get(when[:7]) or bounds(when[:7])
     cost = cost_text(entry.usage.charge_milli)

@@ -1,7 +1,8 @@
 """The columns of a report's tables, for terminals and pages alike: names, texts of figures, rows and totals.
 
-The parts that a column shows add up to the total that it shows: amounts are exact, and other figures are rounded as running sums, so that
-a part may differ from its own rounding by one in the last digit.
+Shown parts add up to the shown total: amounts are exact, other figures are rounded as running sums, so that a part may be off by one in
+the
+last digit.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ _MG_PER_KG: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure. `unit`: how much of it is one of what is shown; 0: an amount, shown exactly. `resource`: in the second of two tables."""
+    """A figure. `unit`: how much of it is one of what is shown; 0: an exact amount. `resource`: in the second of two tables."""
 
     name: str
     value: Callable[[UsageEntry], int]
@@ -45,8 +46,6 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What people read: names of the first columns, the columns, lines of parts, and a total for each currency."""
-
     by: tuple[str, ...]
     columns: tuple[Column, ...]
     lines: tuple[Line, ...]
@@ -74,9 +73,9 @@ CARBON: Final = Column(
 
 
 def tabulated(report: UsageReport, by: Sequence[str], *, only: Callable[[Column], bool] | None = None) -> Table:
-    """Return the report's sums by what is asked: those of leases, what no lease held, and the totals. The report is by user and more.
+    """Return the report's sums of leases, what no lease held, and the totals. The report is by user and more.
 
-    Amounts are left out where nothing has a price, and CO2 where none is configured.
+    Amounts are left out if nothing has a price, and CO2 if none is configured.
     """
     finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))
     parts, rest = rolled_up(of_leases(finer), by), rolled_up(of_no_lease(finer), [])
@@ -114,7 +113,7 @@ def _shown(column: Column, parts: Sequence[UsageEntry], total: UsageEntry) -> li
 
 
 def decimals(values: Sequence[int], unit: int, places: int) -> list[str]:
-    """Return the values in such units with decimals, rounded so that they add up to their sum, rounded (half up)."""
+    """Return the values in such units with decimals, rounded so that they add up to their rounded sum (half up)."""
     step, shown, before, running = 10**places, [], 0, 0
     for value in values:
         running += value
@@ -133,15 +132,12 @@ def amount_text(milli: int, currency: str = "") -> str:
 
 
 def percent_text(share: int, of: int) -> str:
-    """Return a share in whole percent; `-` where there is nothing to have a share of."""
+    """Return a share in whole percent; `-` of nothing."""
     return f"{(200 * share + of) // (2 * of)} %" if of else "-"
 
 
 def names_of(report: UsageReport) -> Callable[[str, UsageEntry], str]:
-    """Return what names an entry's value of a column for people.
-
-    A user's name says whether it is of the hub or of the machine where the report has users of both.
-    """
+    """Return a function that names an entry's column, and users by hub or machine if there are both."""
     is_mixed = len({one.of.get(ACCOUNT, "") for one in report.entries if one.of.get("user")}) > 1
 
     def name(column: str, entry: UsageEntry) -> str:
@@ -158,7 +154,7 @@ def names_of(report: UsageReport) -> Callable[[str, UsageEntry], str]:
 
 
 def budget_names(budgets: Sequence[BudgetStatus]) -> Callable[[BudgetStatus], str]:
-    """Return what names whose budget one of these is: `user ada`, and `user ada (hub)` where users of hub and machine are among them."""
+    """Return a function that names a budget's subject: `user ada`, or `user ada (hub)` if users of hub and machine are among them."""
     is_mixed = len({one.account for one in budgets if one.kind == "user"}) > 1
 
     def name(budget: BudgetStatus) -> str:
@@ -169,7 +165,7 @@ def budget_names(budgets: Sequence[BudgetStatus]) -> Callable[[BudgetStatus], st
 
 
 def advice_names(advice: Sequence[ShareAdvice]) -> Callable[[ShareAdvice], str]:
-    """Return what names what a piece of advice is about: the notebook, and its user where there are several, of hub and machine apart."""
+    """Return a function that names the notebook, and its user if there are several, of hub and machine apart."""
     several = len({(one.owner, one.seated) for one in advice}) > 1
     is_mixed = len({one.seated for one in advice}) > 1
 
@@ -182,6 +178,6 @@ def advice_names(advice: Sequence[ShareAdvice]) -> Callable[[ShareAdvice], str]:
 
 
 def scope_text(report: UsageReport) -> str:
-    """Return whose figures these are, and whether they are of simulated devices: a sentence."""
+    """Return whose figures these are, and whether they are of simulated devices."""
     said = SCOPES.get(report.scope, report.scope)
     return f"{said}; simulated: no real GPU was used." if report.simulated else f"{said}."

@@ -69,8 +69,9 @@ def page(
 ) -> str:
     """Return the page. The report is by day, user, group and pool, and by what is asked.
 
-    `made_by`: the command and the version that made it. `whole`: the report is of whole devices, so that what is left of them is free.
-    `zone`: in which its time is shown; none: the machine's.
+    `made_by`: the command and its version. `whole`: the report is of whole devices, so the rest of them is free. `zone`: of its times
+    (None: the
+    machine's).
     """
     title = "GPU use and cost" + (" (simulated)" if report.simulated else "")
     return render(
@@ -82,7 +83,7 @@ def page(
 def body(
     report: UsageReport, by: Sequence[str], *, whole: bool = True, others: Mapping[str, UsageReport] | None = None
 ) -> str:
-    """Return the page's parts from the sums to what the figures mean. `others`: reports that are shown by user, with their headings."""
+    """Return the page's parts from the sums to what the figures mean. `others`: further reports by user, with headings."""
     days = day_bars(report, whole=whole)
     leases = of_leases(report.entries)
     several = [
@@ -146,7 +147,6 @@ def _sums(report: UsageReport) -> list[tuple[str, str]]:
 
 
 def _tables(report: UsageReport, by: Sequence[str]) -> list[tuple[str, Table]]:
-    """Return two tables with their captions: of time and amounts, and of devices, memory and energy."""
     return [
         ("GPU hours and amounts", tabulated(report, by, only=lambda one: not one.resource)),
         ("Devices, memory and energy", tabulated(report, by, only=lambda one: one.resource)),
@@ -182,7 +182,7 @@ def bars(report: UsageReport, column: str) -> list[Bars]:
 def day_bars(report: UsageReport, *, whole: bool) -> list[Day]:
     """Return each day from the first one with figures to the last, or each month if there are many days.
 
-    `whole`: the report is of whole devices, of all users, so that what is not held of them is free.
+    `whole`: the report is of whole devices, of all users, so the rest of them is free.
     """
     used = sorted({one.of["day"] for one in rolled_up(report.entries, ["day"])})
     if not used:

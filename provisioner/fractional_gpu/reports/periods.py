@@ -1,7 +1,8 @@
-"""Which time a report is of: `this-month`, `7d`, `2026-11-24` and their like, as seconds since 1970.
+"""The time of a report: `this-month`, `7d`, `2026-11-24` and the like, as seconds since 1970.
 
-A word or a date names a whole period: as a beginning it means the period's first moment, as an end its last one. So `yesterday` to
-`yesterday` is yesterday. Figures are kept by the hour: a beginning within an hour is moved to that of the hour.
+A word or a date names a whole period: as a beginning its first moment, as an end its last one. So `yesterday` to `yesterday` is
+yesterday.
+Figures are kept by the hour, so a beginning moves to the beginning of its hour.
 """
 
 import re
@@ -20,10 +21,7 @@ _LONGEST_DATE: Final = 10  # characters: more are a time
 
 
 def period(since: str, until: str | None, now_s: int, zone: tzinfo | None = None) -> tuple[int, int]:
-    """Return the beginning and the end (exclusive), seconds since 1970. No `until`: now. No zone: the machine's.
-
-    Raises ValueError with what is wrong, what is allowed, and what to do.
-    """
+    """Return the beginning and the end (exclusive), seconds since 1970. No `until`: now. No zone: the machine's. Raises ValueError."""
     begin_s = _moment("--since", since, now_s, zone, end=False)
     end_s = max(now_s, begin_s + 1) if until is None else _moment("--until", until, now_s, zone, end=True)
     if end_s <= begin_s:
@@ -35,12 +33,11 @@ def period(since: str, until: str | None, now_s: int, zone: tzinfo | None = None
 
 
 def moment_text(at_s: int, zone: tzinfo | None = None) -> str:
-    """Return a moment for people: `2026-11-24 08:00`."""
     return datetime.fromtimestamp(at_s, UTC).astimezone(zone).strftime("%Y-%m-%d %H:%M")
 
 
 def bounds(text: str, zone: tzinfo | None = None) -> tuple[int, int]:
-    """Return the beginning and the end of an hour, day or month as reports write them, seconds since 1970. Raises ValueError."""
+    """Return the beginning and the end of a report's hour, day or month, seconds since 1970. Raises ValueError."""
     if "T" in text:
         begin_s = int(datetime.strptime(text, "%Y-%m-%dT%H:%M%z").timestamp())
         return begin_s, begin_s + 3600
@@ -52,7 +49,6 @@ def bounds(text: str, zone: tzinfo | None = None) -> tuple[int, int]:
 
 
 def _moment(option: str, text: str, now_s: int, zone: tzinfo | None, *, end: bool) -> int:
-    """Return the moment that a text names. Raises ValueError."""
     word = text.strip()
     now = datetime.fromtimestamp(now_s, UTC).astimezone(zone).replace(tzinfo=None)
     try:
@@ -71,7 +67,6 @@ def _moment(option: str, text: str, now_s: int, zone: tzinfo | None, *, end: boo
 
 
 def _period_of(word: str, now: datetime) -> tuple[datetime, datetime]:
-    """Return the beginning and the end of the period that a word names, local time."""
     today = datetime.combine(now.date(), time())
     month = today.replace(day=1)
     match word:
@@ -93,7 +88,6 @@ def _next_month(first: datetime) -> datetime:
 
 
 def _hour_of(at: datetime, zone: tzinfo | None) -> int:
-    """Return the beginning of the local hour in which the moment is."""
     local = at.astimezone(zone)
     return int(local.timestamp()) - local.minute * 60 - local.second
 

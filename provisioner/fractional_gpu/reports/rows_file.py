@@ -1,7 +1,8 @@
 """A file of metered rows, as `jupyter gpu simulate --set usage=FILE` writes it, as a report: summed as the broker sums its ledger.
 
-The file is JSON: `format`, `version`, `begins_s` and `ends_s` (seconds since 1970), `pools`, and `rows`, each with `key`, `party` and
-`figures`, without those that are 0. Its hours, days and months are those of UTC.
+JSON: `format`, `version`, `begins_s` and `ends_s` (seconds since 1970), `pools`, and `rows`, each with `key`, `party` and `figures` other
+than
+0. Hours, days and months are in UTC.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 def read(content: bytes, name: str) -> RowsFile:
-    """Return what the file has. `name`: of the file, for errors. Raises ValueError with what is wrong and what to do."""
+    """`name`: of the file, for errors. Raises ValueError with what is wrong and what to do."""
     try:
         head = msgspec.json.decode(content, type=_Head)
     except msgspec.DecodeError as error:
@@ -69,7 +70,6 @@ def read(content: bytes, name: str) -> RowsFile:
 
 
 def rows_of(file: RowsFile) -> list[UsageRow]:
-    """Return the file's rows as the meter has them."""
     return [UsageRow(UsageKey(**msgspec.structs.asdict(one.key)), one.party, Usage(**one.figures)) for one in file.rows]
 
 

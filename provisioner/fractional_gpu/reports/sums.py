@@ -1,9 +1,8 @@
 """Sums of what leases used, by what is asked: the same function for the broker's ledger and for files of rows.
 
-Sums by user keep a hub's user apart from a user of the machine with the same name: their entries have an `account`, `hub` or `machine`,
-though no question names it. The pool's own part has none.
-
-A sum of a finer report's entries (`rolled_up`) is what the coarser report says, to the last unit: all figures are integers that add up.
+A hub's user and a user of the machine with the same name are two: entries have an `account`, though no question names it. A sum of a
+finer
+report's entries (`rolled_up`) equals the coarser report exactly: all figures are integers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,13 +25,13 @@ _LENGTHS: Final = {"day": 10, "month": 7}  # characters of a longer time that sa
 
 
 def time_text(name: str, hour_s: int, zone: tzinfo | None = None) -> str:
-    """Return an hour, or its day or month, as text: `2026-11-24T08:00+0100`, `2026-11-24`, `2026-11`. No zone: the machine's."""
+    """Return an hour, or its day or month: `2026-11-24T08:00+0100`, `2026-11-24`, `2026-11`. No zone: the machine's."""
     at = datetime.fromtimestamp(hour_s, UTC).astimezone(zone)
     return at.strftime(_SHAPES[name])
 
 
 def with_account(by: Sequence[str]) -> list[str]:
-    """Return by what entries are told apart that are summed by this: users by their account, too."""
+    """Return by what entries are told apart that are summed by this: users also by their account."""
     return [*by, ACCOUNT] if "user" in by and ACCOUNT not in by else list(by)
 
 
@@ -47,10 +46,7 @@ def summed(
     carbon_of: CarbonOf | None = None,
     zone: tzinfo | None = None,
 ) -> list[UsageEntry]:
-    """Return the sums by what is asked and by currency, sorted.
-
-    Rows have the columns of `columns_for(by)`, `currency`, and `hour` for times.
-    """
+    """Return the sums by what is asked and by currency, sorted. Rows have `columns_for(by)`, `currency`, and `hour` for times."""
     named = with_account(by)
     text = lru_cache(maxsize=None)(time_text)  # rows are many, and hours few
 
@@ -87,7 +83,7 @@ def columns_of(row: UsageRow) -> dict[str, str | int]:
 
 
 def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEntry]:
-    """Return the sums of a finer report's entries. Days are found in hours, months in both. Raises KeyError if they are not as fine."""
+    """Return the sums of a finer report's entries. Days are found in hours, months in both. Raises KeyError for a coarser one."""
     named = with_account(by)
     return _added_up(
         named,
@@ -99,22 +95,17 @@ def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEnt
 
 
 def periods_of(entries: Iterable[UsageEntry], zone: tzinfo | None = None) -> dict[str, tuple[int, int]]:
-    """Return when the days and months in which the entries' times are begin and end, seconds since 1970. No zone: the machine's.
-
-    The reader of a report may be in another zone than the broker that made it.
-    """
+    """Return when the entries' days and months begin and end, seconds since 1970, in the broker's zone (None: the machine's)."""
     texts = {text for one in entries if (text := next((one.of[name] for name in TIMES if name in one.of), ""))}
     named = {text[:length] for text in texts for length in _LENGTHS.values() if len(text) >= length}
     return {one: bounds(one, zone) for one in sorted(named)}
 
 
 def of_leases(entries: Iterable[UsageEntry]) -> list[UsageEntry]:
-    """Return the entries of leases, of entries by user and more. Every lease has a user."""
     return [entry for entry in entries if entry.of["user"]]
 
 
 def of_no_lease(entries: Iterable[UsageEntry]) -> list[UsageEntry]:
-    """Return the pools' own entries: the time of devices that no lease held, and what they drew then."""
     return [entry for entry in entries if not entry.of["user"]]
 
 

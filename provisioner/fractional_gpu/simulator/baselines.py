@@ -1,8 +1,7 @@
 """What users do without this project, on the same trace, for comparison; docs/simulator.md describes each of `BASELINES`.
 
-A wait at the door, and a culled kernel's wait for GPUs, delay the rest of the session. A session stays on one host while it has devices
-there. Hosts are chosen by best fit: whole GPUs go to the host with the fewest free ones that suffice, a fraction to the device with the
-least room that suffices, several devices to the host with the fewest free.
+A wait at the door, and a culled kernel's wait for GPUs, delay the rest of the session. Hosts are chosen by best fit: whole GPUs go to the
+host with the fewest free ones that suffice, a fraction to the device with the least sufficient room.
 """
 
 from collections import deque
@@ -43,9 +42,9 @@ def run_baseline(
 ) -> Result:
     """Run one of `BASELINES` on a machine; `way` is for those with the arbiter, `record` is a file.
 
-    `progress` is given the sessions that ended, and all; `placing` those that have their host, where they are placed beforehand.
-    A run that cannot reach the goal any more is given up there.
-    Raises SimulationError for a name or a session that cannot be served.
+    `progress` gets how many sessions ended, and all; `placing` how many have their host, if they are placed beforehand. A run that cannot
+    reach
+    the goal any more is given up. Raises SimulationError for a name or a session that cannot be served.
     """
     if name not in BASELINES:
         raise SimulationError(f"there is no baseline {name!r}; allowed: {', '.join(BASELINES)}")
@@ -70,7 +69,7 @@ def _whole_devices(host: Host) -> Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """What distinguishes a baseline; the record has it. None: no matter."""
+    """What distinguishes a baseline, for the record. None: no matter."""
 
     fill_percent: int
     clients: int | None
@@ -101,8 +100,6 @@ class _Kernel:
 
 @dataclass(eq=False)
 class _Base:
-    """Virtual time and the books that all baselines keep. Devices are counted from 0 on each host."""
-
     name: str
     hosts: Sequence[Host]
     trace: Sequence[Session]
@@ -220,7 +217,6 @@ class _Whole(_Base):
         self._admit()
 
     def _admit(self) -> None:
-        """Serve the queue in order while one host has enough GPUs for the first session."""
         while self._door:
             kernel, then = self._door[0]
             gpus = kernel.session.gpus
@@ -346,7 +342,7 @@ class _Sharing(_Base):
         self._plan(self._device(kernel).begin(running))
 
     def _may_use(self, kernel: _Kernel, mib: int) -> bool:
-        """Return whether a kernel may have so much memory on each of its devices."""
+        """Whether a kernel may have this much memory on each of its devices."""
         raise NotImplementedError
 
     def _close(self, kernel: _Kernel) -> None:
@@ -375,7 +371,6 @@ class _Fractions(_Sharing):
         self._admit()
 
     def _admit(self) -> None:
-        """Let the sessions begin that find room, in the order in which they came."""
         tried: set[tuple[tuple[int, int] | None, ...]] = set()  # sizes for which there is no room
         for kernel in list(self._door):
             size = self._asked.size(kernel.session)
@@ -398,7 +393,7 @@ class _Fractions(_Sharing):
             self._think(kernel, partial(self._next, kernel))
 
     def _best_fit(self, session: Session) -> tuple[int, LeaseSpec, list[int]] | None:
-        """Return the devices with the least room that is enough, all of one host; None: there is none with enough of them."""
+        """Return the devices with the least sufficient room, all of one host; None: too few."""
         most, best = self.facts.clients, None
         for host, room in enumerate(self._free):
             lease, clients = self._asked.on(host, session), self._clients[host]

@@ -1,9 +1,9 @@
 """Many hosts behind an engine (Slurm, Kubernetes) that knows only counts: which node a job gets, and how long jobs queue.
 
-docs/cluster-simulation.md describes what the engine counts (`EngineDoor`). A node's count is how many more thousandths of its devices its
-broker would grant, by the forecast that places a hub's seats (`core.seat_packing`): how many seats of each fraction on offer, of unknown
-users, the node takes within the pool's `wait_bound`. A job that has begun is a seat on the device that the forecast chooses; its user's
-habits are learnt from the cells that have ended on this node.
+docs/cluster-simulation.md describes what the engine counts (`EngineDoor`): how many more thousandths a node's broker would grant, by the
+forecast that places a hub's seats (`core.seat_packing`). A running job is a seat on the device that the forecast chooses; its user's
+habits
+are learnt from the cells that have ended on this node.
 """
 
 from array import array
@@ -44,8 +44,6 @@ _DUTY_STEP = 10  # thousandths: forecasts of like loads are computed once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitTerms:
-    """How long a cell should wait at most (ms), and the thousandths of the cells that may wait longer."""
-
     target_ms: int = WAIT_TARGET_MS
     bound_milli: int = WAIT_BOUND_MILLI
 
@@ -73,7 +71,7 @@ class Node:
     _users: dict[str, _User] = field(default_factory=dict)
 
     def seat(self, session: Session, lease: LeaseSpec, now_ms: int) -> None:
-        """Count a job from now on, on the devices where the forecast places it. `session` has its times as it runs."""
+        """Count a job on the devices where the forecast places it. `session` has its times as it runs."""
         places = self._places(now_ms)
         load = self._load(session.user, lease.reserve_mib, now_ms)
         taken: list[int] = []
@@ -87,7 +85,6 @@ class Node:
         self._seats[session.session_id] = _Seat(session, lease.reserve_mib, tuple(taken))
 
     def unseat(self, session_id: str) -> None:
-        """Count a job no more; what its user did is remembered."""
         session = self._seats.pop(session_id).session
         user = self._users.setdefault(session.user, _User())
         user.lived_ms += session.close_ms - session.open_ms
@@ -154,8 +151,9 @@ def later(session: Session, by_ms: int) -> Session:
 class Queue:
     """The engine's books and its queue, moment by moment, once it is run.
 
-    `hosts` has the host of each session of the trace, by number, and `waited_ms` how long it waited. Host -1: no count is ever enough for
-    it. `progress` is given the sessions that have ended, and all. Raises SimulationError for a session that no host can serve.
+    `hosts` has the host of each session of the trace (-1: no count is ever enough), and `waited_ms` how long it waited. `progress` gets
+    how many
+    sessions have ended, and all. Raises SimulationError for a session that no host can serve.
     """
 
     def __init__(
@@ -182,7 +180,6 @@ class Queue:
         self._serve()
 
     def _serve(self) -> None:
-        """Begin each job of the queue for which a node has enough."""
         self._waiting = [number for number in self._waiting if not self._begins(number)]
         if self._waiting and not self._looking and self._open:
             self._looking = True
@@ -237,8 +234,6 @@ def _milli(lease: LeaseSpec) -> int:
 
 
 class EngineDoor(StrEnum):
-    """What the engine knows of a node."""
-
     WHOLE = "engine-whole"  # how many of its GPUs no job has
     SHARDS = "engine-shards"  # what of each GPU no job has: a job's share is on one GPU from begin to end
     COUNT = "engine-count"  # how many thousandths its broker would still give away
@@ -260,9 +255,11 @@ def run_engine(
 ) -> Result:
     """Run the trace behind the engine; `doors` of the result are the waits in its queue.
 
-    `terms`: of the pool, for the counts. `processes`: how many hosts run at a time. `record` is a file, or with counts one per host next to
-    it. `progress` gets the number of ended sessions and of all; `placing` the number that the engine has seen end. Raises
-    SimulationError for a session that no host can serve, or for which no count is ever enough.
+    `terms`: of the pool, for the counts. `processes`: how many hosts run at a time. `record` is a file, or with counts one per host next
+    to
+    it. `progress` gets the number of ended sessions and of all; `placing` the number that the engine has seen end. Raises SimulationError
+    for a
+    session that no host can serve, or for which no count is ever enough.
     """
     if door in _BASELINES:
         result = run_baseline(_BASELINES[door], hosts, trace, record=record, progress=progress)

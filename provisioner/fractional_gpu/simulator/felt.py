@@ -17,7 +17,7 @@ _SHORTEST_MS = 10_000  # a cell's run time counts as at least so much in its str
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Times of one kind, ms, sorted; zeros are in. Stretches, too, in thousandths."""
+    """Times of one kind, ms, sorted, zeros included; also stretches, in thousandths."""
 
     ordered: tuple[int, ...] = ()
 
@@ -26,14 +26,14 @@ class Spread:
         return cls(tuple(sorted(times_ms)))
 
     def percentile_ms(self, percent: int) -> int:
-        """Return the smallest time that `percent` of the times do not exceed (nearest rank), ms; 0 of none."""
+        """Return the smallest time that `percent` of the times do not exceed (nearest rank); 0 of none."""
         return nearest_rank(self.ordered, percent)
 
     def nonzero(self) -> "Spread":
         return Spread(tuple(time_ms for time_ms in self.ordered if time_ms))
 
     def nonzero_percent(self) -> float:
-        """Return the share of times that are not zero, percent; 0 of none."""
+        """Return the share of times that are not zero; 0 of none."""
         return round(100 * len(self.nonzero().ordered) / len(self.ordered), 3) if self.ordered else 0.0
 
     def summary(self) -> dict[str, float]:
@@ -42,7 +42,7 @@ class Spread:
 
 
 def stretch_milli(late_ms: int, alone_ms: int) -> int:
-    """Return the stretch of a cell that takes `alone_ms` alone and ends so much later, in thousandths, rounded down; 1000 at least."""
+    """Return the stretch of a cell that takes `alone_ms` alone and ends this much later, thousandths, rounded down; 1000 at least."""
     return max(1000, (alone_ms + late_ms) * 1000 // max(alone_ms, _SHORTEST_MS))
 
 
@@ -101,10 +101,7 @@ class _Allowance:
 
 
 class Felt:
-    """What the users of one run feel, collected as it happens.
-
-    With a goal, `hopeless` becomes the sentence that says why it cannot be reached any more, whatever the rest of the trace brings.
-    """
+    """What the users of one run feel. With a goal, `hopeless` says once why it cannot be reached any more."""
 
     def __init__(self, trace: Sequence[Session], goal: Goal | None = None) -> None:
         self.waits_ms: dict[int, list[int]] = {}  # by host
@@ -155,7 +152,6 @@ class Felt:
         self._is_late(user, late_ms, stretch_milli(late_ms, alone_ms))
 
     def add(self, other: "Felt", host: int) -> None:
-        """Add the figures of a host that ran alone."""
         for wait_ms in chain(*other.waits_ms.values()):
             self.waited(wait_ms, host=host)
         for wait_ms in other.doors_ms:
@@ -192,22 +188,22 @@ class Lateness:
         return Spread.of(late_ms for user in self.users for late_ms in user.ordered)
 
     def percentile_of_users_ms(self, percent: int) -> int:
-        """Return what `percent` of the users do not exceed with the 95th percentile of their own cells' lateness, ms."""
+        """Return what the 95th percentile of a user's cells' lateness does not exceed for `percent` of the users."""
         return nearest_rank(sorted(user.percentile_ms(95) for user in self.users), percent)
 
     def of_users(self) -> dict[str, float]:
-        """Return the 95th percentile of a user's own lateness in seconds: of the median user, of the 95th in a hundred, of the worst."""
+        """Return the 95th percentile of a user's lateness in seconds: of the median user, of the 95th in a hundred, of the worst."""
         return {name: self.percentile_of_users_ms(percent) / 1000 for name, percent in _USERS}
 
     def stretch_of_users(self) -> dict[str, float]:
-        """Return the 95th percentile of the stretches of a user's own cells: of the same users as `of_users`; 0 without any."""
+        """Return the 95th percentile of a user's stretches: of the same users as `of_users`; 0 without any."""
         ordered = sorted(nearest_rank(user.ordered, 95) for user in self.stretches)
         return {name: nearest_rank(ordered, percent) / 1000 for name, percent in _USERS}
 
     def jain(self) -> float:
-        """Return Jain's index of fairness over the users' mean lateness: 1 if all are late alike, 1/n if one user bears all of it.
+        """Return Jain's index of fairness over the users' mean lateness, (Σx)² / (n · Σx²); 1 if all are zero.
 
-        (Σx)² / (n · Σx²); 1 where all are zero. Source: Jain, Chiu, Hawe, "A Quantitative Measure of Fairness", DEC-TR-301, 1984.
+        Source: Jain, Chiu, Hawe, "A Quantitative Measure of Fairness", DEC-TR-301, 1984.
         """
         means = [sum(user.ordered) / len(user.ordered) for user in self.users]
         squares = sum(mean * mean for mean in means)

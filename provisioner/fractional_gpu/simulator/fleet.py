@@ -1,8 +1,8 @@
 """Many hosts: sessions get their hosts at the door, on one clock, or all beforehand, and then each host runs separately.
 
-docs/simulator.md describes the rules (`PlaceRule`). A rule knows what a hub or an engine could know at login, and nothing of what the
-hosts' arbiters do. Sessions stay on their host and hosts share nothing, so separate runs, in turn or in parallel, give the figures of one
-run over all hosts.
+A rule (`PlaceRule`, docs/simulator.md) knows what a hub or an engine could know at login, and nothing of what the hosts' arbiters do.
+Hosts
+share nothing, so separate runs, also in parallel, give the figures of one run over all hosts.
 """
 
 import multiprocessing
@@ -53,7 +53,7 @@ class Way:
     """How sessions are given their hosts.
 
     By a `DoorRule` as they open, and all hosts run on one clock; or by a `PlaceRule` beforehand, with draws by `seed`, and the hosts run
-    separately in `processes` processes.
+    in `processes` processes.
     """
 
     rule: DoorRule | PlaceRule = DoorRule.FIT
@@ -79,15 +79,16 @@ def run(
 ) -> Result:
     """Run the trace and return its figures under that name. `record` is a file; hosts that run separately have one each next to it.
 
-    `progress` gets the number of ended sessions and of all; `placing` the number placed, if they are placed beforehand.
-    A run that cannot reach the goal any more is given up there. `meter` counts what the leases use, and `revocation` takes devices away,
-    where all hosts run on one clock.
-    Raises SimulationError for a session that no host can serve.
+    `progress` gets the number of ended sessions and of all; `placing` the number placed, if they are placed beforehand. A run that cannot
+    reach
+    the goal any more is given up. `meter` and `revocation` need all hosts on one clock. Raises SimulationError for a session that no host
+    can
+    serve.
     """
     if isinstance(way.rule, PlaceRule):
         if meter is not None or revocation is not None:
             raise SimulationError(
-                "hosts that run by themselves cannot be metered, and no devices go away from them; give sessions their hosts at the door"
+                "hosts that run separately cannot be metered, and no devices go away from them; give sessions their hosts at the door"
             )
         chosen = choose_hosts(hosts, trace, way.rule, way.seed, placing)
         return simulate_apart(
@@ -107,16 +108,10 @@ def run(
         )
 
 
-# Which host each session is given, chosen for the whole trace before anything runs.
-
-
 def choose_hosts(
     hosts: Sequence[Host], trace: Sequence[Session], rule: PlaceRule, seed: int, progress: Progress | None = None
 ) -> "array[int]":
-    """Return the host of each session, in the trace's order. `progress` is given the sessions that have their host, and all.
-
-    Raises SimulationError for a session that no host can serve.
-    """
+    """Return the host of each session, in the trace's order. Raises SimulationError for one that no host can serve."""
     leases, load = Leases(hosts, trace), _Load(hosts, rule)
     chosen = array("l", [0]) * len(trace)
     ends: list[tuple[int, int, int]] = []  # when, which session, which of its cells; their number: the session closes
@@ -158,7 +153,7 @@ def choose_hosts(
 
 @dataclass(slots=True)
 class _Open:
-    """An open session: its host, what of the host's memory and GPUs it may use while it is busy, millionths, and what it is counted as."""
+    """An open session: its host, what it may use of the host's memory and GPUs while it is busy, millionths, and its counts."""
 
     host: int
     memory: int
@@ -216,7 +211,6 @@ class _Load:
         self._count(user, now_ms)
 
     def _count(self, user: _User, now_ms: int) -> None:
-        """Count the user's open sessions as they are expected now."""
         duty_milli, util_percent = user.habits(now_ms)
         for one in user.open.values():
             use = duty_milli * (100 * one.memory + util_percent * one.gpus) // 100_000
@@ -224,9 +218,6 @@ class _Load:
                 use = self._whole // self._sizes[one.host]
             self.rank[one.host] += use - one.counted
             one.counted = use
-
-
-# Separate runs of hosts, and their common figures.
 
 
 def simulate_apart(
@@ -242,10 +233,11 @@ def simulate_apart(
 ) -> Result:
     """Run each host separately; `chosen` is the host of each session of the trace.
 
-    With one process, all hosts run in this one; more are children. `record` is a file: each host's is next to it (`record_of`).
-    `progress` gets, after each host, the number of sessions so far and of all.
-    A run that cannot reach the goal any more is given up after a host.
-    Raises SimulationError for a session that its host cannot serve, and for a process that ends early.
+    More than one process: hosts run in children. `record` is a file: each host's is next to it (`record_of`). `progress` gets, after each
+    host,
+    the number of sessions so far and of all. A run that cannot reach the goal any more is given up. Raises SimulationError for a session
+    that
+    its host cannot serve, and for a process that ends early.
     """
     shares: list[list[Session]] = [[] for _ in hosts]
     for session, host in zip(trace, chosen, strict=True):
@@ -270,18 +262,18 @@ def simulate_apart(
             if whole.felt.hopeless:
                 break
     timeline = whole.timeline = added_up(timelines)
-    for part in timelines:  # a host's last state goes on until the last moment of all
+    for part in timelines:  # a host's last state lasts until the last moment of all
         rest_ms = timeline.at_ms[-1] - part.at_ms[-1]
         whole.busy += part.busy[-1] * rest_ms * 1000
         whole.held += part.devices_held[-1] * rest_ms * 1000
-    # the last moment has no length: what is held from then on is held for no time
+    # the last moment has no length, so nothing is held in it
     whole.peak_devices_held = max(timeline.devices_held[:-1], default=0)
     whole.finish(trace)
     return whole
 
 
 def record_of(record: Path, host: int) -> Path:
-    """Return the file next to `record` for one host: `host-3.run.log` for `run.log`."""
+    """Return `host-3.run.log` for `run.log`."""
     return record.with_name(f"host-{host}.{record.name}")
 
 
@@ -289,10 +281,11 @@ _Job = tuple[str, Host, Sequence[Session], Path | None]
 
 
 def _runs(jobs: Sequence[_Job], processes: int) -> Generator[Result, None, None]:
-    """Yield the result of each host, in their order, whichever process is quicker. Closing the generator ends the processes at once.
+    """Yield the result of each host in order, whichever process is quicker. Closing the generator ends the processes.
 
-    Each process has a pipe to itself. The pool of the standard library has one for all jobs, and Python before 3.11.5 waits for ever to
-    write a large job to it when the processes are gone.
+    Each process has a pipe to itself. The standard pool has one for all jobs, and Python before 3.11.5 waits for ever to write a large
+    job to it
+    when the processes are gone.
     """
     if processes <= 1:
         yield from map(_alone, jobs)
@@ -332,7 +325,6 @@ def _runs(jobs: Sequence[_Job], processes: int) -> Generator[Result, None, None]
 
 
 def _serve(link: Connection) -> None:
-    """Simulate hosts until the parent ends this process, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     with suppress(EOFError, OSError):
         while True:
@@ -351,7 +343,7 @@ def _alone(job: _Job) -> Result:
 
 
 def added_up(timelines: Sequence[Timeline]) -> Timeline:
-    """Return the sum of timelines that each begin at 0, moment by moment; it ends with the last moment of all."""
+    """Return the sum of timelines that each begin at 0; it ends with the last moment of all."""
     whole = Timeline()
     now_ms = held = busy = waiting = 0
     for at_ms, more_held, more_busy, more_waiting in merge(*map(_changes, timelines)):
@@ -364,7 +356,7 @@ def added_up(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def _changes(timeline: Timeline) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the moments of a timeline: when, and how much more there is then of each of its counts."""
+    """Yield the moments of a timeline, and by how much each of its counts changes."""
     before = (0, 0, 0)
     for at_ms, held, busy, waiting in zip(*timeline.columns, strict=True):
         yield at_ms, held - before[0], busy - before[1], waiting - before[2]

@@ -31,7 +31,6 @@ class Moments:
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
 
     def at(self, at_ms: int, act: Callable[[], None]) -> None:
-        """Plan what happens then; what is past happens now."""
         self._order += 1
         heappush(self._heap, (max(at_ms, self.now_ms), self._order, act))
 
@@ -46,7 +45,7 @@ class Moments:
 
 
 class Leases:
-    """What each session asks for on each host; None: the host can never serve it. Raises SimulationError where none can."""
+    """What each session asks for on each host; None: the host can never serve it. Raises SimulationError if none can."""
 
     def __init__(self, hosts: Sequence[Host], trace: Sequence[Session]) -> None:
         kinds = {host: at for at, host in enumerate(dict.fromkeys(hosts))}
@@ -57,12 +56,11 @@ class Leases:
         return self._asked[session.session_id][self._kinds[host]]
 
     def able(self, session: Session) -> list[int]:
-        """Return the hosts that can serve the session; there is at least one."""
         asked = self._asked[session.session_id]
         return [host for host, kind in enumerate(self._kinds) if asked[kind] is not None]
 
     def size(self, session: Session) -> tuple[tuple[int, int] | None, ...]:
-        """Return the MiB and the number of devices that it requests on each kind of host: sessions of equal size fit the same hosts."""
+        """Return the MiB and devices that it requests on each kind of host: sessions of equal size fit the same hosts."""
         asked = self._asked[session.session_id]
         return tuple((lease.reserve_mib, lease.devices) if lease is not None else None for lease in asked)
 
@@ -94,7 +92,7 @@ class Door:
         self._singles, self._several = [0] * len(hosts), [0] * len(hosts)  # open sessions of one GPU, and of several
 
     def choose(self, session: Session) -> tuple[int, LeaseSpec]:
-        """Return the host of a session that opens, and what it asks for there, which counts from now on."""
+        """Return the host of a session that opens, and its request there, which counts from now on."""
         able = [
             (self._rank(host, lease), host, lease)
             for host in range(len(self._room_mib))
@@ -108,7 +106,8 @@ class Door:
         """Return how a host ranks for a lease; the lowest is chosen.
 
         If no host has enough room, kernels take turns, and like goes to like: one of 8 GPUs takes turns with another of that size at the
-        cost of one neighbour, and with kernels of one GPU at the cost of a whole host of them.
+        cost of one
+        neighbour, and with kernels of one GPU at the cost of a whole host of them.
         """
         room_mib = self._room_mib[host][lease.pool]
         if self._rule is DoorRule.MOST_FREE:

@@ -1,8 +1,8 @@
-"""Synthetic load: a group of notebook users, by the statistics of a published trace or by other habits.
+"""Synthetic load: a group of notebook users, by the statistics of a published trace or by other habits (docs/simulator.md).
 
-`synthetic_sessions` makes the sessions that `Load` describes. Each quantity of a session has its own random numbers, so changing one
-switch leaves the other draws unchanged. A seed gives the same trace on every machine. docs/simulator.md says what each habit assumes, and
-has the source of the published one.
+Each quantity of a session has its own random numbers, so changing one switch leaves the other draws unchanged. A seed gives the same
+trace on
+every machine.
 """
 
 import random
@@ -35,8 +35,6 @@ class Pace(StrEnum):
 
 
 class Memory(StrEnum):
-    """What a session holds: its peak, or what one cell held."""
-
     SESSION = "session"
     CELL = "cell"
 
@@ -62,7 +60,7 @@ class Load:
     urgent_percent: int = 0  # of the users, evenly spread, have priority 1
 
 
-# Signs that people give before they run a cell, as a front end tells them, and groups of users.
+# Signs that people give before they run a cell, and groups of users.
 
 SIGN_MS = 60_000
 """How long a sign of a front end lasts."""
@@ -73,15 +71,15 @@ _MOST_FALSE = 50  # in one gap
 class Signs:
     """How early signs come, and how many of 100 are false. 0 ms: there are none.
 
-    A sign comes `foresight_ms` before each cell that uses a GPU, or at once where the person is quicker than that. False ones come at any
-    time of a gap, and no cell follows them, unless by chance.
+    A sign comes `foresight_ms` before each cell that uses a GPU, or at once if the person is quicker. False ones come at any time of a
+    gap.
     """
 
     foresight_ms: int = 0
     false_percent: int = 0
 
     def before(self, seed: int, session_id: str, cell: int, gap_ms: int, *, uses_gpu: bool) -> Sequence[int]:
-        """Return when signs come in the gap before a cell (its number), in ms after the gap's beginning."""
+        """Return when signs come in the gap before a cell, ms after the gap's beginning."""
         if not self.foresight_ms:
             return ()
         true = [max(0, gap_ms - self.foresight_ms)] if uses_gpu else []
@@ -104,8 +102,8 @@ class Group:
 def in_groups(trace: Sequence[Session], groups: Sequence[Group]) -> list[Session]:
     """Return the sessions with their users' groups and pools.
 
-    The users, in the order of their names, are divided by the groups' weights: the first ones are in the first group, and so on.
-    Classes, whose members have consecutive numbers, so stay together as far as groups allow.
+    The users, ordered by name, are divided by the groups' weights. Classes have consecutive numbers, so they stay together if groups
+    allow.
     """
     users = sorted({session.user for session in trace})
     whole = sum(group.weight for group in groups)
@@ -169,20 +167,16 @@ def _draw(rng: random.Random, points: _Points) -> float:
 
 
 def _is_chosen(number: int, percent: int) -> bool:
-    """Return whether a user is among this percentage, evenly spread."""
+    """Whether a user is among this percentage, evenly spread."""
     return (number + 1) * percent // 100 > number * percent // 100
 
 
 def _gpu_cell(start_ms: int, duration_ms: int, machine: _Machine, util_percent: float) -> Cell:
-    """Return a cell that uses GPUs; its utilisation is rounded, and at least 1 %."""
     return Cell(start_ms, duration_ms, *machine, max(1, round(util_percent)))
 
 
 class _UserDay:
-    """One day of one user. Times are the user's own until `session` moves them to the user's time zone.
-
-    `group`: the class that the user's working session belongs to, if any.
-    """
+    """One day of one user, in the user's own time until `session`. `group`: the class of the working session, if any."""
 
     def __init__(self, number: int, day: int, seed: int, load: Load, group: int | None) -> None:
         self.load, self._seed, self._group = load, seed, group
@@ -212,14 +206,14 @@ class _UserDay:
         return ends_ms if self._lunch_ms <= at_ms < ends_ms else at_ms
 
     def class_begins(self) -> int | None:
-        """Return when the class of the user opens its notebooks, if there is one."""
+        """Return when the user's class opens its notebooks, if there is one."""
         if self._group is None:
             return None
         hours = random.Random(f"{self._seed}/class/{self._group}/{self._day}")  # noqa: S311 - a workload
         return self.begins_ms + round(_HOUR_MS * hours.uniform(8.5, 15.0))
 
     def session(self, which: str, opens: int, closes: int, cells: Sequence[Cell]) -> Session:
-        """Return a session of the day, in the user's time zone. It stays open until its last cell has ended."""
+        """Return a session in the user's time zone, open until its last cell has ended."""
         gpus, memory = self.machine(which)
         asked_mib, error = 0, self.load.ask_error_percent
         if error:
@@ -239,7 +233,7 @@ class _UserDay:
         )
 
 
-# The published habit: a working session and looks, by the trace at https://github.com/ds2-lab/NotebookOS-Dashboard.
+# The published habit, by the trace at https://github.com/ds2-lab/NotebookOS-Dashboard: a working session and looks.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,7 +425,6 @@ class _HabitDay(_UserDay):
         return self.session("work", opens, ends, [cell for cell in cells if cell.start_ms + cell.duration_ms <= ends])
 
     def _look(self) -> Session:
-        """Return a short session with one cell, halfway through it."""
         hours = self.stream("hours", "look")
         opens = self.after_lunch(self.begins_ms + round(_HOUR_MS * hours.uniform(8.0, 20.0)))
         length = round(_MINUTE_MS * hours.uniform(10.0, 40.0))
@@ -455,7 +448,6 @@ class _HabitDay(_UserDay):
         return self.session("work", opens, self.begins_ms + morning, cells)
 
     def _cells(self, which: str, opens: int, until: int) -> list[Cell]:
-        """Return the habit's cells that begin before a time."""
         shape = self._shape
         lengths, gaps, utils = (self.stream(what, which) for what in ("cells", "gaps", "util"))
         left = round(_draw(self.stream("count", which), shape.cells)) if shape.cells is not None else -1

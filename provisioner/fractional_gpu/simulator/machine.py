@@ -1,9 +1,4 @@
-"""How cells that run on one device at the same time slow each other down, by the model of `core.time_slicing`.
-
-A cell with a GPU utilisation of u on an unshared device wants u of a device. The model can be switched off.
-
-The module also holds the simulated machine (`Host`), and the lease that a session asks for.
-"""
+"""The simulated machine (`Host`), a session's lease, and how cells on one device slow each other down (`core.time_slicing`)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,7 +27,7 @@ class Running:
 
 @dataclass(slots=True)
 class SharedDevice:
-    """The cells that run on one device. `fill_percent` of the device is what one cell fills while it uses the device at all."""
+    """The cells on one device. `fill_percent` of the device is what one cell fills while it uses the device at all."""
 
     slowdown: bool
     fill_percent: int = 100
@@ -40,20 +35,20 @@ class SharedDevice:
     _k_milli: int = WHOLE_MILLI  # how much slower than alone cells on the device run
 
     def begin(self, cell: Running) -> list[tuple[int, Running]]:
-        """Let a cell run. Returns when each cell of the device ends now, for those whose end moved."""
+        """Return when each cell of the device ends now, for those whose end moved."""
         self._advance(cell.at_ms)
         self.running[cell.session_id] = cell
         return self._ends(self.running.values() if self._share() else [cell])
 
     def finish(self, session_id: str, now_ms: int) -> tuple[Running, list[tuple[int, Running]]]:
-        """Take a cell off the device. Returns it, and when the others end now, for those whose end moved."""
+        """Return the cell, and when the others end now, for those whose end moved."""
         self._advance(now_ms)
         cell = self.running.pop(session_id)
         cell.version += 1
         return cell, self._ends(self.running.values() if self._share() else [])
 
     def used_milli(self, cell: Running) -> int:
-        """Return how much of the device a cell that runs on it uses now, thousandths: less than alone where neighbours slow it down."""
+        """Return how much of the device a running cell uses now, thousandths: less than alone if neighbours slow it down."""
         return cell.util_percent * 10 * _PARTS // self._stretch(cell)
 
     def _share(self) -> bool:
@@ -116,21 +111,19 @@ class Host:
 
     @property
     def device_mib(self) -> int:
-        """What the smallest device of the default pool gives to leases, MiB; 0 if it has none."""
+        """What the smallest device of the default pool gives to leases; 0 if it has none."""
         return min(self.leasable_in(self.pools[0]), default=0)
 
     @property
     def leasable_mib(self) -> int:
-        """What all devices of the default pool together give to leases, MiB."""
         return sum(self.leasable_in(self.pools[0]))
 
     def leasable_in(self, pool: PoolSpec) -> list[int]:
-        """Return what each device of a pool gives to leases, MiB."""
         served = frozenset(pool.devices)
         return [device.leasable_mib for device in self.devices if device.device_id in served]
 
     def pool_of(self, session: Session) -> PoolSpec:
-        """Return the pool that the session runs in. Raises SimulationError if it names one that does not exist."""
+        """Raises SimulationError if the session names a pool that does not exist."""
         if not session.pool:
             return self.pools[0]
         found = next((pool for pool in self.pools if pool.name == session.pool), None)
@@ -143,10 +136,10 @@ class Host:
 
 
 def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int, int]:
-    """Return the smallest fraction on offer (milli-GPU) of a device of that size that covers what the session asks for, and its cap in MiB.
+    """Return the smallest fraction on offer (milli-GPU) of such a device that covers what the session asks for, and its cap.
 
-    A session asks for its peak memory, unless it says otherwise; one that asks for more than there is gets the largest fraction.
-    Raises SimulationError where no fraction covers its peak.
+    A session asks for its peak memory, unless it says otherwise; one that asks for more than there is gets the largest fraction. Raises
+    SimulationError if no fraction covers its peak.
     """
     peak, largest = max(1, session.peak_mib), max(pool.fractions_milli, default=1000)
     if peak <= device_mib * largest // 1000:
@@ -164,11 +157,11 @@ def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int
 
 
 def lease_for(host: Host, session: Session) -> LeaseSpec:
-    """Return what the session asks for: a fraction, or as many whole devices as it uses at once. Raises SimulationError."""
+    """Return a fraction, or as many whole devices as the session uses at once. Raises SimulationError."""
     pool, several = host.pool_of(session), session.most_gpus > 1
     device_mib = min(host.leasable_in(pool), default=0)
     kinds = [device.name for device in host.devices if device.device_id in pool.devices]
-    most = min(pool.max_devices, max(map(kinds.count, kinds), default=0))  # those of one lease are of one kind
+    most = min(pool.max_devices, max(map(kinds.count, kinds), default=0))  # a lease's devices are of one kind
     if session.most_gpus > most:
         raise SimulationError(
             f"session {session.session_id!r} uses {session.most_gpus} GPUs at once, but a lease of pool {pool.name!r} may have {most}; "

@@ -1,11 +1,10 @@
 """The meter in virtual time: what a run's leases use and their devices draw; only a simulator knows the truth.
 
-The meter is the broker's (`core.metering.meter`), one for each host. It gets the arbiter's views after each event, what each swap has
-moved, and the devices' energy counters every minute. None of that reaches the arbiter: a meter changes no decision.
-
-A device draws its idle power plus the cells' use (`machine`) of the difference between peak and idle power. With noise of n percent, each
-cell's power, each device's idle power (redrawn every quarter of an hour) and each measured use is off by a factor: normal around 1 with a
-standard deviation of n percent, at least `_LEAST`, by the seed. The power of swaps is left out.
+The meter is the broker's (`core.metering.meter`), one for each host; it reads the arbiter's views and changes no decision. A device draws
+its
+idle power plus the cells' use of the difference to peak power. With noise of n percent, each power and each measured use is off by a
+factor,
+normal around 1 with that deviation, at least `_LEAST`, by the seed. The power of swaps is left out.
 """
 
 import json
@@ -41,7 +40,7 @@ class Power:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metering:
-    """How a run is metered. `measured_percent` of the leases have a use that is measured; of the others their share is known alone."""
+    """How a run is metered. `measured_percent` of the leases have a measured use; of the others only their share is known."""
 
     tariffs: Mapping[str, Tariff] = field(default_factory=dict)  # by pool
     power: Power = Power()
@@ -69,7 +68,6 @@ class RunMeter:
                 host.read(self._read_ms)
 
     def finish(self, at_ms: int) -> None:
-        """Run to the end of the day, and stop."""
         self.ended_ms = -(-at_ms // DAY_MS) * DAY_MS
         self.advance(self.ended_ms)
         for host in self.hosts:
@@ -80,7 +78,7 @@ class RunMeter:
                 self.rows.append(UsageRow(key, row.party, row.usage))
 
     def totals(self) -> dict[str, tuple[str, Usage]]:
-        """Return by pool its currency, and the sum of the figures of all its rows."""
+        """Return each pool's currency and sum of figures."""
         found: dict[str, tuple[str, Usage]] = {}
         for row in self.rows:
             found.setdefault(row.party.pool, (row.key.currency, Usage()))[1].add(row.usage)
@@ -89,7 +87,7 @@ class RunMeter:
 
 @dataclass(slots=True)
 class _Work:
-    """A cell on a device: how much of it the cell uses, thousandths, and what the cell draws, mW."""
+    """A cell's use of a device, thousandths, and what it draws, mW."""
 
     milli: int
     mw: int
@@ -97,7 +95,7 @@ class _Work:
 
 @dataclass(slots=True)
 class _Device:
-    """A device: what it has drawn up to `at_ms`, and what each lease did there since the last reading."""
+    """What it has drawn up to `at_ms`, and what each lease did there since the last reading."""
 
     idle_mw: int
     at_ms: int = 0
@@ -129,7 +127,7 @@ class HostMeter:
             meter.read_energy(0, BEGINS_MS, device_id, counter_mj=0)
 
     def saw(self, at_ms: int, arbiter: Arbiter, event: Event, effects: Iterable[Effect]) -> None:
-        """Tell the meter what the leases are that an event and its effects are about."""
+        """Tell the meter about the leases of an event and its effects."""
         named = dict.fromkeys(getattr(effect, "lease_id", None) for effect in effects)
         for lease_id in dict.fromkeys(event.lease_ids) | named:
             if lease_id is not None:
@@ -156,7 +154,7 @@ class HostMeter:
         self.meter.moved(BEGINS_MS + at_ms, lease_id, mib)
 
     def works(self, at_ms: int, device_ids: Iterable[str], used: Mapping[str, tuple[int, int]]) -> None:
-        """Take note of the cells that run on the devices from now on: by lease, the cell's number and its use of each, thousandths."""
+        """Note the cells that run from now on: by lease, the cell's number and its use of each device, thousandths."""
         cells = {lease_id: self._work(lease_id, *cell) for lease_id, cell in used.items()}
         for device_id in device_ids:
             device = self._devices[device_id]
@@ -189,7 +187,7 @@ class HostMeter:
             self._set_idle(at_ms, device_id)
 
     def _use(self, at_ms: int, device_id: str, device: _Device, lease_id: str) -> int:
-        """Return what a lease used of a device while it ran a cell there since the last reading, as it is measured: thousandths."""
+        """Return a lease's measured use while it ran a cell there since the last reading, thousandths."""
         ran_ms = device.ran_ms.get(lease_id, 0)
         if not ran_ms:
             return 0
@@ -202,7 +200,6 @@ class HostMeter:
             self._devices[device_id].idle_mw = round(self._settings.power.idle_mw * factor)
 
     def _advance(self, device: _Device, at_ms: int) -> None:
-        """Let the device draw what it draws until now."""
         passed_ms = at_ms - device.at_ms
         if passed_ms <= 0:
             return

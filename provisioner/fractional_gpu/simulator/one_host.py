@@ -80,8 +80,6 @@ class RunState:
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """One session as it stands."""
-
     session: Session
     spec: LeaseSpec
     state: LeaseState | None = None
@@ -147,7 +145,7 @@ class HostRun:
         self._run.moments.at(self.now_ms + wait_ms, act)
 
     def send(self, event: Event) -> None:
-        """Send an event to the arbiter and execute its effects; events that arise on the way follow."""
+        """Send an event to the arbiter and execute its effects; events that arise follow."""
         self._events.append(event)
         if len(self._events) > 1:
             return
@@ -164,7 +162,6 @@ class HostRun:
             self._events.popleft()
 
     def note(self, kind: str, kernel: Kernel, **about: object) -> None:
-        """Write a moment of the world to the record, if there is one."""
         if self._run.record is not None:
             self._run.record.moment(self.number, kind, self.now_ms, kernel.session.session_id, **about)
 
@@ -247,7 +244,6 @@ class HostRun:
     # Sessions: a person opens a notebook, thinks, gives signs, asks for the next cell, and closes it.
 
     def open(self, session: Session, lease: LeaseSpec) -> None:
-        """Begin a session here."""
         kernel = self.kernels[session.session_id] = Kernel(session, lease)
         self.send(LeaseRequested(at_ms=self.now_ms, spec=lease))
         if kernel.over:
@@ -288,7 +284,6 @@ class HostRun:
         self._run.ended()
 
     def done(self, kernel: Kernel) -> None:
-        """Schedule the next cell, or the end, as long after this one as in the trace."""
         cell = kernel.cell
         kernel.next_cell += 1
         follows = kernel.cell.start_ms if kernel.next_cell < len(kernel.session.cells) else kernel.session.close_ms
@@ -345,7 +340,7 @@ class HostRun:
             self._grow(kernel)
 
     def _grow(self, kernel: Kernel) -> None:
-        """Take the memory that the cell of a granted kernel needs, as far as allowed; run the cell once it has all of it."""
+        """Take the memory that the cell needs, as far as allowed; run the cell once it has all of it."""
         need_mib = kernel.cell.gpu_mib if kernel.cell.gpus and kernel.unfinished is None else kernel.memory_mib
         mib = min(need_mib, kernel.reserved_mib)
         if mib != kernel.memory_mib:
@@ -365,7 +360,7 @@ class HostRun:
             self._run_cell(kernel)
 
     def _measure_again(self, kernel: Kernel, cell: int) -> None:
-        """Measure again as the broker does: how much of the device the cell uses, if it still runs, and that its memory grew no further."""
+        """Measure again as the broker does: the cell's use of the device, if it still runs, and that its memory stopped growing."""
         if kernel.state is LeaseState.RESIDENT:
             running = kernel.running if kernel.next_cell == cell and kernel.cell.gpus else None
             used_milli = self.devices[kernel.device_ids[0]].used_milli(running) if running is not None else None
@@ -392,7 +387,7 @@ class HostRun:
             kernel.overdue = 0
 
     def _run_cell(self, kernel: Kernel) -> None:
-        """Run the cell on the kernel's devices; the first of them decides how much its neighbours slow it down."""
+        """Run the cell on the kernel's devices; the first decides how much its neighbours slow it down."""
         cell = kernel.cell
         self._begins(kernel)
         running, kernel.unfinished = kernel.unfinished, None
@@ -410,7 +405,7 @@ class HostRun:
         self._count_work(kernel)
 
     def _count_work(self, kernel: Kernel) -> None:
-        """Tell the meter which cells run now on the devices of a cell that has begun or was stopped, and how much of each they use."""
+        """Tell the meter which cells run now on the devices of a cell that has begun or stopped."""
         if self.meter is not None:
             shared = self.devices[kernel.device_ids[0]]
             used = {
@@ -474,7 +469,7 @@ class HostRun:
             self._save(kernel, effect)
 
     def _reserve_more(self, kernel: Kernel, effect: Suspend) -> None:
-        """Do what the broker does where more would be saved than is reserved: ask for the difference, or leave the kernel as it is."""
+        """As the broker does if more would be saved than is reserved: ask for the difference, or leave the kernel."""
         need_mib = kernel.total_mib
         self.send(
             HostMemoryNeeded(
@@ -556,7 +551,7 @@ class HostRun:
         )
 
     def _fails(self, kernel: Kernel, kind: str) -> bool:
-        """Return whether the swap that begins fails: by a draw for each swap of each session, whatever the others do."""
+        """Whether the swap that begins fails: by a draw for each swap of each session, whatever the others do."""
         percent = self.host.failed_swaps_percent
         kernel.swaps += 1
         swap = f"{self.host.seed}/swap/{kernel.session.session_id}/{kernel.swaps}"
@@ -580,7 +575,6 @@ class HostRun:
             self.send(DeviceDrained(at_ms=self.now_ms, device_id=device_id, deadline_ms=deadline_ms))
 
     def _there(self, device_ids: Sequence[str]) -> list[Kernel]:
-        """Return the kernels that hold memory on one of the devices, or have it restored there."""
         return [
             kernel
             for kernel in self.kernels.values()
@@ -612,7 +606,7 @@ class HostRun:
         return free_ms, arbiter.host_budget_mib - arbiter.host_saved_mib - arbiter.host_reserved_mib
 
     def take_away(self, device_ids: Sequence[str], *, whole_host: bool) -> tuple[list[Holder], list[Holder]]:
-        """Take the devices away; return the kernels that were not saved, and those whose saved state was lost with the host."""
+        """Return the kernels that were not saved, and those whose saved state was lost with the host."""
         for device_id in device_ids:
             self.send(DeviceLost(at_ms=self.now_ms, device_id=device_id))
         lost = self._there(device_ids)
@@ -633,7 +627,7 @@ class HostRun:
                 self.send(DeviceUndrained(at_ms=self.now_ms, device_id=device.device_id))
 
     def _lose_process(self, kernel: Kernel) -> None:
-        """End a kernel's process, and begin another: a cell that had begun has failed; one that waits for its first turn waits on."""
+        """End a kernel's process and begin another: a cell that had begun has failed; one that waits for its first turn still waits."""
         lease_id = kernel.spec.lease_id
         has_begun = kernel.running is not None or kernel.growing or kernel.unfinished is not None
         if kernel.running is not None:

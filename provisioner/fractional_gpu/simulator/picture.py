@@ -1,7 +1,4 @@
-"""A report of the runs as one HTML file: SVG only, no script, nothing loaded from elsewhere, for light and dark screens.
-
-The page begins with a sentence that sums up the result, and ends with all that is needed to reproduce it (`About`).
-"""
+"""A report of the runs as one HTML file: SVG only, no script, nothing loaded from elsewhere, for light and dark screens."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -32,10 +29,11 @@ _MOST_DECADES_WITH_2_AND_5 = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What made the runs: the users and GPUs of the first of them, and what the command was given.
+    """What made the runs: the users and GPUs of the first of them, and the command's input.
 
-    `whole_gpus` are the most GPUs that open sessions would have reserved at the same time. `policy` is the text of the configuration file
-    that was given. With `hours_of_day`, the trace begins at midnight.
+    `whole_gpus` are the most GPUs that open sessions would have reserved at the same time. `policy` is the text of the configuration
+    file. With
+    `hours_of_day`, the trace begins at midnight.
     """
 
     users: int
@@ -49,14 +47,14 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Where its marks are, as shares of its length, and what they say."""
+    """Where its marks are, as shares of its length, and their texts."""
 
     title: str
     marks: Sequence[tuple[float, str]]
 
 
 def picture(results: Sequence[Result], about: About) -> str:
-    """Return the page: what came out, devices held, cells at work and cells that wait over time, the distribution of waits, the inputs."""
+    """Return the page, from a sentence that sums up the result to all that is needed to reproduce it (`About`)."""
     over_time: list[tuple[str, Callable[[Timeline], Sequence[int]]]] = [
         ("Devices on which leases hold memory", lambda timeline: timeline.devices_held),
         ("Cells that run on a GPU (on four GPUs: four)", lambda timeline: timeline.busy),
@@ -72,7 +70,6 @@ def picture(results: Sequence[Result], about: About) -> str:
 
 
 def headline(result: Result, about: About) -> str:
-    """Return the sentence about what came out."""
     said = f"{plural(about.users, 'user')} on {about.machine}: "
     waits, free_percent = result.waits, round(100 - result.waits.nonzero_percent(), 3)
     if not waits.ordered:
@@ -146,7 +143,7 @@ def _steps(at_ms: Sequence[int], values: Sequence[int], since_ms: int, until_ms:
 
 
 def time_axis(timelines: Sequence[Timeline], *, hours_of_day: bool) -> tuple[Axis, int, int]:
-    """Return the axis over all that happens in the timelines, with marks at round times, and its two ends, ms."""
+    """Return the axis over the timelines, with marks at round times, and its two ends, ms."""
     began = (next((at for at, *counts in zip(*one.columns, strict=True) if any(counts)), None) for one in timelines)
     first_ms = min((at for at in began if at is not None), default=0)
     last_ms = max((one.at_ms[-1] for one in timelines if one.at_ms), default=0)
@@ -184,7 +181,7 @@ def _waits(results: Sequence[Result]) -> Svg:
 
 
 def wait_axis(longest_s: float) -> tuple[Axis, int]:
-    """Return a logarithmic axis from 0.1 s to at least the longest wait, and its decades: marks at 1, 2 and 5 where there is room."""
+    """Return a logarithmic axis from 0.1 s to at least the longest wait, and its decades: marks at 1, 2 and 5 if there is room."""
     decades = 1
     while _SHORTEST_S * 10**decades < longest_s:
         decades += 1
@@ -195,7 +192,7 @@ def wait_axis(longest_s: float) -> tuple[Axis, int]:
 
 
 def share_axis(least: float) -> tuple[list[tuple[float, str]], float]:
-    """Return the marks of an axis from a round share up to 100 %, and that share: curves of waits lie close to the top."""
+    """Return the marks of an axis from a round share up to 100 %, and that share: curves of waits are close to the top."""
     low, step = next((scale for scale in _SHARE_SCALES if least * 100 >= scale[0]), (0, 20))
     marks = [((percent - low) / (100 - low), f"{percent} %") for percent in range(low, 101, step)]
     return marks, low / 100

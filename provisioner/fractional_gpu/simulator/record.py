@@ -57,7 +57,7 @@ def recording(
     name: str = "fractional",
     baseline: Mapping[str, object] | None = None,
 ) -> Iterator["EventLog | None"]:
-    """Yield what writes the record of a run; no path: None. Raises SimulationError for a file that cannot be written."""
+    """Yield what writes the record of a run; no path: None. Raises SimulationError for an unwritable file."""
     if path is None:
         yield None
         return
@@ -119,9 +119,9 @@ class _Line(msgspec.Struct):
 
 
 def replay(path: Path) -> tuple[int, int]:
-    """Replay the recorded events with a new arbiter for each host. Returns the numbers of events and of effects.
+    """Replay the events with a new arbiter for each host. Returns the numbers of events and of effects.
 
-    Raises TraceError for a log that cannot be read, and SimulationError at the first event whose effects differ.
+    Raises TraceError for an unreadable log, and SimulationError at the first event whose effects differ.
     """
     events_seen = effects_seen = 0
     try:
@@ -158,7 +158,6 @@ def _reading(path: Path) -> IO[str]:
 
 
 def _begin(path: Path, line: str) -> list[Arbiter]:
-    """Return a new arbiter for each host of a record."""
     try:
         head = msgspec.json.decode(line, type=_Head)
     except msgspec.DecodeError:

@@ -1,7 +1,6 @@
 """The figures of a run, and the accounts that keep them up to date moment by moment.
 
-Accounts add up GPU time, devices in use, and memory: from what kernels hold, not what they reserve, so that `out_of_memory` is what a
-real driver would have refused.
+Accounts count memory that kernels hold, not what they reserve, so that `out_of_memory` is what a real driver would have refused.
 """
 
 from array import array
@@ -19,7 +18,7 @@ from fractional_gpu.simulator.traces import Session
 
 @dataclass(slots=True)
 class Timeline:
-    """The moments of a run, as columns: a day of ten thousand users has a million of them. `at_ms` never falls."""
+    """The moments of a run, as columns: a day of ten thousand users has a million. `at_ms` never falls."""
 
     at_ms: "array[int]" = field(default_factory=partial(array, "q"))
     devices_held: "array[int]" = field(default_factory=partial(array, "i"))  # devices on which memory is held
@@ -122,7 +121,7 @@ class Result:
         }
 
     def missed(self, goal: Goal) -> str:
-        """Return the sentence about the first part of the goal that the run misses, empty if it keeps all of them."""
+        """Return a sentence about the first part of the goal that the run misses, or ""."""
         if self.hopeless:
             return self.hopeless
         kinds = (("GPU cells' waits", self.waits, goal.waits()), ("waits at the door", self.doors, goal.doors()))
@@ -149,7 +148,6 @@ def _hours(milli_ms: int) -> float:
 
 
 def begin_result(name: str, trace: Sequence[Session], hosts: Sequence[Host], goal: Goal | None = None) -> Result:
-    """Return a result with what is known before anything has run."""
     return Result(
         name=name,
         felt=Felt(trace, goal),
@@ -163,7 +161,7 @@ def begin_result(name: str, trace: Sequence[Session], hosts: Sequence[Host], goa
 
 
 def _merged_errors(errors: Sequence[Sequence[ErrorView]]) -> dict[str, dict[str, float]]:
-    """Return how far off the forecasts of all hosts were: their counts added up, and their figures weighted by their counts."""
+    """Return how far off the forecasts of all hosts were, weighted by their counts."""
     merged: dict[str, dict[str, float]] = {}
     for views in zip(*errors, strict=True):
         count = sum(view.count for view in views)

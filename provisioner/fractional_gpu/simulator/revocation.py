@@ -1,11 +1,11 @@
 """Devices, or whole hosts, leave a simulated run after lifetimes of transient servers, with a notice, and are replaced.
 
-Draws depend only on the seed, the host and the device, so every run has the same. A kernel that is not saved at the deadline loses its
-process: its running cell fails, and the user continues with the next one in a new process. The run follows the arbiter's order; what other
-orders would have saved is computed at each notice from the kernels there (`saved_in`). Those do not know what fits: a save still running
-at the deadline is lost. Kernels whose notebook closes before the deadline do not count.
-
-docs/revocation.md has the source of the lifetimes, and what is assumed.
+Draws depend only on the seed, the host and the device. A kernel that is not saved at the deadline loses its process: its running cell
+fails,
+and the user continues with the next one. The run follows the arbiter's order; what other orders would have saved is computed at each
+notice
+(`saved_in`) and knows less: a save still running at the deadline is lost. docs/revocation.md has the source of the lifetimes and
+assumptions.
 """
 
 from bisect import bisect_right
@@ -151,8 +151,6 @@ class Revocation:
 
 @dataclass(slots=True)
 class Loss:
-    """What was not saved."""
-
     kernels: int = 0
     mib: int = 0
     work: int = 0

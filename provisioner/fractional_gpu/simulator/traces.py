@@ -16,10 +16,7 @@ _Row = TypeVar("_Row")
 
 
 def read_table(path: Path, columns: Sequence[str], read: Callable[[dict[str, str]], _Row]) -> Iterator[_Row]:
-    """Yield what `read` makes of each row.
-
-    Raises TraceError for a file that cannot be read, lacks a column, has a row of another length, or one that `read` refuses.
-    """
+    """Yield what `read` makes of each row. Raises TraceError for an unreadable or malformed file."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             yield from _rows(csv.DictReader(file, strict=True), columns, read)
@@ -91,7 +88,7 @@ class Cell:
 class Session:
     """One kernel, its cells in the order of their starts. `gpus` and `gpu_mib` are what it would have reserved.
 
-    `asked_mib` is the memory that it requests on each GPU, MiB; 0: as much as it needs. `pool` is empty for the default pool.
+    `asked_mib`: requested on each GPU; 0: as much as it needs. `pool` is empty for the default pool.
     """
 
     session_id: str
@@ -108,7 +105,7 @@ class Session:
 
     @property
     def peak_mib(self) -> int:
-        """The most device memory that it ever holds, MiB."""
+        """The most device memory that it ever holds."""
         return max((cell.gpu_mib for cell in self.cells if cell.gpus), default=0)
 
     @property
