@@ -236,7 +236,6 @@ class Broker:
     def _tell(
         self, kernel: Kernel, effect: Granted | CloseGate | Declined | Resized | Pinned | SuspendAnnounced | UserTold
     ) -> None:
-        """Pass a decision about a kernel to the kernel, or to the requests that wait for it."""
         match effect:
             case Granted():
                 kernel.cell.ticket_by_broker, kernel.cell.granted_s = False, time.monotonic()
@@ -343,7 +342,6 @@ class Broker:
             self._alarm = asyncio.get_running_loop().call_later(delay_s, lambda: self.dispatch(Tick(at_ms=now_ms())))
 
     def environment(self, lease_id: str, device_ids: Sequence[str]) -> dict[str, str]:
-        """Return the environment that binds a kernel to its devices and its cap; without devices, what it needs before."""
         environment = self.monitor.kernel_environment(device_ids[0] if device_ids else None)
         for device_id in device_ids[1:]:
             for name, value in self.monitor.kernel_environment(device_id).items():
@@ -443,7 +441,6 @@ class Broker:
         self.survivors.kernel_ended(kernel, identity)
 
     def process_unwatched(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """End at the arbiter, too, a process that could not be watched."""
         kernel.identity = identity
         self.process_gone(kernel, identity)
 
@@ -459,7 +456,6 @@ class Broker:
             self.dispatch(replace(own_size, at_ms=now_ms()))
 
     def _ended_by_oom(self, kernel: Kernel, full: str) -> None:
-        """Write why the kernel ended into its story, and for the kernel that comes after it."""
         view = self.arbiter.lease(kernel.lease_id)
         saved_mib = view.saved_mib if view is not None else 0
         saved = f", with the {format_memory(saved_mib)} that were saved from the GPU" if saved_mib else ""

@@ -19,7 +19,6 @@ _DEADLINE_CLOCK: Final = "deadline-clock"  # its name in the ledger
 
 
 def now_ms() -> int:
-    """Return the arbiter's time: monotonic milliseconds."""
     return time.monotonic_ns() // 1_000_000
 
 
@@ -29,7 +28,6 @@ def wall_ms() -> int:
 
 
 async def within(seconds: float, event: asyncio.Event) -> bool:
-    """Wait for the event, but not longer than the seconds; return whether it is set."""
     with suppress(TimeoutError):
         async with asyncio.timeout(max(0.0, seconds)):
             await event.wait()

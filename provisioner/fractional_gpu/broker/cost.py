@@ -76,7 +76,6 @@ class Account:
             self._left -= seconds  # credit since then is added at the next turn
 
     def take_turn(self, *, reserved: bool = False) -> bool:
-        """Take a turn now, if there is one: then return True."""
         if self._exempt:
             return True
         queue, floor_s = (self._reserved, -COST_RESERVE_S) if reserved else (self._waiting, 0.0)
@@ -106,7 +105,6 @@ class Account:
         self._set_timer()
 
     def release(self) -> None:
-        """Exempt the account, and wake all that wait: the broker ends."""
         self._exempt = True
         for turn in (*self._reserved, *self._waiting):
             if not turn.done():

@@ -32,7 +32,6 @@ class Lane:
         self._threads: StartedThreads | None = None
 
     def start(self) -> StartedThreads:
-        """Start the threads if they do not run. Raises OSError where they cannot."""
         if self._threads is None:
             self._threads = StartedThreads(self._count, self.name)
         return self._threads

@@ -309,7 +309,6 @@ def _unit(pid: int) -> str | None:
 
 
 def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
-    """Return "orderly" or "killed". Raises CommandError if the process does not end soon."""
     try:
         descriptor = open_pidfd(identify(pid))
     except ProcessLookupError:

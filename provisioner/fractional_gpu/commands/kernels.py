@@ -188,7 +188,6 @@ def _remove_stale(
 
 
 def simulated_devices(status: HostStatus) -> str | None:
-    """Return devices such as 1x2048MiB; None if they are real."""
     if not status.simulated:
         return None
     sizes = [device.memory_mib for device in sorted(status.devices, key=lambda device: device.index)]

@@ -292,7 +292,6 @@ def _evict_request(options: argparse.Namespace) -> EvictRequest:
 
 
 def _find_left(word: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
-    """Return the lease whose kernel left this process behind, else what `find_lease` finds."""
     for lease in leases:
         if any(str(process.pid) == word for process in lease.left):
             return lease

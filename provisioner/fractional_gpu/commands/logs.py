@@ -69,8 +69,6 @@ def explained(path: Path, what: str, advice: str = "") -> Iterator[None]:
 
 
 class GrowingLog(ABC, Generic[T]):
-    """Reads a log from the oldest line on, and what is new, over rotations. Raises OSError; a missing log is empty."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: BinaryIO | None = None

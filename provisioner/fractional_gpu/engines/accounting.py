@@ -27,7 +27,6 @@ class JobFigures:
 
 
 def note_leases(client: SeatClient, figures: dict[Job, JobFigures], seats: Mapping[Job, SeatStatus]) -> None:
-    """Remember the leases that draw on these seats now. Raises FractionalGPUError."""
     jobs = {seat.seat_id: job for job, seat in seats.items()}
     for lease in client.status().leases:
         job = jobs.get(lease.spec.seat)

@@ -121,7 +121,6 @@ class Agent:
         return max(0, min(self._look_ms, self._look_ms if write_ms is None else write_ms) - self._clock_ms())
 
     def once(self) -> NodeWrite:
-        """Ask, read and write at once, whatever the pace. Raises FractionalGPUError if the broker or the engine does not answer."""
         now = self._clock_ms()
         self._ask_broker(now)
         record = self._engine.read_node()

@@ -115,7 +115,6 @@ class NodeFiles:
 
     @property
     def path(self) -> str:
-        """The PATH of agent, Prolog and Epilog."""
         return ":".join([*([self.slurm_bin] if self.slurm_bin else []), _PATH])
 
 
@@ -246,7 +245,6 @@ def _writable(folder: Path) -> str:
 
 
 def _unit_words(words: Sequence[str]) -> str:
-    """Return a command line for systemd, which takes `%` and `$` as its own."""
     quoted = (
         word if word.replace("/", "").replace("-", "").replace(".", "").isalnum() else f'"{_escaped(word)}"'
         for word in words

@@ -50,7 +50,6 @@ class HookSettings:
 
 
 def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
-    """`environment` is what slurmd gave the Prolog."""
     files = SeatFiles(settings.folder)
     number: int | None = None
     try:
@@ -93,7 +92,6 @@ def end(settings: HookSettings, environment: Mapping[str, str], log: Callable[[s
 
 
 def register_late(settings: HookSettings, client: SeatClient, wanted: JobSeat, log: Callable[[str], None]) -> bool:
-    """Register the seat of a running job that has none; return whether it has one now."""
     files = SeatFiles(settings.folder)
     try:
         with files.claimed(wanted.job_id) as free:
@@ -109,7 +107,6 @@ def register_late(settings: HookSettings, client: SeatClient, wanted: JobSeat, l
 
 
 def _wanted(settings: HookSettings, slurm: Slurm, job: SlurmJob, environment: Mapping[str, str]) -> JobSeat | None:
-    """Return the seat that the job is entitled to; None: it asked for no share. Raises EngineError."""
     share, devices = share_of_job(job, settings.pools), None
     if share is None:
         if not settings.shard_pool or not total_of(job.gres, SHARD):
@@ -136,7 +133,6 @@ def _wanted(settings: HookSettings, slurm: Slurm, job: SlurmJob, environment: Ma
 def _register(
     settings: HookSettings, files: SeatFiles, wanted: JobSeat, log: Callable[[str], None]
 ) -> tuple[JobSeat, list[str]]:
-    """Return the seat and the message for the job. Raises BadRequestError and ForbiddenError if it can never have one."""
     try:
         with _client(settings) as client:
             seat, told = files.register(client, wanted)

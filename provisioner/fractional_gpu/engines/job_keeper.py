@@ -68,7 +68,6 @@ class JobKeeper:
         self._said_of_accounting = ""
 
     def look(self, client: SeatClient, seats: list[SeatStatus]) -> None:
-        """Do what is due. Raises FractionalGPUError if the broker does not answer; Slurm's troubles are logged once."""
         now = self._clock_ms()
         try:
             self._keep_seats(now, client, seats)

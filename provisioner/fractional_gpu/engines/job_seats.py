@@ -82,7 +82,6 @@ class JobSeat:
 
 
 def job_of(seat: SeatStatus) -> int | None:
-    """Return the number of the Slurm job of a seat; None: it is no job's."""
     if seat.workload is not None:
         return int(seat.workload.id) if seat.workload.engine == SLURM and seat.workload.id.isdecimal() else None
     number = seat.server.removeprefix(_SERVER)
@@ -205,7 +204,6 @@ class SeatFiles:
         ]
 
     def write_environment(self, wanted: JobSeat, socket: str, lines: Sequence[str] = ()) -> None:
-        """`lines`: what the job's tasks print. Raises OSError."""
         values = {
             "JUPYTER_GPU_SOCKET": socket,
             "JUPYTER_GPU_SEAT_FILE": str(self._path(wanted.job_id, "json")),
@@ -221,7 +219,6 @@ class SeatFiles:
         self._write_environment(wanted.job_id, [*(f"{name}={value}" for name, value in values.items()), about], lines)
 
     def write_refusal(self, job_id: int, socket: str, line: str) -> None:
-        """Write the environment of a job that has no seat and will have none. Raises OSError."""
         try:
             self._write_environment(job_id, [f"JUPYTER_GPU_SOCKET={socket}", "CUDA_VISIBLE_DEVICES="], [line])
         except OSError:  # a disk that is full has room for a name: the task's prolog says what an empty file means
@@ -285,7 +282,6 @@ class SeatFiles:
             self._path(job_id, kind).unlink(missing_ok=True)
 
     def release(self, client: SeatClient, job_id: int) -> None:
-        """End the job's seats at the broker. Raises FractionalGPUError."""
         for seat in client.seats().seats:
             if job_of(seat) == job_id:
                 with suppress(NotFoundError):
@@ -297,7 +293,6 @@ def _one_line(text: str) -> str:
 
 
 def _groups_of(user: str) -> list[str]:
-    """Return the names of the user's groups, by which pools have terms; none for an unknown user."""
     try:
         numbers = os.getgrouplist(user, pwd.getpwnam(user).pw_gid)
     except KeyError:

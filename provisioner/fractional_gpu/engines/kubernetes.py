@@ -85,7 +85,6 @@ async def configuration(kubeconfig: str | None, *, in_pod: bool, remedy: str) ->
 
 
 async def ask(call: Awaitable[Any], kind: type[Answer], what: str, right: str) -> Answer:
-    """`what` it does and `right`, how it is allowed, are for errors. Raises EngineError."""
     try:
         async with await call as response:
             status, body = response.status, await response.read()
@@ -239,7 +238,6 @@ class KubernetesEngine:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads requests
 
     def _take(self, kind: str, found: object) -> None:
-        """Apply an event of the watch. Raises ValidationError."""
         if kind == "BOOKMARK" or self._pods is None:
             return
         pod = msgspec.convert(found, Pod)
@@ -255,7 +253,6 @@ class KubernetesEngine:
             self._trouble = trouble
 
     def read_node(self) -> NodeRecord:
-        """Blocks. Raises EngineUnavailableError or EngineError."""
         known = self.pods()
         if known is None:
             raise EngineUnavailableError("the API server has not listed this node's pods yet")
@@ -271,11 +268,9 @@ class KubernetesEngine:
         )
 
     def write_node(self, write: NodeWrite, record: NodeRecord) -> None:  # noqa: ARG002 - a patch leaves the rest as it is
-        """Write counts and summary in one patch of the node's status. Blocks. Raises EngineUnavailableError or EngineError."""
         self._patch(write.summary, {name: str(count) for name, count in write.counts.items()})
 
     def remove(self) -> None:
-        """Remove counts and summary from the node. Blocks. Raises as `write_node`."""
         self._patch(None, dict.fromkeys(self._names.values()))
 
     def _patch(self, summary: str | None, counts: Mapping[str, str | None]) -> None:

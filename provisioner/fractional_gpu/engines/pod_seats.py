@@ -35,7 +35,6 @@ def is_ours(pod: Pod) -> bool:
 
 
 def request_of(pod: Pod, hub_namespaces: Collection[str] = ()) -> SeatRequest:
-    """Raises EngineError for a pod that can have no seat; the message says why and what to do."""
     pool, milli = _share(pod)
     for name, meant in ((pods.POOL, pool), (pods.FRACTION, f"{milli}m")):
         if (stated := pod.annotations.get(name, meant)) != meant:
@@ -130,7 +129,6 @@ class PodSeats:
         self._outcomes = {uid: sentence for uid, sentence in self._outcomes.items() if uid in wanted}
 
     def _taken(self, client: SeatClient, pod: Pod) -> str:
-        """Take the pod's seat and return the sentence about it. Raises FractionalGPUError if the broker does not answer."""
         try:
             request = request_of(pod, self._hub_namespaces)
             last = None
@@ -145,7 +143,6 @@ class PodSeats:
         return f"refused: {last.sentence if last is not None else 'the broker ended the request without a reason; its log may say more'}"
 
     def note(self, found: Iterable[Pod]) -> None:
-        """Annotate pods with what has changed. Raises FractionalGPUError if the broker does not answer."""
         if not self._may_annotate:
             return
         ours = {pod.metadata.uid: pod for pod in found if is_ours(pod)}
@@ -172,7 +169,6 @@ class PodSeats:
 
 
 def _seats_by_pod(client: SeatClient) -> dict[str, list[SeatStatus]]:
-    """Return the seats of pods by the pod's UID, oldest first."""
     by_uid: dict[str, list[SeatStatus]] = {}
     for seat in client.seats().seats:
         if seat.workload is not None and seat.workload.engine == KUBERNETES:
@@ -181,7 +177,6 @@ def _seats_by_pod(client: SeatClient) -> dict[str, list[SeatStatus]]:
 
 
 def in_use(found: Iterable[Pod]) -> dict[str, int]:
-    """Return the thousandths that the scheduler has given away on the node, by pool."""
     total: dict[str, int] = {}
     for pod in found:
         with suppress(ValueError):  # the scheduler would not have admitted a share that is not a number

@@ -36,7 +36,6 @@ def resource_of(pool: str) -> str:
 
 
 def pool_of(resource: str) -> str | None:
-    """Return the pool whose thousandths the resource counts; None for another resource."""
     domain, _, pool = resource.partition("/")
     return pool if domain == DOMAIN and pool else None
 
@@ -126,7 +125,6 @@ class Node(Struct):
 
     @property
     def why_not(self) -> str:
-        """Why the scheduler starts no pod there, a word or two, or ""."""
         if self.spec.unschedulable:
             return "cordoned"
         ready = next((one.status for one in self.status.conditions or () if one.type == "Ready"), "True")

@@ -27,7 +27,6 @@ class Setting:
     text: str
 
     def find(self, key: str) -> re.Match[str] | None:
-        """Group 1 of the match is the value."""
         return re.search(rf"(?:^|\s){key}\s*=\s*([^\s\\]+)", self.text, re.IGNORECASE)
 
     def value(self, key: str) -> str:
@@ -102,7 +101,6 @@ class ConfigFile:
         return text
 
     def diff(self) -> str:
-        """Return the changes for `patch -d / -p1`, or ""."""
         return "".join(_diff(file, text, self.changed(file)) for file, text in self._texts.items())
 
 

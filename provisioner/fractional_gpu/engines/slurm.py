@@ -186,7 +186,6 @@ class Slurm:
         return self.call("scontrol", "show", "hostnames", expression).split()
 
     def job(self, job_id: int) -> SlurmJob | None:
-        """Return a job; None: Slurm does not know it any more."""
         try:
             text = self._squeue("--states=all", f"--jobs={job_id}")
         except EngineError as error:
@@ -288,7 +287,6 @@ def cannot_run(command: str, error: OSError) -> EngineUnavailableError:
 
 
 def failed(command: str, said: str, code: int) -> EngineError:
-    """Return EngineUnavailableError unless Slurm has refused."""
     text = " ".join(_ERROR.sub("", said).split())[:300] or f"exit code {code}"
     if any(fault in said for fault in _FAULTS) and "authentication" not in said.lower():
         return EngineError(f"Slurm refuses: {command} says: {text}")

@@ -21,7 +21,6 @@ NO_MPS: Final = {"CUDA_MPS_PIPE_DIRECTORY": "/proc/self/without-mps"}
 
 
 def cleaned(environment: Mapping[str, str], *, keep: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables in `keep` are added as they are."""
     kept = {name: value for name, value in environment.items() if not _affects_driver(name)}
     return {**kept, **NO_MPS, **(keep or {})}
 

@@ -43,7 +43,6 @@ def open_monitor(backend: str) -> Monitor:
 
 
 def open_checkpointer(backend: str) -> Checkpointer:
-    """For the worker alone. Raises GPUError as `open_monitor` does."""
     if backend.startswith(_SIMULATED):
         from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer  # noqa: PLC0415 (see above)
 
@@ -56,7 +55,6 @@ def open_checkpointer(backend: str) -> Checkpointer:
 
 
 def _kind(backend: str) -> DeviceKind:
-    """Raises GPUError NOT_SUPPORTED if no package has this kind, or it cannot be imported."""
     if not backend.startswith(_KIND):
         raise GPUError(
             GPUErrorCode.NOT_SUPPORTED,

@@ -42,7 +42,6 @@ def main(arguments: list[str]) -> int:
 
 
 def hold_simulated() -> Callable[[], bytes]:
-    """Return a function that reads the memory. Raises RuntimeError."""
     cuda = importlib.import_module("fractional_gpu.gpu.simulated.cuda")
     buffer = cuda.allocate(_BYTES)
     buffer.fill(_PATTERN)
@@ -50,7 +49,6 @@ def hold_simulated() -> Callable[[], bytes]:
 
 
 def hold_nvidia(driver: Any = None) -> Callable[[], bytes]:  # noqa: ANN401 - the bindings have no types
-    """As `hold_simulated`, on the first visible device. Raises RuntimeError, ImportError. `driver` is for tests."""
     cuda = importlib.import_module("cuda.bindings.driver") if driver is None else driver
 
     def do(call: str, *given: object) -> Any:  # noqa: ANN401 - whatever this call of the driver gives

@@ -88,7 +88,6 @@ class WorkerClaim:
             await asyncio.sleep(_POLL_S)
 
     def holder(self) -> str:
-        """Return which process has the claim, for people."""
         pid = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
         return f"the broker that was process {pid}" if pid.isdigit() else "an earlier broker"
 
@@ -172,7 +171,6 @@ class WorkerLink:
         return (await self._call("lock", target, deadline_s, timeout_ms=timeout_ms)).elapsed_us
 
     async def checkpoint(self, target: ProcessIdentity, deadline_s: float) -> int:
-        """LOCKED -> CHECKPOINTED; returns microseconds. Raises GPUError."""
         return (await self._call("checkpoint", target, deadline_s)).elapsed_us
 
     async def restore(self, target: ProcessIdentity, moves: Mapping[str, str] | None, deadline_s: float) -> int:
@@ -180,7 +178,6 @@ class WorkerLink:
         return (await self._call("restore", target, deadline_s, moves=dict(moves) if moves else None)).elapsed_us
 
     async def unlock(self, target: ProcessIdentity) -> int:
-        """LOCKED -> RUNNING; returns microseconds. Raises GPUError."""
         return (await self._call("unlock", target, self._answer_s)).elapsed_us
 
     def renew(self) -> None:
@@ -292,7 +289,6 @@ class WorkerLink:
         return worker
 
     async def _exchange(self, worker: Worker, request: bytes, deadline_s: float, what: str) -> Reply:
-        """Send the request, if any, and return the next reply. Raises GPUError, and then the worker was ended."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(deadline_s):

@@ -37,8 +37,6 @@ class Request(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """A reply of the worker or its service; each message sets its fields."""
-
     protocol: int = 0  # the worker's first message
     pid: int = 0  # the service has started it; its channel and its pidfd come with the message
     state: str | None = None
@@ -166,7 +164,6 @@ async def _request(service: socket.socket, path: str, backend: str, descriptors:
 
 
 def trusted_pid(connection: socket.socket) -> int:
-    """Return the peer's pid. Raises GPUError unless it is root's or this process's user's."""
     peer = peer_credentials(connection)
     if peer.uid not in (0, os.geteuid()):
         raise GPUError(
@@ -190,7 +187,6 @@ async def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Mes
 
 
 def parse(data: bytes, kind: type[_Message], flags: int = 0) -> _Message:
-    """Raises GPUError for other messages, ConnectionResetError at the end."""
     if not data:
         raise ConnectionResetError(errno.ECONNRESET, "the peer has closed the connection")
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):

@@ -135,7 +135,6 @@ class WorkerService:
             )
 
     async def _start(self, connection: socket.socket, backend: str, descriptors: list[int], pid: int) -> Worker:
-        """Start a worker that inherits the descriptors, and send the broker its channel. Raises GPUError, OSError."""
         _take_claim(descriptors)
         # A worker's claim is free before this process knows of its end.
         if self._worker is not None and not await self._worker.wait(_REAP_S):
@@ -237,8 +236,6 @@ def _send(connection: socket.socket, message: bytes, *descriptors: int) -> None:
 
 
 def run_service(path: str, kind: str) -> None:
-    """Serve until SIGTERM or SIGINT. Blocks. Raises OSError if the socket cannot be made."""
-
     async def serve() -> None:
         service = WorkerService(path, kind)
         loop = asyncio.get_running_loop()

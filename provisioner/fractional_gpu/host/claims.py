@@ -75,7 +75,6 @@ class NameClaim:
 class DeviceClaim(NameClaim):
     @classmethod
     def claim(cls, device_id: str) -> Self:
-        """Raises DeviceClaimedError, and ValueError for an id that cannot name a claim."""
         address = _address(device_id)
         listener = _listening(address)
         if listener is None:
@@ -84,7 +83,6 @@ class DeviceClaim(NameClaim):
 
 
 def _listening(address: bytes) -> socket.socket | None:
-    """Return None if another socket listens at the address. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         listener.bind(address)

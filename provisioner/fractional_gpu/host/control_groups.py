@@ -32,7 +32,6 @@ class Mount(NamedTuple):
 
 
 def mounts(*, proc: Path = PROC) -> list[Mount]:
-    """Return where hierarchies are mounted in this mount namespace; one mount of each root is enough. Raises OSError."""
     found: dict[tuple[int, frozenset[str], PurePosixPath], Mount] = {}
     for line in mount_table(proc / "self/mountinfo"):
         if line.kind in ("cgroup", "cgroup2"):

@@ -33,7 +33,6 @@ class MountLine(NamedTuple):
 
 
 def mount_table(file: Path) -> list[MountLine]:
-    """Return the mounts in a `mountinfo` of /proc. Raises OSError."""
     found = []
     for line in os.fsdecode(file.read_bytes()).split("\n"):  # a path may have characters at which `splitlines` splits
         before, separator, after = line.partition(" - ")

@@ -58,12 +58,10 @@ class Shortage:
 
 
 def system_headroom(*, proc: Path = PROC) -> Headroom:
-    """Raises OSError, and ValueError for an unexpected /proc/meminfo."""
     return _room(_meminfo("MemTotal", proc), _meminfo("MemAvailable", proc), "the system's memory")
 
 
 def machine_total_mib(*, proc: Path = PROC) -> int:
-    """Raises OSError, and ValueError for an unexpected /proc/meminfo."""
     return _meminfo("MemTotal", proc) // _MIB
 
 
@@ -95,7 +93,6 @@ class LimitReader:
         return mounts(proc=self._proc)
 
     def headroom(self, pid: int) -> Headroom:
-        """Return how much more memory the process may take. Raises ProcessLookupError, OSError and ValueError."""
         return min(self._limits(pid).values())
 
     def shortage(self, needs: Mapping[int, int]) -> Shortage | None:
@@ -234,7 +231,6 @@ def _stat(file: Path, name: str) -> int:
 
 
 def _counted(file: Path, name: str) -> int:
-    """Return a figure in a file of names and figures, 0 if it is missing."""
     for line in file.read_text(encoding="ascii").splitlines():
         key, _, value = line.partition(" ")
         if key == name:

@@ -29,7 +29,6 @@ NamespaceId = tuple[int, int]
 
 
 def namespace_of(pid: int, kind: str, *, proc: Path = PROC) -> NamespaceId:
-    """`kind` is `pid`, `net`, `mnt` or `user`. Raises ProcessLookupError, PermissionError."""
     try:
         status = os.stat(proc / str(pid) / "ns" / kind)  # noqa: PTH116
     except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
@@ -72,7 +71,6 @@ def own_identity(pid: int, identify: Callable[[int], ProcessIdentity], *, proc: 
 
 
 def _find(pid: int, namespace: NamespaceId, depth: int, proc: Path) -> int:
-    """Return the pid in /proc of the process that has `pid` in this pid namespace, `depth` levels below that of /proc."""
     for name in os.listdir(proc):  # noqa: PTH208 - names are enough
         if name.isascii() and name.isdigit():
             with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it ended, or is out of sight
@@ -87,7 +85,6 @@ def _find(pid: int, namespace: NamespaceId, depth: int, proc: Path) -> int:
 
 
 def _is_within(pid: int, namespace: NamespaceId, up: int) -> bool:
-    """Whether the namespace is `up` levels above the process's own pid namespace."""
     if not up:
         return namespace_of(pid, "pid") == namespace
     descriptor = os.open(PROC / str(pid) / "ns" / "pid", os.O_RDONLY | os.O_CLOEXEC)

@@ -26,7 +26,6 @@ class PeerCredentials(NamedTuple):
 
 
 def peer_credentials(sock: socket.socket) -> PeerCredentials:
-    """Raises ValueError for other sockets than connected UNIX ones, OSError if closed."""
     if sock.family != socket.AF_UNIX:
         raise ValueError(
             f"only UNIX sockets carry peer credentials; this one is {socket.AddressFamily(sock.family).name}"

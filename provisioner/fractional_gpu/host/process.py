@@ -45,7 +45,6 @@ class ProcessIdentity:
 
     @classmethod
     def from_dict(cls, data: dict[str, object]) -> Self:
-        """Rebuild what `to_dict` gave. Raises ValueError that names the missing or wrong field."""
         boot, pid, start = (data.get(name) for name in ("boot_id", "pid", "start_time"))
         if not isinstance(boot, str) or not boot:
             raise ValueError(f"a process identity needs boot_id, a non-empty text; got {boot!r}")
@@ -80,7 +79,6 @@ class ProcessStat:
 
 
 def parse_stat(raw: bytes) -> ProcessStat:
-    """Raises ValueError for another form than the kernel's."""
     try:
         # comm may hold spaces and parentheses: it ends at the last ")".
         start, end = raw.index(b"("), raw.rindex(b")")
@@ -105,7 +103,6 @@ def parse_uid(status: bytes) -> int:
 
 
 def boot_id(*, proc: Path = PROC) -> str:
-    """Raises OSError."""
     return read_file(f"{proc}/sys/kernel/random/boot_id").decode("ascii").strip()
 
 
@@ -151,12 +148,10 @@ def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
 
 
 def environment_value(pid: int, name: str, *, proc: Path = PROC) -> str | None:
-    """Blocks. Raises ProcessLookupError, PermissionError."""
     return _find_variable(_of_process(pieces(f"{proc}/{pid}/environ"), pid), os.fsencode(name))
 
 
 def read_command(pid: int, *, proc: Path = PROC) -> list[str]:
-    """Blocks. Raises ProcessLookupError, PermissionError."""
     return [os.fsdecode(word) for word in _of_process(entries(f"{proc}/{pid}/cmdline"), pid)]
 
 
@@ -228,7 +223,6 @@ def entries(path: str, separator: bytes = b"\0") -> Iterator[bytes]:
 
 
 def _find_variable(found: Iterator[bytes], name: bytes) -> str | None:
-    """Return the first of equal names; no later piece is read."""
     marker, kept = b"\0" + name + b"=", b"\0"
     for piece in found:
         _, there, value = (kept + piece).partition(marker)
@@ -253,7 +247,6 @@ def lines_of(content: bytes) -> list[str]:
 
 
 def read_of(pid: int, name: str, *, proc: Path = PROC) -> bytes:
-    """Raises ProcessLookupError when there is no such process."""
     try:
         return read_file(f"{proc}/{pid}/{name}")
     except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
@@ -261,7 +254,6 @@ def read_of(pid: int, name: str, *, proc: Path = PROC) -> bytes:
 
 
 def thread_group(pid: int, *, proc: Path = PROC) -> int:
-    """Return the process of a thread's or process's number. Raises ProcessLookupError, PermissionError."""
     return int(status_field(read_of(pid, "status", proc=proc), b"Tgid"))
 
 
@@ -423,7 +415,6 @@ class _Markers:
         self._left: dict[int, int] = defaultdict(lambda: _MOST_BYTES_PER_UID)
 
     def of(self, folder: int, uid: int) -> str | None:
-        """Raises FileNotFoundError, ProcessLookupError."""
         if (self._uids is not None and uid not in self._uids) or self._left[uid] <= 0:
             return None
         try:

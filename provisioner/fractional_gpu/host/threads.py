@@ -26,7 +26,6 @@ class StartedThreads(ThreadPoolExecutor):
 
 
 def start(thread: threading.Thread) -> None:
-    """Raises OSError if the system has no thread left."""
     try:
         thread.start()
     except RuntimeError as error:

@@ -84,7 +84,6 @@ def parse_workload(cgroup: bytes) -> Workload | None:
 
 
 def workload_of(pid: int, *, proc: Path = PROC) -> Workload | None:
-    """Raises ProcessLookupError, PermissionError."""
     return parse_workload(read_of(pid, "cgroup", proc=proc))
 
 

@@ -125,7 +125,6 @@ def _find_obstacle(modules: Sequence[_Module], interpreter: str, folder: str) ->
 
 
 def find_interpreter(program: str, environment: Mapping[str, str]) -> str | None:
-    """Return the path of the program that a kernelspec names; None if it cannot be found."""
     major, minor = sys.version_info[:2]
     # For these jupyter_client starts its own interpreter.
     if program in {"python", f"python{major}", f"python{major}.{minor}"}:
@@ -207,7 +206,6 @@ _SHOWN = 80  # characters of a bad value
 
 
 def check_pool_name(name: object) -> str:
-    """Return the name, which is also part of a kernelspec's folder name. Raises BadRequestError."""
     if not isinstance(name, str) or not _POOL_NAME.fullmatch(name):
         allowed = "allowed: up to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
         raise BadRequestError(f"pool {shown(name)} is not a pool's name; {allowed}")

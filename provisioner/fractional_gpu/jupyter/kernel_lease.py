@@ -80,14 +80,12 @@ class KernelLease:
             client.detach(self.lease_id)
 
     def release(self) -> None:
-        """Raises the errors of the protocol, after the token file is gone."""
         with contextlib.suppress(OSError):
             self.token_file.unlink()
         with self._client() as client, contextlib.suppress(NotFoundError):
             client.release(self.lease_id)
 
     def restore_token_file(self) -> None:
-        """Write the token file again if it was removed. Raises FractionalGPUError."""
         if self.token and not self.token_file.exists():
             _write_private(self.token_file, self.token)
 
@@ -128,7 +126,6 @@ def begin_broker_start(*, timeout_s: float, simulate: str | None = None) -> None
 
 
 def _retry_once(call: Callable[[], T]) -> T:
-    """Repeat the call once if the broker dies in the middle of it."""
     try:
         return call()
     except BrokerUnavailableError as error:
@@ -170,8 +167,6 @@ def _take(request: LeaseRequest, timeout_s: float, simulate: str | None) -> Kern
 def renew_lease(
     lease: KernelLease, request: LeaseRequest, *, timeout_s: float, simulate: str | None = None
 ) -> KernelLease:
-    """Return a lease for the next process of the same kernel: the same one if possible. Raises as `take_lease`."""
-
     def renew() -> KernelLease:
         gone = (NotFoundError, UnauthorizedError, ForbiddenError)
         how: dict[str, Any] = {"timeout_s": timeout_s, "simulate": simulate}
@@ -249,7 +244,6 @@ def plain_connection(connection: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attach_request(pid: int, connection: Mapping[str, Any], argv: Sequence[str], language: str) -> AttachRequest:
-    """Describe a process that this one has started and not yet waited for. Raises ProcessGoneError."""
     contents = plain_connection(connection)
     if contents.get("transport") == "ipc":  # jupyter_client's path is relative to the kernel's working folder
         contents["ip"] = os.fspath(working_folder(pid) / contents["ip"])

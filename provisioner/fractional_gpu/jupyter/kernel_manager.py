@@ -107,7 +107,6 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         recall_lease(lease).release()
 
     def _manager_of(self, content: Mapping[str, Any]) -> "_Untyped":
-        """Return a manager in the state that starting the kernel would have left."""
         manager: _Untyped = self.kernel_manager_factory(
             connection_file=str(content["connection_file"]),
             parent=self,

@@ -46,7 +46,6 @@ class AdoptedProcess:
     stdin = stdout = stderr = None
 
     def __init__(self, identity: Mapping[str, Any]) -> None:
-        """Raises ProcessGoneError, and ValueError for a malformed identity."""
         process = ProcessIdentity.from_dict(dict(identity))
         self.pid = process.pid
         self.returncode: int | None = None
@@ -101,8 +100,6 @@ _Manager = Any  # jupyter_client's, whose ports are traits without types
 
 
 class KernelPorts:
-    """The ports of one kernel, except those that its manager was given."""
-
     def __init__(self, log: "Logger | LoggerAdapter[Any]") -> None:
         self._log = log
         self._chosen: dict[str, int] = {}  # by the manager's names; kept after `release` for a next start

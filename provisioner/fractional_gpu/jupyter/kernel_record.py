@@ -38,7 +38,6 @@ class RecordFile:
 
     @classmethod
     def open(cls, path: Path, flags: int = 0) -> "RecordFile | None":
-        """Open the record and lock it; None if another server has it. Raises OSError."""
         while True:
             descriptor = open_own(path, os.O_RDWR | flags)
             try:
@@ -82,7 +81,6 @@ class RecordFile:
 
 
 def _lock(descriptor: int) -> None:
-    """Raises BlockingIOError if another server has locked it."""
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 

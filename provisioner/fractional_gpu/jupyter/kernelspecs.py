@@ -241,7 +241,6 @@ def logo(milli: int) -> str:
 
 
 def _check_name(name: str) -> str:
-    """Return the name as Jupyter compares it. Raises BadRequestError."""
     if not _NAME.fullmatch(name) or not name.strip("."):
         raise BadRequestError(
             f"{name!r} is not a kernelspec's name; allowed: letters, digits, and . _ -, not dots alone"
@@ -343,7 +342,6 @@ def _add_launcher(content: dict[str, Any], name: str, simulate: str | None) -> N
 
 
 def _read_ours(folder: Path) -> Mapping[str, Any] | None:
-    """Return the kernel.json of a folder that we made, else None."""
     try:
         content = json.loads((folder / "kernel.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

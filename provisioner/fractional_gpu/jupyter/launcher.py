@@ -94,7 +94,6 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
 
 
 def _attach_and_become(options: argparse.Namespace) -> NoReturn:
-    """Attach this process, whose environment has the lease by now, and become the kernel."""
     lease_id, token_file = os.environ["JUPYTER_GPU_LEASE"], Path(os.environ["JUPYTER_GPU_TOKEN_FILE"])
     command = list(options.command)
     _, connection = _connection(command)
@@ -111,7 +110,6 @@ def _attach_and_become(options: argparse.Namespace) -> NoReturn:
 
 
 def _connection(command: Sequence[str]) -> tuple[Path, dict[str, Any]]:
-    """Return the connection file that the command names, and its content. Raises BadRequestError."""
     for word in command[1:]:
         path = Path(word.partition("=")[2] if word.startswith("-") else word)
         if path.suffix != ".json" or not path.is_file() or path.stat().st_size > _LONGEST_CONNECTION:

@@ -268,7 +268,6 @@ class Ledger:
         return bool(self._read("SELECT 1 FROM seats WHERE seat_id = ?", (seat_id,)))
 
     def end_seat(self, seat_id: str, at_ms: int, reason: str) -> None:
-        """End the seat and erase its secret. Ignores unknown and ended seats."""
         with self.transaction():
             rows = self._read(
                 "SELECT seat_id AS id, document FROM seats WHERE seat_id = ? AND ended_ms IS NULL", (seat_id,)
@@ -327,7 +326,6 @@ class Ledger:
     # What notebooks used of their shares, and advice
 
     def save_share_days(self, days: Sequence[tuple[HabitKey, ShareDay]], before_day: int) -> None:
-        """Save these days, each whole, and delete those before `before_day`, in one transaction."""
         with self.transaction():
             for key, one in days:
                 row = (one.day, self._document((key, one.share)), self._document(one))
@@ -349,7 +347,6 @@ class Ledger:
         return dict(self._readable(rows, "records of advice", HabitKey, Given))
 
     def _readable(self, rows: Sequence[sqlite3.Row], what: str, key: type[K], document: type[T]) -> list[tuple[K, T]]:
-        """Return the rows that can be read, and log how many cannot."""
         found, wrong = list[tuple[K, T]](), list[Exception]()
         for row in rows:
             try:

@@ -74,8 +74,6 @@ class LeaseRecord:
 
 
 class SeatRecord(Seat, frozen=True, kw_only=True):
-    """A seat as the broker keeps it. The ledger has it as one document."""
-
     token_sha256: str
     created_ms: int
     expires_ms: int | None  # None: confirmed, it stays until it is ended

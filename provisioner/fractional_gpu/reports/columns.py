@@ -132,7 +132,6 @@ def amount_text(milli: int, currency: str = "") -> str:
 
 
 def percent_text(share: int, of: int) -> str:
-    """Return a share in whole percent; `-` of nothing."""
     return f"{(200 * share + of) // (2 * of)} %" if of else "-"
 
 

@@ -58,8 +58,6 @@ class Day:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Names, each with the length of its bar in thousandths and its text."""
-
     title: str
     rows: Sequence[tuple[str, int, str]]
 

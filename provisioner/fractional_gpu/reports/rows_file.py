@@ -48,7 +48,6 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 def read(content: bytes, name: str) -> RowsFile:
-    """`name`: of the file, for errors. Raises ValueError with what is wrong and what to do."""
     try:
         head = msgspec.json.decode(content, type=_Head)
     except msgspec.DecodeError as error:

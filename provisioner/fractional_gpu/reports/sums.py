@@ -67,7 +67,6 @@ def _column(key: Mapping[str, str | int], name: str) -> str:
 
 
 def columns_of(row: UsageRow) -> dict[str, str | int]:
-    """Return a row's columns by the names that questions have for them."""
     key, party = row.key, row.party
     return {
         "hour": key.hour_s,

@@ -69,8 +69,6 @@ def _whole_devices(host: Host) -> Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
-    """What distinguishes a baseline, for the record. None: no matter."""
-
     fill_percent: int
     clients: int | None
     cull_after_ms: int | None
@@ -342,7 +340,6 @@ class _Sharing(_Base):
         self._plan(self._device(kernel).begin(running))
 
     def _may_use(self, kernel: _Kernel, mib: int) -> bool:
-        """Whether a kernel may have this much memory on each of its devices."""
         raise NotImplementedError
 
     def _close(self, kernel: _Kernel) -> None:

@@ -33,7 +33,6 @@ class Spread:
         return Spread(tuple(time_ms for time_ms in self.ordered if time_ms))
 
     def nonzero_percent(self) -> float:
-        """Return the share of times that are not zero; 0 of none."""
         return round(100 * len(self.nonzero().ordered) / len(self.ordered), 3) if self.ordered else 0.0
 
     def summary(self) -> dict[str, float]:
@@ -196,7 +195,6 @@ class Lateness:
         return {name: self.percentile_of_users_ms(percent) / 1000 for name, percent in _USERS}
 
     def stretch_of_users(self) -> dict[str, float]:
-        """Return the 95th percentile of a user's stretches: of the same users as `of_users`; 0 without any."""
         ordered = sorted(nearest_rank(user.ordered, 95) for user in self.stretches)
         return {name: nearest_rank(ordered, percent) / 1000 for name, percent in _USERS}
 

@@ -111,7 +111,6 @@ def run(
 def choose_hosts(
     hosts: Sequence[Host], trace: Sequence[Session], rule: PlaceRule, seed: int, progress: Progress | None = None
 ) -> "array[int]":
-    """Return the host of each session, in the trace's order. Raises SimulationError for one that no host can serve."""
     leases, load = Leases(hosts, trace), _Load(hosts, rule)
     chosen = array("l", [0]) * len(trace)
     ends: list[tuple[int, int, int]] = []  # when, which session, which of its cells; their number: the session closes
@@ -273,7 +272,6 @@ def simulate_apart(
 
 
 def record_of(record: Path, host: int) -> Path:
-    """Return `host-3.run.log` for `run.log`."""
     return record.with_name(f"host-{host}.{record.name}")
 
 
@@ -343,7 +341,6 @@ def _alone(job: _Job) -> Result:
 
 
 def added_up(timelines: Sequence[Timeline]) -> Timeline:
-    """Return the sum of timelines that each begin at 0; it ends with the last moment of all."""
     whole = Timeline()
     now_ms = held = busy = waiting = 0
     for at_ms, more_held, more_busy, more_waiting in merge(*map(_changes, timelines)):
@@ -356,7 +353,6 @@ def added_up(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def _changes(timeline: Timeline) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the moments of a timeline, and by how much each of its counts changes."""
     before = (0, 0, 0)
     for at_ms, held, busy, waiting in zip(*timeline.columns, strict=True):
         yield at_ms, held - before[0], busy - before[1], waiting - before[2]

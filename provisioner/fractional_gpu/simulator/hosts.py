@@ -92,7 +92,6 @@ class Door:
         self._singles, self._several = [0] * len(hosts), [0] * len(hosts)  # open sessions of one GPU, and of several
 
     def choose(self, session: Session) -> tuple[int, LeaseSpec]:
-        """Return the host of a session that opens, and its request there, which counts from now on."""
         able = [
             (self._rank(host, lease), host, lease)
             for host in range(len(self._room_mib))

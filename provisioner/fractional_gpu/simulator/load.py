@@ -139,7 +139,6 @@ def synthetic_sessions(
 
 
 def _day(number: int, day: int, seed: int, load: Load) -> "_UserDay":
-    """Return a user's day, by the habit of all users, or with `MIXED` by one habit in turn."""
     habit, rank = load.habit, number
     if habit is Habit.MIXED:
         mixed = [one for one in Habit if one is not Habit.MIXED]
@@ -167,7 +166,6 @@ def _draw(rng: random.Random, points: _Points) -> float:
 
 
 def _is_chosen(number: int, percent: int) -> bool:
-    """Whether a user is among this percentage, evenly spread."""
     return (number + 1) * percent // 100 > number * percent // 100
 
 
@@ -195,18 +193,15 @@ class _UserDay:
         return random.Random(f"{self._seed}/{what}/{self._name}/{self._day}/{session}")  # noqa: S311 - a workload, not a secret
 
     def working_hours(self) -> tuple[int, int]:
-        """Return when the working session opens, and how long it is."""
         hours = self.stream("hours", "work")
         opens = self.begins_ms + round(_HOUR_MS * min(13.0, max(6.0, hours.gauss(9.0, 1.0))))
         return opens, round(_HOUR_MS * hours.uniform(8.0, 10.5))
 
     def after_lunch(self, at_ms: int) -> int:
-        """Return the time, or the end of lunch if it is within lunch."""
         ends_ms = self._lunch_ms + self.load.lunch_ms
         return ends_ms if self._lunch_ms <= at_ms < ends_ms else at_ms
 
     def class_begins(self) -> int | None:
-        """Return when the user's class opens its notebooks, if there is one."""
         if self._group is None:
             return None
         hours = random.Random(f"{self._seed}/class/{self._group}/{self._day}")  # noqa: S311 - a workload
@@ -434,7 +429,6 @@ class _HabitDay(_UserDay):
         return self.session("look", opens, opens + length, cells)
 
     def _night(self, opens: int) -> Session:
-        """Return a session with some cells by day, and the job of the night."""
         hours = self.stream("hours", "night")
         evening, lasts, morning = (
             round(_HOUR_MS * hours.uniform(*span)) for span in (_EVENING_H, _NIGHT_JOB_H, _NEXT_MORNING_H)

@@ -111,7 +111,6 @@ class Host:
 
     @property
     def device_mib(self) -> int:
-        """What the smallest device of the default pool gives to leases; 0 if it has none."""
         return min(self.leasable_in(self.pools[0]), default=0)
 
     @property
@@ -123,7 +122,6 @@ class Host:
         return [device.leasable_mib for device in self.devices if device.device_id in served]
 
     def pool_of(self, session: Session) -> PoolSpec:
-        """Raises SimulationError if the session names a pool that does not exist."""
         if not session.pool:
             return self.pools[0]
         found = next((pool for pool in self.pools if pool.name == session.pool), None)

@@ -78,7 +78,6 @@ class RunMeter:
                 self.rows.append(UsageRow(key, row.party, row.usage))
 
     def totals(self) -> dict[str, tuple[str, Usage]]:
-        """Return each pool's currency and sum of figures."""
         found: dict[str, tuple[str, Usage]] = {}
         for row in self.rows:
             found.setdefault(row.party.pool, (row.key.currency, Usage()))[1].add(row.usage)

@@ -114,8 +114,6 @@ class Kernel:
 
 
 class HostRun:
-    """One host of a run: its arbiter, and the sessions that live there."""
-
     def __init__(self, number: int, host: Host, run: RunState) -> None:
         self.number, self.host, self._run = number, host, run
         self.accounts, self.result, self.felt = run.accounts, run.accounts.result, run.accounts.result.felt
@@ -172,7 +170,6 @@ class HostRun:
             self.note("memory", kernel, device_ids=device_ids, mib=mib)
 
     def drop_memory(self, kernel: Kernel) -> None:
-        """Count no more what a kernel holds on devices and in the host's memory."""
         if kernel.state in HOLDING and not (kernel.state is LeaseState.RESUMING and kernel.resume_fails):
             self.use(kernel, kernel.device_ids, -kernel.memory_mib)
         if kernel.state is LeaseState.SUSPENDED or kernel.state is LeaseState.RESUMING:
@@ -620,7 +617,6 @@ class HostRun:
         return unsaved, saved
 
     def give_back(self, device_ids: Sequence[str]) -> None:
-        """Put other devices in their places."""
         for device in self.host.devices:
             if device.device_id in device_ids:
                 self.send(DeviceSeen(at_ms=self.now_ms, device=device))

@@ -47,8 +47,6 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Where its marks are, as shares of its length, and their texts."""
-
     title: str
     marks: Sequence[tuple[float, str]]
 
@@ -167,7 +165,6 @@ def _time_of_day(at_ms: int) -> str:
 
 
 def _since_the_start(at_ms: int, step_ms: int) -> str:
-    """Return a time in the largest unit of which every step is a multiple."""
     unit_ms, unit = next(one for one in ((_DAY_MS, "d"), (_HOUR_MS, "h"), (_MINUTE_MS, "min")) if not step_ms % one[0])
     return f"{at_ms // unit_ms} {unit}"
 
@@ -181,7 +178,6 @@ def _waits(results: Sequence[Result]) -> Svg:
 
 
 def wait_axis(longest_s: float) -> tuple[Axis, int]:
-    """Return a logarithmic axis from 0.1 s to at least the longest wait, and its decades: marks at 1, 2 and 5 if there is room."""
     decades = 1
     while _SHORTEST_S * 10**decades < longest_s:
         decades += 1

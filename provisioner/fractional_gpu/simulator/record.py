@@ -57,7 +57,6 @@ def recording(
     name: str = "fractional",
     baseline: Mapping[str, object] | None = None,
 ) -> Iterator["EventLog | None"]:
-    """Yield what writes the record of a run; no path: None. Raises SimulationError for an unwritable file."""
     if path is None:
         yield None
         return
@@ -81,8 +80,6 @@ def recording(
 
 @dataclass(frozen=True, slots=True)
 class EventLog:
-    """Writes the lines of a record. Hosts are counted from 0."""
-
     file: IO[str]
 
     def event(self, host: int, event: Event, effects: Sequence[Effect]) -> None:

@@ -34,7 +34,6 @@ class Timeline:
             column.append(value)
 
     def add_changed(self, at_ms: int, devices_held: int, busy: int, waiting: int) -> None:
-        """Append a moment unless all is as it was."""
         if not self.at_ms or (self.devices_held[-1], self.busy[-1], self.waiting[-1]) != (devices_held, busy, waiting):
             self.add(at_ms, devices_held, busy, waiting)
 
@@ -121,7 +120,6 @@ class Result:
         }
 
     def missed(self, goal: Goal) -> str:
-        """Return a sentence about the first part of the goal that the run misses, or ""."""
         if self.hopeless:
             return self.hopeless
         kinds = (("GPU cells' waits", self.waits, goal.waits()), ("waits at the door", self.doors, goal.doors()))
@@ -215,7 +213,6 @@ class Accounts:
             self._devices_held -= holders[device_id] == 0
 
     def use(self, host: int, device_ids: Iterable[str], mib: int) -> None:
-        """Count `mib` more used on each device; negative: given back."""
         used, sizes = self._used[host], self._sizes[host]
         for device_id in device_ids:
             used[device_id] += mib

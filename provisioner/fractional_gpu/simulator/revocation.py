@@ -173,8 +173,6 @@ class Loss:
 
 @dataclass(slots=True)
 class RevocationFigures:
-    """What left, what was there, and what each order would not have saved by the deadlines."""
-
     whole_hosts: bool = False
     notices: int = 0
     devices: int = 0

@@ -16,7 +16,6 @@ _Row = TypeVar("_Row")
 
 
 def read_table(path: Path, columns: Sequence[str], read: Callable[[dict[str, str]], _Row]) -> Iterator[_Row]:
-    """Yield what `read` makes of each row. Raises TraceError for an unreadable or malformed file."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             yield from _rows(csv.DictReader(file, strict=True), columns, read)
@@ -46,7 +45,6 @@ def _rows(
 
 
 def whole(row: dict[str, str], column: str, *, most: int = _LARGEST) -> int:
-    """Return a whole number from 0 to `most`. Raises TraceError."""
     text = row[column].strip()
     if not text.isascii() or not text.isdecimal() or len(text) > len(str(_LARGEST)) or int(text) > most:
         raise TraceError(f"{column} is {text[:40]!r}; allowed: a whole number from 0 to {most}")
@@ -54,7 +52,6 @@ def whole(row: dict[str, str], column: str, *, most: int = _LARGEST) -> int:
 
 
 def number(row: dict[str, str], column: str, *, most: float = float(_LARGEST)) -> float:
-    """Return a number from 0 to `most`. Raises TraceError."""
     text = row[column].strip()
     try:
         value = float(text)
@@ -105,7 +102,6 @@ class Session:
 
     @property
     def peak_mib(self) -> int:
-        """The most device memory that it ever holds."""
         return max((cell.gpu_mib for cell in self.cells if cell.gpus), default=0)
 
     @property
@@ -114,7 +110,6 @@ class Session:
 
 
 def read_sessions(sessions: Path, cells: Path) -> list[Session]:
-    """Return the sessions in the order in which they open. Raises TraceError with the file, the line and what is allowed."""
     executed: dict[str, list[Cell]] = {}
     for name, cell in read_table(cells, _CELLS, _cell):
         executed.setdefault(name, []).append(cell)

@@ -52,7 +52,6 @@ _WHAT_FOLLOWS = {
 
 
 def begin_of(budget: Budget, now_s: int) -> int:
-    """Return when the budget's present window began, seconds since 1970."""
     if budget.window is WindowKind.ROLLING:
         return now_s - budget.rolling_s
     now = time.localtime(now_s)
@@ -61,7 +60,6 @@ def begin_of(budget: Budget, now_s: int) -> int:
 
 
 def end_of(budget: Budget, now_s: int) -> int | None:
-    """Return when the budget resets, or None for a rolling window."""
     if budget.window is WindowKind.ROLLING:
         return None
     begin = time.localtime(begin_of(budget, now_s))
@@ -101,7 +99,6 @@ class BudgetKeeper:
         return bool(self._spending.budgets)
 
     def recover(self, ledger: Ledger) -> None:
-        """Load earlier spending from the ledger. Raises LedgerError."""
         if not self.is_needed:
             return
         now_s = self._now_s()
@@ -159,14 +156,12 @@ class BudgetKeeper:
             kernel.notify()
 
     def refusal(self, party: Party) -> str:
-        """Return why a new seat or kernel of this party is refused, a sentence; empty: it is not."""
         if not self.is_needed or Consequence.NO_SEATS not in self._terms(party.pool).over_budget:
             return ""
         spent = [one for one in self.states(party) if one.is_used_up]
         return self._sentence(spent[0], party.pool) if spent else ""
 
     def check(self, party: Party) -> None:
-        """Raise NoRoomError if a new seat or kernel of this party is refused."""
         if why := self.refusal(party):
             raise NoRoomError(why, reason="over-budget")
 
@@ -187,7 +182,6 @@ class BudgetKeeper:
         return [self._status(one, party.pool) for one in self.states(party)]
 
     def seen_by(self, owner: str, group: str, *, seated: bool) -> list[BudgetStatus]:
-        """Return the budgets of a user (`seated`: of the hub) and a group, in whatever pools they count."""
         parties = [Party(pool, owner, group, seated=seated) for pool in sorted(self._broker.arbiter.pools())]
         found = {(one.kind, one.text): one for party in parties for one in self.status(party)}
         return list(found.values())
@@ -245,7 +239,6 @@ class BudgetKeeper:
         )
 
     def _sentence(self, state: BudgetState, pool: str = "") -> str:
-        """Return a sentence about the spending, and what the pool does if the budget is used up."""
         budget = state.budget
         whose = "Your budget" if state.subject.kind == "user" else f"The budget of the group {state.subject.name!r}"
         spent = format_amount(budget.unit, state.spent, budget.currency)

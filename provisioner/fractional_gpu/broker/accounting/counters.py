@@ -37,7 +37,6 @@ class _Figure:
     of_leases: bool = True  # of leases alone, so by user, too; else also what no lease had
 
     def of(self, row: UsageRow) -> int:
-        """Return a row's amount in the meter's units."""
         figure: int = getattr(row.usage, self.field)
         return figure if row.key.lease_id or not self.of_leases else 0
 

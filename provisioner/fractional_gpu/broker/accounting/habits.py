@@ -33,7 +33,6 @@ _NOTHING: Final[Mapping[str, int]] = {}
 
 
 def offered_shares(arbiter: Arbiter, pool: PoolSpec) -> list[Share]:
-    """Return the shares of a device that the pool offers, by the smallest device that it has now; none without a device."""
     sizes = [one.leasable_mib for one in arbiter.devices() if one.device_id in pool.devices and not one.lost]
     if not sizes:
         return []
@@ -42,8 +41,6 @@ def offered_shares(arbiter: Arbiter, pool: PoolSpec) -> list[Share]:
 
 @dataclass(slots=True)
 class _Told:
-    """Advice that was worked out, for which share and when."""
-
     share: Share
     at_ms: int
     advice: ShareAdvice | None
@@ -111,7 +108,6 @@ class ShareHabits:
             self._writer.submit(add, again=True)
 
     def of_lease(self, view: LeaseView) -> ShareAdvice | None:
-        """Return the advice for a lease's notebook; None: none can be given for such a lease."""
         return self._advice(self._key(view), _share(view)) if view.spec.devices == 1 else None
 
     def of_seats(self, pool: str, owner: str) -> ShareAdvice | None:

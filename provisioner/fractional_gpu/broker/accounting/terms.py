@@ -43,6 +43,5 @@ def _cents(cents: int) -> str:
 
 
 def _amount(milli: int) -> str:
-    """Return an amount with two decimals, or with three where it has them."""
     whole, rest = divmod(milli, 1000)
     return f"{whole}.{rest:03}" if rest % 10 else f"{whole}.{rest // 10:02}"

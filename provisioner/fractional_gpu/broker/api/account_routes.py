@@ -71,7 +71,6 @@ async def _usage(call: Call[UsageQuery]) -> UsageReport:
 
 
 async def _advice(service: LeaseService, reader: Reader, query: UsageQuery) -> list[ShareAdvice]:
-    """Return the advice for the notebooks that the reader may see, of the requested user and pool."""
     owner, seated = query.user, query.seated
     if not reader.administrator:
         if owner not in (None, reader.owner) or seated not in (None, reader.seated):
@@ -158,7 +157,6 @@ def _beginnings() -> tuple[int, int]:
 
 
 def _now_milli(tariff: Tariff, view: LeaseView) -> int:
-    """Return the current price of an hour of the lease, in thousandths."""
     charged = tariff.charged_milli(
         held=view.reserved_mib > 0, busy=view.busy, suspended=bool(view.saved_mib) and not view.reserved_mib
     )

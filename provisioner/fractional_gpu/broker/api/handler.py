@@ -314,7 +314,6 @@ class Handler(web.RequestHandler):
         self.reply(error_body(error))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """Log a refused request in one line, and a failure of the broker with its traceback."""
         if isinstance(value, FractionalGPUError | web.HTTPError):
             peer = getattr(self, "peer", None)
             if peer is None or self.shared.log_lines.take(account_uid(peer.credentials.uid)) == 0:

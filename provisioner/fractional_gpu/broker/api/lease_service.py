@@ -299,7 +299,6 @@ class LeaseService:
         await self.broker.survivors.release(kernel, EVICTED)
 
     async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
-        """Give the lease its kernel's process. Raises BadRequestError, ForbiddenError, NoRoomError or InternalBrokerError."""
         identity = await verified_process(peer, kernel, request)
         token_file = await ATTACHING.run(token_file_of, identity)
         self.seats.draws.check_process(view_of(self.broker, kernel), identity.pid)
@@ -342,7 +341,6 @@ class LeaseService:
 
     @staticmethod
     async def _checked_connection(kernel: Kernel, request: AttachRequest, pid: int) -> str:
-        """Return the stored form of the process's connection, JSON. Raises BadRequestError."""
         check_kind(request.kind)
         if request.kind == COMMAND:
             return command_connection(served=request.served)

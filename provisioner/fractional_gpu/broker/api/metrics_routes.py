@@ -145,8 +145,6 @@ def listen(registry: CollectorRegistry, address: tuple[str, int]) -> HTTPServer 
 
 
 class BooksCollector(Collector):
-    """Collects `BOOK_METRICS`. `connections` returns the number of users' and of administrators'. For the broker's loop only."""
-
     def __init__(self, service: LeaseService, connections: Callable[[], tuple[int, int]]) -> None:
         self._service = service
         self._connections = connections

@@ -95,7 +95,6 @@ def bearer(headers: httputil.HTTPHeaders) -> str | None:
 
 
 def find_route(method: str, path: str) -> tuple[Route[Any, Any] | None, str]:
-    """Return the route, None if there is none, and what its path names: a lease, a seat, a pool or a device."""
     if (route := _ROUTES.get((method, path))) is not None:
         return route, ""
     parts = path.split("/")
@@ -126,7 +125,6 @@ class Payers:
     def of_request(
         self, connection: Account, credentials: PeerCredentials, method: str, path: str, token: str | None
     ) -> tuple[Account, bool]:
-        """Return who pays for a request of the connection, and whether other users may wait for the request."""
         if connection is EXEMPT:
             return EXEMPT, True
         route, name = find_route(method, path)
@@ -150,7 +148,6 @@ class Payers:
         return self._broker.costs.of_seat(seat.seat_id, seat.owner)
 
     def _seat_of(self, token: str, kernel: Kernel | None) -> SeatRecord | None:
-        """Return the seat that the token proves: its own token, or the token of the lease in the request's path."""
         digest = token_digest(token)
         if kernel is not None and hmac.compare_digest(digest, kernel.token_sha256):
             view = self._broker.arbiter.lease(kernel.lease_id)
@@ -265,7 +262,6 @@ class _Admission(httputil.HTTPMessageDelegate):
 
 
 def _body_length(headers: httputil.HTTPHeaders) -> int:
-    """Return the length of the body, bytes. Raises RequestTooLargeError or BadRequestError if it must not be read."""
     size = sum(len(name) + len(value) for name, value in headers.get_all())
     if size > MAX_HEADER_BYTES:
         raise RequestTooLargeError(f"the headers have {size} bytes; allowed: {MAX_HEADER_BYTES}")
@@ -280,7 +276,6 @@ def _body_length(headers: httputil.HTTPHeaders) -> int:
 
 
 async def _take_turn(account: Account, *, reserved: bool) -> None:
-    """Return when a request may be served. Raises TooManyRequestsError after `COST_WAIT_S`."""
     if account.take_turn(reserved=reserved):
         return
     try:
@@ -297,7 +292,6 @@ async def _take_turn(account: Account, *, reserved: bool) -> None:
 
 
 def _last_reply(error: FractionalGPUError) -> bytes:
-    """Return a whole reply, after which the connection is closed."""
     body = msgspec.json.encode(error_body(error))
     lines = [
         f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}",

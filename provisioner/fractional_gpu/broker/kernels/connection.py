@@ -37,7 +37,6 @@ def command_connection(*, served: bool) -> str:
 
 
 def is_command(connection: str) -> tuple[bool, bool]:
-    """Return whether a record's connection belongs to a command, and whether the connections to it say when it is in use."""
     if COMMAND not in connection:
         return False, False
     try:
@@ -50,8 +49,6 @@ def is_command(connection: str) -> tuple[bool, bool]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """A kernel's Jupyter connection, checked."""
-
     iopub: str
     shell: str
     key: bytes = field(repr=False)
@@ -60,7 +57,6 @@ class Connection:
 
 
 def connection_from_json(info: object) -> Connection:
-    """Check a connection file's contents. Raises ValueError naming the field, its value and the allowed ones."""
     if not isinstance(info, dict):
         sentence = f"the connection is {_shown(info)}; allowed: the object that a connection file holds"
         raise ValueError(sentence)  # noqa: TRY004 - one kind of error for what was sent
@@ -149,7 +145,6 @@ def _shown(value: object) -> str:
 
 
 def _loopback(ip: object) -> str | None:
-    """Return the loopback address on which a kernel that listens there is reached, None if it is not."""
     if ip == "localhost":
         return "localhost"
     try:
@@ -283,7 +278,6 @@ class GateLink:
             self._on_its_way, self._line_s = True, now_s
 
     def was_read(self) -> bool:
-        """Whether the extension is known to have read every command."""
         return not self.closed and self._queue.empty() and self.stream is not None and self.stream.is_read() is True
 
     def forgive(self, seconds: float, now_s: float) -> None:

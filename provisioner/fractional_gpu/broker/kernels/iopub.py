@@ -264,7 +264,6 @@ class IOPubWatch:
         return None
 
     def _apply_status(self, about: _Header, state: str) -> Sign | None:
-        """Evaluate a status message about the message with this header; return the sign that this one is."""
         if state == "starting":
             self._forget()  # nothing is known yet about the new incarnation
         elif state == "idle":

@@ -335,7 +335,6 @@ def sharing_environment(pool: PoolSpec, spec: LeaseSpec, limit_mib: int, held: S
 
 
 def launch_environment(pool: PoolSpec, spec: LeaseSpec) -> dict[str, str]:
-    """Return the variables that the kernel's process must start with."""
     if not pool.hami_library:
         return {}
     return {
@@ -354,7 +353,6 @@ def remove_books(lease_id: str) -> None:
 
 
 def check_pools(pools: Sequence[PoolSpec], names: Mapping[str, str], *, simulated: bool) -> None:
-    """Check the pools against the machine; `names`: of its devices, by id. Raises ConfigError that says what to do."""
     for pool in pools:
         if pool.hami_library and not Path(pool.hami_library).is_file():
             raise ConfigError(

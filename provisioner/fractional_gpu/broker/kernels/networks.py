@@ -25,8 +25,6 @@ class _Network:
 
 
 class Networks:
-    """The contexts of one broker; for its loop."""
-
     def __init__(self) -> None:
         self._own = zmq.asyncio.Context()
         self._own.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)

@@ -46,7 +46,6 @@ class HostSnapshot:
         return sum(one.used_mib for use in self.uses.values() for one in use.processes if one.pid == pid)
 
     def free_mib(self, device_id: str) -> int:
-        """Return the device's free memory. Raises GPUError if there is no such device."""
         if device_id not in self.uses:
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"device {device_id} is not there")
         return self.uses[device_id].memory_mib - self.uses[device_id].used_mib
@@ -55,7 +54,6 @@ class HostSnapshot:
         return sum(map(uncounted_mib, self.uses.values()))
 
     def is_alone(self, pids: Collection[int], device_id: str) -> bool:
-        """Return whether no process but these uses the device. Raises GPUError if there is no such device."""
         self.free_mib(device_id)
         return all(one.pid in pids for one in self.uses[device_id].processes)
 
@@ -69,7 +67,6 @@ class HostSnapshot:
 
 
 def uncounted_mib(use: DeviceUse) -> int:
-    """Return the device memory that is used but charged to no process, MiB."""
     return max(0, use.used_mib - sum(one.used_mib for one in use.processes))
 
 
@@ -141,13 +138,11 @@ class ProcessInspector:
         return sum(host.used_mib(identity.pid) for identity in self.tree(kernel, host))
 
     def tree(self, kernel: Kernel, host: HostSnapshot) -> list[ProcessIdentity]:
-        """Return the kernel's processes in the snapshot, and remember them as its own."""
         if kernel.identity is None:
             return []
         return self._tree_below(kernel, kernel.identity, host.processes)
 
     def _tree_below(self, kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot) -> list[ProcessIdentity]:
-        """Return the kernel's processes if `root` is, or was, its own process (None: unknown), and remember them."""
         # A kernel that starts a broker is above it until it serves. The broker's checkpoint worker is a CUDA process, and none of
         # the kernel's.
         return members_of(kernel, root, processes, [*self.roots(), self._own])
@@ -256,7 +251,6 @@ class ProcessInspector:
     async def _is_heir(
         host: HostSnapshot, identity: ProcessIdentity, cuda: Collection[ProcessIdentity], *, answered: bool
     ) -> bool:
-        """Return whether the process only inherited the context of a CUDA process."""
         if host.used_mib(identity.pid) or not any(one in cuda for one in host.processes.forked_from(identity)):
             return False
         return identity in cuda or not answered or await SWAPS.run(holds_open, identity.pid, is_device_file)

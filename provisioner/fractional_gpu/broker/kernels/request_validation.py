@@ -40,7 +40,6 @@ class Peer:
 
 
 def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec:
-    """Check the request against the pools. Raises BadRequestError that names the field, the value and what is allowed."""
     pools = arbiter.pools()
     pool = pools.get(request.pool)
     if pool is None:
@@ -95,7 +94,6 @@ def check_kind(kind: str) -> None:
 
 
 def user_group(uid: int, pool: PoolSpec) -> str:
-    """Return the first group of the pool's limits that the user's account is a member of, or ""."""
     if not pool.group_limits:
         return ""
     try:
@@ -117,7 +115,6 @@ def _sizes(arbiter: Arbiter, pool: PoolSpec) -> list[int]:
 
 
 def cap_mib(arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, memory_mib: int | None) -> int:
-    """Return the memory that a kernel may use: as requested, or the fraction's share. Raises BadRequestError, NoRoomError."""
     sizes = _sizes(arbiter, pool)
     if memory_mib is None:
         return max(1, min(sizes) * fraction_milli // 1000)
@@ -157,7 +154,6 @@ def guaranteed_mib(
 
 
 async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -> ProcessIdentity:
-    """Return the process that the request states, if /proc agrees. Raises BadRequestError or ForbiddenError."""
     try:
         pid, identity, uid = await ATTACHING.run(_named_process, peer, request.pid)
         lease_id = await _environment_soon(pid, LEASE_VARIABLE, kernel.lease_id)

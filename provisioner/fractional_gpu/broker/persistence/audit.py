@@ -223,7 +223,6 @@ class AuditLog:
 
 
 def finished_files(path: Path) -> list[Path]:
-    """Return the log's finished files, oldest first. Raises OSError."""
     try:
         beside = list(path.parent.iterdir())
     except FileNotFoundError:

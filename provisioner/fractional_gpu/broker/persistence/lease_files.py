@@ -122,7 +122,6 @@ class LeaseFiles:
 
 
 def write_lease_file(folder: Path, record: LeaseRecord) -> None:
-    """Write one lease's record while no broker runs. Raises OSError."""
     _replace(folder, record.spec.lease_id + _LEASE, msgspec.json.encode(record))
 
 
@@ -152,7 +151,6 @@ def read_lease_files(folder: Path) -> list[LeaseRecord]:
 
 
 def read_seat_files(folder: Path) -> list[SeatRecord]:
-    """Return the seats' records, oldest seat first, by the same rules."""
     records = [record for name, record in _read_all(folder, _SEAT, SeatRecord) if record.seat_id == name]
     return sorted(records, key=lambda record: (record.created_ms, record.seat_id))
 

@@ -242,7 +242,6 @@ class LedgerWriter:
 
 
 def _run(acts: list[Callable[[], None]], failures: list[LedgerError | None]) -> None:
-    """Run the acts that have not failed yet."""
     for number, act in enumerate(acts):
         if failures[number] is not None:
             continue
@@ -366,14 +365,12 @@ class LeaseRecords:
         return kernel.on_disk.reserved
 
     def save_second_record(self, kernel: Kernel) -> LeaseRecord | None:
-        """Have the second record written soon, and return what `record` returns."""
         record = self.record(kernel)
         if record is not None and self.files is not None:
             self.files.put(record)
         return record
 
     def record(self, kernel: Kernel) -> LeaseRecord | None:
-        """Return the lease as the ledger keeps it, or None if the arbiter does not know it."""
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None:
             return None
@@ -445,7 +442,6 @@ class History:
         self._writer.submit(partial(self._writer.ledger.add_point, lease_id, point))
 
     def forget(self, lease_id: str) -> None:
-        """Forget a lease that has ended; its points stay in the ledger as long as its story."""
         self._points.pop(lease_id, None)
 
 
@@ -467,12 +463,10 @@ _INTERVAL_S = 300.0
 
 
 def load_forecasts(ledger: Ledger) -> Forecasts:
-    """Return the forecasts of an earlier arbiter, or the priors. Raises LedgerError."""
     return _read(ledger, _FORECASTS, Forecasts.from_state) or Forecasts()
 
 
 def load_context_sizes(ledger: Ledger) -> ContextSizes:
-    """Return the context sizes that an earlier broker learned, or empty ones. Raises LedgerError."""
     return _read(ledger, _CONTEXTS, ContextSizes.from_state) or ContextSizes()
 
 

@@ -158,7 +158,6 @@ class DriverStart:
             self._pending, self.off = False, ""
 
     def _publish(self, broker: Broker, swaps: Swaps, before: str) -> None:
-        """Replace the reason `before` by the present one in swaps, devices and leases."""
         swaps.inspector.off = self.off
         for device_id, spec in self._as_found.items():
             why_not = spec.why_not or self.off
@@ -282,5 +281,4 @@ def _awaited(monitor: Monitor) -> tuple[DeviceInfo, ...]:
 
 
 def simulated_folder(socket: str) -> Path:
-    """Return the folder of the simulated host of the broker on this socket; a restart uses the same one."""
     return choose_directory(hashlib.sha256(os.path.realpath(socket).encode()).hexdigest()[:12])

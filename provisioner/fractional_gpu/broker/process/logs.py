@@ -86,7 +86,6 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
 
 
 def set_up_logging(level: str, socket: str, *, to_file: bool) -> None:
-    """Write the log to stderr, or to `broker.log` next to the socket. Raises OSError."""
     handler: logging.Handler = logging.StreamHandler()
     if to_file:
         path = Path(socket).with_name("broker.log")

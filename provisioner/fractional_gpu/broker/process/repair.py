@@ -61,7 +61,6 @@ class BrokerLock:
 
 class Repair:
     def __init__(self, socket: str, writer: LedgerWriter, is_needed: Callable[[], bool]) -> None:
-        """`is_needed` returns whether the broker serves on although its folder was deleted."""
         self.is_due = False  # the broker is to execute itself again
         self.lost_folder = False  # the whole folder of the socket was deleted
         self._socket = Path(socket)
@@ -79,7 +78,6 @@ class Repair:
         self._has_log = file_identity(self._log) is not None  # it has other files when it is full: only its name counts
 
     async def run(self) -> None:
-        """Return when the broker is to end: with `is_due`, or because it is not needed any more."""
         pause_s = _LOOK_S
         while True:
             await asyncio.sleep(pause_s)

@@ -70,14 +70,11 @@ class Rescued:
 
     @property
     def is_well(self) -> bool:
-        """Whether the kernel's memory is on the device, or returns there with its next cell."""
         return self.outcome in ("restored", "running", "saved")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescue:
-    """What was done. `problem`: why the ledger could not help, or ""."""
-
     ledger: str
     problem: str
     kernels: list[Rescued]
@@ -126,7 +123,6 @@ def rescue(options: BrokerOptions) -> Rescue:
 
 
 def _as_told_last(options: BrokerOptions) -> BrokerOptions:
-    """Fill in options that the last broker on the socket had and this command has not."""
     command = restart_command(options.socket or "")
     if command is None:
         return options
@@ -141,7 +137,6 @@ def _as_told_last(options: BrokerOptions) -> BrokerOptions:
 
 
 def _take_place(socket: str, stack: ExitStack) -> None:
-    """Hold the locks of a serving broker on this socket until the stack ends. Raises ConflictError if one does."""
     make_socket_folder(socket)
     lock = BrokerLock(socket)
     stack.callback(lock.close)
@@ -253,7 +248,6 @@ class _Rescuer:
         )
 
     async def bring_back(self, one: _Found) -> tuple[str, str]:
-        """Restore a suspended kernel if that is safe; return the outcome and a sentence."""
         monitor, devices = self.backend.monitor, self.backend.devices
         device_id = one.device_id
         # A kernel whose device is unknown finds its own: safe is the only device, or, where all are empty, any.
@@ -290,7 +284,6 @@ class _Rescuer:
                 return "failed", sentence
 
     async def _write_record(self, one: Carrier, kernel: Kernel, outcome: str) -> bool:
-        """Write the kernel's record; return whether it is one whose memory waits for room."""
         command = command_of(one)
         is_saved = outcome not in ("restored", "running")
         if not (command.is_kernel or is_saved):

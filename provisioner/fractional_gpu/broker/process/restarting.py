@@ -50,8 +50,6 @@ NOT_INHERITED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerOptions:
-    """The options of `jupyter gpu broker`; None means the configured or default value."""
-
     socket: str | None = None
     config_file: str | None = None
     simulate: str | None = None
@@ -99,7 +97,6 @@ def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def resolved(options: BrokerOptions) -> BrokerOptions:
-    """Return the options with absolute paths and with the values from the environment. Raises BrokerUnavailableError."""
     # A detached broker runs in /.
     config_file = str(Path(options.config_file).absolute()) if options.config_file else None
     service = options.service and not os.environ.get("JUPYTER_GPU_SOCKET")
@@ -133,7 +130,6 @@ def start_detached(options: BrokerOptions) -> int:
 
 
 def serves_everyone(socket: str) -> bool:
-    """Whether a broker on this socket serves every user of the machine, not only its own."""
     return os.getuid() == 0 and Path(socket).absolute().parent == Path(SYSTEM_SOCKET).parent
 
 
@@ -184,7 +180,6 @@ def cannot_run(socket: str, error: OSError) -> str:
 
 
 def _started(options: BrokerOptions, socket: str) -> tuple[str, subprocess.Popen[bytes]]:
-    """Start the process and return what it reports: "ready", or a sentence. Raises OSError."""
     reader, writer = os.pipe()
     with os.fdopen(reader) as report:
         errors, flags = Path(socket).with_name("broker.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND

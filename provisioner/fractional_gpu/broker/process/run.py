@@ -242,7 +242,6 @@ class BrokerRun:
         return driver, swaps
 
     async def _take_back_leases(self, files: LeaseFiles, swaps: Swaps) -> None:
-        """Restore the leases that live, whether the ledger knows them or not."""
         broker, ledger = self.broker, self.ledger
         records = await asyncio.to_thread(take_records, files.folder, ledger)
         for record in records:

@@ -186,7 +186,6 @@ REMEDY: Final = (
 
 
 def living_records(folder: Path, ledger: Ledger | None) -> list[LeaseRecord]:
-    """Return the second records of leases that live and that the ledger, if there is one, does not know. Blocks. Raises LedgerError."""
     return [
         record
         for record in read_lease_files(folder)

@@ -138,7 +138,6 @@ def _follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, con
 
 
 def kernel_of(record: LeaseRecord) -> Kernel:
-    """Return the lease as the ledger knows it, with its process if that lives."""
     lives = record.identity is not None and record.connection and is_alive(record.identity)
     return Kernel(
         lease_id=record.spec.lease_id,

@@ -159,7 +159,6 @@ def _count(pool: _Pool, milli: int, load: SeatLoad) -> int:
 
 
 def _promised(pool: _Pool, milli: int) -> int | None:
-    """Return how many more seats of this fraction the pool may promise; None: no limit."""
     return None if pool.promised_left_mib is None else pool.promised_left_mib // pool.memory_mib[milli]
 
 

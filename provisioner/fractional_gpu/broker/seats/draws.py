@@ -78,7 +78,6 @@ class SeatDraws:
         return self._drawn(peer, request, spec, seat)
 
     def _drawn(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec, seat: SeatRecord) -> LeaseSpec:
-        """Return the lease with the terms of a seat that the peer may use. Raises ForbiddenError or NoRoomError."""
         if seat.uid is not None and peer.credentials.uid not in {seat.uid, 0}:
             raise ForbiddenError("this seat belongs to another user of the machine", reason="wrong-uid")
         self._workloads.check(seat, peer.credentials.pid, "the process that asks")
@@ -98,12 +97,10 @@ class SeatDraws:
         )
 
     def check_process(self, view: LeaseView, pid: int) -> None:
-        """Check that a process belongs to the workload of its lease's seat. Raises ForbiddenError."""
         if (seat := self._seats.get(view.spec.seat)) is not None:
             self._workloads.check(seat, pid, f"process {pid}")
 
     def check_resize(self, kernel: Kernel, fraction_milli: int, reserve_mib: int) -> None:
-        """Check that the seat has room for another size of an existing lease. Raises NoRoomError or ForbiddenError."""
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or not view.spec.seat:
             return
@@ -116,7 +113,6 @@ class SeatDraws:
         kernel.requests.seat_size = (asked.fraction_milli, asked.memory_mib)
 
     def check_takeover(self, seat: SeatRecord, kernel: Kernel, view: LeaseView) -> None:
-        """Check that the seat may take over a revoked lease. Raises ForbiddenError (other terms) or NoRoomError."""
         spec = view.spec
         if (seat.uid is not None and kernel.uid not in {seat.uid, 0}) or spec.group != seat.group:
             raise ForbiddenError("it was given on other terms", reason="seat-terms")
@@ -127,7 +123,6 @@ class SeatDraws:
         check_seat_usage(seat, spec.pool, spec.priority, self.lease_usage(kernel, spec), self.seat_usage(seat.seat_id))
 
     def of_token(self, token: str | None) -> str | None:
-        """Return the id of the seat that the token opens: its own token, or one of its leases'."""
         if token is None:
             return None
         digest = token_digest(token)
@@ -140,11 +135,9 @@ class SeatDraws:
         return None
 
     def seat_of_token(self, token: str | None) -> SeatRecord | None:
-        """Return the live seat that the token opens, as `of_token`."""
         return self._seats.get(self.of_token(token) or "")
 
     def owner_of(self, seat_id: str | None) -> str:
-        """Return the seat's owner, "" if the seat has ended."""
         seat = self._seats.get(seat_id or "")
         return seat.owner if seat is not None else ""
 
@@ -212,7 +205,6 @@ class UsageRecorder:
         self._unwritten: dict[tuple[str, str, int], UsageRecord] = {}
 
     def recover(self, ledger: Ledger) -> None:
-        """Give the forecasts the usage and the durations of seats that the ledger has."""
         self._forecasts.learn(ledger.usage(self._wall() // _DAY_MS - HISTORY_DAYS))
         for pool in self._broker.arbiter.pools():
             self._forecasts.lasted_ms[pool] = ledger.seat_times_ms(pool, LAST_SEATS)

@@ -49,8 +49,6 @@ ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # a page's choices in a pool that ha
 
 
 class PoolForecasts:
-    """Statistics of users and pools. `UsageRecorder` keeps them up to date."""
-
     def __init__(self, broker: Broker, settings: Settings) -> None:
         self._broker = broker
         self._settings = settings
@@ -79,13 +77,11 @@ class PoolForecasts:
                 del self._usage[who]
 
     def seat_ended(self, pool: str, lasted_ms: int) -> None:
-        """Count a seat of the pool that has ended among the last ones."""
         lasted = self.lasted_ms.setdefault(pool, [])
         lasted.insert(0, max(0, lasted_ms))  # the wall clock may have been set back
         del lasted[LAST_SEATS:]
 
     def habits(self, owner: str, pool: str) -> Usage:
-        """Return the user's habits in the pool; with little data, close to the prior."""
         prior = replace(PRIOR_USAGE, duty_milli=self.hub(pool).expected_use)
         who = owner, pool
         days, known = self._usage.get(who), self._sums.get(who)
@@ -98,7 +94,6 @@ class PoolForecasts:
     def memory_mib(
         self, pool: PoolSpec, fraction_milli: int, asked_mib: int | None, allowed: Collection[str] | None = None
     ) -> int:
-        """Return the memory cap of a seat of this size, MiB. Raises NoRoomError if no device (of the `allowed` ones) has so much."""
         sizes = [device.leasable_mib for device in self.usable_devices(pool, allowed)]
         if not sizes:
             emptied = [one for one in self._broker.arbiter.devices() if one.device_id in pool.devices and one.draining]
@@ -143,13 +138,11 @@ class PoolForecasts:
         )
 
     def check_ever(self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int) -> None:
-        """Check that the empty pool could serve the request. Raises NoRoomError."""
         full = self.full(request, pool, hub, memory_mib, [])
         if isinstance(full, PoolFull):
             raise NoRoomError(f"{full.sentence}; that is more than the empty pool can give", reason="too-large")
 
     def load(self, owner: str, pool: PoolSpec, memory_mib: int) -> SeatLoad:
-        """Return the load that a seat of this user with so much memory is expected to be for its device."""
         habits = self.habits(owner, pool.name)
         mib = memory_mib
         if pool.reserve_by is ReserveBy.USE:

@@ -65,7 +65,6 @@ class Revocations:
         self._revoke(seat.seat_id, _Ended(owner=seat.owner, server=seat.server, since_ms=since_ms))
 
     def end_leases(self, seat_id: str) -> None:
-        """End the remaining leases of a seat whose workload is over."""
         for kernel, _ in self._by_seat().get(seat_id, []):
             self._end_processes(kernel.lease_id)
 

@@ -42,8 +42,6 @@ _WORKLOAD_IDS = {
 
 @dataclass(frozen=True, slots=True)
 class PoolFull:
-    """The reason why a pool has no room for another seat now."""
-
     reason: str
     sentence: str
 
@@ -58,13 +56,11 @@ class SeatUsage:
 
 
 def minute_of_week(wall_s: float) -> int:
-    """Return the minute of the week in the machine's local time, Monday first."""
     local = time.localtime(wall_s)
     return (local.tm_wday * 24 + local.tm_hour) * 60 + local.tm_min
 
 
 def percent(milli: int) -> str:
-    """Return thousandths as `2.5 %`."""
     return f"{milli / 10:g} %"
 
 
@@ -74,7 +70,6 @@ def is_of_same_server(seat: SeatRecord, request: SeatRequest) -> bool:
 
 
 def check_request(request: SeatRequest, pool: PoolSpec) -> None:
-    """Check the fields of the request against the pool. Raises BadRequestError."""
     _check_name("user", request.owner, "ask your administrator to rename the user at the hub")
     _check_name("server", request.server, "start a server with another name")
     if len(request.hub) > MAX_NAME or not request.hub.isprintable():
@@ -98,7 +93,6 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
 
 
 def check_workload(request: SeatRequest, pool: PoolSpec) -> None:
-    """Check an engine's statement about a seat: its workload, and the devices that it was given. Raises BadRequestError."""
     if (only := request.allowed_devices) is not None:
         if not only:
             raise BadRequestError("allowed_devices is empty; leave it out to allow all devices of the pool")
@@ -138,7 +132,6 @@ def _check_name(whose: str, name: str, remedy: str) -> None:
 
 
 def check_terms(pool: str, hub: Pool, groups: Iterable[str], wall_s: float) -> tuple[str, GroupTerms]:
-    """Return the group through which the user may use the pool, and its terms. Raises ForbiddenError, or NoRoomError (closed)."""
     named = sorted(groups)
     found = hub.terms(named)
     if found is None:
@@ -283,7 +276,6 @@ class PoolEditor:
         return PoolList(pools=[self._keys(pool) for _, pool in sorted(self._pools.items())])
 
     def change(self, name: str, change: PoolChange, *, uid: int) -> PoolKeys:
-        """Change keys of a pool. Raises NotFoundError, or BadRequestError with the key, the value and the allowed form."""
         pool = self._pools.get(name)
         if pool is None:
             names = ", ".join(sorted(self._pools))

@@ -85,8 +85,6 @@ class _Waiter:
 
 
 class Seats:
-    """All seats of one broker; everything runs on the broker's loop."""
-
     def __init__(self, broker: Broker, settings: Settings) -> None:
         self._broker = broker
         self._settings = settings
@@ -127,7 +125,6 @@ class Seats:
                 log.info("%s", said or "a pool has no device: no seat fits")
 
     def live(self) -> list[SeatRecord]:
-        """Return all seats, oldest first."""
         return list(self._seats.values())
 
     def listing(self) -> SeatList:
@@ -175,7 +172,6 @@ class Seats:
         )
 
     def status(self, seat: SeatRecord, held: SeatUsage | None = None) -> SeatStatus:
-        """Return one seat as a message. `held`: what its kernels have, if the caller knows it."""
         held = held or self.draws.seat_usage(seat.seat_id)
         now = self._broker.deadlines.now_ms()
         return SeatStatus(
@@ -465,7 +461,6 @@ class Seats:
         return seat
 
     def find(self, seat_id: str) -> SeatRecord | None:
-        """Return the seat, None if it has ended or never was."""
         return self._seats.get(seat_id)
 
     async def release(self, seat_id: str) -> None:
@@ -483,7 +478,6 @@ class Seats:
         self.revocations.end_leases(seat.seat_id)
 
     def _end(self, seat: SeatRecord, reason: str) -> asyncio.Future[None]:
-        """End the seat; returns the future of the write to the ledger."""
         del self._seats[seat.seat_id]
         if self._broker.records.files is not None:
             self._broker.records.files.drop_seat(seat.seat_id)
@@ -530,7 +524,6 @@ class Seats:
         return [seat for seat in self._seats.values() if seat.pool == pool]
 
     def _others(self, request: SeatRequest) -> list[SeatRecord]:
-        """Return the pool's seats without the one that this request would replace."""
         return [seat for seat in self._of_pool(request.pool) if not is_of_same_server(seat, request)]
 
     def _revoked(self, request: SeatRequest) -> list[LeaseView]:

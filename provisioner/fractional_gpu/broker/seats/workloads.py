@@ -58,7 +58,6 @@ class Workloads:
         broker.exit_followers.append(self._exited)
 
     def check(self, seat: SeatRecord, pid: int, what: str) -> None:
-        """Check that the process belongs to the seat's workload. Raises ForbiddenError. `what`: the process, for people."""
         workload = seat.workload
         if workload is None:
             return
@@ -113,7 +112,6 @@ class Workloads:
         return found
 
     def tell(self, lease_id: str, seat_id: str) -> None:
-        """Write the warning about its seat, if there is one, into a lease's story."""
         if (found := self.warnings.get(seat_id)) is not None:
             self._broker.record_line(lease_id, "seat.memory", found)
 
@@ -173,7 +171,6 @@ def _states(seats: list[SeatRecord], boot: str) -> list[tuple[SeatRecord, str, b
 
 
 def _group_of(workload: Workload) -> str:
-    """Return the path of its control group, "" if it is not known. Raises OSError."""
     given = workload.control_group
     return given if given and group_exists(given) else find_group(workload.engine, workload.id)
 

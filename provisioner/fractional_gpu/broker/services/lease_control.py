@@ -60,7 +60,6 @@ class LeaseControl:
         self._check = check  # raises if the kernel's seat has no room for the size
 
     async def pin(self, kernel: Kernel, request: PinRequest) -> LeaseStatus:
-        """Pin the lease to its device for a while; return when that is on the disk. Raises BadRequestError or ConflictError."""
         if request.duration_ms < 1:
             raise BadRequestError(
                 f"duration_ms is {request.duration_ms}; allowed: 1 or more (unpinning is a separate route)"
@@ -234,7 +233,6 @@ class LeaseControl:
         )
 
     async def drain(self, device: str, request: DrainRequest) -> DeviceStatus:
-        """Begin to drain a device, through restarts too, until `undrain`. Raises NotFoundError or BadRequestError."""
         device_id = self.device(device)
         left_ms = request.deadline_in_ms
         if left_ms is not None and not 1 <= left_ms <= LONGEST_DEADLINE_MS:

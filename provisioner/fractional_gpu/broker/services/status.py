@@ -52,7 +52,6 @@ def explain(broker: Broker, view: LeaseView) -> tuple[str, str, Span | None]:
 
 
 def times(expected: Span | None) -> dict[str, Any]:
-    """Return a forecast as the fields of a message."""
     return {} if expected is None else {one.name: getattr(expected, one.name) for one in fields(Span)}
 
 
@@ -138,7 +137,6 @@ class Viewer:
     owner: str = ""  # "": the seat has ended
 
     def sees(self, uid: int, view: LeaseView) -> bool:
-        """Whether the lease of this uid is shown."""
         if self.seat is not None:
             own = bool(self.owner) and view.revoked and view.spec.owner == self.owner
             return view.spec.seat == self.seat or own

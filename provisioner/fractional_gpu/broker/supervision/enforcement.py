@@ -133,7 +133,6 @@ class Enforcement:
 
     @staticmethod
     def _signal(identity: ProcessIdentity, number: signal.Signals) -> bool:
-        """Signal exactly this process; return False if that is not allowed."""
         try:
             pidfd = open_pidfd(identity)
         except ProcessLookupError:
@@ -177,7 +176,6 @@ class ContextLearner:
         self._asking: dict[str, asyncio.Task[None]] = {}  # by lease
 
     def context_mib(self, lease_id: str, device_ids: Sequence[str]) -> int:
-        """Return the size of a context in the lease's kernel, the largest on these devices, MiB."""
         devices, kernel = self._broker.devices, self._broker.kernels.get(lease_id)
         uid = kernel.uid if kernel is not None else _NO_USER
         known = [self.sizes.estimate_mib(devices[one].name, uid) for one in device_ids if one in devices]
@@ -221,7 +219,6 @@ class ContextLearner:
             link.send(GateVerb.LIMIT, environment=self._broker.environment(kernel.lease_id, device_ids))
 
     async def _compare(self, kernel: Kernel, link: GateLink, device_ids: Sequence[str]) -> bool:
-        """Learn from the device's current figure for an idle kernel; return whether that was possible."""
         try:
             use = await asyncio.to_thread(self._broker.monitor.use, device_ids[0])
         except GPUError:
@@ -269,8 +266,6 @@ _S: Final = 1_000_000  # microseconds
 
 
 class GpuActivity:
-    """Watches the kernels of one broker that are resident and idle by their messages."""
-
     def __init__(
         self,
         broker: "Broker",

@@ -69,7 +69,6 @@ class AbandonedLeases:
             await self.look()
 
     async def look(self) -> None:
-        """End abandoned leases. Cancelled: some have ended."""
         lost = [kernel for kernel in self._broker.kernels.values() if self._is_abandoned(kernel)]
         if any(not kernel.launch.had_process for kernel in lost):
             try:
@@ -427,7 +426,6 @@ class OomKills:
         self._counters: dict[Path, _Counter] = {}
 
     def follow(self, pid: int, now_s: float) -> None:
-        """Count kills in a kernel's group from now on."""
         try:
             file = kill_counter(pid)
             if file not in self._counters:

@@ -57,7 +57,6 @@ def _find_obstacle(pids: list[int]) -> str:
 
 
 def _injected(pid: int) -> str:
-    """Return why a process with an injected profiler cannot be checkpointed, "" if none is found in it."""
     library = ""
     with suppress(ProcessLookupError, PermissionError):
         library = environment_value(pid, _INJECTION) or ""

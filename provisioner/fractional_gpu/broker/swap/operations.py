@@ -50,7 +50,6 @@ class Operations:
         self._look_now = asyncio.Event()
 
     def start(self, effect: Suspend | Resume | LookAgain | Shrink) -> None:
-        """Begin to carry the effect out. Returns at once."""
         match effect:
             case Suspend():
                 self._spawn(self._suspend(effect), self._tasks)

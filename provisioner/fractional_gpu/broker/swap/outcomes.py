@@ -41,7 +41,6 @@ def after_checkpoint(code: GPUErrorCode, states: Collection[ProcessState]) -> Su
 
 
 def after_restore(code: GPUErrorCode, states: Collection[ProcessState]) -> ResumeOutcome:
-    """Return the outcome of a resume whose restore failed; `states` as above."""
     still_saved = bool(states) and all(state is ProcessState.CHECKPOINTED for state in states)
     if code is GPUErrorCode.OUT_OF_MEMORY or not still_saved:
         return ResumeOutcome.UNKNOWN

@@ -94,7 +94,6 @@ class Gate:
 
 
 def _runs_no_cell(kernel: Kernel) -> bool:
-    """Return whether the kernel's gate, which was shut just now, says that no cell runs."""
     return kernel.link is not None and kernel.link.detail == NO_CELL_RUNS
 
 
@@ -105,13 +104,11 @@ def _is_no_kernel(kernel: Kernel) -> bool:
 
 
 def _check_alive(kernel: Kernel) -> None:
-    """Raise StepError if the kernel's process has ended."""
     if kernel.identity is None or not is_alive(kernel.identity):
         raise StepError(SuspendOutcome.ABORTED, "the kernel process ended")
 
 
 def _check_idle(kernel: Kernel) -> None:
-    """Raise StepError if the kernel's process has ended or is busy."""
     _check_alive(kernel)
     if kernel.busy:
         raise StepError(SuspendOutcome.ABORTED, "the kernel became busy")

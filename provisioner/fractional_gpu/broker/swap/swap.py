@@ -132,7 +132,6 @@ class Swaps:
     async def _restore(
         self, saved: Sequence[ProcessIdentity], locked: Sequence[ProcessIdentity], moves: Mapping[str, str] | None
     ) -> None:
-        """Restore the saved processes, then unlock all that are not gone. `moves`: device to device. Raises GPUError."""
         # All are restored before any is unlocked: no process of the tree runs while a part of the tree is saved.
         for identity in saved:
             await self.worker.restore(identity, moves, self._times.checkpoint_s)
@@ -163,7 +162,6 @@ class Swaps:
         return ""
 
     async def _states_of(self, identities: Iterable[ProcessIdentity]) -> dict[ProcessIdentity, ProcessState]:
-        """Return the driver's state of each of these processes that still exists. Raises GPUError."""
         states = {}
         for identity in identities:
             try:

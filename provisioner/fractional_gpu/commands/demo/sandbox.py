@@ -78,7 +78,6 @@ class Sandbox:
         install("default", [FRACTION_MILLI], directory=str(self.root / "data" / "kernels"), simulated=simulated)
 
     def start_broker(self, *, simulate: str | None, device: int | str) -> BrokerClient:
-        """Start a broker for one device (number or UUID). Raises CommandError with the broker's last line."""
         config = self.root / "config" / "demo_config.py"
         config.write_text(_CONFIG.format(device=device), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach"]

@@ -62,7 +62,6 @@ def _parsed(line: bytes) -> Tick:
 
 
 def overlap(tenants: Sequence[Sequence[Tick]]) -> tuple[int, int]:
-    """Return the span in which all tenants work, ns; empty if there is none."""
     return max(ticks[0].at_ns for ticks in tenants), min(ticks[-1].at_ns for ticks in tenants)
 
 

@@ -51,8 +51,6 @@ class TenantError(CommandError):
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """A program and its lease. `folder` has its reports and what it printed."""
-
     command: Sequence[str]
     lease: KernelLease
     folder: Path
@@ -349,7 +347,6 @@ class Step:
     _is_company_unknown: bool = False
 
     def run(self) -> Sample:
-        """Raises TenantError if a program fails, SilentError, DisturbedError, TooSlowError, TickError, and the protocol's errors."""
         if why := self._look(fresh=False):  # the places were found by a fresh sample
             raise DisturbedError(why)
         for tenant in self.tenants:

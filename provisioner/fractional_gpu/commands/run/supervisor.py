@@ -95,7 +95,6 @@ _ANSWER_S: Final = 1.0
 
 
 def diagnosed(family: int, port: int) -> _Connections:
-    """Return them from `sock_diag`, for the network namespace of this thread. Raises OSError."""
     states = 1 << _ESTABLISHED | 1 << _CLOSE_WAIT
     request = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, states) + struct.pack("!H", port) + bytes(46)
     found: list[tuple[bytes, int]] = []

@@ -60,8 +60,6 @@ Percent = Annotated[int, Meta(ge=0, le=100)]
 
 
 class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Which sessions run, on which machine, and what is asked."""
-
     # whose sessions: exactly one of users, sessions with cells, and from_ledger
     users: Annotated[Count | None, _help("synthetic build-phase users")] = None
     days: Annotated[Count, _help("for how many days they work")] = 1

@@ -19,7 +19,6 @@ RUN_ONE = "run one with `jupyter gpu broker`, or name another's socket with --so
 
 
 def broker_if_running(socket: str | None = None) -> BrokerClient | None:
-    """Return a client of the running broker, or None; one that ended unintentionally is restarted."""
     path = socket or socket_path()
     seat = own_seat()
     client = BrokerClient(path, token=seat.token if seat is not None else None)

@@ -150,7 +150,6 @@ class NvidiaCheckpointer:
         raise failure
 
     def lock(self, pid: int, timeout_ms: int) -> None:
-        """RUNNING -> LOCKED. Raises GPUError (NOT_READY: the process still runs), ValueError for a timeout below 1 ms."""
         if not 1 <= timeout_ms <= _MAX_TIMEOUT_MS:
             raise ValueError(f"a lock needs a time limit from 1 to {_MAX_TIMEOUT_MS} ms, got {timeout_ms}")
         arguments = self._driver.CUcheckpointLockArgs()

@@ -341,7 +341,6 @@ class NvidiaMonitor:
             return True
 
     def _describe(self, index: int, refusal: str) -> list[DeviceInfo]:
-        """Return the device, or its MIG instances; nothing for one that is left out."""
         with self._translated(f"reading the device with index {index}"):
             try:
                 handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
@@ -381,7 +380,6 @@ class NvidiaMonitor:
                     raise
 
     def _memory(self, handle: object) -> tuple[int, int]:
-        """Return the memory that processes can have, and what they have, bytes."""
         memory = self._optional("nvmlDeviceGetMemoryInfo", handle, version=self._nvml.nvmlMemory_v2)
         if memory is not None:
             return int(memory.total - memory.reserved), int(memory.used)

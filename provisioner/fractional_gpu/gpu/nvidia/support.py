@@ -38,7 +38,6 @@ _COMPUTE_MODES: Final = {
 
 
 def sharing_refusal(index: int, compute_mode: object) -> str:
-    """Return why this compute mode (`nvmlDeviceGetComputeMode`) forbids sharing, or ""."""
     what = _COMPUTE_MODES.get(compute_mode) if isinstance(compute_mode, int) else None
     return "" if what is None else f"device {index} {what}: it cannot be shared"
 

@@ -1,4 +1,4 @@
-"""The simulated GPU, for tests, demonstrations and trying out.
+"""The simulated GPU: for tests, demonstrations and trying out.
 
 There is no server that can die: every process works directly on the host's folder.
 

@@ -47,8 +47,6 @@ _SLICES_PER_S: Final = 50
 
 
 class SimulatedCheckpointer:
-    """Raises GPUError NOT_INITIALIZED if the folder has no simulated host."""
-
     def __init__(self, directory: str | Path) -> None:
         self._store = open_store(directory)
 
@@ -143,7 +141,6 @@ class SimulatedCheckpointer:
             raise
 
     def _refuse(self, operation: str, pid: int, state: ProcessState) -> None:
-        """Raise the driver's error for an operation that is illegal in the state."""
         if state is NEEDS[operation]:
             return
         code = GPUErrorCode.ILLEGAL_STATE

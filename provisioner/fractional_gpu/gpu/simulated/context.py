@@ -163,7 +163,6 @@ class Gate:
 
 
 def _living(store: Store, key: str) -> Process:
-    """Raises SimulatedCudaError if it has failed or has no context any more."""
     process = find_process(store, key)
     if process is None:
         raise SimulatedCudaError(_GONE)
@@ -288,7 +287,6 @@ class Context:
         return self.store.process_folder(self.key)
 
     def device(self) -> Device:
-        """Return the device the process is on now; a restore may have moved it."""
         return self.store.device(_living(self.store, self.key).device)
 
     def memory_info(self) -> tuple[int, int]:

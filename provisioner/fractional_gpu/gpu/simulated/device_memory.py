@@ -167,7 +167,6 @@ def charge(pid: int, file: int, extents: list[tuple[int, int]]) -> None:
 
 
 def _memory_group(pid: int) -> Path | None:
-    """Return the folder of the group that accounts the process's memory, if any."""
     groups = memory_groups(pid)
     for version in (1, 2):  # with version 1's memory controller, version 2 has none
         if folders := groups.get(version):

@@ -200,7 +200,6 @@ def common_stretch(wants_milli: list[int]) -> float:
 
 
 def _read(store: Store, process: Process, *, totals: bool = True) -> _Published | None:
-    """Return what a process publishes of its work; None if it has ended."""
     folder = f"{store.memory}/{process.key}"  # read often, for many processes: no Path for each
     try:
         end_ns = os.stat(f"{folder}/{WORK}").st_mtime_ns  # noqa: PTH116

@@ -68,8 +68,6 @@ def translated(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
 
 
 class SimulatedMonitor:
-    """Raises GPUError NOT_INITIALIZED if the folder has no simulated host."""
-
     kind: Final = "simulated"
 
     def __init__(self, directory: str | Path) -> None:
@@ -147,7 +145,6 @@ class SimulatedMonitor:
         self._store.close()
 
     def _check(self, device_id: str) -> int:
-        """Return the device's memory, MiB. Raises GPUError DEVICE_LOST."""
         device = self._store.device(device_id)
         if device.lost:
             raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {device_id} is lost")

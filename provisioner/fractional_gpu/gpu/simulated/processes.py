@@ -62,7 +62,6 @@ def boot() -> str:
 
 
 def current_key(pid: int) -> str | None:
-    """Return the key of the process that has this pid now."""
     try:
         stat = read_stat(pid)
     except ProcessLookupError:
@@ -76,7 +75,6 @@ def current_key(pid: int) -> str | None:
 
 
 def own_key(store: Store) -> str:
-    """Raises SimulatedHostError if /proc does not show this process."""
     try:
         start = parse_stat(read_file("/proc/self/stat")).start_time
     except (FileNotFoundError, ProcessLookupError):
@@ -201,7 +199,6 @@ def _empty(folder: Path, names: list[str]) -> None:
 
 
 def read_gate(folder: Path) -> bytes:
-    """Raises FileNotFoundError when the process was reaped."""
     with opened(folder, "gate", os.O_RDONLY) as descriptor:
         return os.pread(descriptor, 1, 0)
 
@@ -232,7 +229,6 @@ def operation_lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
 
 
 def lock_file(descriptor: int, kind: int, timeout_s: float) -> bool:
-    """Try to lock for `timeout_s` seconds; return whether it is held."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

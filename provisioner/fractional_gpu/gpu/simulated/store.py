@@ -74,8 +74,6 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Memory in MiB."""
-
     device_id: str
     index: int
     name: str
@@ -186,7 +184,6 @@ class Store:
         return settings
 
     def close(self) -> None:
-        """Idempotent."""
         with self._mutex:
             self._db.close()
 
@@ -205,7 +202,6 @@ class Store:
         return free
 
     def process_folder(self, key: str) -> Path:
-        """Raises SimulatedHostError for a key that no process has."""
         if not _KEY.fullmatch(
             key
         ):  # the books of a shared host can be written by all: no path outside of it may come from them
