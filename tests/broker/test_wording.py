@@ -143,7 +143,7 @@ def kernels(note: Refusals, monkeypatch: pytest.MonkeyPatch) -> None:
     note.of("a lease that is not there", live.call("GET", "/v1/leases/nothing"))
     note.post("an attach without a token", f"{target}/attach", {})
     note.of("what others use, of too long a time", live.call("GET", f"{target}/others?last_ms=60001"))
-    note.of("what others use, too many leases named", live.call("GET", f"{target}/others?beside={','.join('a' * 65)}"))
+    note.of("what others use, too many leases named", live.call("GET", f"{target}/others?without={','.join('a' * 65)}"))
     note.post("an attach with another lease's token", f"{target}/attach", {}, token=other.token)
     note.of("a token that is not a bearer's", live.call("GET", target, Authorization="Basic YQ=="))
     note.of("another version", live.call("GET", "/v1/status", **{VERSION_HEADER: "99.0.0; protocol=99"}))

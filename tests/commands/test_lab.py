@@ -73,7 +73,7 @@ def test_a_runtime_folder_too_deep_for_a_socket_is_refused(
 
 def test_devices_that_make_no_sense_are_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "--simulate", "two big ones"]) == 2
-    assert "'two big ones' are not understood or too many; allowed: COUNTxMEMORY" in capsys.readouterr().err
+    assert "'two big ones' are malformed or too many; allowed: COUNTxMEMORY" in capsys.readouterr().err
 
 
 def test_without_jupyterlab_the_extra_is_named(

@@ -46,7 +46,7 @@ def test_a_cell_and_status_say_that_nothing_can_be_written_and_the_cell_goes_on(
     with no_room(pid):
         cell = notebook.send(CHECK)
         line = shown(notebook, "the broker cannot write its state")
-        assert "goes on by itself" in line
+        assert "continues" in line
         trouble = until(lambda: world.status().trouble, "status tells it")
         assert "ledger" in trouble
         assert f"Trouble: {trouble}" in plain(render_status(world.status()))

@@ -25,7 +25,7 @@ def test_a_cell_is_measured_in_processes_of_its_own_with_the_setup_that_it_names
     reply = notebook.must(f"%%gpu measure --setup 2 {OPTIONS} --within 150s --interval 60%\n{CELL}")
     shown = reply.data[-1]["text/plain"]
     assert "on a simulated device" in shown
-    assert "1/2 beside 1 other: " in shown
+    assert "1/2 next to 1 other: " in shown
     assert "slower than alone" in shown
     assert "No smaller share is known to suffice" in shown
     assert "ALL TENANTS" in shown

@@ -185,7 +185,7 @@ def test_hosts_may_have_different_devices_and_more_than_usual_if_that_is_said(
 def test_more_devices_than_a_host_has_are_allowed_in_one_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--users", "4", "--devices", "17x80GiB", "--json"]) == 0
     assert (
-        "all 17 devices are in one host, and no host has so many; --hosts simulates several" in capsys.readouterr().err
+        "all 17 devices are in one host, more than any host has; --hosts simulates several" in capsys.readouterr().err
     )
     assert main(["simulate", "--users", "4", "--devices", "16x80GiB", "--json"]) == 0
     assert "in one host" not in capsys.readouterr().err

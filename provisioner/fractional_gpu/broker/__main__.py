@@ -10,10 +10,7 @@ from typing import NoReturn
 
 
 def exit_now(code: int) -> NoReturn:
-    """Flush the output and end the process, without the teardown of the interpreter.
-
-    The teardown takes a fifth of a broker's start, and gives back only what the system takes back anyway.
-    """
+    """End the process without the interpreter's teardown, which takes a fifth of a broker's start and frees only what the system frees."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # its reader has ended

@@ -366,10 +366,7 @@ class Broker:
         return policy is not None and policy.reserve_by is ReserveBy.USE
 
     def follow(self, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
-        """Watch the kernel's process and its IOPub, or a command's process and its runner.
-
-        Raises ProcessLookupError if it is gone, ValueError for a bad connection.
-        """
+        """Watch a kernel's process and IOPub, or a command's process and runner. Raises ProcessLookupError, or ValueError (connection)."""
         checked = None if kernel.launch.command else connection_from_json(json.loads(connection))
         kernel.watch_process(identity, partial(self.process_gone, kernel, identity))
         self.oom_kills.follow(identity.pid, time.monotonic())
@@ -514,10 +511,7 @@ class Broker:
             )
 
     def set_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
-        """Note that a signal or a debugger stopped the process, or that it continues.
-
-        A stopped process stays on its device, and the reason shows in its story and to those that wait for the device.
-        """
+        """A process that a signal or a debugger stopped stays on its device; its story and waiting leases get the reason."""
         identity = kernel.identity
         if identity is None or stopped == bool(kernel.stopped):
             return
@@ -567,7 +561,6 @@ class Broker:
         ]
 
     async def close(self) -> None:
-        """Stop everything that runs on the loop. Kernels stay as they are; an operation that has begun is finished first."""
         self.stopping = True
         await self.operations.close()
         await self.survivors.close()

@@ -1,11 +1,10 @@
 """What users cost the broker: one budget for everything that a user sends, so that no user can keep it from the others.
 
 - An account is a seat, if a token or a control group proves one, else a user. It pays for processor time on the loop (`metered`) and in
-  threads (`lanes.PAYER`), a fixed price for each request and kernel message, and a price for each byte. Elapsed time costs nothing: a slow
-  machine makes no account overdrawn.
-- An account gets `COST_SHARE` of a processor, and may save up `COST_BURST_S`. An overdrawn account waits: the broker reads only the heads
-  of its requests, and none of its kernels' messages. Waiting accounts get turns in order, and together `COST_SHARE_OF_ALL`.
-- Any account has only a few turns in each round of the loop: a user who sends much waits behind one who sends little.
+  threads (`lanes.PAYER`), for each request, message and byte. Elapsed time costs nothing: a slow machine makes no account overdrawn.
+- It gets `COST_SHARE` of a processor, and saves up to `COST_BURST_S`. An overdrawn account waits: only the heads of its requests are
+  read, and
+  no messages of its kernels. Waiting accounts get turns in order, and together `COST_SHARE_OF_ALL`.
 - Requests that others may wait for (a gate's answer, the end of a lease) are served down to a debt of `COST_RESERVE_S`.
 """
 
@@ -51,7 +50,6 @@ class Account:
 
     @property
     def left_s(self) -> float:
-        """What may be spent now, seconds of processor time; negative: a debt."""
         now_s = self._clock()
         self._left = min(COST_BURST_S, max(-_MOST_DEBT_S, self._left) + (now_s - self._at_s) * self.share)
         self._at_s = now_s

@@ -1,12 +1,11 @@
 """Counts for Prometheus, as things happen: every event and effect of the arbiter passes here.
 
-- The table `COUNTED` names every metric here; `metrics_routes.BOOK_METRICS` names those read from the books at each scrape.
-  docs/metrics.md is generated from both.
-- Base units: seconds and bytes. Labels come from the configuration (pools, devices) and from sets in the code, never from users, leases,
-  kernels or paths. Metrics with users in their labels are in `full_registry` only (`accounting.counters`).
+- `COUNTED` names every metric here, `metrics_routes.BOOK_METRICS` those read from the books at each scrape; docs/metrics.md is generated.
+- Labels come from the configuration and from sets in the code, never from users, leases, kernels or paths. Metrics with users in their
+  labels
+  are in `full_registry` only (`accounting.counters`).
 - Counters with known labels start at 0: Prometheus sees no increase in a counter that appears with 1.
-- A wait lasts from the first request for the GPU to the grant, and counts as 0 s for a kernel on its device. Times that an earlier broker
-  began are not included.
+- A wait lasts from the first request to the grant, and counts as 0 s for a kernel on its device.
 """
 
 import asyncio
@@ -57,8 +56,6 @@ _SWAP_FAILURES = {"suspend": _NOT_SAVED, "resume": _NOT_RESTORED, "move": _NOT_R
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric as it is documented. `name` is without the prefix, and of a counter without its suffix."""
-
     kind: str  # counter, gauge or histogram
     name: str
     help: str
@@ -87,10 +84,7 @@ COUNTED = (
 
 
 class Metrics:
-    """The counters of one broker, and their registry. Everything runs on the broker's loop.
-
-    `registry` is for everyone; `full_registry` has what is in it, and what only administrators and the configured address get.
-    """
+    """One broker's counters; for its loop. `registry` is for everyone, `full_registry` for administrators and the configured address."""
 
     def __init__(self, arbiter: Arbiter) -> None:
         self.registry = CollectorRegistry()

@@ -103,7 +103,7 @@ class BrokerClient:
     ) -> Reply:
         """Call a route once and return its reply. `about`: the lease, seat, device or pool in its path.
 
-        Waits `timeout_s` (default: the client's) and as long as the route, or the request's `wait_ms`, lets the broker take. Raises the
+        Waits `timeout_s` (default: the client's) plus the time that the route, or the request's `wait_ms`, lets the broker take. Raises the
         errors of `fractional_gpu.protocol.errors`.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
@@ -209,9 +209,9 @@ class BrokerClient:
         """Return the use and the costs of the lease and its user."""
         return self.call(routes.COST, about=lease_id)
 
-    def others(self, lease_id: str, last_ms: int, beside: Sequence[str] = ()) -> OthersUse:
-        """Return what others used of the lease's device in the last milliseconds (at most a minute), without the leases in `beside`."""
-        return self.call(routes.OTHERS, OthersQuery(last_ms=last_ms, beside=",".join(beside)), lease_id)
+    def others(self, lease_id: str, last_ms: int, without: Sequence[str] = ()) -> OthersUse:
+        """Return what others used of the lease's device in the last milliseconds (at most a minute), leaving out the leases `without`."""
+        return self.call(routes.OTHERS, OthersQuery(last_ms=last_ms, without=",".join(without)), lease_id)
 
     def usage(
         self,

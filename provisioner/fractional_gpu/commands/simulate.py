@@ -196,7 +196,6 @@ def _baseline(
 
 
 def _start(name: str, trace: Sequence[Session], host: Host) -> int:
-    """Return about how many devices this way of sharing needs: the search starts there."""
     match name:
         case "static-fraction" | "mps-pack":
             return devices_for_sessions(trace, host)

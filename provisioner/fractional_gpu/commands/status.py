@@ -63,7 +63,6 @@ def watch(
     socket: str,
     pause: Callable[[float], None] = time.sleep,
 ) -> Never:
-    """Show the status again and again; ends only with an exception of `read`, `out` or `pause`."""
     redraw = out.isatty() and not as_json
     out.write(_ENTER * redraw)
     try:

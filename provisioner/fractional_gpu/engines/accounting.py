@@ -18,8 +18,6 @@ _DAY_S = 86_400
 
 @dataclass(slots=True, kw_only=True)
 class JobFigures:
-    """A job's leases, when the first was seen (seconds since 1970), and what was written last."""
-
     owner: str
     leases: set[str] = field(default_factory=set)
     since_s: int

@@ -26,8 +26,6 @@ _AT_ONCE = 8  # jobs whose last figures are written in one look: each takes half
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperRules:
-    """Times in milliseconds. `comment_ms`: how often a job's comment is written; None: never."""
-
     jobs_ms: int = 60_000  # how often Slurm is asked for its jobs while seats live
     young_ms: int = 30_000  # a seat that is younger is not examined: its job may be on its way
     comment_ms: int | None = 300_000
@@ -42,8 +40,6 @@ class _LastFigures:
 
 
 class JobKeeper:
-    """Keeps the jobs of one node. Its `look` is the agent's `after_look`."""
-
     def __init__(
         self,
         slurm: Slurm,

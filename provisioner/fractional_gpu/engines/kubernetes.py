@@ -194,7 +194,6 @@ class KubernetesEngine:
         await self._client.close()
 
     def pods(self) -> tuple[Pod, ...] | None:
-        """Return the node's pods, None until they were listed."""
         return None if self._pods is None else tuple(self._pods.values())
 
     async def _follow(self) -> None:

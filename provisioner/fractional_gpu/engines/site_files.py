@@ -75,7 +75,6 @@ class ConfigFile:
             self.change(found[-1], key, value)
 
     def change(self, setting: Setting, key: str, value: str) -> None:
-        """Change a key within a line, or add it at the line's end."""
         if (match := setting.find(key)) is not None:
             begin, end = match.span(1)
         else:
@@ -115,6 +114,5 @@ def _lines(text: str) -> list[str]:
 
 
 def extended(value: str, *words: str) -> str:
-    """Return a list such as `gpu` with more words: `gpu,jgpu`."""
     there = [word for word in value.split(",") if word and word.lower() not in ("(null)", "none", "task/none")]
     return ",".join([*there, *(word for word in words if word.lower() not in [one.lower() for one in there])])

@@ -156,7 +156,6 @@ class Slurm:
         )
 
     def fields(self) -> dict[str, str]:
-        """Return the fields of the node's record, as `scontrol show node -d` names them."""
         text = self.call("scontrol", "show", "node", "-d", "-o", self.node)
         found = fields_of(text)
         if found.get("NodeName") != self.node:

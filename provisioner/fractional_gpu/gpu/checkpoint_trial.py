@@ -67,7 +67,6 @@ async def try_checkpoint(
 async def _move_out_and_back(
     worker: WorkerLink, monitor: Monitor, device_id: str, process: asyncio.subprocess.Process, result: TrialResult
 ) -> None:
-    """Fill in the result step by step, as any step may raise."""
     identity = identify(process.pid)
     result.before_mib = await _used_mib(monitor, device_id, identity)
     try:

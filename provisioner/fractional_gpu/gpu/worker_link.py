@@ -92,7 +92,6 @@ class WorkerClaim:
         return f"the broker that was process {pid}" if pid.isdigit() else "an earlier broker"
 
     def close(self) -> None:
-        """Give up this broker's part of the claim. Idempotent."""
         if self._name is not None:
             self._name.close()
             self._name = None
@@ -149,7 +148,6 @@ class WorkerLink:
         return self._worker.pid if self._worker is not None and not self._worker.has_ended else None
 
     async def wait_for_previous_worker(self) -> None:
-        """Return when no worker of an earlier broker runs. Cancellation stops the waiting."""
         if self._claim is not None:
             await self._claim.wait()
 

@@ -200,7 +200,6 @@ def parse(data: bytes, kind: type[_Message], flags: int = 0) -> _Message:
 
 
 async def readable(descriptor: int) -> None:
-    """Return when the descriptor can be read, or its peer is gone. Cancellation stops the waiting."""
     loop = asyncio.get_running_loop()
     arrived = asyncio.Event()
     loop.add_reader(descriptor, arrived.set)

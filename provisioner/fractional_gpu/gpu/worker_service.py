@@ -54,7 +54,6 @@ class WorkerService:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def stop(self) -> None:
-        """Take no more connections, and end the service once the worker has finished its operation."""
         Path(self.path).unlink(missing_ok=True)
         self._stop.set()
 

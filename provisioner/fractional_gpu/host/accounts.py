@@ -30,7 +30,6 @@ class Accounts:
         self._known: dict[int, int] = {}
 
     def uid_of(self, uid: int) -> int:
-        """Return the uid that is charged for this uid. Name services are asked once a minute for each."""
         if self._now() >= self._stale_s or len(self._known) >= _MOST:
             self._stale_s = self._now() + _FRESH_S
             try:

@@ -21,8 +21,6 @@ _MOST_AT_ONCE: Final = 64
 
 
 class DeviceClaimedError(Exception):
-    """`pid` and `uid` are None when the holder cannot be identified."""
-
     def __init__(self, device_id: str, pid: int | None, uid: int | None) -> None:
         holder = "a process that cannot be identified" if pid is None else f"process {pid} of user id {uid}"
         super().__init__(
@@ -42,7 +40,6 @@ class NameClaim:
 
     @classmethod
     def take(cls, address: bytes) -> "NameClaim | tuple[int | None, int | None]":
-        """Claim the address, or return pid and uid of its holder, as far as they are visible."""
         listener = _listening(address)
         return holder(address) if listener is None else NameClaim(listener)
 

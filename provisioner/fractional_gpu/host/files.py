@@ -24,8 +24,6 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class MountLine(NamedTuple):
-    """`root` is the path within its filesystem that appears at `point`."""
-
     root: str
     point: Path
     kind: str

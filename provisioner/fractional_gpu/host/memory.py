@@ -50,8 +50,6 @@ class Headroom:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A limit leaves `left_mib` where `need_mib` are needed."""
-
     need_mib: int
     left_mib: int
     limited_by: str
@@ -304,7 +302,6 @@ def was_killed(identity: ProcessIdentity, *, messages: Path = KERNEL_MESSAGES) -
 
 
 def _messages(messages: Path) -> list[tuple[int, str]]:
-    """Return the system's log, oldest first: microseconds since boot, and the text. Raises OSError."""
     found: list[tuple[int, str]] = []
     log = os.open(messages, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

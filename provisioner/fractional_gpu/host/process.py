@@ -57,8 +57,6 @@ class ProcessIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStat:
-    """`start_time` in clock ticks since boot."""
-
     pid: int
     comm: str
     state: str
@@ -171,7 +169,6 @@ def open_pidfd(identity: ProcessIdentity) -> int:
 
 
 def kill_marked(name: str, value: str) -> list[int]:
-    """Kill this user's processes whose environment has the variable with this value; return their pids."""
     killed = []
     for pid in [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]:
         with suppress(OSError):  # it has exited, or is another user's

@@ -67,8 +67,6 @@ _WRAPPED = (
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """`usable`: one of our names is ours, msgspec can be imported and is new enough."""
-
     origin: str
     usable: bool
     version: str | None = None  # msgspec's

@@ -90,7 +90,6 @@ class KernelLease:
             _write_private(self.token_file, self.token)
 
     def to_info(self) -> dict[str, Any]:
-        """Return what `recall_lease` needs, without the token itself."""
         info = {**asdict(self), "token_file": str(self.token_file)}
         del info["token"], info["notice"]
         return info

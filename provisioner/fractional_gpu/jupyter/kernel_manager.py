@@ -39,14 +39,12 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         self._file_check.start()
 
     def _restore_files(self) -> None:
-        """Write records and token files again if cleaners of the runtime folder removed them."""
         for manager in list(self._kernels.values()):
             provisioner = getattr(manager, "provisioner", None)
             if isinstance(provisioner, FractionalGPUProvisioner) and provisioner.is_kept:
                 provisioner.restore_files()
 
     async def _async_shutdown_all(self, now: bool = False) -> None:
-        """Leave the kept kernels to the next server and shut the others down."""
         self._file_check.stop()
         for kernel_id, manager in list(self._kernels.items()):
             provisioner = manager.provisioner

@@ -126,7 +126,6 @@ class KernelPorts:
         return True
 
     def adopt(self, connection: KernelConnectionInfo) -> None:
-        """Reserve the ports of a running kernel within this process, and hold them from its next launch on."""
         if connection.get("transport", "tcp") != "tcp":
             return
         self._chosen = {name: port for name in port_names if isinstance(port := connection.get(name), int)}
@@ -144,7 +143,6 @@ class KernelPorts:
         _close_all(self._held)
 
     def _choose(self, manager: _Manager, name: str) -> None:
-        """Give the manager a free port that no other kernel of this process has reserved."""
         promised = LocalPortCache.instance().currently_used_ports
         while True:
             held = _bound(manager.ip, 0)

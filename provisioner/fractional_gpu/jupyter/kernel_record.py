@@ -23,8 +23,6 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}", re.ASCII)
 
 
 class RecordFile:
-    """The file with one kernel's record, locked by this process until `close` or `remove`."""
-
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
@@ -56,7 +54,6 @@ class RecordFile:
         os.close(old)
 
     def restore(self) -> None:
-        """Write the record again if its name leads to no file, or to another one. Raises OSError."""
         if self._descriptor >= 0 and not _has_name(self._descriptor, self.path):
             _folder()
             self.write(self.read())
@@ -92,7 +89,6 @@ def _has_name(descriptor: int, path: Path) -> bool:
 
 
 def unlocked_records() -> Iterator[RecordFile]:
-    """Yield each record that no server has, locked; the caller keeps, closes or removes it."""
     for path in sorted(_folder().glob("*.json")):
         try:
             record = RecordFile.open(path)

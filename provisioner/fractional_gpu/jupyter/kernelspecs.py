@@ -149,7 +149,6 @@ def list_installed(
 
 
 def plan_of(spec: InstalledSpec) -> KernelPlan:
-    """Return how the kernelspec's kernels would start now. It may run their interpreter."""
     content = _read_ours(spec.folder) or {}
     environment = {**os.environ, **(content.get("env") or {})}
     return plan_kernel(spec.command, environment, os.path.sep, str(content.get("language", "")))
@@ -225,7 +224,6 @@ class SeatKernelSpecManager(KernelSpecManager):
 
 
 def logo(milli: int) -> str:
-    """Return an SVG that shows the share as a slice of a disc, from the top, clockwise."""
     if milli >= 1000:
         share = '<circle cx="32" cy="32" r="26" fill="#2f9e44"/>'
     else:
@@ -328,7 +326,6 @@ sys.exit(main())
 
 
 def _add_launcher(content: dict[str, Any], name: str, simulate: str | None) -> None:
-    """Put the launcher before the command of kernel.json, and name the local provisioner."""
     asked = content["metadata"]["kernel_provisioner"]["config"]
     gone = (
         f"This kernel needs the package jupyter-fractional-gpu, which is not installed any more: install it "
@@ -381,7 +378,6 @@ def _shadow(folder: Path, seen: Mapping[str, str] | None = None) -> Path | None:
 
 
 def _write_folder(folder: Path, content: Mapping[str, Any], svg: str) -> None:
-    """Put a whole folder in place; an older one of ours is replaced."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:

@@ -41,7 +41,6 @@ _TOKEN_MARK = ".launched-"  # noqa: S105 - a part of a file's name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Become the kernel. Returns only when that fails: 2 for a wrong command line, else 1."""
     options = _options(sys.argv[1:] if arguments is None else arguments)
     # An interrupt is meant for the kernel, which does not run yet; exec restores the signal's default action.
     signal.signal(signal.SIGINT, lambda *_: None)

@@ -122,8 +122,6 @@ _FILES = ("", "-wal", "-shm", _LOCK)
 
 
 class Ledger:
-    """The open ledger. Make one with `Ledger.open`; use it as a context manager or call `close`."""
-
     def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
         self.path = path
         self._connection: sqlite3.Connection | None = connection
@@ -148,7 +146,6 @@ class Ledger:
         return cls(path, connection, lock)
 
     def is_in_place(self) -> bool:
-        """Whether the names of the ledger's files still refer to the open files. Any thread may call."""
         return self._found() == self._files
 
     def write_out(self) -> None:
@@ -318,7 +315,6 @@ class Ledger:
                 yield {name: row[METERED_BY[name]] for name in by}, Usage(**{name: row[name] for name in FIGURES})
 
     def add_turns(self, turns: Sequence[Turn]) -> None:
-        """Add turns of leases on their devices, in one transaction. Times are dates, milliseconds since 1970."""
         with self.transaction():
             for one in turns:
                 self._write("INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?)", astuple(one))
@@ -391,13 +387,11 @@ class Ledger:
         self._write("DELETE FROM drained WHERE device_id = ?", (device_id,))
 
     def drained(self) -> dict[str, bool]:
-        """Return the devices that are being drained, each with whether busy kernels must leave it, too."""
         return {
             row["device_id"]: bool(row["evict_busy"]) for row in self._read("SELECT * FROM drained ORDER BY device_id")
         }
 
     def drain_deadlines(self) -> dict[str, int]:
-        """Return when devices that are being drained go away, ms by `DeadlineClock`, for those that do."""
         rows = self._read("SELECT device_id, deadline_ms FROM drained WHERE deadline_ms > 0 ORDER BY device_id")
         return {row["device_id"]: int(row["deadline_ms"]) for row in rows}
 
@@ -459,7 +453,6 @@ class Ledger:
                 connection.execute("ROLLBACK")
 
     def _write(self, statement: str, values: Mapping[str, Any] | tuple[Any, ...]) -> int:
-        """Run one statement, in the open transaction or in its own, and return how many rows it touched."""
         with self.transaction(), self._explained():
             return self._require().execute(statement, values).rowcount
 

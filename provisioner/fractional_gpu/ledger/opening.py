@@ -273,7 +273,6 @@ def _create(path: Path) -> None:
 
 
 def _new_file(path: Path) -> tuple[Path, int]:
-    """Create an empty private file next to the ledger; return its path and descriptor. Raises OSError."""
     unfinished = path.with_name(f".{path.name}.new")
     for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
         leftover.unlink(missing_ok=True)

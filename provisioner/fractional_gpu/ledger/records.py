@@ -93,7 +93,6 @@ class UsageRecord:
     busy_mib_ms: int  # device memory in use while busy, MiB times milliseconds
 
     def __add__(self, more: "UsageRecord") -> "UsageRecord":
-        """Return both together, for the user, pool and day of the first."""
         return replace(
             self,
             live_ms=self.live_ms + more.live_ms,

@@ -77,7 +77,7 @@ class OthersQuery(Struct, frozen=True, kw_only=True):
     """How far to look back, and which other leases are no others, separated by commas."""
 
     last_ms: Annotated[int, Meta(ge=1, le=MAX_LAST_MS)] = 1000
-    beside: str = ""
+    without: str = ""
 
 
 class NoteRequest(Struct, frozen=True, kw_only=True):

@@ -46,7 +46,6 @@ _MEASURED: Final[dict[str, tuple[_Figure, int]]] = {
 
 
 def grain(by: Sequence[str]) -> list[str]:
-    """Return by what the rows are: the hour or the day, the party, and what else is asked but for coarser times."""
     time = "hour" if "hour" in by else "day"
     return [time, "user", "group", "pool", *(one for one in ("device", "notebook", "lease") if one in by)]
 

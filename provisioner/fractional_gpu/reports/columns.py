@@ -177,6 +177,5 @@ def advice_names(advice: Sequence[ShareAdvice]) -> Callable[[ShareAdvice], str]:
 
 
 def scope_text(report: UsageReport) -> str:
-    """Return whose figures these are, and whether they are of simulated devices."""
     said = SCOPES.get(report.scope, report.scope)
     return f"{said}; simulated: no real GPU was used." if report.simulated else f"{said}."

@@ -47,8 +47,6 @@ _DAY_CHARACTERS: Final = 10
 
 @dataclass(slots=True)
 class Day:
-    """A day or month: milli-GPU milliseconds by what they were used for."""
-
     when: str
     busy: int = 0
     idle: int = 0

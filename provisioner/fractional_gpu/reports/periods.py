@@ -37,7 +37,6 @@ def moment_text(at_s: int, zone: tzinfo | None = None) -> str:
 
 
 def bounds(text: str, zone: tzinfo | None = None) -> tuple[int, int]:
-    """Return the beginning and the end of a report's hour, day or month, seconds since 1970. Raises ValueError."""
     if "T" in text:
         begin_s = int(datetime.strptime(text, "%Y-%m-%dT%H:%M%z").timestamp())
         return begin_s, begin_s + 3600

@@ -73,14 +73,12 @@ def rows_of(file: RowsFile) -> list[UsageRow]:
 
 
 def devices_of(file: RowsFile) -> list[str]:
-    """Return the ids of the file's devices, by number: `simulated-2` before `simulated-10`."""
     return sorted({one.key.device_id for one in file.rows} - {""}, key=lambda device_id: (len(device_id), device_id))
 
 
 def report_of(
     file: RowsFile, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str | int] | None = None
 ) -> UsageReport:
-    """Return the sums of the hours that begin within the time. `only`: values that columns must have. Simulated, and of all users."""
     columns = ((columns_of(row), row.usage) for row in rows_of(file))
     wanted = only or {}
     chosen = [

@@ -31,12 +31,10 @@ def time_text(name: str, hour_s: int, zone: tzinfo | None = None) -> str:
 
 
 def with_account(by: Sequence[str]) -> list[str]:
-    """Return by what entries are told apart that are summed by this: users also by their account."""
     return [*by, ACCOUNT] if "user" in by and ACCOUNT not in by else list(by)
 
 
 def columns_for(by: Sequence[str]) -> list[str]:
-    """Return the columns that rows need so that `summed` can sum them by this, but for the time and the currency."""
     return ["seated" if one == ACCOUNT else one for one in with_account(by) if one not in TIMES]
 
 

@@ -92,7 +92,6 @@ class _Kernel:
 
     @property
     def first(self) -> tuple[int, int]:
-        """Its host and first device: whose neighbours slow it down."""
         return self.host, self.devices[0]
 
 
@@ -171,7 +170,6 @@ class _Base:
         kernel.devices = ()
 
     def _think(self, kernel: _Kernel, act: Callable[[], None]) -> None:
-        """Schedule the next step as long after the last one as in the trace."""
         cells, at = kernel.session.cells, kernel.next_cell
         before = cells[at - 1].start_ms + cells[at - 1].duration_ms if at else kernel.session.open_ms
         follows = cells[at].start_ms if at < len(cells) else kernel.session.close_ms
@@ -280,8 +278,6 @@ class _Whole(_Base):
 
 
 class _Sharing(_Base):
-    """Sessions that share devices, and slow each other down there; a cell on several devices is slowed by the first of them."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         fill = self.facts.fill_percent
@@ -390,7 +386,6 @@ class _Fractions(_Sharing):
             self._think(kernel, partial(self._next, kernel))
 
     def _best_fit(self, session: Session) -> tuple[int, LeaseSpec, list[int]] | None:
-        """Return the devices with the least sufficient room, all of one host; None: too few."""
         most, best = self.facts.clients, None
         for host, room in enumerate(self._free):
             lease, clients = self._asked.on(host, session), self._clients[host]

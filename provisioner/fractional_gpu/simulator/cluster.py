@@ -63,8 +63,6 @@ class _Seat:
 
 @dataclass(slots=True)
 class Node:
-    """One node's seats, and what it would still admit. Thousandths are milli-GPU."""
-
     host: Host
     terms: WaitTerms
     _seats: dict[str, _Seat] = field(default_factory=dict)

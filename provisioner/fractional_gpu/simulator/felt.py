@@ -26,7 +26,6 @@ class Spread:
         return cls(tuple(sorted(times_ms)))
 
     def percentile_ms(self, percent: int) -> int:
-        """Return the smallest time that `percent` of the times do not exceed (nearest rank); 0 of none."""
         return nearest_rank(self.ordered, percent)
 
     def nonzero(self) -> "Spread":
@@ -94,7 +93,6 @@ class _Allowance:
         return cls(limit_ms, times * (100 - percent) // 100, too_long(what, percent, limit_ms))
 
     def spent(self, time_ms: int) -> bool:
-        """Count a time; True once the limit cannot be kept any more."""
         self.left -= time_ms > self.limit_ms
         return self.left < 0
 

@@ -116,7 +116,6 @@ def choose_hosts(
     ends: list[tuple[int, int, int]] = []  # when, which session, which of its cells; their number: the session closes
 
     def follow(number: int, cell: int) -> None:
-        """Plan the end of the session's next GPU cell, or the session's end."""
         session = trace[number]
         cells = session.cells
         while cell < len(cells) and not cells[cell].gpus:
@@ -169,7 +168,6 @@ class _User:
     busy_util_ms: int = 0  # times percent
 
     def habits(self, now_ms: int) -> tuple[int, int]:
-        """Return how much of the time the user's kernels are busy, thousandths, and their utilisation when busy, percent."""
         live_ms = self.lived_ms + len(self.open) * now_ms - self.opened_ms
         duty_milli = estimated_usage(live_ms=live_ms, busy_ms=self.busy_ms, busy_mib_ms=0).duty_milli
         util_percent = (self.busy_util_ms + _PRIOR_UTIL_PERCENT * _PRIOR_BUSY_MS) // (self.busy_ms + _PRIOR_BUSY_MS)

@@ -35,7 +35,6 @@ class Moments:
         heappush(self._heap, (max(at_ms, self.now_ms), self._order, act))
 
     def run(self, passing: Callable[[int], None] | None = None, until: Callable[[], bool] = lambda: False) -> None:
-        """Run all planned moments, and those that they plan. `passing` gets each moment before it becomes now."""
         while self._heap and not until():
             at_ms, _, act = heappop(self._heap)
             if passing is not None:
@@ -60,7 +59,6 @@ class Leases:
         return [host for host, kind in enumerate(self._kinds) if asked[kind] is not None]
 
     def size(self, session: Session) -> tuple[tuple[int, int] | None, ...]:
-        """Return the MiB and devices that it requests on each kind of host: sessions of equal size fit the same hosts."""
         asked = self._asked[session.session_id]
         return tuple((lease.reserve_mib, lease.devices) if lease is not None else None for lease in asked)
 

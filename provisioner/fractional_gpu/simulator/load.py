@@ -19,8 +19,6 @@ SEVERAL_PERCENT = 39  # 23 of 59
 
 
 class Habit(StrEnum):
-    """How the users work: as in the published trace, in one of the other ways, or a fifth of them in each way."""
-
     PUBLISHED = "published"
     TEACHING_LAB = "teaching-lab"
     BUILDERS = "builders"
@@ -79,7 +77,6 @@ class Signs:
     false_percent: int = 0
 
     def before(self, seed: int, session_id: str, cell: int, gap_ms: int, *, uses_gpu: bool) -> Sequence[int]:
-        """Return when signs come in the gap before a cell, ms after the gap's beginning."""
         if not self.foresight_ms:
             return ()
         true = [max(0, gap_ms - self.foresight_ms)] if uses_gpu else []
@@ -92,8 +89,6 @@ class Signs:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group, its weight, and the pool of its sessions (empty: the default pool)."""
-
     name: str
     weight: int = 1
     pool: str = ""
@@ -208,7 +203,6 @@ class _UserDay:
         return self.begins_ms + round(_HOUR_MS * hours.uniform(8.5, 15.0))
 
     def session(self, which: str, opens: int, closes: int, cells: Sequence[Cell]) -> Session:
-        """Return a session in the user's time zone, open until its last cell has ended."""
         gpus, memory = self.machine(which)
         asked_mib, error = 0, self.load.ask_error_percent
         if error:
@@ -397,8 +391,6 @@ _EVENING_H, _NIGHT_JOB_H, _NEXT_MORNING_H = (17.0, 19.5), (8.0, 12.0), (32.0, 33
 
 
 class _HabitDay(_UserDay):
-    """One day of a user with one of these habits; `rank` numbers the users who have it, from 0."""
-
     def __init__(self, number: int, day: int, seed: int, load: Load, *, habit: Habit, rank: int) -> None:
         super().__init__(number, day, seed, load, rank // CLASS_SIZE if habit is Habit.TEACHING_LAB else None)
         self._habit, self._shape = habit, _SHAPES[habit]
@@ -455,7 +447,6 @@ class _HabitDay(_UserDay):
         return cells
 
     def _begins(self, at_ms: int) -> int:
-        """Return when a cell begins that would begin at that time; a class has no lunch."""
         return at_ms if self._habit is Habit.TEACHING_LAB else self.after_lunch(at_ms)
 
     def machine(self, which: str) -> _Machine:

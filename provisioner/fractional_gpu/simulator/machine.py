@@ -35,7 +35,6 @@ class SharedDevice:
     _k_milli: int = WHOLE_MILLI  # how much slower than alone cells on the device run
 
     def begin(self, cell: Running) -> list[tuple[int, Running]]:
-        """Return when each cell of the device ends now, for those whose end moved."""
         self._advance(cell.at_ms)
         self.running[cell.session_id] = cell
         return self._ends(self.running.values() if self._share() else [cell])
@@ -48,11 +47,9 @@ class SharedDevice:
         return cell, self._ends(self.running.values() if self._share() else [])
 
     def used_milli(self, cell: Running) -> int:
-        """Return how much of the device a running cell uses now, thousandths: less than alone if neighbours slow it down."""
         return cell.util_percent * 10 * _PARTS // self._stretch(cell)
 
     def _share(self) -> bool:
-        """Slow the cells down as they are now; return whether that differs from before."""
         before = self._k_milli
         if self.slowdown:
             wants = (cell.util_percent * 10 for cell in self.running.values())
@@ -60,7 +57,6 @@ class SharedDevice:
         return self._k_milli != before
 
     def _stretch(self, cell: Running) -> int:
-        """Return how many hundred-thousandths of its nominal time the cell takes."""
         return (100 - cell.util_percent) * WHOLE_MILLI + cell.util_percent * self._k_milli
 
     def _advance(self, now_ms: int) -> None:
@@ -79,8 +75,6 @@ class SharedDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapSpeed:
-    """What a suspend or resume takes: a fixed time in ms, and MiB per second in either direction."""
-
     fixed_ms: int = 300
     save_mib_per_s: int = 1_800
     restore_mib_per_s: int = 4_000
@@ -155,7 +149,6 @@ def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int
 
 
 def lease_for(host: Host, session: Session) -> LeaseSpec:
-    """Return a fraction, or as many whole devices as the session uses at once. Raises SimulationError."""
     pool, several = host.pool_of(session), session.most_gpus > 1
     device_mib = min(host.leasable_in(pool), default=0)
     kinds = [device.name for device in host.devices if device.device_id in pool.devices]

@@ -32,8 +32,6 @@ _LEAST = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Power:
-    """What a device draws, mW: while nothing runs, and while it is in use all of the time."""
-
     idle_mw: int = 75_000
     peak_mw: int = 700_000
 
@@ -61,7 +59,6 @@ class RunMeter:
         self.hosts = [HostMeter(number, host, Meter(), self.settings) for number, host in enumerate(hosts)]
 
     def advance(self, at_ms: int) -> None:
-        """Read all counters each minute up to then. Nothing has happened since the last moment."""
         while self._read_ms + _READ_MS <= at_ms:
             self._read_ms += _READ_MS
             for host in self.hosts:
@@ -86,16 +83,12 @@ class RunMeter:
 
 @dataclass(slots=True)
 class _Work:
-    """A cell's use of a device, thousandths, and what it draws, mW."""
-
     milli: int
     mw: int
 
 
 @dataclass(slots=True)
 class _Device:
-    """What it has drawn up to `at_ms`, and what each lease did there since the last reading."""
-
     idle_mw: int
     at_ms: int = 0
     drawn_uj: int = 0
@@ -186,7 +179,6 @@ class HostMeter:
             self._set_idle(at_ms, device_id)
 
     def _use(self, at_ms: int, device_id: str, device: _Device, lease_id: str) -> int:
-        """Return a lease's measured use while it ran a cell there since the last reading, thousandths."""
         ran_ms = device.ran_ms.get(lease_id, 0)
         if not ran_ms:
             return 0

@@ -253,7 +253,6 @@ class HostRun:
         self.at(first, partial(self._next, kernel))
 
     def _expect(self, kernel: Kernel, gap_ms: int) -> None:
-        """Schedule the signs that the person gives before the next cell, or before closing the notebook."""
         at_end = kernel.next_cell == len(kernel.session.cells)
         asks = not at_end and self.asks(kernel)
         signs = self.host.signs.before(
@@ -331,13 +330,11 @@ class HostRun:
             self._grow(kernel)
 
     def resized(self, kernel: Kernel, effect: Resized) -> None:
-        """Let a cell that is short of memory take what its kernel may use now."""
         kernel.reserved_mib = effect.reserved_mib or kernel.reserved_mib
         if kernel.growing:
             self._grow(kernel)
 
     def _grow(self, kernel: Kernel) -> None:
-        """Take the memory that the cell needs, as far as allowed; run the cell once it has all of it."""
         need_mib = kernel.cell.gpu_mib if kernel.cell.gpus and kernel.unfinished is None else kernel.memory_mib
         mib = min(need_mib, kernel.reserved_mib)
         if mib != kernel.memory_mib:
@@ -402,7 +399,6 @@ class HostRun:
         self._count_work(kernel)
 
     def _count_work(self, kernel: Kernel) -> None:
-        """Tell the meter which cells run now on the devices of a cell that has begun or stopped."""
         if self.meter is not None:
             shared = self.devices[kernel.device_ids[0]]
             used = {
@@ -441,7 +437,6 @@ class HostRun:
         kernel.growing, kernel.waiting = False, True
 
     def _stop(self, kernel: Kernel) -> Running:
-        """Take the running cell off its device, which may speed up the others there."""
         stopped, ends = self.devices[kernel.device_ids[0]].finish(kernel.spec.lease_id, self.now_ms)
         kernel.running = None
         kernel.ran_ms += self.now_ms - kernel.began_ms
@@ -454,7 +449,6 @@ class HostRun:
     # Swaps: what they take, what they move, and which of them fail.
 
     def suspend(self, kernel: Kernel, effect: Suspend) -> None:
-        """Begin to save a kernel; one that has asked for a cell waits from then on."""
         self.result.suspends += 1
         self.count_vain(kernel)
         if self._fails(kernel, "suspend"):
@@ -593,7 +587,6 @@ class HostRun:
         )
 
     def swap_room(self) -> tuple[list[int], int]:
-        """Return when each swap channel is free, and how much host memory is left, MiB."""
         moving = (LeaseState.SUSPENDING, LeaseState.RESUMING)
         free_ms = [
             kernel.swap_ends_ms for kernel in self.kernels.values() if kernel.state in moving and not kernel.over

@@ -52,7 +52,6 @@ class Axis:
 
 
 def picture(results: Sequence[Result], about: About) -> str:
-    """Return the page, from a sentence that sums up the result to all that is needed to reproduce it (`About`)."""
     over_time: list[tuple[str, Callable[[Timeline], Sequence[int]]]] = [
         ("Devices on which leases hold memory", lambda timeline: timeline.devices_held),
         ("Cells that run on a GPU (on four GPUs: four)", lambda timeline: timeline.busy),
@@ -88,7 +87,6 @@ def headline(result: Result, about: About) -> str:
 
 
 def _duration(time_ms: int) -> str:
-    """Return a time in words: seconds up to two minutes, then minutes, then hours."""
     if time_ms < 2 * _MINUTE_MS:
         return f"{round(time_ms / 1000, 1):g} s"
     if time_ms < 2 * _HOUR_MS:
@@ -141,7 +139,6 @@ def _steps(at_ms: Sequence[int], values: Sequence[int], since_ms: int, until_ms:
 
 
 def time_axis(timelines: Sequence[Timeline], *, hours_of_day: bool) -> tuple[Axis, int, int]:
-    """Return the axis over the timelines, with marks at round times, and its two ends, ms."""
     began = (next((at for at, *counts in zip(*one.columns, strict=True) if any(counts)), None) for one in timelines)
     first_ms = min((at for at in began if at is not None), default=0)
     last_ms = max((one.at_ms[-1] for one in timelines if one.at_ms), default=0)
@@ -188,20 +185,17 @@ def wait_axis(longest_s: float) -> tuple[Axis, int]:
 
 
 def share_axis(least: float) -> tuple[list[tuple[float, str]], float]:
-    """Return the marks of an axis from a round share up to 100 %, and that share: curves of waits are close to the top."""
     low, step = next((scale for scale in _SHARE_SCALES if least * 100 >= scale[0]), (0, 20))
     marks = [((percent - low) / (100 - low), f"{percent} %") for percent in range(low, 101, step)]
     return marks, low / 100
 
 
 def _share(result: Result, decade: float) -> float:
-    """Return the share of cells whose wait is at most this many decades above the start of the axis."""
     ordered = result.waits.ordered
     return bisect_right(ordered, 1000 * _SHORTEST_S * 10**decade) / len(ordered) if ordered else 1.0
 
 
 def _chart(curves: Sequence[Sequence[float]], across: Axis, up: Sequence[tuple[float, str]], title: str) -> Svg:
-    """Draw a curve for each run: its heights, at equal steps over the width."""
     parts = [element("text", across.title, x=_FRAME.x(0.5), y=_FRAME.height - 6, text_anchor="middle")]
     parts += [*_FRAME.marks_across(across.marks), *_FRAME.marks_up(up)]
     for number, heights in reversed([*enumerate(curves)]):  # the first run lies on top

@@ -107,8 +107,6 @@ class _Head(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """A line after the head: only those with an event matter here."""
-
     event: str = ""
     host: int = 0
     fields: msgspec.Raw = msgspec.Raw(b"{}")

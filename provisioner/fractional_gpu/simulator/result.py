@@ -159,7 +159,6 @@ def begin_result(name: str, trace: Sequence[Session], hosts: Sequence[Host], goa
 
 
 def _merged_errors(errors: Sequence[Sequence[ErrorView]]) -> dict[str, dict[str, float]]:
-    """Return how far off the forecasts of all hosts were, weighted by their counts."""
     merged: dict[str, dict[str, float]] = {}
     for views in zip(*errors, strict=True):
         count = sum(view.count for view in views)
@@ -186,7 +185,6 @@ class Accounts:
         self._devices_held = self._accounted_ms = 0
 
     def advance(self, now_ms: int) -> None:
-        """Account for the time up to now: nothing has changed since the last call."""
         passed = now_ms - self._accounted_ms
         if passed <= 0:
             return
@@ -220,7 +218,6 @@ class Accounts:
                 self.result.out_of_memory += 1
 
     def save(self, host: int, mib: int) -> None:
-        """Count `mib` moved to the host's memory; negative: back to devices."""
         self.drop_saved(host, -mib)
         self.result.moved_mib += abs(mib)
 

@@ -31,8 +31,6 @@ START_MS: Final = 87_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetimes:
-    """How many of `servers` were revoked in each of the 24 hours after their start."""
-
     servers: int
     revoked: tuple[int, ...]
 
@@ -96,8 +94,6 @@ NO_NOTICE: Final = "no-notice"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A kernel on a device that goes away, as the notice comes. Times in ms."""
-
     lease_id: str
     mib: int  # on all of its devices
     swap_ms: int  # what its save takes
@@ -195,8 +191,6 @@ class RevocationFigures:
 
 @dataclass(frozen=True, slots=True)
 class HostRevocations:
-    """Takes the devices of one host away, one by one or all at once, while `goes_on` says so."""
-
     revocation: Revocation
     number: int
     host: "HostRun"

@@ -80,7 +80,6 @@ def _milli(session: Session, host: Host, *, whole: bool) -> int:
 
 
 def _most_at_once(uses: Iterable[tuple[int, int, int]]) -> int:
-    """Return the whole devices of the most that is used at once: from, until (ms), thousandths of a device."""
     steps: list[tuple[int, int]] = []
     for since_ms, until_ms, milli in uses:
         steps += [(since_ms, milli), (until_ms, -milli)]

@@ -94,11 +94,11 @@ def test_a_lease_s_own_work_is_no_others_and_that_of_any_other_process_is(live: 
         assert others(live, mine.lease) == 0, "those that do not work use nothing, though they have memory"
         assert other.lease is not None
         assert mine.lease is not None
-        assert others(live, other.lease, f"&beside={mine.lease.lease_id}") == 0
+        assert others(live, other.lease, f"&without={mine.lease.lease_id}") == 0
         stranger.go()
         until(lambda: others(live, mine.lease) > 300, "work without a lease is seen")
         until(lambda: others(live, other.lease) > 700, "it adds up")
-        assert 300 < others(live, other.lease, f"&beside={mine.lease.lease_id}") < 500
+        assert 300 < others(live, other.lease, f"&without={mine.lease.lease_id}") < 500
 
 
 def test_where_nothing_counts_by_process_nothing_is_said(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_where_nothing_counts_by_process_nothing_is_said(live: LiveBroker, monke
         ("last_ms=60001", "bad-query"),
         ("last_ms=-5", "bad-query"),
         ("last_ms=%C2%B2", "bad-query"),
-        ("beside=no-such-lease", "unknown-lease"),
+        ("without=no-such-lease", "unknown-lease"),
     ],
 )
 def test_wrong_questions_are_refused(live: LiveBroker, query: str, reason: str) -> None:

@@ -105,8 +105,8 @@ class Place:
     def since(self, program: Program) -> float:
         return -1.0 if program.went_s is None else self.now_s - program.went_s
 
-    def others(self, lease_id: str, last_ms: int, beside: Sequence[str] = ()) -> OthersUse:
-        assert [lease_id, *beside] == [one.name for one in self.programs]
+    def others(self, lease_id: str, last_ms: int, without: Sequence[str] = ()) -> OthersUse:
+        assert [lease_id, *without] == [one.name for one in self.programs]
         self.others_asked_ms.append(last_ms)
         return OthersUse(used_milli=self.others_milli(self.since(self.programs[0])))
 
@@ -202,7 +202,7 @@ def test_a_mix_counts_from_when_all_of_it_uses_the_device(make: Make) -> None:
 
 def test_a_mix_of_which_one_never_uses_the_device_is_no_mix(make: Make) -> None:
     step, _ = make(Program("measured"), Program("idle", begins_s=NEVER_S), measured=1)
-    with pytest.raises(TooSlowError, match="beside it did not use the device"):
+    with pytest.raises(TooSlowError, match="next to it did not use the device"):
         step.run()
 
 

@@ -187,7 +187,7 @@ async def test_an_api_that_does_not_answer_is_said(api: ApiServer) -> None:
 async def test_an_answer_of_another_form_is_said(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.engines.kubernetes.api_server.validate", lambda _: None)
     api.nodes["odd"] = {"metadata": {"name": 7, "labels": LABELS}}
-    with pytest.raises(EngineError, match=r"answer to list nodes is not understood: .*name"):
+    with pytest.raises(EngineError, match=r"answer to list nodes has an unexpected form: .*name"):
         await read(api)
 
 

@@ -118,7 +118,6 @@ class BudgetKeeper:
             self.apply()
 
     def apply(self) -> None:
-        """Give each lease the priority that its budgets allow now, and warn its kernel where most of one is spent."""
         for kernel, view in self._broker.views():
             self._apply_to(kernel, view)
 
@@ -166,7 +165,6 @@ class BudgetKeeper:
             raise NoRoomError(why, reason="over-budget")
 
     def group_of(self, groups: Iterable[str]) -> str:
-        """Return the group whose budget a hub's user of these groups spends, where nothing else decides; empty: none."""
         mine, named = sorted(groups), {one.name for one in self._spending.budgets if one.kind == "group"}
         return next((one for one in mine if one in named), mine[0] if mine and "*" in named else "")
 
@@ -202,10 +200,7 @@ class BudgetKeeper:
         ]
 
     async def extend(self, subject: Subject, budgets: Iterable[Budget], amount: int, until_s: int | None) -> None:
-        """Add an amount to a subject's budgets, until then, or else until each resets (rolling: for its length).
-
-        Returns when that is on the disk. Raises LedgerError: then nothing was added. Cancelled: it is added.
-        """
+        """Add an amount until then, or until each budget resets. Raises LedgerError: then nothing was added. Cancelled: it is added."""
         now_s = self._now_s()
         more = [
             Extra(subject, one.text, amount, until_s or end_of(one, now_s) or now_s + one.rolling_s) for one in budgets

@@ -76,10 +76,7 @@ _Sums = defaultdict[str, Counter[tuple[str, ...]]]  # by the metric's name and i
 
 
 class UsageCounters:
-    """The counters of one broker's meter, from now on. For the broker's loop only.
-
-    `pools`: the collector of `POOL_METRICS`, without names; `users`: the collector of `USER_METRICS`.
-    """
+    """The counters of one broker's meter; for its loop. `pools` are without users' names, `users` with them."""
 
     def __init__(self, metering: Metering, pools: Callable[[], Iterable[str]]) -> None:
         """`pools`: the names of the pools that are configured. They have their counters before anything is counted."""
@@ -113,7 +110,6 @@ class UsageCounters:
                     sums[f"user_{one.name}"][pool, *user, *money] += one.of(row)
 
     def _named(self, row: UsageRow) -> tuple[str, str]:
-        """Return the user of a row: whose account it is, a hub's or the machine's, and the name. `_MOST_USERS` are named in each pool."""
         user = (ACCOUNTS[row.party.seated], row.party.owner)
         named = self._users.setdefault(row.party.pool, set())
         if user not in named and len(named) >= _MOST_USERS:

@@ -100,7 +100,6 @@ class ShareHabits:
         self._holders = holders
 
     def write(self) -> None:
-        """Write the days that changed; forget days beyond the window and outdated advice."""
         self.recorder.forget(self._today() - WINDOW_DAYS)
         self._told = {key: told for key, told in self._told.items() if self._is_fresh(told)}
         if rows := list(self.recorder.take_changed()):
@@ -119,9 +118,9 @@ class ShareHabits:
     async def of_notebooks(
         self, pool: str | None, owner: str | None, *, seated: bool | None = None
     ) -> list[ShareAdvice]:
-        """Return the advice for all notebooks of a user and a pool (None: of all) for which something is suggested or followed up.
+        """Return all useful advice (`owner`, `pool` None:
 
-        A hub has thousands, and kernels wait for the loop: other tasks get their turn between some and the next ones.
+        of all). A hub has thousands of notebooks, so other tasks get their turn in between.
         """
         keys = [
             key

@@ -115,10 +115,7 @@ class Metering:
             self._observe(lease_id, self._clocks.now())
 
     def read_energy(self, sensors: Mapping[str, DeviceSensors], utilisation: Mapping[str, int]) -> None:
-        """Divide the energy that the devices used since the last sample. `utilisation`: of leases during cells, in thousandths.
-
-        A lease that was not measured in this time, because its cells were too short for a figure, counts with what is learnt of it.
-        """
+        """Divide the energy since the last sample. Leases whose cells were too short for a measured `utilisation` count as learnt."""
         at_ms, wall_ms = self._clocks.now(), self._clocks.wall()
         learnt = {view.spec.lease_id: view.demand_milli for view in self._arbiter.leases() if view.demand_milli}
         work = learnt | dict(utilisation)
@@ -165,7 +162,6 @@ class Metering:
         return self.meter.rows()
 
     async def run(self) -> None:
-        """Write every minute until cancelled; then write the rest."""
         try:
             while True:
                 await asyncio.sleep(_WRITE_S)
@@ -199,10 +195,7 @@ def _read_state(ledger: Ledger) -> _State:
 
 
 class Turns:
-    """Writes down the turns of one broker's leases on their devices, for `jupyter gpu simulate --from-ledger`; for its loop.
-
-    Those that took less than `_LEAST_TURN_MS`, wait included, are left out: requests of front ends, and cells that use no GPU.
-    """
+    """Records leases' turns for `jupyter gpu simulate --from-ledger`; those under `_LEAST_TURN_MS`, wait included, use no GPU: left out."""
 
     def __init__(
         self,

@@ -45,8 +45,6 @@ class Question:
 
 
 class UsageReports:
-    """Answers questions about what leases used. `visible`: whose figures users may see."""
-
     def __init__(
         self, metering: Metering, writer: LedgerWriter, *, visible: str, carbon_setting: float | Path | None
     ) -> None:
@@ -57,7 +55,6 @@ class UsageReports:
         self._fresh_s = -_FRESH_S
 
     def scope(self, reader: Reader, by: Sequence[str]) -> str:
-        """Return whose figures the reader sees of such a question: `all`, `group` or `own`."""
         if reader.administrator:
             return "all"
         if _PRIVATE & set(by) or (self.visible == "group" and not reader.group):
@@ -65,10 +62,7 @@ class UsageReports:
         return self.visible
 
     async def answer(self, reader: Reader, question: Question) -> tuple[list[UsageEntry], Carbon | None, str]:
-        """Return the sums, the carbon intensity that they use, and a sentence about missing figures. Raises LedgerError.
-
-        Cancelled: figures that are due are still written.
-        """
+        """Return sums, carbon intensity, and a note about missing figures. Raises LedgerError. Cancelled: due figures are still written."""
         await self._refresh()
         own = self._own(reader, self.scope(reader, question.by))
         if any(question.only.get(name, value) != value for name, value in own.items()):

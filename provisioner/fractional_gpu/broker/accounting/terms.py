@@ -9,7 +9,6 @@ _MOST_BANDS: Final = 4  # that are listed; a pool may have many more
 
 
 def charge_terms(tariff: Tariff) -> str:
-    """Return the prices of a whole GPU by the time of the week, and which time counts: one sentence."""
     credit = "costs nothing" if tariff.credit_milli == 1000 else f"gets {tariff.credit_milli / 10:g} % of it back"
     basis = {
         Basis.HELD: "the time in which a kernel has memory on a GPU counts, and suspended time costs nothing",

@@ -79,7 +79,6 @@ class Call(Generic[Request]):
         self.body = body
 
     def actor(self) -> str:
-        """Return the request as the lease's story names it: by the cause that its client gives, and by the administrator's name."""
         view = self.service.broker.arbiter.lease(self.kernel.lease_id)
         name, cause = self.peer.acting_for, self.handler.request.headers.get(CAUSE, "")
         cause = cause if _CAUSE.fullmatch(cause) else ""
@@ -115,10 +114,7 @@ def serve(
     ],
     describe: Callable[[Call[Request]], Described | None] = _describe,
 ) -> None:
-    """Let the function answer the route: with a reply (None: `Done`), or with lines, which are closed when the client hangs up.
-
-    `describe`: object and parameters for the audit log; None: this call needs no entry.
-    """
+    """Reply (None: `Done`), or stream lines until the client hangs up. `describe`: for the audit log; None: no entry."""
     _SERVED[route] = _Served(function, describe)
 
 
@@ -133,7 +129,6 @@ class Handler(web.RequestHandler):
         self.shared: Shared = self.settings["shared"]
 
     def prepare(self) -> None:
-        """Identify the peer and the route, and check the peer's headers and its protocol."""
         self.shared.service.broker.last_use_s = time.monotonic()
         stream, token = self.stream, bearer(self.request.headers)
         self.peer = Peer(credentials=stream.credentials, token=token or None, admin=stream.admin)
@@ -233,10 +228,7 @@ class Handler(web.RequestHandler):
             await self.write_line(last)
 
     def _audited(self, route: Route[Any, Any], call: Call[Any]) -> AbstractAsyncContextManager[Act | None]:
-        """Return a block that writes an administrator's action and its outcome to the audit log. Raises as `AuditLog.act`.
-
-        What administrators do to their own leases is not written, except what only they can do.
-        """
+        """Write an administrator's action and its outcome to the audit log, except on own leases what any user can do."""
         if not route.audited or not self.peer.admin or (described := _SERVED[route].describe(call)) is None:
             return nullcontext()
         target, parameters = described

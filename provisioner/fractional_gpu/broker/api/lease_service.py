@@ -1,13 +1,11 @@
 """The API's work on leases, apart from HTTP: creating, attaching, ending, and the gate's line.
 
 It verifies clients' claims: a pid must have the peer's uid, the stated start time and the lease's id in its environment; a connection
-must be loopback. Which peer may use which lease:
-
-- A lease's token opens its own routes; these are the kernel's calls (attach, acquire, gate).
-- Without a token, a uid controls its own leases, except leases of a hub's seats, since containers share uids.
-- A seat's token opens the leases of the seat, and revoked leases of the seat's user.
-- Root, the broker's own uid and members of the configured group control all.
-- A lease that the peer may not see is "not found": whether it exists is not disclosed.
+must be
+loopback. A lease's token opens its own routes, a seat's token the seat's leases and revoked ones of its user. Without a token, a uid
+controls
+its own leases, except of a hub's seats, since containers share uids. Root, the broker's uid and the configured group control all. A lease
+that the peer may not see is "not found": whether it exists is not disclosed.
 """
 
 import asyncio
@@ -84,8 +82,6 @@ Refresh = Callable[[], Coroutine[None, None, None]]
 
 
 class LeaseService:
-    """What the routes call: its methods, and its parts' methods. One per broker. `refresh` samples the devices."""
-
     def __init__(self, broker: Broker, settings: Settings, *, refresh: Refresh | None = None) -> None:
         self.broker = broker
         self.seats = Seats(broker, settings)
@@ -112,9 +108,10 @@ class LeaseService:
     async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
         """Return the lease's kernel if the peer may control it. Routes that are `own` need the lease's token.
 
-        A process of the kernel without a token, because the token's file is gone, is recognized by its place in the kernel's process tree.
-        For its own kernel, a lease that is being evicted, or that lives only for processes left behind, is over. Raises NotFoundError,
-        UnauthorizedError or ForbiddenError, and ConflictError for a kernel whose record was lost.
+        A process without a token, because the file is gone, is recognized by its place in the kernel's process tree. To its own kernel a
+        lease that
+        is being evicted, or lives only for processes left behind, is over. Raises NotFoundError, UnauthorizedError, ForbiddenError, and
+        ConflictError for a kernel whose record was lost.
         """
         if own and lease_id in self.broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
             raise ConflictError(
@@ -279,9 +276,9 @@ class LeaseService:
     async def evict(self, peer: Peer, kernel: Kernel, request: EvictRequest) -> None:
         """End the kernel's processes and its lease: the only action that loses a kernel's state on purpose.
 
-        Raises BadRequestError without `confirm`, and ConflictError if a process does not end; that process keeps the lease. From now on a
-        new kernel gets another lease: Jupyter may start one before the last process has ended. Cancelled: processes that were asked to end
-        do so, and the lease stays.
+        Raises BadRequestError without `confirm`, and ConflictError if a process does not end, which keeps the lease. Jupyter may start a
+        new kernel
+        before the last process has ended: it gets another lease. Cancelled: signalled processes end, and the lease stays.
         """
         if not request.confirm:
             raise BadRequestError(
@@ -365,10 +362,9 @@ class LeaseService:
             )
 
     async def detach(self, kernel: Kernel) -> None:
-        """Take the process, which has ended or is about to be replaced, from the lease. The lease stays.
+        """Take the ended process from the lease.
 
-        Its reservation ends when its device memory is free. Returns when the processes that it left behind are known. Cancelled: the search
-        continues.
+        Returns when the processes that it left behind are known; cancelled, the search continues.
         """
         if kernel.identity is not None and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)

@@ -120,7 +120,6 @@ class _LimitedServer(HTTPServer):
 
 
 def listen(registry: CollectorRegistry, address: tuple[str, int]) -> HTTPServer | None:
-    """Serve the registry by TCP, until the caller stops the server. None if the address is not available; the log says so."""
     host, port = address
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -119,8 +119,8 @@ async def _note(call: Call[NoteRequest]) -> LeaseStatus:
 
 
 async def _others(call: Call[OthersQuery]) -> OthersUse:
-    beside = [await call.service.find(call.peer, one) for one in call.body.beside.split(",") if one]
-    used_milli = await others_use_milli(call.service.broker, [call.kernel, *beside], call.body.last_ms)
+    without = [await call.service.find(call.peer, one) for one in call.body.without.split(",") if one]
+    used_milli = await others_use_milli(call.service.broker, [call.kernel, *without], call.body.last_ms)
     return OthersUse(used_milli=used_milli)
 
 

@@ -1,12 +1,12 @@
 """The HTTP server below the routes: what a connection may send, and when it is read.
 
-- A request is judged by its head. A refused one (body too large or of unknown length, account overdrawn for long) gets a reply at once, and
-  the connection is closed: its body is never read.
-- The request's account (`cost.Account`) waits for its turn and pays before the body is read. If it has spent even its reserve, nothing is
-  read from its connections.
-- A user has few connections, and more for each lease with a process. One beyond that waits for a moment, gets one reply that says so, and
-  is closed. An administrator still gets a descriptor when users have used up theirs.
-- A request head, a body or a reply that makes no progress within its time closes the connection.
+A request is judged by its head: a refused one (too large, unknown length, account long overdrawn) gets a reply at once, and its body is
+never
+read. The request's account (`cost.Account`) waits for its turn and pays before the body is read; once even its reserve is spent, nothing
+is
+read from its connections. A user has few connections, and more for each lease with a process; one beyond waits a moment, gets one reply
+and is
+closed. An administrator still gets a descriptor when users have used up theirs. Whatever makes no progress within its time is closed.
 """
 
 import asyncio
@@ -115,7 +115,6 @@ class Payers:
         self._seats = seats
 
     def of_connection(self, credentials: PeerCredentials, *, admin: bool) -> Account:
-        """Return who pays for a connection whose requests show no token. Administrators are exempt."""
         if admin:
             return EXEMPT
         if (pod := self._seats.workloads.of_pod(credentials.pid)) is not None:
@@ -136,7 +135,6 @@ class Payers:
         return account, route is not None and route.reserved and kernel is not None and kernel.identity is not None
 
     def most_connections(self, uid: int) -> int:
-        """Return how many connections a user may have open: few, and more for each kernel and each seat that there is."""
         user = account_uid(uid)
         kernels = sum(
             one.identity is not None and account_uid(one.uid) == user for one in self._broker.kernels.values()
@@ -305,8 +303,6 @@ def _last_reply(error: FractionalGPUError) -> bytes:
 
 
 class Server(HTTPServer):
-    """Counts connections by who pays for them, and rejects those beyond the limits."""
-
     def initialize(  # type: ignore[override] # tornado passes on what its constructor gets
         self,
         *args: Any,  # noqa: ANN401 - tornado's own
@@ -410,10 +406,7 @@ class Server(HTTPServer):
 
 
 class PausingListener(socket.socket):
-    """A listening socket that pauses for `_PAUSE_S` when the process has no free descriptor; clients wait in the backlog.
-
-    Without it the event loop calls again at once, because a connection still waits, and fails again: a full core and a full log.
-    """
+    """Pauses for `_PAUSE_S` without a free descriptor. Else the loop calls again at once and fails again: a full core, a full log."""
 
     _paused: object | None = None
     _accepted = 0  # in this turn of the loop
@@ -451,10 +444,7 @@ class PausingListener(socket.socket):
 
 
 def drain_claim_queries(claim: NameClaim) -> None:
-    """Discard the connections by which processes ask which one holds the claim, until the running loop ends.
-
-    The operating system answers them with the listener's credentials, but only while the backlog has room.
-    """
+    """Discard processes' queries about the claim's holder: the system answers them only while the backlog has room."""
     loop = asyncio.get_running_loop()
 
     def drain() -> None:

@@ -30,9 +30,9 @@ _LONGEST_WHY: Final = 300  # characters
 
 
 async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]], what: str) -> None:
-    """Return when `left` returns no process any more. `what` names a process, with `{pid}`.
+    """Return when `left` returns no process any more; it is named in errors by `what`. Cancelled: signalled ones still end.
 
-    Raises ConflictError for one that may not be signalled, or does not end. Cancelled: those that were signalled end.
+    Raises ConflictError for one that may not be signalled, or does not end.
     """
     deadline_s = time.monotonic() + GRACE_S
     number, found = signal.SIGTERM, await left()
@@ -53,10 +53,7 @@ async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]]
 async def wait_for_end(
     processes: Sequence[ProcessIdentity], patience_s: float, number: signal.Signals | None = None
 ) -> None:
-    """Wait until exactly these have ended, but not longer; with `number`, signal them first.
-
-    Raises ConflictError for one that we may not signal.
-    """
+    """Wait for exactly these; with `number`, signal them first. Raises ConflictError for one that we may not signal."""
     pidfds: dict[int, asyncio.Event] = {}
     loop = asyncio.get_running_loop()
     try:

@@ -1,14 +1,15 @@
 """Is the kernel busy? The broker's subscription to a kernel's IOPub.
 
-- IOPub reports busy and idle for every message on the shell and control channels; the types in `USES` count as use. Subshells overlap, so
-  the watch keeps a *set* of busy parent message ids, never a flag.
-- Doubt counts as busy. IOPub can lose messages, and a late subscriber gets no current state. So a new watch is in doubt until the kernel
-  has answered a `kernel_info` request on its shell channel *and* the idle status of that request came over IOPub.
-- If a kernel stays busy without a message, each busy shell gets the same request, in case an idle was lost. A shell answers in order, so
-  its answer clears its earlier messages. Probes take the user's time, so they become rarer.
-- Messages are charged to the kernel's user; while that account is overdrawn none is read, and the watch is in doubt.
-- The watch subscribes only to the topic of the kernel's first status, so output stays in the kernel. A kernel with other topics that
-  publishes a frame over `_LONGEST_FRAME` breaks the connection, and is busy until it is next idle.
+- IOPub reports busy and idle for every message; the types in `USES` count as use. Subshells overlap, so the watch keeps a *set* of busy
+  parent
+  message ids, never a flag.
+- Doubt counts as busy: IOPub can lose messages, and a late subscriber gets no current state. Doubt ends when the kernel has answered a
+  `kernel_info` request on its shell channel *and* the request's idle status came over IOPub. A kernel that stays busy without a message
+gets
+  the same request on each busy shell, ever more rarely, as probes take the user's time; an answer clears the shell's earlier messages.
+- While the user's account is overdrawn no message is read, and the watch is in doubt. It subscribes only to the topic of the kernel's
+  first
+  status, so output stays in the kernel; a frame over `_LONGEST_FRAME` breaks the connection.
 """
 
 import asyncio
@@ -94,10 +95,9 @@ def _try_rarely(socket: zmq.asyncio.Socket) -> None:
 
 
 class IOPubWatch:
-    """Watches one kernel, at the account's cost. `changed()` is called on the loop when `busy`, or what is being handled, changes.
+    """Watches one kernel, at the account's cost. `busy` counts doubt; `executing`: a message is known to be handled.
 
-    `busy` counts doubt; `executing` is True while a message is known to be handled. `signed(sign)` is called before `changed()` for a
-    message that only a person at work sends.
+    `changed()` is called on the loop; before it `signed(sign)`, for a message that only a person at work sends.
     """
 
     def __init__(
@@ -140,7 +140,6 @@ class IOPubWatch:
 
     @property
     def doubt_s(self) -> float:
-        """For how long the kernel has not answered, so that whether it is busy is unknown, seconds."""
         return 0.0 if self.is_certain else time.monotonic() - self._doubt_since_s
 
     @property
@@ -210,11 +209,11 @@ class IOPubWatch:
             self._topic = topic
 
     async def _keep_line(self) -> None:
-        """Follow the state of the IOPub connection, and connect again after a pause when it broke.
+        """Follow the IOPub connection, and connect again after a growing pause when it broke; the watch is in doubt then.
 
-        Messages are lost while it is broken, so the watch is in doubt again. ZeroMQ retries a refused connection ever more rarely. But it
-        retries one that is accepted and then closed ten times a second, and one that too long a frame broke not at all: disconnect those
-        here, and connect again after a growing pause.
+        ZeroMQ retries a refused connection ever more rarely, one that is accepted and closed ten times a second, and one that too long a
+        frame broke
+        not at all: so disconnect and connect here.
         """
         pause_s = _REJOIN_S
         joined_s: float | None = None
@@ -301,7 +300,6 @@ class IOPubWatch:
         return digest.hexdigest().encode()
 
     async def _resolve_doubt(self) -> None:
-        """Probe the main shell until certain, and after a long silence every shell that is busy."""
         while True:
             await self._become_certain()
             patience_s = _SILENCE_S

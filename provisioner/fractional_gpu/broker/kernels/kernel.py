@@ -25,10 +25,9 @@ from fractional_gpu.protocol.status import KernelFacts
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A client's request to suspend or to resize a lease, from its event to its reply.
+    """A client's request to suspend or resize, from its event to its reply. Not kept on the lease: another may be under way.
 
-    `declined` is the arbiter's refusal (reason, sentence). It is kept here, not on the lease: another request about the same lease may
-    be under way.
+    `declined` is the arbiter's refusal (reason, sentence).
     """
 
     declined: tuple[str, str] | None = None
@@ -54,7 +53,6 @@ class CheckpointState:
 
     @property
     def total_mib(self) -> int:
-        """What the last suspend was to save, MiB; 0 if it saved nothing, or was an earlier broker's."""
         return sum(self.sizes.values())
 
     @property
@@ -84,7 +82,6 @@ class Measurement:
     users_on_disk: frozenset[ProcessIdentity] = frozenset()  # processes that used a device and are in the ledger
 
     def devices_to_read(self, device_ids: Iterable[str]) -> list[str]:
-        """Return the devices of the lease, and the others on which the kernel's processes were seen, each once."""
         return list(dict.fromkeys([*device_ids, *sorted(self.seen_on)]))
 
 
@@ -184,7 +181,6 @@ class Kernel:
         self._change = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool], patience_s: float | None = None) -> None:
-        """Return when a change of the kernel makes the condition true, or after the patience. The condition may raise."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 while True:
@@ -228,7 +224,6 @@ class Kernel:
         self.runner_gone = True
 
     def forget_process(self) -> None:
-        """Give up the pidfd, the IOPub subscription and the gate's line of a process that is gone or replaced."""
         _unwatch(self._pidfd)
         self._pidfd = None
         self._forget_runner()
@@ -253,7 +248,6 @@ class Kernel:
         return self.link
 
     def disconnect_gate(self, link: GateLink) -> bool:
-        """End the line; return whether it was the kernel's, and had not been replaced."""
         link.close()
         if self.link is not link:
             return False
@@ -262,7 +256,6 @@ class Kernel:
 
     @property
     def busy(self) -> bool:
-        """Whether the kernel uses, or may be about to use, the GPU: by its messages, or by the device's counters."""
         works = self.gpu_work.working and not self.requests.suspend_waiters
         return self.in_use or (self.identity is not None and works)
 
@@ -289,7 +282,6 @@ class Kernel:
 
     @property
     def executing(self) -> bool:
-        """Whether a message that counts as use of the GPU is being handled for certain."""
         return self.iopub is not None and self.iopub.executing and not self._uses_no_gpu
 
     @property

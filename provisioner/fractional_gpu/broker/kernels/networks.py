@@ -31,10 +31,9 @@ class Networks:
         self._others: dict[NamespaceId, _Network] = {}
 
     def context_for(self, lease_id: str, identity: ProcessIdentity) -> zmq.asyncio.Context:
-        """Return the context that reaches the loopback interface of the process. Blocks for some milliseconds the first time.
+        """Return the context for the process's loopback interface.
 
-        Raises PermissionError if the network namespace is closed to this process, OSError if the system lacks a resource,
-        ProcessLookupError if the process has ended.
+        Blocks for milliseconds the first time. Raises PermissionError, OSError.
         """
         self.forget(lease_id)
         try:

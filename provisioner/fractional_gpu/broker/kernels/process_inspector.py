@@ -1,12 +1,10 @@
 """The current truth about kernels, from the operating system, the driver and the devices.
 
 A `HostSnapshot` is one pass over /proc and one reading of each device concerned. Several questions share one; certainty needs a new one.
-
-- A CUDA process that no device counts holds at most the memory that devices do not charge to any process. That is taken as its size if
-  the devices are known to count the pids that are visible here; otherwise (a container with its own pids) the size is unknown.
-- A process that forked from a CUDA process without executing a program inherited a context that it cannot use. The driver's answers about
-  it, errors included, say nothing about the kernel.
-- The driver has no time limit for a stopped process, so it is not asked about one.
+A CUDA process that no device counts holds at most the memory that devices charge to no process, if they are known to count the pids
+visible
+here; else its size is unknown. A process that forked from a CUDA process without executing a program inherited a context that it cannot
+use: the driver's answers about it say nothing. The driver has no time limit for a stopped process, so it is not asked.
 """
 
 import asyncio
@@ -36,8 +34,6 @@ _NO_CUDA = (ProcessState.NO_CONTEXT, ProcessState.GONE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSnapshot:
-    """The machine at about one moment: its processes, and the use of each device that was read, by id."""
-
     processes: Snapshot
     uses: Mapping[str, DeviceUse]
 
@@ -58,7 +54,6 @@ class HostSnapshot:
         return all(one.pid in pids for one in self.uses[device_id].processes)
 
     def homes(self, pids: Collection[int]) -> tuple[str, ...]:
-        """Return the devices that hold memory of these processes, the one that holds most first."""
         mine = {
             device_id: sum(one.used_mib for one in use.processes if one.pid in pids)
             for device_id, use in self.uses.items()
@@ -71,10 +66,7 @@ def uncounted_mib(use: DeviceUse) -> int:
 
 
 class ProcessScans:
-    """Passes over /proc that all who need one share: one at a time, and who comes during one waits for the next. Any thread may call.
-
-    `kernels`, a live mapping: only environments of their users' processes are read. None: of all users' processes.
-    """
+    """Shared passes over /proc, one at a time; for any thread. `kernels` (live): read only their users' environments (None: all)."""
 
     def __init__(self) -> None:
         self.kernels: Mapping[str, Kernel] | None = None
@@ -94,10 +86,9 @@ class ProcessScans:
 
 
 class ProcessInspector:
-    """Classifies a kernel's processes, from snapshots and the driver's answers.
+    """Classifies a kernel's processes. `off`: why the driver cannot be asked; then only devices' counts are known.
 
-    `off` is the reason why the driver cannot be asked; while it is set, only the devices' counts are known. `counts_processes`: a device is
-    known to count CUDA processes under the pids that they have here.
+    `counts_processes`: a device is known to count CUDA processes by the pids that they have here.
     """
 
     def __init__(self, monitor: Monitor, worker: WorkerLink, *, off: str = "") -> None:
@@ -150,10 +141,7 @@ class ProcessInspector:
     async def with_memory(
         self, kernel: Kernel, root: ProcessIdentity | None, host: HostSnapshot, *, saved: bool
     ) -> list[ProcessIdentity]:
-        """Return the processes of the kernel, whose own process is or was `root`, that have device memory.
-
-        `saved`: some of it may lie on the host, which only the driver knows. Raises GPUError.
-        """
+        """Return the kernel's processes with device memory; `saved`: some may be on the host, which only the driver knows."""
         found = []
         for identity in self._tree_below(kernel, root, host.processes):
             if host.used_mib(identity.pid):
@@ -170,10 +158,9 @@ class ProcessInspector:
         return found
 
     async def _has_cuda(self, kernel: Kernel, host: HostSnapshot, identity: ProcessIdentity) -> bool:
-        """Ask the driver whether the process has CUDA state. True for a stopped one, which would not answer. Raises GPUError.
+        """Ask the driver; True for a stopped process, which would not answer. Raises GPUError.
 
-        If it is known which processes were saved, an error about another one that runs its parent's program says nothing: it inherited a
-        context.
+        If the saved processes are known, an error about another that runs its parent's program says nothing: it inherited a context.
         """
         if host.processes.stopped_or_traced(identity):
             return True
@@ -191,9 +178,9 @@ class ProcessInspector:
     async def memory_use(
         self, kernel: Kernel, host: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, int], list[ProcessIdentity]]:
-        """Return the device memory, MiB, of every CUDA process of the kernel, and the processes that inherited a context.
+        """Return each CUDA process's MiB (0:
 
-        The size is 0 where it is unknown. Raises GPUError, also for a process whose memory is not on a device.
+        unknown), and the processes that inherited a context. Raises GPUError, also for saved memory.
         """
         states, heirs = await self.states(kernel, host)
         for identity, state in states.items():
@@ -209,10 +196,7 @@ class ProcessInspector:
     async def states(
         self, kernel: Kernel, host: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, ProcessState], list[ProcessIdentity]]:
-        """Return the current CUDA states of the kernel's processes that have their own context, and the processes that inherited one.
-
-        Raises GPUError.
-        """
+        """Return the states of processes with a context of their own, and the processes that inherited one. Raises GPUError."""
         tree = self.tree(kernel, host)
         if self.off:
             return {one: ProcessState.RUNNING for one in tree if host.used_mib(one.pid)}, []
@@ -259,10 +243,7 @@ class ProcessInspector:
 def members_of(
     kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot, apart: Collection[ProcessIdentity]
 ) -> list[ProcessIdentity]:
-    """Return the kernel's processes, without what belongs to those `apart`, and remember them.
-
-    A process that was in the kernel's tree once stays the kernel's own, wherever its parents went.
-    """
+    """Return the kernel's processes, without those below `apart`. One that was once in its tree stays, wherever its parents went."""
     tree = processes.tree(root, kernel.lease_id, uid=kernel.uid, apart=apart, also=kernel.members)
     kernel.members = frozenset(tree) - {root}
     return tree

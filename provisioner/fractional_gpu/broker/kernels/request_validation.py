@@ -132,10 +132,7 @@ def cap_mib(arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, memory_mib: i
 def guaranteed_mib(
     arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, reserve_mib: int, request_mib: int | None
 ) -> int | None:
-    """Return the guaranteed memory in a pool that reserves by use: as requested, or the fraction's share of a device.
-
-    None: all of the cap. Raises BadRequestError.
-    """
+    """Return the guarantee in a pool that reserves by use; None: all of the cap. Raises BadRequestError."""
     if pool.reserve_by is ReserveBy.CAP:
         if request_mib is not None:
             raise BadRequestError(
@@ -177,10 +174,7 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
 
 
 def _named_process(peer: Peer, named_pid: int) -> tuple[int, ProcessIdentity, int]:
-    """Return pid, identity and uid of the process that the peer names by its pid in the peer's own pid namespace.
-
-    Blocks. Raises ProcessLookupError, also for a peer that is not visible here, PermissionError.
-    """
+    """Resolve the peer's pid from its own pid namespace. Blocks. Raises ProcessLookupError, also for an invisible peer."""
     if peer.credentials.pid <= 0:
         raise ProcessLookupError("the process that names it is in a pid namespace that the broker cannot see")
     try:
@@ -210,8 +204,7 @@ def token_file_of(identity: ProcessIdentity) -> str:
 async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
     """Return the variable once it has the expected value, or its value after a moment.
 
-    `exec` tells the parent that it worked (by closing descriptors) before Linux puts the new environment in place; until then it reads as
-    empty. Raises as `environment_value`.
+    `exec` reports success before Linux puts the new environment in place; until then it reads as empty. Raises as `environment_value`.
     """
     pause_s, end_s = _EXEC_PAUSE_S, time.monotonic() + _EXEC_PATIENCE_S
     while (value := await ATTACHING.run(environment_value, pid, name)) != expected and time.monotonic() < end_s:

@@ -46,10 +46,7 @@ _LONGEST_S: Final = 10.0  # until a group is read again, however much room it ha
 def host_budget_mib(
     configured_mib: int, total_mib: int, saved_mib: int, room: Callable[[], Headroom] = system_headroom
 ) -> int:
-    """Return how much memory all saved state may take now, MiB: as configured, but leave the machine some room.
-
-    What it is below `saved_mib` should go back to devices. Raises OSError, ValueError.
-    """
+    """Return the budget of saved state, as configured but leaving the machine some room; below `saved_mib`, the rest should go back."""
     kept_free_mib = max(_KEPT_FREE_LEAST_MIB, total_mib // KEPT_FREE_PARTS)
     return max(0, min(configured_mib, saved_mib + room().mib - kept_free_mib))
 
@@ -65,9 +62,9 @@ class HostMemoryPressure:
         self._rooms: dict[str, tuple[int, float]] = {}  # leases not to be read yet: pid, and until when
 
     def __call__(self, pids: Mapping[str, int], now_s: float) -> set[str]:
-        """Return the leases (with their kernels' pids) that are under memory pressure.
+        """Return leases (with their kernels' pids) under memory pressure; none if the whole machine has no room.
 
-        Where the machine as a whole has no room, no group is to blame. Raises OSError, ValueError for a machine that cannot be read.
+        Raises OSError, ValueError.
         """
         if not pids or self._system().mib == 0:
             return set()
@@ -134,8 +131,6 @@ class Lowered:
 
 
 class OomProtection:
-    """Protects the saved state of one broker's leases. `record` is the file of the changes."""
-
     def __init__(self, broker: "Broker", record: Path) -> None:
         self._broker = broker
         self._record = record
@@ -221,7 +216,6 @@ class OomProtection:
         self._write(self._lowered)
 
     def _sweep(self) -> None:
-        """Set back what inherited an adjustment, and forget processes that have ended."""
         self._swept_s = time.monotonic()
         # A child has its parent's adjustment as of the fork: it, too, would be spared when memory runs out.
         inherited = [one for one in self._lowered.values() if one.is_inherited_visibly]

@@ -94,9 +94,9 @@ class Sampler:
         await asyncio.sleep(_STEP_S)
 
     async def refresh(self) -> None:
-        """Sample for a reader that needs current figures. Cancelled: there is no new sample.
+        """Sample for a reader.
 
-        Requests that come together share one sample, and one follows another after a pause: readers cannot keep the broker busy.
+        Simultaneous requests share a sample, and the next comes after a pause: readers cannot keep the broker busy.
         """
         asked_s = time.monotonic()
         async with self._sampling:
@@ -113,10 +113,11 @@ class Sampler:
             log.error("the devices and the machine could not be sampled: %s", error)  # noqa: TRY400 - the sentence says it
 
     async def sample(self) -> None:
-        """Read once and report changes to the arbiter. A reading that a state change overtook is dropped, at most twice in a row.
+        """Report changes to the arbiter. Drop a reading that a state change overtook, at most twice in a row.
 
         Otherwise a user who changes a lease without end would blind the broker. The third reading counts, except for leases that changed
-        during it. Memory that they have since freed counts as a stranger's until the next sample, so no lease is let in too early.
+        during it.
+        Memory that they freed counts as a stranger's until the next sample, so no lease is let in too early.
         """
         self._report_host_budget()
         for left in reversed(range(_ATTEMPTS)):
@@ -213,7 +214,6 @@ class Sampler:
         return owners
 
     def _note_processes(self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]) -> None:
-        """Save processes of kernels that use a device, and refresh those that ended kernels left behind."""
         used_mib: dict[str, dict[int, int]] = {}
         for use in uses.values():
             for process in use.processes if use is not None else ():
@@ -239,9 +239,9 @@ class Sampler:
         return covered
 
     def _hold_unused(self, kernel: Kernel, view: LeaseView, *, uses: bool) -> None:
-        """Count a cell as idle that has held its room for the pool's `max_unused_hold` without using the GPU, until it uses it.
+        """Count a cell as idle that has held its room unused for the pool's `max_unused_hold`, until it uses the GPU.
 
-        If the room is another kernel's by then, what it uses counts as a stranger's until its ticket is served.
+        If the room is another kernel's by then, its use counts as a stranger's until its ticket is served.
         """
         cell, pool = kernel.cell, self._broker.arbiter.pools().get(view.spec.pool)
         if kernel.iopub is None or kernel.link is None or pool is None:

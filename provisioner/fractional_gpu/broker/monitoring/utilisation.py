@@ -1,12 +1,12 @@
 """How much of its devices each lease uses while it runs a cell, from the devices' counts.
 
-- A figure is the mean since the last sample, for a lease that ran one cell all the time. After a cell's beginning the period starts late
-  enough to leave out the time before (`settle_us`). There is no figure for a cell that waits for input, work outside cells, and a kernel
-  whose messages the broker cannot read.
-- A lease's figure is the sum over its processes, and the mean over its devices.
-- If a device reports nothing by process (or the process computes through the MPS server), its total counts, provided that the lease is the
-  only busy one there and no process without a lease computes there.
-- A process that the device does not list has no figure: the device may know it by another pid.
+A figure is the mean since the last sample, for a lease that ran one cell all the time; the period starts late enough after the cell's
+beginning
+to leave out the time before (`settle_us`). None for cells that wait for input, work outside cells, unreadable messages, and processes
+that the
+device does not list. It is the sum over the lease's processes, the mean over its devices. If a device reports nothing by process (or
+computes
+through the MPS server), its total counts if the lease is the only one that computes there.
 """
 
 import logging
@@ -35,23 +35,17 @@ _Beginning = tuple[float, float, int]
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A running cell, and the time from which to read each of its devices, in microseconds since boot."""
-
     beginning: _Beginning
     devices: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The running cells before a sample, and the devices' readings, by device and start of the reading."""
-
     cells: Mapping[str, _Cell]  # by lease
     devices: dict[tuple[str, int], DeviceUtilisation | None] = field(default_factory=dict)
 
 
 class UtilisationMeter:
-    """Measures the leases of one broker. `clock`: microseconds since boot."""
-
     def __init__(self, broker: Broker, clock: Callable[[], int] = since_boot_us) -> None:
         self._broker = broker
         self._clock = clock

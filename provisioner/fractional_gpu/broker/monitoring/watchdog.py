@@ -1,12 +1,11 @@
 """Ends a broker whose event loop is blocked, with the stacks of all its threads in the log.
 
-A thread hands the loop a callback and waits until the loop has run it. The end is like a SIGKILL: the next client or the supervisor starts
-a broker. Slow work runs in other threads or processes, so 30 s are long for the loop.
-
-- Only time in which this thread ran counts: a stopped broker (SIGSTOP, a frozen control group, a machine that slept) was not blocked.
-  Nothing counts while a debugger holds the process or is loaded in it.
-- If the loop continues while its stacks are written, the broker stays.
-- Native code that keeps the interpreter's lock stops this thread as well, so it is not noticed.
+A thread hands the loop a callback and waits until it has run. The end is like a SIGKILL: the next client or the supervisor starts a
+broker.
+Only time in which this thread ran counts: a stopped broker (SIGSTOP, a frozen control group, sleep) was not blocked, nor is one under a
+debugger. If the loop continues while its stacks are written, the broker stays. Native code that keeps the interpreter's lock stops this
+thread
+as well, so it is not noticed.
 """
 
 import asyncio
@@ -33,10 +32,7 @@ _DEBUGGERS = frozenset({"pdb", "pydevd", "debugpy"})
 def watchdog(
     limit_ms: int | None, *, end: Callable[[int], None] = os._exit, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[None]:
-    """Watch the running loop while the block lasts. `limit_ms`: how long the loop may stand still, milliseconds; None: for ever.
-
-    `end` is called with the exit status; `clock` returns monotonic seconds.
-    """
+    """Watch the running loop during the block. `limit_ms` None: no limit. `end` is called with the exit status."""
     if limit_ms is None:
         yield
         return

@@ -45,8 +45,6 @@ _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
 @dataclass(slots=True, kw_only=True)
 class Act:
-    """One action under way. The code that executes it may set another outcome than `done`."""
-
     what: str
     target: str
     peer: Peer
@@ -90,8 +88,6 @@ def is_anothers(peer: Peer, kernel: Kernel, view: LeaseView) -> bool:
 
 
 class AuditLog:
-    """The audit log of one broker. Its methods are for the broker's loop; a separate thread writes."""
-
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.path = settings.audit_file or folder / FILE_NAME
         self._most_bytes = settings.audit_max_size * 2**20
@@ -103,10 +99,9 @@ class AuditLog:
 
     @asynccontextmanager
     async def act(self, what: str, target: str, peer: Peer, parameters: Mapping[str, Any]) -> AsyncIterator[Act]:
-        """Write the request of an action before the block, and its outcome after it.
+        """Write the request of an action before the block, and its outcome after it; cancelled or disconnected: `withdrawn`.
 
-        Raises InternalBrokerError if the log cannot be written: before the block, which then does not run, or after it. Exceptions of the
-        block pass through. Cancelled (or the peer disconnected): the outcome is `withdrawn`.
+        Raises InternalBrokerError if the log cannot be written: before the block, which then does not run, or after it.
         """
         act = Act(what=what, target=target, peer=peer, parameters=parameters)
         try:
@@ -139,7 +134,6 @@ class AuditLog:
             log.warning("the audit log %s cannot be written (%s): %s until it can", self.path, error, refused)
 
     async def prune(self) -> None:
-        """Remove files beyond the configured number or age. Files that cannot be removed stay; the broker's log says so."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._prune)
         except OSError as error:
@@ -200,7 +194,6 @@ class AuditLog:
             sync_folder(self.path.parent)
 
     def _rotate(self, more_bytes: int) -> None:
-        """Begin a new file if the line would make this one too large, or if this one is old."""
         try:
             status = self.path.lstat()
         except FileNotFoundError:

@@ -40,16 +40,11 @@ _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOE
 
 
 def lease_folder(socket: str, *, simulated: bool) -> Path:
-    """Return where the broker on this socket keeps its second records; simulated devices have a separate folder, as their ledger has."""
     return Path(f"{socket}.leases{'-simulated' if simulated else ''}")
 
 
 class LeaseFiles:
-    """Writes the second records of one broker. All methods are for its event loop.
-
-    `check_above` raises OSError or BrokerUnavailableError if another user can write to the folder above, for example after replacing it by
-    a link. Nothing is written then.
-    """
+    """Writes the second records of one broker; for its loop. `check_above` raises if another user could replace a folder above."""
 
     def __init__(self, folder: Path, check_above: Callable[[], object] = lambda: None) -> None:
         self.folder = folder
@@ -74,7 +69,6 @@ class LeaseFiles:
         self.drop(seat_id, _SEAT)
 
     async def run(self) -> None:
-        """Write missing and failed files again, every two seconds, until cancelled."""
         while True:
             await asyncio.sleep(_EVERY_S)
             await self.repair()
@@ -83,11 +77,9 @@ class LeaseFiles:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._repair, dict(self._wanted))
 
     async def flushed(self) -> None:
-        """Return when everything submitted before was written, or failed. Cancellation stops the waiting only."""
         await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
 
     async def close(self) -> None:
-        """Write what is due and stop. The folder is removed with its last file."""
         await self.flushed()
         self._thread.shutdown()
         with suppress(OSError):
@@ -142,10 +134,7 @@ def _replace(folder: Path, name: str, text: bytes) -> None:
 
 
 def read_lease_files(folder: Path) -> list[LeaseRecord]:
-    """Return the leases' records that a broker of this user left in the folder, oldest lease first.
-
-    Skips, with a warning, files that others could have written and files that cannot be read. A missing folder holds none.
-    """
+    """Return the records that a broker of this user left, oldest first. Skips, with a warning, unreadable and foreign-writable files."""
     records = [record for name, record in _read_all(folder, _LEASE, LeaseRecord) if record.spec.lease_id == name]
     return sorted(records, key=lambda record: (record.created_ms, record.spec.lease_id))
 
@@ -205,10 +194,7 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def remove_token_file(lease_id: str, path: str, uid: int) -> None:
-    """Remove the token's file of a lease of this user that has ended. Blocks while its filesystem does.
-
-    A name that is not a token file's is ignored, as is "" (no file).
-    """
+    """Remove the token's file of this user's ended lease; ignores other names. Blocks while its filesystem does."""
     file = PurePath(path)
     if not (file.name.startswith(lease_id) and file.name.endswith(_SUFFIX)):
         return

@@ -54,7 +54,7 @@ class _ActError(Exception):
 
 
 class LedgerWriter:
-    """The only user of an open ledger: one thread, one writer. Long reads have a thread of their own: no write waits for them."""
+    """The only user of an open ledger: one thread, one writer. Long reads have a separate thread: no write waits for them."""
 
     def __init__(self, ledger: Ledger, *, limit_bytes: int = 2**32) -> None:
         self.ledger = ledger
@@ -72,15 +72,14 @@ class LedgerWriter:
         self._again: asyncio.TimerHandle | None = None
 
     def connect(self, *, wrote: Callable[[float], None], trouble_changed: Callable[[], None]) -> None:
-        """Set what is called, on the loop: after each transaction, with its seconds, and when `trouble` or `over_limit` changes."""
         self._wrote, self._trouble_changed = wrote, trouble_changed
 
     def submit(self, act: Callable[[], None], *, again: bool = False) -> asyncio.Future[None]:
-        """Write soon, after everything submitted before. Returns a future that is done when the write is on the disk.
+        """Write soon, after everything submitted before. The future is done when the write is on the disk. Failures are logged.
 
-        A failure is logged; a restarted broker queries the driver for the truth anyway. With `again`, a valid write that fails (the disk
-        is full) is repeated before all later writes until it succeeds, or until it fails though others can be written. Its future has
-        failed by then.
+        With `again`, a write that fails (the disk is full) is repeated before all later writes, until it succeeds or fails though others
+        can be
+        written. Its future has failed by then.
         """
         done = self._enqueue(act, again=again)
         done.add_done_callback(_log_failure)
@@ -100,15 +99,12 @@ class LedgerWriter:
         return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
     async def read_aside(self, act: Callable[[], T]) -> T:
-        """Return what `act` reads with `Ledger.metered`, as `read` does, but beside the writes; one such read at a time."""
+        """Return what `act` reads with `Ledger.metered`, as `read` does, but parallel to the writes; one such read at a time."""
         await self.flushed()
         return await asyncio.get_running_loop().run_in_executor(self._aside, act)
 
     async def prune(self, now_ms: int) -> None:
-        """Delete what is old, and the oldest history while the ledger is larger than `limit_bytes`. Raises LedgerError.
-
-        One transaction deletes little, so that other writes do not wait long.
-        """
+        """Delete old rows, and more history above `limit_bytes`; little in one transaction, so that no write waits long."""
         more = True
 
         def prune(history_ms: int, accounts_ms: int) -> None:
@@ -138,7 +134,6 @@ class LedgerWriter:
         self._trouble_changed()
 
     async def write_out(self) -> None:
-        """Write the whole ledger to another file after its own were deleted. Raises LedgerError. Cancellation does not stop it."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self.ledger.write_out)
 
     async def close(self) -> None:
@@ -214,8 +209,8 @@ class LedgerWriter:
     def _write(self, acts: list[Callable[[], None]]) -> list[LedgerError | None]:
         """Write all in one transaction; return how each failed. Raises LedgerError if nothing can be written.
 
-        One that fails is left out of the next attempt, in which the others keep their order: a write that fails each time, and is
-        repeated before all others, would make them fail for ever.
+        One that fails is left out of the next attempt: a write that always fails, and is repeated before all others, would make them fail
+        for ever.
         """
         failures: list[LedgerError | None] = [None] * len(acts)
         first: LedgerError | None = None
@@ -281,10 +276,10 @@ def _is_full(error: LedgerError) -> bool:
 def _explained(folder: Path, error: LedgerError) -> str:
     if _is_full(error):
         return (
-            f"the broker's state folder {folder} is full; free some room there (`df -h {folder}`), and everything goes on by itself, "
+            f"the broker's state folder {folder} is full; free some room there (`df -h {folder}`), and everything continues, "
             "within seconds"
         )
-    return f"the broker cannot write its state: {error}; everything goes on by itself once it can"
+    return f"the broker cannot write its state: {error}; everything continues once it can"
 
 
 def _seen(done: asyncio.Future[None]) -> None:

@@ -61,7 +61,6 @@ _SOON = "1s"  # how long a broker whose folder was deleted stays after its last 
 
 
 def run_broker(options: BrokerOptions) -> int:
-    """Serve until SIGTERM, SIGINT or idle exit. Returns the exit status; failures go to stderr."""
     options = resolved(options)
     if sentence := _serve(options, options.socket or socket_path(), ready=None):
         sys.stderr.write(f"jupyter gpu broker: {sentence}\n")
@@ -103,7 +102,6 @@ def _shed_inheritance() -> None:
 
 
 def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
-    """Return "" after an orderly end, else a sentence with the reason why no broker serves."""
     again: tuple[BrokerOptions, int] | None = None
     with ExitStack() as stack:
         try:
@@ -220,12 +218,12 @@ def _overrides(options: BrokerOptions) -> dict[str, object]:
 def _take_turn(
     lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_s: float, kept: NameClaim | None = None
 ) -> NameClaim | str | None:
-    """Return the claim of the socket's name if this process should serve, or "" if another broker serves, after reporting it to `ready`.
+    """Return the claim of the socket's name if this process should serve, or "" (reported to `ready`) if another broker serves.
 
-    None: this process should serve, but another user's process holds the claim. Another string: the reason why no broker serves.
-
-    A process with the lock or the claim is starting, serves, or is stopping; after a stop it is this process's turn. A broker that has the
-    claim but not the lock has lost its files: it executes itself again with the claim that it `kept` and needs the lock, so give it up.
+    None: serve, but another user's process holds the claim. Another string: why no broker serves. A process with the lock or the claim is
+    starting, serves, or is stopping; then it is this process's turn. A broker with the claim but without the lock has lost its files: it
+    executes
+    itself again with the claim that it `kept` and needs the lock, so give it up.
     """
     deadline = time.monotonic() + patience_s
     while True:

@@ -42,8 +42,6 @@ _SELF_TEST_S: Final = 20.0
 
 
 class DriverStart:
-    """Starts the worker of one broker. `specs`: the broker's devices by id, whose `why_not` it keeps up to date for the sampler."""
-
     def __init__(self, worker: WorkerLink, specs: MutableMapping[str, DeviceSpec]) -> None:
         self.off = ""  # the reason why nothing can be suspended now, a sentence; empty: no reason is known
         self._worker = worker
@@ -66,7 +64,6 @@ class DriverStart:
         return self.off
 
     async def run(self, broker: Broker, swaps: Swaps) -> None:
-        """Try until the driver works or refuses for good. Returns only by cancellation."""
         while self._pending:
             await self._pause()
             before = self.off
@@ -86,10 +83,9 @@ class DriverStart:
             log.warning("checkpointing was tried on a process of our own, which took more than %g s", _SELF_TEST_S)
 
     async def self_test(self, broker: Broker, swaps: Swaps) -> str:
-        """Try a checkpoint on a device that is mostly free; return the result as a sentence for the log. Cancellation kills the process.
+        """Try a checkpoint on a mostly free device; return a sentence for the log. Cancellation kills the process.
 
-        Only the checkpoint worker needs privileges, and only a real CUDA process shows whether the driver accepts them. A final refusal
-        becomes the devices' `why_not`; any other failure proves nothing.
+        Only a real CUDA process shows whether the driver accepts the worker's privileges. A final refusal becomes the devices' `why_not`.
         """
         idle = (
             device_id
@@ -199,8 +195,6 @@ class NoDeviceError(BackendError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """An open monitor, its devices, and the name under which a checkpoint worker opens the same."""
-
     name: str  # "nvidia", "simulated:DIR" or "kind:NAME"
     monitor: Monitor
     devices: tuple[DeviceInfo, ...]
@@ -223,10 +217,9 @@ class Backend:
 def open_backend(
     simulate: str | None, socket: str, *, patient: bool = False, device_kind: str = ""
 ) -> Iterator[Backend]:
-    """Open the devices. Raises BackendError, ValueError (a bad `simulate`) or GPUError.
+    """Open the devices; simulated ones take precedence. Raises BackendError, ValueError (a bad `simulate`) or GPUError.
 
-    `device_kind` is the setting of this name; simulated devices take precedence. With `patient`, block until the machine has a device: a
-    system service may start before the driver is loaded.
+    With `patient`, block until the machine has a device: a system service may start before the driver is loaded.
     """
     if simulate is None:
         name, folder, is_new = backend_name(device_kind), None, False
@@ -266,7 +259,6 @@ def _found(monitor: Monitor) -> tuple[DeviceInfo, ...]:
 
 
 def _awaited(monitor: Monitor) -> tuple[DeviceInfo, ...]:
-    """Retry until there is a device: after a second, then after twice as long each time, up to a minute."""
     said = ""
     pause_s = _FIRST_PAUSE_S
     while True:

@@ -29,7 +29,6 @@ class RepeatFilter(logging.Filter):
         self._seen: OrderedDict[tuple[int, str], tuple[float, int]] = OrderedDict()  # -> since when, and how many since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the line is written; add the number of repetitions to a line that stands for others."""
         text = record.getMessage()
         key, now_s = (record.levelno, text), self._clock()
         since_s, times = self._seen.get(key, (now_s, 0))
@@ -51,10 +50,7 @@ class RepeatFilter(logging.Filter):
 
 
 class _PrivateLog(logging.handlers.RotatingFileHandler):
-    """A log whose files, old and new, only their owner may read.
-
-    Lines that cannot be written (disk full, folder missing) are counted; the count is written when that is possible again.
-    """
+    """A log whose files only their owner may read. Lines that cannot be written are counted, and the count is written later."""
 
     _lost = 0
 

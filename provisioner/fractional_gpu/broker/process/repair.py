@@ -1,12 +1,11 @@
 """Repair of a running broker: if one of its files is gone, it writes its ledger out and executes itself again.
 
-Cleaners empty runtime folders, and users delete files that look like leftovers. Once a second the broker checks that its files' names
-still refer to the files that it made. If not, it finishes the swap under way, writes the deleted ledger, which is still open, to another
-file (`Ledger.write_out`) and executes the same program again. It keeps its claim of the socket's name, so no second broker starts.
-
-- While a folder is not private to this user it does nothing and logs the reason once: another user may have made the folder.
-- If the socket's whole folder is gone, a broker without leases and seats ends, unless `idle_exit` is "never". One with leases ends soon
-  after its last lease.
+Cleaners empty runtime folders, and users delete what looks like leftovers. Once a second the broker checks that its files' names still
+refer
+to the files that it made. If not, it finishes the swap under way, writes the deleted ledger, which is still open, to another file
+(`Ledger.write_out`) and executes itself; it keeps its claim of the socket's name, so no second broker starts. While a folder is not
+private
+to this user it does nothing. If the socket's whole folder is gone, a broker without leases and seats ends, unless `idle_exit` is "never".
 """
 
 import asyncio
@@ -39,7 +38,6 @@ class BrokerLock:
         self._descriptor = self._open()
 
     def take(self, *, wait: bool = False) -> bool:
-        """Lock the file that has the name now, and return whether that succeeded. With `wait`, block until it does."""
         if file_identity(self._path) != file_identity(self._descriptor):
             os.close(self._descriptor)
             self._descriptor = self._open()
@@ -70,7 +68,6 @@ class Repair:
         self._said = ""
 
     def begin(self) -> None:
-        """Note which files are this broker's. To be called when all are made."""
         socket = str(self._socket)
         paths = (self._socket, Path(f"{socket}.lock"), restart_file(socket), spare_restart_file(socket))
         self._made = {path: made for path in paths if (made := file_identity(path))}

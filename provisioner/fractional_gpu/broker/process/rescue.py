@@ -1,12 +1,12 @@
-"""The last resort: brings suspended kernels back without a broker.
+"""The last resort: brings suspended kernels back without a broker, with its lock, claims and turn of the checkpoint worker.
 
-- It replaces the broker for the time: the same lock, the same claims on the devices, the same turn of the checkpoint worker.
-- The driver's answer is the truth, as in a recovery; half-done work is undone first.
-- A restore without room kills its process. The saved size, from the ledger or the lease's second record, must be free; without one, the
-  device must be empty, and all devices if the device is unknown.
-- Kernels that cannot be brought back now stay saved, for another try.
-- A kernel without a record gets a second record, so that the next broker takes it back. Its size is the smallest fraction that holds its
-  use, or a whole device if the size is unknown, which it then has alone.
+The driver's answer is the truth, as in a recovery; half-done work is undone first. A restore without room kills its process: the saved
+size
+(from the ledger or the second record) must be free; without one, the device must be empty, and all devices if the device is unknown.
+Kernels
+that cannot be brought back stay saved. A kernel without a record gets one, so that the next broker takes it back: with the smallest
+fraction
+that holds its use, or a whole device if the size is unknown.
 """
 
 import asyncio
@@ -56,10 +56,7 @@ _TOLD = ("config_file", "simulate", "state_dir", "worker_socket")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescued:
-    """What became of one kernel. `outcome`: restored, running (nothing to do), saved, no-room, failed or unknown. Memory in MiB.
-
-    Saved: there was no room, and no record; now there is one, by which a broker brings the kernel back with its next cell.
-    """
+    """`outcome`: restored, running, saved, no-room, failed or unknown. Saved: without room; now with a record for the next broker."""
 
     lease_id: str
     label: str
@@ -90,10 +87,7 @@ class _Found:
 
 
 def rescue(options: BrokerOptions) -> Rescue:
-    """Bring back what can be. Blocks.
-
-    Raises ConflictError if a broker serves, BrokerUnavailableError, ConfigError, BackendError, DeviceClaimedError, GPUError, OSError.
-    """
+    """Bring back what can be. Blocks. Raises ConflictError if a broker serves, and configuration, device and system errors."""
     socket = options.socket or socket_path()
     options = _as_told_last(replace(options, socket=socket))
     with ExitStack() as stack:
@@ -155,10 +149,7 @@ def _take_place(socket: str, stack: ExitStack) -> None:
 
 
 def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_Found]:
-    """Find the kernels that the ledger knows, those that have a second record, and the rest by their environment.
-
-    The rest: of every user for root, else our own.
-    """
+    """Find kernels by the ledger, by second records, and (of every user for root, else our own) by their environment."""
     records = [*(ledger.live_leases() if ledger else []), *living_records(files, ledger)]
     found = [
         _Found(

@@ -64,10 +64,7 @@ class BrokerOptions:
 
 
 def write_restart_files(options: BrokerOptions, socket: str) -> None:
-    """Write `broker.json` in both places, with the options of the running broker; they replace an earlier broker's.
-
-    Raises OSError if the one next to the socket cannot be written.
-    """
+    """Write `broker.json` in both places. Raises OSError if the one next to the socket cannot be written."""
     # A starter wants to know at once whether a broker serves, so it must not stand by.
     started = asdict(replace(options, detach=False, stand_by=False, socket=socket))
     argument = json.dumps({name: value for name, value in started.items() if value is not None})
@@ -82,7 +79,6 @@ def write_restart_files(options: BrokerOptions, socket: str) -> None:
 
 
 def remove_restart_files(socket: str) -> None:
-    """Remove both: no lease is left for which the broker would have to start again."""
     for path in (restart_file(socket), spare_restart_file(socket)):
         with suppress(OSError):
             path.unlink()
@@ -134,10 +130,7 @@ def serves_everyone(socket: str) -> bool:
 
 
 def make_socket_folder(socket: str, *, service: bool = False) -> None:
-    """Create the socket's folder if it is missing, and check that no other user could put files there.
-
-    `service`: all users reach it; and no job or pod contains this process. Raises BrokerUnavailableError or OSError.
-    """
+    """Make and check the socket's folder. `service`: all users reach it, and no job or pod contains us. Raises OSError."""
     if service:
         _check_service()
     # All users share a system service; the other files in its folder are private by their own modes.

@@ -123,7 +123,7 @@ class BrokerRun:
     async def main(self) -> None:
         """Serve until SIGTERM, SIGINT, idle exit, or a deleted file.
 
-        Raises OSError where the threads for what blocks cannot be started: later work never lacks one.
+        Raises OSError if threads cannot be started: later work never lacks one.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -151,14 +151,10 @@ class BrokerRun:
         log.info("stopped; %s", "leases live on" if self.leases_live else "no lease was left")
 
     def has_leases(self) -> bool:
-        """Whether any lease, seat, or kernel whose record was lost needs this broker, or the next one."""
         return bool(self.broker.kernels or self.service.seats.live() or lost_sentence(self.broker.lost))
 
     async def _make_parts(self, end: AsyncExitStack) -> list[Coroutine[Any, Any, object]]:
-        """Make the parts of the broker, and restore the leases and seats that an earlier broker left. `end` ends the worker.
-
-        Returns the tasks that run while the broker serves. The broker ends when one of them ends or fails.
-        """
+        """Restore leases and seats; return the tasks that run while the broker serves: it ends when one of them ends or fails."""
         settings, ledger = self.settings, self.ledger
         ACCOUNTS.unknown = settings.account_of_unknown_uids
         specs = {spec.device_id: spec for spec in self.specs}
@@ -213,7 +209,6 @@ class BrokerRun:
     async def _make_broker(
         self, specs: dict[str, DeviceSpec], files: LeaseFiles, end: AsyncExitStack
     ) -> tuple[DriverStart, Swaps]:
-        """Make the checkpoint worker, the operations that use it, and the arbiter with all that executes its effects."""
         settings, ledger = self.settings, self.ledger
         turn = WorkerClaim(Path(f"{self.socket}.worker"))
         end.callback(turn.close)
@@ -272,7 +267,6 @@ class BrokerRun:
         self.service.audit.close()
 
     def _configure(self, host_budget_mib: int) -> None:
-        """Give the arbiter the devices, the pools, the budget of host memory and the devices that are being drained."""
         broker, ledger, specs = self.broker, self.ledger, {spec.device_id for spec in self.specs}
         everything = [
             DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib)
@@ -303,7 +297,6 @@ class BrokerRun:
 
     @staticmethod
     async def _prune_history(broker: Broker, audit: AuditLog) -> None:
-        """Remove old entries of the ledger and the audit log once a day, and of a ledger over its limit each minute, until cancelled."""
         writer, due_s = broker.writer, time.monotonic()
         while True:
             if is_due := time.monotonic() >= due_s:

@@ -1,12 +1,10 @@
-"""Living kernels whose leases the ledger does not know.
+"""Living kernels whose leases the ledger does not know: it can be deleted, moved or replaced by an older copy.
 
-A ledger can be deleted, moved or replaced by an older copy while kernels live. Each kernel still has its lease's id and its broker's
-socket in its environment, and a second record of the lease may lie in a file (`lease_files`).
-
-- The ledger wins: a lease that it knows, live or ended, is not looked for.
-- A record counts if its process lives (boot, pid, start time), belongs to the named user, and carries the lease.
-- Without a record the kernel is only listed; `jupyter gpu rescue` writes its record again.
-- A process writes its environment, command line and connection file itself, so they decide nothing about sizes, priorities or other users.
+Each kernel has its lease's id and its broker's socket in its environment, and a second record may be in a file (`lease_files`). The
+ledger
+wins. A record counts if its process lives, belongs to the named user, and carries the lease; without one the kernel is only listed, and
+`jupyter gpu rescue` writes its record. A process writes its environment, command line and connection file itself, so they decide nothing
+about sizes, priorities or other users.
 """
 
 import json
@@ -71,10 +69,9 @@ class Command:
 
 
 def carriers(uid: int | None, socket: str | None = None) -> list[Carrier]:
-    """Return the oldest process of each lease and user, oldest first; of one user only if `uid` is given.
+    """Return the oldest process of each lease and user, oldest first. Blocks. Raises OSError.
 
-    With `socket`, only those that were started for the broker on that socket, even if an older one carries the same id for another broker.
-    Blocks. Raises OSError.
+    With `socket`, only processes started for the broker there, even if an older one carries the same id for another.
     """
     snapshot = scan(LEASE_VARIABLE, None if uid is None else {uid})
     oldest: dict[tuple[str, int], Carrier] = {}
@@ -113,7 +110,6 @@ def still_carries(identity: ProcessIdentity, uid: int, lease_id: str) -> bool:
 
 
 def command_of(one: Carrier) -> Command:
-    """Return what the process's command line says; an empty `Command` for a process that is gone. Blocks."""
     pid = one.identity.pid
     try:
         kind = environment_value(pid, KIND_VARIABLE)
@@ -158,10 +154,7 @@ def _connection(path: str, uid: int, pid: int) -> str:
 
 
 def lost_kernels(uid: int | None, socket: str, ledger: Ledger, known: Collection[str]) -> dict[str, ProcessIdentity]:
-    """Return the living kernels of the broker on this socket that neither the ledger nor a record (`known`) knows, by lease.
-
-    Blocks. Raises OSError, LedgerError.
-    """
+    """Return this socket's living kernels that neither the ledger nor a record (`known`) knows. Blocks. Raises OSError, LedgerError."""
     return {
         one.lease_id: one.identity
         for one in carriers(uid, socket)
@@ -170,7 +163,6 @@ def lost_kernels(uid: int | None, socket: str, ledger: Ledger, known: Collection
 
 
 def lost_sentence(lost: Mapping[str, ProcessIdentity]) -> str:
-    """Return status's sentence (without full stop) about those that still live, or ""."""
     pids = sorted(identity.pid for identity in lost.values() if is_alive(identity))
     if not pids:
         return ""

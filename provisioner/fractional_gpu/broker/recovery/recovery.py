@@ -42,10 +42,7 @@ class _Found:
 
 
 async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
-    """Bring every live lease of the ledger, and those that it `lost`, back into the arbiter in their real state.
-
-    Pools and devices must be known to the arbiter already.
-    """
+    """Bring live and `lost` leases back into the arbiter in their real state. It must know pools and devices already."""
     begun_s = time.monotonic()
     records = [*ledger.live_leases(), *lost]
     broker.kernels.update({record.spec.lease_id: kernel_of(record) for record in records})

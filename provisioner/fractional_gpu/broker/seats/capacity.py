@@ -69,7 +69,6 @@ class HostCapacity:
         )
 
     def fitting(self, pool: PoolSpec) -> str:
-        """Return a sentence: how many seats of users of unknown habits fit into the empty pool, and what limits that. Empty: no device."""
         empty, fit, limited = self._snapshot(pool, []), [], False
         for milli, load in empty.loads.items():
             count, promised = _count(empty, milli, load), _promised(empty, milli)

@@ -40,10 +40,7 @@ class SeatDraws:
         self._required = required
 
     def apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
-        """Return the lease with the owner, group, priority and weight of its seat; unchanged without a seat, unless one is required.
-
-        Raises ForbiddenError, UnauthorizedError or NoRoomError, and logs the refusal.
-        """
+        """Return the lease with its seat's terms; unchanged without a seat, unless one is required. Raises and logs refusals."""
         try:
             return self._apply_terms(peer, request, spec)
         except (ForbiddenError, UnauthorizedError, NoRoomError) as error:
@@ -142,7 +139,6 @@ class SeatDraws:
         return seat.owner if seat is not None else ""
 
     def opens(self, token: str, view: LeaseView) -> bool:
-        """Whether the token belongs to the lease's seat or, if the lease is revoked, to another seat of its user."""
         seat_id = self.of_token(token)
         own = view.revoked and self.owner_of(seat_id) == view.spec.owner
         return bool(view.spec.seat) and (seat_id == view.spec.seat or own)
@@ -160,7 +156,6 @@ class SeatDraws:
         ]
 
     def seat_usage(self, seat_id: str, *, but: str = "") -> SeatUsage:
-        """Return what the seat's kernels have, including the sizes that they wait for, which they may get at any moment."""
         return total_usage(
             self.lease_usage(kernel, view.spec)
             for kernel, view in self._broker.views()
@@ -183,10 +178,10 @@ _DAY_MS = 86_400_000
 
 
 class UsageRecorder:
-    """Samples how much each user uses each pool, sums it by day in the ledger, and passes it to the forecasts.
+    """Samples each user's use of each pool, sums it by day, and passes it to the forecasts.
 
-    A user is live in a pool while they have a kernel there, and busy while one of these is busy on a device; the memory is what the busy
-    kernels use together. `wall` and `now` return milliseconds.
+    A user is live in a pool with a kernel there, and busy while one is busy on a device; the memory is what the busy kernels use
+    together.
     """
 
     def __init__(
@@ -210,7 +205,6 @@ class UsageRecorder:
             self._forecasts.lasted_ms[pool] = ledger.seat_times_ms(pool, LAST_SEATS)
 
     async def run(self) -> None:
-        """Sample every `_EVERY_S` and write every minute until cancelled; then write the rest."""
         try:
             while True:
                 await asyncio.sleep(_EVERY_S)
@@ -242,7 +236,6 @@ class UsageRecorder:
             self._unwritten[owner, pool, day] = more if known is None else known + more
 
     def write(self) -> None:
-        """Write the counts since the last write, and pass them to the forecasts, which drop old ones."""
         fresh, self._unwritten = list(self._unwritten.values()), {}
         self._written_ms = self._now()
         self._forecasts.learn(fresh)

@@ -111,9 +111,9 @@ class PoolForecasts:
     def full(
         self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int, seats: Sequence[SeatRecord]
     ) -> PoolFull | str | None:
-        """Return the device on which one more seat in addition to `seats` would be placed, or why the pool is full.
+        """Return the device for one more seat next to `seats`, or why the pool is full.
 
-        For a seat that its engine has admitted the forecast chooses a device, and refuses none.
+        A seat that its engine has admitted is not refused.
         """
         devices = self.usable_devices(pool)
         promised = guaranteed_full(
@@ -169,7 +169,6 @@ class PoolForecasts:
         ]
 
     def usable_devices(self, pool: PoolSpec, allowed: Collection[str] | None = None) -> list[DeviceView]:
-        """Return the pool's devices (of the `allowed` ones) that are neither lost nor being emptied."""
         return [
             one
             for one in self._broker.arbiter.devices()
@@ -180,7 +179,6 @@ class PoolForecasts:
         ]
 
     def expected(self, pool: str, position: int, seats: int) -> Span | None:
-        """Return the wait of the request at this position, with its bounds: `worked_out`, as such forecasts turned out before."""
         found = self.worked_out(pool, position, seats)
         return None if found is None else self._broker.arbiter.forecasts.seat_span(pool, found)
 
@@ -197,10 +195,7 @@ class PoolForecasts:
     def offers(
         self, request: OfferRequest, seats: Sequence[SeatRecord], waiting: Mapping[str, int], kept: Collection[str]
     ) -> Offers:
-        """Return what each pool offers this user, without the pools of other groups.
-
-        `kept`: the pools that keep their room for a waiting request.
-        """
+        """Return what each pool offers this user. `kept`: the pools that keep their room for a waiting request."""
         found = []
         for name, pool in sorted(self._broker.arbiter.pools().items()):
             hub = self.hub(name)
@@ -283,7 +278,6 @@ class PoolForecasts:
         return structs.replace(offer, sentence=_expectation(offer, hub))
 
     def _default(self, offers: Sequence[PoolOffer]) -> tuple[str, int]:
-        """Return the configured default if it is free, else the first pool and smallest fraction that are."""
         usable = [offer for offer in offers if not offer.why_not and offer.fractions]
         usable.sort(key=lambda offer: offer.pool != self._settings.first_pool.name)
         for offer in usable:

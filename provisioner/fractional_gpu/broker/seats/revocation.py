@@ -33,8 +33,6 @@ _NAME: Final = "ended-seats"  # kept in the ledger under this name
 
 
 class _Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """A seat that has ended and still has leases. `since_ms`: its end, by `DeadlineClock`; `server` None: not known."""
-
     owner: str
     server: str | None
     since_ms: int
@@ -48,7 +46,6 @@ class Revocations:
         broker.end_processes = self._end_processes
 
     def recover(self, ledger: Ledger, live: Collection[str]) -> None:
-        """Revoke the leases that an earlier broker left whose seats are not among the `live` ones."""
         try:
             self._ended = msgspec.json.decode(ledger.kept(_NAME) or "{}", type=dict[str, _Ended])
         except msgspec.DecodeError as error:
@@ -69,10 +66,7 @@ class Revocations:
             self._end_processes(kernel.lease_id)
 
     def take_over(self, seat: SeatRecord, check: Callable[[Kernel, LeaseView], None]) -> None:
-        """Let a new seat take over the revoked leases of its server that it has room for, the oldest first.
-
-        `check` raises ForbiddenError or NoRoomError for a lease that the seat cannot have.
-        """
+        """Give a new seat its server's revoked leases that it has room for (`check` raises), the oldest first."""
         for kernel, view in self._broker.views():
             ended = self._ended.get(view.spec.seat)
             if (
@@ -95,7 +89,6 @@ class Revocations:
         self._save()
 
     def of_user(self, pool: str, owner: str, server: str) -> list[LeaseView]:
-        """Return the user's revoked leases in the pool, without those that a new seat of this server may take over."""
         return [
             view
             for _, view in self._broker.views()
@@ -160,7 +153,6 @@ class Revocations:
             log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
 
     async def close(self) -> None:
-        """Stop. Processes that were asked to end do so."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -48,8 +48,6 @@ class PoolFull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatUsage:
-    """What one kernel draws on its seat, or all kernels of a seat together. Fractions in milli-GPU, memory in MiB."""
-
     fraction_milli: int
     memory_mib: int
     kernels: int = 1
@@ -160,10 +158,7 @@ def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
 def check_limits(
     request: SeatRequest, group: str, pool: PoolSpec, seats: Sequence[SeatRecord], revoked: Sequence[LeaseView] = ()
 ) -> None:
-    """Check the limits of the user and the group, with their other seats. Raises NoRoomError.
-
-    `revoked`: the user's leases whose seats have ended; they count for the user.
-    """
+    """Check the user's and the group's limits. `revoked` leases count for the user. Raises NoRoomError."""
     own = [seat.fraction_milli for seat in seats if seat.owner == request.owner]
     own += [view.spec.fraction_milli * view.spec.devices for view in revoked]
     _check_limit("you", request.fraction_milli, sum(own), pool.user_limits)
@@ -204,10 +199,7 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
 def check_seat_usage(
     seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
-    """Check that the seat has room for another kernel in addition to those that it `held`. Raises ForbiddenError or NoRoomError.
-
-    `earlier`: the seat's leases whose kernels an earlier server started.
-    """
+    """Check the seat's room next to `held`. `earlier`: leases of an earlier server. Raises ForbiddenError or NoRoomError."""
     has = f"this server has {format_fraction(seat.fraction_milli)} GPU with {format_memory(seat.memory_mib)} of pool {seat.pool!r}"
     if pool != seat.pool:
         raise ForbiddenError(
@@ -253,10 +245,9 @@ def total_usage(draws: Iterable[SeatUsage]) -> SeatUsage:
 
 
 class PoolEditor:
-    """Changes the keys of `pools` in a running broker, at once for existing leases and seats, too, until the broker restarts.
+    """Changes the keys of `pools` until the broker restarts; `note` returns a warning for administrators about a pool, or "".
 
-    Leases and seats keep their size, seat, pool and place in the queue, even if the changed pool would no longer give them. `changed` is
-    called with each changed pool; `note` returns a warning for administrators about a pool, or "".
+    Leases and seats keep their size, seat, pool and place in the queue, even if the changed pool would no longer give them.
     """
 
     def __init__(

@@ -103,7 +103,6 @@ class Seats:
         self.pools = PoolEditor(broker, self.forecasts.hubs, self._pool_changed, self._capacity.fitting)
 
     def recover(self, ledger: Ledger) -> None:
-        """Restore seats and usage from the ledger, and confirmed seats that a lost ledger had from their second records."""
         self._seats.update((record.seat_id, record) for record in ledger.live_seats())
         files = self._broker.records.files
         for seat in read_seat_files(files.folder) if files is not None else ():
@@ -149,7 +148,6 @@ class Seats:
         return [self.status(seat, total_usage(draws[seat.seat_id])) for seat in seen]
 
     def queue_seen_by(self, viewer: Viewer) -> list[SeatWait]:
-        """Return the waiting requests that the viewer may see, by pool and position; a seat's token shows none."""
         return [
             self._seat_wait(waiter, position)
             for _, line in sorted(self._waiting.items())
@@ -208,10 +206,7 @@ class Seats:
         return structs.replace(offer, budget=left, why_not=why_not)
 
     async def take(self, request: SeatRequest) -> AsyncGenerator[SeatProgress, None]:
-        """Yield why the request waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the request.
-
-        Raises BadRequestError for a malformed request. A refusal that the user should read is the last line.
-        """
+        """Yield why the request waits, then `granted` or `refused`. Closing it withdraws the request. Raises BadRequestError."""
         pool, hub = self._pool(request.pool)
         check_request(request, pool)
         if len(self._seats) >= _MOST_SEATS or sum(map(len, self._waiting.values())) >= _MOST_WAITING:
@@ -295,10 +290,11 @@ class Seats:
         return stated
 
     def _serve(self, pool_name: str) -> PoolFull | None:
-        """Reserve seats for the requests in the pool's line that fit, in order; return why the first remaining one does not fit.
+        """Reserve seats for the requests in line that fit; return why the first remaining one does not fit.
 
-        A served request leaves the line before the first await, so that no other waits for its ledger write. The first request also leaves
-        if a limit refuses it; a later one stays, since it may be below its limit when its turn comes.
+        A served request leaves the line before the first await, so that no other waits for its ledger write. The first request also
+        leaves if a limit
+        refuses it; a later one stays, since it may be below its limit when its turn comes.
         """
         pool, hub = self._pool(pool_name)
         line = self._waiting.get(pool_name, [])
@@ -337,8 +333,8 @@ class Seats:
     ) -> PoolFull | str | None:
         """Return the device of the seat, or why it does not fit. Raises NoRoomError for a limit.
 
-        `unplaced` collects memory and load of earlier requests that do not fit, with the reason: a request that needs at least as much as
-        one of these does not fit either, without computing a forecast.
+        `unplaced`: earlier requests that do not fit, with the reason. One that needs at least the same does not fit either, without a
+        forecast.
         """
         request = waiter.request
         others = self._others(request)
@@ -464,7 +460,6 @@ class Seats:
         return self._seats.get(seat_id)
 
     async def release(self, seat_id: str) -> None:
-        """End the seat, if there is one. Returns once the end is in the ledger, or could not be written and is tried again."""
         if (seat := self._seats.get(seat_id)) is not None:
             await asyncio.wait([self._end(seat, "released")])
 
@@ -491,7 +486,6 @@ class Seats:
         return written
 
     async def run(self) -> None:
-        """End expired seats and record usage until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._expire())

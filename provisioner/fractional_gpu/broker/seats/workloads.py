@@ -34,10 +34,7 @@ _EVERY_S: Final = 2.0
 
 
 class Workloads:
-    """The workloads of one broker's seats; for its loop.
-
-    `seats`: a live mapping by id. `gone(seat)` ends a seat whose workload is over; `changed(seat)` saves one whose group became known.
-    """
+    """The workloads of `seats` (live). `gone(seat)` ends a seat; `changed(seat)` saves one whose group became known. For the loop."""
 
     def __init__(
         self,
@@ -78,10 +75,7 @@ class Workloads:
             self._look_soon.set()
 
     def of_pod(self, pid: int) -> SeatRecord | None:
-        """Return the seat of the pod that the process runs in; None without one.
-
-        Nothing can be put into a pod, so its processes have no token: the control group, which no process leaves, stands for it.
-        """
+        """Return the seat of the process's pod. Its control group, which no process leaves, replaces a token."""
         pods = {
             seat.workload.id: seat
             for seat in self._seats.values()
@@ -149,7 +143,6 @@ def _with_group(seat: SeatRecord, group: str) -> SeatRecord:
 
 
 def _states(seats: list[SeatRecord], boot: str) -> list[tuple[SeatRecord, str, bool | None]]:
-    """Return each seat with its group and whether the group exists; False: its workload is over, None: unknown."""
     found: list[tuple[SeatRecord, str, bool | None]] = []
     for seat in seats:
         workload = seat.workload

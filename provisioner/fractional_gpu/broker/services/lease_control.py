@@ -82,15 +82,14 @@ class LeaseControl:
         self._broker.expect_cell(kernel, Sign(request.sign), request.within_ms, request.confidence_milli)
 
     async def unpin(self, kernel: Kernel, by: str) -> LeaseStatus:
-        """End the pin, if there is one; return when that is on the disk. `by` names the requester in the lease's story."""
         self._broker.dispatch(UnpinRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
         await self._broker.writer.flushed()
         return full_lease_status(self._broker, kernel)
 
     async def resize(self, kernel: Kernel, request: ResizeRequest) -> LeaseStatus:
-        """Change the lease's size, and wait for room if it grows.
+        """Change the size; wait for room if it grows.
 
-        Raises BadRequestError, or ConflictError if the size stays. Cancelled: the size stays, unless it has changed already.
+        Raises ConflictError if it stays. Cancelled: it stays, unless it has changed already.
         """
         event = self._wanted(kernel, request)
         if self._has(kernel, event):
@@ -261,11 +260,7 @@ class LeaseControl:
 
 
 async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: int) -> int | None:
-    """Return others' mean use of the first lease's device in the last milliseconds, in thousandths of the device.
-
-    `kernels`: the leases that do not count as others. None: the lease has no single device, or the device does not count by process. A
-    process that has ended does not count: its owner is no longer known.
-    """
+    """Return others' mean use of the first lease's only device lately; None: unknown. `kernels` are no others, nor are ended processes."""
     view = broker.arbiter.lease(kernels[0].lease_id)
     if view is None or view.device_id is None or len(view.device_ids) > 1:
         return None

@@ -50,10 +50,7 @@ class Residency:
     async def acquire(
         self, kernel: Kernel, request: AcquireRequest, *, urgent: bool = False
     ) -> AsyncGenerator[Progress, None]:
-        """Yield why the kernel waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the ticket.
-
-        With `hold` it waits without a limit and continues after `granted`; the lease is in use until it is closed.
-        """
+        """Yield why the kernel waits, then `granted` or `refused`. Closing it withdraws the ticket, or ends the use with `hold`."""
         broker = self._broker
         patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
         deadline_s = time.monotonic() + patience_s
@@ -138,7 +135,6 @@ class Residency:
         )
 
     async def follow(self, kernel: Kernel) -> AsyncGenerator[LeaseNews, None]:
-        """Yield a command's state and notices, each as it changes, until its lease ends. Closing it stops that."""
         told: LeaseNews | None = None
         while True:
             change, view = kernel.change(), self._broker.arbiter.lease(kernel.lease_id)
@@ -153,10 +149,7 @@ class Residency:
             await change.wait()
 
     async def suspend(self, kernel: Kernel, by: str) -> LeaseStatus:
-        """Suspend the lease and return when it is suspended. `by` names the requester in its story. Raises ConflictError.
-
-        Cancelled: a suspend that has begun continues; one that waits for the kernel to become idle does not begin.
-        """
+        """Return when it is suspended. Raises ConflictError. Cancelled: a suspend that has begun continues; another does not begin."""
         view = view_of(self._broker, kernel)
         if view.state in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
             return full_lease_status(self._broker, kernel)
@@ -192,10 +185,7 @@ class Residency:
         return full_lease_status(self._broker, kernel)
 
     async def resume(self, kernel: Kernel, *, if_blocked: bool = False) -> LeaseStatus:
-        """Make the lease resident and return when it is. Raises ConflictError. Cancelled: the ticket is withdrawn.
-
-        With `if_blocked` only a suspended process that may be blocked in a GPU call is resumed, and waited for no longer than it may be.
-        """
+        """Return when it is resident. Raises ConflictError. Cancelled: the ticket is withdrawn. `if_blocked`: only during a GPU call."""
         view = view_of(self._broker, kernel)
         if if_blocked:
             # It does something, or may, for which it did not ask for the GPU.
@@ -235,9 +225,9 @@ class Residency:
             raise ConflictError(last.sentence, reason=last.reason)
 
     async def move(self, kernel: Kernel, device_id: str | None) -> LeaseStatus:
-        """Move an idle kernel to the device (None: any other of its pool); return when it is there.
+        """Return when the idle kernel is on the device (None:
 
-        Raises ConflictError with the reason if it stays. Cancelled: a move that has begun continues.
+        any other). Raises ConflictError. Cancelled: a move that has begun continues.
         """
         kernel.requests.suspend_waiters += 1  # an explicit request: only a running cell prevents it
         try:
@@ -278,10 +268,9 @@ class Residency:
 
 
 async def end_tree(broker: Broker, kernel: Kernel) -> None:
-    """End every process of the kernel's tree, reading it again until none is left. Raises ConflictError for one that does not end.
+    """End the kernel's tree, reading it again until none is left. Raises ConflictError. Cancelled: signalled processes end.
 
-    Each is identified by its start time and signalled through its pidfd, so a reused pid is never hit. Cancelled: processes that were asked
-    to end do so.
+    Each process is identified by its start time and signalled through its pidfd, so a reused pid is never hit.
     """
     root = kernel.identity
 
@@ -304,10 +293,7 @@ def _over(view: LeaseView | None) -> Progress:
 
 
 def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
-    """Whether to send the waiting cell this progress; `age_ms` is the age of the last one.
-
-    The cell counts its times down: one that differs little from the counted-down one is not sent.
-    """
+    """Whether to send the waiting cell this progress: not if it differs little from what the cell counts down itself."""
     if told is None:
         return True
     for name in ("expected_ms", "turn_ms"):

@@ -1,12 +1,11 @@
 """Follows a notice that this host goes away (`c.GPUBroker.revocation_notice`): a file, or a cloud's metadata URL.
 
-On a notice all devices are drained by its deadline, and users are told to save to disk: the host's memory goes, too. When the notice
-disappears, the devices that were drained for it are given back; the ledger lists them, so a later broker does that, too. A source that
-cannot be read says nothing either way.
-
-- A file: its existence is the notice. It may be empty, or hold the JSON of a URL.
-- A URL: 404 means no notice (AWS); 200 means a notice, unless the text is `FALSE` (Google) or JSON with an empty list of `Events` (Azure).
-  The deadline is `time` (AWS), the earliest `NotBefore` (Azure), or else `c.GPUBroker.revocation_deadline` after the notice was seen.
+On a notice all devices are drained by its deadline, and users are told to save to disk: the host's memory goes as well. When it
+disappears, the
+devices that were drained for it are given back, also by a later broker. An unreadable source says nothing either way. A file's existence
+is
+the notice. A URL: 404 means no notice (AWS), 200 a notice, unless the text is `FALSE` (Google) or JSON with an empty list of `Events`
+(Azure). The deadline is `time` (AWS), the earliest `NotBefore` (Azure), or else `c.GPUBroker.revocation_deadline` later.
 """
 
 import asyncio
@@ -124,10 +123,7 @@ def _ask(url: SplitResult, method: str, target: str, headers: Mapping[str, str])
 
 
 class RevocationNotice:
-    """Tells every user while there is a notice; with `drains` all devices are drained, too.
-
-    `default_ms`: the time that is left where a notice says none.
-    """
+    """Tells users of the notice; with `drains` drains all devices. `default_ms`: the time left if a notice names none."""
 
     def __init__(
         self,

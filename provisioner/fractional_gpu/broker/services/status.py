@@ -42,7 +42,6 @@ _OF_VIEW = {field.name for field in fields(DeviceView)} & set(DeviceStatus.__str
 
 
 def explain(broker: Broker, view: LeaseView) -> tuple[str, str, Span | None]:
-    """Return why the lease waits or is in its state: the reason, a sentence, and the forecast of its wait."""
     if view.at_gate:
         return "wait.turn", HAD_ITS_TURN, broker.arbiter.gate_wait(view.spec.lease_id, now_ms())
     if view.revoked:
@@ -93,7 +92,6 @@ def _left_ms(deadline_ms: int | None) -> int | None:
 
 
 def salvage_counts(broker: Broker) -> dict[str, tuple[int, int]]:
-    """Return, by device that goes away, how many leases on it are going to be saved before, and how many cannot be."""
     found: dict[str, tuple[int, int]] = {}
     if all(device.deadline_ms is None for device in broker.arbiter.devices()):
         return found
@@ -189,7 +187,6 @@ def device_status(broker: Broker, device_id: str) -> DeviceStatus:
 
 
 def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
-    """Return the other leases with memory on the lease's devices, the largest first; labels only of the same user's leases."""
     mine = set(lease.device_ids) if lease.reserved_mib else set()
     there = [
         view
@@ -271,9 +268,9 @@ class StatusStream:
         self._changed = asyncio.Event()  # replaced with each edition
 
     async def follow(self, viewer: Viewer) -> AsyncGenerator[HostStatus | HostChange | None, None]:
-        """Yield what the viewer may see, after each change what has changed, and None when nothing has changed for `PULSE_S`.
+        """Yield what the viewer may see, then each change, and None after `PULSE_S` without one.
 
-        Close it to stop: the last subscriber that leaves ends the sampling.
+        The last one that closes ends the sampling.
         """
         self._subscribers += 1
         if self._sampling is None:

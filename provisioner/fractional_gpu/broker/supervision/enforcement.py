@@ -52,8 +52,6 @@ class _Unwanted:
 
 
 class Enforcement:
-    """Compares the use of leases and strangers with their limits. `clock` in seconds, for tests."""
-
     def __init__(self, broker: "Broker", clock: Callable[[], float] = time.monotonic) -> None:
         self.strangers: dict[str, list[Stranger]] = {}  # by device
         self.exempt_pids: set[int] = set()  # pids of processes on which the broker tests checkpoints
@@ -65,10 +63,7 @@ class Enforcement:
     def see(
         self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner], processes: Snapshot | None
     ) -> None:
-        """Evaluate a sample: the use of each device, and each process's lease, by pid. Ends strangers where a pool says so.
-
-        `processes`: as they were then; None if no process but kernels themselves uses a device.
-        """
+        """Evaluate a sample: each device's use, and each process's lease. `processes` None: only kernels themselves use a device."""
         self._users = {}
         unwanted: dict[ProcessIdentity, _Unwanted] = {}
         for device_id, use in uses.items():
@@ -292,7 +287,6 @@ class GpuActivity:
             self._news.set()
 
     async def run(self) -> None:
-        """Read the counters until cancelled: soon after a kernel became idle, and at intervals."""
         self._looks = True
         while True:
             self._news.clear()
@@ -306,10 +300,7 @@ class GpuActivity:
                 await asyncio.sleep(_SHORTEST_S)
 
     async def is_quiet(self, kernel: Kernel) -> bool:
-        """Return whether no device of the lease has seen work of its processes for `UNANSWERED_QUIET_S`.
-
-        A device that reports nothing leaves it to the messages. One that cannot be read is not known to be quiet.
-        """
+        """Whether no device has seen work of the lease for `UNANSWERED_QUIET_S`; True without reports, False if one cannot be read."""
         view, identity = self._broker.arbiter.lease(kernel.lease_id), kernel.identity
         if view is None or identity is None:
             return False
@@ -343,7 +334,6 @@ class GpuActivity:
         return found
 
     def _pause_s(self) -> float:
-        """Return the time until the first undecided kernel can be decided; longer while all are quiet."""
         now_us = self._since_boot_us()
         working = [
             one for one in self._broker.kernels.values() if one.gpu_work.idle_us is not None and one.gpu_work.working

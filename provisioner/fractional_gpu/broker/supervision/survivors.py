@@ -1,12 +1,13 @@
 """Processes and device memory that are left when a kernel has ended, and what killed the kernel.
 
 - A lease's room is free when no process of the kernel's tree has device memory, on a device or saved on the host, and the devices no
-  longer count the tree's memory: the driver frees memory only after a process has ended. Unknown is not free.
-- While processes with device memory are left, the lease continues: it keeps its memory and its turns, counts for its owner, and is resumed
-  if it was suspended. A new kernel of the same lease takes it over. Processes that end with their kernel get `_MOMENT_S` for it.
-- Memory that a device still counts after `FREED_S`, and charges to no process, counts as a stranger's until it is freed.
-- `after_kernel: "end"` ends what is left (`kernels.ending`), but only processes whose identity and user match and that were seen in the
-  tree. The kernel itself is left to the process that started it.
+  longer
+  count it: the driver frees memory only after a process has ended. Unknown is not free.
+- While processes with device memory are left, the lease continues: it keeps its memory and its turns, counts for its owner, and is
+  resumed if
+  it was suspended. A new kernel of the lease takes it over. Processes that end with their kernel get `_MOMENT_S` for it.
+- Memory that a device still counts after `FREED_S`, and charges to no process, counts as a stranger's.
+- `after_kernel: "end"` ends what is left, but only processes whose identity and user match and that were seen in the tree.
 """
 
 import asyncio
@@ -85,7 +86,6 @@ class AbandonedLeases:
                 self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason=ABANDONED))
 
     def _is_abandoned(self, kernel: Kernel) -> bool:
-        """Whether the lease has neither a process, nor anything that its last one left behind, nor a server."""
         if kernel.identity is not None or kernel.ending.task is not None or not has_lost_server(kernel):
             return False
         view = self._broker.arbiter.lease(kernel.lease_id)
@@ -111,8 +111,6 @@ _IN_A_SWAP: Final = frozenset(
 
 
 class Survivors:
-    """Follows leases whose kernels have ended. One per broker. Everything runs on its loop."""
-
     def __init__(self, broker: "Broker", inspector: ProcessInspector) -> None:
         self.uncounted_mib: dict[str, int] = {}  # by device: memory at rest that it charges to no process
         self.unfreed: dict[str, int] = {}  # the same for devices that did not free what an ended process had
@@ -144,18 +142,15 @@ class Survivors:
         await self.settled(kernel)
 
     async def settled(self, kernel: Kernel) -> None:
-        """Return when it is known what the last process of the kernel left behind. Cancellation stops the waiting only."""
         while (ending := kernel.ending.task) is not None:
             await asyncio.wait([ending])
 
     def adopt(self, kernel: Kernel) -> None:
-        """Make the processes that the last kernel of a lease left behind the new kernel's own."""
         if kernel.ending.survivors:
             kernel.forget_process()
             kernel.ending.survivors = ()
 
     async def _settle(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
-        """Look until nothing is left and the room is free, or until it is known what is left."""
         begun_s, pause_s = time.monotonic(), _AGAIN_S
         try:
             while _holds(self._view(kernel)):
@@ -176,10 +171,7 @@ class Survivors:
         self._free(kernel)
 
     async def _settle_now(self, kernel: Kernel, root: ProcessIdentity | None, begun_s: float) -> bool | None:
-        """Look once. Return True if the room is free, False if the lease continues with what is left, None if it must be looked at again.
-
-        `begun_s`: when the looks began, monotonic. Raises GPUError or OSError where this cannot be seen now.
-        """
+        """Return True if the room is free, False if the lease continues with what is left, None: look again. Raises GPUError or OSError."""
         left, unfreed = await self._look(kernel, root)
         passed_s = time.monotonic() - begun_s
         if left and passed_s < _MOMENT_S:
@@ -205,10 +197,7 @@ class Survivors:
     async def find(
         self, kernel: Kernel, root: ProcessIdentity | None, host: HostSnapshot, *, saved: bool
     ) -> list[Survivor]:
-        """Return the processes of the kernel that have device memory, the largest first. Raises GPUError.
-
-        `saved`: some of it may be on the host, of which only the driver knows.
-        """
+        """Return the processes with device memory, the largest first; `saved`: some may be on the host. Raises GPUError."""
         found = await SWAPS.run(
             _described_all, await self._inspector.with_memory(kernel, root, host, saved=saved), host
         )
@@ -249,10 +238,7 @@ class Survivors:
         self.sampled = asyncio.Event()
 
     def keep(self, kernel: Kernel, left: list[Survivor]) -> bool:
-        """Continue the lease with what is left. Returns False if its first process has ended.
-
-        Raises OSError if that process cannot be watched now: the broker is short of descriptors, or may not.
-        """
+        """Continue the lease with what is left; False if its first process has ended. Raises OSError if it cannot be watched."""
         first = left[0].identity
         try:
             kernel.watch_process(first, partial(self._broker.process_gone, kernel, first))
@@ -447,7 +433,6 @@ class OomKills:
                 counter.latest, counter.latest_s = _count(file, counter.latest), now_s
 
     def account_for(self, identity: ProcessIdentity) -> str:
-        """Return what was full, for a kernel that has just ended by the killer, as far as is known; "" for any other."""
         file = self._files.pop(identity.pid, None)
         counter = self._counters.get(file) if file is not None else None
         if file is None or counter is None or _count(file, counter.accounted) <= counter.accounted:

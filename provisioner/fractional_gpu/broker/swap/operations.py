@@ -40,8 +40,6 @@ _BROKEN = "the broker failed in the middle of it; its log says why"
 
 
 class Operations:
-    """Runs effects that take time as tasks, and hands their answers to the broker's `dispatch`."""
-
     def __init__(self, broker: "Broker", swaps: Swaps) -> None:
         self._broker = broker
         self._swaps = swaps
@@ -61,7 +59,6 @@ class Operations:
                 self._spawn(self._shrink(effect), self._looking)
 
     def look_now(self) -> None:
-        """Have every quarantined lease looked at without waiting for its next turn."""
         self._look_now.set()
         self._look_now = asyncio.Event()
 
@@ -71,7 +68,6 @@ class Operations:
         self.look_now()
 
     async def close(self) -> None:
-        """Finish the operations that have begun and drop the looks and shrinks. Nothing may be started any more."""
         for task in self._looking:
             task.cancel()
         while self._tasks or self._looking:

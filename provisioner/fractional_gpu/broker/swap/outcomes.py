@@ -27,7 +27,6 @@ _NEVER = frozenset({GPUErrorCode.NOT_SUPPORTED, GPUErrorCode.NOT_PERMITTED})
 
 
 def before_checkpoint(code: GPUErrorCode) -> SuspendOutcome:
-    """Return the outcome of a suspend whose look or lock failed, once everything is unlocked again."""
     if code in _MOMENT:
         return SuspendOutcome.ABORTED
     return SuspendOutcome.IMPOSSIBLE if code in _NEVER else SuspendOutcome.REFUSED

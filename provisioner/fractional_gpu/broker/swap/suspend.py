@@ -54,10 +54,7 @@ class SwapTimes:
 
 
 class StepError(Exception):
-    """A step of a suspend failed before the point of no return.
-
-    `need_mib`: what would have to be saved, if that is more than was reserved on the host.
-    """
+    """A step failed before the point of no return. `need_mib`: what would have to be saved, if more than was reserved."""
 
     def __init__(self, outcome: SuspendOutcome, sentence: str, need_mib: int = 0) -> None:
         super().__init__(sentence)
@@ -87,8 +84,6 @@ CheckpointCheck = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The result of closing a gate: whether it is known to keep cells out, and whether the extension answers."""
-
     shut: bool = False
     answers: bool = False
 
@@ -131,8 +126,7 @@ class Suspension:
     ) -> Suspended:
         """Return the outcome, MiB and a sentence. The MiB are the saved ones or, if too little was reserved, the needed ones.
 
-        `reserve` is asked if the effect reserves too little on the host; without it no more is reserved. Cancellation may leave locks
-        behind: only at the broker's end.
+        `reserve` is asked if the effect reserves too little on the host. Cancellation may leave locks behind: only at the broker's end.
         """
         reserve = reserve or (lambda _mib: effect.host_mib)
         locked: list[ProcessIdentity] = []
@@ -195,9 +189,9 @@ class Suspension:
     async def _close_gate(self, kernel: Kernel) -> Gate:
         """Have our extension keep cells out from now on. Raises StepError if a cell runs.
 
-        A gate that is not connected, or does not answer in time, is no veto: once the devices' counters were quiet for a while, the kernel
-        is treated as one without our extension. Python that does not run (an extension module holds the GIL) looks idle by its messages,
-        too.
+        A gate that does not answer in time is no veto: once the devices' counters were quiet for a while, the kernel is treated as one
+        without our
+        extension. Python that does not run (an extension module holds the GIL) looks idle by its messages.
         """
         await kernel.until_linked(self._times.gate_s)  # right after a broker's start it may not have come back yet
         link = kernel.link
@@ -224,9 +218,9 @@ class Suspension:
     async def _shut_gate(self, kernel: Kernel, effect: Suspend) -> Gate:
         """Have the next cell ask before it runs, if the kernel has an extension. A busy kernel is no reason to stop.
 
-        An extension that does not answer (the running cell may hold the interpreter) obeys later. Until then a running cell blocks in CUDA,
-        and gets its ticket for being busy. Raises StepError if the kernel should be between two cells, but runs one in another of its
-        shells.
+        An extension that does not answer (the cell may hold the interpreter) obeys later; until then a running cell blocks in CUDA.
+        Raises StepError
+        if the kernel should be between two cells, but runs one in another of its shells.
         """
         _check_alive(kernel)
         # As in `_close_gate`: a cell that enters the open gate would block without a line.
@@ -252,10 +246,7 @@ class Suspension:
     async def _first_snapshot(
         self, kernel: Kernel, effect: Suspend, *, shrinks: bool
     ) -> tuple[StepError | None, HostSnapshot]:
-        """Have the kernel shrink, if it `shrinks`; return what speaks against saving what is left, and the snapshot. Raises GPUError.
-
-        The processes are read while the kernel shrinks, the devices afterwards. The second snapshot shows later changes.
-        """
+        """Return what speaks against saving, and a snapshot read while the kernel shrinks (devices afterwards). Raises GPUError."""
         device_ids = kernel.measurement.devices_to_read(effect.devices)
         if not shrinks:
             return None, await self._inspector.take(device_ids)
@@ -284,10 +275,7 @@ class Suspension:
     async def _lock_all(
         self, use: Mapping[ProcessIdentity, int], locked: list[ProcessIdentity]
     ) -> set[ProcessIdentity]:
-        """Lock the processes. `locked` receives each one before its call: whatever becomes of the call, it may be locked.
-
-        Return those that the driver does not know although it lists them: they asked for the devices, and hold nothing.
-        """
+        """Lock the processes; return those that the driver does not know although it lists them. `locked` gets each before its call."""
         empty = set()
         for identity in use:
             locked.append(identity)

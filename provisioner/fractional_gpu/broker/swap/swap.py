@@ -32,10 +32,7 @@ _MAY_BE_COMPLETED = {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessStat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """What a kernel really is. `state` is unattached, unarmed, resident or suspended.
-
-    It is quarantined where the driver says that a process failed; `sentence` then says what that means for the kernel's user.
-    """
+    """What a kernel really is: unattached, unarmed, resident or suspended; quarantined if the driver says that a process failed."""
 
     state: LeaseState
     device_id: str | None = None
@@ -44,10 +41,9 @@ class Truth:
 
 
 class Swaps:
-    """Carries out one operation at a time with the checkpoint worker.
+    """Carries out one operation at a time with the checkpoint worker; `off` is why none can be.
 
-    `overhead_mib` is kept free of leases on each device: a restore leaves a margin free, and no more than that. `check` returns whether a
-    kernel can be checkpointed; `off` is the reason why none can.
+    `overhead_mib` is kept free of leases on each device: a restore leaves this margin. `check`: whether a kernel can be checkpointed.
     """
 
     def __init__(
@@ -68,11 +64,7 @@ class Swaps:
         self.suspend = self._suspension.suspend
 
     def connect(self, *, roots: Callable[[], list[ProcessIdentity]], is_quiet: IsQuiet | None = None) -> None:
-        """Connect to the parts that know all kernels. Call it once, before the first operation.
-
-        `roots` returns the processes of all kernels: a kernel that another kernel started has its own lease. `is_quiet` decides
-        about kernels whose extension does not answer; without it they count as quiet.
-        """
+        """Connect to what knows all kernels, once. `roots`: a kernel that another started has its own lease. `is_quiet` None: quiet."""
         self.inspector.roots = roots
         self._suspension.is_quiet = is_quiet
 
@@ -82,10 +74,7 @@ class Swaps:
             await self.inspector.scan_processes()
 
     async def shrink(self, kernel: Kernel) -> int | None:
-        """Have an idle kernel give cached memory back; return what its processes use then, MiB.
-
-        None if it could not. Cancellation leaves it to the kernel.
-        """
+        """Have an idle kernel give cached memory back; return its use then, None if it could not. Cancellation leaves it to the kernel."""
         if kernel.link is None or kernel.busy or await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S) != "done":
             return None
         try:
@@ -145,10 +134,11 @@ class Swaps:
     def _lacking_room(
         self, host: HostSnapshot, device_ids: Sequence[str], saved_mib: int, reserve_mib: int, pids: Collection[int]
     ) -> str:
-        """Return a sentence about the first of the devices without the room for what is saved of these processes, or "".
+        """Return a sentence about the first device without room for what is saved of these processes, or "". Raises GPUError.
 
-        How the saved memory divides between several devices is unknown: each must have room for all of it, or be as free as what is
-        reserved there. A device that no other process uses needs no margin: it will never have more room. Raises GPUError.
+        How saved memory divides between devices is unknown: each must have room for all of it, or be as free as what is reserved there. A
+        device that
+        no other process uses needs no margin: it will never have more room.
         """
         need_mib = saved_mib if len(device_ids) == 1 else min(saved_mib, reserve_mib)
         for device_id in device_ids:
@@ -187,10 +177,7 @@ class Swaps:
     async def truth(
         self, kernel: Kernel, device_id: str | None, saved_mib: int, host: HostSnapshot | None = None
     ) -> Truth | None:
-        """Find out the kernel's state, and finish or undo half-done work if that is safe. None: still unknown; look again later.
-
-        `device_id` and `saved_mib` come from the lease's record. A snapshot that was taken a moment ago saves the first one.
-        """
+        """Find out the state; finish or undo half-done work if safe. None: still unknown. The arguments are from the lease's record."""
         try:
             if kernel.identity is None or not is_alive(kernel.identity):
                 # What its process left behind may have to be found out first.
@@ -288,10 +275,10 @@ def moves_between(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str
 def _rest_mib(
     kernel: Kernel, host: HostSnapshot, states: Mapping[ProcessIdentity, ProcessState], saved_mib: int
 ) -> int:
-    """Return what the saved processes of a half-saved tree need on its devices, MiB; 0: unknown.
+    """Return what the saved processes of a half-saved tree need on its devices; 0: unknown.
 
-    The broker that saved them knows each one's size. A later one knows only the sum, and subtracts the locked processes, which have not
-    changed. It does not subtract running ones, which may have grown or be new.
+    A later broker knows only the sum, and subtracts the locked processes, which have not changed, but not running ones, which may have
+    grown.
     """
     if kernel.checkpoint.sizes:
         saved = [

@@ -102,8 +102,6 @@ def next_step(findings: Sequence[Finding], specs: Sequence[InstalledSpec]) -> st
 
 @dataclass
 class Subject:
-    """What is examined. Facts that several checks need are read once."""
-
     options: argparse.Namespace
     simulate: str | None = None  # $JUPYTER_GPU_SIMULATE
     devices: Sequence[DeviceInfo] = field(default=(), init=False)  # real ones, once the check of devices was made

@@ -222,7 +222,6 @@ class CpuWatch:
         return True
 
     def woken(self) -> None:
-        """Note a resume for another reason, such as a signal: whether it was of use means nothing."""
         self._woken = False
 
 
@@ -315,7 +314,6 @@ class Holder:
         return self._want is not None and not self._want.is_over
 
     def begin(self, *, hold: bool) -> None:
-        """Have the GPU for the command. Returns at once; does nothing while it waits."""
         with self._lock:
             if not self.is_wanted:
                 self._want = _Want(self._lease, hold=hold)
@@ -359,7 +357,6 @@ class Supervisor:
             self._holder.begin(hold=False)
 
     def close(self, *, was_killed: bool) -> None:
-        """Stop. `was_killed`: give the broker a moment to say why."""
         if was_killed:
             with self._changed:
                 self._changed.wait_for(lambda: self._state == _GONE, _NOTICE_S)

@@ -59,7 +59,6 @@ class MachineOptions:
         return WaitTerms(target_ms=pool.wait_target, bound_milli=pool.wait_bound)
 
     def hosts(self, count: int | None = None) -> tuple[Host, ...]:
-        """Return the hosts; with a count, this many of the first shape, or one host with this many GPUs of the first size."""
         shapes = self.shapes
         if count is not None:
             shapes = shapes[:1] * count if self.several else [(shapes[0][0],) * count]

@@ -157,7 +157,6 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
         return self.door in set(EngineDoor)
 
     def command(self) -> str:
-        """The command line with every key that counts, defaults included: a later version may have others."""
         values = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in (None, ())}
         if self.find_devices and not any(goal in values for goal in _GOALS):
             values["p95_wait"] = USUAL_P95_WAIT
@@ -352,7 +351,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def keys_help() -> str:
-    """Every key with its default and its meaning, as lines of a scenario."""
     lines = ["keys of a scenario, and of --set, with their defaults:"]
     defaults = Scenario()
     for name, kind in get_type_hints(Scenario, include_extras=True).items():

@@ -84,7 +84,6 @@ def read_history(given: str) -> list[PastLease]:
 
 
 def sessions_of(history: Sequence[PastLease], *, pools: bool) -> list[Session]:
-    """Return the sessions in the order in which they open. `pools`: each in its own pool, else all in the default one."""
     base_ms = min(one.created_ms for one in history)
     found = [_session(one, base_ms, pools=pools) for one in history]
     return sorted(found, key=lambda one: (one.open_ms, one.session_id))

@@ -65,8 +65,6 @@ class Progress(AbstractContextManager["Progress"]):
         self._erase()
 
     def counter(self, things: str) -> Callable[[int, int], None]:
-        """Return a function that takes how many of all things are done. The counter called last is shown."""
-
         def count(done: int, of: int) -> None:
             self._done, self._of, self._things = done, of, things
             if not self._blocks:

@@ -129,7 +129,6 @@ def table(
 
 
 def fitted(lines: "Iterable[Text | str]", width: int | None) -> "list[Text]":
-    """Wrap lines longer than `width` at blanks, indented; paths stay whole."""
     found: list[Text] = []
     for one in lines:
         whole = line(one) if isinstance(one, str) else one
@@ -195,7 +194,6 @@ def say(sentence: str, out: TextIO | None = None, *, flush: bool = False) -> Non
 def answer(
     options: argparse.Namespace, document: object, lines: "Callable[[int | None], Iterable[Text | str]]"
 ) -> None:
-    """Print the document as JSON with `--json`, else lines for a terminal, whose width `lines` gets."""
     if options.json:
         from msgspec import to_builtins  # noqa: PLC0415 - not for help texts
 

@@ -114,7 +114,6 @@ class NvidiaCheckpointer:
 
     @property
     def why_cannot_move(self) -> str:
-        """Why a process cannot be restored onto another device here, a sentence; empty if it can."""
         needed = ("CUcheckpointGpuPair", "CUcheckpointRestoreArgs")
         if missing := [name for name in needed if not hasattr(self._driver, name)]:
             return f"the installed cuda-bindings lack {missing[0]} (those before 13.0, and 13.3.0): {INSTALL_BINDINGS} --upgrade"

@@ -306,7 +306,6 @@ class NvidiaMonitor:
         return found
 
     def _optional(self, call: str, *arguments: object, **more: object) -> Any:  # noqa: ANN401 - whatever this call of NVML gives
-        """Return the reading; None if the device or the library lacks it, or this user may not read it."""
         try:
             return getattr(self._nvml, call)(*arguments, **more)
         except self._nvml.NVMLError as error:

@@ -232,8 +232,6 @@ def _environment() -> tuple[str, str]:
 
 
 class Context:
-    """This process's context. Created at the first use of the device; ends with the process or `destroy`."""
-
     def __init__(self) -> None:
         directory, wanted = _environment()
         self.pid = os.getpid()
@@ -351,7 +349,6 @@ class Context:
             self.load.end(piece)
 
     def go_on(self) -> None:
-        """Share the device again: other processes' work may have changed. Raises SimulatedCudaError."""
         self.load.go_on(_living(self.store, self.key).device)
 
     def destroy(self) -> None:
@@ -368,7 +365,6 @@ class Context:
             self.store.close()
 
     def _admitted(self, n_bytes: int, device: str | None, record: Callable[[sqlite3.Connection], None]) -> None:
-        """Check the room and `record`, in one transaction; after a refusal reap dead processes and try again."""
         cap = memory_cap_bytes()
         for attempt in range(2):
             try:

@@ -15,8 +15,6 @@ _POLL_S: Final = 0.005
 
 
 class Strike:
-    """One strike of a fault on one operation: `before` it and `after` it. The default strikes nothing."""
-
     def __init__(self, store: Store, fault_id: int = 0, fault: str = "") -> None:
         self._store = store
         self._fault_id = fault_id
@@ -24,7 +22,6 @@ class Strike:
 
     @property
     def lies(self) -> bool:
-        """Whether the operation reports success without being done."""
         return self._kind == "lie"
 
     def before(self) -> None:

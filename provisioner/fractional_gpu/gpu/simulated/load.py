@@ -46,12 +46,10 @@ class Piece:
 
     @property
     def left_s(self) -> float:
-        """Seconds until its end, as it is slowed down now; 0 if unknown."""
         return (self.left_ns or 0) * self.stretch_milli / WHOLE / 1e9
 
     @property
     def wanted_milli(self) -> int:
-        """What it would use alone, thousandths of the device; 0: it is done."""
         return 0 if self.left_ns == 0 else self.milli
 
     def advance(self, ns: int) -> int:
@@ -99,7 +97,6 @@ class Load:
         return piece
 
     def go_on(self, device_id: str) -> None:
-        """Count the work done so far, and share the device again among the current work."""
         with self._mutex:
             self._count()
             self._share(device_id)
@@ -112,7 +109,6 @@ class Load:
             self._publish()
 
     def close(self) -> None:
-        """End all work and publish the last totals; the context ends."""
         with self._mutex:
             self._count()
             self._pieces.clear()
@@ -126,7 +122,6 @@ class Load:
         self._at_ns = now_ns
 
     def _share(self, device_id: str) -> None:
-        """Publish the pieces, slowed down if the device's work asks for more than the device."""
         wants_milli = [piece.wanted_milli for piece in self._pieces if piece.wanted_milli]
         if wants_milli:
             others = [one for one in users_of(self._store, device_id) if one.key != self._key]

@@ -36,8 +36,6 @@ _visible: dict[str, int] = {}  # pids here of processes in other pid namespaces,
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process with a context, as in the database. Memory in bytes, context included."""
-
     key: str
     pid: int
     lease: str
@@ -84,7 +82,6 @@ def own_key(store: Store) -> str:
 
 
 def is_dead(store: Store, key: str, pid: int) -> bool:
-    """Whether the recorded process is dead, as far as this process can see."""
     _, _, within = key.partition(_WITHIN)
     own, home = own_namespace(), store.home_namespace()
     if (within or home) != own:
@@ -259,14 +256,12 @@ def settle(store: Store, key: str) -> None:
 
 
 def settle_if_abandoned(store: Store, key: str) -> None:
-    """Settle the process unless an operation on it is under way or it is gone."""
     with suppress(FileNotFoundError), operation_lock(store.process_folder(key)) as mine:
         if mine:
             settle(store, key)
 
 
 def forget(store: Store, keys: list[str]) -> None:
-    """Release everything that these processes hold, and folders without an owner."""
     with store.transaction() as db:
         for key in keys:
             db.execute("DELETE FROM allocations WHERE process=?", (key,))

@@ -136,7 +136,6 @@ class Store:
 
     @property
     def shared(self) -> bool:
-        """Whether users with other uids than the host's owner may use it."""
         return bool(self.memory.stat().st_mode & stat.S_IWOTH)
 
     def may_tidy(self, entry: Path) -> bool:
