@@ -18,8 +18,8 @@ _OURS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
 
 
 def main(command: Sequence[str]) -> int:
-    """Run the broker until it ends, or until SIGTERM or SIGINT. Returns its exit status, or 0."""
     hub = os.pidfd_open(os.getppid())
+    # Blocked before the broker starts, and read by `sigwait`: a broker that ends at once is not missed.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
 
     def unblock() -> None:

@@ -69,7 +69,6 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         """Adapt the spawner's settings to the choice. Called right before the server starts, also without a GPU."""
 
     def _gpu_hub(self) -> str:
-        """Return the address of the hub's API, which identifies the hub."""
         return str(getattr(self.hub, "api_url", ""))
 
     def _gpu_groups(self) -> list[str]:

@@ -90,7 +90,6 @@ def configure(
 
 
 def _registered(name: str) -> type:
-    """Return the spawner class registered under this name. Raises ConfigError unless it has a choice of GPU."""
     registered = entry_points(group="jupyterhub.spawners")
     if name not in registered.names:
         raise ConfigError(
@@ -196,6 +195,7 @@ def _add_service(
         text = json.dumps(given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{_WHERE}: the settings of the broker must be plain values: {error}") from error
+    # -P: no module in the hub's working directory may replace ours.
     command = [sys.executable, "-P", str(Path(__file__).with_name("attendant.py"))]
     command += [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--socket", path, "--stand-by"]
     command += ["--service"] if everyone and path != SYSTEM_SOCKET else []

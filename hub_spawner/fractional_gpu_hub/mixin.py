@@ -287,7 +287,6 @@ class FractionalGPUMixin(GPUChoiceMixin):
 
 
 def ids_of_user(name: str) -> tuple[int, int]:
-    """Return uid and gid of a system user. Raises the error that stops the spawn."""
     try:
         user = pwd.getpwnam(name)
     except (KeyError, ValueError):  # ValueError: not a possible name

@@ -104,7 +104,6 @@ def gpu_form(
 
 
 def _checked(offers: Offers | None, chosen: tuple[str, int] | None, *, without: bool) -> str:
-    """Return the preselected value: the last choice if it is still on offer, else the default."""
     if offers is None or without:
         return WITHOUT
     there = {(pool.pool, one.fraction_milli) for pool in offers.pools if not pool.why_not for one in pool.fractions}

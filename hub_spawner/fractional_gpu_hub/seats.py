@@ -100,7 +100,7 @@ class ProgressLog:
 
     def _wake(self) -> None:
         self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # a new one, because one that stays set would let viewers spin
 
     async def follow(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield every event of the current start, until it ends. Cancellation ends this viewer only."""
@@ -148,7 +148,6 @@ _CALL_S = 10.0
 
 
 def seat_client(socket: str, *, patience_s: float) -> AsyncClient[SeatClient]:
-    """Return a client for the hub's loop. It retries a silent broker for `patience_s`."""
     return AsyncClient(lambda: SeatClient(socket, timeout_s=_CALL_S), patience_s=patience_s)
 
 
@@ -248,7 +247,6 @@ def start_reconciling(socket: str) -> None:
 
 
 def start_with_hub(socket: str) -> None:
-    """Call `start_reconciling` when the hub that reads its configuration now is serving."""
     _once_it_serves(lambda _: start_reconciling(socket))
 
 

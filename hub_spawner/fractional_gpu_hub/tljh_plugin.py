@@ -51,7 +51,6 @@ def tljh_config_post_install(config: MutableMapping[str, Any]) -> None:
 
 @hookimpl
 def tljh_custom_jupyterhub_config(c: Config) -> None:
-    """Use TLJH's spawner with shares of GPUs, and the machine's broker. Raises ConfigError."""
     section = _section()
     section.pop("pools", None)  # `tljh_post_install` has written them into the broker's file
     configure(c, spawner=spawner_class(c.JupyterHub.spawner_class), **{"broker": "system", **section})

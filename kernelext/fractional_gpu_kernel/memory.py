@@ -153,8 +153,6 @@ def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
 
 
 class TorchLimits:
-    """Limits torch's allocator on each device. For the thread that runs cells."""
-
     def __init__(self) -> None:
         self._limited: set[int] = set()
         self._others: set[int] = set()  # devices without a limit, unused when the others were limited
@@ -165,6 +163,7 @@ class TorchLimits:
         devices = set(range(cuda.device_count()))
         if not devices:
             return
+        # Only devices in use: in older releases a limit creates a context, which costs hundreds of MiB on each device.
         current = cuda.current_device() if len(devices) > 1 else 0
         wanted = {current} | self._limited & devices | {index for index in devices if _torch_bytes(cuda, index)}
         try:
@@ -311,7 +310,9 @@ class MemoryLimits:
         if device_mib is not None:
             fraction = f"{min(1.0, mib / device_mib):.4f}"
             hints |= dict.fromkeys(_JAX_FRACTIONS, "")
-            if all(map(self._is_free, _JAX_FRACTIONS)):
+            if all(
+                map(self._is_free, _JAX_FRACTIONS)
+            ):  # JAX refuses both names together: set only the one that this release reads
                 hints[_JAX_FRACTIONS[not self._reads(*_JAX_READER)]] = fraction
             if self._reads(*_TORCH_READER):
                 torch_settings = self._with_torch_fraction(fraction)
@@ -344,7 +345,6 @@ class MemoryLimits:
         return False
 
     def _is_free(self, name: str) -> bool:
-        """Whether the variable is absent or ours, and not the user's."""
         return self._environment.get(name, "") == self._ours.get(name, "")
 
 

@@ -34,7 +34,6 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> "Settings | None":
-        """Return the settings, or None without a lease (one of the three variables is missing or empty)."""
         lease_id, socket_path, token_file = (environment.get(name, "") for name in (LEASE, SOCKET, TOKEN_FILE))
         if not (lease_id and socket_path and token_file):
             return None
@@ -66,6 +65,7 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         path = Path(self.token_file)
         with suppress(OSError):  # the broker's next command tries again
             make_private_folder(path.parent)
+            # Another user who can write the folder could replace the file.
             folder = path.parent.lstat()
             if stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid() and not folder.st_mode & 0o022:
                 replace_file(path, token.encode("ascii"))

@@ -238,7 +238,7 @@ def _restrict(pod: Any, uid: int | None) -> None:  # noqa: ANN401 - V1Pod
 
 
 def privilege_of(pod: Any) -> str:  # noqa: ANN401 - V1Pod
-    """Return the privilege that the pod would have, as its field and value; "" if none."""
+    """Return the pod's privilege, as its field and value, or ""."""
     for field, name in (("host_pid", "hostPID"), ("host_network", "hostNetwork"), ("host_ipc", "hostIPC")):
         if _field(pod.spec, field, name):
             return f"{name}: true"
@@ -262,6 +262,7 @@ def _is_of_the_node(path: str) -> bool:
     """Whether a host path leads to the node's administration: its root, /proc, the broker's state, a runtime's socket."""
     whole = PurePosixPath("/", path)
     places = ("/proc", "/sys", "/run", "/var/run", "/var/lib/jupyter-gpu", "/var/lib/kubelet", "/etc")
+    # Both directions: /proc/1 is in /proc, and / contains it.
     return any(whole.is_relative_to(place) or PurePosixPath(place).is_relative_to(whole) for place in places)
 
 

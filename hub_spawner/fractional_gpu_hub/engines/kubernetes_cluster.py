@@ -42,7 +42,6 @@ class Where:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Where":
-        """Return what the environment names, else the spawner's defaults. Reads the namespace's file in a pod."""
         given = {
             "nodes": environment.get(NODES_VARIABLE, ""),
             "component": environment.get(COMPONENT_VARIABLE, ""),
@@ -59,7 +58,6 @@ def _own_namespace() -> str:
 
 
 async def settings_of(environment: Mapping[str, str]) -> client.Configuration:
-    """Return how to reach the API server: as this pod's service account, or outside a pod by kubectl's file. Raises EngineError."""
     return await configuration(
         environment.get("KUBECONFIG") or None,
         in_pod=bool(environment.get("KUBERNETES_SERVICE_HOST")),
@@ -68,7 +66,6 @@ async def settings_of(environment: Mapping[str, str]) -> client.Configuration:
 
 
 async def read() -> Cluster:
-    """Return the cluster. Raises EngineError."""
     return await read_from(await settings_of(os.environ), Where.of(os.environ))
 
 

@@ -60,6 +60,7 @@ class NodeReader(Generic[Node]):
         """Return the nodes as read at most `max_age_s` ago. Raises EngineError. Cancellation does not affect other callers."""
         if self._read_s is not None and time.monotonic() - self._read_s <= max_age_s:
             return self.last
+        # A task of another event loop cannot be awaited here. Shielded: one caller's cancellation must not end the others' reading.
         task, loop = self._task, asyncio.get_running_loop()
         if task is None or task.done() or task.get_loop() is not loop:
             task = self._task = loop.create_task(self._read())
@@ -174,7 +175,6 @@ def _facts(nodes: list[NodePool], up: list[NodePool], terms: Terms) -> str:
 
 
 def devices_of(milli: int) -> str:
-    """Return thousandths as a number of devices, such as 2.25."""
     return f"{milli / WHOLE:.2f}".rstrip("0").rstrip(".")
 
 

@@ -173,7 +173,6 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return not partition or not node.partitions.isdisjoint(partition.split(","))
 
     def _gpu_count_name(self, pool: str) -> str:
-        """Return the generic resource that counts the pool's thousandths."""
         if self.gpu_gres:
             return str(self.gpu_gres)
         counts = (there.count for node in NODES.last for there in node.pools if there.name == pool and there.count)
@@ -191,7 +190,6 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return [*words, *([f"--partition={partition}"] if partition else [])]
 
     def _gpu_checked_name(self) -> str:
-        """Return the user's name. Raises the error that stops the spawn if no system user can have it."""
         name = str(self.user.name)
         if not _NAME.fullmatch(name):
             raise spawn_error(
@@ -274,7 +272,6 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return self.job_id
 
     async def _gpu_cancel_leftovers(self) -> None:
-        """Cancel jobs left by an earlier start. Raises the error that stops the spawn while Slurm does not answer."""
         try:
             for job_id in await jobs_named(self._gpu_prefix(), self.gpu_job_name, self.user.name):
                 self.log.warning("Cancelling job %s, which an earlier start of %s left", job_id, self._log_name)
@@ -331,7 +328,6 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return JobStatus.RUNNING if job.runs else JobStatus.PENDING
 
     async def _gpu_query_by_name(self) -> JobStatus:
-        """Look for a job whose number was not saved. Raises EngineError."""
         if not self._gpu_begun:
             return JobStatus.NOTFOUND
         found = await jobs_named(self._gpu_prefix(), self.gpu_job_name, self.user.name)
@@ -437,8 +433,6 @@ def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> No
 
 
 class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
-    """Sets the port of a server by its token."""
-
     @web.authenticated
     def post(self) -> None:
         """Set the port of the server with this token. Raises HTTPError for anything else."""

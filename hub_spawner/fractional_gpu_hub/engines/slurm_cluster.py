@@ -13,7 +13,6 @@ _COUNT = re.compile(r"([a-z][a-z0-9_]*(?::[a-z][a-z0-9_]*)?):(\d{1,9})")
 
 
 async def read() -> Cluster:
-    """Return the cluster. Raises EngineError."""
     nodes, mark = await NODES.read(_MAX_AGE_S), secrets.token_hex(8) + SEPARATOR
     text = await run("squeue", "--noheader", f"--format={mark}{SEPARATOR.join(_COLUMNS)}")
     return cluster_of(nodes, text, mark)

@@ -141,7 +141,6 @@ async def job_state(prefix: Sequence[str], job_id: str) -> JobState | None:
 
 
 async def jobs_named(prefix: Sequence[str], name: str, user: str) -> list[str]:
-    """Return the numbers of a user's jobs with this name that have not ended. Raises EngineError."""
     text = await run(*prefix, "squeue", "--noheader", f"--name={name}", f"--user={user}", "--format=%A")
     return [word for word in text.split() if JOB_ID.fullmatch(word)]
 

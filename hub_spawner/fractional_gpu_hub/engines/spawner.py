@@ -141,7 +141,6 @@ class EngineGPUMixin(GPUChoiceMixin):
         self._gpu_progress.add(5, f"Asking the cluster for {self._gpu_words()}")
 
     def _gpu_offer(self, offers: Offers, pool: str, milli: int) -> int:
-        """Return the memory of a share, MiB. Raises the error that stops the spawn if it is not on offer."""
         found = next((one for one in offers.pools if one.pool == pool), None)
         if found is None:
             raise spawn_error(f"there is no pool {pool!r}; allowed: {on_offer(offers, pool)}", reason="gpu-options")
@@ -192,6 +191,5 @@ class EngineGPUMixin(GPUChoiceMixin):
             self._gpu_allocation = Allocation(**saved) if isinstance(saved, dict) else None
 
     def clear_state(self) -> None:
-        """The allocation ends with the engine's job or pod."""
         super().clear_state()
         self._gpu_allocation = None

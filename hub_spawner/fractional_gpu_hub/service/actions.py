@@ -56,7 +56,6 @@ class Actions:
         return await self._do(viewer, work)
 
     async def own_usage(self, viewer: Viewer, asked: Chosen) -> Figures:
-        """Return what the viewer used, and may see of others. Raises FractionalGPUError."""
         return await self._do(viewer, lambda client: own_figures(client, viewer, asked))
 
     async def all_usage(self, viewer: Viewer, asked: Chosen) -> Figures:

@@ -75,7 +75,6 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
             self.set_header(name, value)
 
     async def prepare(self) -> None:
-        """Raises HTTPError if another site caused the request, or the user has no scope."""
         _refuse_other_sites(self.request)
         await self.hub_auth.get_user(self, sync=False)  # one call to the hub, off the loop
         user = self.current_user
@@ -91,7 +90,6 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
         self.viewer = viewer
 
     def not_logged_in(self) -> None:
-        """Refuse; a page redirects to the hub's login instead."""
         raise web.HTTPError(401)
 
     def view(self) -> dict[str, Any]:
@@ -99,7 +97,6 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
         return cluster_view(found, self.viewer) if isinstance(found, ClusterSnapshot) else view_of(found, self.viewer)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:  # noqa: ANN401 - tornado's own
-        """Report any failure in the broker's JSON form."""
         error = kwargs.get("exc_info", (None, None, None))[1]
         shown = {"code": "error", "reason": str(status_code), "message": _SENTENCES.get(status_code, _SENTENCES[500])}
         if isinstance(error, FractionalGPUError):
@@ -117,7 +114,6 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
 
 
 def _viewer_of(user: Mapping[str, Any]) -> Viewer | None:
-    """Return the viewer for a user of the hub; None if this user may see nothing."""
     scopes = set(user.get("scopes", ()))
     if user.get("kind") != "user" or not scopes & {READ_SCOPE, ADMIN_SCOPE}:
         return None
@@ -283,8 +279,6 @@ class _Events(_Base):
 
 
 class _Act(_Base):
-    """An action, cancelled when its page closes."""
-
     _work: "asyncio.Task[Any] | None" = None
 
     async def get(self, kind: str, name: str, action: str = "") -> None:

@@ -59,8 +59,6 @@ def reader_of(engine: str) -> Callable[[], Awaitable[Cluster]]:
 
 
 class ClusterFollower:
-    """Reads the cluster while pages are open."""
-
     def __init__(self, read: Callable[[], Awaitable[Cluster]]) -> None:
         self.changed = asyncio.Event()
         self._read = read
@@ -105,7 +103,6 @@ class ClusterFollower:
 
 
 def cluster_view(snapshot: ClusterSnapshot, viewer: Viewer, *, now_s: float | None = None) -> dict[str, Any]:
-    """Return what the viewer's page shows, as JSON data. `now_s`: seconds since the epoch."""
     cluster, terms = snapshot.cluster, Terms(now_s=time.time() if now_s is None else now_s, stale_after_s=STALE_S)
     servers = [one for one in cluster.servers if viewer.admin or one.user == viewer.name]
     return {

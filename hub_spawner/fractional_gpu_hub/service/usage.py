@@ -81,7 +81,6 @@ class Figures:
 
 
 def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None = None) -> Chosen:
-    """Parse a page's query. Raises BadRequestError with what is allowed."""
     word, by = arguments.get("period") or _THIS_MONTH, arguments.get("by") or "group"
     for name, given, allowed in (("period", word, (*PERIODS, DATES)), ("by", by, BY)):
         if given not in allowed:
@@ -148,7 +147,6 @@ def all_figures(client: SeatClient, asked: Chosen) -> Figures:
 
 
 def shown(figures: Figures) -> dict[str, Any]:
-    """Return what the page's template needs: sentences, and parts that are already HTML."""
     report, own = figures.report, figures.report.scope == "own"
     names = budget_names(figures.budgets)
     return {

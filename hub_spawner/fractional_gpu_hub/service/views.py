@@ -22,8 +22,6 @@ _WHOLE = 1000  # a device, thousandths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Viewer:
-    """The user of the hub who opened the page, with their groups there."""
-
     name: str
     admin: bool
     groups: tuple[str, ...] = ()
@@ -34,7 +32,6 @@ def is_own(lease: LeaseStatus, viewer: Viewer) -> bool:
 
 
 def view_of(snapshot: Snapshot, viewer: Viewer) -> dict[str, Any]:
-    """Return what the viewer's page shows, as JSON data."""
     status = snapshot.status
     leases = status.leases if status is not None else []
     shown = [lease for lease in leases if viewer.admin or is_own(lease, viewer)]

@@ -436,7 +436,6 @@ class FirstGrant:
             self.release()
 
     def release(self) -> None:
-        """Restore torch's functions, unless other code has replaced ours."""
         self.is_awaited = False
         for core, name, stand_in, original in self._held:
             if getattr(core, name, None) is stand_in:
@@ -482,7 +481,6 @@ def _answer() -> int:
 
 
 def _has_searched() -> bool:
-    """Whether a framework that keeps its answer has searched for a GPU and found none."""
     numba = getattr(sys.modules.get("numba.cuda.cudadrv.driver"), "driver", None)
     jax = getattr(sys.modules.get("jax._src.xla_bridge"), "_backends", None)
     tensorflow = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)

@@ -177,7 +177,6 @@ LinesTransform = Callable[[list[str]], list[str]]
 
 
 def needs_gpu(transformed: str) -> bool:
-    """Whether a cell (IPython's transformed text) must wait for the GPU."""
     if transformed.startswith(SENTINEL):
         return False
     lines = transformed.splitlines() if transformed[:1] in _COMMENT_MAY_BEGIN else ["code"]
@@ -216,7 +215,6 @@ def _is_own_magic(node: ast.expr) -> bool:
 
 
 def burst_of(transformed: str) -> str | None:
-    """Return the arguments of `%%gpu` if the cell (IPython's transformed text) begins with it."""
     if not transformed.startswith(BURST):  # nearly every cell
         return None
     return transformed.partition("\n")[0].removeprefix(BURST).strip()
@@ -248,7 +246,6 @@ def make_cell_transform(
 
 
 def _comment(line: str, *, measures: bool) -> str:
-    """Return the replacement of a cell's first line, or "" if it is not ours."""
     if line.startswith("%%cpu") and line.strip() == "%%cpu":
         return SENTINEL
     name, _, arguments = line.rstrip().partition(" ")

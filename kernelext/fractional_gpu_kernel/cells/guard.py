@@ -99,7 +99,6 @@ class CellGuard:
         return run_cell_async
 
     def _prepare(self, transformed: str, mark: object, *, silent: bool) -> BaseException | None:
-        """Wait for what the cell needs, and mark it as running; or return the error that it fails with."""
         burst = burst_of(transformed)
         if burst is not None or not self._gate.enter(mark):
             failure = self._wait(burst, mark, silent=silent)
@@ -114,7 +113,6 @@ class CellGuard:
         return None
 
     def _wait(self, burst: str | None, mark: object, *, silent: bool) -> BaseException | None:
-        """Wait for the larger share that the cell asks for, and for the GPU; return the error that it fails with."""
         line = LiveLine(self._shell)
         shown = None if silent else line
         try:
@@ -138,7 +136,6 @@ class CellGuard:
         return None
 
     def _is_starting(self) -> bool:
-        """Whether the kernel still runs start-up code: it has handled no request yet."""
         with suppress(AttributeError):  # a terminal, or another kind of kernel
             return bool(self._shell.kernel.get_parent("shell") == {})
         return False

@@ -147,7 +147,6 @@ def _area(shares: Sequence[float]) -> str:
 
 
 def _strip(row: Sequence[Column]) -> list[Svg]:
-    """Draw runs of equal states."""
     looks = {"resident": (USED, 1), "suspending": (USED, 0.5), "resuming": (USED, 0.5), _IN_HOST: (FREE, 1)}
     pieces = []
     begin = 0

@@ -93,14 +93,12 @@ class CostView(View):
         return box(title, table(rows, ("", *_PERIODS)), note=" ".join(self.sentences()))
 
     def _amounts(self, figure: Callable[[Usage], int], entries: Sequence[UsageEntry]) -> str:
-        """Return the amount in each currency; use without a price has none."""
         sums = {entry.currency: figure(entry.usage) for entry in entries if entry.currency}
         sums = sums or {self._cost.currency: 0}
         return " + ".join(f"{_amount(milli)} {currency}".rstrip() for currency, milli in sorted(sums.items()))
 
 
 def _decimals(value: int, unit: int) -> str:
-    """Return `value` in units, with three decimals, rounded half up."""
     return _amount((2 * value * 1000 + unit) // (2 * unit))
 
 

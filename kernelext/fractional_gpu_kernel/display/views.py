@@ -71,7 +71,6 @@ def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> s
 
 
 def moment(at_ms: int, now_ms: int) -> str:
-    """Format a time of day, with the date unless it is today."""
     at, now = (datetime.fromtimestamp(ms / 1000).astimezone() for ms in (at_ms, now_ms))
     return f"{at:%H:%M:%S}" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}"
 
@@ -160,7 +159,6 @@ class TopView(View):
         return rows
 
     def elsewhere(self) -> list[tuple[str, str, str]]:
-        """Return (share, who, what) of this user's leases on no device."""
         return [
             (f"{format_fraction(lease.spec.fraction_milli)} GPU", self._name(lease), self._doing(lease))
             for lease in self._host.leases

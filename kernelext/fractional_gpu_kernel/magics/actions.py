@@ -59,8 +59,6 @@ class Size(NamedTuple):
 
 
 class Resizer:
-    """Resizes one kernel's lease, in the threads that run cells."""
-
     def __init__(self, kernel: "LeasedKernel") -> None:
         self._kernel = kernel
         self._settings = kernel.settings
@@ -188,8 +186,6 @@ _RETRY_S = 30.0
 
 
 class StandingPin:
-    """One kernel's renewed pin. `notify` shows a sentence."""
-
     def __init__(self, settings: Settings, notify: Callable[[str], None]) -> None:
         self._settings = settings
         self._notify = notify
@@ -390,7 +386,6 @@ class Actions:
         return call_broker(self._settings, call, revive=True)
 
     def _read(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - what the call returns
-        """A call that only reads, and starts no broker."""
         return call_broker(self._settings, call, timeout_s=_READ_S)
 
 

@@ -210,7 +210,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(line: str) -> argparse.Namespace:
-    """Return the command (`name`) and its arguments. Raises ArgumentsError or HelpRequested."""
     name, *words = _words("%gpu", line) or ["status"]
     if name in ("-h", "--help"):
         raise HelpRequested(overview())
@@ -229,7 +228,6 @@ def parse(line: str) -> argparse.Namespace:
 
 
 def parse_burst(line: str) -> argparse.Namespace:
-    """Return `fraction` and `memory` of a `%%gpu` line. Raises ArgumentsError or HelpRequested."""
     words = _words("%%gpu", line)
     if words and words[0] in COMMANDS:
         raise ArgumentsError(f"%%gpu takes a share for one cell, as %%gpu 1; for the command write %gpu {words[0]}")
@@ -237,12 +235,10 @@ def parse_burst(line: str) -> argparse.Namespace:
 
 
 def parse_measure(line: str) -> argparse.Namespace:
-    """Return the options of a `%%gpu measure` line. Raises ArgumentsError or HelpRequested."""
     return _parser(MEASURE.name).parse_args(_words(MEASURE_NAME, line)[1:])
 
 
 def size(prog: str, fraction: str | None, memory: str | None) -> tuple[int | None, int | None]:
-    """Return milli-GPU and MiB, None for what is not given. Raises ArgumentsError."""
     try:
         return (
             None if fraction is None else parse_fraction_milli(fraction),
@@ -253,7 +249,6 @@ def size(prog: str, fraction: str | None, memory: str | None) -> tuple[int | Non
 
 
 def duration_ms(prog: str, text: str, *, also: str = "") -> int:
-    """Return milliseconds, more than 0. Raises ArgumentsError, which also allows the word `also`."""
     try:
         read_ms = parse_duration_ms(text)
     except ValueError:

@@ -62,7 +62,7 @@ def call_broker(
             loud_from = time.monotonic() + QUIET_S
             news: object = None
             while news is not asked:
-                quiet_s = loud_from - time.monotonic()
+                quiet_s = loud_from - time.monotonic()  # only a slow answer is worth two more connections
                 if quiet_s <= 0:
                     silence.start()
                     if line is not None:
@@ -111,13 +111,11 @@ class _Asking(Generic[T]):
         )
 
     def start(self) -> None:
-        """Make the call; a second time nothing happens."""
         if not self._is_started:
             self._is_started = True
             threading.Thread(target=self._run, name="gpu-ask", daemon=True).start()
 
     def hang_up(self) -> None:
-        """Close the connection: the answer is no longer needed."""
         self._hung_up = True
         if self._client is not None and not self._is_over:
             close_soon(self._client)
@@ -153,8 +151,6 @@ Call = Callable[["BrokerClient"], str]  # returns the sentence to show if it is 
 
 
 class AfterCell:
-    """The newest requests of one shell's cells, by kind."""
-
     def __init__(self, shell: Any, settings: Settings) -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
         self._settings = settings
@@ -226,7 +222,9 @@ class _DeferredRequest:
         if loop is None:
             thread.start()
         else:
-            loop.call_soon(thread.start)
+            loop.call_soon(
+                thread.start
+            )  # not now: the kernel is busy until its loop continues, and the broker would refuse
 
     def _make_calls(self) -> None:
         try:

@@ -128,7 +128,6 @@ class Magics:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Print requested help, and turn refusals into errors that IPython shows as one sentence."""
     from fractional_gpu.protocol.errors import FractionalGPUError  # noqa: PLC0415 - off the kernel's start
     from fractional_gpu_kernel.magics.arguments import ArgumentsError, HelpRequested  # noqa: PLC0415 - as above
 

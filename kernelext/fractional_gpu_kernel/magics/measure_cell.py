@@ -92,7 +92,6 @@ def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, 
 
 
 def _source(shell: Any, name: str, text: str) -> str:  # noqa: ANN401 - as above
-    """Return plain Python for a cell's text. Raises SyntaxError, and ArgumentsError for no code at all."""
     source: str = shell.transform_cell(text)
     tree = compile(source, f"<{name}>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     if name == "the cell" and isinstance(tree, ast.Module) and not tree.body:
@@ -101,7 +100,6 @@ def _source(shell: Any, name: str, text: str) -> str:  # noqa: ANN401 - as above
 
 
 def _setup(shell: Any, text: str | None) -> list[tuple[str, str]]:  # noqa: ANN401 - as above
-    """Return name and source of the cells that `--setup` names, in its order. Raises ArgumentsError, SyntaxError."""
     history: Sequence[str] = shell.history_manager.input_hist_raw
     found = []
     for number in setup_numbers(text, last=shell.execution_count - 1) if text is not None else ():
@@ -176,7 +174,6 @@ class _Measurement:
                 self._line.blank()
 
     def show(self, lease: LeaseStatus | None) -> None:
-        """Show the result. Raises ArgumentsError, RefusedError, KeyboardInterrupt."""
         if self._printed.strip():
             publish(self._shell, MeasurementView(json.loads(self._printed)))
         if self._status == _INTERRUPTED:
@@ -201,7 +198,6 @@ class _Measurement:
 
 
 def _held(status: LeaseStatus | None) -> str:
-    """Return what this kernel holds, which the measurement cannot use, or ""."""
     if status is None or not status.lease.reserved_mib or status.lease.device_id is None:
         return ""
     held = f"{'simulated ' if os.environ.get(SIMULATED) else ''}{status.device_name or 'device'}"

@@ -136,7 +136,6 @@ class _Handler(APIHandler):
     async def _answer(
         self, kernel_id: str, name: str, write: Callable[[LeaseStatus | None], Mapping[str, object]]
     ) -> None:
-        """Call the broker about a kernel, and send `write` of its answer, or the refusal."""
         try:
             action = BrokerClient.lease if name == "advice" else _action(name, self.get_json_body() or {})
             lease = self.app.lease_of(kernel_id)
