@@ -193,7 +193,7 @@ def of_swaps(seed: int) -> dict[str, Judge]:
     found = {}
     for name, factor in kinds.items():
         random, forecasts, judge = Random(seed), Forecasts(), Judge()
-        forecasts.record.watch = judge
+        forecasts.watch = judge
         for number in range(_SWAPS):
             judge.counts = number >= _SWAPS // 2
             mib = random.choice([500, 2_300, 4_600, 12_000, 38_000])

@@ -3,7 +3,8 @@
 import pytest
 
 from fractional_gpu.core.events import LeaseReleased
-from fractional_gpu.core.forecasts.outcomes import ErrorView
+from fractional_gpu.core.forecasts.forecasts import Forecasts
+from fractional_gpu.core.forecasts.outcomes import ForecastError
 from fractional_gpu.core.model import Span
 from tests.core.driving import Hand
 from tests.core.test_compute import SMALL, hand, seen
@@ -11,14 +12,14 @@ from tests.core.test_compute import SMALL, hand, seen
 pytestmark = pytest.mark.promise("forecasts")
 
 
-def slowdowns(world: Hand) -> ErrorView:
+def slowdowns(world: Hand) -> ForecastError:
     world.arbiter.run_deferred_work()
     return next(one for one in world.arbiter.forecasts.errors() if one.what == "slowdown")
 
 
 def forecast(world: Hand, model_milli: int = 1_500) -> Span:
     world.arbiter.run_deferred_work()
-    return world.arbiter.forecasts.slowdown_span("a", "H", 1, model_milli)
+    return world.arbiter.forecasts.slowdown_span("H", 1, model_milli)
 
 
 def cell(world: Hand, lasts_ms: int, *, beside: bool) -> None:
@@ -56,7 +57,7 @@ def test_of_cells_that_were_never_alone_nothing_is_known() -> None:
     for _ in range(5):
         cell(world, 30_000, beside=True)
     assert slowdowns(world).count == 0
-    assert forecast(world) == Span(expected_ms=1_500, low_ms=1_250, high_ms=1_750)
+    assert forecast(world) == Forecasts().slowdown_span("H", 1, 1_500)
 
 
 def test_a_cell_that_began_alone_and_met_another_for_most_of_its_time_is_not_taken_as_alone() -> None:
@@ -93,4 +94,4 @@ def test_nothing_of_a_lease_is_kept_after_its_end(*, busy: bool) -> None:
         world.run("a", SMALL)
     world.send(LeaseReleased(at_ms=world.now, lease_id="a"))
     world.arbiter.run_deferred_work()
-    assert "a" not in str(world.arbiter.forecasts.state()["alone"])
+    assert "a" not in world.arbiter.forecasts.alone

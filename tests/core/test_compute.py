@@ -1,6 +1,5 @@
 """Choosing a device by the compute that busy leases need, where a pool spreads."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import LeasesMeasured, PoolConfigured, SuspendRequested
-from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import Compute, LeaseState, Slowdown
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Device, Lease
@@ -342,14 +340,3 @@ def test_the_slowdown_of_a_cell_names_the_neighbours_that_cause_it() -> None:
     assert "beside kernel k2 and 1 more" in found.sentence, "the larger one first"
     books.set_busy(leases[1], busy=False)
     assert describe_slowdown(books, leases[0]) == Slowdown()
-
-
-def test_demands_survive_in_the_state() -> None:
-    forecasts = Forecasts()
-    for _ in range(20):
-        forecasts.demand_seen("a", "p", 800)
-    state = json.loads(json.dumps(forecasts.state()))
-    again = Forecasts.from_state(state)
-    assert again.demand_milli("a", "p") == forecasts.demand_milli("a", "p") > 700
-    assert again.demand_milli("new", "p") == forecasts.demand_milli("new", "p")
-    assert again.state() == forecasts.state()

@@ -15,7 +15,7 @@ from tests.core.driving import Hand, device, pool, spec
 
 
 def mix_of(weights: Mapping[tuple[int, int], int]) -> AskMix:
-    return AskMix(size for size, weight in weights.items() for _ in range(weight))
+    return AskMix([size for size, weight in weights.items() for _ in range(weight)])
 
 
 SIZES = (125, 250, 375, 500, 750, 1000)

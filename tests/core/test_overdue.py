@@ -116,8 +116,10 @@ def test_waits_that_are_given_up_teach_that_the_forecast_was_short() -> None:
     before = forecasts.wait_span("swap", 1_000)
     for _ in range(40):
         given_up = forecasts.wait_span("swap", 1_000)
-        forecasts.wait_given_up(given_up, 60_000)
+        forecasts.wait_ended(given_up, 60_000, given_up=True)
     assert forecasts.wait_span("swap", 1_000).high_ms > 5 * before.high_ms
     calm = Forecasts()
-    calm.wait_given_up(WaitSpan(expected_ms=900, low_ms=500, high_ms=2_000, kind="swap", basis_ms=1_000), 1_500)
+    calm.wait_ended(
+        WaitSpan(expected_ms=900, low_ms=500, high_ms=2_000, kind="swap", basis_ms=1_000), 1_500, given_up=True
+    )
     assert calm.wait_span("swap", 1_000) == before, "it might still have been right"

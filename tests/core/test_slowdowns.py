@@ -31,15 +31,15 @@ def described(*demands_milli: int, state: LeaseState = LeaseState.RESIDENT) -> S
 def test_the_neighbours_are_said_with_what_they_need_and_only_ones_own_by_name() -> None:
     assert described(600, 500, 700) == Slowdown(
         milli=1792,
-        low_milli=1396,
-        high_milli=2188,
-        brief="runs beside another user's kernel and 1 more, about 1.8 times as long as alone (1.4 to 2.2)",
+        low_milli=1478,
+        high_milli=2105,
+        brief="runs beside another user's kernel and 1 more, about 1.8 times as long as alone (1.5 to 2.1)",
     )
 
 
 def test_many_neighbours_are_counted() -> None:
     found = described(600, *[300] * 5)
-    assert found.brief == "runs beside 1.ipynb and 4 more, about 2.8 times as long as alone (1.9 to 3.7)"
+    assert found.brief == "runs beside 1.ipynb and 4 more, about 2.8 times as long as alone (2.3 to 3.3)"
 
 
 def test_nothing_is_said_of_a_cell_that_is_not_slowed_down() -> None:
@@ -74,7 +74,7 @@ def test_a_kernel_that_waits_is_told_of_the_neighbours_that_can_stay() -> None:
 def test_a_kernel_that_is_being_resumed_for_a_cell_is_told_of_the_device_to_which_it_comes() -> None:
     found = described(600, 900, state=LeaseState.RESUMING)
     assert found.milli == 1390
-    assert found.brief == "would run beside 1.ipynb, about 1.4 times as long as alone (1.2 to 1.6)"
+    assert found.brief == "would run beside 1.ipynb, about 1.4 times as long as alone (1.1 to 1.6)"
     assert described(600, 300, state=LeaseState.RESUMING) == Slowdown()
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from fractional_gpu.broker.kernels.connection import Connection, connection_from_json
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
+from fractional_gpu.broker.persistence.ledger_writer import read_learnt
 from fractional_gpu.client import http
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.config import hub, values
@@ -296,10 +297,10 @@ def ledger(data: bytes) -> None:
 def learnt(data: bytes) -> None:
     """What forecasts were kept."""
     try:
-        again = Forecasts.from_state(_json(data))
+        again = read_learnt(data.decode(errors="replace"), Forecasts)
     except ValueError:
         return
-    json.dumps(again.state())
+    msgspec.json.encode(again)
 
 
 def settings(data: bytes) -> None:
@@ -425,7 +426,7 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     yield "pod", json.dumps({"type": "ADDED", "object": added}).encode()
     yield "worker_reply", b'{"state":null,"elapsed_us":1,"error":{"code":"x","message":"y"}}'
     yield "ledger", b'{"state":"suspended","device_ids":"[\\"a\\"]","pid":3}'
-    yield "learnt", json.dumps(Forecasts().state()).encode()
+    yield "learnt", msgspec.json.encode(Forecasts())
     yield "settings", b'\x00"30s"'
     yield "settings", b'\x0a{"gpus":2}'
     yield "kernelspec", b'{"pool":"p","fraction":"1/4","memory":"20GiB","devices":1,"priority":0}'

@@ -30,11 +30,10 @@ _UNPREDICTABLE = frozenset({"wait.user-limit", "wait.group-limit"})  # it is unk
 
 
 class _Wait(NamedTuple):
-    """A wait as it is worked out: what decides it, its length, and the kind of device that the ticket gets."""
+    """A wait as it is worked out: what decides it, and its length."""
 
     kind: str  # "swap" or "busy"
     ms: int
-    device_name: str
 
 
 class _Return(NamedTuple):
@@ -96,7 +95,7 @@ class QueueWaitForecast:
             if last is None or not _is_predictable(lease):
                 waits.append(None)
             else:
-                waits.append(_Wait("busy", last.ms * (place + 1) // len(first), last.device_name))
+                waits.append(_Wait("busy", last.ms * (place + 1) // len(first)))
         return waits
 
 
@@ -127,7 +126,7 @@ class _Play:
         """Bring the lease in, with memory of busy leases if it is the turn of patient tickets; return its wait, None: not in this way."""
         ticket = lease.ticket
         if lease.state is LeaseState.RESUMING:
-            return _Wait("swap", self._swap_left_ms(lease), self._name(lease.device_id))
+            return _Wait("swap", self._swap_left_ms(lease))
         if ticket is None or not _is_predictable(lease):
             return None
         need_mib = ticket.extra_mib if ticket.resize_to is not None else lease.need_mib
@@ -143,7 +142,7 @@ class _Play:
         for way in ways:
             self._take(way, lease, need_mib, ready_ms)
         is_busy = any(one.busy for way in ways for one in way.taken)
-        return _Wait("busy" if is_busy else "swap", ready_ms, self._name(ways[0].device_id))
+        return _Wait("busy" if is_busy else "swap", ready_ms)
 
     def _saved_ms(self, way: _Way) -> int:
         """Return when the room of a way is free, with the swaps before."""
@@ -303,7 +302,7 @@ class ForecastRecorder:
         name, others = device.spec.name, busy_others(device, lease)
         model_milli, stated = beside(lease.busy_milli, others), None
         if others:
-            stated = self.forecasts.slowdown_span(lease.lease_id, name, len(others), model_milli)
+            stated = self.forecasts.slowdown_span(name, len(others), model_milli)
         company = Company(name, len(others), model_milli, stated)
         self._begun[lease.lease_id] = _Begun(device.spec.device_id, self._books.now_ms, device.busy_ms, company)
 
@@ -336,7 +335,7 @@ class ForecastRecorder:
         """Note that the lease stopped waiting without having got what its ticket was for."""
         ticket = lease.ticket
         if ticket is not None and ticket.expected is not None:
-            self.forecasts.wait_given_up(ticket.expected, self._books.now_ms - ticket.asked_ms)
+            self.forecasts.wait_ended(ticket.expected, self._books.now_ms - ticket.asked_ms, given_up=True)
 
     def lease_ended(self, lease: Lease) -> None:
         self._begun.pop(lease.lease_id, None)

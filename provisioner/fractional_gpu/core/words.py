@@ -277,9 +277,7 @@ def _described(
     device, others = where
     if not others:
         return Slowdown()
-    span = books.forecasts.slowdown_span(
-        lease.lease_id, device.spec.name, len(others), beside(want_milli, list(others))
-    )
+    span = books.forecasts.slowdown_span(device.spec.name, len(others), beside(want_milli, list(others)))
     if _tenths(span.expected_ms) <= 10:
         return Slowdown()
     first, *more = sorted(others, key=lambda one: (-one.busy_milli, one.number))

@@ -6,6 +6,7 @@ What the arbiter knows of a lease is in them as it is (`core.model`). Kernels do
 from msgspec import Struct
 
 from fractional_gpu.core.forecasts.advice import Advice
+from fractional_gpu.core.forecasts.outcomes import ForecastError
 from fractional_gpu.core.model import LeaseSpec, LeaseView, Slowdown, Span
 from fractional_gpu.protocol.messages import KERNEL, Workload
 
@@ -221,16 +222,6 @@ class SeatWait(Struct, frozen=True, kw_only=True):
     low_ms: int | None = None
     high_ms: int | None = None
     passed_over: int = 0  # how many later requests got a seat before it
-
-
-class ForecastError(Struct, frozen=True, kw_only=True):
-    """How far off one kind of forecast was lately, of this user and all others. `stated_permille`: what its bounds promise to cover."""
-
-    what: str  # wait, suspend, resume, cell, rest (of a running cell), slowdown or seat
-    count: int  # forecasts that were compared with what happened, ever
-    median_error_permille: int  # of the last 256: the error as a share of what happened
-    covered_permille: int  # of the last 256: how many lay between their bounds
-    stated_permille: int = 800
 
 
 class HostStatus(Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from fractional_gpu.core.forecasts.outcomes import ErrorView
+from fractional_gpu.core.forecasts.outcomes import ForecastError
 from fractional_gpu.simulator.felt import USERS_TOO_LATE, Felt, Goal, Lateness, Spread, nearest_rank, too_long
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.revocation import RevocationFigures
@@ -47,7 +47,7 @@ class Result:
 
     name: str
     felt: Felt = field(compare=False)
-    errors: list[Sequence[ErrorView]] = field(default_factory=list, compare=False)
+    errors: list[Sequence[ForecastError]] = field(default_factory=list, compare=False)
     closed_ms: int = 0  # when the last session closed
     sessions: int
     cells: int
@@ -158,7 +158,7 @@ def begin_result(name: str, trace: Sequence[Session], hosts: Sequence[Host], goa
     )
 
 
-def _merged_errors(errors: Sequence[Sequence[ErrorView]]) -> dict[str, dict[str, float]]:
+def _merged_errors(errors: Sequence[Sequence[ForecastError]]) -> dict[str, dict[str, float]]:
     merged: dict[str, dict[str, float]] = {}
     for views in zip(*errors, strict=True):
         count = sum(view.count for view in views)

@@ -86,7 +86,7 @@ def simulate(
             )
             moments.at(begins_ms, devices.begin)
     for run in runs:
-        run.arbiter.forecasts.record.watch = judged
+        run.arbiter.forecasts.watch = judged
         run.begin()
     for session in trace:
         moments.at(session.open_ms, partial(opens, session))

@@ -20,10 +20,10 @@ from fractional_gpu.commands.doctor.setup import (
     forecast_findings,
     inherited_findings,
 )
+from fractional_gpu.core.forecasts.outcomes import ForecastError
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.host.memory import Headroom, LimitReader
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.protocol.status import ForecastError
 from tests.support.fake_broker import FakeBroker
 
 pytestmark = pytest.mark.promise("forecasts")

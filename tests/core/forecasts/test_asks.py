@@ -1,12 +1,8 @@
 """The mix of sizes that a pool is asked for: the last asks, and the same after a restart."""
 
-import json
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.forecasts.sizes import MOST_ASKS, AskMix
 
 ASKS = st.lists(st.tuples(st.integers(1, 2000), st.integers(1, 8)), max_size=80)
@@ -31,22 +27,3 @@ def test_only_the_last_asks_count() -> None:
     for _ in range(MOST_ASKS):
         mix.add(700, 1)
     assert mix.weights == {(700, 1): MOST_ASKS}
-
-
-def test_what_was_asked_for_survives_a_restart() -> None:
-    forecasts = Forecasts()
-    for mib, devices in ((100, 1), (200, 1), (1000, 4), (100, 1)):
-        forecasts.asked("p", mib, devices)
-    kept = json.loads(json.dumps(forecasts.state()))
-    again = Forecasts.from_state(kept)
-    assert again.state() == forecasts.state()
-    assert again.asks("p").weights == forecasts.asks("p").weights
-    assert not again.asks("other").weights
-
-
-@pytest.mark.parametrize("sizes", [[1], [0, 1], [1, 0], [1, 0.5]])
-def test_a_damaged_mix_is_refused(sizes: list[int]) -> None:
-    kept = Forecasts().state()
-    kept["asks"] = {"p": sizes}
-    with pytest.raises(ValueError, match="allowed"):
-        Forecasts.from_state(kept)

@@ -1,8 +1,5 @@
 """What contexts take: an upper estimate for each user, which one user's kernels do not raise for all others."""
 
-import json
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,7 +39,7 @@ def test_what_cannot_be_a_context_is_left_out() -> None:
     assert not sizes.saw("G", "k", ContextSize(ME, MOST_MIB + 1), CAP)
     assert not sizes.saw("G", "k", ContextSize(ME, -1), CAP)
     assert not sizes.saw("G", "k", ContextSize(ME, 800), 1024)
-    assert sizes.state() == ContextSizes().state()
+    assert sizes == ContextSizes()
     assert sizes.saw("G", "k", ContextSize(ME, 760), 1024)
 
 
@@ -50,7 +47,7 @@ def test_a_kernel_counts_once_with_its_largest_figure() -> None:
     sizes = ContextSizes()
     changes = [sizes.saw("G", "kernel", ContextSize(ME, mib), CAP) for mib in (900, 600, 910, 960)]
     assert changes == [True, False, False, True]
-    assert sizes.state()["devices"] == {"G": [["kernel", ME, 960]]}
+    assert sizes.seen == {"G": {"kernel": ContextSize(ME, 960)}}
 
 
 def test_old_kernels_and_old_devices_are_forgotten() -> None:
@@ -58,7 +55,7 @@ def test_old_kernels_and_old_devices_are_forgotten() -> None:
     assert sizes.estimate_mib("G", ME) == 608
     for number in range(200):
         sizes.saw(f"device {number}", "kernel", ContextSize(ME, 600), CAP)
-    assert len(sizes.state()["devices"]) == 64
+    assert len(sizes.seen) == 64
     assert sizes.estimate_mib("device 199", ME) == 608
 
 
@@ -91,30 +88,3 @@ def test_a_quarter_of_all_kernels_cannot_raise_the_estimate_of_other_users(
     sizes = learnt(*figures, *[(99, mib) for mib in added])
     most = max([FLOOR_MIB, *(mib for _, mib in figures)])
     assert sizes.estimate_mib("G", NEW + 100) <= -(-most // 32) * 32
-
-
-@given(seen=SEEN)
-def test_what_was_learnt_survives_being_written_down(seen: list[tuple[int, int, int]]) -> None:
-    sizes = learnt(*[(uid, mib) for _, uid, mib in seen])
-    again = ContextSizes.from_state(json.loads(json.dumps(sizes.state())))
-    assert again.state() == sizes.state()
-    assert [again.estimate_mib("G", uid) for uid in range(5)] == [sizes.estimate_mib("G", uid) for uid in range(5)]
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        None,
-        [],
-        {"version": 2, "devices": {}},
-        {"version": 1},
-        {"version": 1, "devices": {"G": 7}},
-        {"version": 1, "devices": {"G": [["k", 1]]}},
-        {"version": 1, "devices": {"G": [["k", 1, -5]]}},
-        {"version": 1, "devices": {"G": [["k", 1, 10**9]]}},
-        {"version": 1, "devices": {"G": [[3, 1, 600]]}},
-    ],
-)
-def test_a_state_that_is_none_is_refused(state: object) -> None:
-    with pytest.raises(ValueError, match="context sizes"):
-        ContextSizes.from_state(state)

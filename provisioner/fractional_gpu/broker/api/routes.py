@@ -27,7 +27,7 @@ from fractional_gpu.broker.api.metrics_routes import register_collectors
 from fractional_gpu.broker.api.server import DISCARDED_HEADER_BYTES, READ_AT_ONCE, Payers, Server
 from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.services.lease_control import others_use_milli
-from fractional_gpu.broker.services.status import StatusStream, Viewer, forecast_errors, full_lease_status, host_status
+from fractional_gpu.broker.services.status import StatusStream, Viewer, full_lease_status, host_status
 from fractional_gpu.host.peers import detects_unread
 from fractional_gpu.protocol import routes
 from fractional_gpu.protocol.errors import BadRequestError
@@ -60,7 +60,7 @@ async def _status(call: Call[Fresh]) -> HostStatus:
         host_status(broker, call.shared.socket_path, viewer),
         seats=seats.seen_by(viewer),
         seat_queue=seats.queue_seen_by(viewer),
-        forecasts=forecast_errors(broker),
+        forecasts=list(broker.arbiter.forecasts.errors()),
         audit_file=str(call.service.audit.path) if call.peer.admin else "",
     )
 

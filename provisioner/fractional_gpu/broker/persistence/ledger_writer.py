@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
+import msgspec
+
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles
@@ -455,19 +457,20 @@ def _is_worth_a_point(last: _Point, view: LeaseView, at_ms: int) -> bool:
 
 _FORECASTS, _CONTEXTS = "forecasts", "contexts"
 _INTERVAL_S = 300.0
+_LARGEST = 1 << 53  # JSON readers elsewhere keep whole numbers up to here
 
 
 def load_forecasts(ledger: Ledger) -> Forecasts:
-    return _read(ledger, _FORECASTS, Forecasts.from_state) or Forecasts()
+    return _read(ledger, _FORECASTS, Forecasts) or Forecasts()
 
 
 def load_context_sizes(ledger: Ledger) -> ContextSizes:
-    return _read(ledger, _CONTEXTS, ContextSizes.from_state) or ContextSizes()
+    return _read(ledger, _CONTEXTS, ContextSizes) or ContextSizes()
 
 
 def save_forecasts(arbiter: Arbiter, contexts: ContextSizes, writer: LedgerWriter) -> None:
-    for name, state in ((_FORECASTS, arbiter.forecasts.state()), (_CONTEXTS, contexts.state())):
-        writer.submit(partial(writer.ledger.keep, name, json.dumps(state, separators=(",", ":"))))
+    for name, learnt in ((_FORECASTS, arbiter.forecasts), (_CONTEXTS, contexts)):
+        writer.submit(partial(writer.ledger.keep, name, msgspec.json.encode(learnt).decode()))
 
 
 async def save_forecasts_periodically(arbiter: Arbiter, contexts: ContextSizes, writer: LedgerWriter) -> None:
@@ -476,12 +479,27 @@ async def save_forecasts_periodically(arbiter: Arbiter, contexts: ContextSizes, 
         save_forecasts(arbiter, contexts, writer)
 
 
-def _read(ledger: Ledger, name: str, understand: Callable[[object], T]) -> T | None:
+def _read(ledger: Ledger, name: str, kind: type[T]) -> T | None:
     text = ledger.kept(name)
     if text is None:
         return None
     try:
-        return understand(json.loads(text))
+        return read_learnt(text, kind)
     except ValueError as error:
         log.warning("saved forecasts cannot be used: %s", error)
         return None
+
+
+def read_learnt(text: str, kind: type[T]) -> T:
+    """Return what was saved. Raises ValueError for anything else: a damaged file must not influence decisions."""
+    value = json.loads(text)
+    _check_numbers(value)
+    return msgspec.convert(value, kind)
+
+
+def _check_numbers(value: object) -> None:
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            _check_numbers(one)
+    elif isinstance(value, int | float) and not 0 <= value <= _LARGEST:
+        raise ValueError(f"{value!r:.60} was given; allowed: a number from 0 to {_LARGEST}")

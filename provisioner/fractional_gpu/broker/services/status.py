@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from typing import Any
 
-from msgspec import convert, structs
+from msgspec import structs
 from msgspec.structs import replace
 
 from fractional_gpu import __version__
@@ -23,15 +23,7 @@ from fractional_gpu.gpu.interface import DeviceSensors
 from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.limits import PULSE_S
 from fractional_gpu.protocol.messages import COMMAND, KERNEL
-from fractional_gpu.protocol.status import (
-    DeviceStatus,
-    ForecastError,
-    HostChange,
-    HostStatus,
-    LeaseStatus,
-    LeftProcess,
-    Neighbour,
-)
+from fractional_gpu.protocol.status import DeviceStatus, HostChange, HostStatus, LeaseStatus, LeftProcess, Neighbour
 
 HAD_ITS_TURN = "this kernel had its turn on the device; others waited before this cell began, and go first"
 """Why a cell waits at its kernel's closed gate (`wait.turn`)."""
@@ -175,10 +167,6 @@ def host_status(broker: Broker, socket: str, viewer: Viewer) -> HostStatus:
         pools={name: list(pool.fractions_milli) for name, pool in sorted(broker.arbiter.pools().items())},
         goes_away_in_ms=_left_ms(broker.host_deadline_ms),
     )
-
-
-def forecast_errors(broker: Broker) -> list[ForecastError]:
-    return convert(broker.arbiter.forecasts.errors(), list[ForecastError], from_attributes=True)
 
 
 def device_status(broker: Broker, device_id: str) -> DeviceStatus:

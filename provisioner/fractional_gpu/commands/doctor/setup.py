@@ -27,6 +27,7 @@ from fractional_gpu.client.state_folder import LEDGER_NAMES, filesystem_type, is
 from fractional_gpu.commands.doctor.report import Finding, installed_version, note, ok, problem, warning
 from fractional_gpu.commands.terminal.connection import broker_if_running, kernels_of
 from fractional_gpu.config import ConfigError, Settings, load
+from fractional_gpu.core.forecasts.outcomes import ForecastError
 from fractional_gpu.core.units import format_fraction, format_memory, plural
 from fractional_gpu.gpu.simulated.host import parse_devices
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
@@ -36,7 +37,6 @@ from fractional_gpu.jupyter.kernelspecs import InstalledSpec, list_installed, pl
 from fractional_gpu.ledger.opening import live_leases
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.status import ForecastError
 
 _PACKAGES: Final = ("jupyter_client", "ipykernel", "jupyterlab", "jupyterhub", "nvidia-ml-py", "cuda-bindings")
 _LOAD: Final = "no kernelspec of ours can start"

@@ -7,12 +7,12 @@ Candès, "Adaptive Conformal Inference Under Distribution Shift", NeurIPS 2021).
 move it back, so in the long run at most one outcome in nine is beyond each bound, however they come.
 
 Times are in ms, slowdowns in thousandths. Floats here use only + - * / and comparisons, so every machine computes the same.
+The fields of the dataclasses are what a driver keeps; it reads them back with checked types.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 from fractional_gpu.core.model import Span
 
@@ -22,12 +22,11 @@ KINDS = (WAIT, SUSPEND, RESUME, CELL, REST, SLOWDOWN, SEAT)
 """What is forecast. `REST` is of a running cell."""
 EVEN = 50
 """Added to both sides of a ratio, so that very short times do not matter."""
-_KEPT = 256  # forecasts of a kind whose error is known
+_MOST_NAMES = 256  # pools, kinds of devices and the like that are told apart
+_COMPARED = 256  # forecasts of a kind whose error is known
 _LEAST_MS = 100  # errors are relative to what happened, or to this
 _MOST_PERMILLE = 30_000
-_MOST_BANDS = 512
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
+_Item = TypeVar("_Item")
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
@@ -38,13 +37,19 @@ def quantile(ordered: Sequence[float], part: float) -> float:
     return ordered[before] + (ordered[after] - ordered[before]) * (place - before)
 
 
-def kept(known: dict[_Key, _Value], key: _Key, make: Callable[[], _Value], most: int) -> _Value:
-    """Return what is known of the key, made if it is new; the oldest of more than `most` is forgotten."""
-    if key not in known:
-        if len(known) >= most:
+def add_last(window: list[_Item], outcome: _Item, most: int) -> None:
+    """Add an outcome to the last `most` ones."""
+    window.append(outcome)
+    del window[:-most]
+
+
+def kept(known: dict[str, _Item], name: str, make: Callable[[], _Item]) -> _Item:
+    """Return what is known of the name, made if it is new; then the oldest of too many names is forgotten."""
+    if name not in known:
+        if len(known) >= _MOST_NAMES:
             del known[next(iter(known))]
-        known[key] = make()
-    return known[key]
+        known[name] = make()
+    return known[name]
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------
@@ -62,10 +67,9 @@ class Side:
     factor: float = 1.0
     run: int = 0
 
-    @classmethod
-    def restored(cls, factor: float, run: float) -> Self:
-        """Return a side that was stored; what is beyond its range is brought into it."""
-        return cls(min(_MOST_FACTOR, max(_LEAST_FACTOR, factor)), min(int(run), len(_WIDER) - 1))
+    def __post_init__(self) -> None:
+        self.factor = min(_MOST_FACTOR, max(_LEAST_FACTOR, self.factor))
+        self.run = min(self.run, len(_WIDER) - 1)
 
     def learn(self, *, missed: bool, at_expected: bool) -> None:
         """Move outward after a miss, else inward. A bound at the expected value stays there, so that it can leave at once."""
@@ -78,11 +82,12 @@ class Side:
                 self.factor = max(_LEAST_FACTOR, self.factor / _NARROWER)
 
 
+@dataclass(slots=True)
 class Band:
     """What one kind of forecast has learnt about its bounds."""
 
-    def __init__(self, low: Side | None = None, high: Side | None = None) -> None:
-        self.low, self.high = low or Side(), high or Side()
+    low: Side = field(default_factory=Side)
+    high: Side = field(default_factory=Side)
 
     def spread(self, span: Span) -> Span:
         """Return the estimator's forecast with the bounds to state. Its expected value is not moved, and lies between them."""
@@ -102,40 +107,41 @@ class Band:
             self.high.learn(missed=True, at_expected=False)
 
 
-# -- the record --------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorView:
-    """The error of one kind of forecast over the last 256 of them, thousandths."""
+class ForecastError:
+    """How far off one kind of forecast was lately, of all users. `stated_permille`: what its bounds promise to cover."""
 
     what: str  # one of `KINDS`
-    count: int  # forecasts that were compared, ever
-    median_error_permille: int  # median of |expected - happened| / happened
-    covered_permille: int  # lay between their bounds; 800 is what the bounds promise
+    count: int  # forecasts that were compared with what happened, ever
+    median_error_permille: int  # of the last 256: the error as a share of what happened
+    covered_permille: int  # of the last 256: how many lay between their bounds
+    stated_permille: int = 800
 
 
+@dataclass(slots=True)
 class Accuracy:
     """Compares one kind of forecast with what happened."""
 
-    def __init__(self, count: int = 0, recent: Iterable[int] = ()) -> None:
-        self.count = count
-        self.recent = deque(recent, _KEPT)  # twice the error in thousandths, and 1 if between the bounds
+    count: int = 0
+    recent: list[int] = field(default_factory=list)  # twice the error in thousandths, and 1 if between the bounds
 
     def compare(self, stated: Span, happened: int) -> None:
         off = abs(stated.expected_ms - happened) * 1000 // max(_LEAST_MS, happened)
         covered = stated.low_ms <= happened <= stated.high_ms
-        self.recent.append(2 * min(off, _MOST_PERMILLE) + covered)
+        add_last(self.recent, 2 * min(off, _MOST_PERMILLE) + covered, _COMPARED)
         self.count += 1
 
-    def view(self, what: str) -> ErrorView:
-        errors = sorted(entry // 2 for entry in self.recent)
+    def error(self, what: str) -> ForecastError:
+        errors = sorted(entry // 2 for entry in self.recent) or [0]
         inside = sum(entry % 2 for entry in self.recent)
-        return ErrorView(
+        return ForecastError(
             what=what,
             count=self.count,
-            median_error_permille=errors[len(errors) // 2] if errors else 0,
-            covered_permille=inside * 1000 // len(errors) if errors else 0,
+            median_error_permille=errors[len(errors) // 2],
+            covered_permille=inside * 1000 // len(errors),
         )
 
 
@@ -143,81 +149,7 @@ class Judged(NamedTuple):
     """A stated forecast and what happened. `lease_id`: empty if the estimator knows of no lease."""
 
     kind: str
-    name: str  # what its bounds are learnt for: a kind of device; of waits, what decides them and that; of seats, the pool
+    name: str  # what its bounds are learnt for: a kind of device; of waits, what decides them; of seats, the pool
     lease_id: str
     stated: Span
     happened: int
-
-
-class TrackRecord:
-    """The bounds and the accuracy of all kinds of forecasts."""
-
-    def __init__(self) -> None:
-        self.watch: Callable[[Judged], None] | None = None  # sees every forecast that is compared with what happened
-        self.bands: dict[tuple[str, str], Band] = {}  # by kind and name (`Judged`)
-        self.accuracy = {kind: Accuracy() for kind in KINDS}
-
-    def stated(self, kind: str, name: str, span: Span) -> Span:
-        """Return an estimator's forecast with the bounds to state."""
-        band = self.bands.get((kind, name))
-        return span if band is None else band.spread(span)
-
-    def judge(
-        self, kind: str, name: str, span: Span, happened: int, *, lease_id: str = "", stated: Span | None = None
-    ) -> None:
-        """Compare a forecast with what happened, and learn its bounds. `stated`: as it was stated, if that was some time ago."""
-        happened = max(0, happened)
-        stated = stated or self.stated(kind, name, span)
-        self.accuracy[kind].compare(stated, happened)
-        if self.watch is not None:
-            self.watch(Judged(kind, name, lease_id, stated, happened))
-        self.band(kind, name).learn(span, happened)
-
-    def band(self, kind: str, name: str) -> Band:
-        return kept(self.bands, (kind, name), Band, _MOST_BANDS)
-
-    def errors(self) -> tuple[ErrorView, ...]:
-        """Return how accurate each kind was lately."""
-        return tuple(accuracy.view(kind) for kind, accuracy in self.accuracy.items())
-
-
-# -- stored state ------------------------------------------------------------------------------------------------------
-
-
-Parts = Mapping[str, Mapping[str, Sequence[float]]]
-"""State as stored: lists of numbers by name, in named parts."""
-_LARGEST = 1 << 53  # JSON readers elsewhere keep whole numbers up to here
-_MOST_ITEMS = 100_000
-
-
-def read_parts(state: object, version: int, *, records: Mapping[str, int], lists: Mapping[str, int]) -> Parts:
-    """Return the parts of a stored state. Raises ValueError for anything else: a damaged file must not influence decisions.
-
-    `records` are parts with so many numbers for each name; `lists` have any count of numbers, of which so many belong together.
-    """
-    if not isinstance(state, dict):
-        raise ValueError(f"{state!r:.60} was given; allowed: an object such as the state of forecasts")  # noqa: TRY004
-    if state.get("version") != version:
-        raise ValueError(f"forecasts of version {state.get('version')!r:.60} were given; allowed: {version}")
-    for part, length in {**records, **lists}.items():
-        found = state.get(part)
-        if not isinstance(found, dict) or len(found) > _MOST_ITEMS or not all(isinstance(name, str) for name in found):
-            raise ValueError(f"{found!r:.60} was given as {part}; allowed: an object of lists of numbers")
-        for name, numbers in found.items():
-            given = f"as {part} of {name!r:.60}"
-            if not isinstance(numbers, list) or len(numbers) > _MOST_ITEMS or len(numbers) % length:
-                raise ValueError(f"{numbers!r:.60} was given {given}; allowed: a list of numbers, {length} each")
-            if part in records and len(numbers) != length:
-                raise ValueError(f"{numbers!r:.60} was given {given}; allowed: a list of {length}")
-            for number in numbers:
-                if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number <= _LARGEST:
-                    raise ValueError(f"{number!r:.60} was given {given}; allowed: a number from 0 to {_LARGEST}")
-    return state
-
-
-def checked(name: str, allowed: Iterable[str]) -> str:
-    """Return the name if it is one of those. Raises ValueError."""
-    names = list(allowed)
-    if name not in names:
-        raise ValueError(f"{name!r:.60} was given; allowed: {', '.join(names)}")
-    return name

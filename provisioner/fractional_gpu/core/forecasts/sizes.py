@@ -1,8 +1,9 @@
 """Sizes that are learnt: what the leases of a pool ask for, and what a CUDA context takes."""
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 # -- asks --------------------------------------------------------------------------------------------------------------
 # The mix of sizes that a pool's leases ask for. A size is the memory that a lease reserves on each of its devices, and on how many
@@ -15,11 +16,13 @@ MOST_ASKS = 512
 """Of one pool, the last ones."""
 
 
+@dataclass
 class AskMix:
     """The last asks of one pool. `usable` is in MiB times asks."""
 
-    def __init__(self, asks: Iterable[Size] = ()) -> None:
-        self.recent: deque[Size] = deque(asks, MOST_ASKS)
+    recent: list[Size] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self._count()
 
     def add(self, mib: int, devices: int) -> None:
@@ -28,9 +31,10 @@ class AskMix:
         self._count()
 
     def _count(self) -> None:
+        del self.recent[:-MOST_ASKS]
         self.weights: Mapping[Size, int] = Counter(self.recent)
         sizes = sorted(self.weights.items())
-        self._singles = [(mib, weight) for (mib, devices), weight in sizes if devices == 1]
+        self._singles = [(max(1, mib), weight) for (mib, devices), weight in sizes if devices == 1]
         self.several = [(mib, devices, weight) for (mib, devices), weight in sizes if devices > 1]
         # All asks are for so much of one device; 0: they differ.
         self.only_mib = sizes[0][0][0] if len(sizes) == 1 and not self.several else 0
@@ -62,7 +66,6 @@ MOST_MIB = 4096
 KERNELS = 32
 _STEP_MIB = 32  # estimates are rounded up to multiples, so that they seldom change
 _DEVICES = 64  # names that are remembered
-_VERSION = 1
 
 
 class ContextSize(NamedTuple):
@@ -72,52 +75,31 @@ class ContextSize(NamedTuple):
     mib: int
 
 
+@dataclass(slots=True)
 class ContextSizes:
     """Estimates by the device's name, MiB. Each kernel counts once, with the largest size that was seen of it."""
 
-    def __init__(self) -> None:
-        self._seen: dict[str, dict[str, ContextSize]] = {}  # by device and kernel, the last ones last
+    version: Literal[2] = 2
+    seen: dict[str, dict[str, ContextSize]] = field(default_factory=dict)  # by device and kernel, the last ones last
 
     def saw(self, device_name: str, kernel: str, size: ContextSize, cap_mib: int) -> bool:
         """Take in a kernel's size; return whether the estimate for its user has changed."""
         if not 0 <= size.mib <= min(MOST_MIB, cap_mib * 3 // 4):
             return False  # it cannot be a context
         before = self.estimate_mib(device_name, size.uid)
-        sizes = self._seen[device_name] = self._seen.pop(device_name, {})  # the last device is the last one
+        sizes = self.seen[device_name] = self.seen.pop(device_name, {})  # the last device is the last one
         earlier = sizes.pop(kernel, size)
         sizes[kernel] = ContextSize(size.uid, max(size.mib, earlier.mib))
         if len(sizes) > KERNELS:
             del sizes[next(iter(sizes))]
-        if len(self._seen) > _DEVICES:
-            del self._seen[next(iter(self._seen))]
+        if len(self.seen) > _DEVICES:
+            del self.seen[next(iter(self.seen))]
         return self.estimate_mib(device_name, size.uid) != before
 
     def estimate_mib(self, device_name: str, uid: int) -> int:
         """Return what a context takes in a kernel of this user on a device of this name, MiB; at least `FLOOR_MIB`."""
-        sizes = self._seen.get(device_name, {}).values()
+        sizes = self.seen.get(device_name, {}).values()
         all_users = sorted(size.mib for size in sizes)
         quartile = all_users[-(-len(all_users) * 3 // 4) - 1] if all_users else 0
         own = max((size.mib for size in sizes if size.uid == uid), default=0)
-        return max(FLOOR_MIB, -(-max(quartile, own) // _STEP_MIB) * _STEP_MIB)
-
-    def state(self) -> dict[str, Any]:
-        devices = {name: [[kernel, *one] for kernel, one in sizes.items()] for name, sizes in self._seen.items()}
-        return {"version": _VERSION, "devices": devices}
-
-    @staticmethod
-    def from_state(state: object) -> "ContextSizes":
-        """Return what `state` gave. Raises ValueError for anything else."""
-        match state:
-            case {"version": version, "devices": dict(devices)} if version == _VERSION:
-                pass
-            case _:
-                raise ValueError(f"{str(state)[:80]!r} are no context sizes of version {_VERSION}")
-        found = ContextSizes()
-        for name, sizes in devices.items():
-            for size in sizes if isinstance(sizes, list) else [sizes]:
-                match size:
-                    case [str(kernel), int(uid), int(mib)] if 0 <= mib <= MOST_MIB:
-                        found.saw(name, kernel, ContextSize(uid, mib), 2 * MOST_MIB)
-                    case _:
-                        raise ValueError(f"the context sizes of {name[:80]!r} are not lists of a kernel, a uid and MiB")
-        return found
+        return min(MOST_MIB, max(FLOOR_MIB, -(-max(quartile, own) // _STEP_MIB) * _STEP_MIB))
