@@ -304,7 +304,7 @@ def test_notebooks_for_which_another_share_is_suggested_are_listed_below_the_tab
         for owner in (me, "other"):
             key = HabitKey("default", owner, False, HabitKind.NOTEBOOK, "train.ipynb")
             for ago in range(10):
-                one = ShareDay(today - ago, whole, 100, 3_600_000, 1_800_000, 5, {23: 3_600_000}, {2: 1_800_000})
+                one = ShareDay(today - ago, whole, 100, 3_600_000, 1_800_000, 5, {2: 1_800_000})
                 live.broker.habits.recorder.load(key, one)
 
     live.on_loop(work)

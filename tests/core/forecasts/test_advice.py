@@ -4,18 +4,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fractional_gpu.core.forecasts.advice import Advice, Given, Verdict, advise, is_short
-from fractional_gpu.core.forecasts.advice_words import brief, sentence
-from fractional_gpu.core.forecasts.habits import (
-    HabitKey,
-    HabitKind,
-    Sample,
-    Share,
-    ShareDay,
-    UseRecorder,
-    bin_top_mib,
-    memory_bin,
+from fractional_gpu.core.forecasts.advice import (
+    Advice,
+    Given,
+    Peak,
+    Verdict,
+    advise,
+    brief,
+    is_short,
+    predicted_peak_mib,
+    sentence,
 )
+from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Sample, Share, ShareDay, UseRecorder
 
 pytestmark = pytest.mark.promise("advice")
 
@@ -34,7 +34,6 @@ def day(number: int, peak_mib: int, share: Share = WHOLE, *, use_milli: int = 15
         held_ms=2 * HOUR_MS,
         busy_ms=HOUR_MS,
         gaps=4,
-        memory={memory_bin(peak_mib): 2 * HOUR_MS},
         use={use_milli // 50: HOUR_MS},
     )
 
@@ -162,13 +161,6 @@ def test_nothing_that_had_been_short_is_suggested_without_saying_so(
         assert risk.share == present
 
 
-@given(st.integers(1, 10**7))
-def test_a_size_is_within_its_bin(mib: int) -> None:
-    number = memory_bin(mib)
-    assert mib <= bin_top_mib(number)
-    assert mib < 4 or bin_top_mib(number) < mib * 5 // 4 + 1
-
-
 def test_the_recorder_counts_time_memory_use_and_gaps() -> None:
     recorder = UseRecorder()
     for at_s, busy, use in ((0, True, None), (30, True, 400), (60, False, None), (90, False, None)):
@@ -179,7 +171,6 @@ def test_the_recorder_counts_time_memory_use_and_gaps() -> None:
     (one,) = recorder.days(KEY)
     assert (one.held_ms, one.busy_ms, one.gaps, one.peak_mib) == (120_000, 60_000, 1, 9000)
     assert one.use == {8: 60_000}, "where none was measured, what was measured last counts"
-    assert sum(one.memory.values()) == 120_000
     assert [day for _, day in recorder.take_changed()] == [one]
     assert not recorder.take_changed()
 
@@ -201,3 +192,32 @@ def test_notebooks_without_end_share_one_record() -> None:
         key = recorder.key("p", "me", f"{number}.ipynb", seated=False)
         recorder.observe(0, 1, str(number), key, Sample(WHOLE, 100, busy=False))
     assert len(list(recorder.keys())) <= 201
+
+
+# -- the largest peak of the days to come -------------------------------------------------------------------------------
+
+PEAKS = st.lists(st.builds(Peak, st.integers(1, 10**6), st.booleans()), min_size=1, max_size=28)
+
+
+@given(PEAKS, st.integers(1, 60))
+def test_a_longer_time_needs_no_less(peaks: list[Peak], days: int) -> None:
+    assert predicted_peak_mib(peaks, days) <= predicted_peak_mib(peaks, days + 1)
+
+
+@given(PEAKS, st.data())
+def test_a_day_that_was_cut_off_needs_no_less_than_one_that_was_not(peaks: list[Peak], data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(peaks) - 1))
+    seen, cut = list(peaks), list(peaks)
+    seen[at], cut[at] = peaks[at]._replace(seen=True), peaks[at]._replace(seen=False)
+    assert predicted_peak_mib(seen, 14) <= predicted_peak_mib(cut, 14)
+
+
+@given(PEAKS, st.integers(0, 8))
+def test_a_scale_of_sizes_moves_the_prediction_by_as_much(peaks: list[Peak], doublings: int) -> None:
+    larger = [one._replace(mib=one.mib << doublings) for one in peaks]
+    assert predicted_peak_mib(larger, 14) == pytest.approx(predicted_peak_mib(peaks, 14) * 2**doublings)
+
+
+def test_steady_days_need_little_more_and_days_at_the_end_of_a_share_several_times_as_much() -> None:
+    assert 8000 < predicted_peak_mib([Peak(8000, seen=True)] * 28, 14) < 10_000
+    assert 32_000 < predicted_peak_mib([Peak(8000, seen=False)] * 28, 14) < 40_000

@@ -16,8 +16,7 @@ from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.forecasts.advice import Advice, Given, Verdict, advise
-from fractional_gpu.core.forecasts.advice_words import brief, sentence
+from fractional_gpu.core.forecasts.advice import Advice, Given, Verdict, advise, brief, sentence
 from fractional_gpu.core.forecasts.habits import WINDOW_DAYS, HabitKey, HabitKind, Sample, Share, UseRecorder
 from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView, PoolSpec, Sharing
 from fractional_gpu.ledger.ledger import Ledger

@@ -9,18 +9,22 @@ mean over the time in cells bounds the slowdown. A share that bounds it by more 
 too. With MPS the share is a bound: what a cell uses beyond it takes as many times longer.
 
 **What follows.** Nothing is changed by this. A smaller share is suggested only if it would have been short on no day of at least a week. A
-larger one, of at least twice the memory and what `peaks` predicts, where the present share was full on a day, where growth goes beyond it,
-or (with MPS) where it slows cells down. Days with a share that was advised are told apart, and those on which it was full rule it out.
+larger one, of at least twice the memory and what `predicted_peak_mib` says, where the present share was full on a day, where growth goes
+beyond it, or (with MPS) where it slows cells down. Days with a share that was advised are told apart, and those on which it was full rule
+it out.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
+from math import exp, log
+from typing import NamedTuple
 
 from fractional_gpu.core.forecasts.habits import USE_STEP_MILLI, Share, ShareDay
-from fractional_gpu.core.forecasts.peaks import Peak, log2_milli, predicted_log2
 from fractional_gpu.core.time_slicing import WHOLE_MILLI, slowed_milli, stretch_milli
+from fractional_gpu.core.units import format_fraction, format_memory, plural
 
 LEAST_DAYS = 3
 LEAST_DAYS_SMALLER = 7  # before a smaller share is suggested
@@ -104,28 +108,28 @@ def advise(
     given: Given | None = None,
 ) -> Advice:
     """Return what the record suggests. `offers`: the pool's shares; `bounded`: a share bounds what cells use (MPS)."""
-    counted = [one for one in days if one.held_ms >= LEAST_DAY_MS or one.is_full]
-    growth = _growth_milli(counted)
-    use = _use(counted)
-    known = {present, *(offer for offer in offers if offer.milli != present.milli)}
-    risks = [_risk(offer, counted, use, bounded=bounded) for offer in sorted(known)]
+    days = [one for one in days if one.held_ms >= LEAST_DAY_MS or one.is_full]
+    growth, use = _growth_milli(days), _use(days)
+    shares = {present, *(offer for offer in offers if offer.milli != present.milli)}
+    risks = [_risk(share, days, use, bounded=bounded) for share in sorted(shares)]
     now = next(risk for risk in risks if risk.share == present)
-    enough = len({one.day for one in counted}) >= LEAST_DAYS and sum(one.busy_ms for one in counted) >= LEAST_BUSY_MS
-    verdict, chosen = _choose(counted, now, risks, growth, bounded=bounded) if enough else (Verdict.UNKNOWN, now)
-    below = [risk for risk in risks if risk.share.milli < chosen.share.milli]
+    verdict, chosen = Verdict.UNKNOWN, now
+    if now.days >= LEAST_DAYS and sum(one.busy_ms for one in days) >= LEAST_BUSY_MS:
+        verdict, chosen = _choose(days, now, risks, growth, bounded=bounded)
+    smaller = [risk for risk in risks if risk.share.milli < chosen.share.milli]
     return Advice(
         verdict=verdict,
         present=now,
         risk=chosen,
-        smaller=below[-1] if below else None,
-        days=len({one.day for one in counted}),
-        peak_mib=max((one.peak_mib for one in counted), default=0),
-        busy_ms=sum(one.busy_ms for one in counted),
-        held_ms=sum(one.held_ms for one in counted),
-        gaps=sum(one.gaps for one in counted),
+        smaller=smaller[-1] if smaller else None,
+        days=now.days,
+        peak_mib=_peak_mib(days),
+        busy_ms=sum(one.busy_ms for one in days),
+        held_ms=sum(one.held_ms for one in days),
+        gaps=sum(one.gaps for one in days),
         use_milli=_mean(use),
         growth_milli=growth,
-        follow_up=_followed(counted, given),
+        follow_up=_followed(days, given),
     )
 
 
@@ -140,20 +144,17 @@ def _choose(
     ]
     best = fit[0] if fit else risks[-1]
     if best.share.milli < now.share.milli:
-        if now.days < LEAST_DAYS_SMALLER:
-            return Verdict.UNKNOWN, now
-        return (Verdict.SMALLER, best) if fit else (Verdict.KEEP, now)
-    full_days = len({one.day for one in days if one.is_full and one.share.memory_mib >= now.share.memory_mib})
-    if full_days and best.share.milli > now.share.milli:
-        # What was needed is not known: at least twice as much, and what the days to come will need by their distribution so far.
-        need = predicted_log2(_peaks(days), HORIZON_DAYS)
-        enough = [risk for risk in fit if risk.share.memory_mib >= 2 * now.share.memory_mib]
-        enough = [risk for risk in enough if log2_milli(risk.share.memory_mib) >= need]
-        return Verdict.LARGER, enough[0] if enough else risks[-1]
-    outgrown = growth > _MARGIN_MILLI and not fits(now.share, days, growth)
-    # Days of an earlier, larger share may have had more than the present one has.
-    if best.share.milli > now.share.milli and (outgrown or now.short_days > full_days):
-        return Verdict.LARGER, best
+        return (Verdict.UNKNOWN, now) if now.days < LEAST_DAYS_SMALLER else (Verdict.SMALLER, best)
+    if best.share.milli > now.share.milli:
+        if any(one.is_full and one.share.memory_mib >= now.share.memory_mib for one in days):
+            # What was needed is not known: at least twice as much, and what the days to come will need by their distribution so far.
+            need = max(2 * now.share.memory_mib, predicted_peak_mib(_peaks(days), HORIZON_DAYS))
+            enough = [risk for risk in fit if risk.share.memory_mib >= need]
+            return Verdict.LARGER, enough[0] if enough else risks[-1]
+        outgrown = growth > _MARGIN_MILLI and not fits(now.share, days, growth)
+        # Days of an earlier, larger share may have had more than the present one has.
+        if outgrown or now.short_days:
+            return Verdict.LARGER, best
     if bounded and now.slowed_milli > _SLOWED_MILLI:
         faster = [risk for risk in risks if risk.share.milli > now.share.milli and risk.slowed_milli <= _SLOWED_MILLI]
         if faster:
@@ -161,13 +162,7 @@ def _choose(
     return Verdict.KEEP, now
 
 
-def _peaks(days: Sequence[ShareDay]) -> list[Peak]:
-    """Return each day's peak. Of two shares on one day that counts with which more was used."""
-    found: dict[int, Peak] = {}
-    for one in days:
-        peak = Peak(one.peak_mib, one.is_full)
-        found[one.day] = max(peak, found.get(one.day, peak), key=lambda it: (it.mib, not it.cut_off))
-    return list(found.values())
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def is_short(share: Share, day: ShareDay) -> bool:
@@ -177,9 +172,13 @@ def is_short(share: Share, day: ShareDay) -> bool:
 
 def fits(share: Share, days: Sequence[ShareDay], growth_milli: int = 0) -> bool:
     """Whether all days' peaks are within the share's memory with the margin."""
-    peak = max((one.peak_mib for one in days), default=0)
+    peak = _peak_mib(days)
     margin = peak * max(_MARGIN_MILLI, growth_milli) // 1000
     return peak + margin <= share.memory_mib and not any(is_short(share, one) for one in days)
+
+
+def _peak_mib(days: Sequence[ShareDay]) -> int:
+    return max((one.peak_mib for one in days), default=0)
 
 
 def _risk(share: Share, days: Sequence[ShareDay], use: Sequence[tuple[int, int]], *, bounded: bool) -> Risk:
@@ -192,39 +191,46 @@ def _risk(share: Share, days: Sequence[ShareDay], use: Sequence[tuple[int, int]]
         unknown_days=len(unknown),
         days=len(all_days),
         short_milli=(len(short) + len(unknown) + 1) * 1000 // (len(all_days) + 2),
-        slowed_milli=_slowed(share.milli, use, bounded=bounded),
+        slowed_milli=_mean([(_slowed_milli(share, milli, bounded=bounded), ms) for milli, ms in use]),
     )
 
 
-def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
-    """Return how long which part of a device was used: (thousandths, ms). A bin counts with its upper end."""
-    sums: dict[int, int] = {}
+class Peak(NamedTuple):
+    """The peak of a day, MiB. `seen`: to its end; not if the share was full, so that more may have been needed."""
+
+    mib: int
+    seen: bool
+
+
+def _peaks(days: Sequence[ShareDay]) -> list[Peak]:
+    """Return each day's peak. Of two shares on one day the one counts with which more was used."""
+    found: dict[int, Peak] = {}
     for one in days:
-        for step, ms in one.use.items():
-            milli = min(WHOLE_MILLI, (step + 1) * USE_STEP_MILLI)
-            sums[milli] = sums.get(milli, 0) + ms
-    return sorted(sums.items())
+        peak = Peak(one.peak_mib, not one.is_full)
+        found[one.day] = max(peak, found.get(one.day, peak))
+    return list(found.values())
 
 
-def _mean(use: Sequence[tuple[int, int]]) -> int:
-    whole = sum(ms for _, ms in use)
-    return sum(milli * ms for milli, ms in use) // whole if whole else 0
+_PRIOR_DAYS = 4
+_PRIOR_SCALE = 0.5  # a peak e times as large is e squared times as rare
 
 
-def _slowed(share_milli: int, use: Sequence[tuple[int, int]], *, bounded: bool) -> int:
-    """Return the mean slowdown over the time in cells, thousandths; 0: no use was measured."""
-    whole = sum(ms for _, ms in use)
-    if not whole:
-        return 0
-    others = max(0, WHOLE_MILLI - share_milli)
-    total = 0
-    for milli, ms in use:
-        if bounded:
-            slowed = max(WHOLE_MILLI, -(-milli * WHOLE_MILLI // max(1, share_milli)))
-        else:
-            slowed = slowed_milli(milli, stretch_milli((milli, others)))
-        total += slowed * ms
-    return total // whole
+def predicted_peak_mib(peaks: Sequence[Peak], days: int) -> float:
+    """Return the MiB that the largest peak of the next `days` days stays below with probability one half.
+
+    Days' peaks are taken as exchangeable draws. Above their median their logarithms are taken to fall off exponentially, as most tails do
+    on a short stretch (Pareto). The tail's scale is the sum of all excesses over the number of those that were seen to their end (Hill
+    1975; Beirlant et al. 2007 for observations that were cut off). A short record says little of a tail, so the estimate begins with
+    `_PRIOR_DAYS` days of an assumed scale. These and the threshold were chosen on the seeds 1, 2, 4 and 5 of
+    `tests/benchmarks/share_advice.py`.
+    """
+    ordered = sorted(peaks)
+    median = ordered[(len(ordered) - 1) // 2].mib
+    above = [one for one in ordered if one.mib >= median]
+    excess = sum(log(max(1, one.mib) / max(1, median)) for one in above)
+    scale = (excess + _PRIOR_DAYS * _PRIOR_SCALE) / (sum(one.seen for one in above) + _PRIOR_DAYS)
+    rarer = log(len(above) * days / (len(ordered) * log(2)))  # how much rarer than above the median
+    return median * exp(max(0.0, scale * rarer))
 
 
 def _growth_milli(days: Sequence[ShareDay]) -> int:
@@ -250,14 +256,100 @@ def _growth_milli(days: Sequence[ShareDay]) -> int:
 
 def _followed(days: Sequence[ShareDay], given: Given | None) -> FollowUp | None:
     """Return what came of the advice; None: it was not taken."""
-    if given is None:
+    since = [one for one in days if given is not None and one.day >= given.day and one.share.milli == given.milli]
+    if given is None or not since:
         return None
-    since = [one for one in days if one.day >= given.day and one.share.milli == given.milli]
-    if not since:
-        return None
+    full_days = {one.day for one in since if one.is_full}
     return FollowUp(
-        given=given,
-        days=len({one.day for one in since}),
-        full_days=len({one.day for one in since if one.is_full}),
-        peak_mib=max(one.peak_mib for one in since),
+        given=given, days=len({one.day for one in since}), full_days=len(full_days), peak_mib=_peak_mib(since)
     )
+
+
+# -- compute -----------------------------------------------------------------------------------------------------------
+
+
+def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
+    """Return how long which part of a device was used: (thousandths, ms). A bin counts with its upper end."""
+    sums = Counter[int]()
+    for one in days:
+        sums.update(one.use)
+    return [(min(WHOLE_MILLI, (step + 1) * USE_STEP_MILLI), ms) for step, ms in sums.items()]
+
+
+def _mean(parts: Sequence[tuple[int, int]]) -> int:
+    """Return the mean of values, each weighted by the ms for which it held; 0 without any."""
+    whole_ms = sum(ms for _, ms in parts)
+    return sum(value * ms for value, ms in parts) // whole_ms if whole_ms else 0
+
+
+def _slowed_milli(share: Share, use_milli: int, *, bounded: bool) -> int:
+    if bounded:
+        return max(WHOLE_MILLI, -(-use_milli * WHOLE_MILLI // max(1, share.milli)))
+    return slowed_milli(use_milli, stretch_milli((use_milli, max(0, WHOLE_MILLI - share.milli))))
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+_WORTH_A_WORD_MILLI = 1_005  # smaller slowdowns are not mentioned
+
+
+def sentence(advice: Advice) -> str:
+    """Return the advice as sentences, without the last full stop; empty: there is none, and nothing to follow up."""
+    parts = []
+    if advice.verdict in (Verdict.SMALLER, Verdict.LARGER):
+        why = "would suffice" if advice.verdict is Verdict.SMALLER else "is suggested"
+        parts.append(f"{_share(advice.risk)} {why}: {_figures(advice)}; {_risk_words(advice.risk)}")
+        if advice.verdict is Verdict.SMALLER and advice.smaller is not None and advice.smaller.short_days:
+            parts.append(f"{_share(advice.smaller)} {_short(advice.smaller)}")
+    followed = advice.follow_up
+    if followed is not None:
+        before, now = (format_fraction(milli) for milli in (followed.given.before_milli, followed.given.milli))
+        full = f"full on {followed.full_days}" if followed.full_days else "never full"
+        parts.append(
+            f"Since {now} GPU was taken as advised (instead of {before}): at most {format_memory(followed.peak_mib)} on "
+            f"{plural(followed.days, 'day')}, {full}"
+        )
+    return ". ".join(parts)
+
+
+def brief(advice: Advice) -> str:
+    """Return the advice in few words, such as `1/4 GPU would have been enough on 12 of 12 days`; empty: there is none."""
+    risk = advice.risk
+    if advice.verdict is Verdict.SMALLER:
+        return f"{_share(risk)} would have been enough on {risk.days - risk.short_days} of {plural(risk.days, 'day')}"
+    if advice.verdict is Verdict.LARGER:
+        present_mib = advice.present.share.memory_mib
+        return f"{_share(risk)} is suggested: {format_memory(advice.peak_mib)} of {format_memory(present_mib)} used"
+    return ""
+
+
+def _figures(advice: Advice) -> str:
+    present_mib, days = advice.present.share.memory_mib, plural(advice.days, "day")
+    used = f"at most {format_memory(advice.peak_mib)} of {format_memory(present_mib)} was used on {days}"
+    if advice.growth_milli >= 50:
+        used += f" (growing, by about {advice.growth_milli // 10} % in two weeks)"
+    if advice.use_milli:
+        used += f", and cells used {advice.use_milli // 10} % of a GPU"
+    if advice.held_ms:
+        used += f", for {100 * advice.busy_ms // advice.held_ms} % of the time that it was held"
+    return used
+
+
+def _risk_words(risk: Risk) -> str:
+    words = f"it {_short(risk)}"
+    if risk.unknown_days:
+        words += f"; on {risk.unknown_days} all of a smaller share was used, so whether it suffices was not seen"
+    else:
+        words += f", and by that record {max(1, risk.short_milli // 10)} % of the days to come may be short"
+    if risk.slowed_milli > _WORTH_A_WORD_MILLI:
+        words += f"; beside neighbours that use all the rest, cells take {risk.slowed_milli / 1000:.2f} times as long as alone at most"
+    return words
+
+
+def _short(risk: Risk) -> str:
+    return f"would have been short of memory on {risk.short_days} of {plural(risk.days, 'day')}"
+
+
+def _share(risk: Risk) -> str:
+    return f"{format_fraction(risk.share.milli)} GPU ({format_memory(risk.share.memory_mib)})"

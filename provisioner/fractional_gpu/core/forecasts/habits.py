@@ -1,8 +1,8 @@
 """What notebooks and seats used of their shares, day by day: the record from which advice about shares is made.
 
 A `ShareDay` is one day of one notebook (or of one hub server's seat) with one share: the peak of its device memory, how long it held
-memory on a device, how long it ran cells, and two histograms: the memory over the time that it was on a device, and the part of a device
-that it used while it ran cells. It is told samples (`UseRecorder.observe`); what happens between two samples is not seen.
+memory on a device, how long it ran cells, and which part of a device it used meanwhile. It is told samples (`UseRecorder.observe`); what
+happens between two samples is not seen.
 
 Pure, integers only. Memory in MiB on each device, times in milliseconds, shares and use in thousandths of a device, days since 1970 (UTC).
 """
@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
 @dataclass(slots=True)
 class ShareDay:
-    """One day with one share. `memory` and `use`: milliseconds by bin (`memory_bin`, `USE_STEP_MILLI`)."""
+    """One day with one share."""
 
     day: int
     share: Share
@@ -55,25 +55,12 @@ class ShareDay:
     held_ms: int = 0  # with memory on a device
     busy_ms: int = 0  # of that, while it ran cells
     gaps: int = 0  # how often it went idle
-    memory: dict[int, int] = field(default_factory=dict)
-    use: dict[int, int] = field(default_factory=dict)
+    use: dict[int, int] = field(default_factory=dict)  # ms by bin, `USE_STEP_MILLI` wide each
 
     @property
     def is_full(self) -> bool:
         """Whether it came to the end of its memory, so that it may have needed more than its peak says."""
         return self.peak_mib * 100 >= self.share.memory_mib * _FULL_PERCENT
-
-
-def memory_bin(mib: int) -> int:
-    """Return the bin of a memory size: four of equal width between a power of two and the next one."""
-    bits = max(mib, 4).bit_length()
-    return 4 * bits + (max(mib, 4) >> (bits - 3)) - 4
-
-
-def bin_top_mib(number: int) -> int:
-    """Return the largest size in a bin, MiB."""
-    bits, quarter = divmod(number, 4)
-    return ((quarter + 5) << (bits - 3)) - 1
 
 
 class Sample(NamedTuple):
@@ -85,77 +72,58 @@ class Sample(NamedTuple):
     use_milli: int | None = None
 
 
-@dataclass(slots=True)
-class _Last:
-    at_ms: int
-    sample: Sample
-
-
 class UseRecorder:
     """Keeps the days of all notebooks and seats within the window, and says which have changed since they were last taken."""
 
     def __init__(self) -> None:
         self._days: dict[HabitKey, dict[tuple[int, Share], ShareDay]] = {}
-        self._last: dict[str, _Last] = {}  # by lease or seat
+        self._last: dict[str, tuple[int, Sample]] = {}  # when, and what was seen, by lease or seat
         self._changed: dict[tuple[HabitKey, int, Share], ShareDay] = {}
-        self._labels: dict[tuple[str, str, bool], set[str]] = {}
 
     def load(self, key: HabitKey, day: ShareDay) -> None:
         """Take up a day that an earlier recorder kept."""
         self._days.setdefault(key, {})[day.day, day.share] = day
-        self._labels.setdefault(key[:3], set()).add(key.label)
 
     def key(self, pool: str, owner: str, label: str, *, seated: bool) -> HabitKey:
         """Return the key of a notebook. A user's notebooks beyond the first `MOST_LABELS` share the key without a name."""
-        known = self._labels.setdefault((pool, owner, seated), set())
-        if label not in known and len(known) >= MOST_LABELS:
-            label = ""
-        return HabitKey(pool, owner, seated, HabitKind.NOTEBOOK, label)
+        key = HabitKey(pool, owner, seated, HabitKind.NOTEBOOK, label)
+        if key in self._days or sum(other[:4] == key[:4] for other in self._days) < MOST_LABELS:
+            return key
+        return key._replace(label="")
 
     def observe(self, at_ms: int, day: int, holder: str, key: HabitKey, sample: Sample | None) -> None:
         """Take note of a sample (None: no memory on a device, or ended); the time since the last one counts as what that one said."""
-        last = self._last.pop(holder, None)
-        if last is not None and 0 < at_ms - last.at_ms <= _LONGEST_SAMPLE_MS:
-            now = last.sample if sample is None or sample.share != last.sample.share else sample
-            self._count(key, day, last.sample, now, at_ms - last.at_ms)
-        if sample is None:
-            return
-        self._last[holder] = _Last(at_ms, sample)
-        if sample.used_mib > (one := self._day(key, day, sample.share)).peak_mib:
-            one.peak_mib = sample.used_mib
-            self._changed[key, day, sample.share] = one
+        last_ms, last = self._last.pop(holder, (at_ms, None))
+        if last is not None and 0 < at_ms - last_ms <= _LONGEST_SAMPLE_MS:
+            now = last if sample is None or sample.share != last.share else sample
+            self._count(self._day(key, day, last.share), last, now, at_ms - last_ms)
+        if sample is not None:
+            self._last[holder] = at_ms, sample
+            one = self._day(key, day, sample.share)
+            one.peak_mib = max(one.peak_mib, sample.used_mib)
 
-    def _count(self, key: HabitKey, day: int, before: Sample, now: Sample, passed_ms: int) -> None:
-        one = self._day(key, day, before.share)
+    def _count(self, one: ShareDay, before: Sample, now: Sample, passed_ms: int) -> None:
         one.held_ms += passed_ms
-        number = memory_bin(before.used_mib)
-        one.memory[number] = one.memory.get(number, 0) + passed_ms
-        if before.busy:
-            one.busy_ms += passed_ms
-            use = before.use_milli if now.use_milli is None else now.use_milli
-            if use is not None:
-                step = min(use, 1000) // USE_STEP_MILLI
-                one.use[step] = one.use.get(step, 0) + passed_ms
-            one.gaps += not now.busy
-        self._changed[key, day, before.share] = one
+        if not before.busy:
+            return
+        one.busy_ms += passed_ms
+        one.gaps += not now.busy
+        use = before.use_milli if now.use_milli is None else now.use_milli
+        if use is not None:
+            step = min(use, 1000) // USE_STEP_MILLI
+            one.use[step] = one.use.get(step, 0) + passed_ms
 
     def _day(self, key: HabitKey, day: int, share: Share) -> ShareDay:
-        days = self._days.setdefault(key, {})
-        one = days.get((day, share))
-        if one is None:
-            one = days[day, share] = ShareDay(day, share)
-            self._labels.setdefault(key[:3], set()).add(key.label)
+        one = self._days.setdefault(key, {}).setdefault((day, share), ShareDay(day, share))
+        self._changed[key, day, share] = one
         return one
 
     def forget(self, before_day: int) -> None:
         """Drop days before that one."""
-        for key in list(self._days):
-            days = {name: one for name, one in self._days[key].items() if one.day >= before_day}
-            if days:
-                self._days[key] = days
-            else:
+        for key, days in list(self._days.items()):
+            self._days[key] = {name: one for name, one in days.items() if one.day >= before_day}
+            if not self._days[key]:
                 del self._days[key]
-                self._labels[key[:3]].discard(key.label)
 
     def take_changed(self) -> list[tuple[HabitKey, ShareDay]]:
         """Return the days that changed since the last call, whole."""
