@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http import HTTPStatus
 from typing import Any
 from urllib.error import HTTPError
@@ -38,7 +38,6 @@ class Lab:
         self.page = page
 
     def launch(self, kernel: str) -> None:
-        """Start a notebook from the launcher (which is opened if it is not there)."""
         card = self.page.locator('.jp-LauncherCard[data-category="Notebook"]').filter(has_text=kernel)
         if not card.is_visible():
             self.page.get_by_title("New Launcher").first.click()
@@ -48,12 +47,10 @@ class Lab:
         expect(self.page.get_by_role("button", name=f"{kernel} (simulated) | Idle", exact=True)).to_be_visible()
 
     def turn_to(self, notebook: str) -> None:
-        """Bring a notebook to the front."""
         self.page.get_by_role("tab", name=notebook, exact=True).click()
 
     @property
     def cells(self) -> Locator:
-        """The code cells of the notebook in front."""
         return self.page.locator(f"{_PANEL} .jp-CodeCell")
 
     @property
@@ -63,16 +60,13 @@ class Lab:
 
     @property
     def item(self) -> Locator:
-        """The item in the status bar."""
         return self.page.locator("#jp-main-statusbar button[aria-haspopup=dialog]")
 
     @property
     def panel(self) -> Locator:
-        """The panel over it."""
         return self.page.get_by_role("dialog", name="This kernel's GPU")
 
     def run(self, code: str) -> None:
-        """Type a cell at the end of the notebook in front and run it; returns at once."""
         self.cells.last.locator(".cm-content").click()
         self.page.keyboard.insert_text(code)
         self.page.keyboard.press("Shift+Enter")
@@ -87,7 +81,6 @@ class Lab:
         expect(self.page.locator("body")).to_have_attribute("data-jp-theme-name", "JupyterLab Dark")
 
     def picture(self, name: str) -> None:
-        """Take a screenshot where they are wanted."""
         take(self.page, name)
 
 
@@ -96,7 +89,6 @@ _PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
 
 @contextmanager
 def opened_browser() -> Iterator[Browser]:
-    """Chromium, for the block."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert chromium, "these tests need Chromium (Debian and Ubuntu: apt-get install chromium)"
     # There is no GPU to draw with, and playing one takes a quarter of the browser's processor time.
@@ -113,7 +105,6 @@ def opened_browser() -> Iterator[Browser]:
 
 
 def new_page(browser: Browser) -> Page:
-    """A page of somebody who has cookies of their own."""
     page = browser.new_page(viewport={"width": 1200, "height": 700}, color_scheme="light")
     page.set_default_timeout(DEADLINE_MS)
     return page
@@ -132,11 +123,11 @@ def _install(world: World) -> None:
 
 
 @contextmanager
-def opened_lab(world: World) -> Iterator[Lab]:
+def opened_lab(world: World, browser: Browser) -> Iterator[Lab]:
     """JupyterLab in a browser, at the launcher, for the block."""
     _install(world)
-    with Server(world, extensions=_EXTENSIONS) as server, opened_browser() as browser:
-        lab = Lab(server, page := new_page(browser))
+    with Server(world, extensions=_EXTENSIONS) as server, closing(new_page(browser)) as page:
+        lab = Lab(server, page)
         try:
             page.goto(f"{server.url}lab?token={server.token}")
             expect(page.locator(".jp-LauncherCard").first).to_be_visible()
@@ -147,7 +138,6 @@ def opened_lab(world: World) -> Iterator[Lab]:
 
 
 def _talks(server: Server) -> bool:
-    """Whether a page is connected to a kernel."""
     try:
         kernels = server.request("GET", "api/kernels?no_track_activity=1")
     except HTTPError as error:
@@ -159,7 +149,7 @@ def _talks(server: Server) -> bool:
 
 
 @contextmanager
-def opened_notebook(world: World, kernelspec: str) -> Iterator[Lab]:
+def opened_notebook(world: World, browser: Browser, kernelspec: str) -> Iterator[Lab]:
     """A new notebook in Notebook 7, whose kernel is of that kernelspec and has started, for the block."""
     _install(world)
     cell: dict[str, Any] = {"cell_type": "code", "id": "first", "metadata": {}, "source": ""}
@@ -167,8 +157,7 @@ def opened_notebook(world: World, kernelspec: str) -> Iterator[Lab]:
     metadata = {"kernelspec": {"name": kernelspec, "display_name": kernelspec}}
     notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": metadata, "cells": [cell]}
     (world.notebooks / "Untitled.ipynb").write_text(json.dumps(notebook))
-    with Server(world, extensions=_NOTEBOOK_7) as server, opened_browser() as browser:
-        page = new_page(browser)
+    with Server(world, extensions=_NOTEBOOK_7) as server, closing(new_page(browser)) as page:
         page.goto(f"{server.url}notebooks/Untitled.ipynb?token={server.token}")
         expect(page.locator(".jp-CodeCell")).to_be_visible()
         until(lambda: _talks(server), "the page talks to its kernel")

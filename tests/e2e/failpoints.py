@@ -29,8 +29,6 @@ _SERVERS = "server."
 
 @dataclass
 class Figures:
-    """What came of it."""
-
     struck: int = 0
     missed: int = 0
 
@@ -80,7 +78,6 @@ def _is_wanted(kind: type[Story], point: str, only: tuple[str, ...], *, keeps: b
 
 
 def main() -> int:
-    """Run the matrix and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="only points whose name begins so, such as ledger.")
     parser.add_argument("--full-disk", action="store_true", help="let the Nth write of each kind fail, N = 1, 2, ...")

@@ -43,15 +43,12 @@ CONFIG = 'c.GPUBroker.pools = {"default": {"retry_refused": "300ms", "unattached
 
 @dataclass
 class Figures:
-    """What is printed at the end."""
-
     kills: Counter[str] = field(default_factory=Counter)
     moments: Counter[str] = field(default_factory=Counter)
     intact: int = 0  # cells of survivors that found all their bytes
     seconds: dict[str, list[float]] = field(default_factory=dict)  # from the kill until every survivor had answered
 
     def add(self, other: "Figures") -> None:
-        """Take another world's figures in."""
         self.kills += other.kills
         self.moments += other.moments
         self.intact += other.intact
@@ -59,7 +56,6 @@ class Figures:
             self.seconds.setdefault(victim, []).extend(times)
 
     def table(self) -> str:
-        """Return the figures for people."""
         lines = [f"{'victim':20}{'kills':>6}{'median':>9}{'longest':>9}   until every survivor had answered"]
         for victim in sorted(self.kills):
             times = self.seconds[victim]
@@ -71,8 +67,6 @@ class Figures:
 
 
 class Turns:
-    """The kernels, and what happens to them."""
-
     def __init__(self, world: World, seed: str) -> None:
         self.world = world
         self.name = seed
@@ -216,7 +210,6 @@ class Worlds:
 
 
 def main() -> int:
-    """Run the kills and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int, help="how many kills")
     parser.add_argument("--seed", type=int, default=1, help="decides victims and delays (default 1)")

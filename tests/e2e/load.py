@@ -85,8 +85,6 @@ class Plan:
 
 @dataclass
 class Result:
-    """The figures."""
-
     size: Size
     lines: list[tuple[str, str]] = field(default_factory=list)
     rest: float = 0.0  # of a core
@@ -94,12 +92,10 @@ class Result:
     ping_ms: list[float] = field(default_factory=list)
 
     def say(self, what: str, figure: str) -> None:
-        """Note a figure, and show it at once."""
         self.lines.append((what, figure))
         print(f"{time.strftime('%H:%M:%S')} {what}: {figure}", file=sys.stderr, flush=True)
 
     def table(self) -> str:
-        """Return the figures for people."""
         return "\n".join(
             f"| {what} | {figure} |" for what, figure in (("measured", "figure"), ("---", "---"), *self.lines)
         )
@@ -250,7 +246,6 @@ def _check_nothing_left(world: World, temporary: Path) -> None:
 
 
 def main() -> int:
-    """Run the load and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", type=int, default=200, help="how many kernels (default 200)")
     parser.add_argument("--devices", type=int, default=8, help="how many devices, each with room for eight (default 8)")

@@ -33,7 +33,6 @@ class _Spawner(slurm.FractionalGPUSlurmSpawner):
 
 
 async def _run(*words: str, stdin: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """Stand in for `slurm_commands.run`."""
     if "scontrol" in words:
         summary = encode_summary(NodeSummary(at_s=int(time.time()), pools=[_POOL]))
         return f"NodeName=userhost123 State=IDLE Partitions=main Extra={summary}"

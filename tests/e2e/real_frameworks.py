@@ -207,7 +207,6 @@ def environment(folder: Path) -> Path:
 
 
 def main() -> int:
-    """Make the environment, and run in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=ROOT / "build" / "frameworks", metavar="FOLDER")
     folder = parser.parse_args().venv.absolute()

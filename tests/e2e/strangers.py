@@ -74,24 +74,19 @@ class Project:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What came of one project's suite."""
-
     local: Outcomes
     ours: Outcomes
     unsteady: tuple[str, ...]
     differing: tuple[str, ...]
 
     def unexplained(self, known: Mapping[str, str]) -> list[str]:
-        """Return the tests that differ and are not listed."""
         return [test for test in self.differing if test not in known]
 
     def outdated(self, known: Mapping[str, str]) -> list[str]:
-        """Return the tests that are listed, and ran without differing."""
         return [test for test in known if test not in self.differing and test not in self.unsteady]
 
 
 def read_pins(path: Path = PINS) -> dict[str, Project]:
-    """Return the pinned projects by name. Raises TypeError for an unknown key."""
     tables: dict[str, dict[str, Any]] = tomllib.loads(path.read_text())
     return {name: Project(name=name, **table) for name, table in tables.items()}
 
@@ -138,7 +133,6 @@ class Suite:
         folder.mkdir()
 
     def prepare(self) -> None:
-        """Download the sources and install the project. Raises SuiteError."""
         name, version = self._project.name, self._project.version
         venv.create(self.folder / "venv", with_pip=True)
         if self._project.repository:
@@ -162,7 +156,6 @@ class Suite:
             raise SuiteError(f"no kernelspec python3 without our wheel: add ipykernel to `requires` in {PINS.name}")
 
     def compare(self) -> Comparison:
-        """Run the suite under both provisioners. Raises SuiteError."""
         local = [self._run(_LOCAL)]
         self._pip("install", str(self._wheel))
         ours = [self._run(_OURS)]
@@ -282,7 +275,6 @@ def end_marked(run: Path) -> None:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Return a wheel of this project. Raises CalledProcessError."""
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(folder), str(REPOSITORY)],
         check=True,
@@ -292,7 +284,6 @@ def build_wheel(folder: Path) -> Path:
 
 
 def row(project: Project, result: Comparison) -> str:
-    """Return the project's line of the table."""
     passed = [list(each.values()).count("passed") for each in (result.local, result.ours)]
     return (
         f"| {project.name} | {project.version} | {len(result.local)} | {passed[0]} | {passed[1]} | {len(result.differing)} | "
@@ -315,7 +306,6 @@ def tell(project: Project, result: Comparison) -> bool:
 
 
 def main() -> int:
-    """Compare all projects, or the named ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     projects = read_pins()
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these projects ({', '.join(projects)})")

@@ -1,12 +1,13 @@
 """What `%gpu` shows and what a waiting cell says, in Notebook 7 by axe: in its light and its dark theme, on a small and a large screen."""
 
 import re
+from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, expect
 
 from fractional_gpu.protocol.messages import DrainRequest
-from tests.e2e.browser import Lab, opened_lab, opened_notebook
+from tests.e2e.browser import Lab, opened_browser, opened_lab, opened_notebook
 from tests.support.axe import ALL_LOOKS, SMALL_PX, assert_accessible
 from tests.support.stories import fill
 from tests.support.world import World, until
@@ -28,11 +29,17 @@ publish(get_ipython(), MeasurementView(figures))""": "A quarter suffices",  # `%
 }
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with opened_browser() as opened:
+        yield opened
+
+
 @pytest.mark.timeout(300)
-def test_what_a_notebook_shows_and_a_wait_that_it_says_aloud_are_accessible(world: World) -> None:
+def test_what_a_notebook_shows_and_a_wait_that_it_says_aloud_are_accessible(world: World, browser: Browser) -> None:
     """There is no status bar. One page is changed to the dark theme, as its user does; all outputs are in sight of axe at once."""
     world.install(750)
-    with opened_notebook(world, "fractional-gpu-default-750") as lab:
+    with opened_notebook(world, browser, "fractional-gpu-default-750") as lab:
         expect(lab.page.locator("body")).to_have_attribute("data-jp-theme-name", "JupyterLab Light")
         lab.run(fill(1, 32).strip() + '\nprint("there")')
         expect(lab.output).to_contain_text("there")
@@ -81,9 +88,9 @@ def a_wait_is_said_aloud(world: World, lab: Lab) -> None:
         expect(spoken).to_have_text("GPU: on the GPU")
 
 
-def test_the_settings_are_accessible_and_changed_by_keyboard(world: World) -> None:
+def test_the_settings_are_accessible_and_changed_by_keyboard(world: World, browser: Browser) -> None:
     world.install(250)
-    with opened_lab(world) as lab:
+    with opened_lab(world, browser) as lab:
         lab.page.get_by_role("menuitem", name="Settings", exact=True).click()
         lab.page.get_by_role("menuitem", name=re.compile("^Settings Editor")).first.click()
         lab.page.get_by_text("Fractional GPU", exact=True).first.click()

@@ -8,7 +8,7 @@ import pytest
 from tests.support.kept import Kept
 from tests.support.pair import NO_TURNS, Pair, new_pair
 from tests.support.stories import CHECK
-from tests.support.world import Notebook, Server, World, until
+from tests.support.world import Notebook, World, until
 
 pytestmark = pytest.mark.promise("race-background")
 
@@ -31,7 +31,6 @@ program = "from fractional_gpu.gpu.simulated import cuda; cuda.launch(0); print(
 child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
 child.stdout.readline()
 """
-HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20)"
 
 
 def waits_for(world: World, second: Notebook, first: Notebook) -> bool:
@@ -61,17 +60,6 @@ def test_nobody_takes_the_place_of_a_kernel_that_works_in_the_background(pair: P
     first.must(end)
     assert second.wait(cell).text == "intact\n"
     assert world.await_state(first.kernel_id, "suspended").suspends == before + 1
-
-
-def test_work_in_the_background_keeps_the_idle_time_from_beginning(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'idle_after': 0, 'min_residency': 0}}")
-    (name,) = world.install(250)
-    notebook = server.start(name)
-    notebook.must(HOLD + WORKER + THREAD)
-    until(lambda: world.lease(notebook.kernel_id).working, "the work is seen")
-    assert world.lease(notebook.kernel_id).suspends == 0
-    notebook.must("stop.set(); thread.join()")
-    world.await_state(notebook.kernel_id, "suspended")
 
 
 def test_who_asks_for_a_suspend_gets_it_between_two_pieces_of_work(pair: Pair) -> None:

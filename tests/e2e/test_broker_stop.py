@@ -18,13 +18,12 @@ from fractional_gpu.commands.terminal.text import CommandError
 from tests.support.stopping import stop
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
-from tests.support.world import Server, World
+from tests.support.world import Notebook, Server, World
 
 pytestmark = pytest.mark.promise("broker-restart")
 
 
 def ended(world: World, *words: str, code: int = 0) -> dict[str, Any]:
-    """Run `jupyter gpu broker WORDS --json` in the world and return what it printed."""
     # What broker.json does not tell must come from the broker that ran: nothing of it is in this environment.
     with patch.dict(world.environment):
         del world.environment["JUPYTER_GPU_SIMULATE"]
@@ -65,14 +64,11 @@ def test_a_stopped_broker_leaves_its_kernels_and_the_next_cell_starts_another(wo
         "suspended": None,
         "waiting": None,
     }
+    assert resident.must(CHECK).text == "intact\n"
+    a_restarted_broker_has_the_options_that_it_had_even_if_its_files_are_gone(world, resident)
 
 
-def test_a_restarted_broker_has_the_options_that_it_had_even_if_its_files_are_gone(
-    world: World, server: Server
-) -> None:
-    (name,) = world.install(1000)
-    notebook = server.start(name)
-    notebook.must(fill(1))
+def a_restarted_broker_has_the_options_that_it_had_even_if_its_files_are_gone(world: World, notebook: Notebook) -> None:
     for gone in ((), ("broker.sock",), ("broker.sock", "broker.sock.lock", "broker.json")):
         pid = world.broker_pid()
         for file in gone:

@@ -26,14 +26,6 @@ def story(world: World, notebook: Notebook) -> list[str]:
         return [line.reason for line in client.story(world.lease(notebook.kernel_id).lease_id).lines]
 
 
-def past_its_cap(world: World, server: Server, breach: str) -> tuple[Notebook, str]:
-    """A notebook that has more than its cap, and what that cell showed."""
-    world.configure(f"c.GPUBroker.pools = {{'default': {{'breach': {breach!r}, 'idle_after': 'on-demand'}}}}")
-    (name,) = world.install(250)
-    notebook = server.start(name)
-    return notebook, str(notebook.must(PAST).data)
-
-
 def heard(notebook: Notebook, words: str, before: str = "") -> str:
     """The first of what was shown before and of the messages that has these words; fails when nothing comes any more."""
     came = [before]
@@ -45,36 +37,35 @@ def heard(notebook: Notebook, words: str, before: str = "") -> str:
     return came[-1]
 
 
-def test_it_is_warned(world: World, server: Server) -> None:
-    notebook, shown = past_its_cap(world, server, "warn")
+def choose(world: World, choice: str) -> None:
+    assert world.command("pool", "default", choice).returncode == 0
+
+
+def test_it_is_warned_suspended_or_ended_as_the_pool_says(world: World, server: Server) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'breach': 'warn', 'idle_after': 'on-demand'}}")
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    shown = str(notebook.must(PAST).data)
     until(lambda: "breach.warn" in story(world, notebook), "the breach is noted")
-    assert "432 MiB" in heard(
-        notebook, "more than its cap of 256 MiB", shown
-    )  # the context's memory is the kernel's, too
+    context_and_all = "432 MiB"
+    assert context_and_all in heard(notebook, "more than its cap of 256 MiB", shown)
     assert world.lease(notebook.kernel_id).suspends == 0
 
-
-def test_it_is_suspended_and_comes_back_with_all_it_had(world: World, server: Server) -> None:
-    notebook, _ = past_its_cap(world, server, "suspend")
+    choose(world, "breach=suspend")
     lease = world.await_state(notebook.kernel_id, "suspended")
     assert lease.lease.saved_mib >= 400
     assert "suspend.breach" in story(world, notebook)
+    choose(world, "breach=warn")
     assert notebook.must("print(buffer.read(3))").text == "b'abc'\n"
 
-
-def test_it_is_ended_and_the_next_kernel_says_why(world: World, server: Server) -> None:
-    notebook, _ = past_its_cap(world, server, "kill")
     pid = world.lease(notebook.kernel_id).pid
-
-    def restarted() -> bool:
-        return world.lease(notebook.kernel_id).pid not in (None, pid)
-
-    until(restarted, "the server starts the kernel anew")
-    anew = server.connect(notebook.kernel_id)
-    anew.send("1")
-    # Above that cell, or beneath it when the broker's word comes later.
-    assert "256 MiB" in heard(anew, "more than its cap")
     assert pid is not None
+    choose(world, "breach=kill")
+    world.await_restart(notebook.kernel_id, pid)
+    again = server.connect(notebook.kernel_id)
+    again.send("1")
+    # Above that cell, or beneath it if the broker's word comes later.
+    assert "256 MiB" in heard(again, "more than its cap")
     assert not Path(f"/proc/{pid}").exists()
 
 
@@ -83,21 +74,16 @@ def used_by_strangers(world: World) -> dict[int, int]:
     return {one.pid: one.used_mib for one in world.status().devices[0].strangers}
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_a_stranger_is_shown_and_if_the_pool_says_so_ended(world: World, server: Server, refused: bool) -> None:
-    strangers = "refuse" if refused else "show"
-    world.configure(f"c.GPUBroker.pools = {{'default': {{'strangers': {strangers!r}}}}}")
-    (name,) = world.install(250)
-    server.start(name)
-    (device,) = world.status().devices
+def test_a_stranger_is_shown_and_if_the_pool_says_so_ended(world: World) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'strangers': 'show'}}")
+    world.start_broker()
     argv = [sys.executable, "-P", STRANGER, str(world.simulated_folder), "0", "64"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, env=world.environment) as stranger:
         try:
             until(lambda: used_by_strangers(world) == {stranger.pid: 96}, "it is shown, with all that it takes")
-            if refused:
-                assert stranger.wait(60) < 0
-            else:
-                assert stranger.poll() is None
+            assert stranger.poll() is None
+            choose(world, "strangers=refuse")
+            assert stranger.wait(60) < 0
         finally:
             stranger.kill()
-    until(lambda: not world.status().devices[0].strangers, f"device {device.device_id} is free of it")
+    until(lambda: not world.status().devices[0].strangers, "the device is free of it")

@@ -1,17 +1,13 @@
 """Busy kernels are spread over the devices by what they use of them, as the broker measures it, and are told who slows them down."""
 
 import json
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from fractional_gpu.protocol.status import LeaseStatus
-from tests.labextension.conftest import enable
 from tests.support.stories import CHECK, fill
-from tests.support.world import Notebook, Server, World, new_world, until
+from tests.support.world import Notebook, Server, World, until
 
 pytestmark = pytest.mark.promise("contention")
 
@@ -26,18 +22,6 @@ while not end.exists():
     cuda.launch(0.2, {part})
 """
 NEAR_MILLI = 150  # no prior of these tests is so near: what counts before anything was seen is 300, and then the mean of the pool
-
-
-@contextmanager
-def kernels(world: World, server: Server, compute: str, count: int) -> Iterator[list[Notebook]]:
-    """Kernels of a quarter of a GPU on a machine with two, where memory is never short. Their cells end with the block."""
-    world.configure(f"c.GPUBroker.pools = {{'default': {{'compute': {compute!r}, 'min_residency': 0}}}}")
-    world.start_broker("2x1GiB")
-    (name,) = world.install(250)
-    try:
-        yield [server.start(name) for _ in range(count)]
-    finally:
-        end_of(world).touch()
 
 
 def end_of(world: World) -> Path:
@@ -68,10 +52,12 @@ def demands(world: World) -> dict[str, int]:
     return {device.device_id: device.demand_milli for device in world.status().devices}
 
 
-def test_busy_kernels_are_spread_and_the_third_goes_where_less_is_needed_and_is_told_beside_whom(
-    world: World, server: Server
-) -> None:
-    with kernels(world, server, "spread", 3) as (first, second, third):
+def test_a_busy_kernel_goes_where_less_is_needed_and_is_told_beside_whom(world: World, server: Server) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'compute': 'spread', 'min_residency': 0}}")
+    world.start_broker("2x1GiB")
+    (name,) = world.install(250)  # memory is never short
+    first, second, third = (server.start(name) for _ in range(3))
+    try:
         heavy = begin(world, first, 1.0)
         await_measured(world, first, 1.0)
         light = begin(world, second, 0.6)
@@ -80,65 +66,29 @@ def test_busy_kernels_are_spread_and_the_third_goes_where_less_is_needed_and_is_
         assert demands(world)[light.lease.device_id or ""] < demands(world)[heavy.lease.device_id or ""]
         placed = begin(world, third, 1.0)
         assert placed.lease.device_id == light.lease.device_id
-        until(lambda: world.lease(third.kernel_id).slowdown.milli > 1100, "it is slowed down, and that is known")
-        told = world.command("explain", placed.lease_id)
-        assert told.returncode == 0, told.stderr
-        last = told.stdout.splitlines()[-1]
-        assert last.startswith("slowed down: its cell runs beside "), told.stdout
-        assert "about 1." in last
-        shown = world.command("status").stdout
-        assert "so they slow each other down" in shown
-        story = json.loads(world.command("explain", placed.lease_id, "--json").stdout)
-        assert story["slowdown"]["milli"] > 1100
-        assert story["slowdown"]["brief"].startswith("runs beside ")
-        status = json.loads(world.command("status", "--json").stdout)
-        slowed = {one["lease"]["spec"]["lease_id"]: one["slowdown"]["milli"] for one in status["leases"]}
-        assert slowed[placed.lease_id] > 1100
-        assert slowed[light.lease_id] > 1100
-        assert slowed[heavy.lease_id] == 1000, "it is alone on its device"
+        it_is_told_that_they_slow_each_other_down(world, placed, light, heavy)
+    finally:
+        end_of(world).touch()
 
 
-def test_a_notebook_and_jupyterlab_show_who_slows_a_cell_down_and_a_cell_that_waits_is_told_before() -> None:
-    with new_world("1x1GiB") as world:
-        world.configure("c.GPUBroker.pools = {'default': {'min_residency': '1h'}}")
-        enable(world)
-        quarter, half = world.install(250, 500)
-        with Server(world) as server:
-            first, second, third = (server.start(name) for name in (quarter, half, half))
-            try:
-                begin(world, first, 0.9)
-                await_measured(world, first, 0.9)
-                begin(world, second, 0.9)
-
-                def shown() -> tuple[str, str, int]:
-                    state = server.request("GET", "jupyter-fractional-gpu/state?no_track_activity=1")
-                    said = {one["kernel_id"]: one["slowdown_brief"] for one in state["kernels"]}
-                    return said[first.kernel_id], said[second.kernel_id], state["devices"][0]["demand_percent"]
-
-                until(lambda: all(shown()[:2]) and shown()[2] > 110, "JupyterLab has it")
-                for brief in shown()[:2]:
-                    assert re.fullmatch(
-                        r"runs beside Python 3 .+, about 1\.\d times as long as alone \(\d\.\d to \d+\.\d\)", brief
-                    ), brief
-                assert shown()[2] % 5 == 0
-                waits = third.send("1")
-                told = (
-                    r"It would run beside Python 3 [^,]+, about \d\.\d times as long as alone \(\d\.\d to \d+\.\d\)\."
-                )
-                until(
-                    lambda: re.search(told, str(json.loads(third.socket.recv())["content"].get("data", ""))),
-                    "the line of its wait says so",
-                )
-            finally:
-                end_of(world).touch()
-            assert third.wait(waits).status == "ok"
-
-
-def test_a_pool_that_packs_puts_busy_kernels_together(world: World, server: Server) -> None:
-    with kernels(world, server, "pack", 2) as (first, second):
-        heavy = begin(world, first, 1.0)
-        await_measured(world, first, 1.0)
-        assert begin(world, second, 0.6).lease.device_id == heavy.lease.device_id
+def it_is_told_that_they_slow_each_other_down(
+    world: World, placed: LeaseStatus, neighbour: LeaseStatus, alone: LeaseStatus
+) -> None:
+    until(lambda: world.lease(placed.kernel_id).slowdown.milli > 1100, "it is slowed down, and that is known")
+    told = world.command("explain", placed.lease_id)
+    assert told.returncode == 0, told.stderr
+    last = told.stdout.splitlines()[-1]
+    assert last.startswith("slowed down: its cell runs beside "), told.stdout
+    assert "about 1." in last
+    assert "so they slow each other down" in world.command("status").stdout
+    story = json.loads(world.command("explain", placed.lease_id, "--json").stdout)
+    assert story["slowdown"]["milli"] > 1100
+    assert story["slowdown"]["brief"].startswith("runs beside ")
+    status = json.loads(world.command("status", "--json").stdout)
+    slowed = {one["lease"]["spec"]["lease_id"]: one["slowdown"]["milli"] for one in status["leases"]}
+    assert slowed[placed.lease_id] > 1100
+    assert slowed[neighbour.lease_id] > 1100
+    assert slowed[alone.lease_id] == 1000, "it is alone on its device"
 
 
 def test_a_busy_kernel_moves_off_a_crowded_device_in_the_middle_of_its_cell_with_all_its_bytes(

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.promise("deaf-kernels")
 
 # What a cell may do that leaves our extension without a way to answer the broker.
 MUTE = {
-    "no-sockets": "import socket\nsocket.socket = None",
     "no-descriptors": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))",
     # Unlike a real one, the simulated device's memory is files, which the kernel opens again and again.
     "another-user": """
@@ -34,7 +33,6 @@ MENDS = "import resource\nmost = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n
 
 
 def served_s(notebook: Notebook, cell: str) -> float:
-    """Wait for a cell that must succeed; return how long that took."""
     begun_s = time.monotonic()
     reply = notebook.wait(cell)
     assert reply.status == "ok", reply.error

@@ -35,7 +35,6 @@ START = {
 
 @contextmanager
 def new_pair() -> Iterator[Pair]:
-    """A pair whose kernels have debugpy."""
     with new_world() as world:
         world.environment["PYTHONPATH"] = COMPLETE_PYTHONPATH
         world.configure(NO_TURNS)
@@ -50,7 +49,6 @@ def kept_pair() -> Iterator[Kept[Pair]]:
 
 
 def attach(notebook: Notebook) -> None:
-    """Switch the debugger on, unless an earlier test has."""
     if notebook.debug("debugInfo")["body"]["isStarted"]:
         return
     assert notebook.debug("initialize", START)["success"]
@@ -58,14 +56,12 @@ def attach(notebook: Notebook) -> None:
 
 
 def inspects(notebook: Notebook) -> str:
-    """Look at all variables; return how the one that touches the GPU looks."""
     variables = notebook.debug("inspectVariables")["body"]["variables"]
     (value,) = [one["value"] for one in variables if one["name"] == "touching"]
     return str(value)
 
 
 def suspended_with_debugger(pair: Pair) -> Notebook:
-    """Return the first kernel, suspended for the second, with its debugger on."""
     first, second = pair.ready(TOUCHING)
     attach(first)  # ipykernel runs a cell for it
     assert second.must(CHECK).text == "intact\n"

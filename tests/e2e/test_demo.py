@@ -19,8 +19,6 @@ DEADLINE_S = 240.0
 
 
 class Demo:
-    """A demonstration in a process of its own, whose temporary files go to a folder of the test."""
-
     def __init__(self, temporary: Path, *arguments: str) -> None:
         self.temporary = temporary
         self.process = subprocess.Popen(
@@ -34,7 +32,6 @@ class Demo:
         self.folders: set[Path] = set()
 
     def until_it_says(self, text: str) -> None:
-        """Read what it says until a line has the text."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.said.append(line)
@@ -44,7 +41,6 @@ class Demo:
         raise AssertionError(f"{text!r} was not said in:\n{''.join(self.said)}")
 
     def end(self) -> tuple[int, str]:
-        """Wait for its end and return the exit code and what it printed."""
         out, err = self.process.communicate(timeout=DEADLINE_S)
         self.said.append(err)
         return self.process.returncode, out

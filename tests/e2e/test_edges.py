@@ -13,7 +13,7 @@ from tests.support.kept import Kept
 from tests.support.pair import Pair, new_pair
 from tests.support.stories import BLOCKED, CHECK, fill
 from tests.support.victims import stopped_or_traced
-from tests.support.world import Notebook, Server, World, until
+from tests.support.world import Notebook, World, until
 
 CHILD = """
 import hashlib, sys
@@ -28,7 +28,7 @@ def work(lines, answer):
 SUBPROCESS = f"""
 import hashlib, subprocess, sys
 code = {CHILD!r} + "work(sys.stdin, lambda line: print(line, flush=True))"
-child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
+child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
 ask = lambda: (child.stdin.write("\\n"), child.stdin.flush())
 answer = lambda: child.stdout.readline().strip()
 end = lambda: child.communicate()
@@ -49,8 +49,7 @@ answer = lambda: pipe.recv()
 end = lambda: child.join()
 """
 CHILDREN = {
-    "subprocess": "options = {}" + SUBPROCESS,
-    "session of its own": "options = {'start_new_session': True}" + SUBPROCESS,
+    "its own session": SUBPROCESS,
     "fork": FORK,
 }
 BEGIN = """
@@ -97,7 +96,6 @@ def kept_pair() -> Iterator[Kept[Pair]]:
 
 
 def phases(world: World) -> list[str]:
-    """Where the bytes of each simulated process are, sorted."""
     store = Store(world.simulated_folder)
     try:
         return sorted(process.phase for process in processes_of(store))
@@ -106,7 +104,6 @@ def phases(world: World) -> list[str]:
 
 
 def shown(notebook: Notebook, text: str) -> None:
-    """Read on, whatever it is about, until the text is displayed."""
     while text not in json.dumps(json.loads(notebook.socket.recv())["content"].get("data", {})):
         pass
 
@@ -239,16 +236,14 @@ def test_a_cell_that_starts_in_the_middle_of_a_swap_loses_nothing(pair: Pair, st
     assert "failed" not in phases(world)
 
 
-def test_an_interrupt_reaches_a_cell_that_said_it_needs_no_gpu_and_is_blocked_on_it(
-    world: World, server: Server
-) -> None:
-    (name,) = world.install(750)
-    first, second = server.start(name), server.start(name)
+def test_an_interrupt_reaches_a_cell_that_said_it_needs_no_gpu_and_is_blocked_on_it(pair: Pair) -> None:
+    _, second = pair.ready()
+    first = pair.server.start(pair.spec)
     first.must("import os\nos.environ['JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE'] = '1'" + fill(1))
-    second.must(fill(2))
-    world.await_state(first.kernel_id, "suspended")
+    assert second.must(CHECK).text == "intact\n"
+    pair.world.await_state(first.kernel_id, "suspended")
     cell = first.send(BLOCKED)
-    until((world.notebooks / "blocked").exists, "the first one is blocked")
+    until((pair.world.notebooks / "blocked").exists, "the first one is blocked")
     first.interrupt()
     assert first.wait(cell).error.startswith("KeyboardInterrupt")
     assert first.must(CHECK).text == "intact\n"

@@ -83,12 +83,3 @@ def test_a_kernel_that_came_early_leaves_at_once_for_one_that_runs_a_cell(world:
     assert world.lease(notebook.kernel_id).state == "suspended"
     world.suspend_for_others(other.kernel_id)
     assert notebook.must(CHECK).text == "intact\n"
-
-
-def test_without_foresight_nothing_happens_before_the_cell(world: World, server: Server) -> None:
-    notebook = suspended(world, server, "'foresight': 'off'")
-    with world.client() as client:
-        client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing"))
-    lease = world.lease(notebook.kernel_id)
-    assert (lease.state, lease.lease.expected_until_ms) == ("suspended", 0)
-    assert waited(world, notebook)

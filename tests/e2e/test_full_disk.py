@@ -29,7 +29,6 @@ def no_room(pid: int) -> Iterator[None]:
 
 
 def shown(notebook: Notebook, text: str) -> str:
-    """Return the next message that has the text."""
     while text not in (message := str(notebook.socket.recv())):
         pass
     return message

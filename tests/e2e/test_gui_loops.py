@@ -63,7 +63,6 @@ LOOPS = {"qt": QT, "tk": TK, "asyncio": ASYNCIO, "registered": REGISTERED}
 
 @pytest.fixture(scope="module")
 def display() -> Iterator[str]:
-    """An X server without a screen: Tk needs one."""
     readable, writable = os.pipe()
     with subprocess.Popen(
         ["Xvfb", "-displayfd", str(writable), "-nolisten", "tcp"], pass_fds=[writable], stderr=subprocess.DEVNULL

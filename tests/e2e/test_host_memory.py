@@ -9,12 +9,10 @@ import pytest
 
 from fractional_gpu.protocol.errors import ConflictError
 from fractional_gpu.protocol.status import LeaseStatus
-from tests.support.control_group import memory_group
-from tests.support.world import Server, World, new_world, until
+from tests.support.world import Server, World, until
 
 MIB = 1024**2
 LIMIT_MIB = 4096
-GROUP_MIB = 400
 HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.write(b'abc')"
 CHECK = "print(buffer.read(3))"
 CONFIG = """\
@@ -96,44 +94,3 @@ def test_state_is_not_saved_where_there_is_no_room_and_comes_back_early_from_whe
     said = comes_back(2)
     assert any("host memory is short by" in line for line in said), said
     assert notebook.must(CHECK).text == "b'abc'\n"
-
-
-def test_a_kernel_that_the_system_killed_says_so_after_its_restart() -> None:
-    """A real control group, a real kill, and Jupyter's own restart."""
-    with memory_group(GROUP_MIB) as group, new_world() as world:
-        world.start_broker()  # beside the group
-        with Server(world) as server:
-            (group / "cgroup.procs").write_text(str(server.process.pid))  # what it starts from now on is in it
-            (name,) = world.install(500)
-            notebook = server.start(name)
-            notebook.must(HOLD)
-            lease = world.lease(notebook.kernel_id)
-            first = lease.pid
-            assert first is not None
-            until(lambda: str(first) in (group / "cgroup.procs").read_text().split(), "the kernel is in the group")
-            until(lambda: _is_measured(world, notebook.kernel_id), "the broker has looked at it")
-            notebook.send(f"filled = b'x' * {2 * GROUP_MIB * MIB}")
-            world.await_restart(notebook.kernel_id, first)
-            shown = server.connect(notebook.kernel_id).shows("out-of-memory killer ended this kernel")
-            assert f"{group} ({GROUP_MIB} MiB)" in shown
-            with world.client() as client:
-                lines = [line.sentence for line in client.story(lease.lease_id).lines]
-            assert any("out-of-memory killer" in line for line in lines)
-
-
-def _is_measured(world: World, kernel_id: str) -> bool:
-    """The broker measures a lease in the same look in which it reads the counters of its group."""
-    return world.lease(kernel_id).lease.used_mib >= 64
-
-
-def test_a_kernel_that_uses_nothing_of_its_gpu_leaves_it_though_host_memory_could_not_hold_the_gpu(
-    world: World, server: Server
-) -> None:
-    Machine(world).leave(system_mib=2200)  # of which about 400 MiB are for saved state
-    (name,) = world.install(1000)
-    first, second = server.start(name), server.start(name)
-    first.must("1")
-    lease = world.await_state(first.kernel_id, "resident")
-    assert (lease.lease.used_mib, lease.spec.reserve_mib) == (0, 1024)
-    assert second.must("print('ran')").text == "ran\n"
-    assert world.lease(first.kernel_id).state == "unarmed"

@@ -13,7 +13,7 @@ from tests.e2e.test_background_work import CHILD
 from tests.support.kept import Kept
 from tests.support.pair import Pair, new_pair
 from tests.support.stories import CHECK, fill
-from tests.support.world import DEADLINE_S, Notebook, Server, World, until
+from tests.support.world import DEADLINE_S, Notebook, until
 
 pytestmark = pytest.mark.promise("input")
 
@@ -114,20 +114,21 @@ def test_what_an_interrupt_asks_for_a_kernel_that_may_be_blocked_is_withdrawn_wh
     assert first.must(CHECK).text == "intact\n"
 
 
-def test_a_kernel_whose_child_works_while_its_cell_waits_for_input_is_not_idle(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'preempt': 'never'}}")
-    (name,) = world.install(1000)
-    first, second = server.start(name), server.start(name)
-    first.must(fill(1))
+def test_a_kernel_whose_child_works_while_its_cell_waits_for_input_is_not_idle(pair: Pair) -> None:
+    world = pair.world
+    first, second = two(pair)
+    assert world.command("pool", "default", "preempt=never").returncode == 0
+    suspends = world.lease(first.kernel_id).suspends
     asking = first.send(CHILD + ASK + CHECK, stdin=True)
     first.prompted()
     cell = second.send(fill(2))
     until(lambda: world.lease(first.kernel_id).working, "the counters show the work")
-    assert world.lease(first.kernel_id).suspends == 0
+    assert world.lease(first.kernel_id).suspends == suspends
     first.answer("yes")
     assert first.wait(asking).text == "intact\n"
     first.must("child.kill(); child.wait()")
     assert second.wait(cell).status == "ok"
+    assert world.command("pool", "default", "preempt=fair").returncode == 0
 
 
 def test_a_kernel_that_waits_for_input_without_the_gpu_is_idle_too(pair: Pair) -> None:

@@ -38,18 +38,15 @@ class Holder:
         self._writer = self._pipe.open("w")
 
     def close(self) -> None:
-        """Let the cell end, if it has not."""
         self._writer.close()
         self._pipe.unlink(missing_ok=True)
 
     def let_go(self) -> None:
-        """Let the cell end, and wait for it."""
         self.close()
         assert self.notebook.wait(self._cell).status == "ok"
 
 
 def waiting(notebook: Notebook, cell: str) -> Iterator[dict[str, Any]]:
-    """Read the cell's messages until it says that it waits, and return the rest."""
     messages = notebook.messages(cell)
     for message in messages:
         content = message["content"]
@@ -82,7 +79,6 @@ def without_ticket(world: World, notebook: Notebook) -> LeaseStatus:
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """Return how long it takes."""
     begun = time.monotonic()
     action()
     return time.monotonic() - begun
@@ -174,52 +170,27 @@ def test_an_interrupt_while_the_memory_comes_back_is_prompt_and_the_memory_still
     assert world.lease(second.kernel_id).position is None
 
 
-def test_restarting_a_suspended_kernel_takes_as_long_as_any_and_keeps_its_lease(
+def test_a_suspended_kernel_whose_exit_blocks_on_the_gpu_is_restarted_and_shut_down_as_soon_as_any(
     world: World, server: Server, held: tuple[Holder, Notebook]
 ) -> None:
     holder, second = held
     plain = server.start("python3")
-    before = world.lease(second.kernel_id)
-    ordinary_s = seconds(plain.restart)
-    assert seconds(second.restart) < 3 * ordinary_s + 4
-    after = world.lease(second.kernel_id)
-    assert after.lease_id == before.lease_id
-    assert after.pid != before.pid
-    assert (after.state, after.lease.saved_mib) == ("unarmed", 0)
-    assert world.status().host_saved_mib == 0
-    holder.let_go()
-    second = server.connect(second.kernel_id)  # the old line may not be subscribed again yet
-    assert second.must("print('buffer' in globals())").text == "False\n"
-    second.must(fill(4))
-    assert second.must(CHECK).text == "intact\n"
-
-
-def test_shutting_a_suspended_kernel_down_takes_as_long_as_any_and_leaves_nothing(
-    world: World, server: Server, held: tuple[Holder, Notebook]
-) -> None:
-    holder, second = held
-    plain = server.start("python3")
-    pid = world.lease(second.kernel_id).pid
-    ordinary_s = seconds(plain.shut_down)
-    assert seconds(second.shut_down) < 3 * ordinary_s + 4
-    assert not Path(f"/proc/{pid}").exists()
+    for action in ("restart", "shut_down"):
+        before = world.await_state(second.kernel_id, "suspended")
+        second.must("%%cpu\nimport atexit\natexit.register(lambda: buffer.read(1))")
+        ordinary_s = seconds(getattr(plain, action))
+        assert seconds(getattr(second, action)) < 3 * ordinary_s + 4
+        assert not Path(f"/proc/{before.pid}").exists()
+        assert world.status().host_saved_mib == 0
+        if action == "restart":
+            after = world.lease(second.kernel_id)
+            assert (after.lease_id, after.state, after.lease.saved_mib) == (before.lease_id, "unarmed", 0)
+            holder.let_go()
+            second = server.connect(second.kernel_id)  # the old line may not be subscribed again yet
+            assert second.must("print('buffer' in globals())").text == "False\n"
+            second.must(fill(4))
+            assert holder.notebook.must(CHECK).text == "intact\n"
     assert [lease.kernel_id for lease in world.status().leases] == [holder.notebook.kernel_id]
-    assert world.status().host_saved_mib == 0
-    holder.let_go()
-
-
-@pytest.mark.parametrize("action", ["restart", "shut_down"])
-def test_a_suspended_kernel_whose_exit_blocks_on_the_gpu_is_killed_soon(
-    world: World, server: Server, held: tuple[Holder, Notebook], action: str
-) -> None:
-    holder, second = held
-    plain = server.start("python3")
-    pid = world.lease(second.kernel_id).pid
-    second.must("%%cpu\nimport atexit\natexit.register(lambda: buffer.read(1))")
-    ordinary_s = seconds(getattr(plain, action))
-    assert seconds(getattr(second, action)) < 3 * ordinary_s + 4
-    assert not Path(f"/proc/{pid}").exists()
-    holder.let_go()
 
 
 def test_what_a_restarted_kernel_held_is_free_at_once(world: World, held: tuple[Holder, Notebook]) -> None:

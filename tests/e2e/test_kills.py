@@ -75,7 +75,6 @@ class Pair:
         return self.suspended.send(CHECK)
 
     def end_turn(self, cell: str) -> None:
-        """Wait for that cell, and change names."""
         reply = self.suspended.wait(cell)
         assert reply.text == "intact\n", (reply.status, reply.error, reply.text)
         self.resident, self.suspended = self.suspended, self.resident
@@ -133,7 +132,6 @@ _PATIENT = "--KernelRestarter.restart_limit=1000"
 
 @contextmanager
 def new_stage() -> Iterator[Stage]:
-    """A stage that ends with the block, whatever hangs in it."""
     with new_world("2x128MiB") as world:
         world.configure(CONFIG)
         with Server(world, _PATIENT) as server:
@@ -315,7 +313,6 @@ def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_nobody(
 
 
 def _again(server: Server, notebook: Notebook) -> Notebook:
-    """A fresh line to a kernel that Jupyter started again."""
     notebook.close()
     return server.connect(notebook.kernel_id)
 

@@ -71,7 +71,6 @@ def device(world: World) -> DeviceStatus:
 
 
 def suspended(world: World, notebook: Notebook) -> int:
-    """Suspend the kernel once it is idle, and return its pid."""
     lease = world.lease(notebook.kernel_id)
     with world.client() as client:
         client.suspend(lease.lease_id)
@@ -131,6 +130,8 @@ def test_a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back
         with world.client() as client:
             said = [line.sentence for line in client.story(lease.lease_id).lines]
         assert any("out-of-memory killer ended this kernel" in line for line in said), said
+        shown = server.connect(neighbour.kernel_id).shows("out-of-memory killer ended this kernel")
+        assert str(group) in shown
         for notebook, pid in zip(saved, pids, strict=True):
             assert world.lease(notebook.kernel_id).pid == pid
             set_limit(group, GROUP_MIB)

@@ -68,8 +68,6 @@ def shut_down(server: Server, notebook: Notebook) -> None:
 
 
 def left_of(world: World, notebook: Notebook) -> LeaseStatus:
-    """The lease of a kernel that has left something behind."""
-
     def ask() -> LeaseStatus | None:
         lease = world.lease(notebook.kernel_id)
         return lease if lease.left else None
@@ -143,13 +141,15 @@ def test_a_killed_kernel_and_a_killed_broker_make_no_difference(world: World, ha
             assert other.wait(cell).status == "ok"
 
 
-def test_a_restarted_kernel_has_its_lease_and_its_room_beside_what_the_last_one_left(
+def test_what_a_kernel_leaves_behind_stays_over_its_restart_and_its_owner_can_end_it(
     world: World, server: Server, half: str
 ) -> None:
     """What was suspended with a kernel comes back when that is over."""
     notebook = server.start(half)
     with child_of(world, notebook) as pid:
         before = world.lease(notebook.kernel_id)
+        running = world.command("end", before.lease_id[:8])
+        assert (running.returncode, "left nothing behind" in running.stderr) == (1, True), running.stderr
         server.request("POST", f"api/kernels/{notebook.kernel_id}/restart")
         again = server.connect(notebook.kernel_id)
         again.must("from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(100 << 20)")
@@ -168,6 +168,12 @@ def test_a_restarted_kernel_has_its_lease_and_its_room_beside_what_the_last_one_
         assert [one.pid for one in left.left] == [pid]
         os.kill(pid, signal.SIGUSR1)
         until(lambda: world.lease(notebook.kernel_id).left[0].used_mib == CHILD_MIB + 64, "it goes on")
+        status = world.command("status")
+        assert f"process {pid} (" in status.stdout
+        assert f"`jupyter gpu end {before.lease_id[:8]}` ends it" in status.stdout
+        ended = world.command("end", before.lease_id[:8])
+        assert ended.returncode == 0, ended.stderr
+        assert not world.status().leases
 
 
 def test_a_pool_can_end_what_is_left(world: World, server: Server) -> None:
@@ -179,23 +185,3 @@ def test_a_pool_can_end_what_is_left(world: World, server: Server) -> None:
         until(lambda: not world.status().leases, "the lease is over")
         with pytest.raises(ProcessLookupError):
             identify(pid)
-
-
-def test_its_owner_is_shown_what_is_left_and_can_end_it(world: World, server: Server, half: str) -> None:
-    for by, notebook in [(word, server.start(half)) for word in ("pid", "lease")]:
-        shown_and_ended(world, server, notebook, by)
-
-
-def shown_and_ended(world: World, server: Server, notebook: Notebook, by: str) -> None:
-    with child_of(world, notebook) as pid:
-        running = world.command("end", world.lease(notebook.kernel_id).lease_id[:8])
-        assert (running.returncode, "left nothing behind" in running.stderr) == (1, True), running.stderr
-        shut_down(server, notebook)
-        lease = left_of(world, notebook)
-        status = world.command("status")
-        assert f"process {pid} (" in status.stdout
-        assert f"`jupyter gpu end {lease.lease_id[:8]}` ends it" in status.stdout
-        word = str(pid) if by == "pid" else lease.lease_id[:8]
-        ended = world.command("end", word)
-        assert ended.returncode == 0, ended.stderr
-        assert notebook.kernel_id not in {one.kernel_id for one in world.status().leases}

@@ -33,6 +33,7 @@ def test_a_cell_is_measured_in_processes_of_its_own_with_the_setup_that_it_names
         "the kernel ran none of it"
     )
     assert leases(world) == []
+    a_measurement_ends_with_its_kernel(world, server, notebook)
 
 
 def test_what_hinders_it_is_told_in_one_sentence_and_an_interrupt_shows_what_is_known(
@@ -64,9 +65,7 @@ def test_what_hinders_it_is_told_in_one_sentence_and_an_interrupt_shows_what_is_
     until(lambda: not leases(world), "its leases end")
 
 
-def test_a_measurement_ends_with_its_kernel(world: World, server: Server) -> None:
-    (quarter,) = world.install(250)
-    notebook: Notebook = server.start(quarter)
+def a_measurement_ends_with_its_kernel(world: World, server: Server, notebook: Notebook) -> None:
     files = notebook.must("import os, tempfile; tempfile.tempdir = os.getcwd(); print(tempfile.tempdir)").text.strip()
     before = set(Path(files).iterdir())
     notebook.send(f"%%gpu measure {OPTIONS}\nimport time; time.sleep(0.05)")

@@ -19,7 +19,7 @@ import pytest
 
 from fractional_gpu.ledger.ledger import Ledger
 from tests.support.kept import Kept
-from tests.support.pair import NO_TURNS, Pair, new_pair
+from tests.support.pair import Pair, new_pair
 from tests.support.stories import BLOCKED, CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -58,7 +58,6 @@ def occupy(notebook: Notebook, world: World) -> str:
 
 
 def sentence(notebook: Notebook) -> str:
-    """Read on until the line that says why a cell waits, and return it."""
     while True:
         text = str(json.loads(notebook.socket.recv())["content"].get("data", {}).get("text/plain", ""))
         if "waits for the GPU" in text:
@@ -66,12 +65,10 @@ def sentence(notebook: Notebook) -> str:
 
 
 def threads_and_files(pid: int) -> tuple[int, int]:
-    """How many threads and descriptors a process has."""
     return len(list(Path(f"/proc/{pid}/task").iterdir())), len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def time_spent_s(pid: int) -> float:
-    """How long a process has computed."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -109,13 +106,12 @@ def test_a_resume_that_is_given_up_leaves_a_blocked_kernel_its_place(pair: Pair)
 
 
 @pytest.mark.promise("race-interrupt")
-def test_an_interrupted_kernel_that_is_blocked_goes_before_those_that_wait(world: World, server: Server) -> None:
-    world.configure(NO_TURNS)
-    (name,) = world.install(750)
-    first, second, third = (server.start(name) for _ in range(3))
+def test_an_interrupted_kernel_that_is_blocked_goes_before_those_that_wait(pair: Pair) -> None:
+    world = pair.world
+    third, second = pair.ready()
+    first = pair.server.start(pair.spec)
     first.must("import os\nos.environ['JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE'] = '1'" + fill(1))
-    third.must(fill(3))
-    second.must(fill(2))
+    assert second.must(CHECK).text == "intact\n"
     busy = occupy(second, world)
     waits = third.send(CHECK)
     until(lambda: world.lease(third.kernel_id).position == 1, "the third one waits")
@@ -151,56 +147,6 @@ def test_a_cell_that_waits_is_told_when_its_lease_is_taken_away(pair: Pair) -> N
     first.restart()
     first.must(fill(3))
     assert first.must(CHECK).text == "intact\n"
-    assert second.must(CHECK).text == "intact\n"
-
-
-@pytest.mark.promise("race-host-memory")
-def test_without_host_memory_nobody_is_suspended_and_the_cell_that_waits_says_so(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.host_memory = '64MiB'")
-    (name,) = world.install(750)
-    first, second = server.start(name), server.start(name)
-    more = "more = cuda.allocate(252 << 20)"
-    first.must(fill(1) + more)
-    cell = second.send(fill(2) + more)
-    until(lambda: "host memory" in world.lease(second.kernel_id).sentence, "the cell waits for host memory")
-    assert world.lease(first.kernel_id).state == "resident"
-    assert first.must(CHECK).text == "intact\n"
-    first.shut_down()
-    assert second.wait(cell).status == "ok"
-    assert second.must(CHECK).text == "intact\n"
-
-
-# A framework with a caching allocator: what it caches goes back to the device when it is asked to.
-CACHE = """
-import sys, types
-from fractional_gpu.gpu.simulated import cuda
-cached = [cuda.allocate(200 << 20)]
-def empty_cache():
-    for one in cached:
-        one.free()
-    cached.clear()
-torch = types.ModuleType("torch")
-torch.cuda = types.SimpleNamespace(
-    is_initialized=lambda: True, empty_cache=empty_cache, device_count=lambda: 1, current_device=lambda: 0,
-    get_device_properties=lambda index: types.SimpleNamespace(total_memory=1 << 30),
-    set_per_process_memory_fraction=lambda fraction, index: None, memory_reserved=lambda index: 0,
-)
-sys.modules["torch"] = torch
-"""
-
-
-def test_caches_are_given_back_where_host_memory_is_too_small_for_them_and_for_the_cap(
-    world: World, server: Server
-) -> None:
-    world.configure("c.GPUBroker.host_memory = '128MiB'")  # for 4 MiB of data and the context; the cap is 768
-    (name,) = world.install(750)
-    first, second = server.start(name), server.start(name)
-    first.must(fill(1) + CACHE)
-    second.must(fill(2))
-    lease = world.await_state(first.kernel_id, "suspended")
-    assert lease.lease.saved_mib < 128
-    assert first.must(CHECK).text == "intact\n"
-    assert first.must("print(cached)").text == "[]\n"
     assert second.must(CHECK).text == "intact\n"
 
 

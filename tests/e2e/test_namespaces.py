@@ -91,7 +91,7 @@ def inside(world: World, flags: list[str], kernelspec: str, program: str = SCRIP
             process.kill()
 
 
-@pytest.mark.parametrize("form", FORMS if ALL_FORMS else ("net", "all"))
+@pytest.mark.parametrize("form", FORMS if ALL_FORMS else ["all"])
 def test_a_kernel_in_namespaces_of_its_own_idles_is_suspended_and_comes_back_whole(world: World, form: str) -> None:
     world.configure('c.GPUBroker.pools = {"default": {"idle_after": "0s", "min_residency": "0s"}}\n')
     world.start_broker()

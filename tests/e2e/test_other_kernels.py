@@ -1,7 +1,6 @@
 """Kernels that our extension is not in: the broker's own ear at IOPub is enough for them to share a device and lose nothing."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ import pytest
 
 from fractional_gpu.jupyter.kernelspecs import install
 from tests.support.managed import entered
-from tests.support.paths import ROOT
 from tests.support.stories import CHECK, fill
 from tests.support.world import Server, World
 
@@ -46,30 +44,6 @@ def bash_fill(seed: int) -> str:
     return BASH_FILL.format(python=sys.executable, holder=Path(__file__).with_name("holder.py"), seed=seed, mib=MIB)
 
 
-def foreign_ipython(world: World) -> str:
-    """IPython in an environment of its own, which has ipykernel and not this project."""
-    folder = world.folder / "foreign"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    (site,) = (folder / "lib").glob("python3*/site-packages")
-    packages = subprocess.run(
-        [sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    # As a path alone: what is installed there in editable form, as this project is in its checkout, does not come along.
-    (site / "borrowed.pth").write_text(packages.stdout)
-    argv = [str(folder / "bin" / "python"), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    spec = {"argv": argv, "language": "python", "display_name": "Elsewhere", "env": {"PYTHONPATH": ""}}
-    return written(world, "elsewhere", spec)
-
-
-def foreign_fill(seed: int) -> str:
-    lacks = "import importlib.util, sys; assert importlib.util.find_spec('fractional_gpu_kernel') is None"
-    finds = f"sys.path.append({str(ROOT / 'provisioner')!r})  # as a CUDA library would be found"
-    return f"{lacks}\n{finds}\n{fill(seed, MIB)}\nprint('filled')"
-
-
 def written(world: World, name: str, spec: Mapping[str, object]) -> str:
     folder = world.kernels_dir / name
     folder.mkdir(parents=True)
@@ -82,7 +56,6 @@ KINDS = {
     "xeus-python": Kind(
         lambda _world: "xpython", lambda seed: fill(seed, MIB) + "\nprint('filled')", CHECK, lambda _seed: "intact\n"
     ),
-    "ipython-elsewhere": Kind(foreign_ipython, foreign_fill, CHECK, lambda _seed: "intact\n"),
 }
 
 

@@ -46,7 +46,6 @@ c.GPUBroker.seats_required = True
 
 
 def _capabilities() -> list[str]:
-    """Return the capabilities that the manifest gives the broker."""
     (broker, *_) = yaml.safe_load(_DAEMON_SET.read_text())["spec"]["template"]["spec"]["containers"]
     assert broker["name"] == "broker"
     added: list[str] = broker["securityContext"]["capabilities"]["add"]
@@ -74,7 +73,6 @@ def _broker(world: World, worker_socket: str) -> Iterator["subprocess.Popen[byte
 
 
 def _kernel(world: World, group: Path, kernelspec: str) -> AbstractContextManager[Inside]:
-    """A kernel as a pod has it."""
     program = f"{JOIN.format(group=str(group))}\n{_LOOPBACK}\n{_AS_USER.format(uid=USER)}\n{SCRIPT}"
     flags = ["--pid", "--fork", "--mount-proc", "--mount", "--net", "--cgroup"]
     return inside(world, flags, kernelspec, program)
@@ -90,7 +88,6 @@ def world() -> Iterator[World]:
 
 
 def _give(world: World) -> None:
-    """Give the user what a pod's volume has."""
     for name in ("data", "home", "notebooks", "ipython"):
         for path in (world.folder / name, *(world.folder / name).rglob("*")):
             os.chown(path, USER, 100)

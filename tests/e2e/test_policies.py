@@ -87,30 +87,6 @@ def test_a_kernel_leaves_an_emptied_device_in_the_middle_of_its_cell_and_none_co
     notebook.must(CHECK)
 
 
-def test_a_pinned_kernel_keeps_its_place_until_the_pin_ends_over_a_restart_too(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0, 'pin_budget': '2h'}}")
-    (name,) = world.install(750)
-    first, second = server.start(name), server.start(name)
-    first.must(FILL.format(seed=1, mib=16))
-    done = world.command("pin", first.kernel_id, "3h")
-    assert (done.returncode, "2 h are left of the 2 h" in done.stderr) == (1, True), done.stderr
-    done = world.command("pin", first.kernel_id, "1h")
-    assert done.returncode == 0, done.stderr
-    cell = second.send(FILL.format(seed=2, mib=16))
-    until(lambda: world.lease(second.kernel_id).position == 1, "the second kernel waits")
-    assert "pinned for" in world.command("status").stdout
-    assert world.lease(first.kernel_id).suspends == 0
-    world.kill_broker()
-    world.start_broker()
-    lease = world.lease(first.kernel_id)
-    assert (lease.state, lease.pinned_ms > 3_000_000) == ("resident", True)
-    until(lambda: world.lease(second.kernel_id).position == 1, "the second kernel waits again")
-    assert world.lease(first.kernel_id).suspends == 0
-    assert world.command("unpin", first.kernel_id).returncode == 0
-    assert second.wait(cell).status == "ok"
-    first.must(CHECK)
-
-
 def respecified(world: World, name: str, **config: object) -> str:
     """Change what an installed kernelspec asks for, under a name of its own, and return that."""
     spec = json.loads((world.kernels_dir / name / "kernel.json").read_text())
@@ -119,47 +95,6 @@ def respecified(world: World, name: str, **config: object) -> str:
     (world.kernels_dir / changed).mkdir()
     (world.kernels_dir / changed / "kernel.json").write_text(json.dumps(spec))
     return changed
-
-
-GROW = """
-import os
-assert os.environ["JUPYTER_GPU_MEMORY_MIB"] == "768", os.environ["JUPYTER_GPU_MEMORY_MIB"]
-more = cuda.allocate(600 << 20)
-"""
-
-
-def test_a_kernel_that_grows_makes_its_idle_neighbour_step_aside_and_stays_as_it_was_beside_a_busy_one(
-    world: World, server: Server
-) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'min_residency': 0}}")
-    quarter, half = world.install(250, 500)
-    first, second = server.start(quarter), server.start(half)
-    first.must(FILL.format(seed=1, mib=16))
-    second.must(FILL.format(seed=2, mib=16))
-    assert world.lease(first.kernel_id).state == "resident"
-    done = world.command("resize", first.kernel_id, "3/4")
-    assert done.returncode == 0, done.stderr
-    assert "1/4 of a GPU with 256 MiB before, 3/4 of a GPU with 768 MiB now" in done.stdout
-    assert world.await_state(second.kernel_id, "suspended").suspends == 1
-    first.must(CHECK + GROW)
-    assert world.lease(first.kernel_id).suspends == 0, "it stayed where it was"
-    done = world.command("resize", first.kernel_id, "1/4")
-    assert (done.returncode, "MiB" in done.stderr) == (1, True), "what it uses does not fit"
-    first.must("more.free()")
-    assert world.command("resize", first.kernel_id, "1/4").returncode == 0
-    second.must(CHECK)
-    assert world.lease(first.kernel_id).suspends == 0, "there is room for both again"
-    end = world.folder / "end"
-    cell = begin_work(world, second, end)
-    done = world.command("resize", first.kernel_id, "1", "--wait", "1s")
-    assert done.returncode == 1
-    assert "the kernel stays as it was" in done.stderr
-    lease = world.lease(first.kernel_id)
-    assert (lease.spec.fraction_milli, lease.spec.reserve_mib, lease.position) == (250, 256, None)
-    end.touch()
-    assert second.wait(cell).text == "intact\n"
-    assert world.lease(second.kernel_id).suspends == 1, "nobody waits for its room any more"
-    first.must(CHECK)
 
 
 # A child on the second device, as the ranks of a distributed training are: it fills memory, and checks it when asked.
@@ -251,31 +186,3 @@ def test_where_use_is_reserved_a_kernel_grows_step_by_step_and_idle_neighbours_m
     second.must(CHECK)
     assert world.lease(first.kernel_id).suspends == 0, "both fit again"
     first.must(CHECK)
-
-
-def test_a_kernel_moves_aside_to_another_device_where_that_lets_a_waiting_one_in(two: World, server: Server) -> None:
-    half, most, whole = two.install(500, 750, 1000)
-    first, second = server.start(most), server.start(half)
-    first.must(FILL.format(seed=1, mib=16))
-    second.must(FILL.format(seed=2, mib=16))
-    before, other = two.lease(first.kernel_id), two.lease(second.kernel_id)
-    assert before.lease.device_id != other.lease.device_id
-    notebooks = {before.lease.device_id: first, other.lease.device_id: second}
-    assert two.command("resize", first.kernel_id, "1/4").returncode == 0
-    third = server.start(whole)
-    third.must(FILL.format(seed=3, mib=16))
-    mover = notebooks.pop(
-        two.lease(third.kernel_id).lease.device_id
-    )  # either may move: both have room beside the other
-    ((target, neighbour),) = notebooks.items()
-
-    def beside_the_other() -> LeaseStatus | None:
-        lease = two.lease(mover.kernel_id)
-        return lease if lease.state == "resident" and lease.lease.device_id == target else None
-
-    moved = until(beside_the_other, "it goes on, on the other device, without a cell that asks")
-    assert (moved.suspends, moved.resumes) == (1, 1)
-    assert two.lease(neighbour.kernel_id).suspends == 0
-    assert "move.defragment" in two.command("explain", mover.kernel_id).stdout
-    for notebook in (first, second, third):
-        notebook.must(CHECK)

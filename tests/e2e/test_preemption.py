@@ -33,7 +33,6 @@ def pool(world: World, *keys: str) -> Iterator[None]:
 
 
 def moves(before: LeaseStatus, after: LeaseStatus) -> tuple[int, int]:
-    """How many times a kernel was suspended and resumed between two looks at it."""
     return after.suspends - before.suspends, after.resumes - before.resumes
 
 
@@ -75,7 +74,6 @@ def test_equals_that_are_busy_take_turns_and_both_finish_with_their_bytes(pair: 
 
 
 def line_with(messages: Iterator[dict[str, Any]], text: str) -> str:
-    """Read a cell's messages until a line of its output has this text; return the line."""
     lines = (str(message["content"].get("data", {}).get("text/plain", "")) for message in messages)
     return next(line for line in lines if text in line)
 

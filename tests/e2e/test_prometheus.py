@@ -91,7 +91,6 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, scraped_port: int) -> Iterator[Prometheus]:
-    """A Prometheus that ends with the block."""
     port, config = free_port(), folder / "prometheus.yml"
     config.write_text(SCRAPE.format(alerts=ALERTS, port=scraped_port))
     argv = [

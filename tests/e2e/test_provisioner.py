@@ -1,16 +1,13 @@
 """jupyter_client's own notion of a provisioner holds, with the real broker and whatever manager."""
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from jupyter_client.ioloop.manager import AsyncIOLoopKernelManager
 from jupyter_client.manager import AsyncKernelManager, KernelManager
-from jupyter_client.multikernelmanager import AsyncMultiKernelManager, MultiKernelManager
+from jupyter_client.multikernelmanager import AsyncMultiKernelManager
 
 from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.managed import client_of, entered, must, own_event_loop
@@ -29,7 +26,6 @@ def name(world: World) -> Iterator[str]:
 
 
 def only_lease(world: World) -> LeaseStatus:
-    """The one lease there is."""
     (lease,) = world.status().leases
     return lease
 
@@ -68,48 +64,6 @@ def test_a_kernel_is_started_interrupted_restarted_and_shut_down(world: World, n
     assert_nothing_is_left(world)
     manager.cleanup_resources()  # a second time: some callers do
     assert_nothing_is_left(world)
-
-
-def test_a_restart_that_asks_the_kernel_nothing_keeps_the_lease(world: World, name: str) -> None:
-    manager = KernelManager(kernel_name=name)
-    manager.start_kernel()
-    try:
-        with client_of(manager) as client:
-            must(client, fill(1))
-        before = only_lease(world)
-        manager.restart_kernel(now=True)
-        with client_of(manager) as client:
-            assert only_lease(world).lease_id == before.lease_id
-            must(client, fill(2))
-            assert must(client, CHECK) == "intact\n"
-    finally:
-        manager.shutdown_kernel(now=True)
-    assert_nothing_is_left(world)
-
-
-async def test_a_crashed_kernel_is_started_again_with_its_lease(world: World, name: str) -> None:
-    manager = AsyncIOLoopKernelManager(kernel_name=name)
-    restarted = asyncio.Event()
-    await manager.start_kernel()
-    try:
-        manager.add_restart_callback(restarted.set)
-        before = await asyncio.to_thread(only_lease, world)
-        assert before.pid is not None
-        os.kill(before.pid, signal.SIGKILL)
-        async with asyncio.timeout(DEADLINE_S):
-            await restarted.wait()
-
-        def attached() -> LeaseStatus | None:
-            lease = only_lease(world)
-            return lease if lease.pid not in (None, before.pid) else None
-
-        after = await asyncio.to_thread(until, attached, "the new process is attached")
-        assert (after.lease_id, after.state) == (before.lease_id, "unarmed")
-        await asyncio.wrap_future(manager.ready) if isinstance(manager.ready, Future) else await manager.ready
-        await tell(manager, fill(1) + CHECK)
-    finally:
-        await manager.shutdown_kernel(now=True)
-    await asyncio.to_thread(assert_nothing_is_left, world)
 
 
 def test_a_kernel_that_crashes_on_a_server_comes_back_under_its_lease(world: World, server: Server) -> None:
@@ -153,7 +107,6 @@ async def test_many_kernels_of_one_async_manager_start_restart_and_end_at_the_sa
 
 
 async def tell(manager: KernelManager, code: str) -> None:
-    """Run a cell that has to succeed in an async manager's kernel."""
     assert isinstance(manager, AsyncKernelManager)
     client = manager.client()
     client.start_channels()
@@ -163,23 +116,6 @@ async def tell(manager: KernelManager, code: str) -> None:
         assert reply["content"]["status"] == "ok", reply["content"]
     finally:
         client.stop_channels()
-
-
-def test_many_kernels_of_one_blocking_manager(world: World, name: str) -> None:
-    managers = MultiKernelManager()
-    ids = [managers.start_kernel(kernel_name=name) for _ in range(MANY)]
-    try:
-        for seed, kernel_id in enumerate(ids):
-            with client_of(managers.get_kernel(kernel_id)) as client:
-                must(client, fill(seed))
-        managers.interrupt_kernel(ids[0])
-        managers.restart_kernel(ids[1])
-        for kernel_id in (ids[0], ids[2]):
-            with client_of(managers.get_kernel(kernel_id)) as client:
-                assert must(client, CHECK) == "intact\n"
-    finally:
-        managers.shutdown_all(now=True)
-    assert_nothing_is_left(world)
 
 
 def test_kernels_managed_in_threads(world: World, name: str) -> None:

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.promise("refused-start")
 
 
 def write_spec(world: World, name: str, **config: object) -> str:
-    """Write a kernelspec of ours with this stanza, and return its name."""
     stanza = {"provisioner_name": PROVISIONER_NAME, "config": config}
     content = {
         "argv": ["python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
@@ -33,7 +32,6 @@ def write_spec(world: World, name: str, **config: object) -> str:
 
 
 def refused(server: Server, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
-    """Ask for what is refused, and return the reply's status and message."""
     server._refused = True
     with pytest.raises(urllib.error.HTTPError) as caught:
         server.request(method, path, body)

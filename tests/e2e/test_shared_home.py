@@ -54,7 +54,6 @@ def node(home: World, folder: Path, name: str) -> World:
 
 
 def places(one: World) -> tuple[str, Path]:
-    """Return where a process of the node finds the socket and the state."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", _PLACES], env=one.environment, capture_output=True, text=True, check=True
     )

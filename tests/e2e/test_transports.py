@@ -1,12 +1,10 @@
 """Kernels on UNIX sockets: the broker hears them as it hears those on TCP ports, and they take turns like these."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 from jupyter_client.manager import KernelManager
 
 from fractional_gpu.protocol.errors import FractionalGPUError
-from tests.support.managed import client_of, entered, must, own_event_loop
+from tests.support.managed import client_of, entered, must
 from tests.support.stories import CHECK, fill
 from tests.support.world import World, until
 
@@ -64,23 +62,6 @@ def test_two_kernels_on_unix_sockets_take_turns_and_restart(world: World, name: 
             for manager in managers:
                 manager.shutdown_kernel(now=True)
         until(lambda: world.status().leases == [], "no lease is left")
-
-
-def test_managers_in_threads_start_kernels_on_unix_sockets(world: World, name: str) -> None:
-    def run(number: int) -> str:
-        with own_event_loop():
-            manager = KernelManager(kernel_name=name, transport="ipc")
-            manager.connection_file = str(world.folder / "run" / f"kernel-{number}.json")
-            manager.start_kernel(cwd=str(world.notebooks))
-            try:
-                with client_of(manager) as client:
-                    must(client, fill(number))
-                    return must(client, CHECK)
-            finally:
-                manager.shutdown_kernel()
-
-    with entered(world), ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(run, range(3))) == ["intact\n"] * 3
 
 
 def test_sockets_where_others_could_put_theirs_are_refused_and_no_kernel_stays(world: World, name: str) -> None:

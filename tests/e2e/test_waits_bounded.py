@@ -1,7 +1,6 @@
-"""A kernel that always wants the GPU, of whatever kind, does not keep another one waiting for longer than its turn.
+"""A kernel that always wants the GPU does not keep another one waiting for longer than its turn.
 
-Each neighbour goes on for as long as the other kernel waits, so a wait that has no end shows as one. The figures that are printed are
-the waits; `docs/policies.md` says what they are bounded by.
+Each neighbour goes on for as long as the other kernel waits. The tests print the waits; `docs/policies.md` gives their bounds.
 """
 
 import threading
@@ -24,12 +23,11 @@ ALLOCATE = (
 CHECK = "assert buffer.read(4 << 20) == b'x' * (4 << 20), 'the bytes differ'"
 WORK = "import pathlib\nwhile not pathlib.Path({end!r}).exists():\n    cuda.launch(0.02)"
 EXECV = "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(600)'])"
-TURN_S = 2.0
+TURN_S = 1.0
 
 
 @contextmanager
 def cells(notebook: Notebook, pause_s: float) -> Iterator[Callable[[], int]]:
-    """Run small cells in the notebook, one after the other, until the block ends; what is yielded tells how many."""
     over, done = threading.Event(), 0
 
     def work() -> None:
@@ -51,7 +49,6 @@ def cells(notebook: Notebook, pause_s: float) -> Iterator[Callable[[], int]]:
 
 @contextmanager
 def one_cell(notebook: Notebook, end: Path) -> Iterator[None]:
-    """Run one cell in the notebook that works on the GPU until the block ends."""
     cell = notebook.send(WORK.format(end=str(end)))
     try:
         yield
@@ -83,15 +80,16 @@ def small_cells(world: World, first: Notebook, second: Notebook, pause_s: float)
     second.must(CHECK)
 
 
-def never_preempt(world: World) -> None:
-    """From now on the pool preempts no kernel that is busy."""
-    assert world.command("pool", "default", "preempt=never").returncode == 0
-
-
-def test_small_cells_and_one_that_never_ends_make_room_after_their_turn(world: World, server: Server) -> None:
+def two_kernels(world: World, server: Server) -> tuple[Notebook, Notebook]:
     _configure(world, "")
     (name,) = world.install(1000)
-    first, second = server.start(name), server.start(name)
+    return server.start(name), server.start(name)
+
+
+def test_small_cells_one_that_never_ends_and_another_program_make_room_after_their_turn(
+    world: World, server: Server
+) -> None:
+    first, second = two_kernels(world, server)
     first.must(ALLOCATE)
     small_cells(world, first, second, pause_s=0.0)
     first.must(CHECK)
@@ -99,27 +97,10 @@ def test_small_cells_and_one_that_never_ends_make_room_after_their_turn(world: W
         wait_of(second, world, first, "a cell that never ends")
     second.must(CHECK)
     first.must(CHECK)
-    never_preempt(world)
+    assert world.command("pool", "default", "preempt=never").returncode == 0
     small_cells(world, first, second, pause_s=0.05)
     first.must(CHECK)
-
-
-def test_small_cells_of_a_kernel_without_a_context_make_room_after_their_turn(world: World, server: Server) -> None:
-    _configure(world, "")
-    (name,) = world.install(1000)
-    first, second = server.start(name), server.start(name)
-    first.must("1 + 1")
-    small_cells(world, first, second, pause_s=0.05)
-    never_preempt(world)
-    first.must("1 + 1")
-    small_cells(world, first, second, pause_s=0.0)
-
-
-def test_a_kernel_that_became_another_program_makes_room(world: World, server: Server) -> None:
-    _configure(world, "")
-    (name,) = world.install(1000)
-    first, second = server.start(name), server.start(name)
-    first.must(ALLOCATE)
+    assert world.command("pool", "default", "preempt=fair").returncode == 0
     first.send(EXECV)
     wait_of(second, world, first, "os.execv")
     second.must(CHECK)
@@ -128,13 +109,19 @@ def test_a_kernel_that_became_another_program_makes_room(world: World, server: S
 UNTIL = "import pathlib, time\nwhile not pathlib.Path({go!r}).exists():\n    time.sleep(0.01)\n"
 
 
-def test_a_cell_that_has_not_used_the_gpu_keeps_its_room_and_the_wait_says_what_to_do(
+@pytest.mark.promise("race-unused-room")
+def test_a_kernel_without_a_context_makes_room_after_its_turn_or_when_the_pool_says_so(
     world: World, server: Server
 ) -> None:
-    _configure(world, "")
-    (name,) = world.install(1000)
-    first, second = server.start(name), server.start(name)
-    go = world.folder / "go"
+    first, second = two_kernels(world, server)
+    first.must("1 + 1")
+    small_cells(world, first, second, pause_s=0.05)
+    its_cell_keeps_its_room_and_the_wait_says_what_to_do(world, first, second)
+    a_pool_may_take_the_room_until_the_cell_uses_it(world, first, second)
+
+
+def its_cell_keeps_its_room_and_the_wait_says_what_to_do(world: World, first: Notebook, second: Notebook) -> None:
+    go = world.folder / "keeps"
     cell = first.send(UNTIL.format(go=str(go)))
     until(lambda: world.lease(first.kernel_id).state == "resident", "its cell runs, with room")
     waits = second.send(ALLOCATE)
@@ -145,11 +132,7 @@ def test_a_cell_that_has_not_used_the_gpu_keeps_its_room_and_the_wait_says_what_
     assert first.wait(cell).status == second.wait(waits).status == "ok"
 
 
-@pytest.mark.promise("race-unused-room")
-def test_a_pool_may_take_room_from_a_cell_that_does_not_use_it_until_it_does(world: World, server: Server) -> None:
-    _configure(world, "")
-    (name,) = world.install(1000)
-    first, second = server.start(name), server.start(name)
+def a_pool_may_take_the_room_until_the_cell_uses_it(world: World, first: Notebook, second: Notebook) -> None:
     assert world.command("pool", "default", "max_unused_hold=1s", "preempt=never").returncode == 0
     go, end = world.folder / "go", world.folder / "end"
     cell = first.send(UNTIL.format(go=str(go)) + ALLOCATE + "\n" + UNTIL.format(go=str(end)))

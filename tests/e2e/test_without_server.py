@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import nbformat
 import pytest
-from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
-from tests.support.managed import client_of, entered, must, own_event_loop
+from tests.support.managed import entered, own_event_loop
 from tests.support.stories import CHECK, fill
 from tests.support.world import World
 
@@ -19,14 +17,12 @@ MIB = 8
 
 @pytest.fixture
 def name(world: World) -> Iterator[str]:
-    """A kernelspec of which two do not fit on the device, known to this process."""
     (installed,) = world.install(750)
     with entered(world):
         yield installed
 
 
 def notebook_of(*codes: str) -> nbformat.NotebookNode:
-    """A notebook of these cells."""
     notebook: nbformat.NotebookNode = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
     notebook.cells = [nbformat.v4.new_code_cell(code) for code in codes]  # type: ignore[no-untyped-call]
     return notebook
@@ -65,21 +61,4 @@ def test_whole_notebooks_that_run_at_the_same_time_end_well(world: World, name: 
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(run, (1, 2))) == [["", *["intact\n"] * 3]] * 2
-    assert world.status().leases == []
-
-
-def test_turns_of_two_kernels_under_a_blocking_manager(world: World, name: str) -> None:
-    managers = [KernelManager(kernel_name=name) for _ in range(2)]
-    with ExitStack() as stack:
-        clients = []
-        for seed, manager in enumerate(managers):
-            manager.start_kernel()
-            stack.callback(manager.shutdown_kernel, now=True)
-            clients.append(stack.enter_context(client_of(manager)))
-            must(clients[seed], fill(seed, MIB))
-        for _ in range(TURNS):
-            for manager, client in zip(managers, clients, strict=True):
-                assert must(client, CHECK) == "intact\n"
-                assert world.lease(manager.kernel_id).state == "resident"
-        assert_turns_were_taken(world)
     assert world.status().leases == []

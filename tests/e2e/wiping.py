@@ -19,7 +19,6 @@ from tests.support.wiping import CASES, new_stage, play
 
 
 def main() -> int:
-    """Play all cases, or those whose names have one of the texts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="TEXT", help="only cases that have this in their name"

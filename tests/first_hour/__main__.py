@@ -25,7 +25,6 @@ from tests.support.paths import ROOT
 
 
 def venv(wheel: Path, folder: Path) -> str:
-    """A venv, with pip."""
     home, python = Home(folder / "user"), _made_by_venv(folder / "environment")
     run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel], home.environment)
     return _removed(home, _in(python.parent), python.parent.parent)
@@ -179,7 +178,6 @@ def _clone(scratch: Path, source: str, ways: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """Go through the forms, or from a clone, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="tests/run first-hour", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -58,7 +58,6 @@ class Installed:
 
 
 def run(command: Sequence[str | Path], environment: Mapping[str, str], *, cwd: Path | None = None) -> str:
-    """Run the command and return what it prints. Raises Failure with the end of what it said if it fails."""
     texts = [str(part) for part in command]
     done = subprocess.run(
         texts, env=environment, cwd=cwd, capture_output=True, text=True, check=False, timeout=LIMIT_S,
@@ -71,14 +70,12 @@ def run(command: Sequence[str | Path], environment: Mapping[str, str], *, cwd: P
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build this checkout's wheel into the folder."""
     run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], os.environ, cwd=ROOT)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
 def entries(*folders: Path) -> set[Path]:
-    """Return every path below the folders."""
     return {path for folder in folders for path in folder.rglob("*")}
 
 

@@ -38,13 +38,11 @@ _PROXY: Final = "configurable-http-proxy"
 
 
 def say(text: str) -> None:
-    """Tell the reader."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def section() -> list[Block]:
-    """Return the blocks of the page's section "Install"."""
     lines = (ROOT / "docs" / "hub.md").read_text().splitlines()
     first = lines.index("## Install")
     last = next(number for number in range(first + 1, len(lines)) if lines[number].startswith("## "))
@@ -77,7 +75,6 @@ class Machine:
         }
 
     def type(self, line: str, *, cwd: Path | None = None) -> str:
-        """Type a line and return what it printed. Raises AssertionError if it fails."""
         say(f"# {line}")
         done = subprocess.run(
             ["bash", "-ec", line], cwd=cwd or self.here, env=self.variables, text=True, stdin=subprocess.DEVNULL,
@@ -211,7 +208,6 @@ def users_share_the_gpu(log: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Follow the page and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="tests/run first-day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -15,7 +15,6 @@ _HOUR_US = 3_600_000_000
 
 
 def month_of_use(until_s: int, days: int = 24, seed: int = 1) -> Iterator[UsageRow]:
-    """Yield the rows of the days before a moment, seconds since 1970."""
     chance = random.Random(seed)
     for back in range(24 * days):
         hour_s = until_s // 3600 * 3600 - 3600 * back

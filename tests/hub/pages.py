@@ -29,13 +29,11 @@ class Page:
 
     @property
     def error(self) -> str:
-        """The alert above the form."""
         found = re.search(r'<p class="spawn-error-msg[^>]*>(.*?)</p>', self.html, flags=re.DOTALL)
         return " ".join(unescape(re.sub(r"<[^>]*>", "", found[1])).split()) if found else ""
 
     @property
     def choices(self) -> dict[str, bool]:
-        """The radio buttons that can be chosen, and whether they are chosen already."""
         inputs = re.findall(r'<input type="radio"[^>]*>', self.html)
         return {
             unescape(re.search(r'value="([^"]*)"', one)[1]): " checked" in one  # type: ignore[index]

@@ -27,8 +27,6 @@ PID = "import os; print(os.getpid())"
 
 
 class Reader:
-    """One user at the example notebook."""
-
     def __init__(self, hub: HubWorld, name: str) -> None:
         self.name = name
         self._hub = hub
@@ -43,22 +41,18 @@ class Reader:
         self.pid = ""
 
     def ask(self) -> None:
-        """Ask for a server."""
         self._hub.spawn(self.name, pool="default", fraction="1/2")
 
     def open(self) -> None:
-        """Open the notebook on the server that was asked for."""
         self._hub.await_server(self.name)
         self.server = self._hub.connect(self.name)
         self.notebook = self.server.start(KERNEL)
         self.pid = self.notebook.must(PID).text
 
     def send(self) -> str:
-        """Run the next cell, and do not wait for it."""
         return self.notebook.send(self.cells[self.done])
 
     def finish(self, msg_id: str) -> None:
-        """Wait for the cell: it must succeed."""
         reply = self.notebook.wait(msg_id)
         assert reply.status == "ok", f"{self.name}, cell {self.done}: {reply.error}\n{reply.text}"
         self.done += 1
@@ -69,7 +63,6 @@ class Reader:
             assert result["simulated"]
 
     def reconnect(self) -> None:
-        """Open the connection again; the kernel is the same."""
         self.notebook = self.server.reconnect(self.notebook)
         assert self.notebook.must(f"%%cpu\n{PID}").text == self.pid
 
@@ -175,7 +168,6 @@ class Story:
 
 
 def main() -> int:
-    """Run the story as it is told on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--users", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)

@@ -44,7 +44,6 @@ def hub() -> Iterator[HubWorld]:
 
 @pytest.fixture(scope="module")
 def ada(hub: HubWorld) -> HubServer:
-    """A server with a quarter of the default pool."""
     return hub.server("ada", pool="default", fraction="1/4")
 
 

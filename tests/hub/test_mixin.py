@@ -32,8 +32,6 @@ from tests.broker.live import LiveBroker, live_broker
 
 
 class Bare(Spawner):  # type: ignore[misc] # untyped
-    """A spawner that starts nothing."""
-
     running = False
     broken = False
 

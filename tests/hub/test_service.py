@@ -42,8 +42,6 @@ ACTS: list[tuple[str, dict[str, Any]]] = [
 
 @dataclass
 class Scene:
-    """Two users with a kernel each, and an administrator."""
-
     hub: HubWorld
     notebooks: dict[str, Notebook]
     leases: dict[str, str]

@@ -68,7 +68,6 @@ class Page:
         self.streams = streams
 
     async def view(self) -> dict[str, Any] | None:
-        """Return the next picture that is sent, None when the stream has ended."""
         async with asyncio.timeout(DEADLINE_S):
             while line := await self._reader.readline():
                 if line.startswith(b"data: "):
@@ -110,7 +109,6 @@ async def opened(follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch, scop
 
 
 def stir(follower: BrokerFollower) -> None:
-    """There is news."""
     follower._publish(problem=f"{follower.snapshot.problem}!")
 
 

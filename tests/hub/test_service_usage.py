@@ -75,7 +75,6 @@ def _row(owner: str, milli: int, *, group: str = "", seated: bool = True, days_a
 
 
 def rows_of_now() -> list[UsageRow]:
-    """What users used in this hour."""
     return [
         _row("ada", 1_234, group="lab"),
         _row("ada", 40_000, seated=False),
@@ -99,8 +98,6 @@ def broker(visible: str, rows: Sequence[UsageRow] | None = None) -> Iterator[Liv
 
 @dataclass
 class Answer:
-    """What a page answered. `text` is what a person reads."""
-
     status: int
     headers: http.client.HTTPMessage
     body: str
@@ -111,8 +108,6 @@ class Answer:
 
 
 class Service:
-    """The service's pages, for one user at a time."""
-
     def __init__(self, port: int) -> None:
         self.port = port
 
@@ -161,7 +156,6 @@ async def pages(own: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 def _billed(text: str) -> dict[str, str]:
-    """What a file bills to whom, by user."""
     return {row["SubAccountName"]: row["BilledCost"] for row in csv.DictReader(io.StringIO(text))}
 
 

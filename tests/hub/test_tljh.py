@@ -39,8 +39,6 @@ STAND_IN = {
 
 
 class Specifications:
-    """TLJH's hooks."""
-
     @hookspec
     def tljh_extra_user_conda_packages(self) -> None: ...
 
@@ -68,7 +66,6 @@ class Specifications:
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package `tljh` that can be imported; its folder's parent."""
     package = tmp_path / "tljh"
     package.mkdir()
     for name, text in STAND_IN.items():

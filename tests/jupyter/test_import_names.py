@@ -59,14 +59,12 @@ class Place:
 
     @property
     def server(self) -> Server:
-        """A JupyterLab that was started here."""
         if not self._server:
             lab = {"jupyterlab": True, "jupyter_lsp": False, "jupyter_server_terminals": False, "notebook_shim": False}
             self._server.append(self._stack.enter_context(Server(self.world, extensions=lab, cwd=self.cwd)))
         return self._server[0]
 
     def run(self, *arguments: str) -> str:
-        """Run a Python program to its successful end and return its output."""
         command, environment = [sys.executable, *arguments], self.world.environment
         done = subprocess.run(
             command, env=environment, cwd=self.cwd, capture_output=True, text=True, timeout=3 * DEADLINE_S, check=False
@@ -85,7 +83,7 @@ def world() -> Iterator[World]:
 
 
 def places(*names: str) -> pytest.MarkDecorator:
-    """Run a test in these places. Together the tests see each pair of program, folder and provisioner."""
+    """Run a test in these places."""
     return pytest.mark.parametrize("place", names, indirect=True, scope="module")
 
 
@@ -113,7 +111,7 @@ def looked(text: str) -> dict[str, Any]:
     return found
 
 
-@places("beside-named", "PYTHONPATH-default")
+@places("beside-named")
 def test_a_script_imports_its_own_modules_and_starts_kernels(place: Place) -> None:
     name = "python3" if place.default else place.gpu
     script = place.world.notebooks / "script.py"
@@ -122,7 +120,7 @@ def test_a_script_imports_its_own_modules_and_starts_kernels(place: Place) -> No
     assert (found["theirs"], found["gated"]) == (["user"] * 3, True)
 
 
-@places("beside-default", "PYTHONPATH-named")
+@places("PYTHONPATH-named")
 def test_nbconvert_runs_a_notebook_that_imports_its_own_modules(place: Place) -> None:
     notebook = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
     notebook.cells = [nbformat.v4.new_code_cell(LOOK)]  # type: ignore[no-untyped-call]
@@ -135,7 +133,7 @@ def test_nbconvert_runs_a_notebook_that_imports_its_own_modules(place: Place) ->
     assert (found["theirs"], found["gated"]) == (["user"] * 3, True)
 
 
-@places("beside-default", "PYTHONPATH-default")
+@places("beside-default")
 def test_a_kernel_of_jupyterlab_has_the_path_arguments_and_flags_of_the_local_provisioner(place: Place) -> None:
     command = json.loads((place.world.kernels_dir / place.gpu / "kernel.json").read_text())["argv"]
     folder = place.world.kernels_dir / "local"

@@ -33,7 +33,6 @@ def world() -> Iterator[World]:
 
 
 def installed(world: World, milli: int, base: str = "python3") -> str:
-    """Install a kernelspec with the launcher and return its name."""
     folder = str(world.kernels_dir)
     (spec,) = install("default", [milli], directory=folder, simulated=True, launcher=True, base=base)
     assert spec.launcher
@@ -48,7 +47,6 @@ def command_of(world: World, name: str, connection_file: str) -> list[str]:
 
 @contextmanager
 def started(world: World, name: str, kernel_id: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """The kernel as such a program starts it."""
     path, _ = write_connection_file(str(world.folder / "run" / f"kernel-{kernel_id}.json"))
     process = subprocess.Popen(command_of(world, name, path), env=world.environment, cwd=world.notebooks)
     try:

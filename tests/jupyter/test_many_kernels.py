@@ -4,19 +4,17 @@ import asyncio
 import concurrent.futures
 import os
 import signal
-import threading
 from collections.abc import Callable
 
 import pytest
 from jupyter_client.ioloop.manager import AsyncIOLoopKernelManager
 from jupyter_client.manager import KernelManager
 from jupyter_client.multikernelmanager import AsyncMultiKernelManager, MultiKernelManager
-from jupyter_core.utils import ensure_event_loop
 
 from fractional_gpu.protocol.errors import NoRoomError
 from tests.jupyter.conftest import Places
 from tests.support.fake_broker import FakeBroker
-from tests.support.kernels import KERNEL_DEADLINE_S, evaluate, running_kernel, talking_to
+from tests.support.kernels import KERNEL_DEADLINE_S
 
 
 async def happens(broker: FakeBroker, condition: Callable[[], object]) -> None:
@@ -38,26 +36,6 @@ async def test_kernels_started_at_once_have_a_lease_each(places: Places, broker:
     assert len({lease.attach["pid"] for lease in broker.leases.values()}) == 4
     await manager.shutdown_all(now=True)
     assert [lease.state for lease in broker.leases.values()] == ["ended"] * 4
-
-
-def test_kernels_of_several_threads_do_not_meet(places: Places, broker: FakeBroker) -> None:
-    name = places.write_gpu_spec()
-    seen: dict[int, tuple[str, str]] = {}
-
-    def run(number: int) -> None:
-        with running_kernel(name) as manager, talking_to(manager) as client:
-            lease = evaluate(client, "__import__('os').environ['JUPYTER_GPU_LEASE']").strip("'")
-            seen[number] = broker.leases[lease].request["kernel_id"], manager.kernel_id
-        ensure_event_loop().close()  # jupyter_client made one for this thread
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(KERNEL_DEADLINE_S)
-    assert len(seen) == 3
-    assert all(in_lease == of_manager for in_lease, of_manager in seen.values())
-    assert [lease.state for lease in broker.leases.values()] == ["ended"] * 3
 
 
 def test_a_failed_start_leaves_no_kernel_in_the_servers_list(places: Places, broker: FakeBroker) -> None:
@@ -86,17 +64,6 @@ async def started(name: str) -> AsyncIOLoopKernelManager:
     restarter._pcallback = None
     restarter.start()
     return manager
-
-
-async def test_a_kernel_that_dies_comes_back_with_its_lease(places: Places, broker: FakeBroker) -> None:
-    manager = await started(places.write_gpu_spec())
-    pid = broker.leases["lease-1"].attach["pid"]
-    os.kill(pid, signal.SIGKILL)
-    await happens(broker, lambda: broker.leases["lease-1"].attach.get("pid") not in {None, pid})
-    assert list(broker.leases) == ["lease-1"]
-    await is_ready(manager)
-    await manager.shutdown_kernel(now=True)
-    assert broker.leases["lease-1"].state == "ended"
 
 
 async def test_a_kernel_that_dies_while_there_is_no_room_comes_back_without(places: Places, broker: FakeBroker) -> None:

@@ -105,10 +105,8 @@ CONFIGURATION = """
     ("file", "text", "arguments"),
     [
         ("ipython_kernel_config.py", "c.IPKernelApp.extra_extensions = ['mine']", []),
-        ("ipython_config.py", "c.InteractiveShellApp.extra_extensions = ['mine']", []),
         ("ipython_config.json", '{"InteractiveShellApp": {"extra_extensions": ["mine"]}}', []),
         ("site.py", "c.InteractiveShellApp.extra_extensions.append('mine')", ["--config=site.py"]),
-        ("none.py", "", ["--InteractiveShellApp.extra_extensions=mine"]),
         ("none.py", "", ["--ext", "mine"]),
     ],
 )

@@ -72,7 +72,6 @@ class RunningKernel:
         return str(message["header"]["msg_id"])
 
     def create_subshell(self) -> str:
-        """Return the id of a new subshell."""
         self.client.control_channel.send(self.client.session.msg("create_subshell_request"))
         return str(self.client.get_control_msg(timeout=DEADLINE_S)["content"]["subshell_id"])
 
@@ -99,7 +98,6 @@ class RunningKernel:
         return self._published[request]
 
     def interrupt(self) -> None:
-        """SIGINT, as the provisioner sends it."""
         os.kill(self.pid, signal.SIGINT)
 
     def _reply(self, request: str) -> dict[str, Any]:

@@ -111,16 +111,13 @@ class ScriptedBroker(FakeBroker):
             self._changed.notify_all()
 
     def stream(self, route: str, number: int = 1) -> Stream:
-        """The `number`th stream of a route, when it has come."""
         self.wait_for(lambda: len(self._of(route)) >= number)
         return self._of(route)[number - 1]
 
     def count(self, route: str) -> int:
-        """How many streams of a route there were."""
         return len(self._of(route))
 
     def answer_to(self, number: int) -> str:
-        """The word that the kernel answered to a command, when it has."""
         self.wait_for(lambda: self._answers(number))
         return self._answers(number)[0]
 
@@ -129,7 +126,6 @@ class ScriptedBroker(FakeBroker):
         return self._answers(number)
 
     def host_status(self, **lease: Any) -> HostStatus:  # noqa: ANN401 - fields of LeaseStatus
-        """What the broker says of the host, with some of the lease's fields set."""
         return _host_status(self.path, [changed(self._status(LEASE), **lease)], None)
 
     def _of(self, route: str) -> list[Stream]:

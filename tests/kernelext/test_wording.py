@@ -79,7 +79,6 @@ WAITS: dict[str, tuple[float, dict[str, object]]] = {
 
 
 def tops() -> dict[str, TopView]:
-    """Devices with what is on them."""
     waiting = changed(SUSPENDED, lease_id="lease-3", label="", reserved_mib=0, busy=False, position=1)
     mine = changed(LEASE, lease_id="lease-2", label="eval.ipynb", fraction_milli=125, reserved_mib=10240, working=True)
     empty = replace(DEVICE, device_id="GPU-1", index=1, used_mib=0, reserved_mib=0, stranger_mib=0, draining=True)
@@ -161,7 +160,6 @@ SLIPS = (
 
 
 def last_shown(kernel: RunningKernel, code: str, until: str) -> str:
-    """Run a cell and return all that its display showed, once it has shown `until`."""
     messages = kernel.until_shown(kernel.send(code), until)
     texts = [message["content"].get("data", {}).get("text/plain", "") for message in messages]
     return "\n".join(text for text in texts if text)

@@ -27,8 +27,6 @@ def enable(world: World) -> None:
 
 
 class Page:
-    """What a browser's page hears from its server, without asking."""
-
     def __init__(self, server: Server) -> None:
         address = server.url.replace("http", "ws", 1) + "api/events/subscribe"
         self.socket = websocket.create_connection(
@@ -36,25 +34,20 @@ class Page:
         )
 
     def hear(self, schema_id: str) -> dict[str, Any]:
-        """Return the next event of this kind."""
         while True:
             event: dict[str, Any] = json.loads(self.socket.recv())
             if event["schema_id"] == schema_id:
                 return event
 
     def until(self, wanted: Callable[[State], bool]) -> State:
-        """Return the first state that is as wanted."""
         while not wanted(state := self.hear(STATE_ID)):
             pass
         return state
 
     def notice(self) -> dict[str, Any]:
-        """Return the next notice."""
         return self.hear(NOTICE_ID)
 
     def until_kernel(self, kernel_id: str, wanted: str) -> State:
-        """Return the kernel as it is told of when it is first in this state."""
-
         def kernels(state: State) -> list[State]:
             return [one for one in state["kernels"] if (one["kernel_id"], one["state"]) == (kernel_id, wanted)]
 
@@ -64,7 +57,6 @@ class Page:
 
 @contextmanager
 def page_of(server: Server) -> Iterator[Page]:
-    """A page that is open for the block."""
     page = Page(server)
     try:
         yield page

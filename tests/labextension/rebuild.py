@@ -32,12 +32,10 @@ _SOURCES = (
 
 
 def sources() -> list[Path]:
-    """Everything that what is built depends on."""
     return sorted(path for pattern in _SOURCES for path in FOLDER.glob(pattern))
 
 
 def digest() -> str:
-    """One checksum of all sources."""
     total = hashlib.sha256()
     for path in sources():
         total.update(f"{path.relative_to(FOLDER)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -45,14 +43,12 @@ def digest() -> str:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """The names of files that are not the same in both folders."""
     names = {path.relative_to(folder) for folder in (one, other) for path in folder.rglob("*") if path.is_file()}
     same, _, _ = filecmp.cmpfiles(one, other, [str(name) for name in names], shallow=False)
     return sorted({str(name) for name in names} - set(same))
 
 
 def build(scratch: Path) -> Path:
-    """Build in a scratch folder and return where the result is."""
     for path in sources():
         copy = scratch / path.relative_to(FOLDER)
         copy.parent.mkdir(exist_ok=True)

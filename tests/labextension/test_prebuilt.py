@@ -6,14 +6,13 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from fractional_gpu import __version__
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.protocol.names import STATES
-from tests.labextension.rebuild import DIGEST, PREBUILT, differences, digest, sources
+from tests.labextension.rebuild import DIGEST, PREBUILT, digest, sources
 from tests.support.paths import ROOT
 
 SHARE = "data/share/jupyter/labextensions/jupyter-fractional-gpu/"
@@ -44,17 +43,6 @@ def test_the_states_of_a_lease_have_the_same_words_everywhere() -> None:
     written = dict(re.findall(r"^  (\w+): \['\w+', '([^']+)'\]", table, re.MULTILINE))
     assert {"resident": "on the GPU", **written} == {state: words.words for state, words in STATES.items()}
     assert set(STATES) == {state.value for state in LeaseState}
-
-
-def test_differences_are_found(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    for folder in (one, other):
-        (folder / "deep").mkdir(parents=True)
-        (folder / "deep" / "same").write_text("x")
-    assert differences(one, other) == []
-    (one / "more").write_text("x")
-    (other / "deep" / "same").write_text("y")
-    assert differences(one, other) == ["deep/same", "more"]
 
 
 @pytest.fixture(scope="module")

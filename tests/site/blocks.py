@@ -40,7 +40,6 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Return README and the pages of docs/."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

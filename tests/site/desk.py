@@ -86,7 +86,6 @@ class Desk:
 
     @property
     def folder(self) -> Path:
-        """Where commands run."""
         return self.world.notebooks
 
     def open_page(self, page: str) -> None:
@@ -118,7 +117,6 @@ class Desk:
             self._has_acted = True
 
     def notebook(self) -> Notebook:
-        """A notebook on a share of a GPU, started for the first block that needs one."""
         if self._notebook is None:
             (name,) = self.world.install(250)
             self._server = Server(self.world)
@@ -142,7 +140,6 @@ class Desk:
         return self.world.command("simulate", "--from-ledger", "--devices", "1x80GiB").returncode == 0
 
     def close(self) -> None:
-        """End what was started."""
         if self._server is not None:
             self._server.stop()
         if self._program is not None:

@@ -28,7 +28,6 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built once for this file."""
     out = tmp_path_factory.mktemp("site") / "pages"
     assert build.main([str(out)]) == 0
     return out

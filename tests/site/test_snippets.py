@@ -91,7 +91,6 @@ def test_commands_that_sentences_name_exist() -> None:
 
 @pytest.fixture(scope="module")
 def desk() -> Iterator[Desk]:
-    """One desk for all blocks."""
     with new_world("2x1GiB") as world, open_desk(world) as desk:
         yield desk
 

@@ -64,8 +64,6 @@ class _Connection(http.client.HTTPConnection):
 
 
 class Target:
-    """The broker that is attacked, and what came of it."""
-
     def __init__(self, path: str) -> None:
         self.path = path
         self.tally: Counter[str] = Counter()
@@ -73,7 +71,6 @@ class Target:
         self.begun = False
 
     def begin(self) -> None:
-        """Say that the attack is under way."""
         if not self.begun:
             self.begun = True
             _write("attacking")
@@ -120,8 +117,6 @@ Attack = Callable[[Target, int], None]
 
 
 class _Line:
-    """One connection of a flood."""
-
     def __init__(self, sock: socket.socket, head: bytes) -> None:
         self.sock = sock
         self.events = select.EPOLLOUT
@@ -382,7 +377,6 @@ def _write(line: str) -> None:
 
 
 def main() -> None:
-    """Run the attacks until the standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", metavar="NAME[:SIZE]")
     parser.add_argument("--socket", required=True)

@@ -1,7 +1,7 @@
 """Accessibility by axe-core: the rules of WCAG 2.2, levels A and AA, on a page that a test has opened.
 
-axe judges what is drawn, so a check is of one state of a page, in one colour scheme and at one width; `looks` goes through these. Each
-scheme and each width comes once, with JUPYTER_GPU_ALL_LOOKS=1 each pair of them.
+axe judges what is drawn, so a check is of one state of a page, in one colour scheme and at one width; `looks` goes through these: dark
+colours on a small screen, and with JUPYTER_GPU_ALL_LOOKS=1 (as `tests/run release` does) each scheme at each width.
 `tests/run setup` installs axe-core.
 """
 
@@ -110,14 +110,19 @@ def assert_accessible_in_any_look(page: Page, ours: str | None = None) -> None:
 
 
 def looks(page: Page) -> Iterator[str]:
-    """Show the page in dark colours at 320 pixels and in light ones at its own width, and say which; with ALL_LOOKS in each at both."""
+    """Show the page in dark colours at 320 pixels and say so; with ALL_LOOKS also in light ones, and in both at its own width.
+
+    Ends with light colours at the page's own width.
+    """
     size = page.viewport_size
     assert size is not None
     own = size["width"]
-    pairs: list[tuple[Literal["dark", "light"], int]] = [("dark", SMALL_PX), ("light", own)]
+    pairs: list[tuple[Literal["dark", "light"], int]] = [("dark", SMALL_PX)]
     if ALL_LOOKS:
-        pairs[1:1] = [("dark", own), ("light", SMALL_PX)]
+        pairs += [("dark", own), ("light", SMALL_PX), ("light", own)]
     for scheme, width in pairs:
         page.emulate_media(color_scheme=scheme)
         page.set_viewport_size({"width": width, "height": size["height"]})
         yield f"{scheme}, {width} px"
+    page.emulate_media(color_scheme="light")
+    page.set_viewport_size(size)

@@ -47,8 +47,6 @@ for child in children:
 
 
 class Caller:
-    """A process that calls the broker."""
-
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 

@@ -22,7 +22,6 @@ def set_limit(group: Path, mib: int) -> None:
 
 
 def used_mib(group: Path) -> int:
-    """Return what the group's processes use, file cache included."""
     old = group / "memory.usage_in_bytes"
     return int((old if old.exists() else group / "memory.current").read_text()) // MIB
 

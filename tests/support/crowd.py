@@ -38,8 +38,6 @@ c.GPUBroker.pools = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How many of each there are."""
-
     kernels: int
     devices: int = 8
     servers: int = 4
@@ -62,8 +60,6 @@ class Tally:
 
 
 class Crowd:
-    """The servers, the kernels and their users."""
-
     def __init__(self, world: World, size: Size, seed: int) -> None:
         self.world = world
         self.size = size
@@ -81,7 +77,6 @@ class Crowd:
         self._users: list[_User] = []
 
     def start(self) -> None:
-        """Start every kernel and fill it, four at a time."""
         share = [len(range(number, self.size.kernels, self.size.users)) for number in range(self.size.users)]
         servers = islice(cycle(self.servers), self.size.users)
         self._users = [
@@ -90,7 +85,6 @@ class Crowd:
         self._all(lambda user: user.grow(share[self._users.index(user)]), at_once=4)
 
     def use(self, seconds: float) -> None:
-        """Let everybody use their kernels for so long."""
         timer = threading.Timer(seconds, self._over.set)
         timer.start()
         try:
@@ -101,23 +95,19 @@ class Crowd:
         self._add_up()
 
     def look_at_all(self) -> int:
-        """Check the bytes of every kernel; return how many there are."""
         self._all(_User.look_at_all, at_once=len(self._users))
         self._add_up()
         return sum(len(user.notebooks) for user in self._users)
 
     def shut_down(self) -> None:
-        """End every kernel and the servers."""
         self._all(_User.shut_down, at_once=4)
         self.close()
 
     def close(self) -> None:
-        """End the servers, and their kernels with them."""
         for server in self.servers:
             server.stop()
 
     def goes_on(self) -> bool:
-        """Whether users shall do another thing."""
         return not self._over.is_set()
 
     def _all(self, act: "Callable[[_User], None]", *, at_once: int) -> None:
@@ -144,8 +134,6 @@ class Crowd:
 
 
 class _User:
-    """One person with a few kernels."""
-
     def __init__(self, crowd: Crowd, server: Server, seed: str) -> None:
         self.crowd = crowd
         self.server = server

@@ -42,7 +42,6 @@ class Strike:
 
     @property
     def who(self) -> str:
-        """Who reaches the point."""
         return self.point.partition(".")[0]
 
 
@@ -89,7 +88,6 @@ class Story:
         return Server(self.world, *(arguments if self.keeps else ()))
 
     def close(self) -> None:
-        """End the server, and kernels that it would keep."""
         if self.keeps and self.server.process.poll() is None:
             for kernel in self.server.request("GET", "api/kernels"):
                 self.server.request("DELETE", f"api/kernels/{kernel['id']}")
@@ -97,7 +95,6 @@ class Story:
 
     @property
     def reached(self) -> Path:
-        """Where the points that were reached are listed."""
         return self.file.with_name(f"{self.file.name}.reached")
 
     def tell(self, *strikes: Strike) -> list[Strike]:
@@ -116,7 +113,6 @@ class Story:
         return [strike for strike in strikes if strike not in missed]
 
     def plot(self) -> None:
-        """What happens in the story."""
         first, second = self.cast(2)
         first.live()
         second.live()
@@ -131,7 +127,6 @@ class Story:
             life.end()
 
     def cast(self, lives: int) -> "list[Life]":
-        """So many kernels, not yet born."""
         self._lives = [Life(self, seed + 1) for seed in range(lives)]
         return self._lives
 
@@ -255,11 +250,9 @@ class Life:
         assert reply.status == "ok", f"the kernel got no bytes: {reply.error}\n{reply.text}\n{reply.data}"
 
     def suspend(self) -> None:
-        """Suspend it by hand."""
         self._story.insist(lambda: _must(self.line(), "%gpu suspend"))
 
     def restart(self) -> None:
-        """Restart it; its bytes are new from then on."""
         self._seed += 10
         self._changing = True
         self._story.insist(self._restart)
@@ -276,7 +269,6 @@ class Life:
         self.reconnect({self.kernel_id})
 
     def end(self) -> None:
-        """Shut it down."""
         self._changing = True
         self._story.insist(lambda: None if self._notebook is None else self._shut_down(self._notebook))
 

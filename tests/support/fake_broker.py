@@ -123,18 +123,15 @@ class FakeBroker:
         self.stop()
 
     def handler(self) -> "type[_Handler]":
-        """What answers the requests, from the first one on."""
         return _Handler
 
     def start(self) -> None:
-        """Serve."""
         self._server = _Server(self)
         self._server.RequestHandlerClass = self.handler()
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop serving and cut every connection."""
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
             self.drop_connections()
@@ -161,15 +158,12 @@ class FakeBroker:
             assert self._changed.wait_for(condition, DEADLINE_S), f"did not happen; calls: {self.routes()}"
 
     def routes(self) -> list[str]:
-        """The routes called, in order."""
         return [call.route for call in self.calls]
 
     def bodies(self, route: str) -> list[dict[str, Any]]:
-        """What was sent to a route."""
         return [call.body for call in self.calls if call.route == route]
 
     def only_lease(self) -> tuple[str, FakeLease]:
-        """The one lease that has not ended."""
         ((lease_id, lease),) = [(name, each) for name, each in self.leases.items() if each.state != "ended"]
         return lease_id, lease
 

@@ -38,13 +38,11 @@ def inject(directory: str | Path, operation: str, fault: str, *, times: int | No
 
 
 def remove(directory: str | Path, fault_id: int) -> None:
-    """Remove a fault; an operation that hangs in it goes on. Idempotent."""
     with closing(Store(directory)) as store, store.transaction() as db:
         db.execute("DELETE FROM faults WHERE id=?", (fault_id,))
 
 
 def clear(directory: str | Path) -> None:
-    """Remove all faults."""
     with closing(Store(directory)) as store, store.transaction() as db:
         db.execute("DELETE FROM faults")
 

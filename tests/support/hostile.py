@@ -68,7 +68,6 @@ class Service:
             client.release(lease.lease_id)
 
     def stop(self) -> None:
-        """End it."""
         self._stopping = True
         end_s = time.monotonic() + DEADLINE_S
         while self._thread.is_alive():
@@ -86,7 +85,6 @@ class Service:
         return self._process.pid, b""
 
     def forget_peak(self) -> None:
-        """Begin the peak of memory anew."""
         with suppress(OSError):
             Path(f"/proc/{self.identity()[0]}/clear_refs").write_text("5")
         self.peak_mib = 0.0
@@ -96,7 +94,6 @@ class Service:
         return sum(path.stat().st_size for path in self._state.rglob("*") if path.is_file())
 
     def log(self) -> str:
-        """Return the end of the log."""
         return self._log.read_text(errors="replace")[-4000:]
 
     def _serves(self) -> bool:
@@ -141,8 +138,6 @@ def service(simulate: str = "1x1GiB", *, one_account: bool = False) -> Iterator[
 
 
 class _Program:
-    """A program of a user in a session of its own, which ends with its standard input."""
-
     def __init__(self, uid: int, program: str, words: Sequence[str]) -> None:
         kept = {"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH") or COMPLETE_PYTHONPATH}
         self._process = subprocess.Popen(
@@ -177,7 +172,6 @@ class _Program:
         self._process.stdin.close()
 
     def end(self) -> None:
-        """End it, and what is left of its session."""
         self.hang_up()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(DEADLINE_S)
@@ -200,14 +194,10 @@ class Figures:
 
 
 class User(_Program):
-    """The user who is attacked."""
-
     def go(self) -> None:
-        """Begin to use the devices."""
         self.say("go")
 
     def stop(self) -> None:
-        """Ask for the figures; what is under way is finished first."""
         self.say("stop")
 
     def figures(self, within_s: float) -> Figures | None:

@@ -77,8 +77,6 @@ class Refused(Exception):  # noqa: N818 - an answer, for tests to look at
 
 
 class HubWorld:
-    """A hub, its proxy and its broker. They are started by `new_hub` and ended with the block."""
-
     def __init__(self, world: World, settings: Mapping[str, Any], groups: Mapping[str, list[str]], **more: Any) -> None:  # noqa: ANN401
         self.world = world
         self.token = secrets.token_hex(16)
@@ -149,7 +147,6 @@ class HubWorld:
         until(lambda: _listens(port), "the proxy listens")
 
     def start_hub(self) -> None:
-        """Start the hub and return when it serves through the proxy."""
         self.hub = self.launch_hub()
         try:
             until(self._serves, "the hub serves")
@@ -182,19 +179,16 @@ class HubWorld:
         return True
 
     def stop_hub(self, number: int = signal.SIGTERM) -> None:
-        """End the hub; servers go on."""
         assert self.hub is not None
         self.hub.send_signal(number)
         self.hub.wait(DEADLINE_S)
 
     def stop_proxy(self) -> None:
-        """End the proxy."""
         assert self.proxy is not None
         self.proxy.terminate()
         self.proxy.wait(DEADLINE_S)
 
     def logs(self) -> dict[str, str]:
-        """The end of every log."""
         files = [self.world.folder / name for name in ("hub.err", "proxy.err")]
         return {**self.world.logs(), **{file.name: file.read_text()[-30_000:] for file in files if file.exists()}}
 
@@ -241,7 +235,6 @@ class HubWorld:
         return json.loads(text) if text else None
 
     def add_user(self, name: str) -> None:
-        """Make a user known."""
         with suppress(Refused):
             self.api("POST", f"users/{name}")
 
@@ -272,25 +265,21 @@ class HubWorld:
                     yield json.loads(line[5:])
 
     def server(self, user: str, server: str = "", /, **options: Any) -> "HubServer":  # noqa: ANN401
-        """Start a server and return it when it is ready. Raises Refused."""
         self.spawn(user, server, **options)
         self.await_server(user, server)
         return self.connect(user, server)
 
     def connect(self, user: str, server: str = "") -> "HubServer":
-        """Return a server that is ready already."""
         made = HubServer(self, user, server)
         self._servers.append(made)
         return made
 
     def stop(self, user: str, server: str = "") -> None:
-        """Stop a server and return when the hub has forgotten it."""
         self.api("DELETE", f"users/{user}/server{'s/' + server if server else ''}")
         until(lambda: server not in self.api("GET", f"users/{user}")["servers"], f"the server of {user} is gone")
 
     @contextmanager
     def seats(self) -> Iterator[SeatClient]:
-        """A hub's client of the broker."""
         client = SeatClient(self.world.socket)
         try:
             yield client
@@ -299,8 +288,6 @@ class HubWorld:
 
 
 class HubServer(Server):
-    """A single-user server behind the proxy, driven as its user."""
-
     def __init__(self, hub: HubWorld, user: str, name: str) -> None:
         self.world = hub.world
         self.token = hub.api("POST", f"users/{user}/tokens", {"note": "test"})["token"]

@@ -50,8 +50,6 @@ class Suite(jupyter_kernel_test.KernelTests):  # type: ignore[misc]  # the packa
 
 
 class _Outcomes(unittest.TestResult):
-    """Notes what became of each test; failures also go to stderr."""
-
     def __init__(self) -> None:
         super().__init__()
         self.outcomes: dict[str, str] = {}
@@ -67,7 +65,6 @@ class _Outcomes(unittest.TestResult):
 
 
 def main() -> None:
-    """Run the suite on the kernelspec that is named."""
     Suite.kernel_name = sys.argv[1]
     result = _Outcomes()
     unittest.defaultTestLoader.loadTestsFromTestCase(Suite).run(result)

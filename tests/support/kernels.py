@@ -29,7 +29,6 @@ def running_kernel(name: str, **start: Any) -> Iterator[KernelManager]:  # noqa:
 
 @contextmanager
 def talking_to(manager: KernelManager) -> Iterator[BlockingKernelClient]:
-    """A client of the kernel that now runs, ready."""
     client = manager.client()
     client.start_channels()
     try:

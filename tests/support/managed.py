@@ -51,7 +51,6 @@ def client_of(manager: KernelManager) -> Iterator[BlockingKernelClient]:
 
 @contextmanager
 def ready(client: BlockingKernelClient) -> Iterator[None]:
-    """The client's kernel answers, for the block."""
     client.start_channels()
     try:
         client.wait_for_ready(timeout=DEADLINE_S)
@@ -61,7 +60,6 @@ def ready(client: BlockingKernelClient) -> Iterator[None]:
 
 
 def must(client: BlockingKernelClient, code: str) -> str:
-    """Run a cell that has to succeed, and return what it printed."""
     printed: list[str] = []
 
     def hear(message: dict[str, object]) -> None:

@@ -79,12 +79,10 @@ class NvidiaMode:
         self.double.set(driver=self._driver, context_mib=CONTEXT_MIB, reserved_mib=0)
 
     def start(self, server: Server) -> Notebook:
-        """Start a kernel."""
         (name,) = self.world.install(self.fraction_milli)
         return server.start(name)
 
     def pid(self, notebook: Notebook) -> int:
-        """Return the kernel's process."""
         pid = self.world.lease(notebook.kernel_id).pid
         assert pid is not None, "the lease has no process"
         return pid
@@ -112,11 +110,9 @@ class NvidiaMode:
     # -- kills ----------------------------------------------------------------------------------------------------------
 
     def brokers(self) -> list[int]:
-        """Return the pids of the world's brokers."""
         return self._running("fractional_gpu.broker")
 
     def workers(self) -> list[int]:
-        """Return the pids of the world's checkpoint workers."""
         return self._running("fractional_gpu.gpu.worker")
 
     def _running(self, module: str) -> list[int]:
@@ -190,7 +186,6 @@ class Pair:
 
 @contextmanager
 def nvidia_mode(*, driver: str = "580", devices: int = 1) -> Iterator[NvidiaMode]:
-    """A world in NVIDIA mode that ends with the block, whatever hangs in it."""
     with new_world() as world:
         mode = NvidiaMode(world, [Device(mib=DEVICE_MIB) for _ in range(devices)], driver)
         try:
@@ -203,7 +198,6 @@ def nvidia_mode(*, driver: str = "580", devices: int = 1) -> Iterator[NvidiaMode
 
 
 def run_command(world: World, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `jupyter gpu` in the world."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *words],
         env=world.environment,

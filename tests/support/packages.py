@@ -7,7 +7,6 @@ __all__ = ["CUPY", "TORCH_PROFILER", "write"]
 
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write a package. `files` by their paths in the folder."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

@@ -29,5 +29,4 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One such port."""
     return free_ports(1)[0]

@@ -77,11 +77,9 @@ class Run:
             pipe.close()
 
     def line(self) -> str:
-        """The next line that the command prints."""
         return _some(self.process.stdout).readline()
 
     def ask(self) -> str:
-        """Have a READER look at its bytes."""
         _some(self.process.stdin).write("look\n")
         return self.line()
 
@@ -91,14 +89,12 @@ class Run:
         return self.process.wait(DEADLINE_S), _some(self.process.stderr).read()
 
     def pin(self) -> None:
-        """Keep it on its device for a minute."""
         lease = self.lease()
         assert lease is not None
         with self.world.client() as client:
             client.pin(lease.lease_id, PinRequest(duration_ms=60_000))
 
     def lease(self) -> LeaseStatus | None:
-        """Its lease, None if there is none."""
         with self.world.client() as client:  # fresh: the broker looks at the devices at once, not with its next sample
             leases = client.status(fresh=True).leases
         return next((lease for lease in leases if lease.spec.label == self.name), None)
@@ -109,8 +105,6 @@ class Run:
         return lease.pid if lease is not None else None
 
     def await_state(self, state: str) -> LeaseStatus:
-        """Wait until its lease is in that state."""
-
         def ask() -> LeaseStatus | None:
             lease = self.lease()
             return lease if lease is not None and lease.state == state else None
@@ -118,7 +112,6 @@ class Run:
         return until(ask, f"{self.name} becomes {state}")
 
     def await_no_lease(self) -> None:
-        """Wait until its lease is over."""
         until(lambda: self.lease() is None, f"the lease of {self.name} ends")
 
 

@@ -22,22 +22,17 @@ PAGE = "services/gpu/"
 
 @dataclass(frozen=True)
 class Answer:
-    """What the service answered: `body` is the decoded JSON."""
-
     status: int
     body: Any
 
     @property
     def reason(self) -> str:
-        """Why it was refused."""
         assert self.status >= 400, self
         reason: str = self.body["error"]["reason"]
         return reason
 
 
 class Member(Visitor):
-    """A user of the hub who has opened the page."""
-
     def __init__(self, hub: HubWorld, name: str) -> None:
         super().__init__(hub, name)
         self.page = until(self._opened, f"{name} has the page open")
@@ -48,7 +43,6 @@ class Member(Visitor):
 
     @property
     def xsrf(self) -> str:
-        """The token that the page's script sends."""
         found = re.search(r'data-xsrf="([^"]*)"', self.page.html)
         assert found, self.page.html
         return unescape(found[1])
@@ -75,7 +69,6 @@ class Member(Visitor):
         return request
 
     def status(self) -> dict[str, Any]:
-        """What the page shows."""
         answer = self.ask("status")
         assert answer.status == 200, answer
         body: dict[str, Any] = answer.body

@@ -60,7 +60,6 @@ class SharedServer:
         return self._lent[1] if self._lent is not None and self._lent[0] is world else None
 
     def close(self) -> None:
-        """End the server and its world, if there are any."""
         if self._lent is not None:
             world, server = self._lent
             self._lent = None

@@ -77,14 +77,11 @@ _DAEMONS = ("slurmctld", "slurmd", "munged", "scontrol", "sbatch", "squeue", "mu
 
 @dataclass(frozen=True)
 class Node:
-    """A node: `run` is its own folder, in place of /run/jupyter-gpu."""
-
     name: str
     run: Path
 
     @property
     def socket(self) -> str:
-        """Where its broker listens."""
         return str(self.run / "broker.sock")
 
 
@@ -196,11 +193,9 @@ class Cluster:
             self._edit(self)
 
     def start_controller(self, *options: str) -> None:
-        """Start slurmctld."""
         self.call("slurmctld", *options)
 
     def start_node(self, node: Node) -> None:
-        """Start a node's slurmd."""
         self.call(*self.prefixes.get(node.name, ()), "slurmd", "-N", node.name)
 
     def restart_node(self, node: Node) -> None:
@@ -213,11 +208,9 @@ class Cluster:
         until(lambda: self.node(node.name)["SlurmdStartTime"] != before, f"{node.name} has registered again")
 
     def stop_controller(self, number: int = signal.SIGTERM) -> None:
-        """End slurmctld."""
         self._end("slurmctld.pid", number)
 
     def close(self) -> None:
-        """End every job, then every daemon."""
         with suppress(AssertionError, subprocess.SubprocessError):
             self.cancel_all()
         for node in self.nodes:
@@ -248,7 +241,6 @@ class Cluster:
     # -- commands --------------------------------------------------------------------------------------------------------
 
     def call(self, *words: str, user: int | None = None, environment: Mapping[str, str] | None = None) -> str:
-        """Run a command and return what it printed. Fails with what it complained of."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             done = subprocess.run(
                 words,
@@ -270,12 +262,10 @@ class Cluster:
         return text
 
     def states(self) -> dict[str, str]:
-        """The state of each node."""
         words = self.call("sinfo", "-h", "-N", "-o", "%N %T").split()
         return dict(zip(words[::2], words[1::2], strict=True))
 
     def node(self, name: str) -> dict[str, str]:
-        """What the controller says of a node, by field."""
         return fields(self.call("scontrol", "show", "node", "-d", "-o", name))
 
     def opened_milli(self, name: str) -> int:
@@ -283,7 +273,6 @@ class Cluster:
         return parse_gres(self.node(name)["Gres"])[f"{GRES}:open"]
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What the controller says of a job, by field."""
         return fields(self.call("scontrol", "show", "job", "-d", "-o", job_id))
 
     def sbatch(
@@ -294,18 +283,14 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
         output: Path | None = None,
     ) -> str:
-        """Submit a batch script and return the job's id."""
         words = ["sbatch", "--parsable", f"--output={output or self.folder / 'job-%j.out'}", *options]
         return self.call(*words, f"--wrap={script}", user=user, environment=environment).strip().partition(";")[0]
 
     def output(self, job_id: str) -> str:
-        """What a job has written."""
         file = self.folder / f"job-{job_id}.out"
         return file.read_text(errors="replace") if file.exists() else ""
 
     def await_job(self, job_id: str, *states: str) -> dict[str, str]:
-        """Wait until the job is in one of the states."""
-
         def ask() -> dict[str, str] | None:
             found = self.job(job_id)
             return found if found["JobState"] in states else None
@@ -317,7 +302,6 @@ class Cluster:
             raise
 
     def await_end(self, *job_ids: str) -> None:
-        """Wait until jobs, or the tasks of arrays, have ended."""
         until(lambda: not self.call("squeue", "-h", "-j", ",".join(job_ids), "-o", "%A").split(), "the jobs have ended")
 
     def cancel(self, *job_ids: str) -> None:
@@ -332,12 +316,10 @@ class Cluster:
         self.cancel(*jobs)
 
     def logs(self) -> dict[str, str]:
-        """The end of every log."""
         return {file.name: file.read_text(errors="replace")[-20_000:] for file in sorted(self.folder.glob("*.log"))}
 
 
 def fields(line: str) -> dict[str, str]:
-    """The fields of a line of `scontrol show -o`."""
     return dict(re.findall(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", line))
 
 

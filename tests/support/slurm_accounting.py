@@ -51,7 +51,6 @@ class Accounting:
         self._environment: dict[str, str] = {}
 
     def lines(self, munge: Path) -> str:
-        """The lines of slurm.conf."""
         return _SLURM.format(port=self._port, munge=munge)
 
     def begin(self, munge: Path, environment: Mapping[str, str]) -> None:
@@ -65,17 +64,14 @@ class Accounting:
         self.start()
 
     def start(self) -> None:
-        """Start slurmdbd and return when it answers."""
         assert self._run("slurmdbd") is not None
         until(lambda: self._run("sacctmgr", "-n", "list", "cluster") is not None, "slurmdbd answers")
 
     def stop(self) -> None:
-        """End slurmdbd."""
         World.end(self.pid, signal.SIGTERM)
 
     @property
     def pid(self) -> int:
-        """The process of slurmdbd."""
         return int((self.folder / "slurmdbd.pid").read_text())
 
     def start_storage(self) -> None:

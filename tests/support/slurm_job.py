@@ -22,8 +22,6 @@ _LONG_S = 240.0
 
 
 class JobKernel:
-    """The test's side. `command` is the job's script."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.folder.mkdir(mode=0o777)
@@ -32,7 +30,6 @@ class JobKernel:
 
     @property
     def command(self) -> str:
-        """What the job runs."""
         return job_command(self.folder)
 
     def start_cell(self, code: str) -> Path:
@@ -44,18 +41,15 @@ class JobKernel:
         return self.folder / f"{self._sent - 1}.out"
 
     def cell(self, code: str) -> str:
-        """Run a cell and return what it printed."""
         out = self.start_cell(code)
         until(out.exists, f"a cell in {self.folder} ends", deadline_s=_LONG_S)
         return out.read_text()
 
     def end(self) -> None:
-        """Let the job end."""
         (self.folder / "end").touch()
 
 
 def job_command(folder: Path) -> str:
-    """Return the job's script."""
     return f"exec {sys.executable} -m tests.support.slurm_job {folder}"
 
 

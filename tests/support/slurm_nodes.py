@@ -51,7 +51,6 @@ class GPUNode:
 
     @property
     def main(self) -> list[str]:
-        """The beginning of a command line of `jupyter gpu`."""
         return list(_MAIN)
 
     @property
@@ -60,7 +59,6 @@ class GPUNode:
         return self.node.run / "seats"
 
     def start_broker(self) -> None:
-        """Start the broker and return when it serves."""
         command = [*_MAIN, "broker", "--socket", self.node.socket, "--simulate", self.simulate, "--idle-exit", "never"]
         command += ["--config", str(self.node.run / "config.py"), "--state-dir", str(self.node.run / "ledger")]
         command += ["--service"] if self.service else []
@@ -102,7 +100,6 @@ class GPUNode:
         return code
 
     def stop_broker(self, number: int = signal.SIGTERM) -> None:
-        """End the broker; kernels live on."""
         assert self.broker is not None
         self.broker.send_signal(number)
         self.broker.wait(60)
@@ -115,20 +112,16 @@ class GPUNode:
             yield client
 
     def status(self) -> HostStatus:
-        """What the broker says of the node."""
         with self.client() as client:
             return client.status()
 
     def lease_states(self) -> list[str]:
-        """The states of all leases, sorted."""
         return sorted(lease.state for lease in self.status().leases)
 
     def log(self, name: str = "agent.out") -> str:
-        """What the agent (or the broker) has written."""
         return (self.node.run / name).read_text(errors="replace")
 
     def close(self) -> None:
-        """End both."""
         if self.agent is not None:
             self.stop_agent()
         if self.broker is not None:

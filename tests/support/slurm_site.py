@@ -113,7 +113,6 @@ class View:
             )
 
     def close(self) -> None:
-        """Forget it, once nothing runs in it."""
         self._holder.kill()
         self._holder.wait()
 

@@ -53,7 +53,6 @@ class SteeredStory(Story):
     )
 
     def plot(self) -> None:
-        """See the class."""
         (life,) = self.cast(1)
         life.live()
         self._sizes_and_pins(life)

@@ -90,7 +90,6 @@ class Program:
         return self._process.stdout.readline() == "intact\n"
 
     def close(self) -> None:
-        """End the program and its lease."""
         self._process.kill()
         self._process.wait()
         with BrokerClient(self.client.socket_path, timeout_s=5.0) as broker, suppress(FractionalGPUError):
@@ -113,7 +112,6 @@ class User:
             self._use(program)
 
     def go(self) -> None:
-        """Begin."""
         self._ping_s, self._cell_s, self._failed = [], [], Counter()
         self._going.set()
         parts = [self._programs[number :: self._threads] for number in range(self._threads)]
@@ -125,7 +123,6 @@ class User:
             thread.start()
 
     def stop(self) -> dict[str, object]:
-        """Finish what is under way and return the figures."""
         self._going.clear()
         for thread in self._working:
             thread.join()
@@ -139,7 +136,6 @@ class User:
         }
 
     def close(self) -> None:
-        """End the programs."""
         self._going.clear()
         for program in self._programs:
             program.close()
@@ -175,7 +171,6 @@ class User:
 
 
 def main() -> None:
-    """Serve the standard input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--socket")
     parser.add_argument("--programs", type=int, default=2)

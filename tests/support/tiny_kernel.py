@@ -31,8 +31,6 @@ INFO = {
 
 
 class TinyKernel:
-    """One kernel on the sockets of one connection file."""
-
     def __init__(self, connection: dict[str, Any]) -> None:
         self.key, self.session = connection["key"].encode(), uuid.uuid4().hex
         self.names: dict[str, Any] = {}
@@ -50,7 +48,6 @@ class TinyKernel:
         threading.Thread(target=lambda: zmq.proxy(beat, beat), daemon=True).start()
 
     def run(self) -> None:
-        """Serve until told to shut down."""
         poller = zmq.Poller()
         poller.register(self.shell, zmq.POLLIN)
         poller.register(self.control, zmq.POLLIN)
@@ -80,7 +77,6 @@ class TinyKernel:
         return kind
 
     def execute(self, parent: dict[str, Any], code: str) -> dict[str, Any]:
-        """Run a cell."""
         self.count += 1
         printed = io.StringIO()
         try:
@@ -93,7 +89,6 @@ class TinyKernel:
         return {"status": "ok", "execution_count": self.count, "user_expressions": {}, "payload": []}
 
     def send(self, socket: Any, to: list[bytes], kind: str, parent: dict[str, Any], content: dict[str, Any]) -> None:  # noqa: ANN401
-        """Sign and send one message."""
         header = {
             "msg_id": uuid.uuid4().hex,
             "msg_type": kind,

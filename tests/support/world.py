@@ -86,7 +86,6 @@ class World:
 
     @property
     def ledger(self) -> Path:
-        """The ledger's file."""
         return self.state / "ledger-simulated.sqlite"
 
     def configure(self, text: str) -> None:
@@ -94,7 +93,6 @@ class World:
         (self.folder / "config" / "jupyter_gpu_config.py").write_text(text)
 
     def install(self, *fractions_milli: int, pool: str = "default") -> list[str]:
-        """Install kernelspecs into this world and return their names."""
         return [spec.name for spec in install(pool, fractions_milli, directory=str(self.kernels_dir), simulated=True)]
 
     def complete_without_jedi(self) -> None:
@@ -152,7 +150,6 @@ class World:
         return subprocess.CompletedProcess(words, code, printed.getvalue(), complaint.getvalue())
 
     def broker_pid(self) -> int | None:
-        """The pid of the broker that serves, if any."""
         with self.client() as client, suppress(BrokerUnavailableError):
             return client.ping().pid
         return None
@@ -180,19 +177,15 @@ class World:
             os.close(pidfd)
 
     def status(self) -> HostStatus:
-        """What the broker says of the host."""
         with self.client() as client:
             return client.status()
 
     def lease(self, kernel_id: str) -> LeaseStatus:
-        """The lease of a kernel."""
         found = [lease for lease in self.status().leases if lease.kernel_id == kernel_id]
         assert len(found) == 1, f"{len(found)} leases of kernel {kernel_id}"
         return found[0]
 
     def await_state(self, kernel_id: str, state: str) -> LeaseStatus:
-        """Wait until the kernel's lease is in that state."""
-
         def ask() -> LeaseStatus | None:
             lease = self.lease(kernel_id)
             return lease if lease.state == state else None
@@ -217,7 +210,6 @@ class World:
         return until(ask, f"kernel {kernel_id} is started again")
 
     def logs(self) -> dict[str, str]:
-        """The end of every log of this world."""
         files = [
             Path(self.socket).with_name("broker.log"),
             Path(self.socket).with_name("broker.err"),
@@ -360,7 +352,6 @@ class Server:
         return self.process.poll() is None and not self._refused
 
     def hang_up(self) -> None:
-        """Close every connection to a kernel."""
         for notebook in self._notebooks:
             notebook.close()
         self._notebooks.clear()
@@ -464,7 +455,6 @@ class Notebook:
             idle = idle or message["content"].get("execution_state") == "idle"
 
     def wait(self, msg_id: str) -> Reply:
-        """Wait for the cell's end."""
         reply = Reply()
         for message in self.messages(msg_id):
             kind, content = message["header"]["msg_type"], message["content"]
@@ -492,7 +482,6 @@ class Notebook:
                 return content
 
     def answer(self, text: str) -> None:
-        """Type what a cell asked for."""
         self._send("stdin", "input_reply", uuid.uuid4().hex, {"value": text, "status": "ok"})
 
     def shows(self, text: str) -> str:
@@ -530,17 +519,14 @@ class Notebook:
         return msg_id
 
     def run(self, code: str) -> Reply:
-        """Run a cell to its end, whatever that is."""
         return self.wait(self.send(code))
 
     def must(self, code: str) -> Reply:
-        """Run a cell that has to succeed."""
         reply = self.run(code)
         assert reply.status == "ok", f"{code!r} ended with {reply.status} {reply.error}\n{reply.text}"
         return reply
 
     def interrupt(self) -> None:
-        """Interrupt the kernel as the notebook's button does."""
         self.server.request("POST", f"api/kernels/{self.kernel_id}/interrupt")
 
     def restart(self) -> None:
@@ -550,10 +536,8 @@ class Notebook:
         self.socket = self._connected()
 
     def shut_down(self) -> None:
-        """Shut the kernel down."""
         self.server.request("DELETE", f"api/kernels/{self.kernel_id}")
         self.close()
 
     def close(self) -> None:
-        """Hang up."""
         self.socket.close()

@@ -85,7 +85,6 @@ def awaited(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(folder: Path, after_failure: int) -> Path:
-    """The driver's library."""
     folder.mkdir(exist_ok=True)
     (folder / "driver.c").write_text(DRIVER)
     library = folder / "libcuda.so.1"

@@ -17,8 +17,6 @@ from tests.kernelext.parts import a_kernel
 
 
 class Shell:
-    """Notes the cells that it runs."""
-
     def __init__(self) -> None:
         self.ran: list[str] = []
         self.events = SimpleNamespace(register=lambda *_: None)

@@ -51,7 +51,6 @@ class Side:
         self.inputs.install()
 
     def within(self, *marks: str) -> None:
-        """Run a cell, in this thread."""
         for mark in marks:
             self.gate.enter(mark)
         running_cell.set(RunningCell(marks, threading.get_ident()))

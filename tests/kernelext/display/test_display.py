@@ -9,8 +9,6 @@ from fractional_gpu_kernel.display.lines import LiveLine, Sentence
 
 
 class Shell:
-    """Records what is published."""
-
     def __init__(self) -> None:
         self.published: list[tuple[str, bool, str]] = []
         self.display_pub = SimpleNamespace(publish=self.publish, clear_output=self.clear_output)

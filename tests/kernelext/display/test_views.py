@@ -17,8 +17,6 @@ from tests.support.statuses import changed
 
 
 class Text(HTMLParser):
-    """Collects text, and every tag that is open."""
-
     def __init__(self, html: str) -> None:
         super().__init__()
         self.words: list[str] = []

@@ -11,7 +11,6 @@ from tests.kernelext.scripted_broker import ScriptedBroker
 
 
 def sizes(broker: ScriptedBroker) -> list[int]:
-    """What was asked for, in milli-GPU."""
     return [body["fraction_milli"] for body in broker.bodies("resize")]
 
 

@@ -70,11 +70,6 @@ def test_cost_is_shown_without_the_gpu_and_loads_its_words_only_then(
     assert "acquire" not in broker.routes(), "the kernel is on no GPU, and has not asked for one"
 
 
-def test_cost_of_a_lease_that_is_over_is_refused(kernel: RunningKernel, broker: ScriptedBroker) -> None:
-    broker.leases.clear()
-    assert kernel.run("%gpu cost").error == ("GPURequestError", "there is no lease lease-1")
-
-
 REFUSALS = {
     "%gpu pin 5h": ("pin", ConflictError("a pin lasts 4 h at most here; given: 5 h", reason="pin-too-long")),
     "%gpu unpin": ("unpin", ConflictError("the kernel has ended")),
@@ -171,21 +166,6 @@ def test_resume_waits_with_a_live_line_and_marks_no_cell_as_running(
     assert kernel.run("%gpu resume").shown == [outcome.shown[-1]]
     broker.stream("gate").command(GateVerb.CLOSE, 1)
     assert broker.answer_to(1) == "closed"
-
-
-def test_an_interrupted_resume_is_a_keyboard_interrupt(kernel: RunningKernel, broker: ScriptedBroker) -> None:
-    request = kernel.send("%gpu resume")
-    broker.stream("acquire").waiting("busy")
-    kernel.until_shown(request, "busy")
-    kernel.interrupt()
-    assert kernel.finish(request).error[0] == "KeyboardInterrupt"
-    broker.wait_for(lambda: "acquire" in broker.hung_up)
-
-
-def test_cpu_through_run_cell_magic_does_not_ask(kernel: RunningKernel, broker: ScriptedBroker) -> None:
-    outcome = kernel.run("%%cpu\nget_ipython().run_cell_magic('cpu', '', 'print(6 * 7)')")
-    assert outcome.printed == "42\n"
-    assert "acquire" not in broker.routes()
 
 
 def test_release_ends_the_pin_and_gives_the_reservation_back(kernel: RunningKernel, broker: ScriptedBroker) -> None:
@@ -533,15 +513,3 @@ def test_unloading_takes_out_only_what_is_ours(kernel: RunningKernel, broker: Sc
     assert kernel.run("%gpu").printed == "theirs\n"
     assert kernel.run("print(len(cells))").printed == "3\n"
     broker.wait_for(lambda: "gate" in broker.hung_up)
-
-
-def test_what_was_there_before_is_there_again(kernel: RunningKernel, broker: ScriptedBroker) -> None:
-    broker.stream("gate")
-    again = "shell = get_ipython()\nshell.register_magic_function(lambda line: print('theirs'), 'line', 'gpu')\n"
-    again += "own = shell.run_cell_async\nshell.run_cell_async = lambda *args, **kwargs: own(*args, **kwargs)\nkept = shell.run_cell_async"
-    assert kernel.run("%%cpu\n%unload_ext fractional_gpu_kernel").status == "ok"
-    assert kernel.run(again).status == "ok"
-    assert kernel.run("%load_ext fractional_gpu_kernel").status == "ok"
-    assert kernel.run("%%cpu\n%unload_ext fractional_gpu_kernel").status == "ok"
-    assert kernel.run("%gpu").printed == "theirs\n"
-    assert kernel.run("print(shell.run_cell_async is kept)").printed == "True\n"

@@ -15,8 +15,6 @@ from tests.kernelext.parts import a_kernel
 
 
 class Loop:
-    """A main loop that the test turns."""
-
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], None]] = []
 
@@ -26,8 +24,6 @@ class Loop:
 
 
 class Answers:
-    """What was answered."""
-
     def __init__(self) -> None:
         self.words: list[str] = []
         self.came = threading.Event()
@@ -115,8 +111,6 @@ def test_only_loaded_frameworks_that_use_cuda_are_asked(monkeypatch: pytest.Monk
 
 
 class Cyclic:
-    """Garbage that only a collection frees."""
-
     def __init__(self) -> None:
         self.me = self
 
