@@ -2,9 +2,8 @@
 
 - An account is a seat, if a token or a control group proves one, else a user. It pays for processor time on the loop (`metered`) and in
   threads (`lanes.PAYER`), for each request, message and byte. Elapsed time costs nothing: a slow machine makes no account overdrawn.
-- It gets `COST_SHARE` of a processor, and saves up to `COST_BURST_S`. An overdrawn account waits: only the heads of its requests are
-  read, and
-  no messages of its kernels. Waiting accounts get turns in order, and together `COST_SHARE_OF_ALL`.
+- It gets `COST_SHARE` of a processor, and saves up to `COST_BURST_S`. An overdrawn account waits: only the heads of its requests are read,
+  and no messages of its kernels. Waiting accounts get turns in order, and together `COST_SHARE_OF_ALL`.
 - Requests that others may wait for (a gate's answer, the end of a lease) are served down to a debt of `COST_RESERVE_S`.
 """
 

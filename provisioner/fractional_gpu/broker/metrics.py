@@ -2,8 +2,7 @@
 
 - `COUNTED` names every metric here, `metrics_routes.BOOK_METRICS` those read from the books at each scrape; docs/metrics.md is generated.
 - Labels come from the configuration and from sets in the code, never from users, leases, kernels or paths. Metrics with users in their
-  labels
-  are in `full_registry` only (`accounting.counters`).
+  labels are in `full_registry` only (`accounting.counters`).
 - Counters with known labels start at 0: Prometheus sees no increase in a counter that appears with 1.
 - A wait lasts from the first request to the grant, and counts as 0 s for a kernel on its device.
 """

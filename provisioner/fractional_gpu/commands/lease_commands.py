@@ -72,8 +72,7 @@ def _listed(leases: Sequence[LeaseStatus]) -> str:
 class LeaseCommand(Generic[Request, Answer]):
     """A command about one lease.
 
-    `request` builds the request from the command line before the broker is contacted; it raises UsageError. `call` returns the answer
-    that
+    `request` builds the request from the command line before the broker is contacted; it raises UsageError. `call` returns the answer that
     `--json` prints (None: an empty object). `success` gets the lease as it was before, and the answer. `doing` is shown if the call takes
     long.
     """

@@ -1,7 +1,6 @@
 """`jupyter gpu logs`: the broker's log, over its files and as it grows.
 
-Reads the files itself, so it works without a broker. A broker in a terminal or under systemd writes no files: the error says where its
-log
+Reads the files itself, so it works without a broker. A broker in a terminal or under systemd writes no files: the error says where its log
 is then.
 """
 

@@ -58,9 +58,8 @@ class AgentRules:
 class Agent:
     """The agent of one node. `connect` returns a client of the broker; `is_ours`: whether a seat is one of the engine's jobs.
 
-    `say` gets a line for the log, once for each change. `after_look` is called after each good observation, at most once in `look_ms`,
-    with the
-    client: for the engine's other needs of the broker.
+    `say` gets a line for the log, once for each change. `after_look` is called after each good observation, at most once in `look_ms`, with
+    the client: for the engine's other needs of the broker.
     """
 
     def __init__(

@@ -169,10 +169,8 @@ def change_site(
     """Change a site's files so that the nodes on the line of `node` in slurm.conf give shares. Raises EngineError.
 
     `names_of` lists the nodes of an expression. `devices`: of each node, None: as slurm.conf says; `promise`: how many times they may be
-    promised
-    (the pools' `oversubscription`), which bounds what the agent can open. Until it opens more, also after a restart, a node takes what
-    its
-    devices have without sharing.
+    promised (the pools' `oversubscription`), which bounds what the agent can open. Until it opens more, also after a restart, a node takes
+    what its devices have without sharing.
     """
     conf, gres, cgroup = confs
     for name in SCRIPTS:

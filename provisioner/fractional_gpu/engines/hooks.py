@@ -1,8 +1,7 @@
 """Slurm's Prolog and Epilog on a node: a job's allocation becomes a seat, and the seat ends with the job. They run as root.
 
 Slurm drains a node whose Prolog or Epilog fails, so neither raises for a broker, a controller or a disk: errors go to the log, and to the
-job's output. A job waits for its Prolog for some ten seconds (BatchStartTimeout): `CONTROLLER_S` are for the controller, `BROKER_S` for
-the
+job's output. A job waits for its Prolog for some ten seconds (BatchStartTimeout): `CONTROLLER_S` are for the controller, `BROKER_S` for the
 broker; the agent registers later what took longer. Neither starts a broker: it would end with the job's control group.
 """
 
@@ -34,8 +33,7 @@ class HookSettings:
     """What Prolog, Epilog and agent agree on.
 
     `pools`: the pool of each count, by its name in Slurm; `shard_pool`: the pool of shards, empty: shards are left alone. `has_groups`:
-    Slurm
-    gives each job separate control groups (`proctrack/cgroup`). `short_memory`: what becomes of a share whose data the job's memory
+    Slurm gives each job separate control groups (`proctrack/cgroup`). `short_memory`: what becomes of a share whose data the job's memory
     cannot hold.
     """
 

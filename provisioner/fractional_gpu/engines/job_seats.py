@@ -3,14 +3,11 @@
 Files in the folder of seats (mode 0711, root's; `/run/jupyter-gpu/seats`), for job N:
 
 - `job-N.json`: the seat with its token, for the job's user alone (0600). Kernels of the job read it.
-- `job-N.env`: for the job's tasks, `NAME=value` or `print TEXT` a line, for all to read. It names the seat's file even before that
-  exists.
+- `job-N.env`: for the job's tasks, `NAME=value` or `print TEXT` a line, for all to read. It names the seat's file even before that exists.
 - `job-N.wanted`: the request, for root alone, until the job ends. With it the agent registers a seat that the Prolog could not, and again
-  one
-  that a broker without its ledger has forgotten.
+  one that a broker without its ledger has forgotten.
 
-A share is a whole job's on one node: each task of an array and each part of a heterogeneous job is a job, and a job of several nodes has
-a
+A share is a whole job's on one node: each task of an array and each part of a heterogeneous job is a job, and a job of several nodes has a
 seat on each.
 """
 
@@ -160,9 +157,8 @@ class SeatFiles:
         """Take the job's seat, write its file, and return the seat, with warnings.
 
         A kernel that the job's memory cannot hold while it idles would keep its room on the GPU. The job's control group does not exist
-        yet, so
-        what the job asked Slurm for counts. Raises NoRoomError if the broker refuses, BadRequestError if the memory is too small, other
-        FractionalGPUErrors, and OSError.
+        yet, so what the job asked Slurm for counts. Raises NoRoomError if the broker refuses, BadRequestError if the memory is too small,
+        other FractionalGPUErrors, and OSError.
         """
         for line in client.take_seat(wanted.request()):
             if line.kind == ProgressKind.REFUSED:

@@ -1,11 +1,9 @@
 """Kubernetes' API by `kubernetes_asyncio`: requests and their errors, for agents and hubs, and the engine of one node.
 
 Only the fields of `protocol.pods` are read and checked: the client's own models take milliseconds for each pod. The agent patches the
-node's
-*status* only (extended resources and an annotation), so it can neither taint nor cordon. Pods are listed once and then watched from the
-list's version on; a version that has expired (410) begins with a list. Failures are repeated after twice as long each time, up to a
-minute;
-until then the known pods stay.
+node's *status* only (extended resources and an annotation), so it can neither taint nor cordon. Pods are listed once and then watched from
+the list's version on; a version that has expired (410) begins with a list. Failures are repeated after twice as long each time, up to a
+minute; until then the known pods stay.
 """
 
 import asyncio
@@ -143,8 +141,7 @@ def _use(verb: str, resource: str) -> tuple[str, str]:
 class KubernetesEngine:
     """The engine of one node, as `engine.Engine`, and the node's pods. Use it as a context. `say` gets lines for the log.
 
-    Counts are thousandths of these pools, by the name of the extended resource; -1 if the node does not have it yet. The client runs on
-    an
+    Counts are thousandths of these pools, by the name of the extended resource; -1 if the node does not have it yet. The client runs on an
     event loop in a thread; methods block for some seconds at most.
     """
 

@@ -1,7 +1,6 @@
 """The seats of the pods on this node: a pod's share of a GPU, registered at the node's broker.
 
-The pod's extended resource is its share: the scheduler has counted it, and annotations are checked against it. A seat is for the pod's
-UID;
+The pod's extended resource is its share: the scheduler has counted it, and annotations are checked against it. A seat is for the pod's UID;
 its kernels need no token, as the broker finds their pod by the control group. A seat ends with its pod, but not before the pods have been
 listed: a missing pod may only be unknown. Pods come from any user of the cluster, so a pod's stated owner is believed only in a hub's
 namespaces; elsewhere it is `NAMESPACE/POD`. Pools have terms by the groups `kubernetes` and `kubernetes:NAMESPACE`.
@@ -83,8 +82,7 @@ def _share(pod: Pod) -> tuple[str, int]:
 class PodSeats:
     """Keeps the broker's seats as the pods of this node are, and annotates each pod with its seat and its use.
 
-    `say` gets a line for the log, once for each change; `hub_namespaces`: where pods state their owner. `annotate(pod, annotations)`
-    raises
+    `say` gets a line for the log, once for each change; `hub_namespaces`: where pods state their owner. `annotate(pod, annotations)` raises
     EngineError; without the right it is tried once, and logged once.
     """
 

@@ -2,8 +2,7 @@
 
 An extended resource decides: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU of that pool. Annotations only explain:
 `.../pool` and `.../fraction` must agree with the resource; `.../owner` and `.../server` are believed in a hub's namespaces; the agent
-writes
-`.../seat`, `.../usage`, and `.../summary` of nodes (`protocol.nodes`), if it may.
+writes `.../seat`, `.../usage`, and `.../summary` of nodes (`protocol.nodes`), if it may.
 """
 
 import re

@@ -1,8 +1,7 @@
 """Slurm's configuration as a site has it (slurm.conf with its includes, gres.conf, cgroup.conf), and changes of it as a diff.
 
 Slurm takes the last line of a key that is given twice, without a warning. So an existing key is changed in its line, never added. Nothing
-is
-written here: `diff` is for `patch`, which also takes it back (`patch -R`), byte for byte.
+is written here: `diff` is for `patch`, which also takes it back (`patch -R`), byte for byte.
 """
 
 import difflib

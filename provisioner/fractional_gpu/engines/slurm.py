@@ -1,16 +1,12 @@
 """Slurm's commands: `scontrol`, `squeue`, and for ended jobs `sacct` and `sacctmgr`, of 22.05 and newer.
 
 - Users control names of jobs, comments and paths, line breaks included, and `scontrol show job` prints them before what we look for. So a
-  job
-  is read by `squeue` with named columns that have no user's text; nothing goes through a shell.
-- A pool's thousandths are one count-only GRES with two types, `jgpu:open:N,jgpu:closed:M`. Jobs ask for the open type, and the agent
-  moves
+  job is read by `squeue` with named columns that have no user's text; nothing goes through a shell.
+- A pool's thousandths are one count-only GRES with two types, `jgpu:open:N,jgpu:closed:M`. Jobs ask for the open type, and the agent moves
   thousandths between the two. Their sum must stay what gres.conf says: a node registers again about every half hour, and slurmctld drains
-it
-  if jobs use a GRES whose sum has changed ("count changed and jobs are using them").
+  it if jobs use a GRES whose sum has changed ("count changed and jobs are using them").
 - Tasks of an array and parts of a heterogeneous job are named as users see them (`12_3`, `12+1`): the last task's number is the array's
-  own,
-  the first part's the whole job's, and an update of it changes all.
+  own, the first part's the whole job's, and an update of it changes all.
 - In a federation `squeue` may show other clusters' jobs (REVOKED, without resources): `--local` asks this cluster alone.
 - Every call ends within `timeout_s`: these commands wait for a daemon that is down.
 """
@@ -78,8 +74,7 @@ ENDED = (
 class SlurmJob:
     """A job on a node: what its allocation has of each GRES on each of its nodes, by name.
 
-    `name`: its number for users, such as `12_3` for a task of the array 12; `memory_mib`: what it has of each node's memory, None:
-    unknown.
+    `name`: its number for users, such as `12_3` for a task of the array 12; `memory_mib`: what it has of each node's memory, None: unknown.
     """
 
     job_id: int
@@ -130,9 +125,8 @@ def gres_words(text: str) -> list[str]:
 class Slurm:
     """Slurm's commands on a node; `node` is its name in Slurm. Raises EngineError for a malformed name.
 
-    Every method raises EngineUnavailableError if the controller (or slurmdbd, for ended jobs) does not answer or the commands are
-    missing, and
-    EngineError if it refuses.
+    Every method raises EngineUnavailableError if the controller (or slurmdbd, for ended jobs) does not answer or the commands are missing,
+    and EngineError if it refuses.
     """
 
     def __init__(self, node: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -165,9 +159,8 @@ class Slurm:
     def write_node(self, write: NodeWrite, record: NodeRecord) -> None:
         """Write the counts and the summary.
 
-        An update names all GRES of the node: those that it leaves out can no longer be allocated. Slurm refuses any that names shards, so
-        a node
-        with shards has no counts of ours.
+        An update names all GRES of the node: those that it leaves out can no longer be allocated. Slurm refuses any that names shards, so a
+        node with shards has no counts of ours.
         """
         words = [f"nodename={self.node}"]
         if write.counts:

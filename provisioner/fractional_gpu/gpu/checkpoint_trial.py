@@ -1,7 +1,6 @@
 """Tries a checkpoint and a restore on a process of this package: only a real CUDA process shows what the driver permits here.
 
-For the doctor and a starting broker. No other process is touched, each step has a time limit, and the child (`probe_process`) is killed
-in
+For the doctor and a starting broker. No other process is touched, each step has a time limit, and the child (`probe_process`) is killed in
 the end. The result has the monitor's counts for the child: a broker whose devices do not count memory under the pids that it sees cannot
 know what a suspend needs.
 """
@@ -48,8 +47,7 @@ async def try_checkpoint(
     """Takes seconds, with a driver that hangs minutes. Cancellation kills the probe process.
 
     `exempt_pids` has the probe process's pid while it lives. Failures of a driver, a full device, a missing permission or a short machine
-    are
-    results and not raised.
+    are results and not raised.
     """
     result = TrialResult()
     try:

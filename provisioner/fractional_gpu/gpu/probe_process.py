@@ -1,12 +1,10 @@
 """A child process with a little device memory, on which checkpoints are tried (see `checkpoint_trial`).
 
-    python -P -m fractional_gpu.gpu.probe_process nvidia|simulated
+python -P -m fractional_gpu.gpu.probe_process nvidia|simulated
 
 It prints `ready` when its memory is filled, or one line that begins with `failed`. For each line on standard input it reads its memory
-back
-and prints `intact` or `changed`; it ends with its standard input. In between it makes no CUDA call, so a lock does not block it.
-Variables
-that change the driver are removed: the trial is about the machine, not about the environment of the broker.
+back and prints `intact` or `changed`; it ends with its standard input. In between it makes no CUDA call, so a lock does not block it.
+Variables that change the driver are removed: the trial is about the machine, not about the environment of the broker.
 """
 
 import ctypes

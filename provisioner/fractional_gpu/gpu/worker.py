@@ -1,7 +1,6 @@
 """The checkpoint worker: the only process that drives other processes' CUDA state.
 
-    python -P -m fractional_gpu.gpu.worker --backend nvidia
-    python -P -m fractional_gpu.gpu.worker --backend simulated:DIRECTORY
+    python -P -m fractional_gpu.gpu.worker --backend nvidia python -P -m fractional_gpu.gpu.worker --backend simulated:DIRECTORY
 
 Standard input is a SEQPACKET socket, a JSON object a packet, one operation at a time. The first message is `{protocol}`, or
 `{error: {code, message}}` if the backend cannot be opened. A request is `{op, target: {boot_id, pid, start_time}, ...}`; `lock` has

@@ -3,12 +3,10 @@
 - Calls are served one at a time, first come, first served, each with a deadline from the moment the worker begins with it. On expiry the
   worker is killed and the call raises GPUError WORKER_HUNG; if the worker dies, or any other failure, WORKER_DIED. The result of the
   operation is then unknown: read the target's state. The next call starts a new worker.
-- Cancelling a waiting call withdraws it. Cancelling one that has begun only stops the waiting: the operation continues, and calls behind
-  it
+- Cancelling a waiting call withdraws it. Cancelling one that has begun only stops the waiting: the operation continues, and calls behind it
   wait for it as before.
 - A worker is replaced if its driver fails without a known reason on two targets in a row, and on `renew` (Xid, reset, sleep): the driver
-  may
-  be broken in that process alone.
+  may be broken in that process alone.
 - With a claim, calls raise GPUError WORKER_BUSY while the worker of an earlier broker still runs.
 - The worker runs in a separate session, so an interrupt at the terminal does not reach it.
 """
@@ -112,8 +110,7 @@ class WorkerLink:
     """One worker for one backend (`nvidia` or `simulated:DIRECTORY`). The caller closes `claim`, after the link.
 
     `answer_s` limits quick operations (unlock), and a lock beyond its own timeout; `start_s` the opening of the backend. `service`: the
-    socket
-    of the service that starts the worker, in another container; it needs a claim.
+    socket of the service that starts the worker, in another container; it needs a claim.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """A running checkpoint worker, which this process or a service in another container (`worker_service`) started.
 
 Every message is one JSON object in one packet of a SEQPACKET socket. A worker has ended when its pidfd says so, also a service's, which
-passes it on. Only its service can kill such a worker: if the service is gone, it counts as one that cannot be killed. The service's
-socket
+passes it on. Only its service can kill such a worker: if the service is gone, it counts as one that cannot be killed. The service's socket
 belongs to root or to this process's user, by the kernel's word. Connecting is repeated for some seconds: the container may be restarting.
 """
 
@@ -122,8 +121,7 @@ async def connect(path: str, backend: str, descriptors: Sequence[int], *, patien
     """Have the service at the path start a worker for `backend` that inherits the descriptors.
 
     Raises GPUError: WORKER_DIED if no service answers within `patience_s`, else as the service refuses. Cancellation gives up the
-    connection,
-    and the worker ends.
+    connection, and the worker ends.
     """
     problem = "it does not reply to the request for a worker"
     try:

@@ -1,14 +1,13 @@
 """The checkpoint worker as a separate service: a small supervisor on a UNIX socket that starts the worker for a broker.
 
-    jupyter gpu node worker --socket PATH
+jupyter gpu node worker --socket PATH
 
-For containers: only this one needs privileges. The broker's can neither start the worker nor kill it; it requests both here. A connection
-is
-one worker. The first message has the descriptors of the broker's claim (SCM_RIGHTS), which the worker inherits; the supervisor takes the
-lock
-itself, so a message without a free claim starts nothing. The reply has the broker's end of the channel and the worker's pidfd. Anything
-later on the connection means "kill the worker"; its end does not: the worker finishes its operation. The peer is root or this process's
-user, as the kernel reports it, and sees the same pids. On SIGTERM the worker finishes its operation first; it ignores the signal itself.
+For containers: only this one needs privileges. The broker's can neither start the worker nor kill it; it requests both here. A
+connection is one worker. The first message has the descriptors of the broker's claim (SCM_RIGHTS), which the worker inherits; the
+supervisor takes the lock itself, so a message without a free claim starts nothing. The reply has the broker's end of the channel and
+the worker's pidfd. Anything later on the connection means "kill the worker"; its end does not: the worker finishes its operation. The
+peer is root or this process's user, as the kernel reports it, and sees the same pids. On SIGTERM the worker finishes its operation
+first; it ignores the signal itself.
 """
 
 import asyncio

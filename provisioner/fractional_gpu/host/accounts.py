@@ -1,9 +1,7 @@
 """Which user is charged for a process: one person may run processes with many uids.
 
-A subordinate uid (rootless containers) counts for its owner by /etc/subuid; other sources of such ranges (sssd) are not read. A uid
-without
-a passwd entry counts for itself, or for one account that the administrator sets. This is for limits, shares, budgets and rates.
-Permissions
+A subordinate uid (rootless containers) counts for its owner by /etc/subuid; other sources of such ranges (sssd) are not read. A uid without
+a passwd entry counts for itself, or for one account that the administrator sets. This is for limits, shares, budgets and rates. Permissions
 never follow it: the real uid decides who may see or steer a lease.
 """
 

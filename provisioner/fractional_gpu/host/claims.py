@@ -1,7 +1,6 @@
 """A host-wide claim of a device, which ends with its holder: a listening UNIX socket in the abstract namespace.
 
-The kernel allows one per name and removes it when the holder ends in any way; no cleaner can remove it before. A refused claimant reads
-the
+The kernel allows one per name and removes it when the holder ends in any way; no cleaner can remove it before. A refused claimant reads the
 credentials of the process that claimed: claim in the process that stays. The namespace belongs to the network namespace: give a device to
 only one of the containers that have separate networks. A claim prevents mistakes, not attacks; the refusal names the holder's user.
 """

@@ -1,9 +1,8 @@
 """Where hierarchies of control groups are mounted, with the host's paths, also for a process in a separate control group namespace.
 
-In a container such a process sees the groups above its own as `/..`, once for each level: another pod's group is `/../../podUID/...`.
-What is
-in between has no name. So its own group is looked for once in the whole hierarchy (a mounted host path), by the inode of its folder; with
-that every path is one of the host again.
+In a container such a process sees the groups above its own as `/..`, once for each level: another pod's group is `/../../podUID/...`. What
+is in between has no name. So its own group is looked for once in the whole hierarchy (a mounted host path), by the inode of its folder;
+with that every path is one of the host again.
 """
 
 from functools import cache

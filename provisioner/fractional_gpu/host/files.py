@@ -1,8 +1,7 @@
 """Replacing a small file in one step, the folder for temporary files, mounts, and the points where tests make writes fail.
 
 Standard library only. New content is written to another file, synced (fsync), and renamed over the old one; then the folder is synced.
-After
-a kill, a full disk or a power failure the file has the old content or the new one, never a mixture.
+After a kill, a full disk or a power failure the file has the old content or the new one, never a mixture.
 """
 
 import errno
@@ -112,9 +111,8 @@ def replace_file(
 ) -> int:
     """Write a private file (0600), which replaces the one at `path`, if any; a link there is replaced, not followed.
 
-    `prepare` gets the descriptor of the new file before it takes the name: to lock it, or to change its owner. Returns the open
-    descriptor if
-    `keep` is set, else -1. Raises OSError, and then the old file is as it was.
+    `prepare` gets the descriptor of the new file before it takes the name: to lock it, or to change its owner. Returns the open descriptor
+    if `keep` is set, else -1. Raises OSError, and then the old file is as it was.
     """
     fresh = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
     descriptor = os.open(fresh, _FLAGS, 0o600)

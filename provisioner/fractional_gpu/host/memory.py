@@ -2,11 +2,9 @@
 
 - Saved device memory is in the process's own memory: it counts against every control group above that process. Processes that take memory
   together share the room of each limit: their needs are added up, limit by limit.
-- The headroom is the least of the system's available memory and the room below each limit, less a margin: a process that fills its limit
-  to
+- The headroom is the least of the system's available memory and the room below each limit, less a margin: a process that fills its limit to
   the last byte is killed by its next allocation. Inactive file cache does not count as used, and swap not as room.
-- Control groups of version 1 and 2 are read, also side by side. If the group's path is not visible, the limit of the mounted part counts.
-  A
+- Control groups of version 1 and 2 are read, also side by side. If the group's path is not visible, the limit of the mounted part counts. A
   limit that cannot be read is an error, never "no limit".
 """
 

@@ -1,10 +1,8 @@
 """Processes in other namespaces: which pid a process means, and work in another network namespace.
 
 A socket's peer is reported by the pid that it has here (SO_PEERCRED), but a pid in a message counts in the peer's own pid namespace
-(`NSpid`
-in /proc/PID/status has both). Open a namespace before you identify its process: the pid may be reused, the descriptor cannot. Never
-resolve
-a path below another process's root (/proc/PID/root): a link there that begins with `/` leads into the caller's own files.
+(`NSpid` in /proc/PID/status has both). Open a namespace before you identify its process: the pid may be reused, the descriptor cannot.
+Never resolve a path below another process's root (/proc/PID/root): a link there that begins with `/` leads into the caller's own files.
 """
 
 import ctypes

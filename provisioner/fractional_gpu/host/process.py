@@ -1,11 +1,9 @@
 """Processes: their identity, the tree that belongs to a kernel, and ipykernel's command line.
 
-- An identity is (boot id, pid, start time). Before an operation on a pid, open its pidfd and check the identity again: from then on the
-  pid
+- An identity is (boot id, pid, start time). Before an operation on a pid, open its pidfd and check the identity again: from then on the pid
   cannot be reused. Only thread-group leaders have one: /proc also has a folder for each thread id.
 - A zombie is dead, unless it exited before its threads, which keep its memory. Nothing is guessed: PermissionError is passed on.
-- A process chooses the size of its environment, command line and mappings, up to gigabytes (PR_SET_MM). Read them with `pieces` only,
-  which
+- A process chooses the size of its environment, command line and mappings, up to gigabytes (PR_SET_MM). Read them with `pieces` only, which
   stops after 8 MiB, and never on an event loop.
 """
 
@@ -352,11 +350,9 @@ class Snapshot:
     ) -> list[ProcessIdentity]:
         """Return the tree of `root` (None: of `marker` and `also` alone), oldest first.
 
-        Of a root that has exited, whose pid may be another process's now, marked processes and members of its session count if they
-        belong
+        Of a root that has exited, whose pid may be another process's now, marked processes and members of its session count if they belong
         to `uid` (None: the living root's user). `apart` are the roots of other trees, left out with what is only below them. `also` were
-        seen in
-        this tree before, and belong to it in any case.
+        seen in this tree before, and belong to it in any case.
         """
         if root is not None and root.boot_id != self._boot:
             return []

@@ -1,10 +1,8 @@
 """The Slurm job or the Kubernetes pod that a process belongs to, by its control group, and that group's memory limit and life.
 
-Only root and the engine's daemons move processes into these groups, and a process cannot leave its own: the group is the proof. Paths
-count
+Only root and the engine's daemons move processes into these groups, and a process cannot leave its own: the group is the proof. Paths count
 from the hierarchy's root: a deeper name, in a group delegated to a user, proves nothing. Known are Slurm's groups of version 1
-(`/slurm/uid_1000/job_12/step_0`, or `/slurm_NODE/...`) and 2 (`/system.slice/slurmstepd.scope/job_12/...`), and the groups of Kubernetes
-by
+(`/slurm/uid_1000/job_12/step_0`, or `/slurm_NODE/...`) and 2 (`/system.slice/slurmstepd.scope/job_12/...`), and the groups of Kubernetes by
 systemd's and by cgroupfs' driver, also within kind. A reader in a separate cgroup namespace sees the groups above its own as `/..`.
 """
 

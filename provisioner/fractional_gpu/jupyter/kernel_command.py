@@ -2,8 +2,7 @@
 
 `-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`. The interpreter itself is asked whether it can import the
 extension: a kernel that is believed to have a gate and has none would start on the GPU without admission. A module of one of our names is
-ours only if its source has `MARK`. If another module has the name (on `PYTHONPATH`, or in the notebook's folder), or msgspec is missing
-or
+ours only if its source has `MARK`. If another module has the name (on `PYTHONPATH`, or in the notebook's folder), or msgspec is missing or
 too old, the kernel starts without the extension and says so.
 """
 

@@ -110,8 +110,7 @@ class KernelPorts:
         """Choose and hold the manager's ports before a launch; returns False if jupyter_client chooses.
 
         That is so for another transport, with `cache_ports` off, and on a system where no kernel could listen on a held port. Raises
-        OSError if no
-        port is free.
+        OSError if no port is free.
         """
         if manager.transport != "tcp" or not manager.cache_ports or not is_local_ip(manager.ip):
             return False

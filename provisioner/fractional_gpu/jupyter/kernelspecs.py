@@ -1,7 +1,6 @@
 """Kernelspecs for fractions: one launcher entry for each pool and fraction, such as "Python 3 · 1/4 GPU".
 
-Each is copied from a base kernelspec with its metadata (`supported_encryption` and others), without which some servers refuse it. The
-mark
+Each is copied from a base kernelspec with its metadata (`supported_encryption` and others), without which some servers refuse it. The mark
 in the metadata decides which folders are ours, never the name alone. A folder appears whole or not at all, and replaces only ours for the
 same base, pool and fraction. With `launcher` the command takes the lease, for programs that ignore provisioners; it names the local
 provisioner, so that Jupyter servers do not take a second lease.

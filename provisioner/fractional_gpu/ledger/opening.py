@@ -1,9 +1,8 @@
 """Opens the ledger's file and checks it first.
 
 An existing file is either a sound ledger or an error; it is never replaced, repaired or emptied. A new ledger is built under another name
-and
-renamed when it is complete. A write-ahead log without its database is an error: the database was removed. `<file>.whole` at the start was
-written by a broker whose files were deleted: it takes the name. One broker at a time holds a lock on `<file>.lock`. The file contains
+and renamed when it is complete. A write-ahead log without its database is an error: the database was removed. `<file>.whole` at the start
+was written by a broker whose files were deleted: it takes the name. One broker at a time holds a lock on `<file>.lock`. The file contains
 Jupyter's signing keys: it is private (0600), in a folder that no other user may write to.
 """
 

@@ -1,7 +1,6 @@
 """A report as rows for chargeback systems: CSV by the FinOps Open Cost and Usage Specification (FOCUS), version 1.2.
 
-One row for each hour or day, user, group, pool, currency, and other requested columns. All 21 mandatory columns of FOCUS 1.2 are there,
-and
+One row for each hour or day, user, group, pool, currency, and other requested columns. All 21 mandatory columns of FOCUS 1.2 are there, and
 some others (docs/costs.md); `x_` columns are our own. No number passes through a float: the sum of `BilledCost` is exactly the total.
 """
 

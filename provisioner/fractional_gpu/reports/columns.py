@@ -1,7 +1,6 @@
 """The columns of a report's tables, for terminals and pages alike: names, texts of figures, rows and totals.
 
-Shown parts add up to the shown total: amounts are exact, other figures are rounded as running sums, so that a part may be off by one in
-the
+Shown parts add up to the shown total: amounts are exact, other figures are rounded as running sums, so that a part may be off by one in the
 last digit.
 """
 

@@ -66,8 +66,7 @@ def page(
     """Return the page. The report is by day, user, group and pool, and by what is asked.
 
     `made_by`: the command and its version. `whole`: the report is of whole devices, so the rest of them is free. `zone`: of its times
-    (None: the
-    machine's).
+    (None: the machine's).
     """
     title = "GPU use and cost" + (" (simulated)" if report.simulated else "")
     return render(

@@ -1,7 +1,6 @@
 """The time of a report: `this-month`, `7d`, `2026-11-24` and the like, as seconds since 1970.
 
-A word or a date names a whole period: as a beginning its first moment, as an end its last one. So `yesterday` to `yesterday` is
-yesterday.
+A word or a date names a whole period: as a beginning its first moment, as an end its last one. So `yesterday` to `yesterday` is yesterday.
 Figures are kept by the hour, so a beginning moves to the beginning of its hour.
 """
 

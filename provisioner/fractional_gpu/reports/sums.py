@@ -1,7 +1,6 @@
 """Sums of what leases used, by what is asked: the same function for the broker's ledger and for files of rows.
 
-A hub's user and a user of the machine with the same name are two: entries have an `account`, though no question names it. A sum of a
-finer
+A hub's user and a user of the machine with the same name are two: entries have an `account`, though no question names it. A sum of a finer
 report's entries (`rolled_up`) equals the coarser report exactly: all figures are integers.
 """
 

@@ -43,8 +43,7 @@ def run_baseline(
     """Run one of `BASELINES` on a machine; `way` is for those with the arbiter, `record` is a file.
 
     `progress` gets how many sessions ended, and all; `placing` how many have their host, if they are placed beforehand. A run that cannot
-    reach
-    the goal any more is given up. Raises SimulationError for a name or a session that cannot be served.
+    reach the goal any more is given up. Raises SimulationError for a name or a session that cannot be served.
     """
     if name not in BASELINES:
         raise SimulationError(f"there is no baseline {name!r}; allowed: {', '.join(BASELINES)}")

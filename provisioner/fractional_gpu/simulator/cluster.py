@@ -1,8 +1,7 @@
 """Many hosts behind an engine (Slurm, Kubernetes) that knows only counts: which node a job gets, and how long jobs queue.
 
 docs/cluster-simulation.md describes what the engine counts (`EngineDoor`): how many more thousandths a node's broker would grant, by the
-forecast that places a hub's seats (`core.seat_packing`). A running job is a seat on the device that the forecast chooses; its user's
-habits
+forecast that places a hub's seats (`core.seat_packing`). A running job is a seat on the device that the forecast chooses; its user's habits
 are learnt from the cells that have ended on this node.
 """
 
@@ -149,9 +148,8 @@ def later(session: Session, by_ms: int) -> Session:
 class Queue:
     """The engine's books and its queue, moment by moment, once it is run.
 
-    `hosts` has the host of each session of the trace (-1: no count is ever enough), and `waited_ms` how long it waited. `progress` gets
-    how many
-    sessions have ended, and all. Raises SimulationError for a session that no host can serve.
+    `hosts` has the host of each session of the trace (-1: no count is ever enough), and `waited_ms` how long it waited. `progress` gets how
+    many sessions have ended, and all. Raises SimulationError for a session that no host can serve.
     """
 
     def __init__(
@@ -253,11 +251,9 @@ def run_engine(
 ) -> Result:
     """Run the trace behind the engine; `doors` of the result are the waits in its queue.
 
-    `terms`: of the pool, for the counts. `processes`: how many hosts run at a time. `record` is a file, or with counts one per host next
-    to
+    `terms`: of the pool, for the counts. `processes`: how many hosts run at a time. `record` is a file, or with counts one per host next to
     it. `progress` gets the number of ended sessions and of all; `placing` the number that the engine has seen end. Raises SimulationError
-    for a
-    session that no host can serve, or for which no count is ever enough.
+    for a session that no host can serve, or for which no count is ever enough.
     """
     if door in _BASELINES:
         result = run_baseline(_BASELINES[door], hosts, trace, record=record, progress=progress)

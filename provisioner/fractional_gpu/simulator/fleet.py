@@ -1,7 +1,6 @@
 """Many hosts: sessions get their hosts at the door, on one clock, or all beforehand, and then each host runs separately.
 
-A rule (`PlaceRule`, docs/simulator.md) knows what a hub or an engine could know at login, and nothing of what the hosts' arbiters do.
-Hosts
+A rule (`PlaceRule`, docs/simulator.md) knows what a hub or an engine could know at login, and nothing of what the hosts' arbiters do. Hosts
 share nothing, so separate runs, also in parallel, give the figures of one run over all hosts.
 """
 
@@ -80,10 +79,8 @@ def run(
     """Run the trace and return its figures under that name. `record` is a file; hosts that run separately have one each next to it.
 
     `progress` gets the number of ended sessions and of all; `placing` the number placed, if they are placed beforehand. A run that cannot
-    reach
-    the goal any more is given up. `meter` and `revocation` need all hosts on one clock. Raises SimulationError for a session that no host
-    can
-    serve.
+    reach the goal any more is given up. `meter` and `revocation` need all hosts on one clock. Raises SimulationError for a session that no
+    host can serve.
     """
     if isinstance(way.rule, PlaceRule):
         if meter is not None or revocation is not None:
@@ -231,10 +228,8 @@ def simulate_apart(
     """Run each host separately; `chosen` is the host of each session of the trace.
 
     More than one process: hosts run in children. `record` is a file: each host's is next to it (`record_of`). `progress` gets, after each
-    host,
-    the number of sessions so far and of all. A run that cannot reach the goal any more is given up. Raises SimulationError for a session
-    that
-    its host cannot serve, and for a process that ends early.
+    host, the number of sessions so far and of all. A run that cannot reach the goal any more is given up. Raises SimulationError for a
+    session that its host cannot serve, and for a process that ends early.
     """
     shares: list[list[Session]] = [[] for _ in hosts]
     for session, host in zip(trace, chosen, strict=True):
@@ -279,9 +274,8 @@ _Job = tuple[str, Host, Sequence[Session], Path | None]
 def _runs(jobs: Sequence[_Job], processes: int) -> Generator[Result, None, None]:
     """Yield the result of each host in order, whichever process is quicker. Closing the generator ends the processes.
 
-    Each process has a pipe to itself. The standard pool has one for all jobs, and Python before 3.11.5 waits for ever to write a large
-    job to it
-    when the processes are gone.
+    Each process has a pipe to itself. The standard pool has one for all jobs, and Python before 3.11.5 waits for ever to write a large job
+    to it when the processes are gone.
     """
     if processes <= 1:
         yield from map(_alone, jobs)

@@ -103,8 +103,7 @@ class Door:
         """Return how a host ranks for a lease; the lowest is chosen.
 
         If no host has enough room, kernels take turns, and like goes to like: one of 8 GPUs takes turns with another of that size at the
-        cost of one
-        neighbour, and with kernels of one GPU at the cost of a whole host of them.
+        cost of one neighbour, and with kernels of one GPU at the cost of a whole host of them.
         """
         room_mib = self._room_mib[host][lease.pool]
         if self._rule is DoorRule.MOST_FREE:

@@ -1,8 +1,7 @@
 """Synthetic load: a group of notebook users, by the statistics of a published trace or by other habits (docs/simulator.md).
 
-Each quantity of a session has its own random numbers, so changing one switch leaves the other draws unchanged. A seed gives the same
-trace on
-every machine.
+Each quantity of a session has its own random numbers, so changing one switch leaves the other draws unchanged. A seed gives the same trace
+on every machine.
 """
 
 import random
@@ -69,8 +68,7 @@ _MOST_FALSE = 50  # in one gap
 class Signs:
     """How early signs come, and how many of 100 are false. 0 ms: there are none.
 
-    A sign comes `foresight_ms` before each cell that uses a GPU, or at once if the person is quicker. False ones come at any time of a
-    gap.
+    A sign comes `foresight_ms` before each cell that uses a GPU, or at once if the person is quicker. False ones come at any time of a gap.
     """
 
     foresight_ms: int = 0
@@ -97,8 +95,7 @@ class Group:
 def in_groups(trace: Sequence[Session], groups: Sequence[Group]) -> list[Session]:
     """Return the sessions with their users' groups and pools.
 
-    The users, ordered by name, are divided by the groups' weights. Classes have consecutive numbers, so they stay together if groups
-    allow.
+    The users, ordered by name, are divided by the groups' weights. Classes have consecutive numbers, so they stay together if groups allow.
     """
     users = sorted({session.user for session in trace})
     whole = sum(group.weight for group in groups)

@@ -1,10 +1,8 @@
 """The meter in virtual time: what a run's leases use and their devices draw; only a simulator knows the truth.
 
 The meter is the broker's (`core.metering.meter`), one for each host; it reads the arbiter's views and changes no decision. A device draws
-its
-idle power plus the cells' use of the difference to peak power. With noise of n percent, each power and each measured use is off by a
-factor,
-normal around 1 with that deviation, at least `_LEAST`, by the seed. The power of swaps is left out.
+its idle power plus the cells' use of the difference to peak power. With noise of n percent, each power and each measured use is off by a
+factor, normal around 1 with that deviation, at least `_LEAST`, by the seed. The power of swaps is left out.
 """
 
 import json

@@ -31,9 +31,8 @@ _MOST_DECADES_WITH_2_AND_5 = 5
 class About:
     """What made the runs: the users and GPUs of the first of them, and the command's input.
 
-    `whole_gpus` are the most GPUs that open sessions would have reserved at the same time. `policy` is the text of the configuration
-    file. With
-    `hours_of_day`, the trace begins at midnight.
+    `whole_gpus` are the most GPUs that open sessions would have reserved at the same time. `policy` is the text of the configuration file.
+    With `hours_of_day`, the trace begins at midnight.
     """
 
     users: int

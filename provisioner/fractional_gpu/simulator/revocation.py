@@ -1,10 +1,8 @@
 """Devices, or whole hosts, leave a simulated run after lifetimes of transient servers, with a notice, and are replaced.
 
 Draws depend only on the seed, the host and the device. A kernel that is not saved at the deadline loses its process: its running cell
-fails,
-and the user continues with the next one. The run follows the arbiter's order; what other orders would have saved is computed at each
-notice
-(`saved_in`) and knows less: a save still running at the deadline is lost. docs/revocation.md has the source of the lifetimes and
+fails, and the user continues with the next one. The run follows the arbiter's order; what other orders would have saved is computed at each
+notice (`saved_in`) and knows less: a save still running at the deadline is lost. docs/revocation.md has the source of the lifetimes and
 assumptions.
 """
 

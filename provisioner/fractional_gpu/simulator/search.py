@@ -17,11 +17,9 @@ def fewest(
 ) -> Result:
     """Return the run with the fewest devices (or whatever else is counted), from `least` to `most`, that keeps the goal.
 
-    The search begins at `start` and goes up or down, by an eighth at first and by twice as much each time, until one number keeps the
-    goal and a
-    smaller one misses it; then it halves the interval. More devices do not always make waits shorter (docs/simulator.md), so a smaller
-    number
-    further below may keep it as well. Raises SimulationError if `most` are too few.
+    The search begins at `start` and goes up or down, by an eighth at first and by twice as much each time, until one number keeps the goal
+    and a smaller one misses it; then it halves the interval. More devices do not always make waits shorter (docs/simulator.md), so a
+    smaller number further below may keep it as well. Raises SimulationError if `most` are too few.
     """
     good: Result | None = None
     enough, too_few, count = most, least - 1, max(least, min(most, start))
@@ -50,8 +48,7 @@ def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = Fal
     """Return the devices whose fractions the cells take at most at the same time: about what short waits need.
 
     Each cell takes its session's fraction, or its GPUs if it uses several or with `whole`, until `stays_ms` after its end. Raises
-    SimulationError
-    for a session that the host cannot serve.
+    SimulationError for a session that the host cannot serve.
     """
     most = _most_at_once(
         (cell.start_ms, cell.start_ms + cell.duration_ms + stays_ms, milli if cell.gpus <= 1 else 1000 * cell.gpus)

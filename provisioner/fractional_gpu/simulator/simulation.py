@@ -36,8 +36,7 @@ def simulate(
 ) -> Result:
     """Run the trace on one host, or on several that `door` chooses from (default: `DoorRule.FIT`).
 
-    `watch` gets every event and its effects; `progress` the number of ended sessions and of all; `judged` every forecast with its
-    outcome.
+    `watch` gets every event and its effects; `progress` the number of ended sessions and of all; `judged` every forecast with its outcome.
     `meter` changes no decision. `revocation` takes devices or hosts away. The run stops as soon as it cannot reach the `goal`. Raises
     SimulationError for a session that no host can serve.
     """

@@ -1,11 +1,9 @@
 """The API's work on leases, apart from HTTP: creating, attaching, ending, and the gate's line.
 
-It verifies clients' claims: a pid must have the peer's uid, the stated start time and the lease's id in its environment; a connection
-must be
-loopback. A lease's token opens its own routes, a seat's token the seat's leases and revoked ones of its user. Without a token, a uid
-controls
-its own leases, except of a hub's seats, since containers share uids. Root, the broker's uid and the configured group control all. A lease
-that the peer may not see is "not found": whether it exists is not disclosed.
+It verifies clients' claims: a pid must have the peer's uid, the stated start time and the lease's id in its environment; a connection must
+be loopback. A lease's token opens its own routes, a seat's token the seat's leases and revoked ones of its user. Without a token, a uid
+controls its own leases, except of a hub's seats, since containers share uids. Root, the broker's uid and the configured group control all.
+A lease that the peer may not see is "not found": whether it exists is not disclosed.
 """
 
 import asyncio
@@ -109,9 +107,8 @@ class LeaseService:
         """Return the lease's kernel if the peer may control it. Routes that are `own` need the lease's token.
 
         A process without a token, because the file is gone, is recognized by its place in the kernel's process tree. To its own kernel a
-        lease that
-        is being evicted, or lives only for processes left behind, is over. Raises NotFoundError, UnauthorizedError, ForbiddenError, and
-        ConflictError for a kernel whose record was lost.
+        lease that is being evicted, or lives only for processes left behind, is over. Raises NotFoundError, UnauthorizedError,
+        ForbiddenError, and ConflictError for a kernel whose record was lost.
         """
         if own and lease_id in self.broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
             raise ConflictError(
@@ -277,8 +274,7 @@ class LeaseService:
         """End the kernel's processes and its lease: the only action that loses a kernel's state on purpose.
 
         Raises BadRequestError without `confirm`, and ConflictError if a process does not end, which keeps the lease. Jupyter may start a
-        new kernel
-        before the last process has ended: it gets another lease. Cancelled: signalled processes end, and the lease stays.
+        new kernel before the last process has ended: it gets another lease. Cancelled: signalled processes end, and the lease stays.
         """
         if not request.confirm:
             raise BadRequestError(

@@ -1,12 +1,10 @@
 """The HTTP server below the routes: what a connection may send, and when it is read.
 
 A request is judged by its head: a refused one (too large, unknown length, account long overdrawn) gets a reply at once, and its body is
-never
-read. The request's account (`cost.Account`) waits for its turn and pays before the body is read; once even its reserve is spent, nothing
-is
-read from its connections. A user has few connections, and more for each lease with a process; one beyond waits a moment, gets one reply
-and is
-closed. An administrator still gets a descriptor when users have used up theirs. Whatever makes no progress within its time is closed.
+never read. The request's account (`cost.Account`) waits for its turn and pays before the body is read; once even its reserve is spent,
+nothing is read from its connections. A user has few connections, and more for each lease with a process; one beyond waits a moment, gets
+one reply and is closed. An administrator still gets a descriptor when users have used up theirs. Whatever makes no progress within its time
+is closed.
 """
 
 import asyncio

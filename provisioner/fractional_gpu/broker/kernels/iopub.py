@@ -1,14 +1,11 @@
 """Is the kernel busy? The broker's subscription to a kernel's IOPub.
 
 - IOPub reports busy and idle for every message; the types in `USES` count as use. Subshells overlap, so the watch keeps a *set* of busy
-  parent
-  message ids, never a flag.
+  parent message ids, never a flag.
 - Doubt counts as busy: IOPub can lose messages, and a late subscriber gets no current state. Doubt ends when the kernel has answered a
   `kernel_info` request on its shell channel *and* the request's idle status came over IOPub. A kernel that stays busy without a message
-gets
-  the same request on each busy shell, ever more rarely, as probes take the user's time; an answer clears the shell's earlier messages.
-- While the user's account is overdrawn no message is read, and the watch is in doubt. It subscribes only to the topic of the kernel's
-  first
+  gets the same request on each busy shell, ever more rarely, as probes take the user's time; an answer clears the shell's earlier messages.
+- While the user's account is overdrawn no message is read, and the watch is in doubt. It subscribes only to the topic of the kernel's first
   status, so output stays in the kernel; a frame over `_LONGEST_FRAME` breaks the connection.
 """
 
@@ -212,8 +209,7 @@ class IOPubWatch:
         """Follow the IOPub connection, and connect again after a growing pause when it broke; the watch is in doubt then.
 
         ZeroMQ retries a refused connection ever more rarely, one that is accepted and closed ten times a second, and one that too long a
-        frame broke
-        not at all: so disconnect and connect here.
+        frame broke not at all: so disconnect and connect here.
         """
         pause_s = _REJOIN_S
         joined_s: float | None = None

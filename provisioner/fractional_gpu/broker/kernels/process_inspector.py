@@ -1,8 +1,7 @@
 """The current truth about kernels, from the operating system, the driver and the devices.
 
-A `HostSnapshot` is one pass over /proc and one reading of each device concerned. Several questions share one; certainty needs a new one.
-A CUDA process that no device counts holds at most the memory that devices charge to no process, if they are known to count the pids
-visible
+A `HostSnapshot` is one pass over /proc and one reading of each device concerned. Several questions share one; certainty needs a new one. A
+CUDA process that no device counts holds at most the memory that devices charge to no process, if they are known to count the pids visible
 here; else its size is unknown. A process that forked from a CUDA process without executing a program inherited a context that it cannot
 use: the driver's answers about it say nothing. The driver has no time limit for a stopped process, so it is not asked.
 """

@@ -116,8 +116,7 @@ class Sampler:
         """Report changes to the arbiter. Drop a reading that a state change overtook, at most twice in a row.
 
         Otherwise a user who changes a lease without end would blind the broker. The third reading counts, except for leases that changed
-        during it.
-        Memory that they freed counts as a stranger's until the next sample, so no lease is let in too early.
+        during it. Memory that they freed counts as a stranger's until the next sample, so no lease is let in too early.
         """
         self._report_host_budget()
         for left in reversed(range(_ATTEMPTS)):

@@ -1,12 +1,9 @@
 """How much of its devices each lease uses while it runs a cell, from the devices' counts.
 
 A figure is the mean since the last sample, for a lease that ran one cell all the time; the period starts late enough after the cell's
-beginning
-to leave out the time before (`settle_us`). None for cells that wait for input, work outside cells, unreadable messages, and processes
-that the
-device does not list. It is the sum over the lease's processes, the mean over its devices. If a device reports nothing by process (or
-computes
-through the MPS server), its total counts if the lease is the only one that computes there.
+beginning to leave out the time before (`settle_us`). None for cells that wait for input, work outside cells, unreadable messages, and
+processes that the device does not list. It is the sum over the lease's processes, the mean over its devices. If a device reports nothing by
+process (or computes through the MPS server), its total counts if the lease is the only one that computes there.
 """
 
 import logging

@@ -1,11 +1,9 @@
 """Ends a broker whose event loop is blocked, with the stacks of all its threads in the log.
 
-A thread hands the loop a callback and waits until it has run. The end is like a SIGKILL: the next client or the supervisor starts a
-broker.
+A thread hands the loop a callback and waits until it has run. The end is like a SIGKILL: the next client or the supervisor starts a broker.
 Only time in which this thread ran counts: a stopped broker (SIGSTOP, a frozen control group, sleep) was not blocked, nor is one under a
 debugger. If the loop continues while its stacks are written, the broker stays. Native code that keeps the interpreter's lock stops this
-thread
-as well, so it is not noticed.
+thread as well, so it is not noticed.
 """
 
 import asyncio

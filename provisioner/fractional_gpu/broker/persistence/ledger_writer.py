@@ -80,8 +80,7 @@ class LedgerWriter:
         """Write soon, after everything submitted before. The future is done when the write is on the disk. Failures are logged.
 
         With `again`, a write that fails (the disk is full) is repeated before all later writes, until it succeeds or fails though others
-        can be
-        written. Its future has failed by then.
+        can be written. Its future has failed by then.
         """
         done = self._enqueue(act, again=again)
         done.add_done_callback(_log_failure)

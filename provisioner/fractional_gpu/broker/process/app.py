@@ -222,8 +222,7 @@ def _take_turn(
 
     None: serve, but another user's process holds the claim. Another string: why no broker serves. A process with the lock or the claim is
     starting, serves, or is stopping; then it is this process's turn. A broker with the claim but without the lock has lost its files: it
-    executes
-    itself again with the claim that it `kept` and needs the lock, so give it up.
+    executes itself again with the claim that it `kept` and needs the lock, so give it up.
     """
     deadline = time.monotonic() + patience_s
     while True:

@@ -1,10 +1,8 @@
 """Repair of a running broker: if one of its files is gone, it writes its ledger out and executes itself again.
 
 Cleaners empty runtime folders, and users delete what looks like leftovers. Once a second the broker checks that its files' names still
-refer
-to the files that it made. If not, it finishes the swap under way, writes the deleted ledger, which is still open, to another file
-(`Ledger.write_out`) and executes itself; it keeps its claim of the socket's name, so no second broker starts. While a folder is not
-private
+refer to the files that it made. If not, it finishes the swap under way, writes the deleted ledger, which is still open, to another file
+(`Ledger.write_out`) and executes itself; it keeps its claim of the socket's name, so no second broker starts. While a folder is not private
 to this user it does nothing. If the socket's whole folder is gone, a broker without leases and seats ends, unless `idle_exit` is "never".
 """
 

@@ -1,12 +1,9 @@
 """The last resort: brings suspended kernels back without a broker, with its lock, claims and turn of the checkpoint worker.
 
-The driver's answer is the truth, as in a recovery; half-done work is undone first. A restore without room kills its process: the saved
-size
+The driver's answer is the truth, as in a recovery; half-done work is undone first. A restore without room kills its process: the saved size
 (from the ledger or the second record) must be free; without one, the device must be empty, and all devices if the device is unknown.
-Kernels
-that cannot be brought back stay saved. A kernel without a record gets one, so that the next broker takes it back: with the smallest
-fraction
-that holds its use, or a whole device if the size is unknown.
+Kernels that cannot be brought back stay saved. A kernel without a record gets one, so that the next broker takes it back: with the smallest
+fraction that holds its use, or a whole device if the size is unknown.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """Living kernels whose leases the ledger does not know: it can be deleted, moved or replaced by an older copy.
 
-Each kernel has its lease's id and its broker's socket in its environment, and a second record may be in a file (`lease_files`). The
-ledger
+Each kernel has its lease's id and its broker's socket in its environment, and a second record may be in a file (`lease_files`). The ledger
 wins. A record counts if its process lives, belongs to the named user, and carries the lease; without one the kernel is only listed, and
 `jupyter gpu rescue` writes its record. A process writes its environment, command line and connection file itself, so they decide nothing
 about sizes, priorities or other users.

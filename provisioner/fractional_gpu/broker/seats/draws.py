@@ -180,8 +180,7 @@ _DAY_MS = 86_400_000
 class UsageRecorder:
     """Samples each user's use of each pool, sums it by day, and passes it to the forecasts.
 
-    A user is live in a pool with a kernel there, and busy while one is busy on a device; the memory is what the busy kernels use
-    together.
+    A user is live in a pool with a kernel there, and busy while one is busy on a device; the memory is what the busy kernels use together.
     """
 
     def __init__(

@@ -292,9 +292,8 @@ class Seats:
     def _serve(self, pool_name: str) -> PoolFull | None:
         """Reserve seats for the requests in line that fit; return why the first remaining one does not fit.
 
-        A served request leaves the line before the first await, so that no other waits for its ledger write. The first request also
-        leaves if a limit
-        refuses it; a later one stays, since it may be below its limit when its turn comes.
+        A served request leaves the line before the first await, so that no other waits for its ledger write. The first request also leaves
+        if a limit refuses it; a later one stays, since it may be below its limit when its turn comes.
         """
         pool, hub = self._pool(pool_name)
         line = self._waiting.get(pool_name, [])

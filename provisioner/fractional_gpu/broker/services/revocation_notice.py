@@ -1,11 +1,9 @@
 """Follows a notice that this host goes away (`c.GPUBroker.revocation_notice`): a file, or a cloud's metadata URL.
 
-On a notice all devices are drained by its deadline, and users are told to save to disk: the host's memory goes as well. When it
-disappears, the
-devices that were drained for it are given back, also by a later broker. An unreadable source says nothing either way. A file's existence
-is
-the notice. A URL: 404 means no notice (AWS), 200 a notice, unless the text is `FALSE` (Google) or JSON with an empty list of `Events`
-(Azure). The deadline is `time` (AWS), the earliest `NotBefore` (Azure), or else `c.GPUBroker.revocation_deadline` later.
+On a notice all devices are drained by its deadline, and users are told to save to disk: the host's memory goes as well. When it disappears,
+the devices that were drained for it are given back, also by a later broker. An unreadable source says nothing either way. A file's
+existence is the notice. A URL: 404 means no notice (AWS), 200 a notice, unless the text is `FALSE` (Google) or JSON with an empty list of
+`Events` (Azure). The deadline is `time` (AWS), the earliest `NotBefore` (Azure), or else `c.GPUBroker.revocation_deadline` later.
 """
 
 import asyncio

@@ -1,11 +1,9 @@
 """Processes and device memory that are left when a kernel has ended, and what killed the kernel.
 
-- A lease's room is free when no process of the kernel's tree has device memory, on a device or saved on the host, and the devices no
-  longer
+- A lease's room is free when no process of the kernel's tree has device memory, on a device or saved on the host, and the devices no longer
   count it: the driver frees memory only after a process has ended. Unknown is not free.
-- While processes with device memory are left, the lease continues: it keeps its memory and its turns, counts for its owner, and is
-  resumed if
-  it was suspended. A new kernel of the lease takes it over. Processes that end with their kernel get `_MOMENT_S` for it.
+- While processes with device memory are left, the lease continues: it keeps its memory and its turns, counts for its owner, and is resumed
+  if it was suspended. A new kernel of the lease takes it over. Processes that end with their kernel get `_MOMENT_S` for it.
 - Memory that a device still counts after `FREED_S`, and charges to no process, counts as a stranger's.
 - `after_kernel: "end"` ends what is left, but only processes whose identity and user match and that were seen in the tree.
 """

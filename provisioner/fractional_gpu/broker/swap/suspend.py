@@ -190,8 +190,7 @@ class Suspension:
         """Have our extension keep cells out from now on. Raises StepError if a cell runs.
 
         A gate that does not answer in time is no veto: once the devices' counters were quiet for a while, the kernel is treated as one
-        without our
-        extension. Python that does not run (an extension module holds the GIL) looks idle by its messages.
+        without our extension. Python that does not run (an extension module holds the GIL) looks idle by its messages.
         """
         await kernel.until_linked(self._times.gate_s)  # right after a broker's start it may not have come back yet
         link = kernel.link
@@ -218,9 +217,8 @@ class Suspension:
     async def _shut_gate(self, kernel: Kernel, effect: Suspend) -> Gate:
         """Have the next cell ask before it runs, if the kernel has an extension. A busy kernel is no reason to stop.
 
-        An extension that does not answer (the cell may hold the interpreter) obeys later; until then a running cell blocks in CUDA.
-        Raises StepError
-        if the kernel should be between two cells, but runs one in another of its shells.
+        An extension that does not answer (the cell may hold the interpreter) obeys later; until then a running cell blocks in CUDA. Raises
+        StepError if the kernel should be between two cells, but runs one in another of its shells.
         """
         _check_alive(kernel)
         # As in `_close_gate`: a cell that enters the open gate would block without a line.

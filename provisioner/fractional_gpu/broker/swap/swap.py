@@ -137,8 +137,7 @@ class Swaps:
         """Return a sentence about the first device without room for what is saved of these processes, or "". Raises GPUError.
 
         How saved memory divides between devices is unknown: each must have room for all of it, or be as free as what is reserved there. A
-        device that
-        no other process uses needs no margin: it will never have more room.
+        device that no other process uses needs no margin: it will never have more room.
         """
         need_mib = saved_mib if len(device_ids) == 1 else min(saved_mib, reserve_mib)
         for device_id in device_ids:

@@ -1,7 +1,6 @@
 """`jupyter gpu measure`: which share of a GPU a program needs, measured next to others, with confidence intervals.
 
-A trial run finds out whether the program reports units of work or is itself one. Then follow rounds of steps (`study`), each a few
-seconds
+A trial run finds out whether the program reports units of work or is itself one. Then follow rounds of steps (`study`), each a few seconds
 with fresh processes under leases (`tenants`), until every interval is narrow enough or the time is over.
 """
 

@@ -1,8 +1,7 @@
 """Tenants: programs that share one device, each under a lease; and steps, in which they work at the same time for a while.
 
 A program waits in its stub until all tenants have places on the same device; the broker chooses devices, so stubs with places elsewhere
-give them back. Unless waiting is allowed, places come only from spare room, for which only the user's own idle kernels are suspended,
-each
+give them back. Unless waiting is allowed, places come only from spare room, for which only the user's own idle kernels are suspended, each
 once: no waiting lease is overtaken.
 """
 

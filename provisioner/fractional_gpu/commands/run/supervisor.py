@@ -44,8 +44,7 @@ class Ports:
     """Counts connections to ports (TCP over IPv4 and IPv6) of one process's network namespace.
 
     In the runner's own namespace `sock_diag` returns only these, in a quarter of a millisecond for a port. Elsewhere the whole table is
-    read,
-    which takes some milliseconds.
+    read, which takes some milliseconds.
     """
 
     def __init__(self, pid: int, ports: Collection[int]) -> None:

@@ -25,9 +25,8 @@ _NOT_DRAWABLE: Final = ("dumb", "unknown")  # values of TERM
 class Progress(AbstractContextManager["Progress"]):
     """Shows what a command does, and how far it is, from its third second on and until the end of the `with` block.
 
-    On a terminal that is a bar, which goes away at the end. Elsewhere it is a line at most every two seconds, `WHAT: 3 of 8 THINGS after
-    5 s`,
-    when a counter is called; then no thread is started.
+    On a terminal that is a bar, which goes away at the end. Elsewhere it is a line at most every two seconds, `WHAT: 3 of 8 THINGS after 5
+    s`, when a counter is called; then no thread is started.
 
     With `blocks` the command does not count all the time, so a thread draws. Elsewhere it writes `what`, which may change, once for each
     text; `silent` leaves that out. `within_s`: how long the command takes at most, which the bar shows instead of a count.

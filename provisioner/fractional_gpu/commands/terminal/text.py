@@ -1,9 +1,8 @@
 """Text for terminals: errors, lines and tables laid out by rich, in colour if a terminal shows it.
 
-Labels and names of users, pools and processes come from others: they are not parsed as markup, and `harmless` keeps them from controlling
-a
-terminal. A width of None means that a program reads: nothing is wrapped or cut. A colour repeats what the words say.
-Rich is imported when a line is made, and not with this module: help, completion and `jupyter gpu run` do without it.
+Labels and names of users, pools and processes come from others: they are not parsed as markup, and `harmless` keeps them from controlling a
+terminal. A width of None means that a program reads: nothing is wrapped or cut. A colour repeats what the words say. Rich is imported when
+a line is made, and not with this module: help, completion and `jupyter gpu run` do without it.
 """
 
 import argparse

@@ -91,8 +91,7 @@ class NvidiaCheckpointer:
     """The `Checkpointer` of NVIDIA devices. Not thread-safe: one operation at a time per host.
 
     Raises GPUError NOT_SUPPORTED without the bindings or a recent driver, and NO_SUCH_DEVICE without a device. `driver` and `has_driver`
-    are
-    for tests.
+    are for tests.
     """
 
     def __init__(self, *, driver: ModuleType | None = None, has_driver: Callable[[int], bool] | None = None) -> None:
@@ -161,9 +160,8 @@ class NvidiaCheckpointer:
     def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
         """CHECKPOINTED -> LOCKED, from old devices to new ones in `moves`.
 
-        Raises GPUError: OUT_OF_MEMORY is fatal to the process; after NO_SUCH_DEVICE and NOT_SUPPORTED it is still CHECKPOINTED.
-        ValueError for two
-        devices that move to one.
+        Raises GPUError: OUT_OF_MEMORY is fatal to the process; after NO_SUCH_DEVICE and NOT_SUPPORTED it is still CHECKPOINTED. ValueError
+        for two devices that move to one.
         """
         moving = {_plain(old): _plain(new) for old, new in (moves or {}).items() if _plain(old) != _plain(new)}
         self._do("restore", "cuCheckpointProcessRestore", pid, self._pairs(moving) if moving else None)

@@ -1,7 +1,6 @@
 """Reads NVIDIA devices through NVML. Never creates a CUDA context, needs no privileges.
 
-No library, no driver or no device is an ordinary result: `devices()` is empty, `why_none` says why, and each call tries again, so a
-driver
+No library, no driver or no device is an ordinary result: `devices()` is empty, `why_none` says why, and each call tries again, so a driver
 that is loaded later is found. A lost device is not in `devices()`, and `use()` of it raises DEVICE_LOST. Of a device in MIG mode the
 instances are listed, without activity, power and energy: NVML does not document them there. The driver's own reserve counts neither as
 memory nor as used.

@@ -10,7 +10,6 @@ There is no server that can die: every process works directly on the host's fold
   and the next reader undoes the operation.
 - `memory/PROCESS/work` and `load`: when its work ends, and what it uses and has used of the device.
 
-If root's broker serves users, the host is shared: `store` has the rules. `store`, `processes`, `context` and `cuda` are the notebook's
-side
+If root's broker serves users, the host is shared: `store` has the rules. `store`, `processes`, `context` and `cuda` are the notebook's side
 and need only the standard library and the folder `host`. Saved bytes are in files, so unlike with the real driver not in resident memory.
 """

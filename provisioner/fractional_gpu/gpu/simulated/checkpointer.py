@@ -1,8 +1,7 @@
 """Drives other processes' simulated CUDA state: the `Checkpointer` of the simulated host.
 
 States and error codes are the driver's. A restore without room is OUT_OF_MEMORY, and the process has failed for good: later restores give
-OPERATING_SYSTEM, other operations ILLEGAL_STATE. A failure that is not simulated (no room in the folder) is OPERATING_SYSTEM and leaves
-the
+OPERATING_SYSTEM, other operations ILLEGAL_STATE. A failure that is not simulated (no room in the folder) is OPERATING_SYSTEM and leaves the
 process as it was. Bytes are copied, then the change is committed, then the source is emptied: so `settle` can undo a killed operation.
 """
 

@@ -1,18 +1,15 @@
 """A small CUDA-like API on the simulated GPU, for notebooks. Standard library only.
 
-    from fractional_gpu.gpu.simulated import cuda
-    with cuda.allocate(64 << 20) as buffer:
-        buffer.fill(b"abc")
-        cuda.launch(0.5, utilisation=0.3)
-        print(buffer.read(6), cuda.memory_info())
+from fractional_gpu.gpu.simulated import cuda
+with cuda.allocate(64 << 20) as buffer:
+    buffer.fill(b"abc")
+    cuda.launch(0.5, utilisation=0.3)
+    print(buffer.read(6), cuda.memory_info())
 
 The first use makes the process's context, on the device JUPYTER_GPU_SIMULATED_DEVICE in JUPYTER_GPU_SIMULATED_DIR. A forked child makes
-its
-own, and cannot use its parent's buffers. Every call blocks while the process is locked or checkpointed; KeyboardInterrupt ends the wait
-in
-the main thread, unless JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE=1 (as if blocked in the driver). Calls raise SimulatedCudaError when the
-device
-or the process failed, SimulatedOutOfMemory when there is no room.
+its own, and cannot use its parent's buffers. Every call blocks while the process is locked or checkpointed; KeyboardInterrupt ends the
+wait in the main thread, unless JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE=1 (as if blocked in the driver). Calls raise SimulatedCudaError
+when the device or the process failed, SimulatedOutOfMemory when there is no room.
 """
 
 import atexit

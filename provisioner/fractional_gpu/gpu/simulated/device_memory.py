@@ -1,10 +1,8 @@
 """Which control group a shared host's bytes are charged to: device memory to the host, saved memory to the process's job.
 
-The kernel charges a memory file's pages to the group that first touches them, which would be the wrong one: the notebook fills its
-device's
+The kernel charges a memory file's pages to the group that first touches them, which would be the wrong one: the notebook fills its device's
 memory, root's worker writes the saved copy. So a process that allocates sends the file's descriptor to a thread of the broker, which
-reserves the pages (without an answer the process is charged). Before a save, a helper in the process's group reserves the copy's pages:
-if
+reserves the pages (without an answer the process is charged). Before a save, a helper in the process's group reserves the copy's pages: if
 the group has no room, the kernel kills the helper, and the process stays as it was. `reserve` needs the standard library only.
 """
 

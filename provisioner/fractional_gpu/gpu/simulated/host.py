@@ -1,7 +1,6 @@
 """Creates and changes simulated hosts: devices, settings, lost devices. For brokers, commands and tests.
 
-Devices can be replaced only while no process uses the host. A shared host's books and folders of memory are writable by all, each
-process's
+Devices can be replaced only while no process uses the host. A shared host's books and folders of memory are writable by all, each process's
 folder is its user's. The processes on a lost device have failed, and their device memory is gone; saved memory is untouched.
 """
 

@@ -1,13 +1,10 @@
 """Work on the simulated devices: how much each process uses of its device, and how pieces of work slow each other down.
 
 Pieces that together use at most the whole device do not slow each other down. Beyond that, one that uses u takes 1 - u + u * k times as
-long:
-only what it does on the device is stretched. k is the number for which the uses, each u / (1 - u + u * k), add up to the whole device, as
-in
-`core.time_slicing`, which a notebook cannot import. Each process publishes its pieces' use and a ring of running totals, like a driver's
-samples; the last total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill the ring. Work published with an end
-in
-the past is over: its process was killed or stopped.
+long: only what it does on the device is stretched. k is the number for which the uses, each u / (1 - u + u * k), add up to the whole
+device, as in `core.time_slicing`, which a notebook cannot import. Each process publishes its pieces' use and a ring of running totals, like
+a driver's samples; the last total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill the ring. Work published with
+an end in the past is over: its process was killed or stopped.
 """
 
 import os

@@ -144,9 +144,8 @@ def users_of(store: Store, device_id: str) -> list[Process]:
 def open_file(folder: Path, name: str, flags: int) -> int:
     """Open a file in a process's folder; a new one gets mode 0600. Raises FileNotFoundError when the process was reaped.
 
-    The folder is the process's, and this one may be root: no link is followed, and PermissionError is raised unless the file is plain,
-    has one
-    name, and is the folder's owner's or this user's. Do not pass flags that change the file at once (O_TRUNC).
+    The folder is the process's, and this one may be root: no link is followed, and PermissionError is raised unless the file is plain, has
+    one name, and is the folder's owner's or this user's. Do not pass flags that change the file at once (O_TRUNC).
     """
     there = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -2,8 +2,7 @@
 
 Everything that processes must agree on changes in one short transaction, in which no bytes move and nothing is waited for. A connection
 never crosses a fork (SQLite forbids it): the child opens its own. A shared host is root's. Its books are writable by all, so users are
-guarded against mistakes there, not against attack; memory is readable by its owner and root only. Root opens only plain files of that
-user
+guarded against mistakes there, not against attack; memory is readable by its owner and root only. Root opens only plain files of that user
 in a user's folder (`processes.open_file`), follows no link, and alone tidies up after others.
 """
 
@@ -189,8 +188,7 @@ class Store:
     def available_bytes(self) -> int:
         """Return how many more bytes fit into the folder, which may be memory with limits.
 
-        A simulated device may be declared larger than the machine's memory; its contents may not be. On a shared host the host is
-        charged.
+        A simulated device may be declared larger than the machine's memory; its contents may not be. On a shared host the host is charged.
         """
         status = os.statvfs(self.directory)
         free = status.f_bavail * status.f_frsize - _LEFT
