@@ -26,6 +26,6 @@ if __name__ == "__main__":
         exit_now(start_detached(BrokerOptions(**json.loads(sys.argv[2]))))
     from fractional_gpu.broker.process.app import run_options
 
-    gc.freeze()
+    gc.freeze()  # collections of a living broker need not visit what the imports made
     gc.enable()
     exit_now(run_options(sys.argv[1]))

@@ -187,7 +187,7 @@ async def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Mes
 def parse(data: bytes, kind: type[_Message], flags: int = 0) -> _Message:
     if not data:
         raise ConnectionResetError(errno.ECONNRESET, "the peer has closed the connection")
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):  # dropped descriptors may be the claim
         problem: object = f"it has at most {MAX_MESSAGE} bytes and {MAX_DESCRIPTORS} descriptors"
     else:
         try:

@@ -196,7 +196,9 @@ def listen(path: str) -> socket.socket:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
             try:
                 asker.connect(path)
-            except ConnectionRefusedError:
+            except (
+                ConnectionRefusedError
+            ):  # a killed service left it; nothing listens, so nothing is taken from another
                 Path(path).unlink()
             else:
                 raise OSError(errno.EADDRINUSE, "another checkpoint worker's service listens there; end it first", path)

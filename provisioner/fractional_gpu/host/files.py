@@ -120,7 +120,7 @@ def replace_file(
         write_all(descriptor, content)
         if prepare is not None:
             prepare(descriptor)
-        os.fsync(descriptor)
+        os.fsync(descriptor)  # before the rename: after a power failure the name could lead to an empty file
         fresh.rename(path)
     except BaseException:
         os.close(descriptor)

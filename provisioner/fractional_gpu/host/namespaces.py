@@ -141,6 +141,7 @@ def in_network(descriptor: int, work: Callable[[], T]) -> T:
         _enter(descriptor)
         return work()
 
+    # Never in a pool's thread: it would stay in that namespace, and later work would connect to the wrong loopback interface.
     with StartedThreads(1, "in-network") as thread:  # it ends with the block
         return thread.submit(run).result()
 

@@ -50,6 +50,7 @@ class RecordFile:
     def write(self, content: Mapping[str, Any]) -> None:
         """Replace the content in one step. Raises OSError, and then the old text stays."""
         line = json.dumps(content).encode() + b"\n"
+        # The new file is locked before it takes the name, and the old one closed after: no moment without a lock.
         old, self._descriptor = self._descriptor, replace_file(self.path, line, prepare=_lock, keep=True)
         os.close(old)
 

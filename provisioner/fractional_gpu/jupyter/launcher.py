@@ -1,11 +1,11 @@
 """A kernel's command that takes a lease first, for programs that ignore kernel provisioners, such as VS Code.
 
-    python -P -m fractional_gpu.jupyter.launcher --pool NAME --fraction F [--memory SIZE] -- KERNEL COMMAND ...
+python -P -m fractional_gpu.jupyter.launcher --pool NAME --fraction F [--memory SIZE] -- KERNEL COMMAND ...
 
 The process *becomes* the kernel, so signals, waits and exit codes are what its parent expects. That takes two execs: a broker attaches
-only
-a process whose environment has the lease's id, and an environment changes only with an exec. The broker ends the lease with the process;
-each start removes what earlier processes of the kernel left. Without a lease there is no kernel: one sentence on stderr, exit code 1.
+only a process whose environment has the lease's id, and an environment changes only with an exec. The broker ends the lease with the
+process; each start removes what earlier processes of the kernel left. Without a lease there is no kernel: one sentence on stderr, exit
+code 1.
 """
 
 import argparse

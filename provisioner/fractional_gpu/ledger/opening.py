@@ -244,7 +244,7 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
             path, "is on a file system without write-ahead logging", "keep the state_dir on a local disk"
         )
     connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA trusted_schema = OFF")  # a tampered file's triggers call no function with side effects
     # The first read after `journal_mode` also makes the files of the log, which `Ledger.is_in_place` looks for.
     tables = {str(name) for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if missing := sorted(TABLES.keys() - tables):
@@ -264,7 +264,9 @@ def _create(path: Path) -> None:
         unfinished, descriptor = _new_file(path)
         os.close(descriptor)
         with contextlib.closing(connect_existing(unfinished)) as connection:
-            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            connection.execute(
+                "PRAGMA auto_vacuum = INCREMENTAL"
+            )  # only before the first table; `Ledger.prune` could free nothing else
             connection.execute("PRAGMA synchronous = FULL")
             create_tables(connection)
         unfinished.rename(path)

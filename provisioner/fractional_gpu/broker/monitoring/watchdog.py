@@ -96,6 +96,7 @@ def _write_stacks(still_s: float) -> None:
         "loses anything by that. What its threads did, the most recent call first:"
     )
     for descriptor in _log_descriptors():
+        # Written in C, it allocates nothing: no lock that the blocked thread holds can block it.
         faulthandler.dump_traceback(descriptor, all_threads=True)
 
 

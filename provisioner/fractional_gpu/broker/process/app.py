@@ -92,6 +92,7 @@ def _shed_inheritance() -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # A `ulimit -v` or `-t` of the notebook that started the broker would kill it for all kernels. Hard limits cannot be raised.
     for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (hard, hard))

@@ -36,6 +36,7 @@ class BrokerLock:
         self._descriptor = self._open()
 
     def take(self, *, wait: bool = False) -> bool:
+        # A lock on a file that lost the name would exclude no other broker: the next one locks the file that has it now.
         if file_identity(self._path) != file_identity(self._descriptor):
             os.close(self._descriptor)
             self._descriptor = self._open()

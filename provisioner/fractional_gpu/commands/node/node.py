@@ -109,6 +109,7 @@ def _logger(name: str, file: Path | None) -> Callable[[str], None]:
 
     def to_file(line: str) -> None:
         with suppress(OSError):
+            # O_NONBLOCK: a pipe without a reader would hold up the job. O_NOFOLLOW: this runs as root.
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(file or os.devnull, flags, 0o600)
             try:

@@ -182,6 +182,7 @@ class RunningCommand:
     def has_ended(self) -> bool:
         return (
             self._child.returncode is not None
+            # WNOWAIT leaves the zombie: once it is reaped, another process may get the number of the group that `end` signals.
             or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         )
 

@@ -26,7 +26,7 @@ def main() -> int:
         text = file.read()
     if not text:
         return 1
-    os.set_inheritable(sink, False)
+    os.set_inheritable(sink, False)  # exec closes it, by which the runner learns that the command runs
     environment = json.loads(text)
     # Python ignores these in every program that it runs; what the command was to ignore is ignored still.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):

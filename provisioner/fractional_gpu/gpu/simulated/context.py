@@ -116,6 +116,7 @@ class Gate:
                     fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     return False
+                # Look again under the lock: the gate may have been closed, and the closer's lock released, in between.
                 if os.pread(self._file, 1, 0) != OPEN:
                     fcntl.flock(self._file, fcntl.LOCK_UN)
                     return False

@@ -77,8 +77,8 @@ def create(directory: str | Path, devices: str, *, shared: bool = False) -> Simu
     """Create a simulated host, or open an existing one. `devices` as for `parse_devices`.
 
     `shared`: other users' processes use it too; then it is root's, who alone checkpoints and tidies up after them. Raises
-    SimulatedHostError for
-    devices that are not allowed, a folder that other users may write to, and when processes use a host with other devices.
+    SimulatedHostError for devices that are not allowed, a folder that other users may write to, and when processes use a host with other
+    devices.
     """
     sizes = parse_devices(devices)
     path = Path(directory).absolute()

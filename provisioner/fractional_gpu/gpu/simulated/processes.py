@@ -150,6 +150,7 @@ def open_file(folder: Path, name: str, flags: int) -> int:
     there = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         owner = os.fstat(there).st_uid
+        # Relative to the opened folder: the process may replace the path by a link to another's at any moment.
         file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=there)
     finally:
         os.close(there)
@@ -240,6 +241,7 @@ def lock_file(descriptor: int, kind: int, timeout_s: float) -> bool:
 def settle(store: Store, key: str) -> None:
     """Undo a killed operation. The caller holds the operation lock, so the process that began it is dead."""
     folder = store.process_folder(key)
+    # First the phase, then the files: a kill in between leaves copies that a later `settle` removes, never a phase without its bytes.
     with store.transaction() as db:
         db.execute("UPDATE processes SET phase='device' WHERE key=? AND phase='saving'", (key,))
         db.execute("UPDATE processes SET phase='saved', target=NULL WHERE key=? AND phase='restoring'", (key,))
