@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fractional_gpu.core.effects import Effect, Recorded
 from fractional_gpu.core.events import Attached, LeaseRequested, ResizeRequested
 from fractional_gpu.core.forecasts.forecasts import RATE_BITS, HoldCosts
-from fractional_gpu.core.idle import IdleCosts
+from fractional_gpu.core.idle import learn_cost
 from fractional_gpu.core.model import Foresight, LeaseState, PoolSpec
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Lease, Ticket
@@ -148,7 +148,7 @@ def rate_after_a_ticket(count: int, saves_ms: int) -> int:
     lease = Lease(spec=replace(spec("a"), devices=count, fraction_milli=1000), state=LeaseState.RESIDENT)
     books.add(lease)
     books.now_ms = 40_000
-    IdleCosts(books).granted(lease, Ticket(order=1, asked_ms=0, saves_ms=saves_ms))
+    learn_cost(books, lease, Ticket(order=1, asked_ms=0, saves_ms=saves_ms))
     return books.forecasts.hold_rate("p")
 
 

@@ -108,15 +108,9 @@ class Arbiter:
         self._views.clear()
         changes = self._changes
         changes.now_ms = max(changes.now_ms, event.at_ms)
-        # An event that no decision depends on needs no pass. A due alarm does, whatever the event: time alone changes something.
-        # So does a lease that is due sooner than the last pass knew: the alarm would come too late.
-        matters = self._take(event)
-        is_due = self._wake_ms is not None and changes.now_ms >= self._wake_ms
-        if matters or is_due or self._scheduler.is_due_sooner():
-            self._scheduler.serve()
-            self._set_wake(anew=isinstance(event, Tick))
-        elif isinstance(event, Tick):
-            self._set_wake(anew=True)
+        self._take(event)
+        self._scheduler.serve()
+        self._set_wake(anew=isinstance(event, Tick))
         if self._check:
             check_devices(self._books, changes.granted_devices)
         changes.granted_devices.clear()
@@ -139,11 +133,11 @@ class Arbiter:
             self._wake_ms = wake_ms
             self._changes.effects.append(WakeAt(at_ms=wake_ms))
 
-    def _take(self, event: Event) -> bool:
-        """Take the event into the books. Returns False if that cannot change what any lease gets."""
+    def _take(self, event: Event) -> None:
+        """Take the event into the books."""
         match event:
             case Tick():
-                return False
+                pass
             case SuspendFinished():
                 self._operation_results.suspended(event)
             case ResumeFinished():
@@ -153,12 +147,11 @@ class Arbiter:
             case LeaseRecovered():
                 self._operation_results.recovered(event)
             case LeasesMeasured():
-                return self._measured(event)
+                self._measured(event)
             case LeaseEvent():
-                return self._take_about_lease(event)
+                self._take_about_lease(event)
             case _:
                 self._take_about_host(event)
-        return True
 
     def _take_about_host(self, event: Event) -> None:
         books = self._books
@@ -182,7 +175,7 @@ class Arbiter:
                 books.host_budget_mib = event.budget_mib
             case _:
                 raise TypeError(f"the arbiter does not know the event {type(event).__name__}")
-        books.mark_all_changed()
+        books.forget_all_sums()
         self._changes.requeued |= books.waiting_pools
 
     def _device_seen(self, event: DeviceSeen) -> None:
@@ -197,31 +190,29 @@ class Arbiter:
         if news:
             update_all_suspendability(books, books.leases.values())
 
-    def _measured(self, event: LeasesMeasured) -> bool:
-        matters = False
+    def _measured(self, event: LeasesMeasured) -> None:
         for one in event.measurements:
             lease = self._books.leases.get(one.lease_id)
             if lease is not None:
                 if one.util_milli is not None:
-                    matters |= self._books.see_utilisation(lease, one.util_milli)
-                matters |= self._lifecycle.measured(lease, max(0, one.used_mib))
-        return matters
+                    self._books.see_utilisation(lease, one.util_milli)
+                self._lifecycle.measured(lease, max(0, one.used_mib))
 
-    def _take_about_lease(self, event: LeaseEvent) -> bool:  # noqa: C901, PLR0911, PLR0912 - one case per event
+    def _take_about_lease(self, event: LeaseEvent) -> None:  # noqa: C901, PLR0912 - one case per event
         lease, does = self._books.leases.get(event.lease_id), self._lifecycle
         if lease is None:
-            return False
+            return
         match event:
             case BusyChanged():
-                return does.busy_changed(lease, busy=event.busy, by_cell=event.by_cell)
+                does.busy_changed(lease, busy=event.busy, by_cell=event.by_cell)
             case Expected():
-                return self._scheduler.expectations.seen(lease, event)
+                self._scheduler.expectations.seen(lease, event.sign, event.until_ms, event.confidence_milli)
             case Shrunk():
-                return does.shrunk(lease, event)
+                does.shrunk(lease, event)
             case Wanted():
-                return does.wanted(lease, urgent=event.urgent)
+                does.wanted(lease, urgent=event.urgent)
             case Unwanted():
-                return does.unwanted(lease, interrupted=event.interrupted)
+                does.unwanted(lease, interrupted=event.interrupted)
             case LeftBehind():
                 does.left_behind(lease, event.what)
             case Attached():
@@ -241,7 +232,7 @@ class Arbiter:
             case UnpinRequested():
                 self._scheduler.pins.unpin(lease, event.by)
             case PriorityChanged():
-                return set_priority(self._changes, lease, event.priority, event.sentence)
+                set_priority(self._changes, lease, event.priority, event.sentence)
             case SeatEnded():
                 self._scheduler.pins.end(lease, "the seat of its server has ended, and its pin with it")
                 self._scheduler.departures.revoke(lease, event.since_ms)
@@ -255,10 +246,8 @@ class Arbiter:
                 lease.under_host_pressure = event.pressed and lease.state is LeaseState.SUSPENDED
             case HostMemoryNeeded():
                 self._operation_results.host_memory_needed(lease, event)
-                return False
             case TruthFound():
                 self._operation_results.truth_found(lease, event)
-        return True
 
     # -- what is known -----------------------------------------------------------------------------------------------------
 

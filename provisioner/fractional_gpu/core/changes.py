@@ -23,7 +23,7 @@ from fractional_gpu.core.effects import (
 )
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
-from fractional_gpu.core.idle import IdleCosts
+from fractional_gpu.core.idle import learn_cost
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.queue_wait import ForecastRecorder
 from fractional_gpu.core.state.books import Books
@@ -43,7 +43,6 @@ class Changes:
 
     def __init__(self, *, parallel_swaps: int, forecasts: Forecasts | None = None) -> None:
         self.books = Books(forecasts)
-        self.idle_costs = IdleCosts(self.books)
         self.forecast_recorder = ForecastRecorder(self.books, self.books.forecasts, parallel_swaps=parallel_swaps)
         self.effects: list[Effect] = []
         self.operations: dict[int, Operation] = {}
@@ -164,7 +163,6 @@ class Changes:
     def forget_expectation(self, lease: Lease) -> None:
         """Forget the signs of the lease's next cell."""
         lease.expectation = lease.rhythm_ms = None
-        self.books.mark_changed(lease)
 
     def end(self, lease: Lease, cause: Cause, reason: str) -> None:
         self.release_everything(lease)
@@ -178,15 +176,6 @@ class Changes:
         lease.target_ids = ()
         self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
-
-    def pause_resume(self, lease: Lease, after_ms: int) -> None:
-        """Try no resume of the lease before `after_ms`, as one could not start."""
-        lease.retries.resume_after_ms, lease.retries.resume_paused = after_ms, True
-        self.books.mark_changed(lease)
-
-    def unpause_resume(self, lease: Lease) -> None:
-        lease.retries.resume_paused = False
-        self.books.mark_changed(lease)
 
     # -- the queue ---------------------------------------------------------------------------------------------------------------
 
@@ -273,7 +262,7 @@ class Changes:
         lease.unreserved_mib = 0
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)
-        self.idle_costs.granted(lease, lease.ticket)
+        learn_cost(self.books, lease, lease.ticket)
         waited = "at once" if waited_ms < _AT_ONCE_MS else f"after {format_duration(waited_ms)}"
         sentence = f"this kernel asked for the GPU and got it {waited}: {format_memory(lease.held_mib)} are reserved"
         if lease.state is LeaseState.SUSPENDED:

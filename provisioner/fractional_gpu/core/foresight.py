@@ -13,7 +13,6 @@ follows is bounded for each device and hour (`foresight_vain_mib`), so signs tha
 """
 
 from fractional_gpu.core.changes import Changes
-from fractional_gpu.core.events import Expected
 from fractional_gpu.core.forecasts.outcomes import RESUME
 from fractional_gpu.core.limits import over_limit
 from fractional_gpu.core.model import Foresight, LeaseState, Sign
@@ -45,16 +44,13 @@ class Expectations:
         self._changes = changes
         self._books = changes.books
 
-    def seen(self, lease: Lease, event: Expected) -> bool:
-        """Take a sign. Returns whether any decision depends on it."""
-        return self._take(lease, event.sign, event.until_ms, event.confidence_milli)
-
-    def _take(self, lease: Lease, sign: Sign, until_ms: int, confidence_milli: int) -> bool:
+    def seen(self, lease: Lease, sign: Sign, until_ms: int, confidence_milli: int) -> None:
+        """Take a sign."""
         books, now_ms = self._books, self._changes.now_ms
         until_ms = min(until_ms, now_ms + LONGEST_MS)
         if until_ms <= now_ms or not self._may_expect(lease):
-            return False
-        known, was_expected = lease.expectation, is_expected(books, lease)
+            return
+        known = lease.expectation
         if known is None:
             known = lease.expectation = Expectation(until_ms=until_ms, best=sign)
         known.until_ms = max(known.until_ms, until_ms)
@@ -64,9 +60,6 @@ class Expectations:
         milli = {one: min(sure, forecasts.sign_milli(lease.lease_id, one)) for one, sure in known.signs.items()}
         known.best = max(milli, key=lambda one: milli[one])
         known.milli = milli[known.best]
-        books.mark_changed(lease)
-        expected = is_expected(books, lease)
-        return (expected and lease.state is LeaseState.SUSPENDED) or (was_expected and not expected)
 
     def _may_expect(self, lease: Lease) -> bool:
         """Return whether a sign means anything now. A suspended kernel that is busy without a ticket handles a completion or the like."""
@@ -93,8 +86,7 @@ class Expectations:
             lease.rhythm_ms = None
             rhythm = self._books.forecasts.rhythm(lease.lease_id, now_ms)
             if rhythm is not None and rhythm.from_ms <= now_ms:
-                self._take(lease, Sign.RHYTHM, rhythm.until_ms, rhythm.chance_milli)
-            self._books.mark_changed(lease)
+                self.seen(lease, Sign.RHYTHM, rhythm.until_ms, rhythm.chance_milli)
 
     def await_rhythm(self, lease: Lease) -> None:
         """Find when the lease's own rhythm makes its next cell likely."""
@@ -102,7 +94,6 @@ class Expectations:
             return
         rhythm = self._books.forecasts.rhythm(lease.lease_id, self._changes.now_ms)
         lease.rhythm_ms = None if rhythm is None else max(rhythm.from_ms, self._changes.now_ms + 1)
-        self._books.mark_changed(lease)
 
     def _settle(self, lease: Lease, *, true: bool) -> None:
         known = lease.expectation

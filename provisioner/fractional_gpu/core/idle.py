@@ -13,21 +13,18 @@ While holding costs nothing, no lease leaves: a ticket that needs the room takes
 need for other leases, so no lease leaves in this way if more than half of host memory would be in use.
 """
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from fractional_gpu.core.effects import SuspendAnnounced
 from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.model import LeaseState, PoolSpec
 from fractional_gpu.core.state.books import Books
-from fractional_gpu.core.state.leases import Lease, OccupancyKind, Ticket
+from fractional_gpu.core.state.leases import Lease, Ticket
 from fractional_gpu.core.suspend import is_expected, lacks_device, suspendable_from_ms
 from fractional_gpu.core.units import format_duration
 
 if TYPE_CHECKING:
     from fractional_gpu.core.changes import Changes
-
-_BETWEEN_REVIEWS_MS = 10_000
 
 # Cells wait longest where idle leases have to be saved for them, and users remember long waits. With 1, kernels hardly leave before they
 # have to: the p95 of waits on scarce devices is then about a third higher.
@@ -60,10 +57,10 @@ def _spares_host_memory(books: Books, lease: Lease) -> bool:
     return books.host_left_mib - lease.host_need_mib >= books.host_budget_mib // 2
 
 
-def suspend_idle(changes: "Changes", leases: Iterable[Lease]) -> bool:
-    """Suspend those of the leases that have idled for long enough. Returns whether room had been kept for one of them to grow in place."""
+def suspend_idle(changes: "Changes") -> bool:
+    """Suspend the leases that have idled for long enough. Returns whether room had been kept for one of them to grow in place."""
     books, kept = changes.books, False
-    for lease in leases:
+    for lease in books.in_state(LeaseState.RESIDENT):
         if not changes.channel_free:
             break
         due_ms = idle_due_ms(books, lease)
@@ -86,17 +83,24 @@ def _neighbours_leave_for(lease: Lease) -> bool:
     return lease.is_growing and wait is not None and wait.code == "wait.making-room"
 
 
-def announce(changes: "Changes", lease: Lease) -> None:
-    """Warn an idle kernel once before it is suspended for idling, if its pool says so."""
-    warn_ms, now_ms = changes.books.policy(lease).warn_before_ms, changes.now_ms
-    due_ms = idle_due_ms(changes.books, lease) if warn_ms else None
-    if due_ms is None or due_ms == lease.announced_ms or not now_ms < due_ms <= now_ms + warn_ms:
+def await_idle_suspend(changes: "Changes", lease: Lease) -> None:
+    """Ask for a decision when the lease has idled for long enough. Its kernel is warned once before, if its pool says so."""
+    books, now_ms = changes.books, changes.now_ms
+    due_ms = idle_due_ms(books, lease)
+    if due_ms is None or due_ms <= now_ms:  # if it is over, a channel or host memory is lacking, and an event follows
         return
-    lease.announced_ms = due_ms
-    changes.books.mark_changed(lease)
-    changes.effects.append(SuspendAnnounced(lease_id=lease.lease_id, at_ms=due_ms))
-    left = format_duration(due_ms - now_ms)
-    changes.record(lease.lease_id, "suspend.announced", f"idle: it is suspended in {left} unless it runs something")
+    warn_ms = books.policy(lease).warn_before_ms
+    is_warned = lease.announced_ms and due_ms <= lease.announced_ms + warn_ms
+    if is_warned or not warn_ms:
+        books.recheck_at(due_ms)
+    elif now_ms < due_ms - warn_ms:
+        books.recheck_at(due_ms - warn_ms)
+    else:
+        lease.announced_ms = due_ms
+        books.recheck_at(due_ms)
+        changes.effects.append(SuspendAnnounced(lease_id=lease.lease_id, at_ms=due_ms))
+        left = format_duration(due_ms - now_ms)
+        changes.record(lease.lease_id, "suspend.announced", f"idle: it is suspended in {left} unless it runs something")
 
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
@@ -121,36 +125,14 @@ def _swap_ms(books: Books, kind: str, lease: Lease) -> int:
     return books.forecasts.swap_ms(kind, device.spec.name if device is not None else "", lease.used_mib)
 
 
-class IdleCosts:
-    """Learns what idle leases cost, and has them looked at again when that has changed."""
+def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:
+    """Note that an idle lease is about to be saved for a ticket, which waits for that."""
+    ticket.saves_ms += _swap_ms(books, SUSPEND, lease)
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._reviewed_ms = -_BETWEEN_REVIEWS_MS
-        self._review_ms: int | None = None  # when the idle leases are looked at again
 
-    def saved_for_ticket(self, lease: Lease, ticket: Ticket) -> None:
-        """Note that an idle lease is about to be saved for a ticket, which waits for that."""
-        ticket.saves_ms += _swap_ms(self._books, SUSPEND, lease)
-
-    def granted(self, lease: Lease, ticket: Ticket | None) -> None:
-        """Learn from a lease that has got room, for its ticket if it had one."""
-        books, forecasts, pool = self._books, self._books.forecasts, lease.spec.pool
-        held, before = books.idle_held.pop(pool, 0), forecasts.hold_rate(pool)
-        # One lease that has left spares a ticket for N devices about one N-th of its wait.
-        forecasts.hold_seen(pool, ticket.saves_ms // lease.count if ticket is not None else 0, held)
-        if forecasts.hold_rate(pool) != before and self._review_ms is None:
-            self._review_ms = max(books.now_ms + 1, self._reviewed_ms + _BETWEEN_REVIEWS_MS)
-            books.recheck_at(self._review_ms)
-
-    def review(self) -> None:
-        """Have all idle leases looked at again if that is due."""
-        if self._review_ms is None:
-            return
-        if self._review_ms > self._books.now_ms:
-            self._books.recheck_at(self._review_ms)
-            return
-        self._review_ms, self._reviewed_ms = None, self._books.now_ms
-        for lease in self._books.in_state(LeaseState.RESIDENT):
-            if lease.occupancy is OccupancyKind.IDLE:
-                self._books.mark_changed(lease)
+def learn_cost(books: Books, lease: Lease, ticket: Ticket | None) -> None:
+    """Learn what idle leases cost from a lease that has got room, for its ticket if it had one."""
+    pool = lease.spec.pool
+    # One lease that has left spares a ticket for N devices about one N-th of its wait.
+    lost_ms = ticket.saves_ms // lease.count if ticket is not None else 0
+    books.forecasts.hold_seen(pool, lost_ms, books.idle_held.pop(pool, 0))

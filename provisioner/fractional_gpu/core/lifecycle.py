@@ -96,11 +96,6 @@ class StartReservations:
                     return True
         return False
 
-    def mark_lapsed(self, lease: Lease) -> None:
-        """Have the lease's next deadline recomputed if its hold is over."""
-        if self._has_lapsed(lease):
-            self._books.mark_changed(lease)
-
     def reclaim_lapsed(self, *, first: bool = False) -> bool:
         """Free room whose hold is over, in pools where a ticket waits for room. Returns whether any was freed.
 
@@ -244,37 +239,31 @@ class Lifecycle:
             self._pins.set(lease, 0)
         self._changes.end(lease, Cause.RELEASED, reason)
 
-    def wanted(self, lease: Lease, *, urgent: bool) -> bool:
-        """Let the kernel in, or give it a ticket. Returns whether any decision depends on it."""
+    def wanted(self, lease: Lease, *, urgent: bool) -> None:
+        """Let the kernel in, or give it a ticket."""
         if lease.revoked:
-            return False
-        was_expected = lease.expectation is not None
+            return
         self._expectations.came_true(lease)
         if lease.state is LeaseState.RESIDENT:
-            asked = lease.suspend_requested
             lease.last_active_ms = self._changes.now_ms
-            self._books.mark_changed(lease)
             if lease.suspend_requested:
                 self._changes.decline_suspend(lease, "busy", "a cell is about to run: try again when it has ended")
             # The gate is closed for an older ticket: the cell waits there, and the lease can be suspended between its cells.
             if lease.gate.closed and not urgent:
                 self._changes.wait_at_gate(lease)
-                return True
+                return
             if lease.gate.closed:
                 self._books.set_gate(lease, closed=False)
             self._changes.emit_granted(lease)
-            return asked or was_expected  # while it was, it was not to leave for being idle
-        if lease.state is LeaseState.UNATTACHED and lease.has_reservation:
+        elif lease.state is LeaseState.UNATTACHED and lease.has_reservation:
             self._changes.emit_granted(lease)
-            return False
-        if lease.state is LeaseState.UNATTACHED and (not lease.spec.gated or lease.lease_id in self._books.parked):
+        elif lease.state is LeaseState.UNATTACHED and (not lease.spec.gated or lease.lease_id in self._books.parked):
             self._start_reservations.request(lease, urgent=urgent)
         else:
             self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
-        return True
 
-    def unwanted(self, lease: Lease, *, interrupted: bool = False) -> bool:
-        """Withdraw the ticket, unless a preempted cell, a claim to grow or a left process waits; return whether a decision needs that."""
+    def unwanted(self, lease: Lease, *, interrupted: bool = False) -> None:
+        """Withdraw the ticket, unless a preempted cell, a claim to grow or a left process waits."""
         ticket = lease.ticket
         self._books.set_let_in(lease, let_in=False)
         self._books.parked.pop(lease.lease_id, None)
@@ -282,78 +271,51 @@ class Lifecycle:
             self._changes.record(lease.lease_id, "wait.given-up", "gave up its wait (interrupted)")
         if lease.gate.ticket is not None:
             self._books.set_gate(lease, closed=True)
-            return True
+            return
         if ticket is None or (ticket.preempted and lease.busy) or (lease.left_behind and ticket.resize_to is None):
-            return False
+            return
         if ticket.resize_to is not None:
             ticket.after_suspend = ticket.after_suspend if lease.target_ids else None
-            return False
+            return
         self._changes.forecast_recorder.ticket_given_up(lease)
         self._changes.withdraw_ticket(lease)
-        return True
 
-    def busy_changed(self, lease: Lease, *, busy: bool, by_cell: bool) -> bool:
-        """Note that the kernel began or ended to run something, perhaps a cell. Returns whether any decision depends on it."""
+    def busy_changed(self, lease: Lease, *, busy: bool, by_cell: bool) -> None:
+        """Note that the kernel began or ended to run something, perhaps a cell."""
         if lease.state is LeaseState.UNATTACHED or lease.left_behind:
-            return False
+            return
         if busy and by_cell:  # perhaps behind a completion that made it busy already
             self._expectations.came_true(lease)
         if busy == lease.busy:
-            return False
-        lease.last_active_ms, need_mib = self._changes.now_ms, lease.host_need_mib
+            return
+        lease.last_active_ms = self._changes.now_ms
         self._books.set_busy(lease, busy=busy)
         self._changes.forecast_recorder.busy_changed(lease, busy=busy)
-        counted = lease.suspend_requested or lease.lease_id in self._books.expected_victims
-        counted = counted or lease.gate.closed or self._eases_host_memory(lease, need_mib)
-        counted = counted or self._books.goes_away(lease)
-        if busy and not counted and not self._books.shares_by_time(lease):
-            return False  # a lease that begins to work frees nothing
-        return lease.state is LeaseState.RESIDENT
 
-    def measured(self, lease: Lease, used_mib: int) -> bool:
-        """Take a measurement of its device memory. Returns whether any decision depends on it."""
+    def measured(self, lease: Lease, used_mib: int) -> None:
+        """Take a measurement of its device memory."""
         if lease.state not in (LeaseState.NO_CONTEXT, LeaseState.RESIDENT, LeaseState.SUSPENDING):
-            return False
-        need_mib, stayed, used = lease.host_need_mib, lease.is_unsuspendable, lease.used_mib
-        before_mib = lease.used_each_mib
-        was_measured, lease.is_measured = lease.is_measured, True
-        lease.used_mib = used_mib
-        if lease.is_working:  # its residency and its cost depend on what it uses
-            self._books.mark_changed(lease)
+            return
+        before_mib, was_measured = lease.used_each_mib, lease.is_measured
+        lease.used_mib, lease.is_measured = used_mib, True
         lease.growth_mib = max(0, lease.used_each_mib - before_mib) if was_measured else 0
-        breaches = self._memory_caps.measured(lease)
-        matters = breaches or lease.is_unsuspendable != stayed or self._eases_host_memory(lease, need_mib)
-        matters |= self._resizer.measured(lease)
-        if used_mib != used and lease.state is LeaseState.NO_CONTEXT:
+        self._memory_caps.measured(lease)
+        self._resizer.measured(lease)
+        if lease.state is LeaseState.NO_CONTEXT:
             self._books.note_unreserved(lease)
-            matters = True
-        if used_mib != used and self._books.goes_away(lease):
-            matters = True  # so does the plan of what is saved before a deadline
-        if used_mib != used and lease.busy and self._books.waiting:
-            matters = True  # its use decides how long its swap takes, and so from when on it may be preempted
-        if matters:
-            self._books.mark_changed(lease)
-        return matters
 
-    def _eases_host_memory(self, lease: Lease, before_mib: int) -> bool:
-        """Return whether the suspend of this lease takes less host memory than before, which it or a ticket may wait for."""
-        return lease.host_need_mib < before_mib and (
-            bool(self._books.waiting) or before_mib > self._books.host_left_mib
-        )
-
-    def shrunk(self, lease: Lease, event: Shrunk) -> bool:
-        """Note that the kernel gave its caches back, or could not. Returns whether any decision depends on it."""
+    def shrunk(self, lease: Lease, event: Shrunk) -> None:
+        """Note that the kernel gave its caches back, or could not."""
         if (
             not lease.shrink.is_requested
             or lease.generation != event.generation
             or lease.state is not LeaseState.RESIDENT
         ):
-            return False
+            return
         lease.shrink.is_requested, lease.shrink.succeeded = False, event.used_mib is not None
         if event.used_mib is not None:
             self.measured(lease, max(0, event.used_mib))
             self._books.refresh(lease)
-        return True
 
     def suspend_requested(self, lease: Lease, by: str) -> None:
         """Take a request of `by` (its user, an administrator) to suspend the lease, or decline it."""

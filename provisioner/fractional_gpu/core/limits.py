@@ -263,17 +263,16 @@ def victims_of_same_user(
 
 
 # -- priorities and pins -----------------------------------------------------------------------------------------------
-def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence: str) -> bool:
-    """Give the lease another priority for now, or its own one again (None). Returns whether it changed."""
+def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence: str) -> None:
+    """Give the lease another priority for now, or its own one again (None)."""
     own = lease.spec.priority if lease.spec.own_priority is None else lease.spec.own_priority
     wanted = own if priority is None else priority
     spec = replace(lease.spec, priority=wanted, own_priority=None if wanted == own else own)
     if spec == lease.spec:
-        return False
+        return
     changes.books.set_priority(lease, spec)
     changes.requeued.add(spec.pool)
     changes.record(lease.lease_id, "budget.lower-priority" if wanted != own else "budget.own-priority", sentence)
-    return True
 
 
 _DAY_MS = 86_400_000

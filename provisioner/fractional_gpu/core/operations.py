@@ -133,7 +133,7 @@ class OperationResults:
                 lease.target_ids = ()
                 pause_ms = _pause_ms(lease.retries.failed_resumes, books.policy(lease).retry_refused_ms)
                 lease.retries.failed_resumes += 1
-                changes.pause_resume(lease, changes.now_ms + max(1, pause_ms))
+                lease.retries.resume_after_ms = changes.now_ms + max(1, pause_ms)
                 changes.change_state(lease, Cause.NOT_STARTED, "resume.not-started", sentence)
             case ResumeOutcome.UNKNOWN:
                 changes.quarantine(lease, sentence)

@@ -27,6 +27,7 @@ from collections.abc import Iterable
 
 from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
+from fractional_gpu.core.idle import saved_for_ticket
 from fractional_gpu.core.limits import added_milli, over_limit, victims_of_same_user
 from fractional_gpu.core.model import LeaseState, QueueDelay
 from fractional_gpu.core.move import Migrations, kept_mib
@@ -141,12 +142,6 @@ class QueuePass:
         self._opens: list[Lease] = []
         self.needs_another = False  # room was given back
 
-    @property
-    def expected_victims(self) -> set[str]:
-        """Idle leases whose room was promised to tickets, or would have been with more host memory."""
-        capacity = self.capacity
-        return {*capacity.planned, *capacity.stays, *capacity.short_of_host_memory}
-
     def serve(self) -> None:
         """Visit every ticket that may be served, once, in order."""
         books = self._books
@@ -231,10 +226,11 @@ class QueuePass:
             self._free_own_share(lease, devices, milli, over)
             return False
 
+        is_paused = lease.retries.resume_after_ms > books.now_ms
         like = (devices, lease.count, lease.spec.pool, lease.spec.priority, self._competes_as(lease, milli))
         unservable_mib, why = self._unservable.get(like, (need_mib + 1, None))
-        if lease.retries.resume_paused or need_mib >= unservable_mib:
-            ticket.wait = None if lease.retries.resume_paused else why
+        if is_paused or need_mib >= unservable_mib:
+            ticket.wait = None if is_paused else why
             self._keep_waiting(lease, ticket, devices)
             return False
 
@@ -335,7 +331,7 @@ class QueuePass:
         """Have idle leases of the same user (group), which is at its limit, leave for the ticket if it fits then."""
         self._tell(lease, ticket_of(lease), over)
         own = victims_of_same_user(self._books, lease, milli, self._victims.may_leave)
-        if not own or lease.retries.resume_paused:
+        if not own or lease.retries.resume_after_ms > self._books.now_ms:
             return
         fits = self._pick(lease, devices, lease.ask_mib)
         plan = Plan(fits, own) if fits is not None else self.capacity.plan(lease, devices, lease.ask_mib, also=own)
@@ -358,7 +354,7 @@ class QueuePass:
             if not self._may_begin(victim):
                 break
             if not preempts:  # else it would wait for busy leases anyway
-                self._changes.idle_costs.saved_for_ticket(victim, ticket)
+                saved_for_ticket(self._books, victim, ticket)
             if self._migrations.move_aside(victim, lease):
                 self.needs_another |= victim.is_growing  # room was kept for it where it was
             else:

@@ -68,31 +68,32 @@ class Resizer:
             "free memory first (delete variables, empty the framework's cache), or ask for more",
         )
 
-    def measured(self, lease: Lease) -> bool:
-        """If reservations follow use, the lease's does now; return whether anything changed.
+    def measured(self, lease: Lease) -> None:
+        """If reservations follow use, the lease's does now.
 
         It grows before the headroom is half used up, or would be by the next measurement, and shrinks only if that gives back a headroom.
         """
         if self._books.reserves_cap(lease):
-            return False
+            return
         if lease.state is not LeaseState.RESIDENT:
-            return self._books.refresh_size(lease)
+            lease.size_mib = self._books.reserve_mib(lease, lease.spec)
+            return
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None and ticket.resize_to is not lease.spec:
-            return self._update_claim(lease, ticket, ticket.resize_to)  # a requested size waits as well
+            self._update_claim(lease, ticket, ticket.resize_to)  # a requested size waits as well
+            return
         headroom_mib, target_mib = self._books.policy(lease).headroom_mib, self._target_mib(lease, lease.spec)
         if lease.held_mib - target_mib >= max(1, headroom_mib):
             self._withdraw_claim(lease, "it uses less")
             self._books.set_reservation(lease, lease.device_ids, target_mib)
             self._changes.report_size(lease, "resize.use", f"{format_memory(target_mib)} are reserved for what it uses")
-            return True
+            return
         if ticket is not None:
-            return self._update_claim(lease, ticket, lease.spec)
+            self._update_claim(lease, ticket, lease.spec)
+            return
         soon_mib = lease.used_each_mib + min(lease.growth_mib, headroom_mib) + headroom_mib // 2
-        if soon_mib <= lease.held_mib or target_mib <= lease.held_mib or lease.revoked:
-            return False
-        self._claim(lease, lease.spec)
-        return True
+        if soon_mib > lease.held_mib and target_mib > lease.held_mib and not lease.revoked:
+            self._claim(lease, lease.spec)
 
     def pool_configured(self, pool: str) -> None:
         """Follow a changed policy: claims are recomputed, and leases that hold less than it wants claim the rest."""
@@ -141,14 +142,11 @@ class Resizer:
         self._books.enqueue(lease, ticket)
         self._changes.requeued.add(lease.spec.pool)
 
-    def _update_claim(self, lease: Lease, ticket: Ticket, spec: LeaseSpec) -> bool:
-        """Recompute what the claim takes; return whether that changed."""
-        extra_mib = self._lacking_mib(lease, spec)
-        changed, ticket.extra_mib = extra_mib != ticket.extra_mib, extra_mib
-        if not extra_mib and spec is lease.spec:
+    def _update_claim(self, lease: Lease, ticket: Ticket, spec: LeaseSpec) -> None:
+        """Recompute what the claim takes."""
+        ticket.extra_mib = self._lacking_mib(lease, spec)
+        if not ticket.extra_mib and spec is lease.spec:
             self._withdraw_claim(lease, "it has room enough")
-        self._books.mark_changed(lease)
-        return changed
 
     def _withdraw_claim(self, lease: Lease, why: str) -> None:
         if lease.ticket is not None and lease.ticket.resize_to is not None:
@@ -216,18 +214,15 @@ class MemoryCaps:
         self._changes = changes
         self._over: dict[str, _Excess] = {}
 
-    def measured(self, lease: Lease) -> bool:
-        """Take a new measurement into account; return whether the lease went over its cap, or came back under it."""
+    def measured(self, lease: Lease) -> None:
+        """Take a new measurement into account."""
         device = self._changes.books.devices.get(lease.device_id or "")
         capped = lease.state is LeaseState.RESIDENT and device is not None and not device.is_exclusive
         is_over = capped and lease.used_mib > _cap_mib(lease) + SLACK_MIB
-        if is_over == (lease.lease_id in self._over):
-            return False
-        if is_over:
+        if not is_over:
+            self._over.pop(lease.lease_id, None)
+        elif lease.lease_id not in self._over:
             self._over[lease.lease_id] = _Excess(lease, self._changes.now_ms)
-        else:
-            del self._over[lease.lease_id]
-        return True
 
     def enforce(self) -> list[Lease]:
         """Report excesses whose grace is over; return the idle leases that are to be suspended for theirs."""

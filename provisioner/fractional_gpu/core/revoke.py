@@ -130,7 +130,6 @@ class Departures:
         if lease.ends_ms is None or lease.ends_ms > now_ms:
             return
         lease.ends_ms = now_ms + _END_AGAIN_MS
-        self._books.mark_changed(lease)
         sentence = "its seat ended, and no other one has taken it over in the time that its pool allows: its processes are ended"
         self._changes.record(lease.lease_id, "seat-ended.over", sentence)
         self._changes.effects.append(EndProcesses(lease_id=lease.lease_id))
@@ -249,9 +248,7 @@ class Salvage:
         spare_ms = (self._books.deadline_ms(lease) or now_ms) - MARGIN_MS - self._swap_ms(lease, SUSPEND) - now_ms
         step_ms = _FIRST_RETRY_MS << min(max(0, retries.failed_suspends - 1), _MOST_DOUBLINGS)
         after_ms = now_ms + max(LEAST_RETRY_MS, min(step_ms, spare_ms // 2))
-        if after_ms < retries.suspend_after_ms:
-            retries.suspend_after_ms = after_ms
-            self._books.mark_changed(lease)
+        retries.suspend_after_ms = min(retries.suspend_after_ms, after_ms)
 
     def _plan(self, leases: dict[str, Lease]) -> Plan:
         changes = self._changes

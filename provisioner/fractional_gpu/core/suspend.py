@@ -34,6 +34,7 @@ from fractional_gpu.core.place import (
     room_milli,
     spreads,
 )
+from fractional_gpu.core.state.accounts import lease_time_ms, owner_time_ms
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind, Reason
 from fractional_gpu.core.units import format_memory
@@ -83,7 +84,6 @@ def update_suspendability(books: Books, lease: Lease) -> None:
     by_device = next((device.spec.why_not for device in devices if device.spec.why_not), "")
     policy = books.policy(lease)
     unseen = "" if lease.spec.gated or policy.suspend_unseen else _UNSEEN
-    books.mark_changed(lease)
     lease.unsuspendable_reason = lease.why_not or _BY_SHARING.get(policy.sharing, "") or by_device or unseen
 
 
@@ -164,11 +164,11 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
     """Return the virtual time of the first by which the two compare, the milli-GPU it grows by, and the weight that divides them."""
-    owner, own = books.share(lease)
+    now_ms = books.now_ms
     if lease.spec.owner == other.spec.owner:
-        return own, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
+        return lease_time_ms(lease, now_ms), lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)
-    return owner, account.busy_milli, max(1, account.weight)
+    return owner_time_ms(account, now_ms), account.busy_milli, max(1, account.weight)
 
 
 # -- when the next cell comes ------------------------------------------------------------------------------------------

@@ -34,14 +34,14 @@ def wait_reason(books: Books, lease: Lease, ticket: Ticket) -> Reason:
         return _state_reason(lease)
     if ticket.wait is not None:
         return ticket.wait
-    if lease.retries.resume_paused:
+    if lease.retries.resume_after_ms > books.now_ms:
         return Reason("wait.retry", f"{lease.sentence}; it is tried again in a moment")
     return _room_reason(books, lease, allowed_devices(books, lease), lease.ask_mib)
 
 
 def wait_code(books: Books, lease: Lease, ticket: Ticket) -> str:
     """Return the code of the same reason, at less cost."""
-    if not lease.waits_for_room or ticket.wait is not None or lease.retries.resume_paused:
+    if not lease.waits_for_room or ticket.wait is not None or lease.retries.resume_after_ms > books.now_ms:
         return wait_reason(books, lease, ticket).code
     return reason_code(books, lease, allowed_devices(books, lease), lease.ask_mib)
 

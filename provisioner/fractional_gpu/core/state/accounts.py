@@ -84,11 +84,7 @@ class Accounts:
 
     def share(self, lease: Lease, now_ms: int) -> tuple[int, int]:
         """Return the virtual time of the lease's owner and its own."""
-        meter = lease.meter
-        mine = meter.usage
-        if meter.is_running:
-            mine += lease.milli * max(0, now_ms - meter.as_of_ms)
-        return _virtual_ms_now(self.of(lease), now_ms), _virtual_ms(mine, lease.spec.weight)
+        return owner_time_ms(self.of(lease), now_ms), lease_time_ms(lease, now_ms)
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
         """Return the sums of the weights of the owners that contend in the lease's pool, and of its owner's leases that do.
@@ -128,7 +124,7 @@ class Accounts:
             return
         account = self.of(lease)
         others = (one for one in self._contending(lease.spec.pool) if one is not account)
-        last_ms = max((_virtual_ms_now(one, now_ms) for one in others), default=-1)
+        last_ms = max((owner_time_ms(one, now_ms) for one in others), default=-1)
         _settle(account, now_ms)
         account.usage = max(account.usage, _usage(last_ms + 1, account.weight))
 
@@ -162,12 +158,12 @@ class Accounts:
 
         It never falls: else an owner could gain by pausing while others pause.
         """
-        least_ms = min((_virtual_ms_now(account, now_ms) for account in self._contending(pool)), default=0)
+        least_ms = min((owner_time_ms(account, now_ms) for account in self._contending(pool)), default=0)
         self._floors[pool] = max(self._floors.get(pool, 0), least_ms)
         return self._floors[pool]
 
     def _raise_own_floor(self, account: Account, now_ms: int) -> None:
-        others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
+        others = [lease_time_ms(other, now_ms) for other in account.contenders.values()]
         account.floor = max(account.floor, min(others, default=0))
 
 
@@ -185,9 +181,17 @@ def _usage(virtual_ms: int, weight: int) -> int:
     return -(-virtual_ms * max(1, weight) // _UNIT)
 
 
-def _virtual_ms_now(account: Account, now_ms: int) -> int:
+def owner_time_ms(account: Account, now_ms: int) -> int:
+    """Return the virtual time of an owner, by which the leases of different owners compare."""
     usage = account.usage + account.busy_milli * max(0, now_ms - account.usage_as_of_ms)
     return _virtual_ms(usage, account.weight)
+
+
+def lease_time_ms(lease: Lease, now_ms: int) -> int:
+    """Return the virtual time of a lease, by which it compares with others of its owner."""
+    meter = lease.meter
+    usage = meter.usage + (lease.milli * max(0, now_ms - meter.as_of_ms) if meter.is_running else 0)
+    return _virtual_ms(usage, lease.spec.weight)
 
 
 def _settle(account: Account, now_ms: int) -> None:

@@ -2,8 +2,7 @@
 
 Only `Books` writes `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate`, `ticket` and (but for a lease that is emptied or
 recovered) `busy` of a lease. What follows from these is computed when it is read; only the leases on each device, the sums of a device
-that has not changed, and the sums of host memory are kept, and `laws` recomputes them. Leases that changed are in `changed` until
-`scheduler` has taken them into account.
+that has not changed, and the sums of host memory are kept, and `laws` recomputes them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,9 +33,7 @@ class Books:
         self.host_saved_mib = 0
         self.host_reserved_mib = 0
         self.parked: dict[str, Lease] = {}  # want room before their start, and may not have a ticket yet (`starting`)
-        self.expected_victims: set[str] = set()  # idle leases that the last pass expects to make room
         self.unsaved: dict[str, str] = {}  # leases that cannot be saved before their device goes away: why, for people
-        self.changed: dict[str, Lease] = {}
         self.recheck_ms: int | None = None  # when time alone may change a decision of the last event (`recheck_at`)
         self._number = 0
 
@@ -60,8 +57,6 @@ class Books:
         """Forget a lease that holds nothing."""
         del self.leases[lease.lease_id]
         self.accounts.close(lease, self.now_ms)
-        self.changed.pop(lease.lease_id, None)
-        lease.due_ms = None
 
     def in_state(self, *states: LeaseState) -> list[Lease]:
         """Return the leases in these states, oldest first."""
@@ -76,6 +71,7 @@ class Books:
         lease.let_in, lease.seen_milli, lease.cell_milli = False, None, None
         lease.has_run |= busy
         if busy:
+            lease.announced_ms = 0
             lease.forget_shrinking()
         self.refresh(lease)
 
@@ -85,15 +81,14 @@ class Books:
             lease.let_in = let_in
             self.refresh(lease)
 
-    def see_utilisation(self, lease: Lease, util_milli: int) -> bool:
+    def see_utilisation(self, lease: Lease, util_milli: int) -> None:
         """Learn from the lease's utilisation over the last period what it needs while it is busy, thousandths of a device.
 
         Its cell counts with what it shows itself: cells of one kernel differ more than kernels do. While the leases that are busy on a
-        device use all of it, each needs at least what it shows, and at most what `time_slicing` makes of that. Returns whether its
-        device has less than its busy leases need.
+        device use all of it, each needs at least what it shows, and at most what `time_slicing` makes of that.
         """
         if lease.occupancy is not OccupancyKind.BUSY:
-            return False
+            return
         lease.seen_milli = seen_milli = max(0, min(WHOLE_MILLI, util_milli))
         on = self._devices_of(lease)
         most_milli = max((device.most_needed_milli(seen_milli) for device in on), default=seen_milli)
@@ -102,7 +97,6 @@ class Books:
             lease.lease_id, lease.spec.pool, seen_milli, most_milli=most_milli if most_milli > seen_milli else None
         )
         self._set_demand(lease, learnt_milli)
-        return any(device.sums.demand_milli > WHOLE_MILLI for device in on)
 
     def _set_demand(self, lease: Lease, demand_milli: int) -> None:
         """Set what the lease needs while it is busy."""
@@ -141,11 +135,8 @@ class Books:
         """Note what a lease without a reservation has of the strangers' memory on its devices."""
         strangers = [self.devices[one].stranger_mib for one in lease.device_ids if one in self.devices]
         lease.unreserved_mib = min([lease.used_each_mib, *strangers]) if strangers else 0
-        self.mark_changed(lease)
 
     def set_host_memory(self, lease: Lease, *, saved_mib: int = 0, reserved_mib: int = 0) -> None:
-        if saved_mib + reserved_mib < lease.saved_mib + lease.host_mib:
-            self.changed.update(self.leases)  # idle leases may leave that had to leave host memory to tickets
         self.host_saved_mib += saved_mib - lease.saved_mib
         self.host_reserved_mib += reserved_mib - lease.host_mib
         lease.saved_mib, lease.host_mib = saved_mib, reserved_mib
@@ -188,11 +179,6 @@ class Books:
         """Whether the lease reserves all that it may use, by its pool's policy or because its devices are whole ones."""
         return lease.spec.devices > 1 or self.policy(lease).reserve_by is ReserveBy.CAP
 
-    def refresh_size(self, lease: Lease) -> bool:
-        """Recompute the size after the use changed. Returns whether it changed."""
-        before, lease.size_mib = lease.size_mib, self.reserve_mib(lease, lease.spec)
-        return lease.size_mib != before
-
     def revoke(self, lease: Lease, ends_ms: int) -> None:
         """Revoke a lease whose seat has ended; its processes are ended at `ends_ms`."""
         lease.ends_ms = ends_ms
@@ -212,15 +198,9 @@ class Books:
                 spec if own else replace(ticket.resize_to, priority=spec.priority, own_priority=spec.own_priority)
             )
         lease.spec = spec
-        self.mark_changed(lease)
-
-    def mark_changed(self, lease: Lease) -> None:
-        """Mark a lease whose deadlines may have changed."""
-        self.changed[lease.lease_id] = lease
 
     def refresh(self, lease: Lease) -> None:
         """Note that the lease has changed: what its devices hold and who shares them follows from it."""
-        self.mark_changed(lease)
         self._forget_sums(lease)
         self.accounts.meter(lease, self.now_ms)
 
@@ -292,11 +272,10 @@ class Books:
         for lease in self.leases.values():
             self.accounts.meter(lease, self.now_ms)
 
-    def mark_all_changed(self) -> None:
-        """Mark all leases, and add up all devices again: a device or pool changed."""
+    def forget_all_sums(self) -> None:
+        """Add up all devices again: a device or pool changed."""
         for device in self.devices.values():
             device.known_sums = None
-        self.changed.update(self.leases)
 
     def holders(self, device_id: str) -> Iterable[Lease]:
         """Return the leases that hold something on a device, in the order in which they came."""
@@ -347,7 +326,6 @@ class Books:
         # Until it was seen at work, its demand is that of its pool.
         self._set_demand(lease, self.forecasts.demand_milli(lease.lease_id, lease.spec.pool))
         self.accounts.meter(lease, self.now_ms)
-        self.changed[lease.lease_id] = lease
 
     def dequeue(self, lease: Lease) -> Ticket | None:
         """Take the lease out of the queue; return its ticket, if it had one."""
@@ -355,5 +333,4 @@ class Books:
         if ticket is not None:
             del self.waiting[lease.lease_id]
             self.accounts.meter(lease, self.now_ms)
-            self.changed[lease.lease_id] = lease
         return ticket

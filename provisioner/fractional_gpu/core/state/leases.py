@@ -136,14 +136,12 @@ class SwapRetries:
     failed_suspends: int = 0  # in a row, aborted or refused
     resume_after_ms: int = 0  # no resume is tried before this
     failed_resumes: int = 0  # in a row
-    resume_paused: bool = False  # `resume_after_ms` is still to come
 
     def forget_suspends(self) -> None:
         self.suspend_after_ms = self.aborted_suspends = self.failed_suspends = 0
 
     def forget_resumes(self) -> None:
         self.resume_after_ms = self.failed_resumes = 0
-        self.resume_paused = False
 
 
 @dataclass(slots=True, eq=False)
@@ -225,7 +223,6 @@ class Lease:
     announced_ms: int = 0  # the idle suspension that its kernel was warned of
     ends_ms: int | None = None  # its seat has ended, and its processes are ended then (`revoke`)
     leaves: tuple[int | None, ...] = ()  # after how long idle it leaves, and what that was computed from (`idle`)
-    due_ms: int | None = None  # when time alone changes something for it; written by `scheduler`
     # Swaps and the queue.
     suspend_requested_by: str | None = None  # who requested its suspend, which has not begun
     preempted: bool = False  # its suspend under way, or its last one, interrupts a cell
