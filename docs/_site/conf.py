@@ -1,5 +1,9 @@
 """Sphinx's configuration. Every warning is an error of the build; nothing is fetched."""
 
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.osutil import relative_uri
+
 from fractional_gpu import __version__
 
 project = "jupyter-fractional-gpu"
@@ -25,3 +29,18 @@ html_theme_options = {
     "footer_end": ["theme-version"],
 }
 copyright = "the authors, under the BSD 3-Clause licence"  # noqa: A001 - Sphinx's name
+
+
+def setup(app: Sphinx) -> None:
+    """Make screenshots links to themselves: a phone shows them too small to read."""
+    app.connect("doctree-resolved", link_screenshots)
+
+
+def link_screenshots(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Put a link to the picture around each PNG file."""
+    for image in list(doctree.findall(nodes.image)):
+        if image["uri"].endswith(".png"):
+            file = app.env.images[image["uri"]][1]
+            link = nodes.reference(refuri=relative_uri(app.builder.get_target_uri(page), f"_images/{file}"))
+            image.replace_self(link)
+            link += image

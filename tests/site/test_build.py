@@ -62,6 +62,14 @@ def test_axe_finds_nothing_on_the_pages_and_they_fit_their_window(
     opened.close()
 
 
+def test_a_screenshot_opens_in_full_on_a_phone(site: Path, browser: Browser) -> None:
+    opened = browser.new_page(viewport={"width": SMALL_PX, "height": 800})
+    opened.goto((site / "docs" / "start.html").as_uri())
+    opened.get_by_role("link", name="The launcher:").click()
+    assert opened.locator("img").evaluate("picture => picture.naturalWidth") > 2 * SMALL_PX
+    opened.close()
+
+
 def test_links_to_other_sites_are_listed(site: Path) -> None:
     links = (site / "external-links.txt").read_text().splitlines()
     assert links == sorted(set(links))
