@@ -143,7 +143,7 @@ def _settings(settings: Mapping[str, Setting[Any]], before: str) -> Iterator[str
 def errors() -> str:
     """Return the page of all error codes."""
     kinds = [kind for _, kind in _classes(protocol_errors, protocol_errors.FractionalGPUError)]
-    rows = [f"| `{kind.code}` | {kind.status} | `{kind.__name__}` | {_cell(_doc(kind))} |" for kind in kinds]
+    rows = [f"| `{kind.code}`, {kind.status} | `{kind.__name__}` | {_cell(_doc(kind))} |" for kind in kinds]
     parts = [
         "# Every error code\n",
         (
@@ -151,7 +151,7 @@ def errors() -> str:
             "program goes by the code, and by the reason where it refines the code. In Python they are classes of "
             "`fractional_gpu.protocol.errors`.\n"
         ),
-        "| code | status | class | meaning |\n|---|---|---|---|",
+        "| code, status | class | meaning |\n|---|---|---|",
         *rows,
         "\n[limits.md](../limits.md) has each limit with its answer, [routes.md](../routes.md) who may ask what.\n",
     ]
@@ -187,8 +187,9 @@ def _classes(module: ModuleType, base: type[T]) -> list[tuple[str, type[T]]]:
 
 
 def _doc(kind: type) -> str:
-    """Return the class's documentation in one line."""
-    return " ".join((inspect.getdoc(kind) or "").split())
+    """Return the class's documentation in one line; a dataclass without any has its signature there."""
+    text = " ".join((inspect.getdoc(kind) or "").split())
+    return "" if text.startswith(f"{kind.__name__}(") else text
 
 
 def _paragraphs(text: str) -> str:
