@@ -22,7 +22,7 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.forecasts.forecasts import Forecasts, WaitSpan
 from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
-from fractional_gpu.core.queue_wait import MOST_AHEAD, QueueWaitForecast
+from fractional_gpu.core.queue_wait import MOST_AHEAD, ForecastRecorder
 from tests.core.driving import lease_measured
 
 MIB = 8_000
@@ -35,7 +35,7 @@ class World:
     def __init__(self, devices: int = 1, *, parallel_swaps: int = 1) -> None:
         self.arbiter, self.forecasts = Arbiter(parallel_swaps=parallel_swaps), Forecasts()
         self.now_ms = 1_000_000
-        self.waits = QueueWaitForecast(self.arbiter._books, self.forecasts, parallel_swaps=parallel_swaps)
+        self.waits = ForecastRecorder(self.arbiter._books, self.forecasts, parallel_swaps=parallel_swaps)
         names = tuple(f"d{number}" for number in range(devices))
         for name in names:
             self.tell(DeviceSeen(at_ms=0, device=DeviceSpec(device_id=name, name="H", memory_mib=MIB)))

@@ -302,7 +302,7 @@ class Arbiter:
         if lease is None:
             return None
         with self._as_of(at_ms):
-            return self._changes.forecast_recorder.queue_waits.gate_wait(lease)
+            return self._changes.forecast_recorder.gate_wait(lease)
 
     def queue_lengths(self) -> dict[str, int]:
         """Return how many leases wait in each pool's queue. A pool without any may be missing; leases being resumed do not count."""
@@ -432,7 +432,7 @@ def _holding(lease: Lease) -> Holding | None:
 
 
 def _ticket_views(books: Books, pool: str, foresight: ForecastRecorder) -> list[TicketView]:
-    waits = foresight.queue_waits.waits_of_pool(pool)
+    waits = foresight.waits_of_pool(pool)
     views, position = [], 0
     for lease, expected in zip(books.line(pool), waits, strict=True):
         if (ticket := lease.ticket) is None:

@@ -268,7 +268,7 @@ class Changes:
         if lease.state is LeaseState.SUSPENDED:
             self._begin_resume(lease, "resume.room", sentence)
             return
-        self.forecast_recorder.ticket_served(lease)
+        self.forecast_recorder.ticket_ended(lease)
         self.withdraw_ticket(lease)
         self.become_resident(lease)
         if lease.state is LeaseState.UNATTACHED:
@@ -284,7 +284,8 @@ class Changes:
         lease.last_active_ms, lease.is_measured = self.now_ms, False
         lease.has_run = lease.busy or lease.came_early
         lease.home_ids, lease.rhythm_ms = (), None
-        self.forecast_recorder.became_resident(lease)
+        if lease.busy:  # its cell waited for this, and begins now
+            self.forecast_recorder.busy_changed(lease, busy=True)
         lease.under_host_pressure = False
         update_suspendability(self.books, lease)
 

@@ -277,7 +277,7 @@ class Lifecycle:
         if ticket.resize_to is not None:
             ticket.after_suspend = ticket.after_suspend if lease.target_ids else None
             return
-        self._changes.forecast_recorder.ticket_given_up(lease)
+        self._changes.forecast_recorder.ticket_ended(lease, given_up=True)
         self._changes.withdraw_ticket(lease)
 
     def busy_changed(self, lease: Lease, *, busy: bool, by_cell: bool) -> None:

@@ -120,7 +120,7 @@ class OperationResults:
         match event.outcome:
             case ResumeOutcome.RESTORED:
                 changes.forecast_recorder.swap_finished(RESUME, lease, lease.saved_mib, took_ms)
-                changes.forecast_recorder.ticket_served(lease)
+                changes.forecast_recorder.ticket_ended(lease)
                 lease.used_mib, lease.growth_mib = lease.saved_mib, 0  # until the next measurement
                 books.set_host_memory(lease)
                 changes.withdraw_ticket(lease)

@@ -9,6 +9,7 @@ Only the first `MOST_AHEAD` tickets and one more are played, each on `MOST_DEVIC
 further back waits in proportion. What is left out here, `Forecasts.wait_span` corrects by how such results turned out before.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heapreplace
@@ -29,13 +30,6 @@ MOST_HOLDERS = 16
 _UNPREDICTABLE = frozenset({"wait.user-limit", "wait.group-limit"})  # it is unknown when a user's own kernels make room
 
 
-class _Wait(NamedTuple):
-    """A wait as it is worked out: what decides it, and its length."""
-
-    kind: str  # "swap" or "busy"
-    ms: int
-
-
 class _Return(NamedTuple):
     """What a lease gives back, in ms from now. Sorted as the arbiter uses it: first what a suspend under way frees, then the soonest."""
 
@@ -47,58 +41,6 @@ class _Return(NamedTuple):
     lease_id: str
 
 
-class _Way(NamedTuple):
-    """How a ticket gets in on a device: what gives it room there, when the last of that begins to leave, and when all is saved."""
-
-    device_id: str
-    taken: Sequence[_Return]
-    saves_ms: int
-    room_ms: int
-
-
-class QueueWaitForecast:
-    """Forecasts the waits of tickets, if `parallel_swaps` operations run at a time."""
-
-    def __init__(self, books: Books, forecasts: Forecasts, *, parallel_swaps: int = 1) -> None:
-        self._books, self._forecasts, self._parallel_swaps = books, forecasts, parallel_swaps
-
-    def wait_of(self, lease: Lease) -> WaitSpan | None:
-        """Return how long the lease's ticket will still wait; None: it has none, or its wait cannot be forecast."""
-        if lease.ticket is None:
-            return None
-        line = self._books.line(lease.spec.pool)
-        return self._span(self._waits(line)[line.index(lease)])
-
-    def waits_of_pool(self, pool: str) -> list[WaitSpan | None]:
-        """Return the waits of a pool's queue, in order."""
-        return [self._span(wait) for wait in self._waits(self._books.line(pool))]
-
-    def gate_wait(self, lease: Lease) -> Span | None:
-        """Return how long the lease's next cell waits at its closed gate, at most until that opens; None: it does not wait there."""
-        if lease.gate.ticket is None:
-            return None
-        opens_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms) - self._books.now_ms
-        left_ms = max(0, opens_ms, self._play().channels[0])
-        return Span(expected_ms=left_ms, low_ms=0, high_ms=left_ms)
-
-    def _play(self) -> "_Play":
-        return _Play(self._books, self._forecasts, self._parallel_swaps)
-
-    def _span(self, wait: _Wait | None) -> WaitSpan | None:
-        return None if wait is None else self._forecasts.wait_span(*wait)
-
-    def _waits(self, line: Sequence[Lease]) -> list[_Wait | None]:
-        first = line[: MOST_AHEAD + 1]
-        waits = self._play().serve_all(first)
-        last = next((wait for wait in reversed(waits) if wait is not None), None)
-        for place, lease in enumerate(line[len(first) :], len(first)):
-            if last is None or not _is_predictable(lease):
-                waits.append(None)
-            else:
-                waits.append(_Wait("busy", last.ms * (place + 1) // len(first)))
-        return waits
-
-
 class _Play:
     """One play of a pool's queue. Times are ms from now."""
 
@@ -106,96 +48,90 @@ class _Play:
         self._books, self._forecasts, self._now_ms = books, forecasts, books.now_ms
         self._free_mib = {device_id: device.free_mib for device_id, device in books.devices.items()}
         self._given: set[tuple[str, str]] = set()  # devices and leases that have given their memory to a ticket
-        self._later: dict[str, list[_Return]] = {}  # by device: what tickets that were served give back
-        swapping = (LeaseState.SUSPENDING, LeaseState.RESUMING)
-        left = [self._swap_left_ms(lease) for lease in books.in_state(*swapping)]
+        self._later: dict[str, list[_Return]] = defaultdict(list)  # by device: what tickets that were served give back
+        left = [self._swap_left_ms(lease) for lease in books.in_state(LeaseState.SUSPENDING, LeaseState.RESUMING)]
         # A heap: when each swap channel has nothing more to do.
         self.channels = sorted([*[0] * (parallel_swaps - len(left)), *left])[:parallel_swaps]
 
-    def serve_all(self, line: Sequence[Lease]) -> list[_Wait | None]:
+    def serve_all(self, line: Sequence[Lease]) -> list[WaitSpan | None]:
         """Serve the tickets; return each wait, None: no forecast."""
-        found: dict[str, _Wait] = {}
+        found: dict[str, WaitSpan | None] = {}
         for patient in (False, True):
             for lease in line:
-                wait = None if lease.lease_id in found else self._serve(lease, patient=patient)
-                if wait is not None:
-                    found[lease.lease_id] = wait
-        return [found.get(lease.lease_id) for lease in line]
+                if found.get(lease.lease_id) is None:
+                    found[lease.lease_id] = self._serve(lease, patient=patient)
+        return [found[lease.lease_id] for lease in line]
 
-    def _serve(self, lease: Lease, *, patient: bool) -> _Wait | None:
+    def _serve(self, lease: Lease, *, patient: bool) -> WaitSpan | None:
         """Bring the lease in, with memory of busy leases if it is the turn of patient tickets; return its wait, None: not in this way."""
-        ticket = lease.ticket
+        ticket, forecasts = lease.ticket, self._forecasts
         if lease.state is LeaseState.RESUMING:
-            return _Wait("swap", self._swap_left_ms(lease))
+            return forecasts.wait_span("swap", self._swap_left_ms(lease))
         if ticket is None or not _is_predictable(lease):
             return None
         need_mib = ticket.extra_mib if ticket.resize_to is not None else lease.need_mib
         busy_too = patient or bool(ticket.kept_on)
-        possible = [self._way(device_id, need_mib, lease, busy_too=busy_too) for device_id in self._devices(lease)]
-        ways = sorted([way for way in possible if way is not None], key=self._saved_ms)[: lease.count]
-        if len(ways) < lease.count:
+        possible = {one: self._room(one, need_mib, lease, busy_too=busy_too) for one in self._devices(lease)}
+        ways = {device_id: returns for device_id, returns in possible.items() if returns is not None}
+        chosen = sorted(ways, key=lambda device_id: self._saved_ms(ways[device_id]))[: lease.count]
+        if len(chosen) < lease.count:
             return None
-        resume_ms = self._resume_ms(lease, ways[0].device_id)
-        ready_ms = max(*map(self._saved_ms, ways), lease.retries.resume_after_ms - self._now_ms, 0) + resume_ms
+        resume_ms = 0
+        if lease.state in (LeaseState.SUSPENDED, LeaseState.SUSPENDING):
+            saved_mib = lease.saved_mib if lease.state is LeaseState.SUSPENDED else lease.used_mib
+            resume_ms = forecasts.swap_ms(RESUME, _device_name(self._books, chosen[0]), saved_mib)
+        saved_ms = max(self._saved_ms(ways[device_id]) for device_id in chosen)
+        ready_ms = max(saved_ms, lease.retries.resume_after_ms - self._now_ms) + resume_ms
+        given = [one for device_id in chosen for one in ways[device_id]]
         # The swaps take a channel, but no channel waits for a cell's end.
-        heapreplace(self.channels, self.channels[0] + sum(way.saves_ms for way in ways) + resume_ms)
-        for way in ways:
-            self._take(way, lease, need_mib, ready_ms)
-        is_busy = any(one.busy for way in ways for one in way.taken)
-        return _Wait("busy" if is_busy else "swap", ready_ms)
-
-    def _saved_ms(self, way: _Way) -> int:
-        """Return when the room of a way is free, with the swaps before."""
-        return max(self.channels[0] + way.saves_ms, way.room_ms) if way.saves_ms else way.room_ms
+        heapreplace(self.channels, self.channels[0] + sum(one.save_ms for one in given) + resume_ms)
+        cell_ends_ms = ready_ms + forecasts.next_cell_ms(lease.lease_id)
+        mib = max(lease.saved_mib, lease.used_mib) // lease.count
+        for device_id in chosen:
+            returns, later = ways[device_id], self._later[device_id]
+            self._free_mib[device_id] += sum(one.mib for one in returns) - need_mib
+            self._given.update((device_id, one.lease_id) for one in returns)
+            later[:] = [one for one in later if one not in returns]
+            save_ms = forecasts.swap_ms(SUSPEND, _device_name(self._books, device_id), mib)
+            later.append(_Return(cell_ends_ms, cell_ends_ms, need_mib, save_ms, True, ""))
+        return forecasts.wait_span("busy" if any(one.busy for one in given) else "swap", ready_ms)
 
     def _devices(self, lease: Lease) -> Sequence[str]:
         """Return the allowed devices that have most to give without their busy leases."""
-        devices = allowed_devices(self._books, lease)
-        most = max(MOST_DEVICES, lease.count)
-        if len(devices) <= most:
-            return devices
-        return sorted(devices, key=lambda device_id: -self._books.devices[device_id].free_or_idle_mib)[:most]
+        devices = self._books.devices
+        most = sorted(allowed_devices(self._books, lease), key=lambda one: -devices[one].free_or_idle_mib)
+        return most[: max(MOST_DEVICES, lease.count)]
 
-    def _way(self, device_id: str, need_mib: int, lease: Lease, *, busy_too: bool) -> _Way | None:
-        """Return how to make room there by the earliest returns, each of them needed; None: there are not enough."""
-        room_mib = self._free_mib[device_id]
-        taken: list[_Return] = []
+    def _room(self, device_id: str, need_mib: int, lease: Lease, *, busy_too: bool) -> list[_Return] | None:
+        """Return the earliest returns that make room there, each of them needed; None: there are not enough."""
+        room_mib, taken = self._free_mib[device_id], list[_Return]()
         for one in sorted(self._returns(device_id, lease)) if room_mib < need_mib else ():
             if room_mib < need_mib and (busy_too or not one.busy):
                 room_mib += one.mib
                 taken.append(one)
-        if room_mib < need_mib:
-            return None
         for one in reversed(taken[:-1]):  # not needed after all, because a larger one follows
             if room_mib - one.mib >= need_mib:
                 room_mib -= one.mib
                 taken.remove(one)
-        room_ms = max((one.at_ms + one.save_ms for one in taken), default=0)
-        return _Way(device_id, taken, sum(one.save_ms for one in taken), room_ms)
+        return taken if room_mib >= need_mib else None
 
-    def _take(self, way: _Way, lease: Lease, need_mib: int, ready_ms: int) -> None:
-        """Give the room to the ticket's lease, which gives it back after a cell of its own."""
-        self._free_mib[way.device_id] += sum(one.mib for one in way.taken) - need_mib
-        self._given.update((way.device_id, one.lease_id) for one in way.taken)
-        later = [one for one in self._later.get(way.device_id, ()) if one not in way.taken]
-        at_ms = ready_ms + self._forecasts.next_cell_ms(lease.lease_id)
-        mib = max(lease.saved_mib, lease.used_mib) // lease.count
-        save_ms = self._forecasts.swap_ms(SUSPEND, self._name(way.device_id), mib)
-        later.append(_Return(at_ms, at_ms, need_mib, save_ms, True, ""))
-        self._later[way.device_id] = later
-
-    # -- what leases give back -----------------------------------------------------------------------------------------
+    def _saved_ms(self, returns: Sequence[_Return]) -> int:
+        """Return when the last of them is saved, with the swaps before."""
+        room_ms = max((one.at_ms + one.save_ms for one in returns), default=0)
+        saves_ms = sum(one.save_ms for one in returns)
+        return max(self.channels[0] + saves_ms, room_ms) if saves_ms else room_ms
 
     def _returns(self, device_id: str, beneficiary: Lease) -> Iterator[_Return]:
         """Yield what a device's leases give back to another one. If that is there to grow, it gives nothing."""
-        yield from self._later.get(device_id, ())
+        yield from self._later[device_id]
         for lease in islice(self._books.holders(device_id), MOST_HOLDERS):
             if lease is beneficiary or (device_id, lease.lease_id) in self._given:
                 continue
             at_ms = self._gives_back_ms(lease, beneficiary)
             if at_ms is not None:
                 leaves = lease.state is LeaseState.SUSPENDING
-                save_ms = 0 if leaves else self._forecasts.swap_ms(SUSPEND, self._name(device_id), lease.used_mib)
+                name = _device_name(self._books, device_id)
+                save_ms = 0 if leaves else self._forecasts.swap_ms(SUSPEND, name, lease.used_mib)
                 busy = not leaves and (lease.is_working or lease.state is LeaseState.RESUMING)
                 yield _Return(-1 if leaves else at_ms, at_ms, lease.held_mib, save_ms, busy, lease.lease_id)
 
@@ -206,9 +142,8 @@ class _Play:
             return self._swap_left_ms(lease)
         if lease.state is LeaseState.RESUMING:
             return self._swap_left_ms(lease) + forecasts.next_cell_ms(lease.lease_id)
-        if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable:
-            return None
-        if lease.host_need_mib > books.host_left_mib:
+        unable = lease.is_unsuspendable or lease.host_need_mib > books.host_left_mib
+        if lease.state is not LeaseState.RESIDENT or unable:
             return None
         if not lease.is_working:  # a cell that waits at its closed gate has not begun
             willing_ms = suspendable_from_ms(books.policy(lease), lease)
@@ -221,23 +156,16 @@ class _Play:
             ends.append(preempts_ms - self._now_ms)
         return max(1, min(ends)) if ends else None
 
-    # -- swaps ---------------------------------------------------------------------------------------------------------
-
     def _swap_left_ms(self, lease: Lease) -> int:
         """Return what is left of the lease's suspend or resume, ms; one that is overdue is assumed to end soon."""
         kind, mib = (SUSPEND, lease.used_mib) if lease.state is LeaseState.SUSPENDING else (RESUME, lease.saved_mib)
-        whole_ms = self._forecasts.swap_ms(kind, self._name(lease.device_id), mib)
+        whole_ms = self._forecasts.swap_ms(kind, _device_name(self._books, lease.device_id), mib)
         return max(whole_ms - (self._now_ms - lease.since_ms), whole_ms // 8)
 
-    def _resume_ms(self, lease: Lease, device_id: str) -> int:
-        if lease.state not in (LeaseState.SUSPENDED, LeaseState.SUSPENDING):
-            return 0
-        mib = lease.saved_mib if lease.state is LeaseState.SUSPENDED else lease.used_mib
-        return self._forecasts.swap_ms(RESUME, self._name(device_id), mib)
 
-    def _name(self, device_id: str | None) -> str:
-        device = self._books.devices.get(device_id or "")
-        return "" if device is None else device.spec.name
+def _device_name(books: Books, device_id: str | None) -> str:
+    device = books.devices.get(device_id or "")
+    return "" if device is None else device.spec.name
 
 
 def _is_predictable(lease: Lease) -> bool:
@@ -248,7 +176,7 @@ def _is_predictable(lease: Lease) -> bool:
     return lease.state is not LeaseState.UNATTACHED or ticket.before_start
 
 
-# -- forecast recorder -------------------------------------------------------------------------------------------------
+# -- waits, and what happens to leases ---------------------------------------------------------------------------------
 
 
 class _Begun(NamedTuple):
@@ -261,81 +189,84 @@ class _Begun(NamedTuple):
 
 
 class ForecastRecorder:
-    """Feeds the forecasts with what happens to leases. There is one method per thing that happens.
+    """Forecasts the waits of tickets, and feeds the forecasts with what happens to leases: one method per thing that happens.
 
     A new ticket's wait is forecast once, if it still waits after the event (`run_deferred_work`). So is how neighbours slow a new cell.
     """
 
     def __init__(self, books: Books, forecasts: Forecasts, *, parallel_swaps: int = 1) -> None:
         self.forecasts = forecasts
-        self.queue_waits = QueueWaitForecast(books, forecasts, parallel_swaps=parallel_swaps)
-        self._books = books
+        self._books, self._parallel_swaps = books, parallel_swaps
         self._filed: list[Lease] = []
         self._beginning: list[Lease] = []  # leases whose cell began in this event
         self._begun: dict[str, _Begun] = {}  # by lease
 
-    def busy_changed(self, lease: Lease, *, busy: bool) -> None:
-        """Note that the lease began, or ended, to run something."""
-        if busy:
-            self._cell_began(lease)
-        else:
-            self.forecasts.cell_ended(lease.lease_id, self._books.now_ms)
-            self._company_ended(lease)
+    # -- waits ---------------------------------------------------------------------------------------------------------
 
-    def became_resident(self, lease: Lease) -> None:
-        """Note that the lease is resident: a cell that waited for that begins now."""
-        if lease.busy:
-            self._cell_began(lease)
+    def wait_of(self, lease: Lease) -> WaitSpan | None:
+        """Return how long the lease's ticket will still wait; None: it has none, or its wait cannot be forecast."""
+        if lease.ticket is None:
+            return None
+        pool = lease.spec.pool
+        return self.waits_of_pool(pool)[self._books.line(pool).index(lease)]
 
-    def _cell_began(self, lease: Lease) -> None:
-        device = self._books.devices.get(lease.device_id or "")
-        self.forecasts.cell_began(lease.lease_id, self._books.now_ms, "" if device is None else device.spec.name)
-        # A cell that continues after it was preempted says nothing of slowdowns.
-        if self._begun.pop(lease.lease_id, None) is None:
-            self._beginning.append(lease)
+    def waits_of_pool(self, pool: str) -> list[WaitSpan | None]:
+        """Return the waits of a pool's queue, in order."""
+        line = self._books.line(pool)
+        waits = self._play().serve_all(line[: MOST_AHEAD + 1])
+        played, last = len(waits), next((wait for wait in reversed(waits) if wait is not None), None)
+        for place, lease in enumerate(line[played:], played + 1):
+            further = None
+            if last is not None and _is_predictable(lease):
+                further = self.forecasts.wait_span("busy", last.basis_ms * place // played)
+            waits.append(further)
+        return waits
 
-    def _company_began(self, lease: Lease) -> None:
-        """Forecast how much the neighbours slow a cell down that has just begun on a device; on several, too much differs."""
-        device = self._books.devices.get(lease.device_id or "")
-        if device is None or lease.occupancy is not OccupancyKind.BUSY or lease.count > 1:
-            return
-        name, others = device.spec.name, busy_others(device, lease)
-        model_milli, stated = beside(lease.busy_milli, others), None
-        if others:
-            stated = self.forecasts.slowdown_span(name, len(others), model_milli)
-        company = Company(name, len(others), model_milli, stated)
-        self._begun[lease.lease_id] = _Begun(device.spec.device_id, self._books.now_ms, device.busy_ms, company)
+    def _play(self) -> _Play:
+        return _Play(self._books, self.forecasts, self._parallel_swaps)
 
-    def _company_ended(self, lease: Lease) -> None:
-        """Learn from how long a cell took, and how many busy neighbours it had on average."""
-        begun = self._begun.pop(lease.lease_id, None)
-        device = None if begun is None else self._books.devices.get(begun.device_id)
-        if begun is None or device is None:
-            return
-        lasted_ms = self._books.now_ms - begun.at_ms
-        others_ms = device.busy_ms - begun.busy_ms - lasted_ms
-        mean_milli = max(0, others_ms) * 1000 // max(1, lasted_ms)
-        self.forecasts.cell_in_company(lease.lease_id, begun.company, lasted_ms, mean_milli)
+    def gate_wait(self, lease: Lease) -> Span | None:
+        """Return how long the lease's next cell waits at its closed gate, at most until that opens; None: it does not wait there."""
+        if lease.gate.ticket is None:
+            return None
+        opens_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms) - self._books.now_ms
+        left_ms = max(0, opens_ms, self._play().channels[0])
+        return Span(expected_ms=left_ms, low_ms=0, high_ms=left_ms)
 
-    def swap_finished(self, kind: str, lease: Lease, mib: int, took_ms: int) -> None:
-        """Note that an operation of the lease succeeded, moving `mib` in `took_ms`."""
-        device = self._books.devices.get((lease.home_id if kind == SUSPEND else lease.device_id) or "")
-        if device is not None and mib > 0:
-            self.forecasts.swap_finished(kind, device.spec.name, mib, took_ms)
+    def resume_span(self, lease: Lease) -> Span | None:
+        """Return how long the resume of a suspended lease is expected to take; None for any other."""
+        if lease.home_id not in self._books.devices or not lease.saved_mib:
+            return None
+        return self.forecasts.swap_span(RESUME, _device_name(self._books, lease.home_id), lease.saved_mib)
+
+    # -- what happens --------------------------------------------------------------------------------------------------
 
     def ticket_filed(self, lease: Lease) -> None:
         self._filed.append(lease)
 
-    def ticket_served(self, lease: Lease) -> None:
+    def ticket_ended(self, lease: Lease, *, given_up: bool = False) -> None:
+        """Note that the lease got what its ticket was for, or gave it up."""
         ticket = lease.ticket
         if ticket is not None and ticket.expected is not None:
-            self.forecasts.wait_ended(ticket.expected, self._books.now_ms - ticket.asked_ms)
+            self.forecasts.wait_ended(ticket.expected, self._books.now_ms - ticket.asked_ms, given_up=given_up)
 
-    def ticket_given_up(self, lease: Lease) -> None:
-        """Note that the lease stopped waiting without having got what its ticket was for."""
-        ticket = lease.ticket
-        if ticket is not None and ticket.expected is not None:
-            self.forecasts.wait_ended(ticket.expected, self._books.now_ms - ticket.asked_ms, given_up=True)
+    def swap_finished(self, kind: str, lease: Lease, mib: int, took_ms: int) -> None:
+        """Note that an operation of the lease succeeded, moving `mib` in `took_ms`."""
+        device_id = lease.home_id if kind == SUSPEND else lease.device_id
+        if device_id in self._books.devices and mib > 0:
+            self.forecasts.swap_finished(kind, _device_name(self._books, device_id), mib, took_ms)
+
+    def busy_changed(self, lease: Lease, *, busy: bool) -> None:
+        """Note that the lease began, or ended, to run something; that it began, again once it has the room that it waited for."""
+        if not busy:
+            self.forecasts.cell_ended(lease.lease_id, self._books.now_ms)
+            self._company_ended(lease)
+            return
+        device_name = _device_name(self._books, lease.device_id)
+        self.forecasts.cell_began(lease.lease_id, self._books.now_ms, device_name)
+        # A cell that continues after it was preempted says nothing of slowdowns.
+        if self._begun.pop(lease.lease_id, None) is None:
+            self._beginning.append(lease)
 
     def lease_ended(self, lease: Lease) -> None:
         self._begun.pop(lease.lease_id, None)
@@ -345,18 +276,32 @@ class ForecastRecorder:
         """Forecast the waits of the last event's new tickets, and how neighbours slow its new cells down."""
         for lease in self._filed:
             if lease.ticket is not None and lease.ticket.expected is None:
-                lease.ticket.expected = self.queue_waits.wait_of(lease)
-        self._filed.clear()
+                lease.ticket.expected = self.wait_of(lease)
         for lease in self._beginning:
             self._company_began(lease)
+        self._filed.clear()
         self._beginning.clear()
 
-    def resume_span(self, lease: Lease) -> Span | None:
-        """Return how long the resume of a suspended lease is expected to take; None for any other."""
-        device = self._books.devices.get(lease.home_id or "")
-        if device is None or not lease.saved_mib:
-            return None
-        return self.forecasts.swap_span(RESUME, device.spec.name, lease.saved_mib)
+    def _company_began(self, lease: Lease) -> None:
+        """Forecast how much the neighbours slow a cell down that has just begun on a device; on several, too much differs."""
+        device = self._books.devices.get(lease.device_id or "")
+        if device is None or lease.occupancy is not OccupancyKind.BUSY or lease.count > 1:
+            return
+        name, others = device.spec.name, busy_others(device, lease)
+        model_milli = beside(lease.busy_milli, others)
+        stated = self.forecasts.slowdown_span(name, len(others), model_milli) if others else None
+        company = Company(name, len(others), model_milli, stated)
+        self._begun[lease.lease_id] = _Begun(device.spec.device_id, self._books.now_ms, device.busy_ms, company)
+
+    def _company_ended(self, lease: Lease) -> None:
+        """Learn from how long a cell took, and how many busy neighbours it had on average."""
+        begun = self._begun.pop(lease.lease_id, None)
+        if begun is None or begun.device_id not in self._books.devices:
+            return
+        lasted_ms = self._books.now_ms - begun.at_ms
+        others_ms = self._books.devices[begun.device_id].busy_ms - begun.busy_ms - lasted_ms
+        mean_milli = max(0, others_ms) * 1000 // max(1, lasted_ms)
+        self.forecasts.cell_in_company(lease.lease_id, begun.company, lasted_ms, mean_milli)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
@@ -375,26 +320,22 @@ _SLACK_MS = 1_000  # a forecast is shown in seconds, and may be a second old
 
 def shown_span(ticket: Ticket, lease: Lease, worked_out: Span, now_ms: int) -> Span:
     """Return the forecast to show now, and note its upper end. `worked_out`: the rest of the wait as the queue stands."""
-    since_ms = lease.since_ms if lease.state is LeaseState.RESUMING else ticket.asked_ms
+    resumes = lease.state is LeaseState.RESUMING
+    since_ms = lease.since_ms if resumes else ticket.asked_ms
     promise, waited_ms = ticket.shown, max(0, now_ms - since_ms)
     if promise is None or promise.since_ms != since_ms:
-        first_ms = now_ms
-        if since_ms == ticket.asked_ms and ticket.expected is not None:
-            first_ms = since_ms + ticket.expected.high_ms  # as it was foreseen
-        promise = ticket.shown = ShownForecast(since_ms=since_ms, until_ms=first_ms)
+        foreseen_ms = now_ms if resumes or ticket.expected is None else since_ms + ticket.expected.high_ms
+        promise = ticket.shown = ShownForecast(since_ms=since_ms, until_ms=foreseen_ms)
     if not promise.missed_ms and now_ms > promise.until_ms + _SLACK_MS:
         promise.missed_ms = max(1, waited_ms)
-    span = widened_span(worked_out, waited_ms, promise.missed_ms) if promise.missed_ms else worked_out
+    span = worked_out
+    if promise.missed_ms:
+        times = max(1, (waited_ms // promise.missed_ms).bit_length())
+        span = replace(
+            span,
+            low_ms=max(span.low_ms, waited_ms // 10),
+            expected_ms=max(span.expected_ms, waited_ms // 2),
+            high_ms=max(span.high_ms, waited_ms * times),
+        )
     promise.until_ms = now_ms + span.high_ms
     return span
-
-
-def widened_span(span: Span, waited_ms: int, missed_ms: int) -> Span:
-    """Return what is shown of a wait of `waited_ms` that first outlasted its forecast after `missed_ms`."""
-    times = max(1, (waited_ms // missed_ms).bit_length())
-    return replace(
-        span,
-        low_ms=max(span.low_ms, waited_ms // 10),
-        expected_ms=max(span.expected_ms, waited_ms // 2),
-        high_ms=max(span.high_ms, waited_ms * times),
-    )

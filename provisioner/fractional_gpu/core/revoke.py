@@ -78,7 +78,7 @@ class Departures:
         if lease.gate.ticket is not None:
             books.set_gate(lease, closed=True)
         if lease.ticket is not None and lease.ticket.resize_to is None:
-            changes.forecast_recorder.ticket_given_up(lease)
+            changes.forecast_recorder.ticket_ended(lease, given_up=True)
         changes.withdraw_ticket(lease)
         changes.forget_expectation(lease)
         ends_ms = min(since_ms, changes.now_ms) + books.policy(lease).revoked_ttl_ms
