@@ -179,7 +179,6 @@ class Worlds:
         self._broken = threading.Event()
 
     def run(self, kills: int, worlds: int) -> Figures:
-        """Return everybody's figures. Raises what went wrong in the first world in which something did."""
         figures = Figures()
         with ThreadPoolExecutor(worlds) as threads:
             parts = [kills // worlds + (number < kills % worlds) for number in range(worlds)]

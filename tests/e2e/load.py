@@ -75,8 +75,6 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How long the kernels are in use and how long nobody does anything, seconds; how many acquires are timed; who does what."""
-
     use_s: float
     rest_s: float
     rounds: int = ROUNDS
@@ -210,7 +208,6 @@ def _computed_s(pid: int) -> float:
 
 
 def _measure_acquires(world: World, result: Result, rounds: int) -> None:
-    """Ask in turns, each time on a fresh connection, as kernels do."""
     lease_id = next(lease.lease_id for lease in world.status().leases if lease.state == "resident")
     (token_file,) = (world.folder / "run").rglob(f"{lease_id}-*.token")
     token = token_file.read_text(encoding="ascii")

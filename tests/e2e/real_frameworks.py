@@ -152,7 +152,6 @@ alive = f"{len(workers)} workers of a LocalCluster, the same"
 
 
 def play(world: World, server: Server, spec: str, neighbour: Notebook, program: Program) -> dict[str, str]:
-    """Return the figures of one kernel. Raises AssertionError if a promise is broken."""
     notebook = server.start(spec)
     notebook.must(fill(1) + PREPARE)
     figures = dict(re.findall(r"^(\w+): (.*)$", notebook.must(program.begin).text, re.MULTILINE))
@@ -173,7 +172,6 @@ def play(world: World, server: Server, spec: str, neighbour: Notebook, program: 
 
 
 def run() -> bool:
-    """Play all programs and print the table; return whether everything held."""
     columns = ("release", "limits", "suspended", "workers", "freed")
     rows, good = [("framework", *columns), ("---",) * (len(columns) + 1)], True
     with new_world() as world:

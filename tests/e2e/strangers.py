@@ -92,7 +92,6 @@ def read_pins(path: Path = PINS) -> dict[str, Project]:
 
 
 def outcomes(report: Path) -> Outcomes:
-    """Return what a JUnit report says of each test. A test that fails and then fails to be torn down is a failure."""
     found: Outcomes = {}
     for case in ET.parse(report).getroot().iter("testcase"):  # noqa: S314 - pytest's own file
         name = f"{case.get('classname')}::{case.get('name')}"
@@ -107,7 +106,6 @@ _WORDS = (("failure", "failed"), ("error", "error"), ("skipped", "skipped"))
 
 
 def differing(local: Outcomes, ours: Outcomes) -> list[str]:
-    """Return the tests with different outcomes; a test that one of the runs lacks differs, too."""
     return sorted(name for name in local.keys() | ours.keys() if local.get(name) != ours.get(name))
 
 
@@ -122,8 +120,6 @@ def settle(tests: Iterable[str], local: Sequence[Outcomes], ours: Sequence[Outco
 
 
 class Suite:
-    """One project's sources, virtual environment and runs, in a folder of their own."""
-
     def __init__(self, project: Project, folder: Path, wheel: Path) -> None:
         self._project, self._wheel = project, wheel
         self.folder = folder
@@ -170,7 +166,6 @@ class Suite:
         return Comparison(local=local[0], ours=ours[0], unsteady=tuple(unsteady), differing=(*listed, *differ))
 
     def _run(self, provisioner: str, again: Sequence[str] = ()) -> Outcomes:
-        """Run the suite, or only the files of the tests to run again; what it leaves running is ended."""
         self._runs += 1
         run = self.folder / f"{self._runs}"
         for name in ("home", "tmp", "broker"):
@@ -247,7 +242,6 @@ class Suite:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a source distribution, with the filter against hostile names where Python has it (3.11.4 and newer)."""
     with tarfile.open(archive) as tar:
         if hasattr(tarfile, "data_filter"):
             tar.extraction_filter = tarfile.data_filter
@@ -255,7 +249,6 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def _file_of(test: str, sources: Path) -> str:
-    """Return the file of a test, from its dotted name in the report."""
     parts = test.partition("::")[0].split(".")
     for length in range(len(parts), 0, -1):
         path = Path(*parts[:length]).with_suffix(".py")
@@ -292,7 +285,6 @@ def row(project: Project, result: Comparison) -> str:
 
 
 def tell(project: Project, result: Comparison) -> bool:
-    """Print the tests that differ, and say whether all of them are listed and all that are listed differ."""
     for test in result.unsteady:
         print(f"  unsteady under both: {test}")
     for test in result.differing:

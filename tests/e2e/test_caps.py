@@ -27,7 +27,6 @@ def story(world: World, notebook: Notebook) -> list[str]:
 
 
 def heard(notebook: Notebook, words: str, before: str = "") -> str:
-    """The first of what was shown before and of the messages that has these words; fails when nothing comes any more."""
     came = [before]
     while words not in came[-1]:
         try:
@@ -70,7 +69,6 @@ def test_it_is_warned_suspended_or_ended_as_the_pool_says(world: World, server: 
 
 
 def used_by_strangers(world: World) -> dict[int, int]:
-    """How much of the one device the processes without a lease have, MiB."""
     return {one.pid: one.used_mib for one in world.status().devices[0].strangers}
 
 

@@ -69,13 +69,6 @@ def test_papermill_runs_a_notebook(world: World, name: str) -> None:
     used_a_device(world)
 
 
-def test_jupyter_execute_runs_a_notebook(world: World, name: str) -> None:
-    path = notebook(world, fill(1, MIB), CHECK, kernel=name)
-    run(world, "jupyter", "execute", "--inplace", str(path))
-    assert last_text(path) == "intact\n"
-    used_a_device(world)
-
-
 def hears_the_kernel(world: World, pid: int) -> bool:
     """Whether a process has its connection to the one kernel's IOPub channel."""
     for path in (world.folder / "run").glob("kernel-*.json"):

@@ -29,7 +29,6 @@ def end_of(world: World) -> Path:
 
 
 def begin(world: World, notebook: Notebook, part: float, *, until_there_is: Path | None = None) -> LeaseStatus:
-    """Begin a cell that uses such a part of its device; return the lease once it runs there."""
     notebook.send(WORK.format(end=str(until_there_is or end_of(world)), part=part))
 
     def runs() -> LeaseStatus | None:
@@ -40,8 +39,6 @@ def begin(world: World, notebook: Notebook, part: float, *, until_there_is: Path
 
 
 def await_measured(world: World, notebook: Notebook, part: float) -> None:
-    """Wait until the broker has measured that the kernel uses such a part of its device."""
-
     def measured() -> bool:
         return abs(world.lease(notebook.kernel_id).lease.demand_milli - part * 1000) <= NEAR_MILLI
 

@@ -6,7 +6,7 @@ import pytest
 
 from fractional_gpu.gpu.simulated.store import Store
 from tests.support.packages import write
-from tests.support.world import Notebook, Server, World, until
+from tests.support.world import Notebook, Server, World
 
 CONTEXT_MIB = 700
 CAP_MIB = 1024
@@ -56,8 +56,7 @@ FILL = "import torch; torch.fill()"
 
 
 @pytest.fixture
-def world(world: World, request: pytest.FixtureRequest) -> World:
-    world.configure(getattr(request, "param", ""))
+def world(world: World) -> World:
     write(world.notebooks, {"torch.py": TORCH})
     world.start_broker("1x8GiB")
     store = Store(world.simulated_folder)
@@ -67,7 +66,6 @@ def world(world: World, request: pytest.FixtureRequest) -> World:
 
 
 def filled(world: World, notebook: Notebook) -> int:
-    """What the kernel has once it has taken all that its framework lets it have, MiB."""
     notebook.must(FILL)
     with world.client() as client:  # fresh: the broker's last sample may be of a moment in which it was not full yet
         leases = client.status(fresh=True).leases
@@ -93,16 +91,3 @@ def test_the_next_kernels_leave_room_for_what_the_first_one_s_context_took(world
     world.start_broker()
     third = server.start(name)
     assert CONTEXT_MIB < filled(world, third) <= CAP_MIB + SLACK_MIB, "the next broker knows it, too"
-
-
-@pytest.mark.parametrize("world", ["c.GPUBroker.pools = {'default': {'idle_after': 'on-demand'}}"], indirect=True)
-def test_a_kernel_over_its_cap_teaches_without_being_suspended(world: World, server: Server) -> None:
-    (name,) = world.install(125)
-    first = server.start(name)
-    assert filled(world, first) > CAP_MIB + SLACK_MIB
-    until(lambda: "takes 704 MiB beyond its framework" in world.logs()["broker.log"], "it is asked when it is idle")
-    context = "import os; print(os.environ['JUPYTER_GPU_CONTEXT_MIB'])"
-    until(lambda: first.must(context).text == "704\n", "it is told")
-    assert world.lease(first.kernel_id).suspends == 0
-    second = server.start(name)
-    assert filled(world, second) <= CAP_MIB + SLACK_MIB

@@ -28,7 +28,6 @@ TURNS = 2
 
 @pytest.fixture(scope="session")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter with ipykernel and the simulated GPU's notebook side, where our extension cannot be imported."""
     home = tmp_path_factory.mktemp("bare")
     venv.create(home, symlinks=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
@@ -69,7 +68,6 @@ def tiny_spec(world: World) -> str:
 
 
 def take_turns(world: World, *notebooks: Notebook) -> None:
-    """Run the check in one after the other; each time it has the device and the others do not."""
     for _ in range(TURNS):
         for running in notebooks:
             assert running.must(CHECK).text == "intact\n"

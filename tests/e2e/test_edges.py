@@ -89,7 +89,6 @@ task = asyncio.create_task(later())
 
 @pytest.fixture(scope="module")
 def kept_pair() -> Iterator[Kept[Pair]]:
-    """Two kernels whose pool tries a refused suspend again after a second."""
     pools = {"default": {"preempt": "priorities", "retry_refused": "1s", "min_residency": "1s"}}
     with Kept(partial(new_pair, f"c.GPUBroker.pools = {pools}")) as kept:
         yield kept

@@ -29,7 +29,6 @@ KINDS = {"event", "ledger", "link", "worker", "api", "server", "kernel"}
 
 
 def struck(story: Story, *strikes: Strike) -> None:
-    """Tell the story. Fails if anything is lost, or if a strike did not happen."""
     assert story.tell(*strikes) == list(strikes)
 
 

@@ -25,8 +25,6 @@ c.GPUBroker.pools = {{"default": {{"preempt": "priorities", "idle_after": "on-de
 
 
 class Machine:
-    """What the broker takes for the machine: its memory, and one control group in which the kernels are."""
-
     def __init__(self, world: World) -> None:
         self._proc, self._group = world.folder / "proc", world.folder / "group"
         (self._proc / "self").mkdir(parents=True)
@@ -38,12 +36,10 @@ class Machine:
         world.configure(CONFIG.format(proc=str(self._proc)))
 
     def shows(self, pid: int) -> None:
-        """Have a process, in the group."""
         (self._proc / str(pid)).mkdir()
         _write(self._proc / str(pid) / "cgroup", "0::/\n")
 
     def leave(self, *, group_mib: int = LIMIT_MIB, system_mib: int = 32 * 1024) -> None:
-        """Leave so much memory in the group and in the machine."""
         _write(self._proc / "meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable: {system_mib << 10} kB\n")
         _write(self._group / "memory.current", f"{(LIMIT_MIB - group_mib) * MIB}\n")
 

@@ -36,7 +36,6 @@ def kept_pair() -> Iterator[Kept[Pair]]:
 
 
 def two(pair: Pair) -> tuple[Notebook, Notebook]:
-    """Two kernels that do not fit together; the first one's bytes are on the device, the second one's in host memory."""
     first, second = pair.ready()
     assert first.must(CHECK).text == "intact\n"
     return first, second

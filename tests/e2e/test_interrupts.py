@@ -24,8 +24,6 @@ INTERRUPTED = "KeyboardInterrupt"
 
 
 class Holder:
-    """A kernel on the device, busy with a cell for as long as the test wants."""
-
     def __init__(self, world: World, notebook: Notebook) -> None:
         self._pipe = world.folder / f"pipe-{notebook.kernel_id}"
         os.mkfifo(self._pipe)
@@ -56,7 +54,6 @@ def waiting(notebook: Notebook, cell: str) -> Iterator[dict[str, Any]]:
 
 
 def interrupted_after_s(notebook: Notebook, messages: Iterator[dict[str, Any]]) -> float:
-    """Interrupt, and return the seconds until the cell's reply, which says that it was interrupted."""
     begun = time.monotonic()
     notebook.interrupt()
     for message in messages:
@@ -102,7 +99,6 @@ def server(pair: Pair) -> Server:
 
 @pytest.fixture
 def held(pair: Pair) -> Iterator[tuple[Holder, Notebook]]:
-    """Two kernels that do not fit together: the first holds the device with a running cell, the second is suspended."""
     suspended, resident = pair.ready()
     holder = Holder(pair.world, resident)
     yield holder, suspended

@@ -24,14 +24,11 @@ def servers(world: World) -> Iterator["Servers"]:
 
 
 class Servers:
-    """Servers that keep their kernels, one after the other or side by side."""
-
     def __init__(self, world: World, stack: ExitStack) -> None:
         self.world = world
         self._stack = stack
 
     def start(self) -> Server:
-        """Start one; it is stopped with the test, its kernels with it."""
         server = Server(
             self.world,
             "--ServerApp.kernel_manager_class=fractional_gpu.KeepingKernelManager",

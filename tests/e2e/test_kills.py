@@ -61,7 +61,6 @@ class Pair:
         self.resident.must(fill(2, MIB))
 
     def begin(self) -> None:
-        """Begin the bystander's cell; the pair is at rest then."""
         self.world.await_state(self.suspended.kernel_id, "suspended")
         self.stop.unlink(missing_ok=True)
         self.endless = self.bystander.send(
@@ -71,7 +70,6 @@ class Pair:
         )
 
     def begin_turn(self) -> str:
-        """Run a cell in the suspended kernel; the other one has to make room."""
         return self.suspended.send(CHECK)
 
     def end_turn(self, cell: str) -> None:
@@ -110,7 +108,6 @@ class Stage:
         self._pair: Pair | None = None
 
     def pair(self) -> Pair:
-        """Return the pair at rest, with the bystander's cell under way."""
         if self._pair is None:
             self._pair = Pair(self.world, self.server)
         self._pair.begin()
@@ -286,7 +283,7 @@ def _new_broker_waits_for_the_orphan(world: World, old: int | None) -> None:
     assert not any(device.over_committed for device in status.devices)
 
 
-@pytest.mark.parametrize(("operation", "fault"), STEPS if ALL_KILLS else [("checkpoint", "hang"), ("restore", "late")])
+@pytest.mark.parametrize(("operation", "fault"), STEPS if ALL_KILLS else [("restore", "late")])
 def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_nobody(
     world: World, server: Server, pair: Pair, operation: str, fault: str
 ) -> None:
@@ -327,7 +324,7 @@ def test_a_killed_server_takes_its_kernels_along_and_their_reservations(step: tu
     with new_stage() as stage:
         world, pair = stage.world, stage.pair()
         for pool in ("default", "other"):  # only now: on a slow machine a kernel takes longer to start
-            assert world.command("pool", pool, "unattached_ttl=4s").returncode == 0
+            assert world.command("pool", pool, "unattached_ttl=2s").returncode == 0
         descriptors = [os.pidfd_open(lease.pid) for lease in world.status().leases if lease.pid is not None]
         assert len(descriptors) == 3
         with stopped_or_traced(world, *step) if step else nullcontext():
@@ -338,10 +335,6 @@ def test_a_killed_server_takes_its_kernels_along_and_their_reservations(step: tu
             for descriptor in descriptors:
                 wait_for_end(descriptor)
         until(lambda: released(world), "every lease and every reservation is gone")
-        with Server(world) as second:
-            notebook = second.start("fractional-gpu-default-750")
-            notebook.must(fill(6, MIB))
-            assert notebook.must(CHECK).text == "intact\n"
 
 
 # -- cells that wait ---------------------------------------------------------------------------------------------------------
@@ -355,12 +348,11 @@ def test_a_cell_that_waits_starts_a_new_broker_and_goes_on(world: World, pair: P
     until(lambda: world.lease(pair.resident.kernel_id).busy or None, "the first kernel is busy")
     cell = pair.begin_turn()
     until(lambda: world.lease(pair.suspended.kernel_id).position == 1 or None, "the second kernel waits")
-    for _ in range(2):
-        old = world.broker_pid()
-        world.kill_broker()
-        assert new_broker(world, old) != old
-        until(lambda: world.lease(pair.suspended.kernel_id).position == 1 or None, "it waits again")
-        assert world.lease(pair.resident.kernel_id).state == "resident"
+    old = world.broker_pid()
+    world.kill_broker()
+    assert new_broker(world, old) != old
+    until(lambda: world.lease(pair.suspended.kernel_id).position == 1 or None, "it waits again")
+    assert world.lease(pair.resident.kernel_id).state == "resident"
     go.touch()
     assert pair.resident.wait(held).text == "intact\n"
     pair.end_turn(cell)
@@ -370,7 +362,7 @@ def test_a_cell_that_waits_starts_a_new_broker_and_goes_on(world: World, pair: P
 # -- an orderly end -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("operation", "fault"), STEPS if ALL_KILLS else [("checkpoint", "late"), ("restore", "hang")])
+@pytest.mark.parametrize(("operation", "fault"), STEPS if ALL_KILLS else [("checkpoint", "late")])
 def test_a_broker_told_to_stop_finishes_what_it_began(world: World, pair: Pair, operation: str, fault: str) -> None:
     old = world.broker_pid()
     assert old is not None
@@ -393,7 +385,7 @@ def test_a_broker_told_to_stop_finishes_what_it_began(world: World, pair: Pair, 
 
 def test_a_worker_that_hangs_without_its_broker_ends_itself(stage: Stage, world: World, pair: Pair) -> None:
     """The next broker gets its turn at the old one's deadline, and the cell that waits for it goes on."""
-    world.configure(stage.config + 'c.GPUBroker.checkpoint_deadline = "4s"\n')
+    world.configure(stage.config + 'c.GPUBroker.checkpoint_deadline = "3s"\n')
     kill_all(brokers(world) + workers(world))
     world.start_broker()
     with stopped_or_traced(world, "checkpoint", "hang"):
@@ -414,15 +406,15 @@ def test_a_worker_that_hangs_without_its_broker_ends_itself(stage: Stage, world:
 def test_starters_at_once_end_up_with_one_broker(world: World) -> None:
     options = json.dumps({"socket": world.socket})
     command = [sys.executable, "-P", "-m", "fractional_gpu.broker", "--detach", options]
-    for number in (4, 3):
-        starters = [subprocess.Popen(command, env=world.environment, stderr=subprocess.PIPE) for _ in range(number)]
-        for starter in starters:
-            _, complaint = starter.communicate(timeout=120)
-            assert starter.returncode == 0, complaint.decode()
-        until(lambda: len(brokers(world)) == 1 or None, "the losers end")
-        assert brokers(world) == [world.broker_pid()]
-        assert len(workers(world)) == 1
-        world.kill_broker()  # and again over what a killed one leaves behind
+    world.start_broker()
+    world.kill_broker()  # they start over what a killed one leaves behind
+    starters = [subprocess.Popen(command, env=world.environment, stderr=subprocess.PIPE) for _ in range(3)]
+    for starter in starters:
+        _, complaint = starter.communicate(timeout=120)
+        assert starter.returncode == 0, complaint.decode()
+    until(lambda: len(brokers(world)) == 1 or None, "the losers end")
+    assert brokers(world) == [world.broker_pid()]
+    assert len(workers(world)) == 1
 
 
 @pytest.mark.promise("race-first-use")
@@ -449,14 +441,11 @@ def test_nothing_is_granted_before_the_ledger_holds_it_and_what_was_let_in_keeps
     assert first.wait(cell).status == "ok"
     assert ran.exists()
     settled(world)
-    for _ in range(2):
-        assert first.must("print('let in')").text == "let in\n"
-        world.kill_broker()
-        world.start_broker()
-        lease = world.lease(first.kernel_id)
-        assert (lease.state, world.status().devices[0].reserved_mib) == ("resident", lease.spec.reserve_mib)
-        assert second.must("print('let in')").text == "let in\n"
-        first, second = second, first
+    world.kill_broker()
+    world.start_broker()
+    lease = world.lease(first.kernel_id)
+    assert (lease.state, world.status().devices[0].reserved_mib) == ("resident", lease.spec.reserve_mib)
+    assert second.must("print('let in')").text == "let in\n"
     settled(world)
     for notebook in (first, second):
         notebook.shut_down()

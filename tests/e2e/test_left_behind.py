@@ -50,7 +50,6 @@ print(int(father.stdout.readline()))
 
 @contextmanager
 def child_of(world: World, notebook: Notebook, code: str = IN_A_SESSION) -> Iterator[int]:
-    """A process that the kernel started and that has device memory, which the broker has seen."""
     pid = int(notebook.must(code.format(program=PROGRAM)).text)
     pidfd = os.pidfd_open(pid)
     try:

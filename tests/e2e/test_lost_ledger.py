@@ -30,7 +30,6 @@ def suspended(world: World, server: Server, spec: str, seed: int, mib: int = 4) 
 
 
 def lose_ledger(world: World, *, records: bool) -> None:
-    """Kill the broker and remove its ledger, and with `records` the second records, too."""
     world.kill_broker()
     for path in ledger_files(world):
         path.unlink()

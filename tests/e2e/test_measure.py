@@ -63,7 +63,6 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> None:
 
 
 def measure_a_round(world: World, *words: str) -> tuple[dict[str, Any], str]:
-    """Measure until a round is over, and interrupt: return what is known then, and what was said from then on."""
     with start(world, "--json", *words) as process:
         read_until(process, "round 1,")
         process.send_signal(signal.SIGINT)
@@ -96,13 +95,6 @@ def test_tenants_on_one_of_two_devices_slow_down_as_it_does_and_a_share_without_
         assert found["simulated"]
         assert "<svg" in picture.read_text(encoding="utf-8")
         assert_nothing_left(world)
-
-
-def test_a_program_that_reports_nothing_is_one_unit_of_work(shared: World) -> None:
-    _, found, complaint = measure(shared, "--fractions", "1", "--", sys.executable, "-c", RUNS_ONCE)
-    assert found["unit_is_whole_run"], complaint
-    assert found["settings"][0]["unit_s"] >= 0.1
-    assert_nothing_left(shared)
 
 
 def test_it_runs_beside_the_program_that_it_is_given(shared: World) -> None:
@@ -142,6 +134,7 @@ def test_a_pinned_kernel_of_the_user_stays_and_an_idle_one_leaves_for_a_measurem
     assert world.lease(notebook.kernel_id).suspends == 0
     notebook.must("%gpu unpin")
     _, found, complaint = measure(world, "--fractions", "1", *once)
+    assert found["unit_is_whole_run"], "the program reports nothing"
     assert found["settings"][0]["unit_s"] >= 0.1, complaint
     assert "is idle and leaves the GPU" in complaint
     assert world.lease(notebook.kernel_id).suspends == 1

@@ -43,7 +43,6 @@ threading.Thread(target=be_stuck, daemon=True).start()
 
 @pytest.fixture(scope="module")
 def kept_pair() -> Iterator[Kept[Pair]]:
-    """Two kernels whose pool tries a refused suspend again after a second."""
     with Kept(
         partial(new_pair, "c.GPUBroker.pools = {'default': {'retry_refused': '1s', 'preempt': 'never'}}")
     ) as kept:
@@ -51,7 +50,6 @@ def kept_pair() -> Iterator[Kept[Pair]]:
 
 
 def occupy(notebook: Notebook, world: World) -> str:
-    """Run a cell that lasts until the file `go` is there; returns when it runs."""
     cell = notebook.send("import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)")
     until(lambda: world.lease(notebook.kernel_id).busy, "the neighbour is busy")
     return cell

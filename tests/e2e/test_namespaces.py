@@ -54,8 +54,6 @@ manager.shutdown_kernel(now=True)
 
 
 class Inside:
-    """A kernel, and the program that started it, in namespaces."""
-
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
         self.pid = int(self.read())

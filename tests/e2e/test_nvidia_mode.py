@@ -131,10 +131,10 @@ def test_doctor_and_broker_try_a_checkpoint() -> None:
         )
 
 
-def test_missing_rights_are_found_before_the_kernel_that_starts_the_broker_is_admitted() -> None:
-    with nvidia_mode(driver="580") as mode, Server(mode.world) as server:
+def test_missing_rights_are_found_before_the_broker_serves() -> None:
+    with nvidia_mode(driver="580") as mode:
         mode.double.fail("cuCheckpointProcessLock", 304, times=None)
-        mode.start(server)
+        mode.world.start_broker()
         with mode.world.client() as client:
             (device,) = client.status().devices
         assert "missing rights" in device.why_not
@@ -400,7 +400,6 @@ input()
 
 @contextmanager
 def stranger(mode: NvidiaMode, mib: int) -> Iterator[None]:
-    """A process without a lease that holds so much of the device."""
     process = subprocess.Popen(
         [sys.executable, "-c", STRANGER.format(mib=mib - CONTEXT_MIB)],
         stdin=subprocess.PIPE,

@@ -27,8 +27,6 @@ BASH_CHECK = "echo all there? > ask$$; cat tell$$; echo $word"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of kernel: how it comes into a world, and what its cells are and print."""
-
     base: Callable[[World], str]
     fill: Callable[[int], str]
     check: str

@@ -32,7 +32,6 @@ CHECK = 'assert buffer.sha256() == digest, "the bytes differ"'
 
 
 def begin_work(world: World, notebook: Notebook, end: Path) -> str:
-    """Start a cell that works until the file `end` is there, and return its message's id once it works."""
     cell = notebook.send(WORK.format(end=str(end)))
     # The broker may still count the cell before it as busy: the cell itself says that it works.
     until(end.with_suffix(".begun").exists, "the cell works")
@@ -42,7 +41,6 @@ def begin_work(world: World, notebook: Notebook, end: Path) -> str:
 
 @pytest.fixture
 def two(world: World) -> World:
-    """A world with two devices between which kernels may move."""
     world.configure("c.GPUBroker.pools = {'default': {'may_move': True, 'min_residency': 0}}")
     world.start_broker("2x1GiB")
     return world
@@ -88,7 +86,6 @@ def test_a_kernel_leaves_an_emptied_device_in_the_middle_of_its_cell_and_none_co
 
 
 def respecified(world: World, name: str, **config: object) -> str:
-    """Change what an installed kernelspec asks for, under a name of its own, and return that."""
     spec = json.loads((world.kernels_dir / name / "kernel.json").read_text())
     spec["metadata"]["kernel_provisioner"]["config"] |= config
     changed = f"{name}-changed"

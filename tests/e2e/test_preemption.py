@@ -26,7 +26,6 @@ def kept_pair() -> Iterator[Kept[Pair]]:
 
 @contextmanager
 def pool(world: World, *keys: str) -> Iterator[None]:
-    """The pool has these keys while the block lasts."""
     assert world.command("pool", "default", *keys).returncode == 0
     yield
     assert world.command("pool", "default", *PREEMPT).returncode == 0

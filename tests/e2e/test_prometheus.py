@@ -48,15 +48,12 @@ VARIABLES = {"$hub": ".*", "$instance": ".*", "$pool": ".*", "$__rate_interval":
 
 
 def promtool(*words: str, text: str | None = None) -> str:
-    """Run promtool and return what it says; fails if it finds anything to object to."""
     done = subprocess.run(["promtool", *words], input=text, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 class Prometheus:
-    """A Prometheus that scrapes one broker, asked over its HTTP API."""
-
     def __init__(self, port: int) -> None:
         self._url = f"http://127.0.0.1:{port}/"
 
@@ -72,7 +69,6 @@ class Prometheus:
         return answer["data"]
 
     def query(self, expr: str) -> list[Any]:
-        """Return the series of an expression now. Fails with Prometheus's words if it is none."""
         try:
             found: list[Any] = self.call("query", query=expr)["result"]
         except urllib.error.HTTPError as error:
@@ -116,7 +112,6 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def told(port: int) -> Iterator[Pair]:
-    """Two kernels that do not fit together, on a broker that serves metrics."""
     with new_pair(CONFIG.format(port=port)) as pair:
         yield pair
 

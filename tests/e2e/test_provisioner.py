@@ -19,7 +19,6 @@ MANY = 3
 
 @pytest.fixture
 def name(world: World) -> Iterator[str]:
-    """A kernelspec of which two do not fit on the device, known to this process."""
     (installed,) = world.install(750)
     with entered(world):
         yield installed

@@ -54,7 +54,6 @@ def shared() -> Iterator[World]:
 
 @contextmanager
 def pool(world: World, *keys: str) -> Iterator[None]:
-    """The pool has these keys while the block lasts."""
     if world.broker_pid() is None:
         world.start_broker()
     assert world.command("pool", "default", *keys).returncode == 0

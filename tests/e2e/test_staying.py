@@ -15,7 +15,6 @@ HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64
 
 
 def without_checkpoints(world: World) -> None:
-    """Make the machine before its broker comes."""
     create(world.simulated_folder, world.simulate)
     store = Store(world.simulated_folder)
     store.configure(checkpointable=0)
@@ -41,18 +40,6 @@ def test_kernels_stay_where_the_driver_cannot_checkpoint_and_the_reason_is_told(
     first.shut_down()
     assert second.wait(waiting).status == "ok"
     assert (world.lease(second.kernel_id).suspends, world.lease(second.kernel_id).resumes) == (0, 0)
-
-
-def test_a_new_broker_finds_them_where_they_were(world: World, server: Server) -> None:
-    without_checkpoints(world)
-    (name,) = world.install(250)
-    notebook = server.start(name)
-    notebook.must(HOLD)
-    until(lambda: _used(world, notebook.kernel_id), "its memory is measured")
-    world.kill_broker()
-    world.start_broker()
-    assert world.lease(notebook.kernel_id).state == "resident"
-    assert notebook.must("print(buffer.read(3))").text == "b'abc'\n"
 
 
 def _used(world: World, kernel_id: str) -> str:

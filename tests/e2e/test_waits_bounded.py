@@ -58,7 +58,6 @@ def one_cell(notebook: Notebook, end: Path) -> Iterator[None]:
 
 
 def wait_of(notebook: Notebook, world: World, neighbour: Notebook, kind: str) -> None:
-    """Have the notebook use the GPU beside its neighbour, and say how long it waited."""
     begun_s = time.monotonic()
     notebook.must(ALLOCATE)
     waited_s = time.monotonic() - begun_s
@@ -72,7 +71,6 @@ def _configure(world: World, preempt: str, more: str = "") -> None:
 
 
 def small_cells(world: World, first: Notebook, second: Notebook, pause_s: float) -> None:
-    """The second kernel gets its turn beside small cells of the first one, which go on afterwards."""
     with cells(first, pause_s) as done:
         wait_of(second, world, first, f"small cells, pauses of {pause_s:g} s")
         before = done()

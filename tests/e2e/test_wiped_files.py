@@ -66,7 +66,6 @@ def remove(path: Path) -> None:
 
 
 def is_back(world: World, paths: dict[Path, int]) -> bool:
-    """Whether all of them are there, with their modes, and a broker answers."""
     with suppress(FileNotFoundError, BrokerUnavailableError):
         modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in paths}
         return modes == paths and world.broker_pid() is not None

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.promise("worker-container")
 
 @contextmanager
 def worker_service(world: World, path: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """The container of the worker: a service in a process of its own."""
     process = subprocess.Popen(
         [
             *(sys.executable, "-P", "-m", "fractional_gpu.commands.main"),

@@ -25,8 +25,6 @@ class Failure(AssertionError):  # noqa: N818 - a finding
 
 @dataclass(frozen=True)
 class Home:
-    """A user's folders: everything that may be written outside of an environment."""
-
     folder: Path
 
     @property
@@ -51,8 +49,6 @@ class Home:
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the package: its interpreter, and what `jupyter gpu` is there."""
-
     python: Path
     command: Path
 
@@ -80,7 +76,6 @@ def entries(*folders: Path) -> set[Path]:
 
 
 def traces(*folders: Path) -> set[Path]:
-    """Return the paths below the folders whose name is of this package."""
     return {path for path in entries(*folders) if "fractional" in path.name or path.name.startswith("jupyter-gpu")}
 
 

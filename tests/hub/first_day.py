@@ -53,8 +53,6 @@ def section() -> list[Block]:
 
 
 class Machine:
-    """What is typed on it. The folder has the environment, and the folder that a person is in."""
-
     def __init__(self, folder: Path) -> None:
         self.here = folder / "here"
         self.environment = folder / "environment"
@@ -109,7 +107,6 @@ def install(machine: Machine) -> None:
 
 
 def become_a_machine(folder: Path) -> None:
-    """Replace what this process's namespaces share with the real machine, and add users."""
     run = subprocess.run
     run(["ip", "link", "set", "lo", "up"], check=True)
     for place in ("/home", "/run", "/var/lib"):
@@ -161,7 +158,6 @@ def _serves() -> bool:
 
 
 def choose(browser: Browser, name: str, share: str) -> Page:
-    """Log in, choose a share on the spawn page and start the server."""
     page = new_page(browser)
     page.goto(ADDRESS)
     page.get_by_label("Username").fill(name)
@@ -173,7 +169,6 @@ def choose(browser: Browser, name: str, share: str) -> Page:
 
 
 def opened(page: Page) -> Lab:
-    """Return JupyterLab with a notebook on the largest share that its launcher shows."""
     cards = page.locator('.jp-LauncherCard[data-category="Notebook"] .jp-LauncherCard-label').filter(has_text="GPU")
     expect(cards).to_have_text([f"Python 3 · {share} GPU (simulated)" for share in ("1/8", "1/4", "1/2")])
     nowhere: Any = None

@@ -38,7 +38,6 @@ def month_of_use(until_s: int, days: int = 24, seed: int = 1) -> Iterator[UsageR
 
 
 def _hour(chance: random.Random, price_milli: int, free_us: int) -> Usage:
-    """An hour of a kernel that is on the GPU for a part of it, at a price for a whole device."""
     milli = chance.choice((125, 250, 500))
     held_ms = min(chance.randint(HOUR_MS // 4, HOUR_MS), free_us // 1000)
     busy_ms, saved_ms = int(held_ms * chance.random()), HOUR_MS - held_ms

@@ -43,8 +43,6 @@ class Page:
 
 
 class Visitor:
-    """Somebody who is logged in."""
-
     def __init__(self, hub: HubWorld, name: str) -> None:
         self._hub = hub
         self._jar = http.cookiejar.CookieJar()

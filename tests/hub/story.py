@@ -68,8 +68,6 @@ class Reader:
 
 
 class Story:
-    """All users together. `say` is told what happens."""
-
     def __init__(self, hub: HubWorld, users: int, seed: int, say: Callable[[str], object] = lambda _: None) -> None:
         self.hub = hub
         self.say = say

@@ -105,8 +105,6 @@ def test_the_memory_that_is_asked_for_covers_the_share_on_every_node(nodes: list
 
 
 class Engine(Spawner):  # type: ignore[misc] # untyped
-    """An engine that starts a server when the test says so."""
-
     async def start(self) -> tuple[str, int]:
         await self.go.wait()
         return "127.0.0.1", 1

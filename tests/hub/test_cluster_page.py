@@ -122,8 +122,6 @@ def test_slurms_nodes_and_jobs_become_the_page() -> None:
 
 
 class Slurm:
-    """What is read, and how often."""
-
     def __init__(self, there: Cluster = CLUSTER) -> None:
         self.reads = 0
         self.problem = ""

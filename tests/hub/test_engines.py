@@ -54,7 +54,6 @@ def seat_uid(live: LiveBroker) -> int | None:
 
 @pytest.fixture
 def units(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What would be started."""
     started: list[dict[str, Any]] = []
 
     async def start(unit: str, **more: Any) -> int:  # noqa: ANN401

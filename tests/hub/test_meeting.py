@@ -178,7 +178,6 @@ def test_the_launcher_shows_what_the_seat_suffices_for(ada: HubServer) -> None:
 
 
 def _own_kernelspec(hub: HubWorld, name: str, **config: Any) -> str:  # noqa: ANN401 - whatever a user writes
-    """What a user may do: write a kernelspec into a folder that Jupyter reads."""
     folder = hub.world.kernels_dir / name
     content = json.loads((hub.world.kernels_dir / "fractional-gpu-default-250" / "kernel.json").read_text())
     content["metadata"]["kernel_provisioner"]["config"] = config
@@ -233,7 +232,6 @@ def test_variables_changed_in_the_server_give_nothing(hub: HubWorld, ada: HubSer
 def ask_from(
     notebook: Notebook, *, fraction: int, without_seat: bool = False, forged: str = "", more: bool = False
 ) -> str:
-    """Ask for a lease from inside a kernel, and return what its user reads."""
     code = f"""
 import json, os, tempfile
 from fractional_gpu.jupyter.kernel_lease import take_lease

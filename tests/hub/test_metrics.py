@@ -27,7 +27,6 @@ def waits(pool: str) -> float:
 
 
 async def moved_by(one: Mixed, *, outcome: str, reason: str = "", **options: Any) -> float:  # noqa: ANN401
-    """Start a server, whatever comes of it; return by how much the counter moved."""
     before = spawns(outcome, reason)
     try:
         await hub_starts(one, **options)

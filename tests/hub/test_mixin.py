@@ -58,8 +58,6 @@ class Mixed(FractionalGPUMixin, Bare):
 
 
 class Foreign(Mixed):
-    """Servers of another user of the machine."""
-
     def gpu_user_ids(self) -> tuple[int, int]:
         nobody = pwd.getpwnam("nobody")
         return nobody.pw_uid, nobody.pw_gid
@@ -92,7 +90,6 @@ def spawner(live: LiveBroker, kind: type[Mixed] = Mixed, name: str = "ada", **tr
 
 
 async def hub_starts(one: Mixed, **options: Any) -> None:  # noqa: ANN401
-    """What the hub does up to the end of `start`."""
     one.user_options = options
     one.clear_state()
     if hasattr(one, "_run_apply_user_options"):  # new in JupyterHub 5.3
@@ -472,7 +469,6 @@ async def test_a_full_pool_says_how_long_and_what_is_free_and_every_viewer_hears
 
 
 async def viewer(one: Mixed, until: str) -> list[dict[str, Any]]:
-    """Follow the progress from its beginning up to an event."""
     seen = []
     async with asyncio.timeout(30), aclosing(one.progress()) as events:
         async for event in events:

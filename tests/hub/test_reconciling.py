@@ -59,7 +59,6 @@ def spawner(seat_id: str | None = None, *, active: bool = True, pending: str | N
 
 
 def hub_with(servers: dict[str, dict[str, SimpleNamespace]]) -> Any:  # noqa: ANN401
-    """A hub with these users, and their servers as it knows them."""
     db = orm.new_session_factory("sqlite:///:memory:")()
     users: dict[orm.User, SimpleNamespace] = {}
     for name, spawners in servers.items():

@@ -55,8 +55,6 @@ def owners(hub: HubWorld) -> list[str]:
 
 @dataclass
 class Outliving:
-    """A kernel that goes on when its server is killed."""
-
     server: int
     pid: int
     connection_file: str
@@ -68,7 +66,6 @@ class Outliving:
 
     @contextmanager
     def client(self) -> Iterator[BlockingKernelClient]:
-        """Talk to it as no server does any more."""
         client = BlockingKernelClient(connection_file=self.connection_file)
         client.load_connection_file()
         with ready(client):
@@ -131,7 +128,6 @@ def test_a_kernel_that_outlives_its_servers_has_what_their_seats_give_and_no_sea
         until(lambda: world.broker_pid() not in {None, before}, "the next hub's broker serves")
         assert owners(hub) == [], "they were given back before the broker ended"
         assert world.status().leases == []
-        hub.server("new", pool="default", fraction="1/2")
 
 
 def lease_of(hub: HubWorld, notebook: Notebook) -> LeaseStatus:

@@ -49,8 +49,6 @@ async def serving(application: web.Application) -> AsyncIterator[int]:
 
 
 class Streams(Counter[str]):
-    """The open streams by user; `ended` is set when a user has none any more."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ended = asyncio.Event()
@@ -61,8 +59,6 @@ class Streams(Counter[str]):
 
 
 class Page:
-    """An open page's events. What its browser has not asked for stays in the connection."""
-
     def __init__(self, reader: asyncio.StreamReader, streams: Streams) -> None:
         self._reader = reader
         self.streams = streams

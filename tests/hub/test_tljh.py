@@ -80,7 +80,6 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def tljh() -> pluggy.PluginManager:
-    """A plugin manager as TLJH makes it, with the plugin that the entry point names."""
     manager = pluggy.PluginManager("tljh")
     manager.add_hookspecs(Specifications)
     (point,) = [one for one in entry_points(group="tljh") if one.value == "fractional_gpu_hub.tljh_plugin"]

@@ -74,7 +74,6 @@ def kernel_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def places(tmp_path: Path, kernel_python: str, monkeypatch: pytest.MonkeyPatch) -> Places:
-    """An empty Jupyter world: nothing of the machine's own configuration is seen."""
     for name in ("DATA", "CONFIG", "RUNTIME"):
         monkeypatch.setenv(f"JUPYTER_{name}_DIR", str(tmp_path / name.lower()))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
@@ -103,7 +102,6 @@ def places(tmp_path: Path, kernel_python: str, monkeypatch: pytest.MonkeyPatch) 
 def broker(
     tmp_path_factory: pytest.TempPathFactory, places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FakeBroker]:
-    """A broker that this test's kernels find. Depends on `places`, which clears the environment first."""
     assert places.python != sys.executable
     socket = tmp_path_factory.mktemp("s") / "b.sock"
     monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(socket))

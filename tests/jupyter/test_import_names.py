@@ -48,8 +48,6 @@ manager.shutdown_kernel(now=True)
 
 @dataclass
 class Place:
-    """A folder with the user's modules, and how programs come to see it: started there, or with it on `PYTHONPATH`."""
-
     world: World
     cwd: Path
     default: bool

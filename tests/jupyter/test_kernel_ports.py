@@ -37,13 +37,11 @@ LOG = logging.getLogger(__name__)
 
 @pytest.fixture
 def thefts(places: Places) -> Path:
-    """Where the starts of the robbed kernel say what was taken from it."""
     return places.work / "thefts"
 
 
 @pytest.fixture
 def robbed(places: Places, broker: FakeBroker, thefts: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernelspec of a kernel that is robbed at each start."""
     assert broker.leases == {}
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     return places.write_gpu_spec(
@@ -52,7 +50,6 @@ def robbed(places: Places, broker: FakeBroker, thefts: Path, monkeypatch: pytest
 
 
 def held_here(ports: list[int]) -> list[int]:
-    """Those of the ports to which a descriptor of this process is bound."""
     found = []
     for name in list(Path("/proc/self/fd").iterdir()):
         with suppress(OSError):  # no socket, or closed by now
@@ -66,7 +63,6 @@ def held_here(ports: list[int]) -> list[int]:
 
 
 def is_over(ports: list[int]) -> bool:
-    """Whether this process has no part in any of the ports any more."""
     return not held_here(ports) and not LocalPortCache.instance().currently_used_ports.intersection(ports)
 
 
@@ -208,7 +204,6 @@ sys.stdin.read()
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Three processes that are about to choose the ports of a hundred kernels each."""
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     with ExitStack() as stack:
         command = [sys.executable, "-c", _CHOOSE]

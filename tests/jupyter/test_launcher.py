@@ -40,7 +40,6 @@ def installed(world: World, milli: int, base: str = "python3") -> str:
 
 
 def command_of(world: World, name: str, connection_file: str) -> list[str]:
-    """The kernelspec's command as a program formats it that knows nothing else of kernelspecs."""
     argv = json.loads((world.kernels_dir / name / "kernel.json").read_text())["argv"]
     return [word.replace("{connection_file}", connection_file) for word in argv]
 

@@ -23,7 +23,6 @@ async def happens(broker: FakeBroker, condition: Callable[[], object]) -> None:
 
 
 async def is_ready(manager: KernelManager) -> None:
-    """Wait for the end of a start under way, and raise what it raised."""
     ready = manager.ready
     await (asyncio.wrap_future(ready) if isinstance(ready, concurrent.futures.Future) else ready)
 
@@ -55,7 +54,6 @@ async def test_with_pending_kernels_the_error_waits_in_ready(places: Places, bro
 
 
 async def started(name: str) -> AsyncIOLoopKernelManager:
-    """A kernel under the manager that restarts what dies, looking ten times a second."""
     manager = AsyncIOLoopKernelManager(kernel_name=name)
     await manager.start_kernel()
     restarter = manager._restarter

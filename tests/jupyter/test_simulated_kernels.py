@@ -19,7 +19,6 @@ Started = list[tuple[list[str], dict[str, str]] | None]
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Started:
-    """The commands that would have started a broker on `b.sock`."""
     commands: Started = []
 
     def start(_client: object, _timeout_s: float, command: tuple[list[str], dict[str, str]] | None) -> None:

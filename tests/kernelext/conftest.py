@@ -32,7 +32,6 @@ def kernel(folder: Path, broker: ScriptedBroker) -> Iterator[RunningKernel]:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for packages that can be imported, and are forgotten at the end."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before, finders = dict(sys.modules), list(sys.meta_path)
     yield tmp_path

@@ -83,8 +83,6 @@ class RunningKernel:
         return self.finish(self.send(code, **options))
 
     def until_shown(self, request: str, text: str) -> list[dict[str, Any]]:
-        """Wait for a display of the request, first or update, whose text contains `text`."""
-
         def seen(messages: list[dict[str, Any]]) -> bool:
             return any(text in message["content"].get("data", {}).get("text/plain", "") for message in messages)
 
@@ -129,7 +127,6 @@ def kernel_environment(folder: Path, socket: str) -> dict[str, str]:
 
 @contextmanager
 def running_kernel(environment: dict[str, str], *, extension: bool = True) -> Iterator[RunningKernel]:
-    """Start a kernel as Jupyter does, and end it."""
     manager = plain_manager("python3")
     assert manager.kernel_spec is not None
     manager.kernel_spec.argv = KernelPlan(gated=extension).command(manager.kernel_spec.argv)

@@ -122,7 +122,6 @@ class ScriptedBroker(FakeBroker):
         return self._answers(number)[0]
 
     def words(self, number: int = 0) -> list[str]:
-        """The words sent with a number so far."""
         return self._answers(number)
 
     def host_status(self, **lease: Any) -> HostStatus:  # noqa: ANN401 - fields of LeaseStatus

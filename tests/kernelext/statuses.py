@@ -140,7 +140,6 @@ UNPRICED = Cost(
 
 
 def host(*leases: LeaseStatus, devices: tuple[DeviceStatus, ...] = (DEVICE,)) -> HostStatus:
-    """What a broker says of the machine."""
     return HostStatus(
         version="1",
         pid=1,

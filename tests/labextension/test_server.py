@@ -62,8 +62,19 @@ def test_a_page_hears_what_becomes_of_a_kernel(world: World, server: Server, pag
     state = page.until(lambda state: [one["state"] for one in state["kernels"]] == ["resident"])
     assert [device["memory_mib"] for device in state["devices"]] == [1024]
     assert server.request("GET", STATE)["kernels"][0]["kernel_id"] == notebook.kernel_id
+    what_makes_no_sense_or_is_not_signed_in_is_refused(server, notebook.kernel_id)
+    a_broker_that_dies_is_gone_and_comes_back(world, server, page, notebook)
     notebook.shut_down()
     page.until(lambda state: state["broker"] and state["kernels"] == [])
+
+
+def a_broker_that_dies_is_gone_and_comes_back(world: World, server: Server, page: Page, notebook: Notebook) -> None:
+    world.kill_broker()
+    assert page.until(lambda state: not state["broker"])["kernels"] == []
+    status, said = refusal(server, notebook.kernel_id, "suspend")
+    assert (status, said["reason"]) == (409, "no-lease")
+    world.start_broker()
+    page.until_kernel(notebook.kernel_id, "resident")
 
 
 def test_two_servers_show_and_steer_and_advise_on_their_own_kernels_only(
@@ -89,21 +100,8 @@ def test_two_servers_show_and_steer_and_advise_on_their_own_kernels_only(
             assert (reply.code, json.loads(reply.read())["reason"]) == (404, "unknown-kernel")
 
 
-def test_a_broker_that_dies_is_gone_and_comes_back(world: World, server: Server, page: Page) -> None:
-    (name,) = world.install(250)
-    notebook = server.start(name)
-    page.until_kernel(notebook.kernel_id, "unarmed")
-    world.kill_broker()
-    assert page.until(lambda state: not state["broker"])["kernels"] == []
-    status, said = refusal(server, notebook.kernel_id, "suspend")
-    assert (status, said["reason"]) == (409, "no-lease")
-    world.start_broker()
-    page.until_kernel(notebook.kernel_id, "unarmed")
-
-
 @contextmanager
 def waiting_resumes(world: World, server: Server, count: int) -> Iterator[tuple[Notebook, Notebook]]:
-    """A kernel that is pinned to the only device, and one whose resume was asked for so often, by pages that wait for the answer."""
     (name,) = world.install(1000)
     pinned, waiting = server.start(name), server.start(name)
     pinned.must(fill(1))
@@ -173,7 +171,9 @@ def test_a_kernel_restarted_without_a_gpu_is_told_of(world: World, server: Serve
     Path(world.socket).with_name("broker.json").unlink()
 
 
-def test_an_evicted_kernel_that_comes_back_says_who_ended_it(world: World, server: Server, page: Page) -> None:
+def test_an_evicted_kernel_that_comes_back_says_who_ended_it_and_a_restart_that_fails_why(
+    world: World, server: Server, page: Page
+) -> None:
     (name,) = world.install(250)
     notebook = server.start(name)
     page.until_kernel(notebook.kernel_id, "unarmed")
@@ -186,11 +186,6 @@ def test_an_evicted_kernel_that_comes_back_says_who_ended_it(world: World, serve
     assert "to free the GPU; the reason given: the class needs it. Its variables are lost" in notice["sentence"]
     assert world.lease(notebook.kernel_id).lease_id != lease_id
 
-
-def test_a_restart_that_fails_is_told_of(world: World, server: Server, page: Page) -> None:
-    (name,) = world.install(250)
-    notebook = server.start(name)
-    page.until_kernel(notebook.kernel_id, "unarmed")
     world.notebooks.rename(world.folder / "moved")  # where it is to start
     with pytest.raises(urllib.error.HTTPError) as failed:
         notebook.restart()
@@ -200,10 +195,7 @@ def test_a_restart_that_fails_is_told_of(world: World, server: Server, page: Pag
     assert notice["sentence"].startswith("The kernel could not be restarted: ")
 
 
-def test_what_makes_no_sense_or_is_not_signed_in_is_refused(world: World, server: Server, page: Page) -> None:
-    (name,) = world.install(250)
-    kernel_id = server.start(name).kernel_id
-    page.until_kernel(kernel_id, "unarmed")
+def what_makes_no_sense_or_is_not_signed_in_is_refused(server: Server, kernel_id: str) -> None:
     for action, body, sentence in (
         ("explode", {}, "there is no action 'explode'; allowed: expect, pin, suspend, resume, unpin"),
         ("suspend", {"now": True}, "suspend takes no 'now'; allowed: nothing"),

@@ -44,7 +44,6 @@ def pages() -> list[Path]:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Yield the page's blocks in their order. Raises ValueError for a fence that is not closed."""
     name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
     lines = page.read_text().splitlines()
     at = 0

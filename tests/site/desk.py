@@ -89,7 +89,6 @@ class Desk:
         return self.world.notebooks
 
     def open_page(self, page: str) -> None:
-        """Put the files where the page expects them, whatever other pages did to them."""
         for name, text in _PROGRAMS.items():
             (self.folder / name).write_text(text)
         shutil.copyfile(ROOT / "examples" / "device.py", self.folder / "device.py")
@@ -100,7 +99,6 @@ class Desk:
         (self.folder / "other.py").write_text("c.GPUBroker.pools = {'default': {'idle_after': '1m'}}\n")
 
     def prepare(self) -> None:
-        """See to a broker and to a program with a lease: the last snippet may have ended either."""
         if self.world.broker_pid() is None:
             self.world.start_broker()
         if self._program is None or self._program.poll() is not None:
@@ -125,7 +123,6 @@ class Desk:
         return self._notebook
 
     def _compute(self) -> None:
-        """Have a cell on a GPU in the ledger, for what reads it."""
         if not self._has_recorded():
             self.notebook().must("data = gpu.fill(seed=1, size=2**24)")
             kernel = self.notebook().kernel_id
@@ -149,7 +146,6 @@ class Desk:
     # -- running -----------------------------------------------------------------------------------------------------------
 
     def run(self, block: Block) -> str:
-        """Run the block and return what it printed. Raises AssertionError, or what the snippet raises, if it fails."""
         text = block.text.replace(_SERVICE_SOCKET, self.world.socket)
         ways = {
             "bash": self._bash,
@@ -296,7 +292,6 @@ class Desk:
 
 @contextmanager
 def open_desk(world: World) -> Iterator[Desk]:
-    """A desk in the world, with the files and programs that pages name; ends what it started."""
     shims = world.folder / "bin"
     shims.mkdir()
     python = f"exec {sys.executable} -P -m"
@@ -338,7 +333,6 @@ def _inside(folder: Path) -> Iterator[None]:
 
 
 def _names(folder: Path) -> dict[str, Any]:
-    """Return what Python snippets may use without defining it: what their page says is there."""
     config = Config()
     return {
         "c": config,
@@ -368,7 +362,6 @@ def _check_json(_: Block, text: str) -> str:
 
 
 def _check_toml(_: Block, text: str) -> str:
-    """Check that an example has these lines in a file of TOML."""
     examples = (tomllib.loads(file.read_text()) for file in (ROOT / "examples").glob("*/*.toml"))
     assert any(_within(tomllib.loads(text), example) for example in examples), text
     return ""
@@ -382,7 +375,6 @@ def _within(part: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
 
 
 def _check_unit(_: Block, text: str) -> str:
-    """Check that systemd could read the unit, and that our commands in it have arguments that exist."""
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]  # as the parser's documentation says
     unit.read_string(text)
@@ -404,7 +396,6 @@ def check_arguments(line: str) -> None:
 
 
 def says(shown: str, printed: str) -> bool:
-    """Return whether the lines that a page shows are in the output, in their order: `...` is anything, a number any number."""
     lines = [line.strip() for line in shown.splitlines() if line.strip()]
     pattern = r"[\s\S]*?".join(_loosely(line) for line in lines)
     return re.search(pattern, printed) is not None

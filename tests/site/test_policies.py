@@ -13,7 +13,6 @@ TEXT = (ROOT / "docs" / "policies.md").read_text()
 
 
 def numbered(text: str) -> list[str]:
-    """Return the numbered lines of a text, in the words of users: they know kernels, not leases."""
     return [
         line.strip().replace("leases", "kernels").replace("Leases", "Kernels")
         for line in re.findall(r"^ *\d\. .*", text, re.MULTILINE)

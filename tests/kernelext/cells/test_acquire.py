@@ -26,8 +26,6 @@ from tests.support.world import until
 
 
 class Side:
-    """The kernel's side: a gate and its acquirer."""
-
     def __init__(self, settings: Settings) -> None:
         self.bound: list[Mapping[str, str]] = []
         self.gate = Gate(self.bound.append)

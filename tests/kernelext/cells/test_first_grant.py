@@ -78,7 +78,6 @@ driver = Driver()
 
 @pytest.fixture
 def awaited(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that waits for its first grant, and its torch."""
     write(packages, TORCH)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delitem(sys.modules, "torch", raising=False)

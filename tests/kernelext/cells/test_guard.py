@@ -36,7 +36,6 @@ class InterruptedBursts:
 
 
 def finish(cell: Coroutine[Any, Any, None]) -> None:
-    """Run what never really waits."""
     with pytest.raises(StopIteration):
         cell.send(None)
 

@@ -38,7 +38,6 @@ torch.cuda = types.SimpleNamespace(
 
 @pytest.fixture
 def notes(kernel: RunningKernel, broker: ScriptedBroker, folder: Path) -> Path:
-    """Where a kernel on the GPU, whose GUI event loop runs, notes the calls of its torch."""
     notes = folder / "notes"
     broker.stream("gate").command(GateVerb.LIMIT, 1, JUPYTER_GPU_MEMORY_MIB="4096")
     assert broker.answer_to(1) == "done"  # a limit that comes after torch is set, and noted, between cells

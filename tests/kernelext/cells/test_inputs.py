@@ -18,8 +18,6 @@ pytestmark = pytest.mark.promise("input")
 
 
 class Kernel:
-    """A kernel whose user types what the test says."""
-
     def __init__(self) -> None:
         self.types: Callable[[], str] = lambda: "typed"
 
@@ -35,8 +33,6 @@ class Kernel:
 
 
 class Side:
-    """A kernel, its gate, and what the broker is told."""
-
     def __init__(self) -> None:
         self.kernel = Kernel()
         self.gate = Gate(lambda _: None)

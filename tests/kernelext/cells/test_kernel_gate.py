@@ -17,7 +17,6 @@ PROMPT_S = 15.0  # on the slowest machine; nothing else would end the wait
 
 
 def open_gate(kernel: RunningKernel, broker: ScriptedBroker) -> None:
-    """Have the first cell granted, and the gate's line connected."""
     broker.stream("gate")
     broker.grant_at_once = True
     assert kernel.run("pass").status == "ok"
@@ -248,7 +247,6 @@ def test_cells_nested_in_a_cpu_cell_do_not_ask_either(kernel: RunningKernel, bro
 
 
 def cpu_cell_at(kernel: RunningKernel, fifo: Path) -> str:
-    """Begin a cell that needs no GPU and runs until the fifo is written to; return its request."""
     os.mkfifo(fifo)
     request = kernel.send(f"%%cpu\nprint('on'); open({str(fifo)!r}).close()")
     kernel.until_published(request, lambda messages: any(each["msg_type"] == "stream" for each in messages))
@@ -559,7 +557,6 @@ task = asyncio.create_task(use_the_gpu())
 
 @contextmanager
 def blocked_main_loop(kernel: RunningKernel, broker: ScriptedBroker, fifo: Path) -> Iterator[str]:
-    """A kernel that is off the GPU and whose main loop a task blocks until the end, and the request of the cell that started the task."""
     open_gate(kernel, broker)
     os.mkfifo(fifo)
     request = kernel.send(f"fifo = {str(fifo)!r}{BLOCKING_TASK}")

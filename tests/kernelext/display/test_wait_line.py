@@ -8,7 +8,6 @@ from tests.kernelext.statuses import LEASE
 
 
 def text(seconds: float = 0, **fields: object) -> str:
-    """The line of a wait whose broker spoke once, at its beginning, `seconds` ago."""
     return wait_text(Progress(kind="waiting", **fields), waited_s=seconds, age_s=seconds)  # type: ignore[arg-type]
 
 

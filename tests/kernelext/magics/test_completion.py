@@ -15,7 +15,6 @@ SIZES = ["10GiB", "20GiB", "40GiB", "80GiB"]
 
 @pytest.fixture
 def nobody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Completer:
-    """A completer whose broker does not answer."""
     monkeypatch.setenv("JUPYTER_GPU_DEVICE_MIB", "81920")
     (folder / "token").write_text(TOKEN)
     return Completer(Settings(LEASE, str(folder / "none.sock"), str(folder / "token")))

@@ -55,7 +55,6 @@ Runs = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Runs:
-    """Starts the runner of a job in an empty folder, where its reports go to `ticks`."""
     (tmp_path / "ticks").touch()
 
     def start(cell: str, setup: Sequence[str] = (), *, from_start: bool = False) -> "subprocess.Popen[str]":

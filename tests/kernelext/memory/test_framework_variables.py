@@ -41,7 +41,6 @@ READS = '"pinned_num_register_threads", "per_process_memory_fraction"'  # torch 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder from which packages are imported, and a process without the variables."""
     monkeypatch.syspath_prepend(tmp_path)
     others = ("CUPY_GPU_MEMORY_LIMIT", "TF_FORCE_GPU_ALLOW_GROWTH", "XLA_PYTHON_CLIENT_PREALLOCATE")
     for name in (OLD, NEW, CUDA, ANY, *others, *GRANT):
@@ -54,7 +53,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def limits(site: Path) -> Iterator[MemoryLimits]:  # noqa: ARG001 - the variables are as the folder's fixture left them
-    """The limits of this process, which has no grant yet."""
     made = MemoryLimits(os.environ, ImportHooks())
     made.install()
     yield made
@@ -72,7 +70,6 @@ def install_torch(site: Path, header: str, source: str = "") -> None:
 
 
 def options() -> str:
-    """What JAX takes when it first looks for a GPU."""
     read: Any = importlib.import_module("jaxlib.xla_client")
     return str(read.generate_pjrt_gpu_plugin_options())
 

@@ -27,7 +27,6 @@ def cupy(total: int) -> SimpleNamespace:
 
 
 def jax(stats: dict[str, int]) -> SimpleNamespace:
-    """JAX 0.10.2: `_backends` has the clients that were started, by platform."""
     client = SimpleNamespace(local_devices=lambda: [SimpleNamespace(memory_stats=lambda: stats)])
     return SimpleNamespace(_backends={"cuda": client, "cpu": object()})
 

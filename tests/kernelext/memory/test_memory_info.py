@@ -64,7 +64,6 @@ def torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: MemoryLimits)
 
 
 def reports(torch: Any, device: object) -> list[tuple[int, int]]:  # noqa: ANN401
-    """What every function says of a device: one answer, if they agree."""
     functions = (torch.cuda.mem_get_info, torch.cuda.memory.mem_get_info, torch.accelerator.get_memory_info)
     return sorted({function(device) for function in functions})
 

@@ -51,7 +51,6 @@ class Torch:
         self.fractions[index] = fraction
 
     def allocate(self, index: int, n_bytes: int) -> None:
-        """As `tensor.to("cuda:1")`: the current device stays."""
         self.contexts.add(index)
         self.reserved[index] += n_bytes
 
