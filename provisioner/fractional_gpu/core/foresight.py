@@ -18,7 +18,14 @@ from fractional_gpu.core.limits import over_limit
 from fractional_gpu.core.model import Foresight, LeaseState, Sign
 from fractional_gpu.core.place import eligible_devices
 from fractional_gpu.core.state.leases import Expectation, Lease, Stake
-from fractional_gpu.core.suspend import Capacity, Victims, is_expected, likelihood_milli, next_cell_in_ms, swap_ms
+from fractional_gpu.core.suspend import (
+    Capacity,
+    choose_victims,
+    is_expected,
+    likelihood_milli,
+    next_cell_in_ms,
+    swap_ms,
+)
 from fractional_gpu.core.units import format_memory
 
 LONGEST_MS = 600_000
@@ -117,13 +124,12 @@ class EarlyResumes:
         able = [lease for lease in books.in_state(LeaseState.SUSPENDED) if self._may_come(lease)]
         if not able:
             return
-        victims = Victims(books)
-        capacity = Capacity(books, victims)
+        capacity = Capacity(books)
         for lease in sorted(able, key=self._rank):
             if not self._changes.channel_free:
                 return
             if self._may_come(lease):
-                self._bring_back(lease, capacity, victims)
+                self._bring_back(lease, capacity)
 
     def _rank(self, lease: Lease) -> tuple[int, int, int]:
         until_ms = lease.expectation.until_ms if lease.expectation is not None else 0
@@ -140,7 +146,7 @@ class EarlyResumes:
             return False
         return over_limit(books, lease, lease.milli) is None and self._resume_ms(lease) <= pool.foresight_swap_ms
 
-    def _bring_back(self, lease: Lease, capacity: Capacity, victims: Victims) -> None:
+    def _bring_back(self, lease: Lease, capacity: Capacity) -> None:
         """Begin the lease's resume, or the first suspend that makes room for it."""
         books, need_mib = self._books, lease.need_mib
         devices = tuple(
@@ -153,20 +159,20 @@ class EarlyResumes:
             sign = lease.expectation.best if lease.expectation is not None else Sign.OTHER
             self._changes.resume_early(lease, chosen, "resume.expected", f"a cell is expected ({_SIGNS[sign]})")
         elif books.policy(lease).foresight is Foresight.DISPLACE and lease.count == 1:
-            self._displace(lease, devices, capacity, victims)
+            self._displace(lease, devices, capacity)
 
     # -- idle leases that make room ------------------------------------------------------------------------------------
 
-    def _displace(self, lease: Lease, devices: tuple[str, ...], capacity: Capacity, victims: Victims) -> None:
+    def _displace(self, lease: Lease, devices: tuple[str, ...], capacity: Capacity) -> None:
         best: tuple[int, int, str, tuple[Lease, ...]] | None = None
         choice = capacity.choice(lease, devices, lease.need_mib)
         saved = likelihood_milli(lease) * self._resume_ms(lease)
         for device_id in devices:
-            chosen = self._leaving(lease, device_id, capacity, victims)
+            chosen = self._leaving(lease, device_id, capacity)
             if chosen is None:
                 continue
             regret = sum(self._regret(victim, lease) for victim in chosen)
-            then_mib = capacity.room(device_id).total_mib + sum(victim.held_mib for victim in chosen)
+            then_mib = capacity.total_mib(device_id) + sum(victim.held_mib for victim in chosen)
             rank = regret, choice.spoilt([(device_id, then_mib)])
             if regret < saved and (best is None or rank < best[:2]):
                 best = *rank, device_id, chosen
@@ -178,14 +184,14 @@ class EarlyResumes:
         sentence = "idle, and another kernel is expected to need its room sooner"
         self._changes.begin_suspend(victim, "suspend.expected", sentence, beneficiary=lease)
 
-    def _leaving(self, lease: Lease, device_id: str, capacity: Capacity, victims: Victims) -> tuple[Lease, ...] | None:
+    def _leaving(self, lease: Lease, device_id: str, capacity: Capacity) -> tuple[Lease, ...] | None:
         """Return the idle leases of a device that would make room; None where there are not enough, or one of them may not."""
-        books, short_mib = self._books, lease.need_mib - capacity.room(device_id).total_mib
+        books, short_mib = self._books, lease.need_mib - capacity.total_mib(device_id)
         if short_mib <= 0:
             return None  # what leaves already suffices: the resume follows
         stays = {one.lease_id for one in books.devices[device_id].holders.values() if self._stays(one, lease)}
         host_mib = books.host_left_mib
-        chosen = victims.choose(device_id, short_mib, lease, stays, busy=False, host_mib=host_mib)
+        chosen = choose_victims(books, device_id, short_mib, lease, stays, host_mib=host_mib)
         if not chosen or sum(one.host_need_mib for one in chosen) > host_mib:
             return None
         return chosen if self._may_stake(device_id, lease, chosen) else None
@@ -213,10 +219,7 @@ class EarlyResumes:
     # -- bounds --------------------------------------------------------------------------------------------------------
 
     def _resume_ms(self, lease: Lease) -> int:
-        books = self._books
-        device = books.devices.get(lease.home_id or "")
-        name = device.spec.name if device is not None else ""
-        return books.forecasts.swap_ms(RESUME, name, lease.saved_mib)
+        return self._books.forecasts.swap_ms(RESUME, self._books.kind_of(lease.home_id), lease.saved_mib)
 
     def _may_stake(self, device_id: str, lease: Lease, victims: tuple[Lease, ...]) -> bool:
         """Return whether the swaps for the lease stay within what may be moved in vain to and from the device."""
@@ -260,7 +263,7 @@ class HostMemoryRelief:
         books, saved = self._books, self._order(any_lease=excess_mib > 0)
         if not saved:
             return False
-        capacity = Capacity(books, Victims(books))
+        capacity = Capacity(books)
         for lease in saved:
             device_ids = capacity.pick_for(lease, eligible_devices(books, books.policy(lease), lease), lease.need_mib)
             if device_ids is not None and over_limit(books, lease, lease.milli) is None:

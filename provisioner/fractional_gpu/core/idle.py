@@ -121,8 +121,7 @@ def _break_even_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
 
 
 def _swap_ms(books: Books, kind: str, lease: Lease) -> int:
-    device = books.devices.get(lease.device_id or "")
-    return books.forecasts.swap_ms(kind, device.spec.name if device is not None else "", lease.used_mib)
+    return books.forecasts.swap_ms(kind, books.kind_of(lease.device_id), lease.used_mib)
 
 
 def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:

@@ -8,7 +8,7 @@
 - **Priorities** and **pins**: a pin keeps an idle lease on its device, and is paid from its owner's daily budget.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from fractional_gpu.core.changes import Changes
@@ -18,7 +18,7 @@ from fractional_gpu.core.place import allowed_of
 from fractional_gpu.core.revoke import REVOKED
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Account, Lease, OccupancyKind, Reason
-from fractional_gpu.core.suspend import steps_aside
+from fractional_gpu.core.suspend import may_leave, steps_aside
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 
 UNATTACHED_LIMIT = "unattached-limit"
@@ -238,9 +238,7 @@ def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, 
     ]
 
 
-def victims_of_same_user(
-    books: Books, lease: Lease, milli: int, may_leave: Callable[[Lease], bool]
-) -> tuple[Lease, ...] | None:
+def victims_of_same_user(books: Books, lease: Lease, milli: int) -> tuple[Lease, ...] | None:
     """Return idle leases of the same user (group) that may leave and bring the lease within its limits by that; None: too few."""
     chosen: dict[str, Lease] = {}
     for _, account, excess, _ in _exceeded_limits(books, lease, milli):
@@ -254,7 +252,7 @@ def victims_of_same_user(
             if left <= 0:
                 break
             free = other is not lease and other.lease_id not in chosen
-            if free and steps_aside(other, lease) and may_leave(other):
+            if free and steps_aside(other, lease) and may_leave(books, other):
                 chosen[other.lease_id] = other
                 left -= other.milli
         if left > 0:

@@ -32,8 +32,9 @@ from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind, Reaso
 from fractional_gpu.core.suspend import (
     Capacity,
     Plan,
-    Victims,
+    choose_victims,
     is_expected,
+    may_leave,
     preemptible_from_ms,
     suspendable_from_ms,
     swap_ms,
@@ -52,15 +53,14 @@ def kept_mib(lease: Lease) -> int:
 class Migrations:
     """The moves of one pass over the queue."""
 
-    def __init__(self, changes: Changes, room: Capacity, victims: Victims) -> None:
+    def __init__(self, changes: Changes, capacity: Capacity) -> None:
         self._changes = changes
         self._books = changes.books
-        self._capacity = room
-        self._victims = victims
+        self._capacity = capacity
 
     def move_to_grow(self, lease: Lease, spec: LeaseSpec) -> bool:
         """Move an idle lease that cannot grow where it is to a device with room for that. Returns whether it moves."""
-        if not self._changes.channel_free or lease.count > 1 or not self._victims.may_leave(lease):
+        if not self._changes.channel_free or lease.count > 1 or not may_leave(self._books, lease):
             return False
         need_mib = self._books.reserve_mib(lease, spec)
         targets = self._capacity.pick(lease, other_devices(self._books, lease), need_mib)
@@ -89,7 +89,7 @@ class Migrations:
             return None
         best: tuple[int, int, str, Plan] | None = None
         for device_id in devices:
-            short_mib = need_mib - self._capacity.room(device_id).total_mib
+            short_mib = need_mib - self._capacity.total_mib(device_id)
             for other in self._books.holders(device_id):
                 if other.occupancy is not OccupancyKind.BUSY or other.held_mib < short_mib or not self._may_move(other):
                     continue
@@ -284,12 +284,10 @@ class ComputeRelief:
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
-        self._victims = Victims(changes.books)
 
     def relieve(self) -> None:
         """Begin the move that gains most, or the first suspend that makes room for it, while swap channels are free."""
         books = self._books
-        self._victims = Victims(books)
         while not books.waiting and self._changes.channel_free:
             crowded = [device for device in books.devices.values() if device.sums.demand_milli > WHOLE_MILLI]
             if not crowded:
@@ -354,7 +352,7 @@ class ComputeRelief:
         short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
         if short_mib <= 0:
             return  # what leaves already suffices: the move follows
-        victims = self._victims.choose(device_id, short_mib, lease, set(), busy=False, host_mib=host_mib)
+        victims = choose_victims(books, device_id, short_mib, lease, (), host_mib=host_mib)
         if not victims or sum(victim.host_need_mib for victim in victims) > host_mib:
             return
         gain_ms -= _TIMES_COST * sum(swap_ms(books, victim) for victim in victims)

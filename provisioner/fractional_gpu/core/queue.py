@@ -35,7 +35,7 @@ from fractional_gpu.core.place import allowed_devices
 from fractional_gpu.core.resize import Resizer
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Lease, OccupancyKind, Reason, Ticket
-from fractional_gpu.core.suspend import Capacity, Plan, Victims, gate_opens_ms, residency_ms, swap_ms
+from fractional_gpu.core.suspend import Capacity, Plan, gate_opens_ms, residency_ms, swap_ms
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.core.words import name_for, wait_code, wait_reason
 
@@ -129,9 +129,8 @@ class QueuePass:
         self._changes = changes
         self._resizer = resizer
         self._books = changes.books
-        self._victims = Victims(changes.books)
-        self.capacity = Capacity(changes.books, self._victims)
-        self._migrations = Migrations(changes, self.capacity, self._victims)
+        self.capacity = Capacity(changes.books)
+        self._migrations = Migrations(changes, self.capacity)
         self._line: list[Lease] = []  # all that waited for room at the beginning, by their turns
         self._visited: set[str] = set()
         self._unservable: dict[tuple[object, ...], tuple[int, Reason | None]] = {}  # a need that found no room, and why
@@ -238,7 +237,7 @@ class QueuePass:
         if chosen is not None:
             return self._serve_at_once(lease, ticket, chosen)
 
-        full = not any(capacity.room(device_id).free_mib > 0 for device_id in devices)
+        full = not any(capacity.free_mib(device_id) > 0 for device_id in devices)
         if not self._changes.channel_free and (full or self._plans >= _MOST_PLANS):
             ticket.wait = _CHANNEL_IN_USE if capacity.idle_could_free(devices, need_mib) else None
             self._keep_waiting(lease, ticket, devices)
@@ -325,12 +324,11 @@ class QueuePass:
         if lease.bound_ids or (self.capacity.keeps_any and added_milli(self._books, lease)):
             self.needs_another = True
         self._changes.grant(lease, device_ids)
-        self._victims.forget(device_ids)
 
     def _free_own_share(self, lease: Lease, devices: tuple[str, ...], milli: int, over: Reason) -> None:
         """Have idle leases of the same user (group), which is at its limit, leave for the ticket if it fits then."""
         self._tell(lease, ticket_of(lease), over)
-        own = victims_of_same_user(self._books, lease, milli, self._victims.may_leave)
+        own = victims_of_same_user(self._books, lease, milli)
         if not own or lease.retries.resume_after_ms > self._books.now_ms:
             return
         fits = self._pick(lease, devices, lease.ask_mib)

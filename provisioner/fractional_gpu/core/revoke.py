@@ -280,9 +280,9 @@ class Salvage:
         return max(1, span.expected_ms + max(0, span.high_ms - span.expected_ms) // 2)
 
     def _span(self, lease: Lease, kind: str) -> Span:
-        device = self._books.devices.get(lease.device_id or lease.home_id or "")
+        device_kind = self._books.kind_of(lease.device_id or lease.home_id)
         mib = lease.saved_mib if kind == RESUME else lease.host_need_mib
-        return self._books.forecasts.widest_swap_span(kind, device.spec.name if device is not None else "", mib)
+        return self._books.forecasts.widest_swap_span(kind, device_kind, mib)
 
     def _begin_next(self, plan: Plan, leases: dict[str, Lease]) -> str | None:
         """Begin the next suspend that is due, if a channel is free; return its lease."""

@@ -8,8 +8,7 @@ takes, so that a device does not go to and fro between two leases), and only for
 
 - one of a higher priority (`preempt_priorities`);
 - in a pool that shares by virtual time (`preempt_equals`), one of the same priority that has had less than its share, or has waited so
-long
-  that it is due. Leases of different owners compare the owners' virtual times, leases of one owner their own.
+  long that it is due. Leases of different owners compare the owners' virtual times, leases of one owner their own.
 
 Virtual times move while leases work, so these questions are answered with the time *from* which the answer is yes.
 
@@ -19,6 +18,7 @@ Virtual times move while leases work, so these questions are answered with the t
 save.
 """
 
+from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -36,17 +36,14 @@ from fractional_gpu.core.place import (
 )
 from fractional_gpu.core.state.accounts import lease_time_ms, owner_time_ms
 from fractional_gpu.core.state.books import Books
-from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind, Reason
+from fractional_gpu.core.state.leases import Lease, OccupancyKind, Reason
 from fractional_gpu.core.units import format_memory
 
 
 def lacks_device(books: Books, lease: Lease) -> bool:
     """Return whether a device of the lease is missing or lost, so that nothing can be saved from it."""
-    for device_id in lease.device_ids:
-        device = books.devices.get(device_id)
-        if device is None or device.lost:
-            return True
-    return not lease.device_ids
+    devices = [books.devices.get(device_id) for device_id in lease.device_ids]
+    return not devices or any(device is None or device.lost for device in devices)
 
 
 def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
@@ -103,10 +100,8 @@ def update_all_suspendability(books: Books, leases: Iterable[Lease]) -> None:
 
 def swap_ms(books: Books, lease: Lease) -> int:
     """Return how long a suspend and a resume of the lease are expected to take together, ms."""
-    device = books.devices.get(lease.device_id or "")
-    name = device.spec.name if device is not None else ""
-    forecasts, mib = books.forecasts, lease.used_mib
-    return forecasts.swap_ms(SUSPEND, name, mib) + forecasts.swap_ms(RESUME, name, mib)
+    kind, mib = books.kind_of(lease.device_id), lease.used_mib
+    return books.forecasts.swap_ms(SUSPEND, kind, mib) + books.forecasts.swap_ms(RESUME, kind, mib)
 
 
 def residency_ms(books: Books, lease: Lease) -> int:
@@ -214,114 +209,85 @@ def suspend_cost(books: Books, lease: Lease) -> int:
     return 2 * bits + (cost >> (bits - 2) & 1) if bits > 1 else bits
 
 
-class Victims:
-    """The candidates on each device in one pass, each list made once."""
+def may_leave(books: Books, lease: Lease) -> bool:
+    """Return whether an idle lease may be suspended now; if not, ask for a decision when it may be."""
+    if lease.occupancy is not OccupancyKind.IDLE or lacks_device(books, lease):
+        return False
+    from_ms = suspendable_from_ms(books.policy(lease), lease)
+    if from_ms is not None:
+        books.recheck_at(from_ms)
+    return from_ms is not None and from_ms <= books.now_ms
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._idle: dict[str, list[Lease]] = {}
-        self._busy: dict[str, list[tuple[int, Lease]]] = {}
 
-    def may_preempt_busy(self, lease: Lease) -> bool:
-        pool = self._books.policy(lease)
-        return not lease.is_growing and (pool.preempt_equals or pool.preempt_priorities)
+def idle_victims(books: Books, device_id: str) -> list[Lease]:
+    """Return the idle leases of the device that may be suspended now, cheapest first."""
+    able = [lease for lease in books.holders(device_id) if may_leave(books, lease)]
+    return sorted(able, key=lambda one: (suspend_cost(books, one), one.last_active_ms, one.lease_id))
 
-    def never_leaves(self, lease: Lease) -> bool:
-        """Return whether the lease leaves for no other lease, even when idle."""
-        return lease.is_unsuspendable or lease.pinned_until_ms > self._books.now_ms or lacks_device(self._books, lease)
 
-    def may_leave(self, lease: Lease) -> bool:
-        if lease.occupancy is not OccupancyKind.IDLE or lacks_device(self._books, lease):
-            return False
-        from_ms = suspendable_from_ms(self._books.policy(lease), lease)
-        if from_ms is not None:
-            self._books.recheck_at(from_ms)
-        return from_ms is not None and from_ms <= self._books.now_ms
+def _preemptible(books: Books, device_id: str, beneficiary: Lease) -> list[Lease]:
+    """Return the busy leases that may be preempted for the beneficiary now, in the order of choice."""
+    found = []
+    for lease in books.holders(device_id):
+        from_ms = preempts_from_ms(books, beneficiary, lease) if lease.occupancy is OccupancyKind.BUSY else None
+        if from_ms is None:
+            continue
+        books.recheck_at(from_ms)
+        if from_ms <= books.now_ms:
+            owner, own = books.share(lease)
+            found.append((lease.spec.priority, -owner, -own, suspend_cost(books, lease), lease.lease_id, lease))
+    return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
 
-    def forget(self, device_ids: Iterable[str]) -> None:
-        """List the candidates of devices again: a lease has come there, and may leave when it has had its chance to run."""
-        for device_id in device_ids:
-            self._idle.pop(device_id, None)
-            self._busy.pop(device_id, None)
 
-    # -- candidates ------------------------------------------------------------------------------------------------------
+def _yielding(books: Books, device_id: str, beneficiary: Lease) -> list[Lease]:
+    """Return the busy leases that may be asked to leave at the end of a cell, those asked already first."""
+    found = []
+    for lease in books.holders(device_id):
+        from_ms = preemptible_from_ms(books, lease) if lease.occupancy is OccupancyKind.BUSY else None
+        if from_ms is None:
+            continue
+        from_ms = max(from_ms, lease.gate.open_until_ms)
+        books.recheck_at(from_ms)
+        if from_ms <= books.now_ms and lease.spec.priority <= beneficiary.spec.priority:
+            cost = suspend_cost(books, lease)
+            found.append((not lease.gate.closed, lease.spec.priority, cost, lease.lease_id, lease))
+    return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
 
-    def idle(self, device_id: str) -> list[Lease]:
-        """Return the idle leases of the device that may be suspended now, cheapest first."""
-        if device_id not in self._idle:
-            able = [lease for lease in self._books.holders(device_id) if self.may_leave(lease)]
-            order = {lease.lease_id: (suspend_cost(self._books, lease), lease.last_active_ms) for lease in able}
-            self._idle[device_id] = sorted(able, key=lambda lease: (*order[lease.lease_id], lease.lease_id))
-        return [lease for lease in self._idle[device_id] if lease.occupancy is OccupancyKind.IDLE]  # some have left
 
-    def _working(self, device_id: str) -> list[tuple[int, Lease]]:
-        """Return the busy leases of the device that can be saved, and when each has had its minimum residency."""
-        if device_id not in self._busy:
-            found = [(preemptible_from_ms(self._books, lease), lease) for lease in self._books.holders(device_id)]
-            self._busy[device_id] = [(from_ms, lease) for from_ms, lease in found if from_ms is not None]
-        return [one for one in self._busy[device_id] if one[1].occupancy is OccupancyKind.BUSY]
+def choose_victims(
+    books: Books,
+    device_id: str,
+    short_mib: int,
+    beneficiary: Lease,
+    taken: Container[str],
+    *,
+    host_mib: int,
+    busy: bool = False,
+    between_cells: bool = False,
+) -> tuple[Lease, ...] | None:
+    """Return leases whose memory covers the shortage, each of them needed; None if there are not enough.
 
-    def _preemptible(self, device_id: str, beneficiary: Lease) -> list[Lease]:
-        """Return the busy leases that may be preempted for the beneficiary now, in the order of choice."""
-        books, found = self._books, []
-        for from_ms, lease in self._working(device_id):
-            before_ms = goes_before_from_ms(books, beneficiary, lease)
-            if before_ms is None:
-                continue
-            self._books.recheck_at(max(before_ms, from_ms))
-            if max(before_ms, from_ms) <= books.now_ms:
-                owner, own = books.share(lease)
-                found.append((lease.spec.priority, -owner, -own, suspend_cost(books, lease), lease.lease_id, lease))
-        return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
-
-    def _yielding(self, device_id: str, beneficiary: Lease) -> list[Lease]:
-        """Return the busy leases that may be asked to leave at the end of a cell, those asked already first."""
-        books, found = self._books, []
-        for residency_ms, lease in self._working(device_id):
-            from_ms = max(residency_ms, lease.gate.open_until_ms)
-            self._books.recheck_at(from_ms)
-            if from_ms <= books.now_ms and lease.spec.priority <= beneficiary.spec.priority:
-                cost = suspend_cost(books, lease)
-                found.append((not lease.gate.closed, lease.spec.priority, cost, lease.lease_id, lease))
-        return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
-
-    # -- choice ----------------------------------------------------------------------------------------------------------
-
-    def choose(
-        self,
-        device_id: str,
-        short_mib: int,
-        beneficiary: Lease,
-        taken: Container[str],
-        also: Sequence[Lease] = (),
-        *,
-        busy: bool,
-        host_mib: int,
-        between_cells: bool = False,
-    ) -> tuple[Lease, ...] | None:
-        """Return leases whose memory covers the shortage, each of them needed; None if there are not enough.
-
-        Idle leases that `host_mib` of host memory suffice for are enough if possible; otherwise idle leases beyond that are taken, too, so
-        that the shortage of host memory is reported. `busy` adds leases that may be preempted, `between_cells` those that may be asked to
-        leave at the end of a cell. Leases that are `taken`, or leave in any case (`also`), are not chosen.
-        """
-        if short_mib <= 0:
-            return ()
-        able = [lease for lease in self.idle(device_id) if steps_aside(lease, beneficiary)]
-        if between_cells:
-            able += self._yielding(device_id, beneficiary)
-        elif busy:
-            able += self._preemptible(device_id, beneficiary)
-        able = [one for one in able if one.lease_id not in taken and one is not beneficiary and one not in also]
-        if sum(lease.held_mib for lease in able) < short_mib:
-            return None
-        chosen = _enough(able, short_mib, host_mib)
-        if not chosen:
-            able.sort(
-                key=lambda one: one.busy and one.host_need_mib > host_mib
-            )  # of the busy ones, those that could be saved
-            chosen = _enough(able, short_mib, None)
-        return chosen or None
+    Idle leases that `host_mib` of host memory suffices for are enough if possible; otherwise idle leases beyond that are taken, too, so
+    that the shortage of host memory is reported. `busy` adds leases that may be preempted, `between_cells` those that may be asked to
+    leave at the end of a cell. Leases that are `taken` are not chosen.
+    """
+    if short_mib <= 0:
+        return ()
+    able = [lease for lease in idle_victims(books, device_id) if steps_aside(lease, beneficiary)]
+    if between_cells:
+        able += _yielding(books, device_id, beneficiary)
+    elif busy:
+        able += _preemptible(books, device_id, beneficiary)
+    able = [one for one in able if one.lease_id not in taken and one is not beneficiary]
+    if sum(lease.held_mib for lease in able) < short_mib:
+        return None
+    chosen = _enough(able, short_mib, host_mib)
+    if not chosen:
+        able.sort(
+            key=lambda one: one.busy and one.host_need_mib > host_mib
+        )  # of the busy ones, those that could be saved
+        chosen = _enough(able, short_mib, None)
+    return chosen or None
 
 
 def _enough(able: Sequence[Lease], short_mib: int, host_mib: int | None) -> tuple[Lease, ...]:
@@ -362,35 +328,6 @@ class Plan:
     victims: tuple[Lease, ...]
 
 
-class Room:
-    """What one pass has kept and promised of a device, and what that leaves, MiB."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.kept: dict[str, int] = {}  # by the lease that it is kept for
-        self.planned: list[Lease] = []  # leases there whose suspend is planned, or has begun since
-        self.look()
-
-    def look(self) -> None:
-        device, kept_mib = self.device, sum(self.kept.values())
-        self.seen = device.sums
-        free_mib = device.free_mib - kept_mib
-        # What is free and not kept; negative if more is kept than there is.
-        self.free_mib = min(0, free_mib) if kept_mib and device.is_exclusive else free_mib
-        leaving_mib, idle_mib, busy_mib = map(
-            device.mib, (OccupancyKind.SUSPENDING, OccupancyKind.IDLE, OccupancyKind.BUSY)
-        )
-        for lease in self.planned:
-            if lease.occupancy is OccupancyKind.IDLE:
-                leaving_mib, idle_mib = leaving_mib + lease.held_mib, idle_mib - lease.held_mib
-            elif lease.occupancy is OccupancyKind.BUSY:
-                leaving_mib, busy_mib = leaving_mib + lease.held_mib, busy_mib - lease.held_mib
-        # What is free, or will be when all have left that leave, and is not kept.
-        self.total_mib = self.free_mib + leaving_mib
-        self.with_idle_mib = self.total_mib + idle_mib  # what there would be if all idle leases left ...
-        self.with_busy_mib = self.with_idle_mib + busy_mib  # ... and the busy ones
-
-
 class Capacity:
     """What one pass over the queue can still give. What a ticket was promised is gone for those behind it.
 
@@ -398,41 +335,64 @@ class Capacity:
     channels are free.
     """
 
-    def __init__(self, books: Books, victims: Victims) -> None:
+    def __init__(self, books: Books) -> None:
         self._books = books
-        self._victims = victims
-        self._rooms = {device_id: Room(device) for device_id, device in books.devices.items()}
+        self._kept = defaultdict[str, dict[str, int]](
+            dict
+        )  # by device: what is kept there, by the lease that it is kept for
         self.planned: dict[str, Lease] = {}  # leases whose suspend is planned, or has begun since
         self.stays: set[str] = set()  # leases for which room is being made where they are: their suspend would waste it
         self.asked_to_yield: set[str] = set()  # leases that make room for a ticket ahead at a cell's end
         self.short_of_host_memory: set[str] = set()  # idle leases that there is too little host memory for
 
-    def room(self, device_id: str) -> Room:
-        room = self._rooms[device_id]
-        if room.seen is not self._books.devices[device_id].known_sums:
-            room.look()
-        return room
+    # -- what a device has left, MiB -------------------------------------------------------------------------------------
+
+    def free_mib(self, device_id: str) -> int:
+        """Return what is free and not kept; negative if more is kept than there is."""
+        device, kept_mib = self._books.devices[device_id], sum(self._kept[device_id].values())
+        free_mib = device.free_mib - kept_mib
+        return min(0, free_mib) if kept_mib and device.is_exclusive else free_mib
+
+    def total_mib(self, device_id: str) -> int:
+        """Return what is free, or will be when all have left that leave, and is not kept."""
+        leaving_mib = self._books.devices[device_id].mib(OccupancyKind.SUSPENDING)
+        return self.free_mib(device_id) + leaving_mib + sum(one.held_mib for one in self._to_leave(device_id))
+
+    def reachable_mib(self, device_id: str, *, busy: bool) -> int:
+        """Return what there would be if all idle leases left, too, and (`busy`) all busy ones."""
+        device = self._books.devices[device_id]
+        busy_mib = sum(one.held_mib for one in self._to_leave(device_id) if one.is_working)
+        if busy:
+            busy_mib = device.mib(OccupancyKind.BUSY)
+        return (
+            self.free_mib(device_id) + device.mib(OccupancyKind.SUSPENDING) + device.mib(OccupancyKind.IDLE) + busy_mib
+        )
+
+    def _to_leave(self, device_id: str) -> list[Lease]:
+        """Return the leases of the device whose planned suspend has not begun."""
+        return [
+            one for one in self.planned.values() if one.state is LeaseState.RESIDENT and device_id in one.device_ids
+        ]
 
     # -- where a ticket fits ---------------------------------------------------------------------------------------------
 
     def fits(self, devices: Iterable[str], need_mib: int) -> bool:
-        return all(self.room(device_id).free_mib >= need_mib for device_id in devices)
+        return all(self.free_mib(device_id) >= need_mib for device_id in devices)
 
     def idle_could_free(self, devices: Iterable[str], need_mib: int) -> bool:
-        return any(self.room(device_id).with_idle_mib >= need_mib for device_id in devices)
+        return any(self.reachable_mib(device_id, busy=False) >= need_mib for device_id in devices)
 
     def choice(self, lease: Lease, devices: Sequence[str], need_mib: int) -> DeviceChoice:
         """Return what orders devices for the lease. `devices`: all that it may go to."""
-        return device_choice(self._books, lease, need_mib, lambda: [(one, self.room(one).free_mib) for one in devices])
+        return device_choice(self._books, lease, need_mib, lambda: [(one, self.free_mib(one)) for one in devices])
 
     def pick(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
         """Return where the need fits for the lease; None if it fits nowhere.
 
         In a pool that spreads, a device where busy leases leave more compute to the lease comes first.
         """
-        places = [(device_id, self.room(device_id).free_mib) for device_id in devices]
-        fitting = [place for place in places if place[1] >= need_mib]
         choice = self.choice(lease, devices, need_mib)
+        fitting = [(one, self.free_mib(one)) for one in devices if self.free_mib(one) >= need_mib]
         if lease.count > 1:
             return choice.best_set(fitting, lease.count)
         if len(fitting) > 1 and spreads(self._books, lease):
@@ -452,39 +412,34 @@ class Capacity:
 
     def _has_compute(self, device_id: str, lease: Lease) -> bool:
         """Return whether the device is within the bound of the lease's pool with the lease."""
-        return fullness(self.room(device_id).device, room_milli(self._books, lease)) < FULL
+        return fullness(self._books.devices[device_id], room_milli(self._books, lease)) < FULL
 
     # -- keeping room ----------------------------------------------------------------------------------------------------
 
     def keep(self, lease: Lease, device_id: str, need_mib: int) -> None:
         """Keep room that is free, or becomes free, for a lease; on each device at most once in a pass."""
-        room = self._rooms.get(device_id)
-        if room is not None and lease.lease_id not in room.kept:
-            room.kept[lease.lease_id] = need_mib
-            room.look()
+        self._kept[device_id].setdefault(lease.lease_id, need_mib)
 
     def release(self, lease: Lease, device_ids: Iterable[str]) -> None:
         """Keep room for a lease no longer: the lease has it, or will not get it."""
         for device_id in device_ids:
-            if device_id in self._rooms:
-                self._rooms[device_id].kept.pop(lease.lease_id, None)
-                self._rooms[device_id].look()
+            self._kept[device_id].pop(lease.lease_id, None)
 
     @property
     def keeps_any(self) -> bool:
-        return any(room.kept for room in self._rooms.values())
+        return any(self._kept.values())
 
     def devices_to_keep(self, lease: Lease, devices: Sequence[str], need_mib: int, number: int) -> tuple[str, ...]:
         """Return the devices on which to keep room for the lease: those with room kept for it, then those that lack least.
 
         The devices stay the same while they can serve the ticket, so that the room there can grow to what is needed.
         """
-        able = [device_id for device_id in devices if self.room(device_id).device.lease_capacity_mib >= need_mib]
+        able = [device_id for device_id in devices if self._books.devices[device_id].lease_capacity_mib >= need_mib]
         if len(able) < lease.count or lease.ticket is None:  # room on some of the devices that it needs is of no use
             return ()
         kept = [device_id for device_id in lease.ticket.kept_on if device_id in able]
         others = [device_id for device_id in able if device_id not in kept]
-        others.sort(key=lambda one: (lease.lease_id not in self.room(one).kept, -self.room(one).total_mib))
+        others.sort(key=lambda one: (lease.lease_id not in self._kept[one], -self.total_mib(one)))
         return tuple([*kept, *others][:number])
 
     # -- making room -----------------------------------------------------------------------------------------------------
@@ -502,18 +457,21 @@ class Capacity:
 
         `also` leave in any case. `between_cells`: plan with busy leases that leave at the end of their cells.
         """
-        victims_of: dict[str, tuple[Lease, ...]] = {}
-        busy = between_cells or self._victims.may_preempt_busy(lease)
-        taken = {*self.planned, *self.stays, *(self.asked_to_yield if between_cells else ())}
+        books, pool = self._books, self._books.policy(lease)
+        busy = between_cells or (not lease.is_growing and (pool.preempt_equals or pool.preempt_priorities))
+        taken = {*self.planned, *self.stays, *(one.lease_id for one in also)}
+        if between_cells:
+            taken |= self.asked_to_yield
         host_mib = self._host_left_mib - sum(victim.host_need_mib for victim in also)
+        victims_of: dict[str, tuple[Lease, ...]] = {}
         for device_id in devices:
-            room = self.room(device_id)
-            reachable_mib = room.with_busy_mib if busy else room.with_idle_mib
-            if reachable_mib < need_mib or room.device.lease_capacity_mib < need_mib:
+            most_mib = min(self.reachable_mib(device_id, busy=busy), books.devices[device_id].lease_capacity_mib)
+            if most_mib < need_mib:
                 continue
-            short_mib = need_mib - room.total_mib - sum(one.held_mib for one in also if device_id in one.device_ids)
-            victims = self._victims.choose(
-                device_id, short_mib, lease, taken, also, busy=busy, host_mib=host_mib, between_cells=between_cells
+            short_mib = need_mib - self.total_mib(device_id)
+            short_mib -= sum(one.held_mib for one in also if device_id in one.device_ids)
+            victims = choose_victims(
+                books, device_id, short_mib, lease, taken, host_mib=host_mib, busy=busy, between_cells=between_cells
             )
             if victims is not None:
                 victims_of[device_id] = victims
@@ -534,24 +492,22 @@ class Capacity:
         The cost of a device: busy victims, then compute that would be lacking, the swaps, the number of victims, what the lease spoils
         there, and last how recently a victim was active. Several devices are of one name.
         """
-        count, bound = lease.count, lease.state is LeaseState.SUSPENDED or lease.is_growing
-        if count > 1 and bound and len(devices) == count:
-            home = (
-                lease.home_ids or lease.device_ids
-            )  # it goes back to all of them, or grows there, whatever their names
+        count, goes_back = lease.count, lease.state is LeaseState.SUSPENDED or lease.is_growing
+        if count > 1 and goes_back and len(devices) == count:  # to all of its devices, whatever their names
+            home = lease.home_ids or lease.device_ids
             return [home] if all(device_id in victims_of for device_id in home) else []
         choice = self.choice(lease, devices, need_mib)
 
         def cost(device_id: str) -> tuple[int, ...]:
-            room, victims = self.room(device_id), victims_of[device_id]
-            then_mib = room.total_mib + sum([one.held_mib for one in victims if device_id in one.device_ids])
+            device, victims = self._books.devices[device_id], victims_of[device_id]
+            then_mib = self.total_mib(device_id) + sum(one.held_mib for one in victims if device_id in one.device_ids)
             return (
-                sum([one.is_working for one in victims]),
-                excess(self._books, room.device, lease, victims),
-                sum([suspend_cost(self._books, one) for one in victims]),
+                sum(one.is_working for one in victims),
+                excess(self._books, device, lease, victims),
+                sum(suspend_cost(self._books, one) for one in victims),
                 len(victims),
                 choice.spoilt([(device_id, then_mib)]),
-                max([one.last_active_ms for one in victims], default=0),
+                max((one.last_active_ms for one in victims), default=0),
             )
 
         order = sorted(victims_of, key=cost) if len(victims_of) > 1 else list(victims_of)
@@ -565,7 +521,7 @@ class Capacity:
     @property
     def _host_left_mib(self) -> int:
         """Host memory that is left when all planned suspends have begun."""
-        to_come = [one.host_need_mib for one in self.planned.values() if one.state is LeaseState.RESIDENT]
+        to_come = (one.host_need_mib for one in self.planned.values() if one.state is LeaseState.RESIDENT)
         return self._books.host_left_mib - sum(to_come)
 
     def short_of_host(self, plan: Plan) -> Reason | None:
@@ -575,7 +531,7 @@ class Capacity:
             return None
         self.short_of_host_memory.update(victim.lease_id for victim in plan.victims)
         for device_id in plan.device_ids:
-            self.short_of_host_memory.update(self.room(device_id).device.holders)
+            self.short_of_host_memory.update(self._books.devices[device_id].holders)
         return Reason(
             "wait.host-memory",
             f"idle kernels could make room, but saving them is expected to take {format_memory(host_mib)} of host memory, "
@@ -585,12 +541,7 @@ class Capacity:
 
     def promise(self, lease: Lease, plan: Plan, need_mib: int) -> None:
         """Keep all that a ticket needs on the devices of its plan, whose victims leave."""
-        for victim in plan.victims:
-            self.planned[victim.lease_id] = victim
-            for device_id in victim.device_ids:
-                if device_id in self._rooms:
-                    self._rooms[device_id].planned.append(victim)
-                    self._rooms[device_id].look()
+        self.planned.update({victim.lease_id: victim for victim in plan.victims})
         for device_id in plan.device_ids:
             self.keep(lease, device_id, need_mib)
 
@@ -598,21 +549,23 @@ class Capacity:
 
     def could_serve(self, device_id: str, need_mib: int, lease: Lease) -> bool:
         """Return whether the device would have room for the lease if all others there that ever can leave did."""
-        device = self.room(device_id).device
-        stays_mib = device.mib(OccupancyKind.FIXED) + sum(
-            other.held_mib
-            for other in device.holders.values()
-            if other.occupancy in (OccupancyKind.IDLE, OccupancyKind.BUSY)
-            and (other is lease or self._victims.never_leaves(other))
-        )
+        books, device = self._books, self._books.devices[device_id]
+
+        def stays(other: Lease) -> bool:
+            if other.occupancy in (OccupancyKind.SUSPENDING, OccupancyKind.FIXED):
+                return other.occupancy is OccupancyKind.FIXED
+            never_leaves = other.is_unsuspendable or other.pinned_until_ms > books.now_ms or lacks_device(books, other)
+            return other is lease or never_leaves
+
+        stays_mib = sum(other.held_mib for other in device.holders.values() if stays(other))
         return device.lease_capacity_mib - stays_mib >= need_mib
 
     def victims_for_kept_room(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
         """Return idle leases of the device, cheapest first, that free what is still lacking and that host memory suffices for."""
-        device = self.room(device_id).device
+        device = self._books.devices[device_id]
         lack_mib = need_mib - device.free_mib - device.mib(OccupancyKind.SUSPENDING)
         chosen = []
-        for other in self._victims.idle(device_id):
+        for other in idle_victims(self._books, device_id):
             if lack_mib <= 0:
                 break
             taken = other is lease or other.lease_id in self.planned or other.lease_id in self.stays

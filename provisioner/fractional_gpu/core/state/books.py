@@ -282,9 +282,10 @@ class Books:
         device = self.devices.get(device_id)
         return () if device is None else device.holders.values()
 
-    def kind_of(self, device_id: str) -> str:
-        """Return the name of a device's type."""
-        return self.devices[device_id].spec.name
+    def kind_of(self, device_id: str | None) -> str:
+        """Return the name of a device's type; "" if the device is not known."""
+        device = self.devices.get(device_id or "")
+        return device.spec.name if device is not None else ""
 
     def pool_of(self, device_id: str) -> str | None:
         return next((name for name, pool in self.pools.items() if device_id in pool.devices), None)
