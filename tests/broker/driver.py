@@ -179,7 +179,7 @@ def swaps_of(
 def suspend_of(kernel: Kernel, *, preempt: bool = False, host_mib: int = 100_000) -> Suspend:
     """What the arbiter asks for."""
     return Suspend(
-        lease_id=kernel.lease_id, operation_id=1, generation=1, device_id=DEVICE, host_mib=host_mib, preempt=preempt
+        lease_id=kernel.lease_id, operation_id=1, generation=1, device_ids=(DEVICE,), host_mib=host_mib, preempt=preempt
     )
 
 

@@ -313,8 +313,8 @@ class Observer:
                 self._resumes(effect)
             case Granted():
                 seen = self.leases[effect.lease_id]
-                says = (effect.device_id, effect.device_ids or seen.devices, effect.reserved_mib or seen.held)
-                law(1, seen.held > 0 and says == (seen.devices[0], seen.devices, seen.held), effect, "is not so:", seen)
+                says = (effect.device_ids, effect.reserved_mib)
+                law(1, seen.held > 0 and says == (seen.devices, seen.held), effect, "is not so:", seen)
                 seen.closed, seen.at_gate = False, -1
             case CloseGate(lease_id=lease_id):
                 self.laws.closing(self.leases[lease_id], self._later)
@@ -516,7 +516,7 @@ class Observer:
         law(6, effect.generation == seen.generation, effect.lease_id, "has another generation than its suspend")
         law(2, effect.host_mib >= seen.save_at_least, effect, "may save more:", seen)
         law(2, effect.host_mib <= seen.save_at_most, effect, "keeps more than it can need from others:", seen)
-        law(5, (effect.device_ids or seen.devices) == seen.devices, effect.lease_id, "is suspended somewhere else")
+        law(5, effect.device_ids == seen.devices, effect.lease_id, "is suspended somewhere else")
         seen.host = effect.host_mib
         host = sum(other.saved + other.host for other in self.leases.values())
         law(2, host <= self.world.budget, "the host would hold", host, "MiB of", self.world.budget)
@@ -526,8 +526,8 @@ class Observer:
         seen = self.leases[effect.lease_id]
         law(6, effect.generation == seen.generation, effect.lease_id, "has another generation than its resume")
         law(2, effect.reserve_mib >= self.world.saved_each(seen), effect, "does not cover", seen.saved)
-        law(2, effect.reserve_mib == seen.held and effect.device_id == seen.devices[0], effect, "is not reserved")
-        law(6, effect.from_device_id == (seen.home[0] if seen.home else None), effect, "comes from", seen.home)
+        law(2, effect.reserve_mib == seen.held and effect.device_ids == seen.devices, effect, "is not reserved")
+        law(6, effect.from_device_ids == seen.home, effect, "comes from", seen.home)
         self._begins(effect.operation_id, ("resume", effect.lease_id, effect.generation))
 
     def _begins(self, operation_id: int, operation: tuple[str, str, int]) -> None:

@@ -680,7 +680,7 @@ def test_after_a_move_that_could_not_start_its_home_is_what_it_was() -> None:
     assert hand.view("a").device_id == "d0"
     resume = _one(hand.wait(1_000), Resume)
     assert isinstance(resume, Resume)
-    assert resume.from_device_id == "d0"
+    assert resume.from_device_ids == ("d0",)
 
 
 def test_after_a_move_that_was_lost_its_home_is_where_it_was_saved() -> None:
@@ -694,7 +694,7 @@ def test_after_a_move_that_was_lost_its_home_is_where_it_was_saved() -> None:
     )
     resume = _one(hand.send(truth), Resume)
     assert isinstance(resume, Resume)
-    assert resume.from_device_id == "d0"
+    assert resume.from_device_ids == ("d0",)
 
 
 def test_of_those_who_could_make_room_one_goes_whom_the_host_has_memory_for() -> None:

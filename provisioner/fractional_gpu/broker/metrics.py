@@ -190,7 +190,7 @@ class Metrics:
             self._count("preemptions", pool=self._pool_of(effect.lease_id))
 
     def _resume_began(self, effect: Resume, now_s: float) -> None:
-        moved = effect.from_device_id is not None and effect.from_device_id != effect.device_id
+        moved = bool(effect.from_device_ids) and effect.from_device_ids[0] != effect.device_id
         view = self._arbiter.lease(effect.lease_id)
         self._swaps[effect.operation_id] = (now_s, "move" if moved else "resume", view.saved_mib if view else 0)
 

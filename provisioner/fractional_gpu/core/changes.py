@@ -126,15 +126,8 @@ class Changes:
 
     def emit_granted(self, lease: Lease) -> None:
         """Open the gate of a resident lease: its cells can run from now on."""
-        if lease.device_id is not None:
-            self.effects.append(
-                Granted(
-                    lease_id=lease.lease_id,
-                    device_id=lease.device_id,
-                    device_ids=lease.device_ids,
-                    reserved_mib=lease.held_mib,
-                )
-            )
+        granted = Granted(lease_id=lease.lease_id, device_ids=lease.device_ids, reserved_mib=lease.held_mib)
+        self.effects.append(granted)
 
     def restart_expiry(self, lease: Lease) -> None:
         """Give a lease without a process its whole time to live from now on."""
@@ -304,11 +297,9 @@ class Changes:
                 lease_id=lease.lease_id,
                 operation_id=operation.operation_id,
                 generation=lease.generation,
-                device_id=lease.device_id or "",
-                from_device_id=lease.home_id,
-                reserve_mib=lease.held_mib,
                 device_ids=lease.device_ids,
                 from_device_ids=lease.home_ids,
+                reserve_mib=lease.held_mib,
             )
         )
 
@@ -340,9 +331,8 @@ class Changes:
                 lease_id=lease.lease_id,
                 operation_id=operation.operation_id,
                 generation=lease.generation,
-                device_id=lease.device_id or "",
-                host_mib=lease.host_mib,
                 device_ids=lease.device_ids,
+                host_mib=lease.host_mib,
                 preempt=lease.preempted,
                 between_cells=next_cell is not None,
                 for_lease_id=beneficiary.lease_id if beneficiary is not None else "",

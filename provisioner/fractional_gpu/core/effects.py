@@ -21,6 +21,18 @@ class LeaseEffect(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEffect(LeaseEffect):
+    """Base of effects about a lease on devices."""
+
+    device_ids: tuple[str, ...]
+
+    @property
+    def device_id(self) -> str:
+        """The first of the devices."""
+        return self.device_ids[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseAdmitted(LeaseEffect):
     """The request was accepted; the lease is unattached."""
 
@@ -43,31 +55,22 @@ class Declined(LeaseEffect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Granted(LeaseEffect):
-    """The lease is resident on the device: open the gate."""
+class Granted(DeviceEffect):
+    """The lease is resident on its devices: open the gate."""
 
-    device_id: str
-    device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
-    reserved_mib: int = 0  # on each: what the kernel's own memory limit may be for now
+    reserved_mib: int  # on each: what the kernel's own memory limit may be for now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspend(LeaseEffect):
+class Suspend(DeviceEffect):
     """Suspend the lease; answer with `SuspendFinished` carrying the same operation id and generation."""
 
     operation_id: int
     generation: int
-    device_id: str
     host_mib: int  # reserved on the host for what will be saved
-    device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
     preempt: bool = False  # the lease is busy and is suspended all the same: do not wait for its gate or its idleness
     between_cells: bool = False  # no cell runs; the next one waits at the closed gate
     for_lease_id: str = ""  # the lease that needs the room, if one does
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """All devices of the lease, `device_id` first."""
-        return self.device_ids or (self.device_id,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,21 +89,13 @@ class Shrink(LeaseEffect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume(LeaseEffect):
-    """Resume the lease on the device, where `reserve_mib` are reserved for it; answer with `ResumeFinished`."""
+class Resume(DeviceEffect):
+    """Resume the lease on its devices, on each of which `reserve_mib` are reserved for it; answer with `ResumeFinished`."""
 
     operation_id: int
     generation: int
-    device_id: str
-    from_device_id: str | None  # the device it was checkpointed on
     reserve_mib: int
-    device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
-    from_device_ids: tuple[str, ...] = ()
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """All devices to which it comes, `device_id` first."""
-        return self.device_ids or (self.device_id,)
+    from_device_ids: tuple[str, ...] = ()  # where it was checkpointed; empty: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

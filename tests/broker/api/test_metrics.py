@@ -289,7 +289,9 @@ def counted(*steps: Callable[[Metrics], None]) -> Values:
 
 
 def suspend(operation_id: int, *, preempt: bool = False) -> Suspend:
-    return Suspend(lease_id="x", operation_id=operation_id, generation=1, device_id="d", host_mib=1, preempt=preempt)
+    return Suspend(
+        lease_id="x", operation_id=operation_id, generation=1, device_ids=("d",), host_mib=1, preempt=preempt
+    )
 
 
 def suspended(operation_id: int, outcome: SuspendOutcome, saved_mib: int = 0) -> SuspendFinished:
@@ -301,7 +303,12 @@ def suspended(operation_id: int, outcome: SuspendOutcome, saved_mib: int = 0) ->
 def test_swaps_are_counted_by_what_became_of_them() -> None:
     def resume(operation_id: int, source: str) -> Resume:
         return Resume(
-            lease_id="x", operation_id=operation_id, generation=1, device_id="d", from_device_id=source, reserve_mib=1
+            lease_id="x",
+            operation_id=operation_id,
+            generation=1,
+            device_ids=("d",),
+            from_device_ids=(source,),
+            reserve_mib=1,
         )
 
     def resumed(operation_id: int, outcome: ResumeOutcome) -> ResumeFinished:

@@ -60,7 +60,12 @@ def fails_to_look(monkeypatch: pytest.MonkeyPatch, error: Exception, at: Collect
 
 def resume_of(kernel: Kernel) -> Resume:
     return Resume(
-        lease_id=kernel.lease_id, operation_id=1, generation=1, device_id=DEVICE, from_device_id=DEVICE, reserve_mib=600
+        lease_id=kernel.lease_id,
+        operation_id=1,
+        generation=1,
+        device_ids=(DEVICE,),
+        from_device_ids=(DEVICE,),
+        reserve_mib=600,
     )
 
 

@@ -144,7 +144,7 @@ async def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 def suspend(number: int) -> Suspend:
-    return Suspend(lease_id=LEASE, operation_id=number, generation=number, device_id=DEVICE, host_mib=300)
+    return Suspend(lease_id=LEASE, operation_id=number, generation=number, device_ids=(DEVICE,), host_mib=300)
 
 
 def resume(number: int) -> Resume:
@@ -152,8 +152,8 @@ def resume(number: int) -> Resume:
         lease_id=LEASE,
         operation_id=number,
         generation=number,
-        device_id=DEVICE,
-        from_device_id=DEVICE,
+        device_ids=(DEVICE,),
+        from_device_ids=(DEVICE,),
         reserve_mib=500,
     )
 

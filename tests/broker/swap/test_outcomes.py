@@ -16,7 +16,12 @@ S = ProcessState
 CLOSES = {"close": "closed", "shrink": "done"}
 CODES = list(GPUErrorCode)
 RESUME = Resume(
-    lease_id="lease-of-tests", operation_id=1, generation=1, device_id=DEVICE, from_device_id=DEVICE, reserve_mib=300
+    lease_id="lease-of-tests",
+    operation_id=1,
+    generation=1,
+    device_ids=(DEVICE,),
+    from_device_ids=(DEVICE,),
+    reserve_mib=300,
 )
 
 

@@ -79,7 +79,6 @@ async def test_each_of_several_devices_goes_to_its_counterpart() -> None:
         kernel.checkpoint.homes = (DEVICE, OTHERS[0])
         effect = replace(
             resume_of(kernel),
-            device_id=OTHERS[1],
             device_ids=(OTHERS[1], OTHERS[2]),
             from_device_ids=kernel.checkpoint.homes,
         )
@@ -96,7 +95,6 @@ async def test_every_one_of_several_devices_must_have_the_room() -> None:
         driver.others_mib = 500
         effect = replace(
             resume_of(kernel),
-            device_id=OTHERS[0],
             device_ids=kernel.checkpoint.homes,
             from_device_ids=kernel.checkpoint.homes,
         )

@@ -257,8 +257,8 @@ class _Rescuer:
             lease_id=one.kernel.lease_id,
             operation_id=0,
             generation=0,
-            device_id=device_id,
-            from_device_id=one.device_id,
+            device_ids=(device_id,),
+            from_device_ids=(one.device_id,) if one.device_id is not None else (),
             reserve_mib=one.saved_mib or 0,
         )
         outcome, sentence = await self.swaps.resume(one.kernel, effect, one.saved_mib or 0)

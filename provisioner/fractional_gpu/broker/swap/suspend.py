@@ -245,7 +245,7 @@ class Suspension:
         self, kernel: Kernel, effect: Suspend, *, shrinks: bool
     ) -> tuple[StepError | None, HostSnapshot]:
         """Return what speaks against saving, and a snapshot read while the kernel shrinks (devices afterwards). Raises GPUError."""
-        device_ids = kernel.measurement.devices_to_read(effect.devices)
+        device_ids = kernel.measurement.devices_to_read(effect.device_ids)
         if not shrinks:
             return None, await self._inspector.take(device_ids)
         unshrunk, _ = await asyncio.gather(_shrink(kernel), self._inspector.scan_processes())
@@ -261,7 +261,7 @@ class Suspension:
             between_cells = False
             if not use and gate.answers and await self._comes_between_cells(kernel):
                 between_cells = True
-                host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices))
+                host = await self._inspector.take(kernel.measurement.devices_to_read(effect.device_ids))
                 use, heirs = await self._inspector.memory_use(kernel, host)
             between_cells = between_cells or (not use and _is_no_kernel(kernel))
         else:
@@ -300,7 +300,7 @@ class Suspension:
         """Return the locked processes' use. Raises StepError if the kernel changed before it was locked."""
         check = _check_alive if effect.preempt or effect.between_cells else _check_idle
         check(kernel)
-        host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices))
+        host = await self._inspector.take(kernel.measurement.devices_to_read(effect.device_ids))
         use, heirs = await self._inspector.memory_use(kernel, host)
         if strange := [one for one in empty if host.used_mib(one.pid)]:
             sentence = f"process {strange[0].pid} has device memory, and the driver does not know it"
@@ -392,7 +392,7 @@ def _check_heirs(heirs: Sequence[ProcessIdentity]) -> None:
 
 
 def _check_places(use: Mapping[ProcessIdentity, int], host: HostSnapshot, effect: Suspend) -> None:
-    own = effect.devices
+    own = effect.device_ids
     foreign = [device_id for device_id in host.homes({one.pid for one in use}) if device_id not in own]
     if foreign:
         # The memory would come back to a device where no room is reserved for it.

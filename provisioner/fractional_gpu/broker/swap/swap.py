@@ -87,7 +87,7 @@ class Swaps:
         """Return the outcome and a sentence. Cancellation may leave a half-done resume: only at the broker's end."""
         if self.inspector.off:
             return ResumeOutcome.NOT_STARTED, f"what is saved cannot be brought back now: {self.inspector.off}"
-        device_ids = effect.devices
+        device_ids = effect.device_ids
         try:
             # A restore without room kills the process. So it is never tried to find out whether there is room: the devices are read
             # first, and a margin covers what another process might take until then.
@@ -107,9 +107,10 @@ class Swaps:
             return ResumeOutcome.NOT_STARTED, lacking
         saved = [identity for identity, state in states.items() if state is ProcessState.CHECKPOINTED]
         locked = [identity for identity, state in states.items() if state is ProcessState.LOCKED]
-        from_ids = effect.from_device_ids or ((effect.from_device_id,) if effect.from_device_id is not None else ())
         try:
-            await self._restore(saved, locked, moves_between(kernel.checkpoint.homes or from_ids, device_ids))
+            await self._restore(
+                saved, locked, moves_between(kernel.checkpoint.homes or effect.from_device_ids, device_ids)
+            )
             # The kernel's calls already continue; verify the driver's answer afterwards, to save that time.
             states = await self._states_of(states)
         except GPUError as error:
