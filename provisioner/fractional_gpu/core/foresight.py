@@ -18,14 +18,7 @@ from fractional_gpu.core.limits import over_limit
 from fractional_gpu.core.model import Foresight, LeaseState, Sign
 from fractional_gpu.core.place import eligible_devices
 from fractional_gpu.core.state.leases import Expectation, Lease, Stake
-from fractional_gpu.core.suspend import (
-    Capacity,
-    choose_victims,
-    is_expected,
-    likelihood_milli,
-    next_cell_in_ms,
-    swap_ms,
-)
+from fractional_gpu.core.suspend import Capacity, is_expected, likelihood_milli, next_cell_in_ms, swap_ms
 from fractional_gpu.core.units import format_memory
 
 LONGEST_MS = 600_000
@@ -141,8 +134,7 @@ class EarlyResumes:
             return False
         if lease.revoked or not is_expected(books, lease) or lease.spec.pool in books.waiting_pools:
             return False
-        if lease.retries.resume_after_ms > books.now_ms:
-            books.recheck_at(lease.retries.resume_after_ms)
+        if not books.is_time(lease.retries.resume_after_ms):
             return False
         return over_limit(books, lease, lease.milli) is None and self._resume_ms(lease) <= pool.foresight_swap_ms
 
@@ -191,7 +183,7 @@ class EarlyResumes:
             return None  # what leaves already suffices: the resume follows
         stays = {one.lease_id for one in books.devices[device_id].holders.values() if self._stays(one, lease)}
         host_mib = books.host_left_mib
-        chosen = choose_victims(books, device_id, short_mib, lease, stays, host_mib=host_mib)
+        chosen = capacity.victims.choose(device_id, short_mib, lease, stays, host_mib=host_mib)
         if not chosen or sum(one.host_need_mib for one in chosen) > host_mib:
             return None
         return chosen if self._may_stake(device_id, lease, chosen) else None

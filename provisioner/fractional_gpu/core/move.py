@@ -28,11 +28,12 @@ from fractional_gpu.core.place import (
     spreads,
 )
 from fractional_gpu.core.revoke import REVOKED
+from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind, Reason
 from fractional_gpu.core.suspend import (
     Capacity,
     Plan,
-    choose_victims,
+    Victims,
     is_expected,
     may_leave,
     preemptible_from_ms,
@@ -48,6 +49,12 @@ def kept_mib(lease: Lease) -> int:
     """Return what is kept for a lease on its way, on each of its targets, MiB."""
     grows = lease.ticket.resize_to if lease.ticket is not None else None
     return max(lease.need_mib, grows.reserve_mib if grows is not None else 0)
+
+
+def _may_go(books: Books, lease: Lease) -> bool:
+    """Return whether a lease is on one device and waits for nothing, and host memory suffices for its state."""
+    stays = lease.count > 1 or lease.ticket is not None or lease.revoked
+    return not stays and lease.host_need_mib <= books.host_left_mib
 
 
 class Migrations:
@@ -66,12 +73,15 @@ class Migrations:
         targets = self._capacity.pick(lease, other_devices(self._books, lease), need_mib)
         if targets is None or lease.host_need_mib > self._books.host_left_mib:
             return False
-        self._begin(lease, targets, "move.grow", f"it goes where {format_memory(need_mib)} are free for it")
+        begin_move(
+            self._changes, lease, targets, "move.grow", f"it goes where {format_memory(need_mib)} are free for it"
+        )
+        self._keep_targets(lease)
         return True
 
     def move_aside(self, victim: Lease, lease: Lease) -> bool:
         """Move a lease that makes room to a device where it fits now; an idle one only if the beneficiary needs no resume itself."""
-        if victim.count > 1 or victim.ticket is not None or victim.revoked:
+        if not _may_go(self._books, victim):
             return False
         if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
             return False
@@ -79,7 +89,8 @@ class Migrations:
         if targets is None:
             return False
         why = f"it fits there as well, and makes room for {name_for(victim, lease)}"
-        self._begin(victim, targets, "move.defragment", why, lease)
+        begin_move(self._changes, victim, targets, "move.defragment", why, beneficiary=lease)
+        self._keep_targets(victim)
         return True
 
     def plan_busy_move(self, lease: Lease, devices: Sequence[str], need_mib: int) -> Plan | None:
@@ -100,23 +111,14 @@ class Migrations:
         return None if best is None else best[3]
 
     def _may_move(self, lease: Lease) -> bool:
-        pool, from_ms = self._books.policy(lease), preemptible_from_ms(self._books, lease)
-        if not (pool.move_busy and pool.may_move) or from_ms is None or lease.count > 1 or lease.ticket is not None:
-            return False
-        if lease.revoked:
+        if not self._books.policy(lease).move_busy or not _may_go(self._books, lease):
             return False
         if not any(self._capacity.fits([one], lease.held_mib) for one in other_devices(self._books, lease)):
             return False
-        if from_ms > self._books.now_ms:
-            self._books.recheck_at(from_ms)
-            return False
-        return lease.host_need_mib <= self._books.host_left_mib
+        return self._books.is_time(preemptible_from_ms(self._books, lease))
 
-    def _begin(
-        self, lease: Lease, target_ids: Sequence[str], reason: str, sentence: str, beneficiary: Lease | None = None
-    ) -> None:
-        begin_move(self._changes, lease, target_ids, reason, sentence, beneficiary=beneficiary)
-        for device_id in target_ids:
+    def _keep_targets(self, lease: Lease) -> None:
+        for device_id in lease.target_ids:
             self._capacity.keep(lease, device_id, max(kept_mib(lease), lease.held_mib))
 
 
@@ -230,27 +232,15 @@ _TIMES_COST = 2  # that a move must gain
 _MOST_MADE_ROOM = 8  # devices that lack memory and are looked at for one lease, those that are least busy
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """What busy leases need of a device, thousandths of it, and the sum of their thousandths times the ms that their cells still take."""
+_Needs = dict[str, tuple[int, int]]
+"""By lease on a device: what it needs of it, thousandths, and that times the ms that its cell still takes."""
 
-    wants_milli: tuple[int, ...]
-    weight: int
 
-    @property
-    def milli(self) -> int:
-        return sum(self.wants_milli)
-
-    def lost_ms(self) -> int:
-        """Return what the cells of these leases lose in all, ms."""
-        return self.weight * (stretch_milli(self.wants_milli) - WHOLE_MILLI) // (WHOLE_MILLI * WHOLE_MILLI)
-
-    def with_one(self, milli: int, weight: int) -> "_Load":
-        return _Load((*self.wants_milli, milli), self.weight + weight)
-
-    def without(self, milli: int, weight: int) -> "_Load":
-        at = self.wants_milli.index(milli)
-        return _Load(self.wants_milli[:at] + self.wants_milli[at + 1 :], self.weight - weight)
+def _lost_ms(needs: Iterable[tuple[int, int]]) -> int:
+    """Return what the cells of leases with such needs lose together on one device, ms."""
+    needs = list(needs)
+    longer_milli = stretch_milli(milli for milli, _ in needs) - WHOLE_MILLI
+    return sum(work for _, work in needs) * longer_milli // (WHOLE_MILLI * WHOLE_MILLI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +251,10 @@ class _Move:
     victims: tuple[Lease, ...]
     spoilt: int  # of the memory that is free on the other device then (`place`)
 
-
-def _rank(move: _Move) -> tuple[int, int, int]:
-    """Return what orders moves: a cell of a low priority stops for its neighbours, then comes the gain, then the memory."""
-    return -move.lease.spec.priority, move.gain_ms, -move.spoilt
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Orders moves: a cell of a low priority stops for its neighbours, then comes the gain, then the memory."""
+        return -self.lease.spec.priority, self.gain_ms, -self.spoilt
 
 
 class ComputeRelief:
@@ -292,12 +282,20 @@ class ComputeRelief:
             crowded = [device for device in books.devices.values() if device.sums.demand_milli > WHOLE_MILLI]
             if not crowded:
                 return
-            loads: dict[str, _Load] = {}
-            moves = [move for device in crowded for move in self._moves_from(device, loads)]
-            best = max(moves, key=_rank, default=None)  # the first of equals
+            needs = {device_id: self._needs(device) for device_id, device in books.devices.items()}
+            moves = [move for device in crowded for move in self._moves_from(device, needs)]
+            best = max(moves, key=lambda move: move.rank, default=None)  # the first of equals
             if best is None:
                 return
             self._begin(best)
+
+    def _needs(self, device: Device) -> _Needs:
+        books, needs = self._books, _Needs()
+        for lease_id, lease in device.holders.items():
+            is_busy = lease.occupancy is OccupancyKind.BUSY
+            left_ms = books.forecasts.cell_left_ms(lease_id, books.now_ms) if is_busy else 0
+            needs[lease_id] = lease.counted_milli, lease.counted_milli * left_ms
+        return needs
 
     def _begin(self, move: _Move) -> None:
         lease, victims = move.lease, move.victims
@@ -305,7 +303,7 @@ class ComputeRelief:
             sentence = "idle, and its device is to take a busy kernel whose neighbours slow it down"
             self._changes.begin_suspend(victims[0], "suspend.compute", sentence, beneficiary=lease)
             return
-        here = self._books.devices[lease.occupied_ids[0]]
+        here = self._books.devices[lease.device_ids[0]]
         sentence = (
             f"busy kernels need {here.sums.demand_milli // 10} % of its device together, and another one leaves it more"
         )
@@ -313,35 +311,36 @@ class ComputeRelief:
 
     # -- what a move gains ---------------------------------------------------------------------------------------------
 
-    def _moves_from(self, here: Device, loads: dict[str, _Load]) -> Iterable[_Move]:
+    def _moves_from(self, here: Device, needs: dict[str, _Needs]) -> Iterable[_Move]:
         """Yield the moves of leases off a device that gain enough."""
-        known = [lease for lease in _busy_on(here) if lease.cell_milli is not None]
+        busy = [lease for lease in here.holders.values() if lease.occupancy is OccupancyKind.BUSY]
+        known = [lease for lease in busy if lease.cell_milli is not None]
         if sum(lease.busy_milli for lease in known) <= WHOLE_MILLI:
             return  # the rest has shown nothing yet
         for lease in known:
             if self._may_move(lease):
-                yield from self._moves_of(lease, here, loads)
+                yield from self._moves_of(lease, needs)
 
-    def _moves_of(self, lease: Lease, here: Device, loads: dict[str, _Load]) -> Iterable[_Move]:
-        books, cost_ms = self._books, swap_ms(self._books, lease)
-        milli, weight = lease.busy_milli, self._weight(lease)
-        now, lacking = self._load(here, loads), list[tuple[int, str, int]]()
-        saved_ms = now.lost_ms() - now.without(milli, weight).lost_ms() - _TIMES_COST * cost_ms
+    def _moves_of(self, lease: Lease, needs: dict[str, _Needs]) -> Iterable[_Move]:
+        books, others = self._books, other_devices(self._books, lease)
+        here = needs[lease.device_ids[0]]
+        stay = [need for lease_id, need in here.items() if lease_id != lease.lease_id]
+        saved_ms = _lost_ms(here.values()) - _lost_ms(stay) - _TIMES_COST * swap_ms(books, lease)
         if saved_ms <= 0:
             return
-        others = other_devices(books, lease)
         choice = device_choice(
             books, lease, lease.held_mib, lambda: [(one, books.devices[one].free_mib) for one in others]
         )
+        lacking = list[tuple[int, str, int]]()
         for device_id in others:
-            there, load = books.devices[device_id], self._load(books.devices[device_id], loads)
-            gain_ms = saved_ms + load.lost_ms() - load.with_one(milli, weight).lost_ms()
-            if gain_ms <= 0 or there.lease_capacity_mib < lease.held_mib:
+            device, there = books.devices[device_id], needs[device_id].values()
+            gain_ms = saved_ms + _lost_ms(there) - _lost_ms([*there, here[lease.lease_id]])
+            if gain_ms <= 0 or device.lease_capacity_mib < lease.held_mib:
                 continue
-            if there.free_mib >= lease.held_mib:
-                yield _Move(gain_ms, lease, device_id, (), choice.spoilt([(device_id, there.free_mib)]))
+            if device.free_mib >= lease.held_mib:
+                yield _Move(gain_ms, lease, device_id, (), choice.spoilt([(device_id, device.free_mib)]))
             else:
-                lacking.append((load.milli, device_id, gain_ms))
+                lacking.append((sum(milli for milli, _ in there), device_id, gain_ms))
         for _, device_id, gain_ms in sorted(lacking)[:_MOST_MADE_ROOM]:
             yield from self._with_room_made(lease, device_id, gain_ms, choice)
 
@@ -352,7 +351,7 @@ class ComputeRelief:
         short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
         if short_mib <= 0:
             return  # what leaves already suffices: the move follows
-        victims = choose_victims(books, device_id, short_mib, lease, (), host_mib=host_mib)
+        victims = Victims(books).choose(device_id, short_mib, lease, (), host_mib=host_mib)
         if not victims or sum(victim.host_need_mib for victim in victims) > host_mib:
             return
         gain_ms -= _TIMES_COST * sum(swap_ms(books, victim) for victim in victims)
@@ -362,32 +361,12 @@ class ComputeRelief:
 
     def _may_move(self, lease: Lease) -> bool:
         books, pool = self._books, self._books.policy(lease)
-        if not pool.may_move or not (pool.preempt_equals or pool.move_busy) or not spreads(books, lease):
+        wants_moves = pool.may_move and (pool.preempt_equals or pool.move_busy) and spreads(books, lease)
+        if not wants_moves or lease.left_behind or not _may_go(books, lease):
             return False
-        if lease.count > 1 or lease.ticket is not None or lease.revoked or lease.left_behind:
+        if books.devices[lease.device_ids[0]].sums.demand_milli <= pool.slowdown_bound_milli:
             return False
-        if books.devices[lease.occupied_ids[0]].sums.demand_milli <= pool.slowdown_bound_milli:
-            return False
-        from_ms = preemptible_from_ms(books, lease)
-        if from_ms is None or lease.host_need_mib > books.host_left_mib:
-            return False
-        books.recheck_at(from_ms)
-        return from_ms <= books.now_ms
-
-    def _load(self, device: Device, loads: dict[str, _Load]) -> _Load:
-        device_id = device.spec.device_id
-        if device_id not in loads:
-            weight = sum(self._weight(lease) for lease in _busy_on(device))
-            wants_milli = tuple(lease.counted_milli for lease in device.holders.values())
-            loads[device_id] = _Load(wants_milli, weight)
-        return loads[device_id]
-
-    def _weight(self, lease: Lease) -> int:
-        return lease.busy_milli * self._books.forecasts.cell_left_ms(lease.lease_id, self._books.now_ms)
-
-
-def _busy_on(device: Device) -> list[Lease]:
-    return [lease for lease in device.holders.values() if lease.occupancy is OccupancyKind.BUSY]
+        return books.is_time(preemptible_from_ms(books, lease))
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------
@@ -432,19 +411,16 @@ class IdlePacking:
                 return
 
     def _may_move(self, lease: Lease, pool: PoolSpec) -> bool:
-        books = self._books
-        from_ms = suspendable_from_ms(pool, lease)
-        if lease.occupancy is not OccupancyKind.IDLE or from_ms is None or lease.count > 1 or lease.ticket is not None:
+        books, from_ms = self._books, suspendable_from_ms(pool, lease)
+        if lease.occupancy is not OccupancyKind.IDLE or from_ms is None or not _may_go(books, lease):
             return False
         if lease.spec.pool != pool.name:
             return False  # it was here before the device came to this pool, and its own pool may want no moves
-        if lease.let_in or lease.revoked or lease.gate.closed or is_expected(books, lease):
+        if lease.let_in or lease.gate.closed or is_expected(books, lease):
             return False
-        if lease.host_need_mib > books.host_left_mib or swap_ms(books, lease) > pool.foresight_swap_ms:
+        if swap_ms(books, lease) > pool.foresight_swap_ms:
             return False
-        from_ms = max(from_ms, lease.last_active_ms + QUIET_MS)
-        books.recheck_at(from_ms)
-        return from_ms <= books.now_ms
+        return books.is_time(max(from_ms, lease.last_active_ms + QUIET_MS))
 
     def _plan(self, leases: Iterable[Lease], device: Device) -> tuple[Lease, str] | None:
         """Return the first move of those that empty a device; None if not all of its leases have a place elsewhere."""

@@ -324,6 +324,7 @@ class QueuePass:
         if lease.bound_ids or (self.capacity.keeps_any and added_milli(self._books, lease)):
             self.needs_another = True
         self._changes.grant(lease, device_ids)
+        self.capacity.victims.forget(device_ids)
 
     def _free_own_share(self, lease: Lease, devices: tuple[str, ...], milli: int, over: Reason) -> None:
         """Have idle leases of the same user (group), which is at its limit, leave for the ticket if it fits then."""
@@ -468,9 +469,7 @@ class QueuePass:
         """Return whether a lease whose cell has ended has waited for the others long enough; if not, ask for a pass when it has."""
         if lease.gate.ticket is None:
             return False
-        until_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms)
-        self._books.recheck_at(until_ms)
-        return until_ms <= self._books.now_ms
+        return self._books.is_time(gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms))
 
     def settle_gates(self) -> None:
         """Close and open the gates that the pass chose. Called for the last pass of an event."""

@@ -210,98 +210,114 @@ def suspend_cost(books: Books, lease: Lease) -> int:
 
 
 def may_leave(books: Books, lease: Lease) -> bool:
-    """Return whether an idle lease may be suspended now; if not, ask for a decision when it may be."""
-    if lease.occupancy is not OccupancyKind.IDLE or lacks_device(books, lease):
-        return False
-    from_ms = suspendable_from_ms(books.policy(lease), lease)
-    if from_ms is not None:
-        books.recheck_at(from_ms)
-    return from_ms is not None and from_ms <= books.now_ms
+    """Return whether an idle lease may be suspended now."""
+    is_idle = lease.occupancy is OccupancyKind.IDLE and not lacks_device(books, lease)
+    return is_idle and books.is_time(suspendable_from_ms(books.policy(lease), lease))
 
 
-def idle_victims(books: Books, device_id: str) -> list[Lease]:
-    """Return the idle leases of the device that may be suspended now, cheapest first."""
-    able = [lease for lease in books.holders(device_id) if may_leave(books, lease)]
-    return sorted(able, key=lambda one: (suspend_cost(books, one), one.last_active_ms, one.lease_id))
+class Victims:
+    """The candidates on each device, listed once for a pass: many tickets ask for them."""
 
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._idle: dict[str, list[Lease]] = {}
+        self._busy: dict[str, list[tuple[int, Lease]]] = {}
 
-def _preemptible(books: Books, device_id: str, beneficiary: Lease) -> list[Lease]:
-    """Return the busy leases that may be preempted for the beneficiary now, in the order of choice."""
-    found = []
-    for lease in books.holders(device_id):
-        from_ms = preempts_from_ms(books, beneficiary, lease) if lease.occupancy is OccupancyKind.BUSY else None
-        if from_ms is None:
-            continue
-        books.recheck_at(from_ms)
-        if from_ms <= books.now_ms:
+    def forget(self, device_ids: Iterable[str]) -> None:
+        """List the candidates of devices again: a lease has come there, and may leave when it has had its chance to run."""
+        for device_id in device_ids:
+            self._idle.pop(device_id, None)
+            self._busy.pop(device_id, None)
+
+    def idle(self, device_id: str) -> list[Lease]:
+        """Return the idle leases of the device that may be suspended now, cheapest first."""
+        if device_id not in self._idle:
+            able = [lease for lease in self._books.holders(device_id) if may_leave(self._books, lease)]
+            able.sort(key=lambda one: (suspend_cost(self._books, one), one.last_active_ms, one.lease_id))
+            self._idle[device_id] = able
+        return [lease for lease in self._idle[device_id] if lease.occupancy is OccupancyKind.IDLE]  # some have left
+
+    def _working(self, device_id: str) -> list[tuple[int, Lease]]:
+        """Return the busy leases of the device that can be saved, and when each has had its minimum residency."""
+        if device_id not in self._busy:
+            found = [(preemptible_from_ms(self._books, lease), lease) for lease in self._books.holders(device_id)]
+            self._busy[device_id] = [(from_ms, lease) for from_ms, lease in found if from_ms is not None]
+        return [one for one in self._busy[device_id] if one[1].occupancy is OccupancyKind.BUSY]
+
+    def _preemptible(self, device_id: str, beneficiary: Lease) -> list[Lease]:
+        """Return the busy leases that may be preempted for the beneficiary now, in the order of choice."""
+        books, able = self._books, list[Lease]()
+        for had_turn_ms, lease in self._working(device_id):
+            before_ms = goes_before_from_ms(books, beneficiary, lease)
+            if before_ms is not None and books.is_time(max(before_ms, had_turn_ms)):
+                able.append(lease)
+
+        def order(lease: Lease) -> tuple[int | str, ...]:
             owner, own = books.share(lease)
-            found.append((lease.spec.priority, -owner, -own, suspend_cost(books, lease), lease.lease_id, lease))
-    return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
+            return lease.spec.priority, -owner, -own, suspend_cost(books, lease), lease.lease_id
+
+        return sorted(able, key=order)
+
+    def _yielding(self, device_id: str, beneficiary: Lease) -> list[Lease]:
+        """Return the busy leases that may be asked to leave at the end of a cell, those asked already first."""
+        books, able = self._books, list[Lease]()
+        for had_turn_ms, lease in self._working(device_id):
+            may_yield = books.is_time(max(had_turn_ms, lease.gate.open_until_ms))
+            if may_yield and lease.spec.priority <= beneficiary.spec.priority:
+                able.append(lease)
+        return sorted(
+            able, key=lambda one: (not one.gate.closed, one.spec.priority, suspend_cost(books, one), one.lease_id)
+        )
+
+    def choose(
+        self,
+        device_id: str,
+        short_mib: int,
+        beneficiary: Lease,
+        taken: Container[str],
+        *,
+        host_mib: int,
+        busy: bool = False,
+        between_cells: bool = False,
+    ) -> tuple[Lease, ...] | None:
+        """Return leases whose memory covers the shortage, each of them needed; None if there are not enough.
+
+        Idle leases that `host_mib` of host memory suffices for are enough if possible; otherwise idle leases beyond that are taken, too, so
+        that the shortage of host memory is reported. `busy` adds leases that may be preempted, `between_cells` those that may be asked to
+        leave at the end of a cell. Leases that are `taken` are not chosen.
+        """
+        if short_mib <= 0:
+            return ()
+        able = [lease for lease in self.idle(device_id) if steps_aside(lease, beneficiary)]
+        if between_cells:
+            able += self._yielding(device_id, beneficiary)
+        elif busy:
+            able += self._preemptible(device_id, beneficiary)
+        able = [one for one in able if one.lease_id not in taken and one is not beneficiary]
+        if sum(lease.held_mib for lease in able) < short_mib:
+            return None
+        chosen = _enough(able, short_mib, host_mib)
+        if not chosen:
+            # Of the busy ones, those that could be saved.
+            able.sort(key=lambda one: one.busy and one.host_need_mib > host_mib)
+            chosen = _enough(able, short_mib, _ANY_MIB)
+        return chosen or None
 
 
-def _yielding(books: Books, device_id: str, beneficiary: Lease) -> list[Lease]:
-    """Return the busy leases that may be asked to leave at the end of a cell, those asked already first."""
-    found = []
-    for lease in books.holders(device_id):
-        from_ms = preemptible_from_ms(books, lease) if lease.occupancy is OccupancyKind.BUSY else None
-        if from_ms is None:
-            continue
-        from_ms = max(from_ms, lease.gate.open_until_ms)
-        books.recheck_at(from_ms)
-        if from_ms <= books.now_ms and lease.spec.priority <= beneficiary.spec.priority:
-            cost = suspend_cost(books, lease)
-            found.append((not lease.gate.closed, lease.spec.priority, cost, lease.lease_id, lease))
-    return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
+_ANY_MIB = 1 << 60  # more host memory than there is
 
 
-def choose_victims(
-    books: Books,
-    device_id: str,
-    short_mib: int,
-    beneficiary: Lease,
-    taken: Container[str],
-    *,
-    host_mib: int,
-    busy: bool = False,
-    between_cells: bool = False,
-) -> tuple[Lease, ...] | None:
-    """Return leases whose memory covers the shortage, each of them needed; None if there are not enough.
-
-    Idle leases that `host_mib` of host memory suffices for are enough if possible; otherwise idle leases beyond that are taken, too, so
-    that the shortage of host memory is reported. `busy` adds leases that may be preempted, `between_cells` those that may be asked to
-    leave at the end of a cell. Leases that are `taken` are not chosen.
-    """
-    if short_mib <= 0:
-        return ()
-    able = [lease for lease in idle_victims(books, device_id) if steps_aside(lease, beneficiary)]
-    if between_cells:
-        able += _yielding(books, device_id, beneficiary)
-    elif busy:
-        able += _preemptible(books, device_id, beneficiary)
-    able = [one for one in able if one.lease_id not in taken and one is not beneficiary]
-    if sum(lease.held_mib for lease in able) < short_mib:
-        return None
-    chosen = _enough(able, short_mib, host_mib)
-    if not chosen:
-        able.sort(
-            key=lambda one: one.busy and one.host_need_mib > host_mib
-        )  # of the busy ones, those that could be saved
-        chosen = _enough(able, short_mib, None)
-    return chosen or None
-
-
-def _enough(able: Sequence[Lease], short_mib: int, host_mib: int | None) -> tuple[Lease, ...]:
-    """Return the first leases that cover the shortage and that host memory suffices for (None: any), without spare ones; or none."""
+def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease, ...]:
+    """Return the first leases that cover the shortage and that host memory suffices for, without spare ones; or none."""
     chosen: list[Lease] = []
     room_mib, idle_left_out = 0, False
     for lease in able:
         if lease.busy and idle_left_out:
             break  # a busy lease is not preempted because host memory is too short for an idle one
-        if host_mib is not None and lease.host_need_mib > host_mib:
+        if lease.host_need_mib > host_mib:
             idle_left_out |= not lease.busy
             continue
-        if host_mib is not None:
-            host_mib -= lease.host_need_mib
+        host_mib -= lease.host_need_mib
         chosen.append(lease)
         room_mib += lease.held_mib
         if room_mib >= short_mib:
@@ -337,9 +353,8 @@ class Capacity:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._kept = defaultdict[str, dict[str, int]](
-            dict
-        )  # by device: what is kept there, by the lease that it is kept for
+        self.victims = Victims(books)
+        self._kept = defaultdict[str, dict[str, int]](dict)  # by device: MiB by the lease that they are kept for
         self.planned: dict[str, Lease] = {}  # leases whose suspend is planned, or has begun since
         self.stays: set[str] = set()  # leases for which room is being made where they are: their suspend would waste it
         self.asked_to_yield: set[str] = set()  # leases that make room for a ticket ahead at a cell's end
@@ -349,30 +364,30 @@ class Capacity:
 
     def free_mib(self, device_id: str) -> int:
         """Return what is free and not kept; negative if more is kept than there is."""
-        device, kept_mib = self._books.devices[device_id], sum(self._kept[device_id].values())
-        free_mib = device.free_mib - kept_mib
-        return min(0, free_mib) if kept_mib and device.is_exclusive else free_mib
+        device, kept = self._books.devices[device_id], self._kept[device_id]
+        if not kept:
+            return device.free_mib
+        free_mib = device.free_mib - sum(kept.values())
+        return min(0, free_mib) if device.is_exclusive else free_mib
 
     def total_mib(self, device_id: str) -> int:
         """Return what is free, or will be when all have left that leave, and is not kept."""
-        leaving_mib = self._books.devices[device_id].mib(OccupancyKind.SUSPENDING)
-        return self.free_mib(device_id) + leaving_mib + sum(one.held_mib for one in self._to_leave(device_id))
+        mib = self.free_mib(device_id) + self._books.devices[device_id].mib(OccupancyKind.SUSPENDING)
+        for lease in self.planned.values():
+            if lease.state is LeaseState.RESIDENT and device_id in lease.device_ids:
+                mib += lease.held_mib
+        return mib
 
     def reachable_mib(self, device_id: str, *, busy: bool) -> int:
         """Return what there would be if all idle leases left, too, and (`busy`) all busy ones."""
-        device = self._books.devices[device_id]
-        busy_mib = sum(one.held_mib for one in self._to_leave(device_id) if one.is_working)
+        device, mib = self._books.devices[device_id], self.free_mib(device_id)
+        mib += device.mib(OccupancyKind.SUSPENDING) + device.mib(OccupancyKind.IDLE)
         if busy:
-            busy_mib = device.mib(OccupancyKind.BUSY)
-        return (
-            self.free_mib(device_id) + device.mib(OccupancyKind.SUSPENDING) + device.mib(OccupancyKind.IDLE) + busy_mib
-        )
-
-    def _to_leave(self, device_id: str) -> list[Lease]:
-        """Return the leases of the device whose planned suspend has not begun."""
-        return [
-            one for one in self.planned.values() if one.state is LeaseState.RESIDENT and device_id in one.device_ids
-        ]
+            return mib + device.mib(OccupancyKind.BUSY)
+        for lease in self.planned.values():
+            if lease.occupancy is OccupancyKind.BUSY and device_id in lease.device_ids:
+                mib += lease.held_mib
+        return mib
 
     # -- where a ticket fits ---------------------------------------------------------------------------------------------
 
@@ -470,8 +485,8 @@ class Capacity:
                 continue
             short_mib = need_mib - self.total_mib(device_id)
             short_mib -= sum(one.held_mib for one in also if device_id in one.device_ids)
-            victims = choose_victims(
-                books, device_id, short_mib, lease, taken, host_mib=host_mib, busy=busy, between_cells=between_cells
+            victims = self.victims.choose(
+                device_id, short_mib, lease, taken, host_mib=host_mib, busy=busy, between_cells=between_cells
             )
             if victims is not None:
                 victims_of[device_id] = victims
@@ -565,7 +580,7 @@ class Capacity:
         device = self._books.devices[device_id]
         lack_mib = need_mib - device.free_mib - device.mib(OccupancyKind.SUSPENDING)
         chosen = []
-        for other in idle_victims(self._books, device_id):
+        for other in self.victims.idle(device_id):
             if lack_mib <= 0:
                 break
             taken = other is lease or other.lease_id in self.planned or other.lease_id in self.stays

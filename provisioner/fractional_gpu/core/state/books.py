@@ -42,6 +42,13 @@ class Books:
         if at_ms > self.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
             self.recheck_ms = at_ms
 
+    def is_time(self, at_ms: int | None) -> bool:
+        """Return whether a time has come (None: it never comes); if not, ask for a decision when it comes."""
+        if at_ms is None:
+            return False
+        self.recheck_at(at_ms)
+        return at_ms <= self.now_ms
+
     # -- leases ----------------------------------------------------------------------------------------------------------
 
     def add(self, lease: Lease) -> None:
