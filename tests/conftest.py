@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 if own_workload(os.environ):
-    # A machine that runs the tests as a job or in a pod: brokers start by themselves there as elsewhere.
+    # A machine that runs the tests as a job or in a pod: brokers start automatically there as elsewhere.
     os.environ[IN_WORKLOAD] = "1"
 
 

@@ -1,16 +1,16 @@
-"""How far off forecasts are, and how many outcomes their bounds cover, beside naive predictors.
+"""How far off forecasts are, and how many outcomes their bounds cover, next to naive predictors.
 
     python -m tests.benchmarks.forecast_error [--users 24] [--days 4] [--seed 1] [--pods FILE]... [--json FILE]
 
 Users of each habit of `simulator.load` share too few devices, so that cells wait; the simulator runs them, and every forecast that
 the arbiter states is seen with what happened. So are the sessions made of public lists of pods (`tests.benchmarks.pods`), where files are
-named. Forecasts of the first half of the time only teach; those of the second half are counted. Learning goes on, for all predictors
+named. Forecasts of the first half of the time only teach; those of the second half are counted. Learning continues, for all predictors
 alike: each predicts before it is shown what happened. The simulator's swaps take exactly a fixed time and one for each MiB, so they are
-left out there. They are drawn by themselves, in five sizes: on a steady device (8 % noise), on a contended one (one swap in eight takes
+left out there. They are drawn separately, in five sizes: on a steady device (8 % noise), on a contended one (one swap in eight takes
 three to ten times as long), and on one that becomes 2.5 times slower after the first few of the second half.
 
-The naive predictors have what ours have: cells, rests and slowdowns are predicted from those of the same kernel, or, before it has two,
-from all; swaps from those of the same device and size; waits from all.
+The naive predictors have what ours have: cells, rests and slowdowns are predicted from the same kernel's, or, before it has two,
+from all; swaps from the same device's of that size; waits from all.
 
 - `last value`: the last outcome, with bounds of 1.28 standard deviations of the steps from one outcome to the next.
 - `mean`: the mean of all outcomes, with bounds of 1.28 of their standard deviations: what covers 80 % of normally distributed ones.
@@ -107,7 +107,7 @@ class Score:
 
 
 class Judge:
-    """Sees every forecast of ours, makes the naive ones beside it, and counts those of the second half."""
+    """Sees every forecast of ours, makes the naive ones next to it, and counts those of the second half."""
 
     def __init__(self) -> None:
         self.counts = False  # the second half has begun

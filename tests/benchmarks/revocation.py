@@ -3,7 +3,7 @@
     python -m tests.benchmarks.revocation [--seeds 200]
 
 Each seed is one device with 4 to 24 kernels of 0.5 to 20 GiB (log-uniform), a third of them busy, whose cells have run for 10 s to 8 h
-(log-uniform), in three priorities. A swap takes 0.3 s and its bytes at 1,800 MiB/s, times a factor of its own (log-normal, sigma 0.15),
+(log-uniform), in three priorities. A swap takes 0.3 s and its bytes at 1,800 MiB/s, times a separate factor (log-normal, sigma 0.15),
 which no order knows beforehand. The deadline is a share of the time that all saves would take. The arbiter runs in virtual time, with
 forecasts that have seen forty other swaps of the device; cells that end before it interrupts them do so at random times, the same for all.
 The other orders begin one save after the other, busy or not, and lose what has not ended at the deadline.

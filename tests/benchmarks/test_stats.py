@@ -1,4 +1,4 @@
-"""The benchmarks' intervals contain the truth as often as they say, and say nothing if too little was measured."""
+"""The benchmarks' intervals contain the truth as often as claimed, and are absent if too little was measured."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""A fake broker on a socket of its own."""
+"""A fake broker on a private socket."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -244,7 +244,7 @@ def test_a_forked_child_leaves_its_parents_connection_alone(broker: FakeBroker, 
         try:
             client.close()
             client.ping()
-        except BaseException:  # noqa: BLE001 - a forked test process must not go on
+        except BaseException:  # noqa: BLE001 - a forked test process must not continue
             os._exit(1)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

@@ -1,4 +1,4 @@
-"""The broker is found where it should be, started when nobody serves, and trusted only where nobody else could have put it."""
+"""The broker is found where it should be, started if none serves, and trusted only if no other user could have put it there."""
 
 import errno
 import fcntl
@@ -39,7 +39,7 @@ def home(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_foreign(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the path somebody else's, or us somebody else where that takes root."""
+    """Give the path to another user; without root, pretend to be another user."""
     if os.geteuid() == 0:
         os.chown(path, SOMEBODY, -1)
     else:

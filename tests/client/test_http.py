@@ -126,4 +126,4 @@ def test_a_process_that_can_open_nothing_more_is_told_so_and_not_that_nobody_ser
         pytest.raises(BrokerUnavailableError, match=r"no socket to the GPU broker .*: Too many open files") as caught,
     ):
         client.ping()
-    assert caught.value.reason == "no-descriptor", "who is told that nobody serves starts a broker"
+    assert caught.value.reason == "no-descriptor", "a client that finds no broker starts one"

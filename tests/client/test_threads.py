@@ -1,4 +1,4 @@
-"""Blocking work in a thread of its own: what it returns and raises, forks, and exits of the interpreter."""
+"""Blocking work in a separate thread: what it returns and raises, forks, and exits of the interpreter."""
 
 import asyncio
 import contextvars

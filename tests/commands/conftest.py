@@ -1,4 +1,4 @@
-"""A fake broker for commands, which steer the leases of their own user without a token."""
+"""A fake broker for commands, which control their own user's leases without a token."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ class OwnBroker(FakeBroker):
 
 @pytest.fixture
 def broker(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnBroker]:
-    """A broker that commands find by themselves."""
+    """A broker that commands find automatically."""
     socket = str(tmp_path_factory.mktemp("s") / "b.sock")
     monkeypatch.setenv("JUPYTER_GPU_SOCKET", socket)
     with OwnBroker(socket) as broker:

@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[BrokerOptions]:
-    """What the broker was started with, in this process or in one of its own."""
+    """What the broker was started with, in this process or in a separate one."""
     options: list[BrokerOptions] = []
 
     def run_broker(given: BrokerOptions) -> int:

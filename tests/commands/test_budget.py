@@ -120,7 +120,7 @@ def test_two_users_race_for_the_last_of_a_groups_budget(live: LiveBroker, capsys
     with SeatClient(live.socket) as client:
         (offer,) = client.offers(OfferRequest(owner="mia", groups=["students"])).pools
         assert "The budget of the group 'students' of 10.0 GPU hours per week is used up" in offer.why_not
-        assert len(client.seats().seats) == 2  # those that run go on
+        assert len(client.seats().seats) == 2  # those that run continue
     (mine,) = budget(live, capsys, "--group", "students", "--add", "5 GPU hours")
     assert (mine["amount"], mine["used_up"]) == (15 * SHARE_HOUR, False)
     assert take(live, "mia") != "over-budget"

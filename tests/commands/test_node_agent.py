@@ -16,7 +16,7 @@ PATIENCE_S = 30.0
 
 
 def lines_of(call: Callable[[], object], at: int = 0, action: Callable[[], object] = lambda: None) -> int:
-    """Call it, and do the action when its so many-th line of Python begins; return how many lines it had."""
+    """Call it, and do the action at the start of the given line of Python that it runs; return how many lines it ran."""
     begun = 0
 
     def trace(_frame: FrameType, event: str, _argument: object) -> Any:  # noqa: ANN401 - a trace function

@@ -56,7 +56,7 @@ bind \\ct 'commandline > ~/line.part; and mv ~/line.part ~/line'
 
 
 class Terminal:
-    """A shell at a terminal of its own."""
+    """A shell at a separate terminal."""
 
     def __init__(self, home: Path, terminal: int, shell: subprocess.Popen[bytes]) -> None:
         self._line, self._terminal, self._shell = home / "line", terminal, shell
@@ -90,7 +90,7 @@ class Terminal:
 
 @contextmanager
 def at_a_terminal(shell: str, home: Path) -> Iterator[Terminal]:
-    """A shell for a user whose home folder has nothing but what the documents tell to put there."""
+    """A shell for a user whose home folder has only what the documents tell users to put there."""
     environment = {
         "HOME": str(home),
         "JUPYTER_GPU_SOCKET": os.environ["JUPYTER_GPU_SOCKET"],

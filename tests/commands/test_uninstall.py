@@ -20,7 +20,7 @@ from tests.support.world import World, new_world
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A user of Jupyter who is there already: nothing but what our product makes may go. Other tests have the machine's own folders."""
+    """An existing user of Jupyter: only what our product made may go. Other tests have the machine's own folders."""
     monkeypatch.setattr(uninstall, "_TEMPORARY", (str(tmp_path),))
     monkeypatch.setattr(uninstall, "temporary_folder", lambda: tmp_path)
     monkeypatch.setattr(state_folder, "_VAR_TMP", tmp_path)

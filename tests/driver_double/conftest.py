@@ -48,6 +48,6 @@ def remote_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]
 
 @pytest.fixture
 def remote(remote_process: Remote, double: DriverDouble) -> Remote:
-    """A checkpointer and a monitor in a process of their own, which has started the driver."""
+    """A checkpointer and a monitor in a separate process, which has started the driver."""
     remote_process.use(double)
     return remote_process

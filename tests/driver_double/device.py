@@ -123,7 +123,7 @@ def memory_info() -> tuple[int, int]:
 
 
 def launch(seconds: float) -> None:
-    """Keep the device at work for so long and wait for it. Raises CudaError."""
+    """Keep the device at work for this long and wait for it. Raises CudaError."""
     _current()
     do("driverDoubleBusy", max(1, round(seconds * 1000)))
     do("cuCtxSynchronize")

@@ -74,7 +74,7 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "forked_checkpoint": 0,  # what its checkpoint gives
     "forked_restore": 0,  # what its restore gives
     "stopped": "hang",  # what happens to who locks, checkpoints ... a stopped process: hang, or a number as the result
-    "stopped_state": "0",  # the same for who asks for its state (0: it is told)
+    "stopped_state": "0",  # the same for a call for its state (0: it is reported)
     "caller_death": "back",  # what becomes of a target whose caller dies in a checkpoint or restore: back, failed, done
     "managed_works": False,  # whether managed memory can be checkpointed
     "ipc_works": False,  # whether memory shared with other processes can be (driver 610 on: True)
@@ -263,7 +263,7 @@ class DriverDouble:
         self._write()
 
     def set_device(self, index: int, **values: object) -> None:
-        """Change what NVML tells of one device: extra_mib, samples, fails, busy_percent ... A negative number is "not supported"."""
+        """Change what NVML reports about one device: extra_mib, samples, fails, busy_percent ... A negative number is "not supported"."""
         unknown = sorted(set(values) - _OF_DEVICES)
         if unknown:
             raise ValueError(
@@ -285,7 +285,7 @@ class DriverDouble:
         return self._fault(call, f"{next(self._numbers):06}-{'late' if late else 'hang'}", pid)
 
     def clear_faults(self) -> None:
-        """End all faults; what hangs goes on."""
+        """End all faults; what hangs continues."""
         for folder in (self.folder / "faults").iterdir():
             for one in folder.iterdir():
                 one.unlink(missing_ok=True)

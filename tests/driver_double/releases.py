@@ -1,6 +1,6 @@
 """The releases of NVIDIA's Python packages that tests load over the double: python -m tests.driver_double.releases [--all]
 
-They are installed beside the test environment's own packages, each release in a folder of its own, because tests check that the
+They are installed next to the test environment's own packages, each release in a separate folder, because tests check that the
 project works without them. Without arguments the oldest and the newest supported releases are installed, with `--all` every release
 of cuda-bindings that `fractional_gpu.gpu.nvidia.support` accepts and that the package index has for this Python.
 """
@@ -98,7 +98,7 @@ def _pip(*arguments: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Install; 1 where the package index does not give them, 2 for arguments that are not understood."""
+    """Install; 1 if the package index does not have them, 2 for wrong arguments."""
     if arguments not in ([], ["--all"]):
         sys.stderr.write("usage: python -m tests.driver_double.releases [--all]\n")
         return 2

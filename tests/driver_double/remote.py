@@ -1,4 +1,4 @@
-"""The product's NVIDIA classes in a process of its own, over the double: python -P -m tests.driver_double.remote
+"""The product's NVIDIA classes in a separate process, over the double: python -P -m tests.driver_double.remote
 
 A library is found when a program starts, so the test's own process cannot load the doubles. `Remote` starts a process that does, and calls
 methods there: `remote.checkpointer.lock(pid, 1000)` returns or raises what NvidiaCheckpointer's does.

@@ -1,6 +1,6 @@
 """`tests/run first-hour`: the built wheel in fresh environments: the kernel appears, runs, is suspended, comes back, and is uninstalled.
 
-The environments: a venv by pip; a prefix as conda makes it; `uv tool`; and a kernel environment beside that of Jupyter. Files before and
+The environments: a venv by pip; a prefix as conda makes it; `uv tool`; and a kernel environment next to Jupyter's. Files before and
 after are compared; the product's own command for the removal of its package is the one that is run. Needs a package index.
 
 With `--clone`: how many seconds and commands it takes from `git clone` to the first kernel that was suspended and came back, by pip and by
@@ -42,7 +42,7 @@ def conda_like(wheel: Path, folder: Path) -> str:
 
 
 def uv_tool(wheel: Path, folder: Path) -> str:
-    """`uv tool install`: the package alone in an environment of its own, its command on the PATH."""
+    """`uv tool install`: the package alone in a separate environment, its command on the PATH."""
     home, tools = Home(folder / "user"), folder / "uv" / "tools"
     uv = {"UV_TOOL_DIR": tools, "UV_TOOL_BIN_DIR": folder / "bin", "UV_CACHE_DIR": folder / "uv" / "cache"}
     placed = home.environment | {name: str(place) for name, place in uv.items()}
@@ -139,7 +139,7 @@ def from_clone(way: str, source: str, folder: Path) -> tuple[int, float, float]:
 
 
 def _is_back(lines: Sequence[str]) -> bool:
-    """Return whether the last line says of a kernel that it is on the GPU, and an earlier one that it was suspended."""
+    """Return whether the last line shows a kernel on the GPU, and an earlier one shows it suspended."""
     news = [
         line.partition("s  ")[2].partition(": ") for line in lines
     ]  # "10.6 s  tenant-b: suspended, 608 MiB now in host memory"

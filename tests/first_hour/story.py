@@ -29,7 +29,7 @@ class Home:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What this user's processes have: nothing of Jupyter or Python from whoever runs the test."""
+        """The environment of this user's processes, without Jupyter or Python settings of the user who runs the test."""
         home, temporary = self.folder / "home", self.folder / "tmp"
         for folder in (home, temporary):
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The built wheel in a fresh environment, which has the test environment's packages beside it: used, and gone without a trace."""
+"""The built wheel in a fresh environment, which has the test environment's packages next to it: used, and gone without a trace."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def test_the_wheel_is_installed_used_and_uninstalled_without_a_trace(tmp_path: P
     wheel, prefix = build_wheel(tmp_path / "dist"), tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True)
     (packages,) = prefix.glob("lib/python3*/site-packages")
-    # What follows in sys.path; links in it, such as that of an editable installation of this project, are not followed.
+    # What follows in sys.path; links in it, such as an editable installation of this project, are not followed.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = prefix / "bin" / "python"
     pip: list[str | Path] = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]

@@ -18,7 +18,7 @@ _COVERED = re.compile(r"cov: ([0-9]+)")
 
 
 def main() -> int:
-    """Fuzz each target in a process of its own and tell what came of it."""
+    """Fuzz each target in a separate process and report the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seconds", type=int, help="for all targets together")
     parser.add_argument("targets", nargs="*")
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def fuzz(name: str, seconds: int) -> bool:
-    """Fuzz one target for so long, print a line, and return whether it held."""
+    """Fuzz one target for this long, print a line, and return whether it held."""
     from tests.fuzz.targets import seeds  # noqa: PLC0415 - a child imports it instrumented
 
     finds = CORPUS / name

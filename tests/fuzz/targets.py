@@ -99,7 +99,7 @@ LONG = 100_000  # characters of an error about a name that the caller gave
 
 
 def _is_short(error: Exception, most: int) -> None:
-    """Nobody's bytes may fill a log through the error about them."""
+    """Bytes may not fill a log through the error about them."""
     assert len(str(error)) < most
 
 
@@ -118,7 +118,7 @@ def request(data: bytes) -> None:
 
 
 class Canned:
-    """What stands for a socket: it answers with these bytes, so many at a time, and then hangs up."""
+    """A socket's double: it answers with these bytes in pieces, and then hangs up."""
 
     def __init__(self, data: bytes, size: int) -> None:
         self._raw = _Pieces(data, size)
@@ -342,7 +342,7 @@ def _variable(data: bytes) -> None:
 
 
 def proc(data: bytes) -> None:
-    """What /proc says of a process, which names itself as it likes."""
+    """What /proc shows of a process, which chooses its own name."""
     for parse in (process.parse_stat, process.parse_uid, _variable):
         try:
             parse(data)
@@ -359,7 +359,7 @@ def proc(data: bytes) -> None:
 
 
 def names(data: bytes) -> None:
-    """A failpoint's line, and a device's id that is to be claimed."""
+    """A failpoint's line, and a claimed device's id."""
     try:
         point, time, _ = files._parsed(data)
         assert point
@@ -382,7 +382,7 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
 
 
 def seeds() -> Iterator[tuple[str, bytes]]:
-    """Yield for each target what is well-formed: where the fuzzer begins."""
+    """Yield well-formed inputs of each target, with which the fuzzer starts."""
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     line = b'{"verb":"close","number":3,"environment":{"A":"b"}}\n'
     yield "request", b'\x00{"fraction_milli":250,"label":"x","memory_mib":null}'

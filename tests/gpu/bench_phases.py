@@ -1,6 +1,6 @@
-"""Suspend and resume of one process at growing sizes, split by the driver's phases, beside pinned copies measured in the same run.
+"""Suspend and resume of one process at growing sizes, split by the driver's phases, next to pinned copies measured in the same run.
 
-The checkpoint worker is driven directly, so that nothing but the driver's calls is in the times. What a size needs and the machine does not
+The checkpoint worker is driven directly, so that the times have only the driver's calls. What a size needs and the machine does not
 have is said in its row instead of a time.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["PHASES", "measure_phases"]
 PHASES: Final = ("lock", "checkpoint", "restore", "unlock")
 _MIB: Final = 1 << 20
 _CONTEXT_MIB: Final = (
-    1024  # of device memory, at most, beside what is held; and the largest part that a check needs twice
+    1024  # of device memory, at most, next to what is held; and the largest part that a check needs twice
 )
 _HOST_MARGIN_MIB: Final = 2048
 _MOST_CACHED_MIB: Final = 8192

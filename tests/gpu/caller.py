@@ -75,7 +75,7 @@ class _Simulated:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until standard input ends; 1 when the driver does not start, 2 for arguments that are not understood."""
+    """Serve until standard input ends; 1 if the driver does not start, 2 for wrong arguments."""
     if len(arguments) != 1:
         sys.stderr.write("usage: python -P -m tests.gpu.caller nvidia|simulated:DIRECTORY\n")
         return 2

@@ -46,10 +46,10 @@ class Cells(Protocol):
     """The code of one kind of device. Sizes in MiB."""
 
     context_mib: int  # about what a process takes that holds nothing
-    stranger_context_mib: int  # at least what a stranger takes beside what it asks for
+    stranger_context_mib: int  # at least what a stranger takes next to what it asks for
 
     def fill(self, seed: int, mib: int) -> str:
-        """Code that puts so many MiB of noise on the device as `buffer`."""
+        """Code that puts this many MiB of noise on the device as `buffer`."""
 
     def check(self) -> str:
         """Code that prints `intact`, or fails."""

@@ -17,7 +17,7 @@ from tests.gpu.results import Results
 MODE = os.environ.get("JUPYTER_GPU_HARDWARE", "")
 SIMULATED = MODE == "simulated"
 
-LAST = "test_torch_managed.py"  # nobody knows what a driver does there: it must not spoil the others
+LAST = "test_torch_managed.py"  # a driver's behaviour there is unknown: it must not spoil the others
 # What a kernel without a framework, on a double that tells no samples of work, cannot show.
 NOT_ON_A_DOUBLE = (
     "test_a_kernel_gets_its_cap_and_no_more_and_its_neighbour_notices_nothing",

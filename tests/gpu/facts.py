@@ -14,7 +14,7 @@ _MOST: Final = 160
 
 
 def facts(item: str, saw: Saw) -> list[Fact]:
-    """Return questions with their answers. An item without words of its own tells all that it saw, in words by its form."""
+    """Return questions with their answers. An item without prepared sentences reports all that it saw, formatted by type."""
     tell = _TELL.get(item, _everything)
     found: list[Fact] = []
     try:

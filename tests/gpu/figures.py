@@ -1,6 +1,6 @@
 """The figures of a run on hardware, for documents, and the one way into the repository for its results.
 
-    python tests/gpu/figures.py FOLDER [FOLDER ...]            prints them; the folders are those of run_all.py, one for each part
+    python tests/gpu/figures.py FOLDER [FOLDER ...]            prints them; the folders come from run_all.py, one for each part
     python tests/gpu/figures.py FOLDER [FOLDER ...] --record   and writes tests/gpu/recorded/DEVICE-DRIVER.json, and a row of docs/nvidia.md
     python tests/gpu/figures.py tests/gpu/recorded/FILE        prints what was recorded
 
@@ -144,7 +144,7 @@ def _tests(saw: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the figures; 1 where there are none to be had, 2 for arguments that are not understood."""
+    """Print the figures; 1 if there are none, 2 for wrong arguments."""
     parser = argparse.ArgumentParser(description="The figures of a run on hardware, as markdown.")
     parser.add_argument("results", nargs="+", type=Path, help="folders of run_all.py, or a recorded file")
     parser.add_argument("--record", action="store_true", help="keep the results in tests/gpu/recorded")

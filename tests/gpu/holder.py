@@ -1,4 +1,4 @@
-"""A process of the benchmark's own that holds device memory and does as it is told, one JSON object a line.
+"""A process of the benchmark that holds device memory and obeys commands, one JSON object a line.
 
     python -P -m tests.gpu.holder torch|driver|init|simulated [--small-pages]
 
@@ -49,7 +49,7 @@ class _Torch:
     def hold(self, mib: int, cached_mib: int) -> None:
         self.parts.clear()
         self.torch.cuda.empty_cache()
-        # In parts of 1 GiB, so that looking at one later needs little room beside them.
+        # In parts of 1 GiB, so that looking at one later needs little room next to them.
         sizes = [min(1024, mib - start) for start in range(0, mib, 1024)]
         self.parts += [self._noise(number, size) for number, size in enumerate(sizes)]
         if cached_mib:
@@ -166,7 +166,7 @@ def _driver(*, context: bool) -> _Holding:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until standard input ends; 1 where the device cannot be used, 2 for arguments that are not understood."""
+    """Serve until standard input ends; 1 if the device cannot be used, 2 for wrong arguments."""
     kinds: Mapping[str, Callable[[], _Holding]] = {
         "torch": _Torch,
         "driver": lambda: _driver(context=True),

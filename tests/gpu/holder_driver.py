@@ -139,7 +139,7 @@ class DriverHolding:
         return {"thread": thread.native_id}
 
     def _spin(self, ms: int) -> dict[str, Any]:
-        """Keep the device at work for so long, and return at once."""
+        """Keep the device at work for this long, and return at once."""
         if os.environ.get(DOUBLE):  # it runs no kernels
             ctypes.CDLL("libcuda.so.1").driverDoubleBusy(ms)
             return {}

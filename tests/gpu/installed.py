@@ -19,7 +19,7 @@ _GROUP = "jupyter_client.kernel_provisioners"
 
 @contextmanager
 def entry_points_installed() -> Iterator[None]:
-    """Make the project and its entry points visible to this process and those it starts, where an installation has not."""
+    """Make the project and its entry points visible to this process and its children, unless it is installed."""
     root = ROOT
     pyproject = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     wanted: dict[str, str] = pyproject["project"]["entry-points"][_GROUP]

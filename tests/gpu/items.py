@@ -1,10 +1,10 @@
-"""Experiments on a device, each in a process of its own with a time limit: one that hangs or crashes stops none of the others.
+"""Experiments on a device, each in a separate process with a time limit: one that hangs or crashes does not stop the others.
 
 The rules:
 - An item writes down what it sees at once, so what it saw before it died is kept. The results file is written after each item.
 - An item ends with all that it started. What the device holds more than before it is noted (`left_mib`).
 - What an item needs and the machine has not (a driver, torch, root) is its outcome, in words; it is neither a success nor a failure.
-- Nothing but the standard library, cuda-bindings and nvidia-ml-py is needed, except by items that say so.
+- Only the standard library, cuda-bindings and nvidia-ml-py are needed, except by items that say so.
 """
 
 import argparse
@@ -183,7 +183,7 @@ def as_table(found: Mapping[str, Any]) -> str:
 
 
 def _options(items: Mapping[str, Item], arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Experiments on a device, each in a process of its own.")
+    parser = argparse.ArgumentParser(description="Experiments on a device, each in a separate process.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen, after each item")
     parser.add_argument("--only", action="append", choices=items, help="an item; may be repeated (default: all)")
     parser.add_argument("--simulated", action="store_true", help="on a simulated device, with small sizes")
@@ -211,7 +211,7 @@ def _be_one(item: Item, options: argparse.Namespace) -> int:
         item.act(setting, note)
     except NotHereError as error:
         note("not here", str(error))
-    except Exception:  # noqa: BLE001 - whatever it is, it is this item's finding, and the others go on
+    except Exception:  # noqa: BLE001 - whatever it is, it is this item's finding, and the others continue
         traceback.print_exc()
         return 1
     return 0
@@ -269,7 +269,7 @@ def _lacking(item: Item, backend: str) -> str:
 
 def _supervise(command: Sequence[str], log: Any, longest_s: int) -> str:  # noqa: ANN401 - a binary file
     with ExitStack() as stack:
-        # A group of its own, so that all of the item can be ended; the session stays the step's.
+        # A separate group, so that all of the item can be ended; the session stays the step's.
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(), process_group=0
         )
@@ -284,7 +284,7 @@ def _supervise(command: Sequence[str], log: Any, longest_s: int) -> str:  # noqa
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the item with what it started. What a driver keeps from ending is left, and the rest goes on."""
+    """End the item with what it started. What a driver keeps from ending is left, and the rest continues."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):

@@ -49,7 +49,7 @@ class Kernel:
 
     @property
     def lease(self) -> LeaseStatus:
-        """What the broker says of it."""
+        """Its status at the broker."""
         return self.lab.lease(str(self.manager.kernel_id))
 
     @property

@@ -4,7 +4,7 @@ The rules:
 - The same tests drive both, and a double of the driver. What differs is here: how large things are, what a cell that uses the device looks
   like, who is a stranger.
 - The pool's capacity is eight units, whatever the device holds: a unit is 1 GiB on hardware, 64 MiB elsewhere.
-- Nothing but this project, pytest, jupyter_client and ipykernel is needed here, and torch in the kernels.
+- It needs only this project, pytest, jupyter_client and ipykernel, and torch in the kernels.
 """
 
 import json
@@ -153,7 +153,7 @@ class Lab:
         return None
 
     def status(self) -> HostStatus:
-        """What the broker says of the host."""
+        """The broker's status of the host."""
         with self.client() as client:
             return client.status()
 
@@ -255,7 +255,7 @@ class Lab:
     # -- kernels ------------------------------------------------------------------------------------------------------------
 
     def install(self, memory_units: int) -> str:
-        """Install a kernelspec whose kernels may have so many units of device memory, and return its name."""
+        """Install a kernelspec whose kernels may have this many units of device memory, and return its name."""
         directory = self.folder / "data" / "kernels"
         milli = 1000 * memory_units // CAPACITY_UNITS
         (spec,) = install("default", [milli], directory=str(directory), simulated=self.simulated)

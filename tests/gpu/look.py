@@ -1,4 +1,4 @@
-"""What NVML and /proc say of a process: the device's lists, its mappings and device files, and how its host memory counts.
+"""What NVML and /proc report about a process: the device's lists, its mappings and device files, and how its host memory counts.
 
     python -P -m tests.gpu.look nvidia|simulated:DIRECTORY      prints what the first device holds, MiB
     python -P -m tests.gpu.look --keep                          keeps NVML and the devices open until its standard input ends
@@ -112,7 +112,7 @@ class Region(NamedTuple):
 
 
 def mappings(pid: int) -> list[Region]:
-    """Return the mappings with what smaps tells of each. Raises OSError."""
+    """Return the mappings, each with its fields in smaps. Raises OSError."""
     found: list[Region] = []
     for line in Path(f"/proc/{pid}/smaps").read_text(errors="replace").splitlines():
         head = _HEAD.fullmatch(line)

@@ -3,10 +3,10 @@
     python -P -m tests.gpu.offload_probe --sizes 8192 32768 --json offload.json
 
 A plain driver process reserves addresses and maps device memory there. To leave, it copies everything into an arena of host memory that was
-touched and registered before, by two streams, and unmaps and releases the device memory; what is left of it (its context) is saved by the
-driver's own checkpoint, called by another process. To come back, it is restored, maps fresh memory at the same addresses and copies back.
-Every byte is compared; before it is released, device memory is overwritten, so stale memory cannot pass for copied. Beside it, in the same
-run: copies between pinned memory and the device, and the driver's checkpoint of the same bytes.
+touched and registered before, by two streams, and unmaps and releases the device memory; another process saves the rest (its context) with
+the driver's checkpoint. To come back, it is restored, maps fresh memory at the same addresses and copies back. Every byte is compared;
+before it is released, device memory is overwritten, so stale memory cannot pass for copied. For comparison, the same run measures copies
+between pinned memory and the device, and the driver's checkpoint of the same bytes.
 
 Two rounds: the first with steps one by one, the second with the arena as it is and mapping overlapped with copying. Nothing of this is in
 the product.
@@ -83,7 +83,7 @@ class Leaver:
             self._map_one(start, size)
 
     def still_reserved(self) -> dict[str, Any]:
-        """Whether the addresses are still reserved; where a restore has lost them, they are reserved anew.
+        """Whether the addresses are still reserved; if a restore has lost them, reserve them again.
 
         Raises DriverError and RuntimeError where they are not to be had again.
         """
@@ -133,7 +133,7 @@ class Leaver:
             self._memory = mmap.mmap(descriptor, 0)
             os.close(descriptor)
         else:
-            # Private: shared anonymous memory has a switch for huge pages of its own.
+            # Private: shared anonymous memory has a separate switch for huge pages.
             self._memory = mmap.mmap(-1, self.size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._memory.madvise(mmap.MADV_HUGEPAGE if pages == "huge" else mmap.MADV_NOHUGEPAGE)
         begins = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -243,7 +243,7 @@ def native(setting: Setting, note: Note, mib: int) -> None:
 
 
 def offload(setting: Setting, note: Note, mib: int, pages: str) -> None:
-    """Two rounds with the arena registered throughout; where the driver cannot save that, with the arena registered anew in each."""
+    """Two rounds with the arena registered throughout; if the driver cannot save that, registered again in each."""
     _room(setting, mib)
     if not _rounds(setting, note, mib, pages, keep_registered=True):
         _rounds(setting, note, mib, pages, keep_registered=False)

@@ -1,8 +1,8 @@
 """The open questions about the driver, without Jupyter: python -P -m tests.gpu.questions --json questions.json
 
-What the machine is; what the driver and NVML say of each kind of CUDA process, and whether it can be saved; who may; what surrounds a
-target. Each is a plain process that tests/gpu/caller.py drives. docs/gpu-tests.md says what each item decides, tests/gpu/items.py has the
-rules.
+What the machine is; what the driver and NVML report about each kind of CUDA process, whether it can be saved, and by which user; what
+surrounds a target. Each is a plain process that tests/gpu/caller.py drives. docs/gpu-tests.md says what each item decides,
+tests/gpu/items.py has the rules.
 """
 
 import json
@@ -87,7 +87,7 @@ def _public_copy() -> Iterator[str]:
 
 
 def same_user_without_root(setting: Setting, note: Note) -> None:
-    """A user without rights saves a process of its own, root saves that user's, and that user tries root's."""
+    """A user without rights saves their own process, root saves that user's, and that user tries root's."""
     with _public_copy() as path:
         os.environ["PYTHONPATH"] = path  # this process is the item's own
         with setting.hold(uid=_OTHER_UID) as own:
@@ -135,7 +135,7 @@ def cu_init(setting: Setting, note: Note) -> None:
 
 
 def plain(setting: Setting, note: Note) -> None:
-    """A process with a context and memory: what is said of it, a whole cycle, and how its saved memory counts on the host."""
+    """A process with a context and memory: its status, a whole cycle, and how its saved memory counts on the host."""
     empty_mib = sees(setting.backend)["used_mib"]
     with setting.hold() as holder, setting.caller() as caller:
         if not setting.simulated:
@@ -222,7 +222,7 @@ def without_context(setting: Setting, note: Note) -> None:
 
 
 def no_cuda(setting: Setting, note: Note) -> None:
-    """What the driver says of a process without CUDA, and of one that is gone."""
+    """What the driver answers about a process without CUDA, and about one that is gone."""
     with setting.caller() as caller:
         with Talker(("-c", "import sys; print('{}', flush=True); sys.stdin.read()")) as other:
             other.listen(_START_S, "starting")
@@ -254,7 +254,7 @@ def forked(setting: Setting, note: Note, *, job_file: bool) -> None:
 
 
 def stopped(setting: Setting, note: Note) -> None:
-    """A stopped process: is its state told, does a lock hang, what becomes of it when it goes on?"""
+    """A stopped process: is its state reported, does a lock hang, and what happens when it continues?"""
     with setting.hold() as holder:
         holder.ask(_START_S, do="hold", mib=_MAPPED_MIB, cached_mib=0)
         holder.signal(signal.SIGSTOP)
@@ -283,7 +283,7 @@ def stopped(setting: Setting, note: Note) -> None:
 
 
 def kinds_of_memory(setting: Setting, note: Note) -> None:
-    """What /proc and NVML show of a process with one kind of memory: can the broker see managed memory by itself?"""
+    """What /proc and NVML show of a process with one kind of memory: can the broker see managed memory without help?"""
     ordinary: dict[str, Any] = {}
     for kind in ("plain", "managed", "pinned", "registered", "mapped", "export"):
         shown = tried(partial(_shown, setting, kind))

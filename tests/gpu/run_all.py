@@ -1,12 +1,12 @@
 """Everything that wants a GPU, in one command: python tests/gpu/run_all.py FOLDER (see docs/gpu-tests.md).
 
-Each step is a process of its own with a time limit, and what one wrote stays if the next hangs or the whole is stopped. The
+Each step is a separate process with a time limit, and its results stay if the next one hangs or the whole run is stopped. The
 kernel's messages about the driver are kept with the step. The steps are in the order of what they tell; those that may spoil it come last.
 `--part` takes those that fit into one command of ten minutes.
 FOLDER gets a log of each step, `results.json` with what each step saw, and `summary.txt`, which is also the last thing printed: a part
 makes at most eight files.
 
-It needs nothing but the standard library itself, so it can install the wheels that the rest needs (`--wheels`) without a network.
+It needs only the standard library, so it can install the wheels that the rest needs (`--wheels`) without a network.
 """
 
 import argparse
@@ -119,7 +119,7 @@ PARTS: Final = sorted({step.part for step in STEPS.values()})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the steps and print the table; 0 if all of them succeeded, 1 if not, 2 for arguments that are not understood."""
+    """Run the steps and print the table; 0 if all of them succeeded, 1 if not, 2 for wrong arguments."""
     options = _options(arguments)
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _machine(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what is measured on, by tests/gpu/results.py in a process of its own: a driver may hang."""
+    """Return the device, from tests/gpu/results.py in a separate process: a driver may hang."""
     simulated = environment["JUPYTER_GPU_HARDWARE"] == "simulated"
     ask = f"import json; from tests.gpu.results import machine; print(json.dumps(machine(simulated={simulated}, torch=False)))"
     try:
@@ -324,7 +324,7 @@ def _run(name: str, folder: Path, environment: Mapping[str, str], longest_s: int
     file.unlink(missing_ok=True)  # an earlier run's are not this one's
     begun = time.monotonic()
     with (folder / f"{name}.log").open("wb") as log:
-        # In a session of its own, so that all of it can be ended.
+        # In a separate session, so that all of it can be ended.
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -355,7 +355,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     os.killpg(process.pid, signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_KILL_S)
-    for pid in _session(process.pid):  # items are groups of their own
+    for pid in _session(process.pid):  # items are separate groups
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):

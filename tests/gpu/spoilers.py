@@ -71,7 +71,7 @@ def _killed(setting: Setting, note: Note, phase: str) -> None:
 
 
 def _kill_at(setting: Setting, phase: str, after_s: float, found: dict[str, Any]) -> None:
-    """Kill the caller so many seconds into the call, and note what the driver says then and what can be saved."""
+    """Kill the caller this many seconds into the call, and note the driver's answer and what can be saved."""
     with setting.hold() as holder:
         holder.ask(_LONG_S, do="hold", mib=setting.large_mib // 2, cached_mib=0)
         with setting.caller() as caller:

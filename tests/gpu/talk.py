@@ -155,7 +155,7 @@ class Talker:
 
 
 def gone(pid: int, within_s: float) -> bool:
-    """Whether no such process is left, after at most so many seconds. A zombie counts as gone: the driver has let go of it."""
+    """Whether no such process is left, after at most this many seconds. A zombie counts as gone: the driver has released it."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         try:

@@ -1,4 +1,4 @@
-"""`jupyter gpu measure` with torch: two that use the whole device slow each other down, and work beside them is noticed.
+"""`jupyter gpu measure` with torch: two that use the whole device slow each other down, and work next to them is noticed.
 
 On a simulated device the same tests run with its own calls.
 """
@@ -14,7 +14,7 @@ from tests.gpu.lab import Lab, until
 
 Note = Callable[[str, object], None]
 
-# Some 100 ms of matrix products, the same in each process: one that measured its own pace beside others would do less.
+# Some 100 ms of matrix products, the same in each process: one that measured its own pace next to others would do less.
 _TORCH = """
 import torch
 from fractional_gpu_kernel.measure import tick

@@ -1,6 +1,6 @@
 """Managed memory cannot be checkpointed. A kernel in which it is recognised is refused and survives.
 
-What the driver does with a kernel that holds some, and that nobody has recognised, is recorded.
+It records what the driver does with a kernel that holds some and was not recognised.
 Nothing is promised to such a kernel beyond what the driver leaves of it; promised is that the others notice nothing, and that the broker
 does not call it sound when it is not.
 """
@@ -87,7 +87,7 @@ def test_what_becomes_of_managed_memory_that_nobody_recognised(lab: Lab, saw: No
         saw("state", lease.state)
         saw("sentence", lease.sentence)
         if lease.state == "quarantined":
-            saw("afterwards", "not asked: nobody runs cells on what is not known to be sound")
+            saw("afterwards", "not asked: no cell runs on state that may be damaged")
         else:
             reply = kernel.run(CHECK)
             saw("afterwards", "intact" if reply.status == "ok" else f"{reply.status}: {reply.error}")

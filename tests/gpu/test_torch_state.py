@@ -1,7 +1,7 @@
 """A torch kernel with everything that a notebook may hold is suspended and resumed, and notices nothing.
 
-Live tensors, a model with its optimizer's state, a CUDA graph, pinned host memory, a thread that goes on meanwhile, and a child process
-with a context of its own.
+Live tensors, a model with its optimizer's state, a CUDA graph, pinned host memory, a running thread, and a child process with a separate
+context.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ assert answers.get(timeout=60) == 5.0 * ({number} + 3) * (1 << 16), "the thread 
 assert all(thread.is_alive() for thread in threads)
 assert ask_child() == sum(range(1 << 24)), "the child's memory differs"
 """
-# Losses go on as they would have: the same steps on a copy that was never suspended are not to be had, but they must still fall.
+# Losses continue as they would have: the same steps on a copy that was never suspended are not to be had, but they must still fall.
 TRAIN_ON = "losses += [step() for _ in range(5)]\nassert losses[-1] < losses[0]\nbefore = snapshot()\n"
 END = """
 questions.put(None)

@@ -118,7 +118,7 @@ class Host(ABC):
 
     @abstractmethod
     def hang(self, operation: str, *, late: bool = False) -> Callable[[], None]:
-        """Let the next operation hang, before what it does or after it; return what lets it go on."""
+        """Let the next operation hang, before what it does or after it; return what lets it continue."""
 
     @abstractmethod
     def hangs(self, operation: str) -> bool:

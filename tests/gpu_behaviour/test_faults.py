@@ -1,4 +1,4 @@
-"""Faults do what they say, as often as they say, to the processes that they name."""
+"""Faults do what they promise, as often as they promise, to the processes that they name."""
 
 import select
 import time

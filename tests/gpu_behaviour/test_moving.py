@@ -90,7 +90,7 @@ def test_the_bandwidth_that_was_set_is_kept(host: Host, kernel: KernelProcess, d
 
 
 def test_devices_that_are_not_alike_do_not_exchange_processes(make_host: MakeHost) -> None:
-    """NVIDIA's driver names no reason of its own for it; the simulation does."""
+    """NVIDIA's driver gives no reason for it; the simulation does."""
     host = make_host((256, 512))
     driver = host.checkpointer
     first, second = host.devices

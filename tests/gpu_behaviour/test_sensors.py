@@ -1,4 +1,4 @@
-"""What devices say of the power that they draw, and how they fail to."""
+"""What devices report about the power that they draw, and how that fails."""
 
 import pytest
 

@@ -183,7 +183,7 @@ def test_who_worked_is_told_from_samples_that_say_so() -> None:
     gpu = FakeGPU(samples=[(7, now - 5 * SECOND, 80), (7, now, 3), (8, now, 0), (9, now - 3 * SECOND, 50), (0, now, 9)])
     activity = monitor_of(FakeNVML(gpu)).activity(gpu.uuid, since_boot_us() - 4 * SECOND)
     assert activity is not None
-    assert set(activity.worked_us) == {7, 9}, "8 was idle, 0 is nobody"
+    assert set(activity.worked_us) == {7, 9}, "8 was idle, 0 is no process"
     assert since_boot_us() - 2 * SECOND < activity.worked_us[7] <= since_boot_us()
     assert since_boot_us() - 2 * SECOND < activity.known_until_us
     assert activity.settle_us == SECOND
@@ -611,7 +611,7 @@ def test_a_handle_that_fails_is_looked_up_again() -> None:
     old.fails["*"] = GPU_IS_LOST
     fails(GPUErrorCode.DEVICE_LOST, "reading", lambda: monitor.use(old.uuid))
     fails(GPUErrorCode.DEVICE_LOST, "reading", lambda: monitor.use(old.uuid))
-    assert nvml.lookups == 3  # each failure is that of a device looked up for it
+    assert nvml.lookups == 3  # each failure is of a device looked up for it
     nvml.gpus[0] = FakeGPU(uuid=old.uuid, used=2 * MIB)
     assert monitor.use(old.uuid).used_mib == 2
 

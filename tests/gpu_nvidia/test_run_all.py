@@ -1,4 +1,4 @@
-"""Promises of the one command for a machine with a GPU (tests/gpu/run_all.py), with small steps in the place of the real ones."""
+"""Promises of the one command for a machine with a GPU (tests/gpu/run_all.py), with small steps instead of the real ones."""
 
 import json
 from dataclasses import replace
@@ -19,7 +19,7 @@ tests = {"test_one": {"saw": {"suspend": "refused: no"}, "outcome": "passed"}, "
 pathlib.Path(os.environ["JUPYTER_GPU_RESULTS"]).write_text(json.dumps({"tests": tests}))
 """
 HANGS = "import sys, time; print('begun', flush=True); time.sleep(600)"
-# In a group of its own, as an item is, and deaf to the polite signal.
+# In a separate group, as an item is, and ignoring SIGTERM.
 STUBBORN = """
 import os, pathlib, signal, subprocess, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -17,7 +17,7 @@ def say(message: dict[str, Any]) -> None:
 
 
 def say_when_sigint_is_held() -> None:
-    """Say so from another thread once somebody else than Python's own handler has SIGINT."""
+    """Report it from another thread when another handler than Python's has SIGINT."""
 
     def watch() -> None:
         ours = signal.getsignal(signal.SIGINT)

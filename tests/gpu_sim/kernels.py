@@ -164,7 +164,7 @@ def backend_worker(backend: str, environment: dict[str, str]) -> Iterator[Worker
 
 
 def in_flight(simulated: host.SimulatedHost, pid: int) -> bool:
-    """Return whether a call of the process is in flight: whoever asks for the gate's exclusive lock is refused it."""
+    """Return whether a call of the process is in flight: the gate's exclusive lock is then refused."""
     gate = simulated.directory / "memory" / str(current_key(pid)) / "gate"
     with gate.open("rb") as file:
         return not lock_file(file.fileno(), fcntl.LOCK_EX, 0.0)

@@ -53,7 +53,7 @@ class Machine:
         return self.process(key, device).begin(seconds, milli, self.devices[device])
 
     def passes(self, ms: int, *, step_ms: int = 50) -> None:
-        """Let time pass; processes share their devices anew at every step, as they do in `launch`."""
+        """Let time pass; processes share their devices again at every step, as they do in `launch`."""
         for _ in range(ms // step_ms):
             self.now_ns += step_ms * MS
             for key, load in self.loads.items():
@@ -86,7 +86,7 @@ class Machine:
         return energy_mj
 
     def used_milli(self, key: str, last_ms: int) -> int:
-        """What a process used in the last so many milliseconds."""
+        """What a process used in the last milliseconds."""
         process = find_process(self.store, key)
         assert process is not None
         return used_milli(self.store, process, self.now_ns - last_ms * MS, self.now_ns)

@@ -1,6 +1,6 @@
 """A simulated host that users share: its bytes are private, are charged to whom a real device's would be, and root trusts no user's file.
 
-These tests run as root, with a real control group of memory: as another user nobody could share a host.
+These tests run as root, with a real control group of memory: another user could not share a host.
 """
 
 import os
@@ -48,7 +48,7 @@ class UsersKernel(KernelProcess):
 
 @pytest.fixture
 def simulated() -> Iterator[SimulatedHost]:
-    """In memory, so that its bytes are charged to somebody."""
+    """In memory, so that its bytes are charged to a process."""
     folder = Path(f"/dev/shm/jfg-test-{os.getpid()}-{time.monotonic_ns()}")  # noqa: S108 - made by this test alone
     made = create(folder, "1x256MiB", shared=True)
     server = DeviceMemoryServer(folder)

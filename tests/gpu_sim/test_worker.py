@@ -63,7 +63,7 @@ def test_arguments_that_are_not_understood_end_it(arguments: tuple[str, ...]) ->
 
 
 def test_it_starts_light() -> None:
-    """Whoever waits for its restart waits for its imports."""
+    """A restart waits for its imports."""
     code = (
         "import sys; from fractional_gpu.gpu import worker; from fractional_gpu.gpu.simulated import checkpointer; "
         "print([m for m in ('asyncio', 'tornado', 'zmq', 'traitlets', 'msgspec', 'pynvml', 'cuda', 'subprocess') if m in sys.modules])"

@@ -21,7 +21,7 @@ from tests.support import faults
 
 @pytest.fixture
 async def links(simulated: host.SimulatedHost, tmp_path: Path) -> AsyncIterator[list[WorkerLink]]:
-    """Two brokers' links, each with a claim of its own on the same file."""
+    """Two brokers' links, each with a separate claim on the same file."""
     claims = [WorkerClaim(tmp_path / "worker.lock") for _ in range(2)]
     links = [WorkerLink(f"simulated:{simulated.directory}", claim=claim) for claim in claims]
     yield links

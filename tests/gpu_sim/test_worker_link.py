@@ -197,7 +197,7 @@ def fails_once(error: Exception, then: Callable[..., Any]) -> Callable[..., Any]
     return function
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), TypeError("nobody expected")], ids=str)
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), TypeError("unexpected")], ids=str)
 async def test_a_claim_that_cannot_be_taken_fails_one_call_and_not_the_next(
     simulated: host.SimulatedHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -218,9 +218,9 @@ async def test_a_worker_is_replaced_when_its_link_fails_in_the_middle(
 ) -> None:
     await link.start()
     before = link.pid
-    monkeypatch.setattr(worker_link, "parse", fails_once(TypeError("nobody expected"), worker_process.parse))
+    monkeypatch.setattr(worker_link, "parse", fails_once(TypeError("unexpected"), worker_process.parse))
     async with asyncio.timeout(30):
-        with pytest.raises(GPUError, match="nobody expected") as caught:
+        with pytest.raises(GPUError, match="unexpected") as caught:
             await link.lock(target, 1000)
         assert caught.value.code is C.WORKER_DIED
         assert not lives(before)
@@ -271,7 +271,7 @@ async def test_a_cancelled_call_leaves_the_next_answers_right(
             await task
     assert not following.done()
     faults.remove(simulated.directory, fault)
-    # The begun lock was done, the withdrawn unlock was not, and nobody got another's reply.
+    # The begun lock was done, the withdrawn unlock was not, and no call got another's reply.
     assert await following is S.LOCKED
     assert await link.state(target) is S.LOCKED
 

@@ -38,7 +38,7 @@ _PIDFD_GETFD = 438  # the system call's number on all machines
 
 
 class Service:
-    """A service in a process of its own, in a short folder of its own."""
+    """A service in a separate process, in a short folder."""
 
     def __init__(self, path: str, backend: str = "simulated") -> None:
         self.path = path
@@ -433,7 +433,7 @@ async def test_a_worker_that_nobody_waits_for_any_more_ends_and_makes_room(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_users_process_gets_no_worker(service: Service) -> None:
-    Path(service.path).chmod(0o666)  # as if somebody had opened it
+    Path(service.path).chmod(0o666)  # as if it had been opened up
     Path(service.path).parent.chmod(0o755)
     program = (
         "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "

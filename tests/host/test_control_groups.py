@@ -1,4 +1,4 @@
-"""The limits of another pod, read from within a container: a real control group namespace, with the whole hierarchy mounted beside."""
+"""The limits of another pod, read from within a container: a real control group namespace, and the whole hierarchy mounted."""
 
 import json
 import os
@@ -78,10 +78,10 @@ def test_another_pods_limit_is_seen_from_a_container_where_the_host_path_is_moun
     version_1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes").exists()
     host = "/sys/fs/cgroup/memory" if version_1 else "/sys/fs/cgroup"
     own = f"mount -t {'cgroup -o memory' if version_1 else 'cgroup2'} none /sys/fs/cgroup/own"
-    beside = tmp_path / "whole"
-    beside.mkdir()
+    whole_tree = tmp_path / "whole"
+    whole_tree.mkdir()
     script = _CONTAINER.format(own=own, python=sys.executable)
-    bind = f"mount --bind {host} {beside}" if whole else "true"
+    bind = f"mount --bind {host} {whole_tree}" if whole else "true"
     with pod_group(str(uuid4())) as container:
         done = subprocess.run(
             [

@@ -1,4 +1,4 @@
-"""Processes in namespaces of their own: pids, folders and networks, with real namespaces."""
+"""Processes in separate namespaces: pids, folders and networks, with real namespaces."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Work that blocks gets a thread whatever the system refuses meanwhile."""
+"""Work that blocks gets a thread whatever the system refuses in the meantime."""
 
 import errno
 import threading

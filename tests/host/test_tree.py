@@ -18,7 +18,7 @@ MARKER = "JUPYTER_GPU_LEASE"
 # Other tests on this machine start kernels with leases, too.
 LEASE_1, LEASE_2 = (f"lease-of-{os.getpid()}-{number}" for number in (1, 2))
 
-# Starts a child, one in a session of its own, and an orphan (its parent leaves at once); prints their pids and waits.
+# Starts a child, one in a separate session, and an orphan (its parent ends at once); prints their pids and waits.
 FAMILY = """
 import os, subprocess, sys
 wait = [sys.executable, "-c", "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"]
@@ -107,7 +107,7 @@ def test_marked_processes_of_another_user_do_not_count(family: Callable[..., Fam
     one = family(session=False, **{MARKER: LEASE_1})
     tree = scan(MARKER).tree(one.root, LEASE_1, uid=os.getuid() + 1)
     assert one.orphan not in pids(tree)
-    assert one.child in pids(tree)  # a descendant, whoever owns it
+    assert one.child in pids(tree)  # a descendant, of any user
 
 
 def test_what_a_dead_root_left_behind_is_found_for_its_user(family: Callable[..., Family]) -> None:

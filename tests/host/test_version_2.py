@@ -1,6 +1,6 @@
 """Control groups of version 2 for real: names as Slurm's plugin, the kubelet and systemd make them, in a mount namespace without version 1.
 
-The memory controller is that of the machine, and may be version 1's: limits are not a matter of this file.
+The memory controller is the machine's, perhaps of version 1: this file does not test limits.
 """
 
 import json
@@ -83,7 +83,7 @@ print(json.dumps(said))
 """
 )
 PURE = "umount -R -l /sys/fs/cgroup; mount -t cgroup2 none /sys/fs/cgroup; "
-# As a container sees it: a namespace that begins with its own group, and the whole hierarchy mounted beside.
+# As a container sees it: a namespace that begins with its own group, and the whole hierarchy mounted elsewhere.
 CONTAINER = """
 mkdir -p {container}
 trap 'rmdir -p --ignore-fail-on-non-empty {container} 2>/dev/null || true' EXIT

@@ -1,4 +1,4 @@
-"""Real kernels in an environment of their own, whose extension is a stand-in that only says that it was loaded.
+"""Real kernels in a separate environment, whose extension is a stand-in that only reports that it was loaded.
 
 The stand-in lies in the `site-packages` of a virtual environment, as an installed extension does: on `sys.path`, ipykernel puts the
 notebook's folder before it, so a module of that folder can shadow it.

@@ -1,4 +1,4 @@
-"""Beside a user's own `provisioner`, `kernelext` and `hub_spawner`, notebooks import the user's modules and kernels start.
+"""Next to a user's own `provisioner`, `kernelext` and `hub_spawner`, notebooks import the user's modules and kernels start.
 
 Real programs run in a folder that has such modules, or with it on `PYTHONPATH`, with and without our provisioner as the default one.
 """

@@ -181,7 +181,7 @@ def test_an_interpreter_without_the_msgspec_it_needs_has_no_gate_and_says_why(
     assert not found.gated
     assert says in found.obstacle
     assert "keeps its share of the GPU reserved from its start" in found.obstacle
-    assert not plan(places).gated  # beside the notebook
+    assert not plan(places).gated  # next to the notebook
     (places.work / "msgspec.py").unlink()
     assert plan(places, PYTHONPATH=str(places.work)).gated
 

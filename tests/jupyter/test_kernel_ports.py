@@ -1,4 +1,4 @@
-"""A kernel holds its ports from their choice to its end: no other process gets one meanwhile, and all are free afterwards."""
+"""A kernel holds its ports from their choice to its end: no other process gets one in the meantime, and all are free afterwards."""
 
 import asyncio
 import gc

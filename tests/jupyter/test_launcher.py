@@ -198,7 +198,7 @@ def test_an_error_within_the_launcher_is_not_taken_for_a_missing_package(world: 
 def test_jupyter_hides_a_kernel_whose_provisioner_is_gone_and_says_why(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the documents say of it is what Jupyter does: none of our code runs then."""
+    """The documents describe what Jupyter does: none of our code runs then."""
     (spec,) = install("default", [250], directory=str(world.kernels_dir))
     KernelProvisionerFactory.instance()  # made below, it would never know a provisioner
     monkeypatch.setattr(factory, "entry_points", lambda **_: [])

@@ -217,7 +217,7 @@ def test_a_restart_whose_attach_fails_starts_without_a_gpu(places: Places, broke
 
 
 def ends_meanwhile(pid: int, *_: object, **__: object) -> AttachRequest:
-    """In place of `attach_request`: the process was there when it was looked for, and has ended since."""
+    """Instead of `attach_request`: the process has ended since it was found."""
     raise ProcessGoneError(f"process {pid} has ended")
 
 

@@ -79,7 +79,7 @@ DEVICE = DeviceStatus(
 
 
 def _used(hours: float, currency: str = "EUR", **more: int) -> UsageEntry:
-    """A quarter of a GPU for so many hours, at 0.80 an hour: half of the time suspended, a fifth of it busy."""
+    """A quarter of a GPU for this many hours, at 0.80 an hour: half of the time suspended, a fifth of it busy."""
     share = round(hours * SHARE_HOUR / 4)
     usage = Usage(
         reserved_ms=round(hours * HOUR_MS),

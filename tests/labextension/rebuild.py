@@ -1,6 +1,6 @@
 """Build the JupyterLab extension's files from its sources: `python -m tests.labextension.rebuild [--check]`.
 
-What is built is committed, so that nobody who installs needs node. It is built from a copy of the sources with exactly the packages of
+What is built is committed, so that an installation needs no node. It is built from a copy of the sources with exactly the packages of
 `package-lock.json`, and comes out the same everywhere: `--check` builds it again and compares. Needs npm.
 """
 

@@ -1,4 +1,4 @@
-"""The server extension: pages hear of their server's kernels without asking, steer those alone, and nobody seems to be at work."""
+"""The server extension: pages get news of their server's kernels without polling, control only those, and cause no activity."""
 
 import json
 import signal

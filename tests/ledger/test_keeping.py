@@ -242,7 +242,7 @@ def test_pruning_gives_the_room_in_the_file_back_bit_by_bit(
 
 
 def test_the_room_in_a_file_that_cannot_shrink_ends_no_pruning(ledger: Ledger) -> None:
-    """A ledger that was written anew with another tool, such as `VACUUM` without `auto_vacuum`."""
+    """A ledger that was written again with another tool, such as `VACUUM` without `auto_vacuum`."""
     ledger._read("PRAGMA auto_vacuum = NONE")
     ledger._read("VACUUM")
     with ledger.transaction():

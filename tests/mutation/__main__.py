@@ -3,7 +3,7 @@
     tests/run mutation --mutants 300 --seed 1 --out results.jsonl
 
 Each mutant is one small change (cosmic-ray's operators) in a copy of the checkout, against the tests of its room with `-x`. The file of
-results grows by one line for each mutant; the same command goes on after an interruption.
+results grows by one line for each mutant; the same command continues after an interruption.
 """
 
 import argparse

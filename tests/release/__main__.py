@@ -2,7 +2,7 @@
 
 - The version is the same in the package, in JupyterLab's extension and at the head of the changelog.
 - Wheel and sdist are built; both have the licence, and the wheel that is built from the sdist has the same files.
-- The extension's prebuilt files are those of its sources, and name the licence of everything in them.
+- The extension's prebuilt files match its sources, and name the licence of everything in them.
 - The documentation's site has no warning.
 - axe finds nothing on any page of the site, in what a notebook shows and in the reports, in each look.
 - The wheel is installed into an empty environment of each supported Python that the machine has, with the newest dependencies, and with
@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 from tests.support.paths import ROOT
 
 LEFT_OUT: Final = (
-    "tests/kernelext/cells/test_msgspec.py",  # has an environment of its own, which tests/run sets up
+    "tests/kernelext/cells/test_msgspec.py",  # has a separate environment, which tests/run sets up
     "tests/kernelext/cells/test_gui_loops.py",  # ipykernel 6 has no way to wake such a loop: nothing is freed there
 )
 JUDGED: Final = ("tests/site/test_build.py", "tests/e2e/test_accessible_notebook.py", "tests/reports/test_page.py")
@@ -117,7 +117,7 @@ def wheel_names(wheel: Path) -> list[str]:
 
 
 def check_extension() -> str:
-    """Build JupyterLab's extension anew and compare; return whose licences it has."""
+    """Build JupyterLab's extension again and compare; return whose licences it has."""
     _run([sys.executable, "-m", "tests.labextension.rebuild", "--check"])
     (file,) = (ROOT / "kernelext" / "labextension" / "prebuilt" / "static").glob("third-party-licenses.json")
     packages = json.loads(file.read_text())["packages"]

@@ -20,7 +20,7 @@ from tests.broker.live import LiveBroker, live_broker
 
 __all__ = ["ROLES", "Cell", "end_as_stranger", "probe", "routes_of", "table"]
 
-# The owner of the leases that are tried, and somebody else; the program begins as root because of where the interpreter lies.
+# The owner of the tried leases, and another user; the program starts as root, because other users may not reach the interpreter.
 _CALLER = """
 import http.client, json, os, pwd, socket, sys
 user, path, calls = json.load(sys.stdin)
@@ -60,7 +60,7 @@ ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one role got from one route. `refused` is the error's reason, empty for who was let through (to an error of its own, maybe)."""
+    """What one role got from one route. `refused` is the error's reason; empty if the call was let through, perhaps to a later error."""
 
     route: Route[Any, Any]
     role: str

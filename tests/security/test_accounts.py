@@ -67,7 +67,7 @@ def test_subordinate_uids_and_their_owner_have_the_limits_of_one_user() -> None:
         for who in (one, two, owner):
             status, refused = ask(who)
             assert (status, "user 'nobody' has 2" in refused["error"]["message"]) == (409, True), refused
-        assert ask(other)[0] == 200, "another user has limits of its own"
+        assert ask(other)[0] == 200, "each user has separate limits"
         assert sorted(owners(live)) == ["nobody", "nobody", f"uid {UNKNOWN}"]
 
 

@@ -1,7 +1,7 @@
 """What one user sends or plants costs the others a bounded amount of work. Needs root: the users are real ones.
 
 Each test runs a real attack (`tests/support/attacks.py`) against a live broker and asserts causes: what was read, where, and how much was
-done for the attacker before somebody else was answered. `tests/benchmarks/hostile.py` measures the effects at full size.
+done for the attacker before another user was answered. `tests/benchmarks/hostile.py` measures the effects at full size.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Requests in the name of a lease whose record was lost: its own kernel is told what to do, and nobody gets anything by a claim."""
+"""Requests for a lease whose record was lost: its own kernel learns what to do, and a claim gets nothing."""
 
 import json
 import os
@@ -44,7 +44,7 @@ os.wait()
 
 
 class Kernel:
-    """A process that was started for a lease, and talks to the broker by itself."""
+    """A process started for a lease, which calls the broker itself."""
 
     def __init__(self, live: LiveBroker, lease_id: str | None, *, first: str = "") -> None:
         environment = {"PATH": os.environ["PATH"], "JUPYTER_GPU_SOCKET": live.socket}

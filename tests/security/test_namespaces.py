@@ -1,4 +1,4 @@
-"""What a process in namespaces of its own, or in another job, cannot get by what it says of itself."""
+"""What a process in private namespaces, or in another job, cannot get by what it claims."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ import os, pwd
 nobody = pwd.getpwnam("nobody")
 os.setgroups([]); os.setgid(nobody.pw_gid); os.setuid(nobody.pw_uid)
 """
-# After this, the process is in user, pid and mount namespaces of its own, as a user without any right can have them.
+# Then the process is in private user, pid and mount namespaces, as any user can create them.
 UNPRIVILEGED = (
     AS_NOBODY
     + """
@@ -125,7 +125,7 @@ def test_another_workloads_seat_is_refused_from_within_namespaces_too(live: Live
     with job_group() as (job, _), job_group() as (_, elsewhere):
         seat = take(live, job)
         join = JOIN.format(group=str(elsewhere))
-        inside = [*NESTED, "--cgroup"]  # in a cgroup namespace of its own it sees its own group as the root
+        inside = [*NESTED, "--cgroup"]  # in a private cgroup namespace, its group is the root
         with caller(live.socket, first=join, through=inside) as thief:
             status, refused = thief.call(
                 "POST", "/v1/leases", seat.token, {"fraction_milli": 125, "seat": seat.seat_id}

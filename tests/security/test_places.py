@@ -1,6 +1,6 @@
-"""Folders, sockets and files that somebody else prepared: the broker and its clients refuse them, and touch nothing there.
+"""Folders, sockets and files prepared by another user: the broker and its clients refuse them, and touch nothing there.
 
-Needs root: the somebody else is a real user.
+Needs root: the other user is real.
 """
 
 import os

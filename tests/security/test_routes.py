@@ -1,4 +1,4 @@
-"""Every route of the API, tried by everybody who could: nobody gets at what is another's."""
+"""Every route of the API, tried in every role: no user gets at another's."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Who is slow, silent or greedy is cut off after a stated time or told which limit there is, and everybody else is served meanwhile."""
+"""Slow, silent or greedy clients are cut off after a stated time, or refused with the limit, while others are served."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
 
 
 def serves(live: LiveBroker) -> bool:
-    """Whether others are served; where the machine is slow, a question may come too late for so hasty a broker."""
+    """Whether others are served; on a slow machine a question may be too late for a broker this hasty."""
 
     def ask() -> bool:
         try:
@@ -133,7 +133,7 @@ def test_a_follower_who_never_reads_is_cut_off(unread: LiveBroker) -> None:
     async def line_size() -> int:
         return len(msgspec.json.encode(host_status(unread.broker, unread.socket, Viewer())))
 
-    assert unread.on_loop(line_size) > 250_000, "more than a connection holds that nobody reads"
+    assert unread.on_loop(line_size) > 250_000, "more than an unread connection holds"
     with connected(unread) as line:
         line.sendall(b"GET /v1/events HTTP/1.1\r\nHost: b\r\n\r\n")
         application: Any = unread.server.request_callback
@@ -182,7 +182,7 @@ sys.stdin.read()
 
 @contextmanager
 def holding(live: LiveBroker, user: str, lines: int) -> Iterator[dict[str, dict[str, str]]]:
-    """Another user who holds so many connections; what he was answered on the last one."""
+    """Another user with this many connections; the answer on the last one."""
     argv = [sys.executable, "-S", "-c", HOLD, live.socket, user, str(lines)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/") as process:
         assert process.stdin is not None
@@ -278,7 +278,7 @@ def test_users_who_hold_all_their_connections_keep_neither_each_other_nor_an_adm
         first = stack.enter_context(holding(live, "nobody", 5))
         assert first["error"]["code"] == "too-many"
         assert "4 connections to the broker open, and one more was asked for; allowed: 4" in first["error"]["message"]
-        assert "pid" in stack.enter_context(holding(live, "daemon", 4)), "another user has connections of his own"
+        assert "pid" in stack.enter_context(holding(live, "daemon", 4)), "each user has separate connections"
         third = stack.enter_context(holding(live, "games", 1))
         assert "all users may have 8" in third["error"]["message"]
         assert live.is_alive(), "an administrator gets in"
@@ -286,7 +286,7 @@ def test_users_who_hold_all_their_connections_keep_neither_each_other_nor_an_adm
 
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
-    """A broker that takes nobody for an administrator, and has little patience with who is overdrawn."""
+    """A broker without administrators, and with little patience for users who are overdrawn."""
     monkeypatch.setattr(server, "is_admin", lambda *_: False)
     monkeypatch.setattr(server, "COST_WAIT_S", 0.05)
     with live_broker() as live:
@@ -318,7 +318,7 @@ def test_who_asks_too_much_is_told_when_to_ask_again(strict: LiveBroker) -> None
 
 def test_every_request_is_charged_for_its_steps_and_its_bytes(strict: LiveBroker) -> None:
     account = strict.broker.costs.of_user(os.getuid())
-    account._clock = lambda: account._at_s  # nothing is earned meanwhile
+    account._clock = lambda: account._at_s  # nothing is earned in the meantime
 
     def cost(body: bytes) -> float:
         before_s = account._left

@@ -10,7 +10,7 @@ SWAP = SwapSpeed(fixed_ms=100, save_mib_per_s=1000, restore_mib_per_s=2000)
 
 
 def host(count: int = 1, mib: int = 8000, **policy: object) -> Host:
-    """Devices of that size in one pool whose leases are suspended only when somebody needs the room."""
+    """Devices of that size in one pool whose leases are suspended only if another needs the room."""
     devices = tuple(DeviceSpec(device_id=f"d{number}", name="d", memory_mib=mib) for number in range(count))
     names = tuple(device.device_id for device in devices)
     pool = PoolSpec(

@@ -103,7 +103,7 @@ def test_a_static_fraction_keeps_its_room_until_the_session_closes() -> None:
 
 
 def test_a_small_fraction_passes_a_large_one_at_the_door() -> None:
-    # `a` has a half; `b` waits for a whole device, and `c` finds room for an eighth beside `a`
+    # `a` has a half; `b` waits for a whole device, and `c` finds room for an eighth next to `a`
     cells = {"a": 4_000, "b": 8_000, "c": 900}
     trace = [
         Session(name, name, at, HOUR_MS + at, 1, 0, (Cell(at, 1_000, 1, mib, 10),))
@@ -114,7 +114,7 @@ def test_a_small_fraction_passes_a_large_one_at_the_door() -> None:
 
 
 def test_the_best_fit_leaves_room_for_a_whole_device() -> None:
-    # the eighth goes beside the half, not on the empty device that is larger, so the whole one fits there
+    # the eighth goes next to the half, not on the empty device that is larger, so the whole one fits there
     sizes = (900, 3_500, 8_000)
     trace = [Session(f"s{at}", "u", at, HOUR_MS, 1, 0, (Cell(at, 1_000, 1, mib, 10),)) for at, mib in enumerate(sizes)]
     result = run_baseline("static-fraction", host(8000, 8000), trace)

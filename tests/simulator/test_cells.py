@@ -87,7 +87,7 @@ def test_neighbours_slow_each_other_down_only_past_a_whole_device() -> None:
 
 
 def test_lateness_is_the_wait_and_what_neighbours_add() -> None:
-    # alone 10 s each; together U = 2 for as long as both run, so each takes twice as long
+    # alone 10 s each; together U = 2 while both run, so each takes twice as long
     heavy = [session(name, gpu_cell(0, 10_000, mib=900, util=100), close_ms=10_000) for name in "ab"]
     both = simulate(host(), heavy)
     assert both.lateness.cells.ordered == (10_000, 10_000)
@@ -111,7 +111,7 @@ def test_lateness_is_the_wait_and_what_neighbours_add() -> None:
 
 
 def test_a_preempted_cell_is_late_by_the_time_it_was_away() -> None:
-    # `b` is urgent: `a` is saved for it at 10 s, and goes on where it was when `b` has been saved
+    # `b` is urgent: `a` is saved for it at 10 s, and continues where it was when `b` has been saved
     a, b = session("a", gpu_cell(0, 50_000)), session("b", gpu_cell(10_000, 5_000))
     result = simulate(host(min_residency_ms=0, min_residency_swaps_milli=0), [a, replace(b, priority=1)])
     assert result.preemptions == 1
@@ -201,7 +201,7 @@ def test_a_resident_kernel_grows_as_far_as_there_is_room() -> None:
 
 
 def test_a_cell_that_is_preempted_while_it_is_short_of_memory_has_its_whole_patience_again() -> None:
-    # `low` is short beside `long` from 10 s on, gives way to `high` at 40 s, and comes back at 51 s to be short until 100 s
+    # `low` is short next to `long` from 10 s on, gives way to `high` at 40 s, and comes back at 51 s to be short until 100 s
     trace = [
         session("long", gpu_cell(0, 100_000, mib=3_900), close_ms=100_000),
         session("mid", gpu_cell(0, 45_000, mib=900), close_ms=45_000),

@@ -95,7 +95,7 @@ def test_like_devices_admit_more_than_the_same_devices_one_by_one() -> None:
         return count
 
     together, apart = seats(Node(host(4), terms)), seats(Node(host(4, may_move=False), terms))
-    assert together > apart >= 8, "two halves on each device wait for nobody"
+    assert together > apart >= 8, "two halves on each device never wait"
 
 
 @pytest.mark.parametrize("door", list(EngineDoor))

@@ -1,4 +1,4 @@
-"""Many hosts, each simulated by itself: sessions placed beforehand, processes, and figures as of one run over all hosts."""
+"""Many hosts, each simulated separately: sessions placed beforehand, processes, and figures as of one run over all hosts."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ MINUTE_MS = 60_000
 
 
 def host(count: int = 1, mib: int = 81_920, **policy: object) -> Host:
-    """A host with so many devices in one pool."""
+    """A host with this many devices in one pool."""
     names = tuple(f"d{number}" for number in range(count))
     devices = tuple(DeviceSpec(device_id=name, name=f"{mib}", memory_mib=mib) for name in names)
     pool = PoolSpec(name="default", devices=names)
@@ -191,7 +191,7 @@ def test_by_chance_each_session_draws_by_itself_and_large_hosts_have_more() -> N
 
 def test_by_use_memory_that_is_asked_for_counts() -> None:
     trace = [session("large", 0, mib=40_000), *(session(name, at, mib=900) for at, name in enumerate("abcde", 1))]
-    # a half of a device against eighths; of its compute, each is expected to use as much as any other
+    # a half of a device against eighths; each is expected to use the same part of its compute
     assert list(choose_hosts([host(), host()], trace, PlaceRule.USE, 1)) == [0, 1, 1, 1, 0, 1]
 
 
@@ -283,7 +283,7 @@ def test_whole_gpus_that_are_suspended_are_placed_beforehand_too() -> None:
     placed = run_baseline("whole-gpu-suspend", hosts, trace, way=Way(rule=PlaceRule.COUNT))
     assert (placed.name, placed.lost, len(placed.waits.ordered)) == ("whole-gpu-suspend", 0, placed.gpu_cells)
     assert placed != run_baseline("whole-gpu-suspend", hosts, trace)
-    # the others have rules of their own for hosts
+    # the others have separate rules for hosts
     for name in ("reservation", "static-fraction", "time-slice"):
         assert run_baseline(name, hosts, trace, way=Way(rule=PlaceRule.COUNT)) == run_baseline(name, hosts, trace)
 

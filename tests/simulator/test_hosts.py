@@ -28,7 +28,7 @@ SWAP = SwapSpeed(fixed_ms=100, save_mib_per_s=1000, restore_mib_per_s=2000)
 
 
 def host(count: int = 1, mib: int = 8000, **policy: object) -> Host:
-    """A host with so many devices in one pool."""
+    """A host with this many devices in one pool."""
     names = tuple(f"d{number}" for number in range(count))
     devices = tuple(DeviceSpec(device_id=name, name=f"{mib}", memory_mib=mib) for name in names)
     pool = PoolSpec(name="default", devices=names, idle_auto=False)
@@ -136,7 +136,7 @@ def test_baselines_on_one_host_are_what_they_were(name: str) -> None:
 
 
 def test_a_session_goes_where_it_fits_best_and_by_the_other_rule_where_the_most_is_free() -> None:
-    # three quarters of a device each: the third fits beside none, a small one fits beside the first
+    # three quarters of a device each: the third fits next to none, a small one fits next to the first
     trace = [session("a", 0), session("b", 1), session("small", 2, mib=900)]
     assert places([host(), host(), host(2)], trace) == {"a": 0, "b": 1, "small": 0}
     assert places([host(), host(), host(2)], trace, DoorRule.MOST_FREE) == {"a": 2, "b": 2, "small": 0}
@@ -180,7 +180,7 @@ def test_a_session_of_several_gpus_goes_to_a_host_that_has_so_many() -> None:
     assert places([mixed, host(2)], trace) == {"a": 1, "b": 1}  # the devices of a lease are of one kind
 
 
-# -- hosts beside each other ------------------------------------------------------------------------------------------------
+# -- hosts next to each other ------------------------------------------------------------------------------------------------
 
 
 def test_each_host_has_its_own_swap_channel_and_memory() -> None:
@@ -263,7 +263,7 @@ def test_a_baseline_gives_a_session_devices_of_one_host(name: str) -> None:
 
 def test_a_fraction_goes_to_the_device_with_the_least_room_of_all_hosts(tmp_path: Path) -> None:
     trace = [session("a", 0, mib=6000), session("b", 1, mib=3000), session("c", 2, mib=900)]
-    # `a` to the small device; `b` to the large one; `c` beside `a`, where 2,000 MiB are left
+    # `a` to the small device; `b` to the large one; `c` next to `a`, where 2,000 MiB are left
     run_baseline("static-fraction", [host(1, 16_000), host()], trace, record=tmp_path / "run.log")
     moments = [json.loads(line) for line in (tmp_path / "run.log").read_text().splitlines() if '"takes"' in line]
     assert {one["session"]: one["host"] for one in moments} == {"a": 1, "b": 0, "c": 1}

@@ -1,4 +1,4 @@
-"""Devices that leave a simulated run: published lifetimes, what each order saves, and sessions that go on."""
+"""Devices that leave a simulated run: published lifetimes, what each order saves, and sessions that continue."""
 
 import json
 from pathlib import Path
@@ -154,7 +154,7 @@ def lives_ms(life: int = 0, seed: int | None = None) -> int:
 
 
 SEED = next(seed for seed in range(1000) if lives_ms(0, seed) > 600_000 and lives_ms(1, seed) > 1_000_000)
-"""The sessions below see one device go away, and their end comes before that of its replacement."""
+"""The sessions below see one device go away, and end before its replacement does."""
 
 
 def unsaved(result: Result) -> dict[str, int]:

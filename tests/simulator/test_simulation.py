@@ -60,7 +60,7 @@ def test_one_trace_gives_one_result() -> None:
 
 
 def test_a_run_that_cannot_reach_its_goal_is_given_up_at_the_first_cell_too_many() -> None:
-    # beside `b`, 3 of the 40 cells of `a` are some 100 ms late, and the 3 of `b` up to 1 s: of 2 users none may be late
+    # next to `b`, 3 of the 40 cells of `a` are some 100 ms late, and the 3 of `b` up to 1 s: of 2 users none may be late
     cells = [gpu_cell(at * 20_000, 10_000, mib=900, util=10) for at in range(40)]
     rivals = [gpu_cell(at * 20_000, 10_000, mib=900, util=100) for at in range(3)]
     trace = [session("a", *cells), session("b", *rivals)]

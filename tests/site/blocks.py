@@ -1,4 +1,4 @@
-"""Fenced blocks of README and docs: what language each has, and whether it is to be run or says why it is not.
+"""Fenced blocks of README and docs: what language each has, and whether it is run or says why it is not.
 
 A block in a language of `RUN` is run by test_snippets.py, unless a comment right before it gives the reason:
 
@@ -18,7 +18,7 @@ __all__ = ["QUIET", "REASONS", "RUN", "Block", "blocks", "commands", "pages"]
 
 RUN = ("bash", "python", "ipython", "json", "yaml", "toml", "ini")
 QUIET = ("text", "mermaid")
-"""Pictures and output: nothing in them is to be typed."""
+"""Pictures and output: not for typing."""
 REASONS = ("needs a GPU", "needs a cluster", "needs root", "needs the network", "takes ", "tests/")
 _FENCE = re.compile(r"(?P<indent>[ >]*)(?P<fence>```+)(?P<language>\S*)")
 _COMMENT = re.compile(r"<!-- (?:not run: (?P<reason>.+)|(?P<prints>prints)) -->")

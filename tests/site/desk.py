@@ -60,12 +60,12 @@ _PROGRAMS: Final = {
     "program.py": "from cuda.bindings import driver\nprint(driver.cuInit(0))\n",
 }
 _DOES_NOTHING: Final = ("vllm",)
-"""Programs that pages run on a share, and that are not installed here: the share is what is tried."""
+"""Programs that pages run on a share, and that are not installed here: only the share is tested."""
 _KEPT: Final = "import signal\nsignal.sigwait({signal.SIGTERM})\n"
 
 
 _POLICY: Final = "jupyter_gpu_config.py"
-_TEACHING_LAB: Final = "docs/hub.md"  # the page whose policy is that of the example
+_TEACHING_LAB: Final = "docs/hub.md"  # the page with the example's policy
 
 
 class Desk:
@@ -203,7 +203,7 @@ class Desk:
         return done.stdout
 
     def _unending(self, line: str) -> str:
-        """Run a command that goes on until Ctrl-C, until it has said something, and end it as a person does."""
+        """Run a command that continues until Ctrl-C, until it has said something, and end it as a person does."""
         words = tuple(shlex.split(line, comments=True))
         if words in self._served:
             return self._served[words]

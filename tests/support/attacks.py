@@ -2,7 +2,7 @@
 
     python attacks.py NAME[:SIZE] [NAME[:SIZE] ...] --socket PATH
 
-Each attack is a process, in one session for all of them. It prints `attacking` once it is under way and goes on until its standard input
+Each attack is a process, in one session for all of them. It prints `attacking` once it is under way and continues until its standard input
 ends; then it prints what it got, one JSON object. SIZE is explained at each attack; `ATTACKS` has the defaults.
 
 Needs no privileges, and only the standard library and pyzmq (for `iopub`): any user can run it who can read this file.
@@ -123,7 +123,7 @@ class _Line:
         self._left = memoryview(head)
 
     def turn(self, target: Target, events: int, again: bytes, piece: bytes) -> int:
-        """Read and write what can be; return the events to wait for next, without those of reading. Raises OSError when it is over."""
+        """Read and write what is possible; return the events to wait for next, except reading. Raises OSError at the end."""
         with suppress(BlockingIOError):
             if events & ~select.EPOLLOUT:
                 got = self.sock.recv(1 << 16)
@@ -142,7 +142,7 @@ class _Line:
 def flood(
     target: Target, lines: int, head: bytes, *, again: bytes = b"", piece: bytes = b"", reads: bool = True
 ) -> None:
-    """Keep so many connections, for ever. Each sends `head`, then `again` after each reply or `piece` whenever it can."""
+    """Keep this many connections, forever. Each sends `head`, then `again` after each reply or `piece` whenever it can."""
     poll, open_lines = select.epoll(), dict[int, _Line]()
     target.begin()
     while True:
@@ -302,7 +302,7 @@ def environ(target: Target, mib: int) -> None:
 
 
 def environ_lease(target: Target, mib: int) -> None:
-    """A process with such an environment that attaches itself to leases of its own (SIZE 0: 4 GiB, or 1 GiB on a small machine)."""
+    """A process with such an environment that attaches itself to its own leases (SIZE 0: 4 GiB, or 1 GiB on a small machine)."""
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = _large_environment(mib or (4096 if free_bytes > 16 << 30 else 1024))
     target.begin()

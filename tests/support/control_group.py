@@ -16,7 +16,7 @@ JOIN = "import os; open({group!r} + '/cgroup.procs', 'w').write(str(os.getpid())
 
 
 def set_limit(group: Path, mib: int) -> None:
-    """Give the group so much memory, MiB."""
+    """Give the group this much memory, MiB."""
     old = group / "memory.limit_in_bytes"
     (old if old.exists() else group / "memory.max").write_text(str(mib * MIB))
 
@@ -28,7 +28,7 @@ def used_mib(group: Path) -> int:
 
 @contextmanager
 def memory_group(limit_mib: int) -> Iterator[Path]:
-    """A group in which processes have so much memory, no swap, and are killed one by one where it runs out; removed with the block."""
+    """A group in which processes have this much memory, no swap, and are killed one by one where it runs out; removed with the block."""
     version_1, top = _hierarchy()
     group = top / f"jfg-{secrets.token_hex(4)}"
     group.mkdir()
@@ -65,7 +65,7 @@ def job_group(limit_mib: int | None = None) -> Iterator[tuple[str, Path]]:
 
 @contextmanager
 def pod_group(uid: str) -> Iterator[Path]:
-    """A pod's control group, where the kubelet makes it with the driver cgroupfs; removed with the block.
+    """A pod's control group, where a kubelet with the driver cgroupfs creates it; removed with the block.
 
     The group above it stays while another test has a pod there.
     """

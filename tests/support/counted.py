@@ -8,7 +8,7 @@ __all__ = ["calls_of"]
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    """Run the work in this thread; return how many functions it called, those of C included."""
+    """Run the work in this thread; return how many functions it called, including C functions."""
     calls = 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> None:

@@ -1,6 +1,6 @@
-"""Many real kernels in random use: users who run cells, suspend, interrupt, restart, shut down and start anew, until they are told to stop.
+"""Many real kernels in random use: users who run cells, suspend, interrupt, restart, shut down and start again.
 
-Rules: each user has kernels of its own and does one thing after the other, decided by its seed alone; after each thing its kernel is
+Rules: each user has separate kernels and does one thing after the other, decided only by its seed; after each thing its kernel is
 filled with noise, and each look at it must find every byte. The first broken promise stops everybody.
 """
 
@@ -28,7 +28,7 @@ _MEMORY_MIB = DATA_MIB + 2 * CONTEXT_MIB
 # Says when it runs, by the clock that all processes of a machine share.
 _ENDLESS = "import time\nwhile True:\n    print('running', time.monotonic(), flush=True)\n    time.sleep(2)"
 _RUNNING = re.compile(r"running (\S+)")
-# Nobody is suspended for being idle alone: what is at rest stays so, and can be measured.
+# No kernel is suspended only for being idle: it stays at rest, and can be measured.
 _CONFIG = """
 c.GPUBroker.pools = {
     "default": {"oversubscription": 100, "retry_refused": "300ms", "unattached_ttl": "10s", "idle_after": "on-demand"}

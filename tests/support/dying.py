@@ -56,7 +56,7 @@ _WITHOUT_GPU = "This kernel was started without a GPU"
 
 
 class Story:
-    """Two kernels from birth to death on one device: leases, turns, a suspend by hand, a restart, the end. Told as often as needed.
+    """Two kernels from birth to death on one device: leases, turns, a suspend by hand, a restart, the end. Repeatable.
 
     With `keeps`, on a server whose kernels outlive it.
     """
@@ -68,7 +68,7 @@ class Story:
         self.world = world
         self.keeps = keeps
         self.file = world.folder / "failpoint"
-        self.disk_is_full = False  # nobody dies: the broker goes on after a write that failed
+        self.disk_is_full = False  # no process dies: the broker continues after a failed write
         self._excused: tuple[type[Exception], ...] = ()
         self._strikes: deque[Strike] = deque()  # not prepared yet
         self._prepared: Strike | None = None
@@ -171,7 +171,7 @@ class Story:
         """Nothing may be left but one broker, its worker and a server."""
         if self.server.process.poll() is not None:
             self.server = self._new_server()
-        self.world.start_broker()  # it may have died when nobody needed it any more
+        self.world.start_broker()  # it may have died when it was no longer needed
         settled(self.world)
         until(lambda: released(self.world) or None, "every lease and every reservation is gone")
         until(
@@ -182,13 +182,13 @@ class Story:
         until(lambda: not (set(anybody(self.world)) - known - set(workers(self.world))), "no process is left over")
 
     def insist(self, act: Callable[[], object]) -> None:
-        """Do it, and again when it failed because somebody died as was asked for: with the fault gone it must succeed."""
+        """Do it, and repeat it if it failed because of the planned death: without the fault it must succeed."""
         self.go_on()
         for _ in range(_ATTEMPTS):
             try:
                 act()
             except self._excused as error:
-                if self.file.exists():  # nobody has died
+                if self.file.exists():  # no process has died
                     raise
                 self._recover(isinstance(error, KernelDiedError))
             else:
@@ -242,7 +242,7 @@ class Life:
         assert reply.text == "intact\n", f"{reply.status} {reply.error}\n{reply.text}"
 
     def _fill(self, notebook: Notebook) -> None:
-        """Put its bytes on the device. A kernel that says that it has none is restarted, as it advises, and that is to be excused."""
+        """Put its bytes on the device. A kernel without a device is restarted, as it advises, which the checks allow."""
         reply = _run(notebook, fill(self._seed, MIB))
         if reply.status != "ok" and any(_WITHOUT_GPU in shown.get("text/plain", "") for shown in reply.data):
             self._restart()
@@ -310,7 +310,7 @@ def _run(notebook: Notebook, code: str) -> Reply:
 
 
 class _Attentive(Notebook):
-    """The same line, read by somebody who does not wait for a cell of a kernel that is dead."""
+    """The same line, read without waiting for a cell of a dead kernel."""
 
     def __init__(self, notebook: Notebook) -> None:  # a second look at a line that is open
         self.__dict__.update(notebook.__dict__)

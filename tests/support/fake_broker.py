@@ -85,7 +85,7 @@ class FakeBroker:
         self.calls: list[Call] = []
         self.fail: dict[str, FractionalGPUError] = {}
         self.hang_up: dict[str, int] = {}  # route -> how many requests to hang up on
-        self.held: dict[str, threading.Event] = {}  # route -> set to let it go on
+        self.held: dict[str, threading.Event] = {}  # route -> set to let it continue
         self.extra: dict[str, Any] = {}  # fields that this version does not know, added to every reply
         self.lease_fields: dict[str, Any] = {}  # of each lease's status (`tests.support.statuses.changed`)
         self.environment: dict[str, str] = {"CUDA_VISIBLE_DEVICES": ""}
@@ -107,7 +107,7 @@ class FakeBroker:
             lost=False,
             draining=True,
         )
-        self.devices: list[DeviceStatus] = []  # what each further status tells of it
+        self.devices: list[DeviceStatus] = []  # for further statuses
         self.cost: Cost | None = None  # what a lease costs
         self.hung_up: list[str] = []  # routes whose stream the client left
         self._changed = threading.Condition()
@@ -197,7 +197,7 @@ class FakeBroker:
             return left > 0
 
     def answer(self, call: Call, token: str) -> dict[str, Any]:
-        """Carry out one call that is no stream. Raises what is to be answered as an error."""
+        """Carry out one call that is no stream. Raises the error to answer."""
         if call.route in self.fail:
             raise self.fail[call.route]
         match call.route:

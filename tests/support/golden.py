@@ -1,6 +1,6 @@
 """Wording lies in golden files, one for each surface that people read; other tests assert codes and fields.
 
-`tests/run golden` writes the files anew: read the difference as a person who sees these texts for the first time, and commit it.
+`tests/run golden` rewrites the files: read the difference as if you saw these texts for the first time, and commit it.
 """
 
 import os
@@ -25,4 +25,4 @@ def check_golden(file: Path, text: str) -> None:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text, encoding="utf-8")
         pytest.skip(f"{file.name} was written")
-    assert text == file.read_text(encoding="utf-8"), f"`tests/run golden` writes {file.name} anew"
+    assert text == file.read_text(encoding="utf-8"), f"`tests/run golden` rewrites {file.name}"

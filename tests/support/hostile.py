@@ -1,6 +1,6 @@
 """A broker as a machine's service, a user whose programs swap on it, and other users who attack it (`attacks`). Takes root.
 
-PYTHONPATH, if it is set, names the packages that are used: those of any checkout.
+PYTHONPATH, if it is set, names the packages to use, from any checkout.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A real JupyterHub with a real configurable-http-proxy in a world of its own, its users, and their servers and notebooks."""
+"""A real JupyterHub with a real configurable-http-proxy in a private world, its users, and their servers and notebooks."""
 
 import json
 import os
@@ -25,8 +25,8 @@ import json, os
 import jupyterhub.spawner
 from fractional_gpu_hub import configure
 from tests.support.ports import free_ports
-# The hub chooses a port that the system hands out, and its server listens there a second later: a kernel of a test beside this one may
-# have got it meanwhile.
+# The hub chooses a port from the system, and its server listens there a second later: a concurrent test's kernel may have taken it
+# by then.
 jupyterhub.spawner.random_port = lambda: free_ports(1)[0]
 given = json.loads(os.environ["TEST_HUB"])
 c = get_config()
@@ -112,7 +112,7 @@ class HubWorld:
             ],
             "wait": 60,
             "cleanup": False,  # whether a hub that ends takes its users' servers along, as it does by default
-            "before": "",  # statements that configure the spawner and the broker in place of `configure`
+            "before": "",  # statements that configure the spawner and the broker instead of `configure`
             "page": None,  # what `add_page` is given, the port aside; None: no page about the GPUs
             "environment": {name: world.environment[name] for name in kept},
             **more,
@@ -204,7 +204,7 @@ class HubWorld:
             self.stop_proxy()
 
     def _left(self) -> list[int]:
-        """Return servers that nobody ended: processes that have a home of this hub's."""
+        """Return servers that were left running: processes with a home of this hub."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal() and int(entry.name) != os.getpid():
@@ -302,7 +302,7 @@ class HubServer(Server):
         return self.connect(notebook.kernel_id)
 
     def launcher(self) -> list[str]:
-        """Those of our kernels that the launcher shows."""
+        """Our kernels in the launcher."""
         names = self.request("GET", "api/kernelspecs")["kernelspecs"]
         return sorted(name for name in names if name.startswith("fractional-gpu-"))
 

@@ -127,7 +127,7 @@ class NvidiaMode:
     def held(self, call: str, *, late: bool) -> Iterator[Callable[[], object]]:
         """Hold the next such call up, before or after (`late`) what it does; yields what waits until it is held.
 
-        The call goes on when the block ends.
+        The call continues when the block ends.
         """
         before = self._hanging(call)
         fault = self.double.hang(call, late=late)

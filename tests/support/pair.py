@@ -9,11 +9,11 @@ from tests.support.world import Notebook, Server, World, new_world
 __all__ = ["NO_TURNS", "Pair", "new_pair"]
 
 NO_TURNS = "c.GPUBroker.pools = {'default': {'preempt': 'never'}}\n"
-"""The broker's settings where a busy kernel keeps its device for as long as a test wants, not for its turn: 10 s, or 30 swaps."""
+"""Settings with which a busy kernel keeps its device as long as a test wants, instead of its turn of 10 s or 30 swaps."""
 
 
 class Pair:
-    """Two kernels of 3/4 GPU on one device, on a server in a world of their own.
+    """Two kernels of 3/4 GPU on one device, on a server in a private world.
 
     From one test to the next go the processes: the server and, where they still run, the broker and the two kernels. Everything else is
     new: the kernels' variables, the connections to them, the notebooks' folder.

@@ -9,7 +9,7 @@ __all__ = ["COMPLETE_PYTHONPATH", "PYTHONPATH", "QUICK", "ROOT", "SOURCES", "STR
 ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCES: Final = tuple(ROOT / folder for folder in ("provisioner", "kernelext", "hub_spawner"))
 QUICK: Final = ROOT / "tests" / "support" / "quick"
-"""Stands in for packages that take long to import and that nothing here uses."""
+"""Replaces packages that take long to import and are not used here."""
 COMPLETE_PYTHONPATH: Final = os.pathsep.join(str(path) for path in (*SOURCES, ROOT))
 """For benchmarks: with every package that a user's processes import."""
 PYTHONPATH: Final = os.pathsep.join((COMPLETE_PYTHONPATH, str(QUICK)))

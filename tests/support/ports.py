@@ -12,9 +12,9 @@ _PARTS = 16
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports below those that the system gives away by itself.
+    """Ports below the range from which the system chooses.
 
-    Until they are used no other test takes them: each process of `pytest -n` has a part of them of its own, up to sixteen processes.
+    Until they are used no other test takes them: each process of `pytest -n` has a separate part, up to sixteen processes.
     """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     first, each = lowest // 3, (lowest - lowest // 3) // _PARTS

@@ -37,7 +37,7 @@ def _rob(server: tuple[str, int], port: int) -> socket.socket | None:
                 if thief.getsockname()[1] == port:
                     return thief
             thief.close()
-    thief = socket.socket()  # an older Linux: what a port that is given to whoever asks would look like
+    thief = socket.socket()  # an older Linux: as if the port were given to any process that asks
     try:
         thief.bind((server[0], port))
     except OSError:

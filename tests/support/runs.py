@@ -39,7 +39,7 @@ server.serve_forever()
 
 
 class Run:
-    """One `jupyter gpu run` in a process of its own, with pipes."""
+    """One `jupyter gpu run` in a separate process, with pipes."""
 
     def __init__(self, world: World, name: str, *words: str) -> None:
         """Start it; `words` are its options and, after `--`, what it runs."""

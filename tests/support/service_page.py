@@ -1,4 +1,4 @@
-"""Somebody in front of the hub's page about its GPUs: cookies, the XSRF token of the page, and the acts that its script asks for."""
+"""A user at the hub's page about its GPUs: cookies, the page's XSRF token, and the actions of its script."""
 
 import http.client
 import json

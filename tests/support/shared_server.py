@@ -82,7 +82,7 @@ def _empty(folder: Path) -> None:
         for path in place.iterdir():
             if path not in kept:
                 _remove(path)
-    (folder / "server.err").write_bytes(b"")  # the server goes on at its end: it appends
+    (folder / "server.err").write_bytes(b"")  # the server continues at its end: it appends
 
 
 def _remove(path: Path) -> None:

@@ -1,9 +1,9 @@
-"""A real Slurm of two nodes on this machine: Debian's slurmctld, slurmd and munged in a folder of their own, ended with the block.
+"""A real Slurm of two nodes on this machine: Debian's slurmctld, slurmd and munged in a separate folder, ended with the block.
 
 - All daemons run as this user. As root the nodes may have control groups (`constrained`); without root they have none.
 - A daemon's output goes into files: a pipe that it inherits would never be closed.
 - No systemd: each daemon forks into the background, and its pid file names it.
-- A node is a slurmd with a name, ports and a spool of its own. `Node.run` is where its broker listens and its seats lie.
+- A node is a slurmd with a name, separate ports and a separate spool. `Node.run` has its broker's socket and its seats.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Slurm's accounting database on this machine: Debian's slurmdbd and mariadbd in a folder of their own, for `tests/run slurmdbd`."""
+"""Slurm's accounting database on this machine: Debian's slurmdbd and mariadbd in a separate folder, for `tests/run slurmdbd`."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ class Accounting:
         return _SLURM.format(port=self._port, munge=munge)
 
     def begin(self, munge: Path, environment: Mapping[str, str]) -> None:
-        """Start slurmdbd, which reads its configuration beside slurm.conf; a second cluster finds it running."""
+        """Start slurmdbd, which reads its configuration next to slurm.conf; a second cluster finds it running."""
         if self._environment:
             return
         self._environment = dict(environment)

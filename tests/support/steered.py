@@ -1,4 +1,4 @@
-"""What people and administrators do to a kernel and to devices, told while somebody dies: see `tests.support.dying`."""
+"""What users and administrators do to kernels and devices while a process dies: see `tests.support.dying`."""
 
 import signal
 import socket
@@ -44,7 +44,7 @@ _ATTEMPTS = 3
 
 
 class SteeredStory(Story):
-    """One kernel and two devices: pins, sizes, moves, emptied and lost devices, seats, a pool's keys, and a broker that is started anew."""
+    """One kernel and two devices: pins, sizes, moves, emptied and lost devices, seats, a pool's keys, and a restarted broker."""
 
     simulate = "2x128MiB"
     config = (
@@ -66,7 +66,7 @@ class SteeredStory(Story):
         life.end()
 
     def steer(self, act: Callable[[SeatClient], T], *, ended: bool = False) -> T | None:
-        """Do it; if somebody died meanwhile, once more, which must succeed. With `ended`, a lease that is over then is as good.
+        """Do it; if a process died, do it again, which must succeed. `ended`: a lease that has ended then is fine, too.
 
         On a full disk what takes an operation (a suspend, a move, another size) is refused, and asked for again at rest.
         """
@@ -76,7 +76,7 @@ class SteeredStory(Story):
                 with SeatClient(self.world.socket) as client:
                     return act(client)
             except (BrokerUnavailableError, InternalBrokerError):
-                if self.file.exists():  # nobody has died
+                if self.file.exists():  # no process has died
                     raise
                 self.start_broker()
             except FractionalGPUError as error:
@@ -158,17 +158,17 @@ class SteeredStory(Story):
         life.live()
 
     def _truth_is_looked_for(self, life: Life) -> None:
-        """The broker dies in a checkpoint that its worker goes on with: the next one cannot know what is true before that is over."""
+        """The broker dies in a checkpoint that its worker continues with: the next one cannot know what is true before that is over."""
         with stopped_or_traced(self.world, "checkpoint", "hang"):
             cell = self._suspended_until_held(life)
             kill_all(brokers(self.world))
             self.start_broker()
-            self._await(lambda client: self._lease(client, life).state == "quarantined", "nobody knows what is true")
+            self._await(lambda client: self._lease(client, life).state == "quarantined", "its state is unknown")
         life.line().wait(cell)
         life.live()
 
     def _suspended_until_held(self, life: Life) -> str:
-        """Have a cell ask for the suspend, and wait until that is held up; ask once more if the broker died before. Returns the cell."""
+        """Request the suspend from a cell, and wait until it is held up; repeat it if the broker died before. Returns the cell."""
         armed = self.file.exists()
         cell = life.line().send("%gpu suspend")
         until(

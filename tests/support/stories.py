@@ -27,7 +27,7 @@ while True: pass
 
 
 def fill(seed: int, mib: int = 4) -> str:
-    """Code that puts so many MiB of noise on the device as `buffer` and keeps its digest."""
+    """Code that puts this many MiB of noise on the device as `buffer` and keeps its digest."""
     return f"""
 import hashlib, random
 from fractional_gpu.gpu.simulated import cuda

@@ -14,7 +14,7 @@ from fractional_gpu.gpu.simulated.store import MIB
 
 
 def main(arguments: list[str]) -> int:
-    """Hold the memory until standard input ends; 1 when it cannot be had, 2 for arguments that are not understood."""
+    """Hold the memory until standard input ends; 1 when it cannot be had, 2 for wrong arguments."""
     if len(arguments) != 3 or not arguments[2].isdigit() or int(arguments[2]) < 1:
         sys.stderr.write("usage: stranger DIRECTORY DEVICE MIB (1 or more)\n")
         return 2

@@ -1,6 +1,6 @@
-"""Stands in for the package cuda-bindings in other processes: what `install` makes comes first on their PYTHONPATH.
+"""Replaces the package cuda-bindings in other processes: `install` puts it first on their PYTHONPATH.
 
-The calls are FakeDriver's. `cuInit` answers what the file `cuInit` beside the package says, success without one, and writes down the
+The calls are FakeDriver's. `cuInit` answers what the file `cuInit` next to the package says, success without one, and writes down the
 environment that the driver's library would read then: the process's own copy, not Python's.
 """
 
@@ -55,9 +55,9 @@ def install(folder: Path) -> str:
 
 def answer(folder: Path, number: int) -> None:
     """Have `cuInit` answer this number from now on."""
-    beside = folder / "cuInit.new"
-    beside.write_text(str(number))
-    beside.replace(folder / "cuInit")
+    fresh = folder / "cuInit.new"
+    fresh.write_text(str(number))
+    fresh.replace(folder / "cuInit")
 
 
 def environments(folder: Path) -> dict[int, Mapping[str, str]]:

@@ -1,4 +1,4 @@
-"""A user whose programs take turns on simulated devices, and who asks the broker whether it is there, meanwhile: what others' attacks hit.
+"""A user whose programs take turns on simulated devices, and who keeps calling the broker: the victim of other users' attacks.
 
     python -P swapping_user.py --socket PATH [--programs 2] [--threads 1]
 

@@ -102,7 +102,7 @@ def new_broker(world: World, old: int | None) -> int:
 
 @contextmanager
 def stopped_or_traced(world: World, operation: str, fault: str) -> Iterator[None]:
-    """Let the next such operation be held up by the fault; what is held goes on when the block ends."""
+    """Let the next such operation be held up by the fault; what is held continues when the block ends."""
     number = faults.inject(world.simulated_folder, operation, fault)
     try:
         yield
@@ -141,7 +141,7 @@ def is_settled(lease: LeaseStatus) -> bool:
 
 
 def check_books(status: HostStatus) -> None:
-    """Reservations are exactly those of resident leases, and fit."""
+    """Exactly the resident leases have reservations, and they fit."""
     for device in status.devices:
         mine = [
             lease for lease in status.leases if lease.lease.device_id == device.device_id and lease.state == "resident"

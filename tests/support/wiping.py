@@ -125,7 +125,7 @@ def play(case: Case, stage: Stage) -> Outcome:
             _bring_back(world, notebook, commands)
         took_s = time.monotonic() - begun_s
         states = {lease.kernel_id: lease.state for lease in world.status().leases}
-        assert set(states) >= {notebook.kernel_id for notebook in notebooks}, f"status tells of {states}"
+        assert set(states) >= {notebook.kernel_id for notebook in notebooks}, f"status has {states}"
         _check_put_back(world, case)
         return Outcome(took_s=took_s, commands=tuple(commands))
     except BaseException:
@@ -134,7 +134,7 @@ def play(case: Case, stage: Stage) -> Outcome:
 
 
 def _suspend(world: World, notebook: Notebook) -> None:
-    """Suspend the kernel if the other one has not made it leave: a lease whose size was lost may fit beside the other."""
+    """Suspend the kernel if the other one has not made it leave: a lease whose size was lost may fit next to the other."""
     lease = world.lease(notebook.kernel_id)
     if lease.state == "resident":
         with world.client() as client:
@@ -166,7 +166,7 @@ def _named(reply: Reply) -> str:
 
 @contextmanager
 def _moment(world: World, notebook: Notebook, moment: str) -> Iterator[None]:
-    """The moment of the wiping; a swap begins before the block, and may go on after it."""
+    """The moment of the wiping; a swap begins before the block, and may continue after it."""
     if moment == "rest":
         yield
         return
@@ -201,7 +201,7 @@ def _wipe(world: World, kind: str) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Remove it; a broker that lives may put something back meanwhile."""
+    """Remove it; a broker that lives may put something back in the meantime."""
     with suppress(OSError):
         shutil.rmtree(path)
 

@@ -1,4 +1,4 @@
-"""A private world for end-to-end tests: Jupyter's folders, a simulated host, a broker that starts by itself, and nothing left behind."""
+"""A private world for end-to-end tests: Jupyter's folders, a simulated host, a broker that starts automatically, no leftovers."""
 
 import io
 import json
@@ -75,7 +75,7 @@ class World:
 
     @classmethod
     def new(cls, simulate: str = "1x1GiB") -> Self:
-        """A world in a folder of its own, to be closed. Its path is short: UNIX sockets allow 107 bytes."""
+        """A world in a separate folder, to be closed. Its path is short: UNIX sockets allow 107 bytes."""
         return cls(Path(tempfile.mkdtemp(prefix="jfg-")), simulate)
 
     @property
@@ -264,7 +264,7 @@ def new_world(simulate: str = "1x1GiB") -> Iterator[World]:
 
 
 class Server:
-    """A real Jupyter server in a process of its own, driven over HTTP and websockets."""
+    """A real Jupyter server in a separate process, driven over HTTP and websockets."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class Server:
                     f"--ServerApp.jpserver_extensions={dict(extensions)}",
                     f"--IdentityProvider.token={self.token}",
                     f"--ServerApp.root_dir={world.notebooks}",
-                    # A test reads a notebook's websocket when it wants to know something; until then nobody answers pings.
+                    # A test reads a notebook's websocket only when it needs something; until then pings get no answer.
                     "--ServerApp.tornado_settings={'ws_ping_interval': 0}",
                     *arguments,
                 ],
@@ -448,7 +448,7 @@ class Notebook:
         replied = idle = False
         while not (replied and idle):
             message = json.loads(self.socket.recv())
-            if (message.get("parent_header") or {}).get("msg_id") != msg_id:  # xeus: null for what nobody asked for
+            if (message.get("parent_header") or {}).get("msg_id") != msg_id:  # xeus: null without a request
                 continue
             yield message
             replied = replied or message["header"]["msg_type"].endswith("_reply")
@@ -530,7 +530,7 @@ class Notebook:
         self.server.request("POST", f"api/kernels/{self.kernel_id}/interrupt")
 
     def restart(self) -> None:
-        """Restart the kernel, and connect anew as JupyterLab does: the old connection may miss what the new process publishes first."""
+        """Restart the kernel, and connect again as JupyterLab does: the old connection may miss what the new process publishes first."""
         self.server.request("POST", f"api/kernels/{self.kernel_id}/restart")
         self.socket.close()
         self.socket = self._connected()

@@ -19,7 +19,7 @@ def rooms() -> Iterator[Path]:
 
 
 def sentence(room: Path) -> str:
-    """The first paragraph of what the room says of itself."""
+    """The first paragraph of the room's docstring."""
     text = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
     return " ".join(text.split("\n\n")[0].split())
 

@@ -28,7 +28,7 @@ def read(name: str) -> Any:  # noqa: ANN401 - nbformat has no types
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The helper beside the notebooks, imported as they import it."""
+    """The helper next to the notebooks, imported as they import it."""
     spec = importlib.util.spec_from_file_location("device", examples_dir() / "device.py")
     assert spec is not None
     assert spec.loader is not None

@@ -73,7 +73,7 @@ def test_an_error_is_exit_code_1_and_does_not_end_the_other_checks(
 def test_a_user_without_a_home_folder_gets_findings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """As in a container that runs as a uid of its own choice."""
+    """As in a container that runs as a uid of its choice."""
     for name in [name for name in os.environ if name == "HOME" or name.startswith(("JUPYTER_", "XDG_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)

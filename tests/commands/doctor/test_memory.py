@@ -1,4 +1,4 @@
-"""Huge pages and memory nodes: what the doctor reads from /sys and says of it, with a reason and something to do."""
+"""Huge pages and memory nodes: what the doctor finds in /sys, with a reason and something to do."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def device(index: int, memory_mib: int) -> DeviceInfo:
 
 
 def machine(sys: Path, nodes: list[int], near: dict[str, int]) -> Path:
-    """A machine with so much memory on each node, MiB, and devices on the bus near to nodes."""
+    """A machine with this much memory on each node, MiB, and devices on the bus near to nodes."""
     for number, mib in enumerate(nodes):
         folder = sys / f"devices/system/node/node{number}"
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What the doctor says of drivers and devices, told by a double of NVML."""
+"""What the doctor finds about drivers and devices, with a double of NVML."""
 
 import subprocess
 from pathlib import Path

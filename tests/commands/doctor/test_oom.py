@@ -1,4 +1,4 @@
-"""What the doctor says of swap and of the out-of-memory killer, with a reason and something to do."""
+"""What the doctor finds about swap and the out-of-memory killer, with a reason and something to do."""
 
 import os
 import subprocess

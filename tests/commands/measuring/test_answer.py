@@ -1,4 +1,4 @@
-"""What is said of findings: sentences with their intervals, JSON that any reader takes, and a picture."""
+"""How findings are reported: sentences with their intervals, JSON that any reader takes, and a picture."""
 
 import json
 import xml.etree.ElementTree as ET

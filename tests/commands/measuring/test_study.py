@@ -1,4 +1,4 @@
-"""What a study measures, when it stops, and that its intervals contain the truth as often as they say, with noise and beside others."""
+"""What a study measures, when it stops, and that its intervals contain the truth as often as claimed, with noise and with neighbours."""
 
 import math
 import random
@@ -30,7 +30,7 @@ MOST_ROUNDS = 40  # a time limit
 
 
 def truth(setting: Setting, use_milli: int) -> float:
-    """How many times as long as alone a unit takes beside equals, by the model of the simulated device."""
+    """How much longer a unit takes next to equal neighbours than alone, by the model of the simulated device."""
     return slowed_milli(use_milli, stretch_milli([use_milli] * setting.tenants)) / 1000
 
 

@@ -20,7 +20,7 @@ os.fork()
 os.write(1, b"%d\\n" % os.getpid())
 while True: time.sleep(60)
 """
-"""Each process writes its line at once: where output is not buffered, `print` writes the end of the line by itself."""
+"""Each process writes its line in one call: unbuffered, `print` would write the end of the line separately."""
 
 
 def start(program: str, output: Path) -> RunningCommand:

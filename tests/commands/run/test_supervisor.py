@@ -1,4 +1,4 @@
-"""A lease is followed for as long as it lives, whatever its broker answers meanwhile."""
+"""A lease is followed until it ends, whatever its broker answers until then."""
 
 import os
 from functools import partial

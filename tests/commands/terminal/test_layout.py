@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 
 
 def hostile(message: Any) -> Any:  # noqa: ANN401 - any message, with every text in it replaced
-    """Return the message with a hostile text in the place of every text that has no meaning to the program."""
+    """Return the message with every text that has no meaning to the program replaced by a hostile one."""
     changed: dict[str, object] = {}
     for name in message.__struct_fields__:
         value = getattr(message, name)

@@ -179,7 +179,7 @@ def test_a_broker_that_hears_by_itself_that_python_runs_gets_no_pulse(
         stream.command(GateVerb.CLOSE, 1)
         assert broker.answer_to(1) == "closed"
         so_far = len(broker.words())
-        for number in range(2, 12):  # for as long as several pulses would take
+        for number in range(2, 12):  # longer than several pulses take
             threading.Event().wait(limits.PULSE_S)
             stream.command(GateVerb.CLOSE, number)
             assert broker.answer_to(number) == "closed"

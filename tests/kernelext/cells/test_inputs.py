@@ -1,4 +1,4 @@
-"""A cell that waits for input is paused, told of, and enters the gate anew: whichever thread asks, and however the wait ends."""
+"""A cell that waits for input is paused and reported, and enters the gate again, from any thread, however the wait ends."""
 
 import threading
 from collections.abc import Callable, Sequence

@@ -261,7 +261,7 @@ def test_a_cpu_cell_needs_no_ticket_when_another_such_cell_beside_it_has_ended(
     request = cpu_cell_at(kernel, folder / "fifo")
     kernel.finish(kernel.send_with_header("%gpu help", subshell_id=subshell))
     broker.stream("gate").command(GateVerb.LIMIT, 5)
-    assert broker.answer_to(5) == "done"  # comes behind all that was said of the cells
+    assert broker.answer_to(5) == "done"  # comes after all reports of the cells
     assert set(broker.words()) == {"exempt"}
     (folder / "fifo").write_text("")
     kernel.finish(request)
@@ -357,7 +357,7 @@ def test_a_kernel_starts_the_broker_that_its_folder_names(folder: Path) -> None:
         assert started.exists()
         assert (name, "no GPU driver is loaded" in message) == ("InputRejected", True), message
         started.unlink()
-        assert "goes on" not in "".join(kernel.run("%gpu").shown)
+        assert "keeps working" not in "".join(kernel.run("%gpu").shown)
         assert not started.exists(), "looking does not start a broker"
 
 
@@ -578,7 +578,7 @@ def test_a_task_that_blocks_the_main_loop_of_a_suspended_kernel_has_the_gpu_aske
             gate.send(GateCommand(verb=""))
         acquire = broker.stream("acquire", 2)
         kernel.until_shown(started, "A task of this notebook blocks the kernel, perhaps in a GPU call")
-        broker.grant_at_once = True  # for the cell, where the task ends before this grant is read
+        broker.grant_at_once = True  # for the cell, if the task ends before this grant is read
         acquire.granted()
     assert kernel.finish(request).printed == "answers\n"
     gate.command(GateVerb.CLOSE, 6)
@@ -656,7 +656,7 @@ def test_a_subshell_waits_without_signals_and_shares_the_ticket(kernel: RunningK
     kernel.until_shown(in_subshell, "busy")
     in_main = kernel.send("print('main')")
     kernel.until_shown(in_main, "busy")
-    kernel.interrupt()  # ends the main wait only: the ticket stays while somebody waits
+    kernel.interrupt()  # ends only the main wait: the ticket stays while a cell waits
     assert kernel.finish(in_main).error[0] == "KeyboardInterrupt"
     stream.granted()
     assert kernel.finish(in_subshell).printed == "subshell\n"
@@ -698,7 +698,7 @@ def test_a_kernel_that_cannot_call_its_broker_any_more_obeys_and_is_let_in_by_it
     stream = broker.stream("gate")
     stream.command(GateVerb.CLOSE, 5)
     assert broker.answer_to(5) == "closed"
-    # ipykernel's thread for output opens a socket of its own with the first output, which it could not do later.
+    # ipykernel's thread for output opens a separate socket with the first output, which it could not do later.
     assert kernel.run("%%cpu\nprint()").printed == "\n"
     assert kernel.run(f"%%cpu\n{breaks}").status == "ok"
     request = kernel.send("print('on')")

@@ -184,7 +184,7 @@ def test_of_commands_that_contradict_each_other_the_later_one_wins(
     request = kernel.send(f"%gpu {earlier}\n%gpu {later}")
     kernel.until_shown(request, f"%gpu {later.split(maxsplit=1)[0]} came later, and the later command counts.")
     kernel.finish(request)
-    kernel.run("%gpu")  # what was to be asked after the first cell has had its chance
+    kernel.run("%gpu")  # what the first cell's end should have sent would have arrived by now
     assert not {"suspend", "unpin"} & set(broker.routes())
     request = kernel.send(f"%gpu pin\n%gpu {earlier}")
     kernel.until_shown(request, "this kernel holds no GPU memory" if earlier == "suspend" else "Released:")
@@ -345,7 +345,7 @@ def test_an_urgent_notice_does_not_go_beneath_a_subshells_cell_that_has_ended(
     gate.send(GateCommand(verb=GateVerb.NOTICE, number=1, sentence="The GPU goes away in 2 min.", urgent=True))
     gate.send(GateCommand(verb=GateVerb.NOTICE, number=2, sentence="This kernel uses more than its cap."))
     assert (broker.answer_to(1), broker.answer_to(2)) == ("done", "done")
-    kernel.send_with_header("go_on.set()", subshell_id=subshell)  # its reply may come after that of the other cell
+    kernel.send_with_header("go_on.set()", subshell_id=subshell)  # its reply may come after the other cell's
     assert "[gpu] The GPU goes away in 2 min." in kernel.finish(in_main).shown
 
 
@@ -468,7 +468,7 @@ def test_a_notebook_for_a_share_runs_to_its_end_on_a_kernel_without_one(folder: 
 def test_a_kernel_whose_token_is_gone_or_damaged_asks_without_one(
     folder: Path, broker: ScriptedBroker, content: bytes | None
 ) -> None:
-    """The broker knows it by its process: nobody is asked to restart a kernel for a file."""
+    """The broker identifies its process, so that a lost file needs no restart of the kernel."""
     environment = kernel_environment(folder, broker.path)
     if content is None:
         (folder / "token").unlink()

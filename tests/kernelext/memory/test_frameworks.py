@@ -1,4 +1,4 @@
-"""What frameworks' allocators hold is told where it is known of all of them, and not guessed where it is not."""
+"""What frameworks' allocators hold is reported if it is known of all of them, and never guessed."""
 
 import sys
 from types import ModuleType, SimpleNamespace

@@ -112,7 +112,7 @@ def test_bitsandbytes_paged_optimizers_are_told_of_when_they_allocate(
     assert managed.reason() == told[0]
 
 
-# rmm 26.10.0, and how cudf-polars 26.10.2 sets a resource for as long as a query runs, which outlives it with all that it holds.
+# rmm 26.10.0; cudf-polars 26.10.2 sets a resource while a query runs, and the resource outlives the query with all that it holds.
 RMM = {
     "rmm/__init__.py": "from rmm import mr\nfrom rmm.rmm import reinitialize\n",
     "rmm/mr/__init__.py": "from rmm.pylibrmm.memory_resource import *\n",

@@ -1,4 +1,4 @@
-"""Keeps the code of dataclasses' methods between processes: `dataclasses` compiles it anew in each one, some thousand times in a broker.
+"""Keeps the code of dataclasses' methods between processes: `dataclasses` compiles it again in each one, some thousand times in a broker.
 
 That takes a quarter of the time in which a broker loads, and the tests start hundreds of them. This file, run as a script, writes the code
 for its interpreter; what is not there is compiled as always, so old code only costs time.

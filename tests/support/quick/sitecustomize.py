@@ -33,7 +33,7 @@ if not _JUPYTER.isdisjoint(_STARTED):
 
 
 def _begin_collecting_later(objects: int) -> None:
-    """Collect no garbage before that many objects: those of imports all stay, and finding that again and again takes a tenth of a start."""
+    """Collect no garbage before that many objects: imported objects all stay, and checking them repeatedly takes a tenth of a start."""
     usual = gc.get_threshold()
 
     def collect_as_usual(_phase: str, _info: object) -> None:
@@ -90,6 +90,6 @@ elif "jupyterhub" in _STARTED:
 if any(
     option == "-m" and name.startswith("fractional_gpu.") for option, name in itertools.pairwise(sys.orig_argv[1:5])
 ):
-    import kept_dataclasses  # type: ignore[import-not-found]  # beside this file
+    import kept_dataclasses  # type: ignore[import-not-found]  # next to this file
 
     kept_dataclasses.use()
