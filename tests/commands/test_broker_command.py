@@ -59,7 +59,7 @@ def test_in_the_background_it_says_that_a_broker_which_serves_already_keeps_its_
         socket = str(live.socket)
         assert main(["broker", "--detach", "--socket", socket, "--idle-exit", "1m"]) == 0
         said = capsys.readouterr().err
-        assert f"process {os.getpid()}, serves on {socket} already and keeps the options that it has" in said
+        assert f"process {os.getpid()}, already serves on {socket} and keeps its options" in said
         assert f"`jupyter gpu broker --stop --socket {socket}`" in said
         assert main(["broker", "--detach", "--socket", socket]) == 0
         assert capsys.readouterr().err == ""

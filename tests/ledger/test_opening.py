@@ -92,7 +92,7 @@ def test_garbage_is_refused(path: Path) -> None:
 def test_an_empty_file_is_refused_not_filled(path: Path) -> None:
     path.parent.mkdir()
     path.touch()
-    _assert_refused_untouched(path, r"is empty \(zero bytes\); it was left as it is: put a backup")
+    _assert_refused_untouched(path, r"is empty \(zero bytes\); it is unchanged: put a backup")
 
 
 def test_a_destroyed_page_is_found_before_it_is_believed(kept: Path) -> None:

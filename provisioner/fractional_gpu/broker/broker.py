@@ -447,7 +447,7 @@ class Broker:
         kernel.notify()
 
     def end_burst(self, kernel: Kernel) -> None:
-        """Give a lease whose process ended within a burst its own size back: no request of the kernel does so any more."""
+        """Give a lease whose process ended within a burst its size back: the kernel can no longer request it."""
         if kernel.requests.size_before_burst is not None:
             own_size, kernel.requests.size_before_burst = kernel.requests.size_before_burst, None
             self.dispatch(replace(own_size, at_ms=now_ms()))

@@ -60,7 +60,7 @@ class Account:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the reserve is spent, too, so that nothing of the account is read. Asked at each read, so it costs little."""
+        """Whether the reserve is spent, so that nothing of the account is read. Must be cheap: each read asks it."""
         return self._left < 0 and not self._exempt and self.left_s <= -COST_RESERVE_S
 
     @property

@@ -35,7 +35,7 @@ def is_service_socket(path: str) -> bool:
 
 
 def claim_address(path: str) -> bytes:
-    """Return the abstract address at which a socket's broker listens, too. Links are not followed: one may replace a deleted folder."""
+    """Return the abstract address at which a socket's broker also listens. Links are not followed: one may replace a deleted folder."""
     digest = hashlib.sha256(os.fsencode(Path(path).absolute())).hexdigest()
     return f"\0jupyter-gpu-broker-{digest[:32]}".encode("ascii")
 

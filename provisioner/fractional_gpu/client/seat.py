@@ -91,7 +91,7 @@ def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | Non
 
 
 class SeatClient(BrokerClient):
-    """A client that has a hub's routes, too. Each of these raises ForbiddenError for a peer that is no administrator."""
+    """A client that also has a hub's routes, which raise ForbiddenError for a peer that is no administrator."""
 
     def offers(self, request: OfferRequest) -> Offers:
         """Return what each pool offers one user now."""

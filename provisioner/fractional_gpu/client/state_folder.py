@@ -122,7 +122,7 @@ def _spare_base() -> Path:
 
 
 def node_name() -> str:
-    """Return a constant name for this host. Nodes that boot one image may have one machine id; so the host's name counts, too."""
+    """Return a constant name for this host: machine id and host name, since nodes that boot one image may share the id."""
     return _hashed(f"jupyter-gpu {_machine_id()} {socket_module.gethostname()}")
 
 
@@ -132,7 +132,7 @@ def _host() -> str:
 
 
 def _machine_id() -> str:
-    """Return the machine's id; empty where it has none, or none yet (machine-id(5): `uninitialized` in images)."""
+    """Return the machine's id; empty if it has none, or none yet (machine-id(5): `uninitialized` in images)."""
     try:
         identity = _MACHINE_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):

@@ -119,7 +119,7 @@ def _about_unused_options(options: argparse.Namespace, given: BrokerOptions) -> 
     except FractionalGPUError:
         return ""
     return (
-        f"note: a broker, process {pid}, serves on {path} already and keeps the options that it has; "
+        f"note: a broker, process {pid}, already serves on {path} and keeps its options; "
         f"to give it others, end it with `jupyter gpu broker --stop --socket {path}`, then run this command again"
     )
 

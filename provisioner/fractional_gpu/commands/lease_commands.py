@@ -300,7 +300,7 @@ def _find_left(word: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
     ):
         left = ", ".join(str(process.pid) for lease in leases for process in lease.left) or "none"
         raise CommandError(
-            f"process {word} is none that a kernel of yours left behind; there are: {left} (see `jupyter gpu status`)"
+            f"no kernel of yours left process {word} behind; there are: {left} (see `jupyter gpu status`)"
         )
     return find_lease(word, leases)
 

@@ -78,7 +78,7 @@ class Pool(HasTraits):
     foresight = Setting(
         values.choice(Foresight), "free", "displace", to="foresight",
         help="What is done for a suspended kernel whose next cell is expected, because a person types in its notebook, or by its "
-        "habits: 'free': it comes back where there is room; 'displace': idle kernels that are expected later make room for "
+        "habits: 'free': it comes back if there is room; 'displace': idle kernels that are expected later make room for "
         "it; 'off': nothing.",
     )
     foresight_swap = Setting(

@@ -95,7 +95,7 @@ class JobKeeper:
             if (job := jobs[seat_id]) not in running:
                 client.release_seat(seat_id)
                 self._files.remove(job)
-                self._say(f"job {job} has ended: its seat, which its Epilog left, has ended, too")
+                self._say(f"job {job} has ended: its seat, which its Epilog left, has also ended")
 
     def _keep_figures(self, now: int, client: SeatClient, seats: list[SeatStatus], comment_ms: int) -> None:
         ours = {job: seat for seat in seats if (job := job_of(seat)) is not None}

@@ -105,7 +105,7 @@ async def _probe_process(
     try:
         answer = await _read_line(process, _START_S)
         if answer != "ready":
-            raise RuntimeError(f"no device memory could be had for it: {answer.removeprefix('failed: ') or 'it ended'}")
+            raise RuntimeError(f"it got no device memory: {answer.removeprefix('failed: ') or 'it ended'}")
         yield process
     finally:
         exempt_pids.discard(process.pid)

@@ -486,7 +486,7 @@ def _class_for(kind: type[FractionalGPUError]) -> _Factory:
     class StartError(kind, HTTPError):  # type: ignore[misc, valid-type] # the class is known at run time only
         def __init__(self, message: str, reason: str) -> None:
             HTTPError.__init__(self, status, message)
-            self.reason = reason  # the reply's status line has it, too: "409 no-room"
+            self.reason = reason  # also in the reply's status line: "409 no-room"
             self._text = message
 
         def __str__(self) -> str:

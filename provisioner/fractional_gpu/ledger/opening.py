@@ -31,7 +31,7 @@ def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerErr
     """`remedy` None: restore a backup, or set the file aside."""
     if remedy is None:
         remedy = (
-            f"it was left as it is: put a backup in its place, or set it aside with `{set_aside_command(path)}`; the next broker then "
+            f"it is unchanged: put a backup in its place, or set it aside with `{set_aside_command(path)}`; the next broker then "
             "takes the kernels that live back, suspended ones too"
         )
     return LedgerError(f"the ledger {path} {wrong}; {remedy}")
@@ -174,7 +174,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _check_names(path: Path) -> None:
-    """Check that neither the ledger nor its logs have a second name: a write would change that file, too. Raises LedgerError."""
+    """Check that neither the ledger nor its logs have a second name: a write would also change that file. Raises LedgerError."""
     for one in (path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm", "-journal")):
         names = os.lstat(one).st_nlink if os.path.lexists(one) else 0
         if names > 1:

@@ -56,7 +56,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     simulated: bool
     scope: str  # whose figures these are: `all`, `group` or `own`
     devices: dict[str, str] = {}  # names, by id, of those that the broker has now
-    carbon: str = ""  # where the carbon figures come from, a sentence; empty: there are none
+    carbon: str = ""  # a sentence about the source of the carbon figures, or ""
     note: str = ""  # what is missing, a sentence
     advice: list[ShareAdvice] = []  # where it is asked for: about the reader's notebooks, for administrators about all
     visible: str = "own"  # whose figures users may see by the broker's setting `usage_visible`: `own`, `group` or `all`
@@ -117,6 +117,6 @@ class Cost(Struct, frozen=True, kw_only=True):
     terms: str  # what the pool charges, a sentence
     now_milli: int = 0  # what an hour of this kernel costs as it is now, thousandths of the currency
     currency: str = ""
-    carbon: str = ""  # where the carbon figures come from, a sentence; empty: there are none
+    carbon: str = ""  # a sentence about the source of the carbon figures, or ""
     note: str = ""  # what is missing, a sentence
     budgets: list[BudgetStatus] = []  # that the kernel counts for, the one of which the largest part is spent first

@@ -95,12 +95,12 @@ STATES: Final[Mapping[str, StateWords]] = {
 
 
 def state_words(state: str) -> str:
-    """Return the state in a few words; a state of a newer broker as it is named."""
+    """Return the state in a few words; unknown states are returned unchanged."""
     return STATES[state].words if state in STATES else state
 
 
 def state_meaning(state: str) -> str:
-    """Return what the state means for the kernel's user; a state of a newer broker as it is named."""
+    """Return what the state means for the kernel's user; unknown states are returned unchanged."""
     return STATES[state].meaning if state in STATES else state
 
 

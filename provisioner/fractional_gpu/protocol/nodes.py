@@ -61,7 +61,7 @@ class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def encode_summary(summary: NodeSummary) -> str:
-    """Return the text. Pools at the end are left out where it would be longer than `MAX_SUMMARY`."""
+    """Return the text. Pools at the end are left out if it would be longer than `MAX_SUMMARY`."""
     while True:
         text = _OUTSIDE_WORDS.sub(_escaped, msgspec.json.encode(summary).decode())
         if len(text) <= MAX_SUMMARY:

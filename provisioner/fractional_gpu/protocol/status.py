@@ -76,7 +76,7 @@ class LeftProcess(Struct, frozen=True, kw_only=True):
 
 
 class KernelFacts(Struct, frozen=True, kw_only=True):
-    """What the broker keeps of a lease's kernel and shows as it is: part of the lease's status, and of its record in the ledger."""
+    """What the broker knows about a lease's kernel: part of the lease's status, and of its record in the ledger."""
 
     kernel_id: str = ""
     note: str = ""  # its user's own words, for people

@@ -90,7 +90,7 @@ def test_a_device_without_room_is_an_error(tmp_path: Path) -> None:
     with closing(SimulatedMonitor(folder)) as small:
         result = attempt(folder, small)
     destroy(folder)
-    assert result.wrong.startswith("no device memory could be had for it: ")
+    assert result.wrong.startswith("it got no device memory: ")
     assert next(findings_of(result, kind="simulated")).severity is Severity.ERROR
 
 

@@ -56,7 +56,7 @@ def tenant(tmp_path: Path) -> Tenant:
 def test_what_is_reserved_used_or_not_to_be_had_is_no_spare_room(device: dict[str, Any]) -> None:
     assert no_spare_room(host(), "default", 250, 4, "gpu-0") == ""
     assert no_spare_room(host(reserved_mib=500), "default", 250, 2, "gpu-0") == ""
-    assert "has 500 MiB that nothing has reserved" in no_spare_room(host(**device), "default", 250, 2, "gpu-0")
+    assert "has 500 MiB unreserved" in no_spare_room(host(**device), "default", 250, 2, "gpu-0")
 
 
 def test_room_that_a_lease_of_the_pool_waits_for_is_not_spare() -> None:

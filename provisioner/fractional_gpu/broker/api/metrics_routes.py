@@ -74,7 +74,7 @@ BOOK_METRICS = (
 
 
 def register_collectors(service: LeaseService, server: Server) -> None:
-    """Add the books, the meter and the broker's process to its registry, and where it is configured users to the full one."""
+    """Add the books, the meter and the broker's process to its registry, and users to the full one if configured."""
     metrics, counters, terms = service.broker.metrics, service.broker.usage_counters, service.seats.forecasts.hub
     metrics.wait_target_ms = lambda pool: terms(pool).wait_target
     metrics.registry.register(BooksCollector(service, server.connections))

@@ -355,7 +355,7 @@ class Server(HTTPServer):
         account.charge(COST_CONNECTION_S)
 
     async def _refuse_later(self, connection: socket.socket, account: Account, most: int) -> None:
-        """Refuse a connection after a while, when it is its account's turn: at once, another one would come at once, too."""
+        """Refuse a connection after a while, when it is its account's turn: after a quick refusal another one would come at once."""
         try:
             await asyncio.sleep(COST_WAIT_S)
             await account.turn()

@@ -185,7 +185,7 @@ def _named_process(peer: Peer, named_pid: int) -> tuple[int, ProcessIdentity, in
 
 
 def server_of(peer: Peer) -> ProcessIdentity | None:
-    """Return the client's process, which starts the lease's kernel; None where it is invisible (another pid namespace)."""
+    """Return the client's process, which starts the lease's kernel; None if it is invisible (another pid namespace)."""
     try:
         return identify(peer.credentials.pid) if peer.credentials.pid > 0 else None
     except (ProcessLookupError, PermissionError):

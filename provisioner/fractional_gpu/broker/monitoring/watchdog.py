@@ -70,7 +70,7 @@ def _watch(
             if not answered.wait(tick_s):
                 end(EXIT_HUNG)
                 return
-            _write(f"the event loop went on after {still_s:.0f} s: the broker serves on")
+            _write(f"the event loop continued after {still_s:.0f} s: the broker keeps serving")
 
 
 def _probe(loop: asyncio.AbstractEventLoop) -> threading.Event:
@@ -92,7 +92,7 @@ def _is_debugged() -> bool:
 def _write_stacks(still_s: float) -> None:
     """Write every thread's stack into the log, without Python's logging, whose lock the blocked thread may hold."""
     _write(
-        f"the event loop has stood still for {still_s:.0f} s: the broker ends itself, and is started again where it is needed; no kernel "
+        f"the event loop has stood still for {still_s:.0f} s: the broker ends itself, and restarts when it is needed; no kernel "
         "loses anything by that. What its threads did, the most recent call first:"
     )
     for descriptor in _log_descriptors():

@@ -214,7 +214,7 @@ class _Rescuer:
         kernel = one.kernel
         truth = await self.swaps.truth(kernel, one.device_id, one.saved_mib or 0)
         if truth is None:
-            outcome, sentence = "unknown", "the driver does not say what it is; try again in a moment"
+            outcome, sentence = "unknown", "the driver does not report its state; try again in a moment"
         elif truth.state is LeaseState.UNATTACHED:
             return None
         elif truth.state is LeaseState.QUARANTINED:

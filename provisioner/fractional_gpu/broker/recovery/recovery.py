@@ -107,7 +107,7 @@ def _introduce(broker: Broker, found: _Found) -> None:
 
 
 async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: HostSnapshot | None) -> list[Survivor]:
-    """Return the processes with device memory that a kernel left behind which has ended. The first one stands for it from now on."""
+    """Return the processes with device memory that an ended kernel left behind. The first one now represents it."""
     if kernel.identity is not None or record.state not in _WITH_MEMORY or host is None:
         return []
     kernel.ending.root = root = record.identity

@@ -135,7 +135,7 @@ def _capacity(pool: _Pool) -> PoolCapacity:
 
 
 def _waiting_millionths(pool: _Pool) -> int:
-    """Return the chance that a cell finds no room on the device where one more seat of the usual size would be placed."""
+    """Return the chance that a cell finds no room on the device that one more seat of the usual size would get."""
     load = pool.loads.get(pool.usual_milli)
     if load is None:
         return 1_000_000

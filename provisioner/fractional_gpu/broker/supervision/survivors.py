@@ -118,7 +118,7 @@ class Survivors:
         self._ends: set[asyncio.Task[None]] = set()
 
     def kernel_ended(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
-        """Handle that the kernel's process, which the broker follows no more, has ended or is replaced: free its room once it is free."""
+        """Handle the end or replacement of the kernel's process, which is no longer followed: give its room away once it is free."""
         if not kernel.ending.survivors:
             kernel.ending.root = root
         if kernel.ending.task is None:

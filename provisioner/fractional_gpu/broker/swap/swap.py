@@ -188,7 +188,7 @@ class Swaps:
                 host = await self.inspector.take()
                 states, _ = await self.inspector.states(kernel, host)
         except (GPUError, OSError) as error:
-            log.warning("lease %s: the truth is not to be had yet: %s", kernel.lease_id, error)
+            log.warning("lease %s: its state is not known yet: %s", kernel.lease_id, error)
             return None
         kinds = set(states.values())
         if not kinds:  # a driver that cannot be asked does not report what is saved

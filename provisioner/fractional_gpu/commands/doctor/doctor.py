@@ -203,7 +203,7 @@ def _try_simulated() -> Iterator[Finding]:
         try:
             create(host, _PROBE_HOST)
         except SimulatedHostError as error:
-            yield problem("checkpoint", f"no simulated device can be had: {error}", "make room in the temporary folder")
+            yield problem("checkpoint", f"no simulated device: {error}", "make room in the temporary folder")
             return
         try:
             with closing(SimulatedMonitor(host)) as monitor:

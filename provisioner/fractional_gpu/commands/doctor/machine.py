@@ -51,7 +51,7 @@ _ALL_IDS: Final = ["0", "0", "4294967295"]  # the map of the first user namespac
 _OTHER_KILLERS: Final = {
     "earlyoom": "it goes by the same adjustments",
     "nohang": "it goes by the same adjustments",
-    "systemd-oomd": "it ends whole control groups by their swap and pressure, whatever a process's adjustment is",
+    "systemd-oomd": "it ends whole control groups by their swap and pressure, and ignores a process's adjustment",
 }
 _BIGGEST: Final = "a suspended kernel holds its saved state in its own memory, and is the biggest process there"
 
@@ -251,7 +251,7 @@ def _killed_together(proc: Path) -> Iterator[Finding]:
     if together:
         yield warning(
             "oom-group",
-            f"control group {together[0]} is killed as a whole where its memory runs out: nothing keeps a suspended kernel in it",
+            f"control group {together[0]} is killed as a whole if its memory runs out: nothing keeps a suspended kernel in it",
             "as root: write 0 to its memory.oom.group; on Kubernetes, singleProcessOOMKill of the kubelet",
         )
 

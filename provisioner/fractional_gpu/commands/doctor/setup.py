@@ -61,7 +61,7 @@ def check_simulation(simulate: str | None) -> Iterator[Finding]:
     try:
         sizes = parse_devices(simulate)
     except SimulatedHostError as error:
-        yield problem("simulated", f"JUPYTER_GPU_SIMULATE: {error}", "set it to such a text, or unset it")
+        yield problem("simulated", f"JUPYTER_GPU_SIMULATE: {error}", "set it to a valid text, or unset it")
         return
     devices = ", ".join(format_memory(mib) for mib in sizes)
     yield note(

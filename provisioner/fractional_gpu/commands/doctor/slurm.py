@@ -133,7 +133,7 @@ def check_files(slurm: Slurm, files: NodeFiles) -> Iterator[Finding]:
         confs = site_files(slurm.conf())
         change_site(files, confs, confs[0].path.with_name(WRAPPER), slurm.node, slurm.names)
     except (EngineError, OSError) as error:
-        yield problem("slurm.conf", str(error), "`jupyter gpu node install` needs it, too")
+        yield problem("slurm.conf", str(error), "`jupyter gpu node install` also needs it")
         return
     for found in (found for key in KEYS if len(found := confs[0].of_key(key)) > 1):
         said = " and ".join(f"{one.text.strip()} ({one.file})" for one in found)
@@ -233,7 +233,7 @@ def check_unit() -> Iterator[Finding]:
     try:
         done = subprocess.run(call, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = f"systemd cannot be asked ({error}): whatever starts the agent must start it again when it ends"
+        said = f"systemd cannot be asked ({error}): the program that starts the agent must restart it when it ends"
         yield note("unit", said)
         return
     if done.stdout.strip() == "active":

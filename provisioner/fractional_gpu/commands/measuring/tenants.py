@@ -240,7 +240,7 @@ def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, 
     if spare_mib >= reserve_mib * wanted:
         return ""
     return (
-        f"no device of the pool {pool} has {reserve_mib * wanted} MiB that nothing has reserved, for {wanted} more of such a share; "
+        f"no device of the pool {pool} has {reserve_mib * wanted} MiB unreserved, for {wanted} more of such a share; "
         f"the most is {max(0, spare_mib)} MiB"
     )
 

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     named = {name: confs[0].value(name) for name in SCRIPTS}
     if options.wrapper:
         if str(wrapper) in named.values():
-            raise CommandError(f"{path} names {wrapper} already, which knows the site's own scripts: it stays as it is")
+            raise CommandError(f"{path} already names {wrapper}, which knows the site's own scripts: it is unchanged")
         return _put(options, {wrapper: wrapper_text(options.folder, named)})
     change_site(files, confs, wrapper, node, slurm.names, devices=options.devices, promise=options.promise)
     texts = {options.folder / name: text for name, text in install_files(files).items()}
@@ -111,7 +111,7 @@ def _put(options: argparse.Namespace, texts: Mapping[Path, str]) -> int:
         fresh = path
         if path.exists() and path.read_bytes() != text.encode(errors="surrogateescape") and not options.force:
             fresh, code = path.with_name(f"{path.name}.new"), 1
-            print(f"{path} differs and stays as it is: compare it with {fresh}, or give --force")
+            print(f"{path} differs and is unchanged: compare it with {fresh}, or give --force")
         _write(fresh, text, executable=path.suffix not in (".service", ".diff"))
         print(f"wrote {fresh}")
     return code
