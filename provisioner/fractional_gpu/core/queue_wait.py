@@ -1,17 +1,16 @@
-"""How long tickets will still wait: a short play-through of the queue, and what is learnt from waits, cells and swaps as they end.
+"""How long tickets will still wait, computed by playing the queue, and what is learnt when waits, cells and swaps end.
 
-**The play.** Each device has free memory, and each lease there gives its own back at some time: an idle one when it may be suspended, a
-busy one when its cell is expected to end or it may be preempted, one that is being suspended when that is done. Tickets are served in
-order: first those that need nothing of a busy lease or that room is kept for, then the others, as the arbiter lets small tickets pass. Each
-takes the device where it can be brought in first, waits for the swaps before it and its own, and gives its memory back after a cell.
+**The play.** Each device has free memory, and each lease there returns its memory at some time: an idle lease when it may be suspended, a
+busy one when its cell should end or may be preempted, a lease that is being suspended when that is done. Tickets are served in order: first
+those that do not need a busy lease to leave or that have room kept for them, then the others, because the arbiter lets small tickets pass.
+Each ticket takes the device where it gets in first, waits for the swaps before it and its own, and returns its memory after a cell.
 
 Only the first `MOST_AHEAD` tickets and one more are played, each on `MOST_DEVICES` devices with `MOST_HOLDERS` leases each. A ticket
-further back waits in proportion. What is left out here, `Forecasts.wait_span` corrects by how such results turned out before.
+further back waits in proportion. `Forecasts.wait_span` corrects the result by how earlier results turned out.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from heapq import heapreplace
 from itertools import islice
 from typing import NamedTuple
@@ -31,12 +30,12 @@ _UNPREDICTABLE = frozenset({"wait.user-limit", "wait.group-limit"})  # it is unk
 
 
 class _Return(NamedTuple):
-    """What a lease gives back, in ms from now. Sorted as the arbiter uses it: first what a suspend under way frees, then the soonest."""
+    """Memory that a lease returns, in ms from now. Sorted in the arbiter's order: first suspends under way, then the soonest."""
 
     order: int
     at_ms: int
     mib: int
-    save_ms: int  # for its suspend, which begins then
+    save_ms: int  # the suspend, which starts then
     busy: bool
     lease_id: str
 
@@ -47,14 +46,14 @@ class _Play:
     def __init__(self, books: Books, forecasts: Forecasts, parallel_swaps: int) -> None:
         self._books, self._forecasts, self._now_ms = books, forecasts, books.now_ms
         self._free_mib = {device_id: device.free_mib for device_id, device in books.devices.items()}
-        self._given: set[tuple[str, str]] = set()  # devices and leases that have given their memory to a ticket
-        self._later: dict[str, list[_Return]] = defaultdict(list)  # by device: what tickets that were served give back
+        self._given: set[tuple[str, str]] = set()  # devices and leases whose memory a ticket got
+        self._later: dict[str, list[_Return]] = defaultdict(list)  # by device: what served tickets return
         left = [self._swap_left_ms(lease) for lease in books.in_state(LeaseState.SUSPENDING, LeaseState.RESUMING)]
-        # A heap: when each swap channel has nothing more to do.
+        # A heap: when each swap channel is free.
         self.channels = sorted([*[0] * (parallel_swaps - len(left)), *left])[:parallel_swaps]
 
     def serve_all(self, line: Sequence[Lease]) -> list[WaitSpan | None]:
-        """Serve the tickets; return each wait, None: no forecast."""
+        """Serve the tickets; return their waits, None: no forecast."""
         found: dict[str, WaitSpan | None] = {}
         for patient in (False, True):
             for lease in line:
@@ -63,7 +62,7 @@ class _Play:
         return [found[lease.lease_id] for lease in line]
 
     def _serve(self, lease: Lease, *, patient: bool) -> WaitSpan | None:
-        """Bring the lease in, with memory of busy leases if it is the turn of patient tickets; return its wait, None: not in this way."""
+        """Serve a ticket, with memory of busy leases if it is `patient`; return its wait, None: there is not enough memory."""
         ticket, forecasts = lease.ticket, self._forecasts
         if lease.state is LeaseState.RESUMING:
             return forecasts.wait_span("swap", self._swap_left_ms(lease))
@@ -83,7 +82,7 @@ class _Play:
         saved_ms = max(self._saved_ms(ways[device_id]) for device_id in chosen)
         ready_ms = max(saved_ms, lease.retries.resume_after_ms - self._now_ms) + resume_ms
         given = [one for device_id in chosen for one in ways[device_id]]
-        # The swaps take a channel, but no channel waits for a cell's end.
+        # The swaps take a channel, but no channel waits for the end of a cell.
         heapreplace(self.channels, self.channels[0] + sum(one.save_ms for one in given) + resume_ms)
         cell_ends_ms = ready_ms + forecasts.next_cell_ms(lease.lease_id)
         mib = max(lease.saved_mib, lease.used_mib) // lease.count
@@ -97,32 +96,32 @@ class _Play:
         return forecasts.wait_span("busy" if any(one.busy for one in given) else "swap", ready_ms)
 
     def _devices(self, lease: Lease) -> Sequence[str]:
-        """Return the allowed devices that have most to give without their busy leases."""
+        """Return the allowed devices with most memory that is free or held by idle leases."""
         devices = self._books.devices
         most = sorted(allowed_devices(self._books, lease), key=lambda one: -devices[one].free_or_idle_mib)
         return most[: max(MOST_DEVICES, lease.count)]
 
     def _room(self, device_id: str, need_mib: int, lease: Lease, *, busy_too: bool) -> list[_Return] | None:
-        """Return the earliest returns that make room there, each of them needed; None: there are not enough."""
+        """Return the earliest returns that make enough room there; None: there are not enough."""
         room_mib, taken = self._free_mib[device_id], list[_Return]()
         for one in sorted(self._returns(device_id, lease)) if room_mib < need_mib else ():
             if room_mib < need_mib and (busy_too or not one.busy):
                 room_mib += one.mib
                 taken.append(one)
-        for one in reversed(taken[:-1]):  # not needed after all, because a larger one follows
+        for one in reversed(taken[:-1]):  # not needed, because a larger one follows
             if room_mib - one.mib >= need_mib:
                 room_mib -= one.mib
                 taken.remove(one)
         return taken if room_mib >= need_mib else None
 
     def _saved_ms(self, returns: Sequence[_Return]) -> int:
-        """Return when the last of them is saved, with the swaps before."""
+        """Return when the last of them is saved, after the swaps before."""
         room_ms = max((one.at_ms + one.save_ms for one in returns), default=0)
         saves_ms = sum(one.save_ms for one in returns)
         return max(self.channels[0] + saves_ms, room_ms) if saves_ms else room_ms
 
     def _returns(self, device_id: str, beneficiary: Lease) -> Iterator[_Return]:
-        """Yield what a device's leases give back to another one. If that is there to grow, it gives nothing."""
+        """Yield what a device's leases return to another one. A beneficiary that grows there returns nothing."""
         yield from self._later[device_id]
         for lease in islice(self._books.holders(device_id), MOST_HOLDERS):
             if lease is beneficiary or (device_id, lease.lease_id) in self._given:
@@ -136,7 +135,7 @@ class _Play:
                 yield _Return(-1 if leaves else at_ms, at_ms, lease.held_mib, save_ms, busy, lease.lease_id)
 
     def _gives_back_ms(self, lease: Lease, beneficiary: Lease) -> int | None:
-        """Return in how many ms the lease can give its room to another; None: unknown, or never."""
+        """Return in how many ms the lease can return its memory; None: unknown, or never."""
         books, forecasts = self._books, self._forecasts
         if lease.state is LeaseState.SUSPENDING:
             return self._swap_left_ms(lease)
@@ -147,17 +146,17 @@ class _Play:
             return None
         if not lease.is_working:  # a cell that waits at its closed gate has not begun
             willing_ms = suspendable_from_ms(books.policy(lease), lease)
-            failed = lease.retries.suspend_after_ms > self._now_ms  # the next attempt may fail, too
+            failed = lease.retries.suspend_after_ms > self._now_ms  # the next attempt may fail as well
             return None if willing_ms is None or failed else max(0, willing_ms - self._now_ms)
         preempts_ms = preempts_from_ms(books, beneficiary, lease)
-        # What an ended kernel left behind runs no cell that would end.
+        # A process that an ended kernel left behind runs no cell that could end.
         ends = [] if lease.left_behind else [forecasts.cell_left_ms(lease.lease_id, self._now_ms)]
         if preempts_ms is not None:
             ends.append(preempts_ms - self._now_ms)
         return max(1, min(ends)) if ends else None
 
     def _swap_left_ms(self, lease: Lease) -> int:
-        """Return what is left of the lease's suspend or resume, ms; one that is overdue is assumed to end soon."""
+        """Return the time left of the lease's suspend or resume, ms; an overdue one should end soon."""
         kind, mib = (SUSPEND, lease.used_mib) if lease.state is LeaseState.SUSPENDING else (RESUME, lease.saved_mib)
         whole_ms = self._forecasts.swap_ms(kind, _device_name(self._books, lease.device_id), mib)
         return max(whole_ms - (self._now_ms - lease.since_ms), whole_ms // 8)
@@ -169,42 +168,33 @@ def _device_name(books: Books, device_id: str | None) -> str:
 
 
 def _is_predictable(lease: Lease) -> bool:
-    """Return whether the wait of the lease's ticket can be forecast: not in quarantine, and not before its kernel starts."""
+    """Return whether the wait of the lease's ticket can be forecast: not in quarantine, not before its kernel starts."""
     ticket = lease.ticket
     if ticket is None or lease.state is LeaseState.QUARANTINED or ticket.reason in _UNPREDICTABLE:
         return False
     return lease.state is not LeaseState.UNATTACHED or ticket.before_start
 
 
-# -- waits, and what happens to leases ---------------------------------------------------------------------------------
-
-
-class _Begun(NamedTuple):
-    """A cell that runs on one device: since when, and for how long leases had been busy there until then (`Device.busy_ms`)."""
-
-    device_id: str
-    at_ms: int
-    busy_ms: int
-    company: Company
+# -- recorder ----------------------------------------------------------------------------------------------------------
 
 
 class ForecastRecorder:
-    """Forecasts the waits of tickets, and feeds the forecasts with what happens to leases: one method per thing that happens.
+    """Forecasts the waits of tickets, and teaches the forecasts what happens to leases.
 
-    A new ticket's wait is forecast once, if it still waits after the event (`run_deferred_work`). So is how neighbours slow a new cell.
+    `run_deferred_work`, after an event, forecasts the waits of new tickets that still wait, and the slowdowns of new cells.
     """
 
     def __init__(self, books: Books, forecasts: Forecasts, *, parallel_swaps: int = 1) -> None:
         self.forecasts = forecasts
         self._books, self._parallel_swaps = books, parallel_swaps
         self._filed: list[Lease] = []
-        self._beginning: list[Lease] = []  # leases whose cell began in this event
-        self._begun: dict[str, _Begun] = {}  # by lease
+        self._beginning: list[Lease] = []  # leases whose cell began in the last event
+        self._begun: dict[str, tuple[int, Company]] = {}  # when cells began on one device, and the neighbours, by lease
 
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait_of(self, lease: Lease) -> WaitSpan | None:
-        """Return how long the lease's ticket will still wait; None: it has none, or its wait cannot be forecast."""
+        """Return how long the lease's ticket will still wait; None: it has none, or the wait cannot be forecast."""
         if lease.ticket is None:
             return None
         pool = lease.spec.pool
@@ -226,7 +216,7 @@ class ForecastRecorder:
         return _Play(self._books, self.forecasts, self._parallel_swaps)
 
     def gate_wait(self, lease: Lease) -> Span | None:
-        """Return how long the lease's next cell waits at its closed gate, at most until that opens; None: it does not wait there."""
+        """Return how long the lease's next cell waits at its closed gate, at most until that opens; None: no cell waits there."""
         if lease.gate.ticket is None:
             return None
         opens_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms) - self._books.now_ms
@@ -245,26 +235,32 @@ class ForecastRecorder:
         self._filed.append(lease)
 
     def ticket_ended(self, lease: Lease, *, given_up: bool = False) -> None:
-        """Note that the lease got what its ticket was for, or gave it up."""
+        """Learn from the wait of a ticket that was served or given up."""
         ticket = lease.ticket
         if ticket is not None and ticket.expected is not None:
             self.forecasts.wait_ended(ticket.expected, self._books.now_ms - ticket.asked_ms, given_up=given_up)
 
     def swap_finished(self, kind: str, lease: Lease, mib: int, took_ms: int) -> None:
-        """Note that an operation of the lease succeeded, moving `mib` in `took_ms`."""
+        """Learn from a suspend or resume that succeeded."""
         device_id = lease.home_id if kind == SUSPEND else lease.device_id
         if device_id in self._books.devices and mib > 0:
             self.forecasts.swap_finished(kind, _device_name(self._books, device_id), mib, took_ms)
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> None:
-        """Note that the lease began, or ended, to run something; that it began, again once it has the room that it waited for."""
+        """Note that the lease became busy (again, when a busy lease gets the room that it waited for) or idle."""
         if not busy:
             self.forecasts.cell_ended(lease.lease_id, self._books.now_ms)
-            self._company_ended(lease)
+            begun, device = self._begun.pop(lease.lease_id, None), self._books.devices.get(lease.device_id or "")
+            if begun is not None:
+                began_ms, company = begun
+                alone = device is not None and not busy_others(device, lease)
+                self.forecasts.cell_in_company(
+                    lease.lease_id, company, self._books.now_ms - began_ms, ended_alone=alone
+                )
             return
         device_name = _device_name(self._books, lease.device_id)
         self.forecasts.cell_began(lease.lease_id, self._books.now_ms, device_name)
-        # A cell that continues after it was preempted says nothing of slowdowns.
+        # A preempted cell that continues is of no use for slowdowns.
         if self._begun.pop(lease.lease_id, None) is None:
             self._beginning.append(lease)
 
@@ -273,7 +269,7 @@ class ForecastRecorder:
         self.forecasts.forget(lease.lease_id)
 
     def run_deferred_work(self) -> None:
-        """Forecast the waits of the last event's new tickets, and how neighbours slow its new cells down."""
+        """Forecast the waits and slowdowns that began in the last event."""
         for lease in self._filed:
             if lease.ticket is not None and lease.ticket.expected is None:
                 lease.ticket.expected = self.wait_of(lease)
@@ -283,43 +279,32 @@ class ForecastRecorder:
         self._beginning.clear()
 
     def _company_began(self, lease: Lease) -> None:
-        """Forecast how much the neighbours slow a cell down that has just begun on a device; on several, too much differs."""
+        """Forecast the slowdown of a new cell by its neighbours. Cells on several devices are left out."""
         device = self._books.devices.get(lease.device_id or "")
         if device is None or lease.occupancy is not OccupancyKind.BUSY or lease.count > 1:
             return
         name, others = device.spec.name, busy_others(device, lease)
         model_milli = beside(lease.busy_milli, others)
         stated = self.forecasts.slowdown_span(name, len(others), model_milli) if others else None
-        company = Company(name, len(others), model_milli, stated)
-        self._begun[lease.lease_id] = _Begun(device.spec.device_id, self._books.now_ms, device.busy_ms, company)
-
-    def _company_ended(self, lease: Lease) -> None:
-        """Learn from how long a cell took, and how many busy neighbours it had on average."""
-        begun = self._begun.pop(lease.lease_id, None)
-        if begun is None or begun.device_id not in self._books.devices:
-            return
-        lasted_ms = self._books.now_ms - begun.at_ms
-        others_ms = self._books.devices[begun.device_id].busy_ms - begun.busy_ms - lasted_ms
-        mean_milli = max(0, others_ms) * 1000 // max(1, lasted_ms)
-        self.forecasts.cell_in_company(lease.lease_id, begun.company, lasted_ms, mean_milli)
+        self._begun[lease.lease_id] = self._books.now_ms, Company(name, len(others), model_milli, stated)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
-# A forecast says how long a ticket still waits. If the wait outlasts the upper end of what was shown, the basis of that forecast is wrong
-# for this ticket, and the next one on the same basis deserves less trust the longer that continues. From then on
+# If a wait exceeds the upper bound that was shown, its forecast was based on something wrong, and later forecasts on the same basis deserve
+# less trust the longer the wait lasts. From then on
 #
-# - the upper end is at least the time waited so far, times n; n is 1, and grows by one whenever the wait has doubled since the miss;
-# - the expected value is at least half of the time waited, and the lower end a tenth: a wait of unknown cause that has lasted for t ends
-#   within the next t/10 in about one case of ten (as if its length were distributed by Pareto's law with exponent 1).
+# - the upper bound is at least the time waited, times n; n is 1, and grows by one whenever the wait has doubled since the miss;
+# - the expected value is at least half of the time waited, and the lower bound a tenth: a wait of unknown cause that has lasted for t ends
+#   within the next t/10 in about one case of ten (as if its length had Pareto's distribution with exponent 1).
 #
-# A resume under way is a wait of its own: the ticket has its room, and only time is needed.
+# A resume under way counts as a separate wait: the ticket has its room and only needs time.
 
 
 _SLACK_MS = 1_000  # a forecast is shown in seconds, and may be a second old
 
 
 def shown_span(ticket: Ticket, lease: Lease, worked_out: Span, now_ms: int) -> Span:
-    """Return the forecast to show now, and note its upper end. `worked_out`: the rest of the wait as the queue stands."""
+    """Return the forecast to show now, and remember its upper bound. `worked_out`: the rest of the wait, from the queue."""
     resumes = lease.state is LeaseState.RESUMING
     since_ms = lease.since_ms if resumes else ticket.asked_ms
     promise, waited_ms = ticket.shown, max(0, now_ms - since_ms)
@@ -331,11 +316,7 @@ def shown_span(ticket: Ticket, lease: Lease, worked_out: Span, now_ms: int) -> S
     span = worked_out
     if promise.missed_ms:
         times = max(1, (waited_ms // promise.missed_ms).bit_length())
-        span = replace(
-            span,
-            low_ms=max(span.low_ms, waited_ms // 10),
-            expected_ms=max(span.expected_ms, waited_ms // 2),
-            high_ms=max(span.high_ms, waited_ms * times),
-        )
+        low_ms, high_ms = max(span.low_ms, waited_ms // 10), max(span.high_ms, waited_ms * times)
+        span = Span(expected_ms=max(span.expected_ms, waited_ms // 2), low_ms=low_ms, high_ms=high_ms)
     promise.until_ms = now_ms + span.high_ms
     return span

@@ -21,9 +21,7 @@ def test_only_the_last_asks_count() -> None:
     mix = AskMix()
     for _ in range(MOST_ASKS):
         mix.add(100, 1)
-    assert mix.only_mib == 100
     mix.add(700, 1)
-    assert mix.only_mib == 0
     for _ in range(MOST_ASKS):
         mix.add(700, 1)
     assert mix.weights == {(700, 1): MOST_ASKS}

@@ -1,21 +1,21 @@
-"""Advice about shares: from what a notebook used, which of the shares on offer suffices, and how often it would have been short.
+"""Advice about shares: which of the shares on offer suffices for what a notebook used, and how often it would have been too small.
 
-**Memory.** A share fits if on every day of the record the peak, with a margin (a twentieth, or the growth of two weeks if that is more), is
-within its memory. A day that came to the end of its share's memory counts as short for that share and smaller ones, and as unknown for
-larger ones. The next day is short with at most about (short + unknown + 1) / (days + 2), Laplace's rule of succession.
+**Memory.** A share fits if each day's peak, with a margin, is within its memory. The margin is a twentieth, or the growth expected in two
+weeks if that is more. A day on which the share was full counts as short for that share and all smaller ones, and as unknown for larger
+ones. The next day is short with a probability of at most about (short + unknown + 1) / (days + 2), Laplace's rule of succession.
 
-**Compute.** With time slices, beside neighbours that use all the rest of a device, a cell takes longer by the model of `time_slicing`: the
-mean over the time in cells bounds the slowdown. A share that bounds it by more than a fifth is not suggested, unless the present one does,
-too. With MPS the share is a bound: what a cell uses beyond it takes as many times longer.
+**Compute.** With time slices, a cell takes longer if neighbours use the rest of the device; `time_slicing` computes by how much. A share
+whose mean slowdown exceeds a fifth is not suggested, unless the present share is as slow. With MPS a share limits what a cell may use; a
+cell that needs n times its share takes n times as long.
 
-**What follows.** Nothing is changed by this. A smaller share is suggested only if it would have been short on no day of at least a week. A
-larger one, of at least twice the memory and what `predicted_peak_mib` says, where the present share was full on a day, where growth goes
-beyond it, or (with MPS) where it slows cells down. Days with a share that was advised are told apart, and those on which it was full rule
-it out.
+**Suggestions.** Advice changes nothing. A smaller share is suggested if it would have been short on no day of at least a week. A larger
+share is suggested if the present one was full on a day, if growth exceeds it, or (with MPS) if it slows cells down. After a full day it has
+at least twice the memory, and at least what `predicted_peak_mib` expects. Days with a share that was advised are counted separately, and a
+day on which that share was full rules it out.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
@@ -28,10 +28,9 @@ from fractional_gpu.core.units import format_fraction, format_memory, plural
 
 LEAST_DAYS = 3
 LEAST_DAYS_SMALLER = 7  # before a smaller share is suggested
-LEAST_BUSY_MS = 10 * 60_000
-"""What a record must have before anything is suggested: days, and time in cells."""
+LEAST_BUSY_MS = 10 * 60_000  # in cells; with fewer days or less time nothing is suggested
 LEAST_DAY_MS = 60_000  # a shorter day is not counted, unless it was full
-HORIZON_DAYS = 14  # growth is expected to go on for so long
+HORIZON_DAYS = 14  # for which growth is expected to continue
 _MARGIN_MILLI = 50
 _SLOWED_MILLI = 1_200
 _MOST_GROWTH_MILLI = 1_000
@@ -48,32 +47,35 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Risk:
-    """What a share would have meant. `short_milli`: how likely the next day is short of memory at most, thousandths.
-
-    `unknown_days`: days at the end of a smaller share's memory: whether this one would have sufficed was not seen. `slowed_milli`: how many
-    times as long as alone cells would have taken beside neighbours that use all the rest, thousandths; 0: no use was measured.
-    """
+    """How a share would have done on the days of the record."""
 
     share: Share
     short_days: int
-    unknown_days: int
+    unknown_days: int  # a smaller share was full, so whether this one would have sufficed is unknown
     days: int
-    short_milli: int
-    slowed_milli: int
+    short_milli: int  # the probability, at most, that the next day is short of memory, thousandths
+    slowed_milli: int  # mean slowdown if neighbours use all the rest, thousandths; 0: no use was measured
+
+
+class Peak(NamedTuple):
+    """The peak of a day."""
+
+    mib: int
+    seen: bool  # in full; false if the share was full, so more may have been needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """Advice that was given. `day`: when first, days since 1970."""
+    """Advice that was given."""
 
-    day: int
+    day: int  # when it was first given, days since 1970
     before_milli: int
     milli: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowUp:
-    """What came of advice that was taken: days with that share since, on how many it was full, and the peak, MiB."""
+    """The days since advice was taken, with the share that it named."""
 
     given: Given
     days: int
@@ -83,7 +85,7 @@ class FollowUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """A suggestion with its figures. `risk` is of the share suggested (of the present one: KEEP); `smaller` of the next smaller one."""
+    """A suggestion with its figures. `risk` describes the suggested share (the present one if none is), `smaller` the next smaller one."""
 
     verdict: Verdict
     present: Risk
@@ -109,13 +111,14 @@ def advise(
 ) -> Advice:
     """Return what the record suggests. `offers`: the pool's shares; `bounded`: a share bounds what cells use (MPS)."""
     days = [one for one in days if one.held_ms >= LEAST_DAY_MS or one.is_full]
-    growth, use = _growth_milli(days), _use(days)
+    peaks, use = _peaks(days), _use(days)
+    growth = _growth_milli(peaks)
     shares = {present, *(offer for offer in offers if offer.milli != present.milli)}
     risks = [_risk(share, days, use, bounded=bounded) for share in sorted(shares)]
     now = next(risk for risk in risks if risk.share == present)
     verdict, chosen = Verdict.UNKNOWN, now
     if now.days >= LEAST_DAYS and sum(one.busy_ms for one in days) >= LEAST_BUSY_MS:
-        verdict, chosen = _choose(days, now, risks, growth, bounded=bounded)
+        verdict, chosen = _choose(days, now, risks, growth, peaks, bounded=bounded)
     smaller = [risk for risk in risks if risk.share.milli < chosen.share.milli]
     return Advice(
         verdict=verdict,
@@ -134,7 +137,7 @@ def advise(
 
 
 def _choose(
-    days: Sequence[ShareDay], now: Risk, risks: Sequence[Risk], growth: int, *, bounded: bool
+    days: Sequence[ShareDay], now: Risk, risks: Sequence[Risk], growth: int, peaks: Mapping[int, Peak], *, bounded: bool
 ) -> tuple[Verdict, Risk]:
     slowest = max(_SLOWED_MILLI, now.slowed_milli)
     fit = [
@@ -147,12 +150,12 @@ def _choose(
         return (Verdict.UNKNOWN, now) if now.days < LEAST_DAYS_SMALLER else (Verdict.SMALLER, best)
     if best.share.milli > now.share.milli:
         if any(one.is_full and one.share.memory_mib >= now.share.memory_mib for one in days):
-            # What was needed is not known: at least twice as much, and what the days to come will need by their distribution so far.
-            need = max(2 * now.share.memory_mib, predicted_peak_mib(_peaks(days), HORIZON_DAYS))
+            # It is unknown how much was needed: at least twice the memory, and what the days so far predict.
+            need = max(2 * now.share.memory_mib, predicted_peak_mib(list(peaks.values()), HORIZON_DAYS))
             enough = [risk for risk in fit if risk.share.memory_mib >= need]
             return Verdict.LARGER, enough[0] if enough else risks[-1]
         outgrown = growth > _MARGIN_MILLI and not fits(now.share, days, growth)
-        # Days of an earlier, larger share may have had more than the present one has.
+        # The record may have days with a larger share, on which more was used than the present one has.
         if outgrown or now.short_days:
             return Verdict.LARGER, best
     if bounded and now.slowed_milli > _SLOWED_MILLI:
@@ -166,12 +169,12 @@ def _choose(
 
 
 def is_short(share: Share, day: ShareDay) -> bool:
-    """Whether the share would have been short of memory on that day, as far as is known."""
+    """Return whether the share would have been short of memory on that day, as far as is known."""
     return day.peak_mib > share.memory_mib or (day.is_full and share.memory_mib <= day.share.memory_mib)
 
 
 def fits(share: Share, days: Sequence[ShareDay], growth_milli: int = 0) -> bool:
-    """Whether all days' peaks are within the share's memory with the margin."""
+    """Return whether all days' peaks are within the share's memory with the margin."""
     peak = _peak_mib(days)
     margin = peak * max(_MARGIN_MILLI, growth_milli) // 1000
     return peak + margin <= share.memory_mib and not any(is_short(share, one) for one in days)
@@ -195,34 +198,26 @@ def _risk(share: Share, days: Sequence[ShareDay], use: Sequence[tuple[int, int]]
     )
 
 
-class Peak(NamedTuple):
-    """The peak of a day, MiB. `seen`: to its end; not if the share was full, so that more may have been needed."""
-
-    mib: int
-    seen: bool
-
-
-def _peaks(days: Sequence[ShareDay]) -> list[Peak]:
-    """Return each day's peak. Of two shares on one day the one counts with which more was used."""
+def _peaks(days: Sequence[ShareDay]) -> dict[int, Peak]:
+    """Return each day's peak, with whichever share it was highest."""
     found: dict[int, Peak] = {}
     for one in days:
         peak = Peak(one.peak_mib, not one.is_full)
         found[one.day] = max(peak, found.get(one.day, peak))
-    return list(found.values())
+    return found
 
 
 _PRIOR_DAYS = 4
-_PRIOR_SCALE = 0.5  # a peak e times as large is e squared times as rare
+_PRIOR_SCALE = 0.5  # a peak e times larger is e squared times rarer
 
 
 def predicted_peak_mib(peaks: Sequence[Peak], days: int) -> float:
-    """Return the MiB that the largest peak of the next `days` days stays below with probability one half.
+    """Return the MiB that the largest peak of the next `days` days exceeds with a probability of one half.
 
-    Days' peaks are taken as exchangeable draws. Above their median their logarithms are taken to fall off exponentially, as most tails do
-    on a short stretch (Pareto). The tail's scale is the sum of all excesses over the number of those that were seen to their end (Hill
-    1975; Beirlant et al. 2007 for observations that were cut off). A short record says little of a tail, so the estimate begins with
-    `_PRIOR_DAYS` days of an assumed scale. These and the threshold were chosen on the seeds 1, 2, 4 and 5 of
-    `tests/benchmarks/share_advice.py`.
+    The model: days are independent, and above their median the logarithms of peaks fall off exponentially, as most tails do on a short
+    stretch (Pareto). The scale of the tail is the sum of all excesses over the number of peaks that were seen in full (Hill 1975; Beirlant
+    et al. 2007 for censored observations). A short record says little about a tail, so the estimate starts with `_PRIOR_DAYS` days of an
+    assumed scale. These and the threshold were chosen on the seeds 1, 2, 4 and 5 of `tests/benchmarks/share_advice.py`.
     """
     ordered = sorted(peaks)
     median = ordered[(len(ordered) - 1) // 2].mib
@@ -233,29 +228,26 @@ def predicted_peak_mib(peaks: Sequence[Peak], days: int) -> float:
     return median * exp(max(0.0, scale * rarer))
 
 
-def _growth_milli(days: Sequence[ShareDay]) -> int:
+def _growth_milli(peaks: Mapping[int, Peak]) -> int:
     """Return by how much the peaks will have grown in `HORIZON_DAYS`, thousandths of the largest; 0: they do not grow, or too few days.
 
     The median of the slopes between all pairs of days (Theil 1950, Sen 1968), if the test of Mann (1945) and Kendall finds a trend at 1 %.
     """
-    peaks: dict[int, int] = {}
-    for one in days:
-        peaks[one.day] = max(one.peak_mib, peaks.get(one.day, 0))
     count = len(peaks)
     if count < 2 * LEAST_DAYS:
         return 0
-    pairs = [(later - day, peaks[later] - peaks[day]) for day, later in combinations(sorted(peaks), 2)]
+    pairs = [(later - day, peaks[later].mib - peaks[day].mib) for day, later in combinations(sorted(peaks), 2)]
     trend = sum((more > 0) - (more < 0) for _, more in pairs)
     # The variance of the sum is count * (count - 1) * (2 * count + 5) / 18; 2.326 deviations are the level of 1 % on one side.
     if trend <= 0 or 18_000 * trend * trend <= 5_411 * count * (count - 1) * (2 * count + 5):
         return 0
     slopes = sorted(1000 * more // passed for passed, more in pairs)  # thousandths of a MiB a day
-    growth = slopes[len(slopes) // 2] * HORIZON_DAYS // max(1, *peaks.values())
+    growth = slopes[len(slopes) // 2] * HORIZON_DAYS // max(1, *(peak.mib for peak in peaks.values()))
     return min(_MOST_GROWTH_MILLI, max(0, growth))
 
 
 def _followed(days: Sequence[ShareDay], given: Given | None) -> FollowUp | None:
-    """Return what came of the advice; None: it was not taken."""
+    """Return how the advised share did; None: the advice was not taken."""
     since = [one for one in days if given is not None and one.day >= given.day and one.share.milli == given.milli]
     if given is None or not since:
         return None
@@ -269,7 +261,7 @@ def _followed(days: Sequence[ShareDay], given: Given | None) -> FollowUp | None:
 
 
 def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
-    """Return how long which part of a device was used: (thousandths, ms). A bin counts with its upper end."""
+    """Return the used parts of a device and for how long: (thousandths, ms). A bin counts with its upper end."""
     sums = Counter[int]()
     for one in days:
         sums.update(one.use)
@@ -277,7 +269,7 @@ def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
 
 
 def _mean(parts: Sequence[tuple[int, int]]) -> int:
-    """Return the mean of values, each weighted by the ms for which it held; 0 without any."""
+    """Return the mean of (value, ms), weighted by the ms; 0 without any."""
     whole_ms = sum(ms for _, ms in parts)
     return sum(value * ms for value, ms in parts) // whole_ms if whole_ms else 0
 

@@ -1,10 +1,10 @@
-"""What notebooks and seats used of their shares, day by day: the record from which advice about shares is made.
+"""The record of what notebooks and seats used of their shares, by day. Advice about shares is made from it.
 
-A `ShareDay` is one day of one notebook (or of one hub server's seat) with one share: the peak of its device memory, how long it held
-memory on a device, how long it ran cells, and which part of a device it used meanwhile. It is told samples (`UseRecorder.observe`); what
-happens between two samples is not seen.
+A `ShareDay` is one day of one notebook (or of one hub server's seat) with one share: its peak of device memory, for how long it held memory
+on a device, for how long it ran cells, and which part of the device it used then. `UseRecorder.observe` gets samples; peaks between two
+samples are missed.
 
-Pure, integers only. Memory in MiB on each device, times in milliseconds, shares and use in thousandths of a device, days since 1970 (UTC).
+Integers only: memory in MiB on each device, times in milliseconds, shares and use in thousandths of a device, days since 1970 (UTC).
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-USE_STEP_MILLI = 50
-"""The width of the bins of use."""
-WINDOW_DAYS = 28
-"""Days that advice is made from."""
-MOST_LABELS = 200  # notebooks of one user in one pool that are told apart
+USE_STEP_MILLI = 50  # the width of the bins of use
+WINDOW_DAYS = 28  # that advice is made from
+MOST_LABELS = 200  # notebooks of one user in one pool with separate records
 _FULL_PERCENT = 95
-_LONGEST_SAMPLE_MS = 60_000  # a gap between samples that is longer says nothing of the time within it
+_LONGEST_SAMPLE_MS = 60_000  # after a longer gap between samples, the time between them is ignored
 
 
 class HabitKind(StrEnum):
@@ -59,12 +57,12 @@ class ShareDay:
 
     @property
     def is_full(self) -> bool:
-        """Whether it came to the end of its memory, so that it may have needed more than its peak says."""
+        """Whether its memory was full, so that it may have needed more than its peak."""
         return self.peak_mib * 100 >= self.share.memory_mib * _FULL_PERCENT
 
 
 class Sample(NamedTuple):
-    """What is true of a notebook or seat at a sample. `use_milli`: of a device while it runs a cell; None: not known."""
+    """The state of a notebook or seat at one time. `use_milli`: its use of the device while it runs a cell; None: unknown."""
 
     share: Share
     used_mib: int
@@ -73,15 +71,15 @@ class Sample(NamedTuple):
 
 
 class UseRecorder:
-    """Keeps the days of all notebooks and seats within the window, and says which have changed since they were last taken."""
+    """Keeps the days of all notebooks and seats, and which of them have changed since they were last taken."""
 
     def __init__(self) -> None:
         self._days: dict[HabitKey, dict[tuple[int, Share], ShareDay]] = {}
-        self._last: dict[str, tuple[int, Sample]] = {}  # when, and what was seen, by lease or seat
+        self._last: dict[str, tuple[int, Sample]] = {}  # its time and itself, by lease or seat
         self._changed: dict[tuple[HabitKey, int, Share], ShareDay] = {}
 
     def load(self, key: HabitKey, day: ShareDay) -> None:
-        """Take up a day that an earlier recorder kept."""
+        """Add a day that an earlier recorder kept."""
         self._days.setdefault(key, {})[day.day, day.share] = day
 
     def key(self, pool: str, owner: str, label: str, *, seated: bool) -> HabitKey:
@@ -92,7 +90,7 @@ class UseRecorder:
         return key._replace(label="")
 
     def observe(self, at_ms: int, day: int, holder: str, key: HabitKey, sample: Sample | None) -> None:
-        """Take note of a sample (None: no memory on a device, or ended); the time since the last one counts as what that one said."""
+        """Record a sample (None: no memory on a device, or ended). The time since the last sample counts for that one."""
         last_ms, last = self._last.pop(holder, (at_ms, None))
         if last is not None and 0 < at_ms - last_ms <= _LONGEST_SAMPLE_MS:
             now = last if sample is None or sample.share != last.share else sample
@@ -135,5 +133,5 @@ class UseRecorder:
         return sorted(self._days.get(key, {}).values(), key=lambda one: (one.day, one.share))
 
     def keys(self) -> Iterator[HabitKey]:
-        """Yield whose days are known."""
+        """Yield the notebooks and seats with a record."""
         yield from self._days

@@ -1,13 +1,13 @@
-"""Forecasts against outcomes: quantiles over the last outcomes, bounds that are learnt from misses, and how good the last forecasts were.
+"""Forecasts against outcomes: quantiles of the last outcomes, bounds that adapt to misses, and the accuracy of recent forecasts.
 
-An estimator states an expected value with bounds of its own. A `Band` moves these bounds, so that about a tenth of the outcomes lies above
-the upper one and a tenth below the lower one, whatever the estimator leaves out: an outcome beyond a bound moves that bound outward at
-once, further with each miss in a row; any other outcome moves it back a little. That is quantile tracking by a fixed step (Gibbs and
-Candès, "Adaptive Conformal Inference Under Distribution Shift", NeurIPS 2021). A miss moves a bound by as much as eight other outcomes
-move it back, so in the long run at most one outcome in nine is beyond each bound, however they come.
+An estimator gives an expected value with bounds. A `Band` corrects these bounds so that about a tenth of the outcomes lie above the upper
+bound and a tenth below the lower one. An outcome beyond a bound moves that bound outward at once, and further with each miss in a row; any
+other outcome moves it back a little. This is quantile tracking with a fixed step (Gibbs and Candès, "Adaptive Conformal Inference Under
+Distribution Shift", NeurIPS 2021). Eight other outcomes undo one miss, so in the long run at most one outcome in nine lies beyond each
+bound, whatever the order of the outcomes.
 
-Times are in ms, slowdowns in thousandths. Floats here use only + - * / and comparisons, so every machine computes the same.
-The fields of the dataclasses are what a driver keeps; it reads them back with checked types.
+Times are in ms, slowdowns in thousandths. Floats are only combined with + - * / and compared, so results are the same on every machine.
+The dataclasses are stored as they are: a driver saves their fields and reads them back with checked types.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,9 @@ from fractional_gpu.core.model import Span
 SUSPEND, RESUME = "suspend", "resume"
 WAIT, CELL, REST, SLOWDOWN, SEAT = "wait", "cell", "rest", "slowdown", "seat"
 KINDS = (WAIT, SUSPEND, RESUME, CELL, REST, SLOWDOWN, SEAT)
-"""What is forecast. `REST` is of a running cell."""
-EVEN = 50
-"""Added to both sides of a ratio, so that very short times do not matter."""
-_MOST_NAMES = 256  # pools, kinds of devices and the like that are told apart
+"""What is forecast. `REST` is the rest of a running cell."""
+EVEN = 50  # added to both sides of a ratio, so that very short times do not matter
+_MOST_NAMES = 256  # of pools, kinds of devices and the like; the oldest is forgotten
 _COMPARED = 256  # forecasts of a kind whose error is known
 _LEAST_MS = 100  # errors are relative to what happened, or to this
 _MOST_PERMILLE = 30_000
@@ -30,7 +29,7 @@ _Item = TypeVar("_Item")
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
-    """Return the value that this part of the sorted outcomes, at least one, lies below; between two of them by a straight line."""
+    """Return a quantile of sorted outcomes (at least one), interpolated linearly."""
     place = min(max(part * len(ordered) - 0.5, 0.0), len(ordered) - 1.0)
     before = int(place)
     after = min(before + 1, len(ordered) - 1)
@@ -44,7 +43,7 @@ def add_last(window: list[_Item], outcome: _Item, most: int) -> None:
 
 
 def kept(known: dict[str, _Item], name: str, make: Callable[[], _Item]) -> _Item:
-    """Return what is known of the name, made if it is new; then the oldest of too many names is forgotten."""
+    """Return the entry of the name. A new name gets a new entry, and replaces the oldest if there are too many."""
     if name not in known:
         if len(known) >= _MOST_NAMES:
             del known[next(iter(known))]
@@ -56,23 +55,23 @@ def kept(known: dict[str, _Item], name: str, make: Callable[[], _Item]) -> _Item
 
 
 _WIDER = (1.064, 1.133, 1.284, 1.648, 2.717)  # by the number of misses before this one in a row
-_NARROWER = 1.0078  # of which eight undo the first of these
+_NARROWER = 1.0078  # eight of these undo the first of those
 _LEAST_FACTOR, _MOST_FACTOR = 1 / 400, 1_000_000.0
 
 
 @dataclass(slots=True)
 class Side:
-    """One side of a band: the factor by which it moves the bound outward, and how many misses in a row there were."""
+    """One side of a band."""
 
-    factor: float = 1.0
-    run: int = 0
+    factor: float = 1.0  # by which the bound moves outward
+    run: int = 0  # misses in a row
 
     def __post_init__(self) -> None:
         self.factor = min(_MOST_FACTOR, max(_LEAST_FACTOR, self.factor))
         self.run = min(self.run, len(_WIDER) - 1)
 
     def learn(self, *, missed: bool, at_expected: bool) -> None:
-        """Move outward after a miss, else inward. A bound at the expected value stays there, so that it can leave at once."""
+        """Move outward after a miss, else inward. A bound at the expected value stays, so that the next miss moves it at once."""
         if missed:
             self.factor = min(_MOST_FACTOR, self.factor * _WIDER[self.run])
             self.run = min(self.run + 1, len(_WIDER) - 1)
@@ -84,25 +83,25 @@ class Side:
 
 @dataclass(slots=True)
 class Band:
-    """What one kind of forecast has learnt about its bounds."""
+    """The corrections of the bounds of one kind of forecast."""
 
     low: Side = field(default_factory=Side)
     high: Side = field(default_factory=Side)
 
     def spread(self, span: Span) -> Span:
-        """Return the estimator's forecast with the bounds to state. Its expected value is not moved, and lies between them."""
+        """Return the estimator's forecast with corrected bounds around the same expected value."""
         low = int((span.low_ms + EVEN) / self.low.factor) - EVEN
         high = int((span.high_ms + EVEN) * self.high.factor) - EVEN
         return replace(span, low_ms=max(0, min(span.expected_ms, low)), high_ms=max(span.expected_ms, high))
 
     def learn(self, span: Span, happened: int) -> None:
-        """Learn from an outcome; `span` is the estimator's, before `spread`."""
+        """Learn from an outcome. `span`: the estimator's forecast, before `spread`."""
         stated = self.spread(span)
         self.low.learn(missed=happened < stated.low_ms, at_expected=stated.low_ms == span.expected_ms)
         self.high.learn(missed=happened > stated.high_ms, at_expected=stated.high_ms == span.expected_ms)
 
     def outlasted(self, span: Span, lasted: int) -> None:
-        """Learn from something that was given up after so long: a miss if that is beyond the bound, else nothing is known."""
+        """Learn from a wait that was given up: a miss if it had exceeded the bound; otherwise the outcome is unknown."""
         if lasted > self.spread(span).high_ms:
             self.high.learn(missed=True, at_expected=False)
 
@@ -112,18 +111,18 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastError:
-    """How far off one kind of forecast was lately, of all users. `stated_permille`: what its bounds promise to cover."""
+    """The recent accuracy of one kind of forecast, over all users."""
 
     what: str  # one of `KINDS`
     count: int  # forecasts that were compared with what happened, ever
     median_error_permille: int  # of the last 256: the error as a share of what happened
     covered_permille: int  # of the last 256: how many lay between their bounds
-    stated_permille: int = 800
+    stated_permille: int = 800  # that the bounds promise to cover
 
 
 @dataclass(slots=True)
 class Accuracy:
-    """Compares one kind of forecast with what happened."""
+    """The recent forecasts of one kind, compared with what happened."""
 
     count: int = 0
     recent: list[int] = field(default_factory=list)  # twice the error in thousandths, and 1 if between the bounds
@@ -146,10 +145,10 @@ class Accuracy:
 
 
 class Judged(NamedTuple):
-    """A stated forecast and what happened. `lease_id`: empty if the estimator knows of no lease."""
+    """A stated forecast and what happened."""
 
     kind: str
-    name: str  # what its bounds are learnt for: a kind of device; of waits, what decides them; of seats, the pool
-    lease_id: str
+    name: str  # whose bounds these are: a kind of device; for waits, what decides them; for seats, the pool
+    lease_id: str  # empty if the forecast is not about one lease
     stated: Span
     happened: int

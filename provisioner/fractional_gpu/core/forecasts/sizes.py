@@ -1,4 +1,4 @@
-"""Sizes that are learnt: what the leases of a pool ask for, and what a CUDA context takes."""
+"""Sizes that are learnt: what the leases of a pool ask for, and how much memory a CUDA context takes."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 # -- asks --------------------------------------------------------------------------------------------------------------
-# The mix of sizes that a pool's leases ask for. A size is the memory that a lease reserves on each of its devices, and on how many
-# devices. Each ticket for room counts, except for leases that reserve by use, whose sizes change.
+# The sizes that a pool's leases ask for: the memory on each device, and the number of devices. Each ticket for room counts, except for
+# leases that reserve by use, whose sizes change.
 
 
 Size = tuple[int, int]
 """MiB on each device, and the number of devices."""
-MOST_ASKS = 512
-"""Of one pool, the last ones."""
+MOST_ASKS = 512  # the last ones of one pool
 
 
 @dataclass
@@ -36,8 +35,6 @@ class AskMix:
         sizes = sorted(self.weights.items())
         self._singles = [(max(1, mib), weight) for (mib, devices), weight in sizes if devices == 1]
         self.several = [(mib, devices, weight) for (mib, devices), weight in sizes if devices > 1]
-        # All asks are for so much of one device; 0: they differ.
-        self.only_mib = sizes[0][0][0] if len(sizes) == 1 and not self.several else 0
 
     def usable(self, free_mib: int) -> int:
         """Return how much of a device's free memory asks for one device can use, MiB times their number."""
@@ -45,31 +42,29 @@ class AskMix:
 
 
 NO_ASKS = AskMix()
-"""The mix of a pool for which no lease has asked yet."""
+"""The asks of a pool before its first lease."""
 
 
 # -- context sizes -----------------------------------------------------------------------------------------------------
-# What a CUDA context takes in addition to a framework's allocator, learnt for each kind of device.
+# The memory of a CUDA context, for each kind of device.
 #
-# The size of one kernel's context is what the device charges to its process less what its framework's allocator holds: the context, the
-# modules of cuBLAS, cuDNN and compiled kernels, NCCL's buffers. It differs between kernels, and allocations past the allocator add to it.
-# A framework's limit needs an upper estimate that a few odd kernels, or those of one user, cannot raise for all users. So it is the larger
-# of
+# It is what the device charges to a kernel's process, less what its framework's allocator holds: the context, the modules of cuBLAS, cuDNN
+# and compiled kernels, NCCL's buffers. It differs between kernels, and allocations that bypass the allocator add to it. A framework's limit
+# needs an upper estimate that a few odd kernels, or one user's kernels, cannot raise for all users. So it is the larger of
 #
 # - the third quartile of the sizes of the last `KERNELS` kernels, of all users, and
-# - the largest size among these that is the user's own.
+# - the user's own largest size among these.
 
 
-FLOOR_MIB = 512
-"""The estimate until larger contexts were seen."""
+FLOOR_MIB = 512  # the estimate until larger contexts were seen
 MOST_MIB = 4096
 KERNELS = 32
 _STEP_MIB = 32  # estimates are rounded up to multiples, so that they seldom change
-_DEVICES = 64  # names that are remembered
+_DEVICES = 64
 
 
 class ContextSize(NamedTuple):
-    """What one kernel's context took, MiB, and whose kernel it was."""
+    """The size of one kernel's context, MiB, and the user's uid."""
 
     uid: int
     mib: int
@@ -77,17 +72,17 @@ class ContextSize(NamedTuple):
 
 @dataclass(slots=True)
 class ContextSizes:
-    """Estimates by the device's name, MiB. Each kernel counts once, with the largest size that was seen of it."""
+    """Estimates by the device's name, MiB. Each kernel counts once, with its largest size."""
 
     version: Literal[2] = 2
     seen: dict[str, dict[str, ContextSize]] = field(default_factory=dict)  # by device and kernel, the last ones last
 
     def saw(self, device_name: str, kernel: str, size: ContextSize, cap_mib: int) -> bool:
-        """Take in a kernel's size; return whether the estimate for its user has changed."""
+        """Count a kernel's size; return whether the estimate for its user has changed."""
         if not 0 <= size.mib <= min(MOST_MIB, cap_mib * 3 // 4):
             return False  # it cannot be a context
         before = self.estimate_mib(device_name, size.uid)
-        sizes = self.seen[device_name] = self.seen.pop(device_name, {})  # the last device is the last one
+        sizes = self.seen[device_name] = self.seen.pop(device_name, {})  # now the last one
         earlier = sizes.pop(kernel, size)
         sizes[kernel] = ContextSize(size.uid, max(size.mib, earlier.mib))
         if len(sizes) > KERNELS:
@@ -97,7 +92,7 @@ class ContextSizes:
         return self.estimate_mib(device_name, size.uid) != before
 
     def estimate_mib(self, device_name: str, uid: int) -> int:
-        """Return what a context takes in a kernel of this user on a device of this name, MiB; at least `FLOOR_MIB`."""
+        """Return the size of a context of this user on a device of this name, MiB; at least `FLOOR_MIB`."""
         sizes = self.seen.get(device_name, {}).values()
         all_users = sorted(size.mib for size in sizes)
         quartile = all_users[-(-len(all_users) * 3 // 4) - 1] if all_users else 0

@@ -225,8 +225,6 @@ class Books:
         for lease in self.in_state(LeaseState.RESIDENT) if passed_ms else ():
             if lease.occupancy is OccupancyKind.BUSY:
                 lease.worked_ms += passed_ms
-                for device in self._devices_of(lease):
-                    device.busy_ms += passed_ms
             else:
                 pool, mib = lease.spec.pool, lease.held_mib * len(self._devices_of(lease))
                 self.idle_held[pool] = self.idle_held.get(pool, 0) + mib * min(passed_ms, _LONGEST_HOLD_MS)

@@ -411,7 +411,6 @@ class Device:
     holders: dict[str, Lease] = field(default_factory=dict)
     known_sums: Sums | None = None  # None: a lease here, or the device itself, has changed since
     stakes: list[Stake] = field(default_factory=list)  # of the last hour, oldest first (`foresight`)
-    busy_ms: int = 0  # the time for which leases were busy here, added up over the leases
 
     @property
     def sums(self) -> Sums:
