@@ -23,10 +23,10 @@ _TABLES = {
 
 
 def _table(metrics: Iterable[Metric]) -> str:
-    lines = ["| metric, without `jupyter_gpu_` | kind, labels | meaning |", "|---|---|---|"]
+    lines = ["| metric, without `jupyter_gpu_` | meaning (kind, labels) |", "|---|---|"]
     for metric in metrics:
         labels = ", ".join([metric.kind, *(f"`{label}`" for label in metric.labels)])
-        lines.append(f"| `{_name(metric)}` | {labels} | {metric.help} |")
+        lines.append(f"| `{_name(metric)}` | {metric.help} ({labels}) |")
     return "\n".join(lines) + "\n"
 
 
