@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms, run_engine
-from fractional_gpu.simulator.fleet import PlaceRule, Way, run
+from fractional_gpu.simulator.fleet import HostChoice, PlaceRule, run
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
@@ -42,7 +42,7 @@ def runs(hosts: Sequence[Host], trace: Sequence[Session], seed: int) -> dict[str
         "engine-whole": run_engine(hosts, trace, EngineDoor.WHOLE),
         "engine-shards": run_engine(hosts, trace, EngineDoor.SHARDS),
         "engine-count": run_engine(hosts, trace, EngineDoor.COUNT, processes=PROCESSES),
-        "random node": run(hosts, trace, Way(rule=PlaceRule.RANDOM, seed=seed, processes=PROCESSES)),
+        "random node": run(hosts, trace, HostChoice(rule=PlaceRule.RANDOM, seed=seed, processes=PROCESSES)),
     }
 
 

@@ -17,7 +17,7 @@ from functools import partial
 
 from fractional_gpu.core.model import Compute, PoolSpec
 from fractional_gpu.simulator.baselines import run_baseline
-from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.hosts import Door, DoorRule
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.machine import Host

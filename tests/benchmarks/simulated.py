@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
-from fractional_gpu.simulator.felt import Goal, Spread
+from fractional_gpu.simulator.experience import Goal, Spread
 from fractional_gpu.simulator.load import SEVERAL_PERCENT
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker.kernels.request_validation import Peer
-from fractional_gpu.broker.persistence.audit import Act
+from fractional_gpu.broker.persistence.audit import AuditedAction
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.commands import audit
@@ -24,7 +24,7 @@ ROOT = Peer(credentials=PeerCredentials(7, 0, 0), token=None, admin=True, acting
 
 def act(what: str, *outcomes: str, ago: timedelta = timedelta(), target: str = "GPU-0") -> str:
     """Return an act's lines."""
-    one = Act(what=what, target=target, peer=ROOT, parameters={"evict_busy": True})
+    one = AuditedAction(what=what, target=target, peer=ROOT, parameters={"evict_busy": True})
     entries = [json.loads(one.line(outcome)) for outcome in outcomes]
     at = (datetime.now(UTC) - ago).isoformat(timespec="milliseconds")
     return "".join(json.dumps({**entry, "time": at}) + "\n" for entry in entries)

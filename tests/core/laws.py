@@ -12,7 +12,7 @@ from fractional_gpu.core.effects import (
     Resized,
     Suspend,
     SuspendAnnounced,
-    UserTold,
+    UserNotice,
 )
 from fractional_gpu.core.events import Event, PinRequested
 from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, TicketView
@@ -96,7 +96,7 @@ class Laws:
         name = self._world.names.get(seen.devices[0], "")
         return self._arbiter.forecasts.widest_swap_span("suspend", name, mib).high_ms
 
-    def told(self, seen: Seen, effect: UserTold) -> None:
+    def told(self, seen: Seen, effect: UserNotice) -> None:
         """A user is told that the device goes away while it does and the kernel is there, and that it stays when it does."""
         goes = self._world.deadline(seen) is not None
         if effect.reason == "revocation.withdrawn":
@@ -175,7 +175,7 @@ class Laws:
 
     def see(self, event: Event, effect: Effect) -> None:
         """Any other effect."""
-        if isinstance(effect, UserTold):
+        if isinstance(effect, UserNotice):
             self.told(self._world.leases[effect.lease_id], effect)
         elif isinstance(effect, SuspendAnnounced):
             law(0, effect.at_ms >= self._world.now, effect, "announces the past")

@@ -1,4 +1,4 @@
-"""Choosing a device by what the lease spoils there for the asks to come: laws, by definition, and in the arbiter."""
+"""Choosing a device by how much the lease fragments free memory there for the asks to come: laws, by definition, and in the arbiter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -68,11 +68,11 @@ def test_what_is_spoilt_is_what_was_usable_before_and_is_no_more(
     chosen = data.draw(st.lists(st.sampled_from(able), unique=True, min_size=1)) if able else []
     if chosen:
         then = after(places, [one for one, _ in chosen], need)
-        assert choice(mix, need, places).spoilt(chosen) == usable(mix, free) - usable(mix, then)
+        assert choice(mix, need, places).fragmentation(chosen) == usable(mix, free) - usable(mix, then)
 
 
 @given(mix=MIXES, free=FREE, need=NEEDS)
-def test_the_chosen_device_fits_and_no_other_one_spoils_less_or_as_much_and_has_less_left(
+def test_the_chosen_device_fits_and_no_other_one_fragments_less_or_as_much_and_has_less_left(
     mix: AskMix, free: list[int], need: int
 ) -> None:
     places = named(free)

@@ -102,7 +102,7 @@ def test_a_cell_that_asks_in_the_middle_of_the_move_runs_where_the_lease_arrives
     assert hand.granted(hand.want("b")) == [("b", "d0")]
 
 
-def test_beside_busy_leases_a_kernel_goes_where_it_spoils_least() -> None:
+def test_beside_busy_leases_a_kernel_goes_where_it_fragments_least() -> None:
     hand = Hand(*(device(name) for name in NAMES), pools=[policy()])
     for name, mib in (("big", 500), ("f0", 500), ("a", 375), ("f1", 625), ("b", 125)):
         hand.idle(name, mib)

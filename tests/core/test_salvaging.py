@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fractional_gpu.core.effects import Effect, Suspend, UserTold, WakeAt
+from fractional_gpu.core.effects import Effect, Suspend, UserNotice, WakeAt
 from fractional_gpu.core.events import (
     Checkpointable,
     DeviceDrained,
@@ -31,7 +31,7 @@ def _revoked(hand: Hand, after_ms: int | None, name: str = "d0", *, evict_busy: 
 
 
 def _told(effects: list[Effect]) -> list[tuple[str, str]]:
-    return [(effect.lease_id, effect.reason) for effect in effects if isinstance(effect, UserTold)]
+    return [(effect.lease_id, effect.reason) for effect in effects if isinstance(effect, UserNotice)]
 
 
 def _uses(hand: Hand, name: str, mib: int) -> None:
@@ -106,7 +106,7 @@ def test_a_deadline_that_is_too_short_saves_the_work_and_tells_the_other_user_at
     assert hand.suspends(effects) == ["worked"]
     assert _told(effects) == [("fresh", "revocation.lost")]
     assert "revocation.lost" in hand.reasons(effects, "fresh")
-    (told,) = [effect for effect in effects if isinstance(effect, UserTold)]
+    (told,) = [effect for effect in effects if isinstance(effect, UserNotice)]
     assert "Save to disk now" in told.sentence
     assert _told(hand.wait(1)) == [], "once is enough"
 
@@ -170,7 +170,7 @@ def test_a_kernel_that_cannot_be_checkpointed_is_told_so() -> None:
     hand.idle("a")
     _uses(hand, "a", 100)
     hand.send(Checkpointable(at_ms=0, lease_id="a", why_not="it shares memory with another process"))
-    (told,) = [effect for effect in _revoked(hand, LONG) if isinstance(effect, UserTold)]
+    (told,) = [effect for effect in _revoked(hand, LONG) if isinstance(effect, UserNotice)]
     assert told.reason == "revocation.lost"
     assert "it shares memory with another process" in told.sentence
 
@@ -178,7 +178,7 @@ def test_a_kernel_that_cannot_be_checkpointed_is_told_so() -> None:
 def test_what_host_memory_does_not_hold_is_told_so() -> None:
     hand = Hand(host_mib=100)
     hand.idle("a")
-    (told,) = [effect for effect in _revoked(hand, LONG) if isinstance(effect, UserTold)]
+    (told,) = [effect for effect in _revoked(hand, LONG) if isinstance(effect, UserNotice)]
     assert "600 MiB of host memory" in told.sentence
 
 
@@ -257,7 +257,7 @@ def test_the_last_attempt_comes_while_there_is_just_time_for_it_and_then_its_use
     assert begun[:3] == [after_ms, after_ms - 800, after_ms - 1_200]
     assert begun[-1] >= MARGIN_MS + _takes_ms(hand, 100), "none that cannot end in time"
     assert begun[-1] - MARGIN_MS - _takes_ms(hand, 100) < 2 * LEAST_RETRY_MS
-    (told,) = [effect for effect in effects if isinstance(effect, UserTold)]
+    (told,) = [effect for effect in effects if isinstance(effect, UserNotice)]
     assert told.reason == "revocation.lost"
     assert f"saving it failed {len(begun)} times" in told.sentence
 

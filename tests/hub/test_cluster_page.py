@@ -13,7 +13,7 @@ from traitlets.config import Config
 from fractional_gpu.config import ConfigError
 from fractional_gpu.engines.engine import EngineUnavailableError
 from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
-from fractional_gpu_hub.engines.kubernetes_cluster import Where
+from fractional_gpu_hub.engines.kubernetes_cluster import ClusterScope
 from fractional_gpu_hub.engines.offers import ClusterNode, NodePool
 from fractional_gpu_hub.engines.slurm_cluster import cluster_of
 from fractional_gpu_hub.engines.slurm_commands import parse_nodes
@@ -282,7 +282,9 @@ def test_the_page_reads_where_the_kubernetes_spawner_starts_servers(monkeypatch:
     add_page(c, cluster="kubernetes", host="fd00::7", name="again")
     made, again = c.JupyterHub.services
     assert (made["url"], again["url"]) == ("http://10.1.2.3:8889", "http://[fd00::7]:10190")
-    assert Where.of(made["environment"]) == Where(namespace="jhub", nodes="zone=a", component="second-hub")
+    assert ClusterScope.of(made["environment"]) == ClusterScope(
+        namespace="jhub", nodes="zone=a", component="second-hub"
+    )
     c.KubeSpawner.enable_user_namespaces = True
     with pytest.raises(ConfigError, match="reads the pods of one namespace"):
         add_page(c, cluster="kubernetes")

@@ -85,7 +85,7 @@ async def opened(follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch, scop
     monkeypatch.setattr(Hub, "scopes", [ACCESS, *scopes])
     async with serving(web.Application([(r"/hub/api/user", Hub)])) as hub:
         auth = HubOAuth(api_url=f"http://127.0.0.1:{hub}/hub/api", api_token="the service's", cache_max_age=3600)  # noqa: S106
-        monkeypatch.setattr(app._Base, "hub_auth", auth)
+        monkeypatch.setattr(app._BaseHandler, "hub_auth", auth)
         actions = Actions("/nowhere")
         routes, streams = app.routes("/services/gpu/", follower, actions, "/nowhere"), Streams()
         for _, _, shared in [one for one in routes if len(one) == 3 and "streams" in one[2]]:

@@ -134,7 +134,7 @@ async def service(
     monkeypatch.setattr(Hub, "users", USERS)
     async with serving(web.Application([(r"/hub/api/user", Hub)])) as hub:
         auth = HubOAuth(api_url=f"http://127.0.0.1:{hub}/hub/api", api_token="the service's", base_url=PREFIX)  # noqa: S106
-        monkeypatch.setattr(app._Base, "hub_auth", auth)
+        monkeypatch.setattr(app._BaseHandler, "hub_auth", auth)
         actions = Actions(socket)
         follower = BrokerFollower(socket)
         async with serving(app._application(cluster or follower, actions)) as port:

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from fractional_gpu.protocol.messages import LeaseRequest
-from fractional_gpu.protocol.routes import ADMIN, ANYONE, KERNEL, LEASE, RELEASE, ROUTES, Nothing, Route
+from fractional_gpu.protocol.routes import ADMIN, ANYONE, KERNEL, LEASE, RELEASE, ROUTES, EmptyRequest, Route
 from tests.broker.live import LiveBroker, live_broker
 
 __all__ = ["ROLES", "Cell", "end_as_stranger", "probe", "routes_of", "table"]
@@ -153,7 +153,7 @@ effect. In brackets: the request, the reply, and the word in the [audit log](aud
 
 def _line(route: Route[Any, Any]) -> str:
     request, reply = (
-        "" if kind is Nothing else f"`{kind.__name__}`" for kind in (route.request_type, route.reply_type)
+        "" if kind is EmptyRequest else f"`{kind.__name__}`" for kind in (route.request_type, route.reply_type)
     )
     reply = f"lines of {reply}" if route.lines else reply
     messages = f"{request} → {reply}" if request else reply

@@ -18,8 +18,17 @@ from hypothesis import strategies as st
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, Limits, PoolSpec
 from fractional_gpu.simulator import SimulationError, fleet
 from fractional_gpu.simulator.baselines import run_baseline
-from fractional_gpu.simulator.felt import Goal
-from fractional_gpu.simulator.fleet import SUMS, PlaceRule, Way, added_up, choose_hosts, record_of, run, simulate_apart
+from fractional_gpu.simulator.experience import Goal
+from fractional_gpu.simulator.fleet import (
+    SUMS,
+    HostChoice,
+    PlaceRule,
+    added_up,
+    choose_hosts,
+    record_of,
+    run,
+    simulate_apart,
+)
 from fractional_gpu.simulator.hosts import Door, DoorRule, Leases
 from fractional_gpu.simulator.load import Load, Signs, synthetic_sessions
 from fractional_gpu.simulator.machine import Host, SwapSpeed
@@ -104,8 +113,8 @@ def test_hosts_apart_and_on_one_clock_give_equal_figures() -> None:
 def test_every_figure_of_a_result_is_added_up_or_found_anew() -> None:
     anew = {
         *("name", "sessions", "cells", "gpu_cells", "devices", "hosts", "reserved"),  # of the trace and the machine
-        *("waits", "host_p95_ms", "doors", "lateness", "hopeless"),  # of what was felt
-        *("felt", "errors", "closed_ms"),  # from which figures are computed
+        *("waits", "host_p95_ms", "doors", "lateness", "hopeless"),  # of the experience
+        *("experience", "errors", "closed_ms"),  # from which figures are computed
         "revocation",  # of hosts on one clock only
         *("peak_devices_held", "owned", "host_peak_mib", "timeline", "forecast_error", "wall_s"),
     }
@@ -135,14 +144,14 @@ def test_by_every_rule_a_run_is_that_of_the_hosts_that_the_rule_chooses(rule: Pl
     trace = synthetic_sessions(12, 1, 4, BUSY)
     hosts = [host(1) for _ in range(5)]
     chosen = choose_hosts(hosts, trace, rule, 1)
-    assert run(hosts, trace, Way(rule=rule, processes=1)) == on_one_clock(hosts, trace, chosen)
+    assert run(hosts, trace, HostChoice(rule=rule, processes=1)) == on_one_clock(hosts, trace, chosen)
 
 
 def test_processes_change_nothing_and_say_how_far_they_are() -> None:
     trace = synthetic_sessions(12, 1, 4, BUSY)
     hosts = [host(1) for _ in range(5)]
     seen: list[tuple[int, int]] = []
-    way = Way(rule=PlaceRule.USE, processes=2)
+    way = HostChoice(rule=PlaceRule.USE, processes=2)
     beside = run(hosts, trace, way, progress=lambda ended, of: seen.append((ended, of)))
     assert beside == run(hosts, trace, replace(way, processes=1))
     assert (len(seen), seen[-1]) == (len(hosts), (len(trace), len(trace)))
@@ -223,7 +232,7 @@ def test_hosts_that_cannot_serve_a_session_are_left_out(rule: PlaceRule) -> None
 def test_use_spreads_better_than_chance_where_the_hosts_are_tight() -> None:
     trace = synthetic_sessions(120, 1, 2, ONE_GPU)
     hosts = [host(3) for _ in range(4)]
-    results = {rule: run(hosts, trace, Way(rule=rule)) for rule in PlaceRule}
+    results = {rule: run(hosts, trace, HostChoice(rule=rule)) for rule in PlaceRule}
     worst = {rule: max(result.host_p95_ms) for rule, result in results.items()}
     assert worst[PlaceRule.USE] < worst[PlaceRule.RANDOM]
     assert all(len(result.host_p95_ms) == 4 for result in results.values())
@@ -264,7 +273,7 @@ def test_the_record_of_a_host_is_that_of_one_host_alone(tmp_path: Path) -> None:
     trace = synthetic_sessions(4, 1, 3, BUSY)
     chosen = spread_evenly(trace, 2)
     simulate_apart([host(), host()], trace, chosen, record=tmp_path / "run.log")
-    run([host()], trace[1::2], Way(), record=tmp_path / "alone.log")
+    run([host()], trace[1::2], HostChoice(), record=tmp_path / "alone.log")
     assert (tmp_path / "host-1.run.log").read_bytes() == (tmp_path / "alone.log").read_bytes()
     head = json.loads((tmp_path / "alone.log").read_text().splitlines()[0])
     assert (head["door"], len(head["hosts"])) == (DoorRule.FIT, 1)
@@ -280,12 +289,14 @@ def test_a_record_that_cannot_be_written_ends_the_run_in_any_process(tmp_path: P
 def test_whole_gpus_that_are_suspended_are_placed_beforehand_too() -> None:
     trace = synthetic_sessions(10, 1, 2, Load(several_percent=0))
     hosts = [host(2) for _ in range(3)]
-    placed = run_baseline("whole-gpu-suspend", hosts, trace, way=Way(rule=PlaceRule.COUNT))
+    placed = run_baseline("whole-gpu-suspend", hosts, trace, way=HostChoice(rule=PlaceRule.COUNT))
     assert (placed.name, placed.lost, len(placed.waits.ordered)) == ("whole-gpu-suspend", 0, placed.gpu_cells)
     assert placed != run_baseline("whole-gpu-suspend", hosts, trace)
     # the others have separate rules for hosts
     for name in ("reservation", "static-fraction", "time-slice"):
-        assert run_baseline(name, hosts, trace, way=Way(rule=PlaceRule.COUNT)) == run_baseline(name, hosts, trace)
+        assert run_baseline(name, hosts, trace, way=HostChoice(rule=PlaceRule.COUNT)) == run_baseline(
+            name, hosts, trace
+        )
 
 
 # -- processes --------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import BASELINES, run_baseline
-from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.hosts import Door, DoorRule
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.machine import Host, SwapSpeed

@@ -9,10 +9,10 @@ import pytest
 
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator.baselines import run_baseline
-from fractional_gpu.simulator.felt import Spread
+from fractional_gpu.simulator.experience import Spread
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.picture import About, headline, picture, share_axis, time_axis, wait_axis
+from fractional_gpu.simulator.picture import RunDescription, headline, picture, share_axis, time_axis, wait_axis
 from fractional_gpu.simulator.result import Result, Timeline
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.svg import count_axis
@@ -23,7 +23,7 @@ from tests.support.axe import assert_accessible_in_any_look
 pytestmark = pytest.mark.promise("accessibility")
 
 HOUR_MS = 3_600_000
-ABOUT = About(
+ABOUT = RunDescription(
     users=50, machine="6 devices of 80 GiB", whole_gpus=41, command="jupyter gpu simulate --users 50", version="1.2"
 )
 
@@ -81,7 +81,9 @@ def test_axe_finds_nothing_on_the_page_in_any_look(runs: list[Result], tmp_path:
 
 
 def test_all_that_is_given_is_escaped(runs: list[Result]) -> None:
-    about = About(users=1, machine="<i>a</i>", whole_gpus=1, command="<i>b</i>", version="<i>c</i>", policy="<i>d</i>")
+    about = RunDescription(
+        users=1, machine="<i>a</i>", whole_gpus=1, command="<i>b</i>", version="<i>c</i>", policy="<i>d</i>"
+    )
     page = picture(runs, about)
     assert "<i>" not in page
     assert [page.count(f"&lt;i&gt;{letter}&lt;/i&gt;") for letter in "abcd"] == [1, 1, 1, 1]

@@ -3,7 +3,7 @@
 import pytest
 
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest, gpus_reserved_at_once
 from fractional_gpu.simulator.simulation import simulate

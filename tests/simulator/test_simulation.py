@@ -7,7 +7,7 @@ import pytest
 
 from fractional_gpu.core.model import Limits
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import fraction_for
 from fractional_gpu.simulator.result import Result

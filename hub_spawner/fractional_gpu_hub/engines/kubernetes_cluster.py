@@ -33,7 +33,7 @@ _OWN_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class ClusterScope:
     """Which nodes (by labels), and which servers (by namespace and label `component`) are listed."""
 
     namespace: str
@@ -41,7 +41,7 @@ class Where:
     component: str = "singleuser-server"
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "Where":
+    def of(cls, environment: Mapping[str, str]) -> "ClusterScope":
         given = {
             "nodes": environment.get(NODES_VARIABLE, ""),
             "component": environment.get(COMPONENT_VARIABLE, ""),
@@ -66,10 +66,10 @@ async def settings_of(environment: Mapping[str, str]) -> client.Configuration:
 
 
 async def read() -> Cluster:
-    return await read_from(await settings_of(os.environ), Where.of(os.environ))
+    return await read_from(await settings_of(os.environ), ClusterScope.of(os.environ))
 
 
-async def read_from(settings: client.Configuration, where: Where) -> Cluster:
+async def read_from(settings: client.Configuration, where: ClusterScope) -> Cluster:
     async with client.ApiClient(settings) as connection:
         api = client.CoreV1Api(connection)
         nodes, _ = await listed(api.list_node, Page[Node], *LIST_NODES, label_selector=where.nodes)

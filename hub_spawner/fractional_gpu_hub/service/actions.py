@@ -20,7 +20,7 @@ from fractional_gpu.protocol.errors import BadRequestError, ConflictError, Forbi
 from fractional_gpu.protocol.messages import DrainRequest, EvictRequest, MoveRequest, PinRequest
 from fractional_gpu.protocol.seats import PoolChange
 from fractional_gpu.protocol.status import LeaseStatus
-from fractional_gpu_hub.service.usage import Chosen, Figures, all_figures, own_figures
+from fractional_gpu_hub.service.usage import PageQuery, UsagePage, all_figures, own_figures
 from fractional_gpu_hub.service.views import Viewer, is_own
 
 MOST_AT_ONCE = 8  # actions of one user
@@ -55,10 +55,10 @@ class Actions:
 
         return await self._do(viewer, work)
 
-    async def own_usage(self, viewer: Viewer, asked: Chosen) -> Figures:
+    async def own_usage(self, viewer: Viewer, asked: PageQuery) -> UsagePage:
         return await self._do(viewer, lambda client: own_figures(client, viewer, asked))
 
-    async def all_usage(self, viewer: Viewer, asked: Chosen) -> Figures:
+    async def all_usage(self, viewer: Viewer, asked: PageQuery) -> UsagePage:
         if not viewer.admin:
             raise _not_admin()
         return await self._do(viewer, lambda client: all_figures(client, asked))
@@ -95,7 +95,7 @@ def _not_admin() -> ForbiddenError:
     )
 
 
-class _Nothing(Struct):
+class _EmptyRequest(Struct):
     """No fields."""
 
 
@@ -148,7 +148,7 @@ class _Action(NamedTuple):
     """An action: its call, its body, and whether only administrators may do it."""
 
     call: Callable[[SeatClient, str, Any], Any]
-    body: type[Struct] = _Nothing
+    body: type[Struct] = _EmptyRequest
     admin: bool = True
 
 

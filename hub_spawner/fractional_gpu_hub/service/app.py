@@ -60,7 +60,7 @@ _HEADERS = {
 _FORMS = ("form-action 'none'", "form-action 'self'")
 
 
-class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # untyped
+class _BaseHandler(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # untyped
     """Identifies the user, and refuses requests before they are handled."""
 
     viewer: Viewer
@@ -134,7 +134,7 @@ _SENTENCES = {
 }
 
 
-class _Html(_Base):
+class _Html(_BaseHandler):
     def not_logged_in(self) -> None:
         self.redirect(self.get_login_url())
 
@@ -193,12 +193,12 @@ class _Usage(_Html):
             )  # fmt: skip
 
 
-class _Status(_Base):
+class _Status(_BaseHandler):
     def get(self) -> None:
         self.finish(self.view())
 
 
-class _Events(_Base):
+class _Events(_BaseHandler):
     """One page's stream. Each event is the newest view: events are never queued."""
 
     async def get(self) -> None:
@@ -278,7 +278,7 @@ class _Events(_Base):
             self._gone.set()
 
 
-class _Act(_Base):
+class _ActionHandler(_BaseHandler):
     _work: "asyncio.Task[Any] | None" = None
 
     async def get(self, kind: str, name: str, action: str = "") -> None:
@@ -303,7 +303,7 @@ class _Act(_Base):
             self._work.cancel()
 
 
-class Missing(_Base):
+class NotFoundHandler(_BaseHandler):
     async def prepare(self) -> None:  # without identifying the user: there is nothing to see
         raise web.HTTPError(404)
 
@@ -347,9 +347,9 @@ def routes(prefix: str, follower: BrokerFollower | ClusterFollower, actions: Act
     return [
         *found,
         (prefix + r"usage(/all)?(\.csv)?", _Usage, shared),
-        (prefix + r"api/(leases|seats)/([0-9a-zA-Z_-]{1,64})/([a-z]{1,20})", _Act, shared),
-        (prefix + r"api/(devices)/([^/]{1,200})/([a-z]{1,20})", _Act, shared),
-        (prefix + r"api/(pools)/([0-9a-z._-]{1,63})", _Act, shared),
+        (prefix + r"api/(leases|seats)/([0-9a-zA-Z_-]{1,64})/([a-z]{1,20})", _ActionHandler, shared),
+        (prefix + r"api/(devices)/([^/]{1,200})/([a-z]{1,20})", _ActionHandler, shared),
+        (prefix + r"api/(pools)/([0-9a-z._-]{1,63})", _ActionHandler, shared),
         (prefix + r"static/(report\.css)", _Static, {"path": Path(pages.__file__).parent / "templates"}),
     ]
 
@@ -403,7 +403,7 @@ def _application(follower: BrokerFollower | ClusterFollower, actions: Actions) -
         routes(prefix, follower, actions, static),
         cookie_secret=secrets.token_bytes(32),  # new for each process: logged-in browsers get a new cookie
         templates=pages.templates("fractional_gpu_hub.service"),
-        default_handler_class=Missing,
+        default_handler_class=NotFoundHandler,
         default_handler_args={"follower": follower, "actions": actions, "streams": {}},
         log_function=_log_request,
     )

@@ -53,7 +53,7 @@ _DAY_S: Final = 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class PageQuery:
     """A page's query: the time (seconds since 1970) and how it was written, and what figures of all users are summed by."""
 
     since_s: int
@@ -70,7 +70,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class UsagePage:
     """What one page shows. `others`: what the user may see of others, by heading."""
 
     report: UsageReport
@@ -80,7 +80,7 @@ class Figures:
     budgets: tuple[BudgetStatus, ...] = ()
 
 
-def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None = None) -> Chosen:
+def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None = None) -> PageQuery:
     word, by = arguments.get("period") or _THIS_MONTH, arguments.get("by") or "group"
     for name, given, allowed in (("period", word, (*PERIODS, DATES)), ("by", by, BY)):
         if given not in allowed:
@@ -102,10 +102,10 @@ def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None =
             f"the page shows {_MOST_DAYS[everybody]} days at most; choose a shorter time, or take it from `jupyter gpu report`",
             reason="bad-period",
         )
-    return Chosen(since_s=since_s, until_s=until_s, word=word, since=since, until=until, by=by)
+    return PageQuery(since_s=since_s, until_s=until_s, word=word, since=since, until=until, by=by)
 
 
-def own_figures(client: SeatClient, viewer: Viewer, asked: Chosen) -> Figures:
+def own_figures(client: SeatClient, viewer: Viewer, asked: PageQuery) -> UsagePage:
     """Return the viewer's figures by notebook, and what the viewer may see of others. Raises FractionalGPUError."""
     columns = (*_PARTY, "notebook")
     report = client.usage(columns, asked.since_s, asked.until_s, {"user": viewer.name, "seated": "1"})
@@ -123,7 +123,7 @@ def own_figures(client: SeatClient, viewer: Viewer, asked: Chosen) -> Figures:
     # Not the advice for a user of the machine who has the same name.
     advice = [one for one in report.advice if one.owner == viewer.name and one.seated]
     own_report = replace(report, entries=own, scope="own", advice=advice)
-    return Figures(report=own_report, by=("notebook",), others=found, note=note, budgets=tuple(budgets))
+    return UsagePage(report=own_report, by=("notebook",), others=found, note=note, budgets=tuple(budgets))
 
 
 def _is_own(budget: BudgetStatus, viewer: Viewer) -> bool:
@@ -139,14 +139,14 @@ def _budgets(client: SeatClient) -> list[BudgetStatus]:
     )
 
 
-def all_figures(client: SeatClient, asked: Chosen) -> Figures:
+def all_figures(client: SeatClient, asked: PageQuery) -> UsagePage:
     by = tuple(asked.by.split(","))
     columns = tuple(dict.fromkeys((*_PARTY, *by)))
     report = client.usage(columns, asked.since_s, asked.until_s, advice=True)
-    return Figures(report=report, by=by, budgets=tuple(_budgets(client)[:_MOST_BUDGETS]))
+    return UsagePage(report=report, by=by, budgets=tuple(_budgets(client)[:_MOST_BUDGETS]))
 
 
-def shown(figures: Figures) -> dict[str, Any]:
+def shown(figures: UsagePage) -> dict[str, Any]:
     report, own = figures.report, figures.report.scope == "own"
     names = budget_names(figures.budgets)
     return {
@@ -167,5 +167,5 @@ def _budget_text(budget: BudgetStatus, whose: str) -> str:
     return f"{whose[:1].upper()}{whose[1:]}: {budget.text}: {budget.spent_text} spent, {left}"
 
 
-def csv_of(figures: Figures) -> bytes:
+def csv_of(figures: UsagePage) -> bytes:
     return as_csv(figures.report, figures.by, provider=platform.node() or "GPU host").encode()

@@ -53,8 +53,8 @@ def call_broker(
                 if lease.lease_id == settings.lease_id:
                     notes.put(lease)
 
-    asked = _Asking(settings, call, notes.put, timeout_s=timeout_s, revive=revive)
-    follower = _Asking(settings, follow, lambda _: None)  # a failure affects only the line
+    asked = _PendingCall(settings, call, notes.put, timeout_s=timeout_s, revive=revive)
+    follower = _PendingCall(settings, follow, lambda _: None)  # a failure affects only the line
     silence = SilenceWatch(settings.connect, notes.put)
     with interrupts_to(notes):
         try:
@@ -88,7 +88,7 @@ def call_broker(
     return asked.result()
 
 
-class _Asking(Generic[T]):
+class _PendingCall(Generic[T]):
     def __init__(
         self,
         settings: Settings,

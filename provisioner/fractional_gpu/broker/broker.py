@@ -56,7 +56,7 @@ from fractional_gpu.core.effects import (
     Suspend,
     SuspendAnnounced,
     TicketsChanged,
-    UserTold,
+    UserNotice,
     WakeAt,
 )
 from fractional_gpu.core.events import (
@@ -211,7 +211,7 @@ class Broker:
                     self.contexts.breached(kernel)
             case LeaseAdmitted() | LeaseRefused():
                 pass  # the caller reads it from the result of `dispatch`
-            case Granted() | CloseGate() | Declined() | Resized() | Pinned() | SuspendAnnounced() | UserTold():
+            case Granted() | CloseGate() | Declined() | Resized() | Pinned() | SuspendAnnounced() | UserNotice():
                 if kernel is not None:
                     self._tell(kernel, effect)
             case _:
@@ -234,7 +234,7 @@ class Broker:
         kernel.notify()
 
     def _tell(
-        self, kernel: Kernel, effect: Granted | CloseGate | Declined | Resized | Pinned | SuspendAnnounced | UserTold
+        self, kernel: Kernel, effect: Granted | CloseGate | Declined | Resized | Pinned | SuspendAnnounced | UserNotice
     ) -> None:
         match effect:
             case Granted():
@@ -267,7 +267,7 @@ class Broker:
                         "Run a cell, or `%gpu pin 30m`, to keep it on the GPU."
                     )
                     kernel.link.send(GateVerb.NOTICE, sentence=sentence)
-            case UserTold(sentence=sentence):
+            case UserNotice(sentence=sentence):
                 self.tell_of_deadline(kernel, sentence)
         kernel.notify()
 

@@ -49,7 +49,7 @@ from fractional_gpu.protocol.messages import (
     WaitLine,
 )
 from fractional_gpu.protocol.names import ACTING_FOR, CAUSE, encode_acting_for
-from fractional_gpu.protocol.routes import Fresh, OthersQuery, Route
+from fractional_gpu.protocol.routes import FreshQuery, OthersQuery, Route
 
 if TYPE_CHECKING:
     from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, Cost, UsageReport
@@ -124,7 +124,7 @@ class BrokerClient:
 
     def status(self, *, fresh: bool = False) -> "HostStatus":
         """Return devices, pools and the leases that this user may see. `fresh`: the broker samples the devices first."""
-        return self.call(routes.STATUS, Fresh(fresh=fresh))
+        return self.call(routes.STATUS, FreshQuery(fresh=fresh))
 
     def capacity(self) -> "Capacity":
         """Return the host's remaining capacity, by pool."""
@@ -147,7 +147,7 @@ class BrokerClient:
 
     def lease(self, lease_id: str, *, fresh: bool = False) -> "LeaseStatus":
         """Return one lease. `fresh`: the broker samples its devices first. Raises NotFoundError."""
-        return self.call(routes.SHOW, Fresh(fresh=fresh), lease_id)
+        return self.call(routes.SHOW, FreshQuery(fresh=fresh), lease_id)
 
     def release(self, lease_id: str) -> None:
         """End a lease; does nothing if it has ended."""

@@ -40,11 +40,11 @@ from fractional_gpu.core.units import format_memory, plural
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import CULL_AFTER_MS, WAITING, run_baseline
 from fractional_gpu.simulator.cluster import run_engine
-from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.fleet import run as run_hosts
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering import RunMeter, write_usage
-from fractional_gpu.simulator.picture import About, picture
+from fractional_gpu.simulator.picture import RunDescription, picture
 from fractional_gpu.simulator.record import replay
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.revocation import Revocation
@@ -250,7 +250,7 @@ def _devices_of(hosts: Sequence[Host]) -> str:
     return plural(sum(len(host.devices) for host in hosts), "device")
 
 
-def _about(scenario: Scenario, trace: Sequence[Session], hosts: Sequence[Host]) -> About:
+def _about(scenario: Scenario, trace: Sequence[Session], hosts: Sequence[Host]) -> RunDescription:
     policy = None
     if scenario.policy is not None:
         try:
@@ -259,7 +259,7 @@ def _about(scenario: Scenario, trace: Sequence[Session], hosts: Sequence[Host]) 
             raise CommandError(f"{scenario.policy} cannot be read: {error.strerror}") from error
     sizes = Counter(device.memory_mib for host in hosts for device in host.devices)
     counted = " and ".join(f"{plural(count, 'device')} of {format_memory(mib)}" for mib, count in sizes.items())
-    return About(
+    return RunDescription(
         users=len({session.user for session in trace}),
         machine=f"{len(hosts)} hosts with {counted}" if len(hosts) > 1 else counted,
         whole_gpus=gpus_reserved_at_once(trace),

@@ -146,7 +146,7 @@ class Pool(HasTraits):
     compute = Setting(
         values.choice(Compute), "spread", "pack", to="compute",
         help="Which device a kernel goes to, where several have the memory: 'spread': one whose busy kernels leave enough compute; "
-        "'pack': memory alone decides, as it does between equals: the kernel goes where it spoils least for what others ask "
+        "'pack': memory alone decides, as it does between equals: the kernel goes where it fragments free memory least for what others ask "
         "for. No kernel waits because of compute.",
     )
     slowdown_bound = Setting(

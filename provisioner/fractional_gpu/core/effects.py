@@ -130,7 +130,7 @@ class SuspendAnnounced(LeaseEffect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UserTold(LeaseEffect):
+class UserNotice(LeaseEffect):
     """Tell the lease's user something at once, in the notebook: its device goes away, or does not after all. It is in its story, too."""
 
     reason: str

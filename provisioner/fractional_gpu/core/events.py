@@ -53,7 +53,7 @@ class DeviceDrained(Event):
     """An administrator drains a device: it admits no lease, and leases on it are suspended; with `evict_busy` busy ones too.
 
     `deadline_ms`: the device goes away then (`revoke`). What can be saved before is saved, in the middle of a cell if need be, and the
-    users of the rest are told (`UserTold`). From the deadline on it is drained like any other. Sent again, it replaces what was said.
+    users of the rest are told (`UserNotice`). From the deadline on it is drained like any other. Sent again, it replaces what was said.
     """
 
     device_id: str

@@ -165,7 +165,7 @@ class EarlyResumes:
                 continue
             regret = sum(self._regret(victim, lease) for victim in chosen)
             then_mib = capacity.total_mib(device_id) + sum(victim.held_mib for victim in chosen)
-            rank = regret, choice.spoilt([(device_id, then_mib)])
+            rank = regret, choice.fragmentation([(device_id, then_mib)])
             if regret < saved and (best is None or rank < best[:2]):
                 best = *rank, device_id, chosen
         if best is None:

@@ -249,12 +249,12 @@ class _Move:
     lease: Lease
     device_id: str
     victims: tuple[Lease, ...]
-    spoilt: int  # of the memory that is free on the other device then (`place`)
+    fragmentation: int  # of the memory that is free on the other device then (`place`)
 
     @property
     def rank(self) -> tuple[int, int, int]:
         """Orders moves: a cell of a low priority stops for its neighbours, then comes the gain, then the memory."""
-        return -self.lease.spec.priority, self.gain_ms, -self.spoilt
+        return -self.lease.spec.priority, self.gain_ms, -self.fragmentation
 
 
 class ComputeRelief:
@@ -338,7 +338,7 @@ class ComputeRelief:
             if gain_ms <= 0 or device.lease_capacity_mib < lease.held_mib:
                 continue
             if device.free_mib >= lease.held_mib:
-                yield _Move(gain_ms, lease, device_id, (), choice.spoilt([(device_id, device.free_mib)]))
+                yield _Move(gain_ms, lease, device_id, (), choice.fragmentation([(device_id, device.free_mib)]))
             else:
                 lacking.append((sum(milli for milli, _ in there), device_id, gain_ms))
         for _, device_id, gain_ms in sorted(lacking)[:_MOST_MADE_ROOM]:
@@ -357,7 +357,7 @@ class ComputeRelief:
         gain_ms -= _TIMES_COST * sum(swap_ms(books, victim) for victim in victims)
         if gain_ms > 0:
             then_mib = lease.held_mib - short_mib + sum(victim.held_mib for victim in victims)
-            yield _Move(gain_ms, lease, device_id, victims, choice.spoilt([(device_id, then_mib)]))
+            yield _Move(gain_ms, lease, device_id, victims, choice.fragmentation([(device_id, then_mib)]))
 
     def _may_move(self, lease: Lease) -> bool:
         books, pool = self._books, self._books.policy(lease)

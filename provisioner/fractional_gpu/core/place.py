@@ -7,7 +7,7 @@ device slow each other down (`time_slicing`). A pool that spreads prefers the de
 within its bound (`slowdown_bound_milli`), the emptiest first; beyond the bound, the least excess first. No ticket waits for compute: it
 only orders devices that have the memory, or will have it.
 
-**Memory.** Of devices that are equal by compute, a lease gets the one on which it spoils least (`DeviceChoice`).
+**Memory.** Of devices that are equal by compute, a lease gets the one whose free memory it fragments least (`DeviceChoice`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -145,12 +145,12 @@ Place = tuple[str, int]
 
 
 class DeviceChoice:
-    """Orders devices for leases that need `need_mib` on each of theirs, by how little of the free memory they spoil.
+    """Orders devices for leases that need `need_mib` on each of theirs, by how little they fragment the free memory.
 
-    Free memory that no lease can use is as good as gone: 30 GiB serve one ask for 20 GiB, three for 10 GiB, and none for 40 GiB. What a
-    lease spoils on a device is what the device could give to the asks of its pool before (`forecasts.sizes`), less what it can give after.
-    The least spoilt comes first, then the least memory left (best fit), then the first of the given devices. While no lease has asked,
-    that is best fit.
+    Free memory that no lease can use is as good as gone: 30 GiB serve one ask for 20 GiB, three for 10 GiB, and none for 40 GiB. The
+    fragmentation by a lease on a device is what the device could give to the asks of its pool before (`forecasts.sizes`), less what it
+    can give after. The least fragmentation comes first, then the least memory left (best fit), then the first of the given devices. While
+    no lease has asked, that is best fit.
 
     Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), for memory instead of GPU shares and
     with asks that are learnt. `kind_of` returns the kind of a device, as leases of several devices have devices of one kind; `everywhere`
@@ -186,24 +186,24 @@ class DeviceChoice:
             by_kind.setdefault(self._kind_of(place[0]), []).append(place)
         sets = [sorted(found, key=self.rank)[:count] for found in by_kind.values() if len(found) >= count]
         best = min(
-            sets, key=lambda places: (self.spoilt(places), sum(free_mib for _, free_mib in places)), default=None
+            sets, key=lambda places: (self.fragmentation(places), sum(free_mib for _, free_mib in places)), default=None
         )
         return tuple(device_id for device_id, _ in best) if best is not None else None
 
     def rank(self, place: Place) -> tuple[int, int]:
         """Return what orders devices: the least comes first."""
-        return self.spoilt((place,)), place[1]
+        return self.fragmentation((place,)), place[1]
 
-    def spoilt(self, places: Sequence[Place]) -> int:
+    def fragmentation(self, places: Sequence[Place]) -> int:
         """Return what is no longer usable once the lease has these devices (of one kind, and it fits): MiB times the weight of the asks."""
         mix, need_mib = self._mix, self._need_mib
-        spoilt = sum([mix.usable(free_mib) - mix.usable(free_mib - need_mib) for _, free_mib in places])
+        fragmentation = sum([mix.usable(free_mib) - mix.usable(free_mib - need_mib) for _, free_mib in places])
         for mib, devices, weight in mix.several:
             fewer = sum([free_mib >= mib > free_mib - need_mib for _, free_mib in places])
             if fewer:
                 count = max(fewer, self._count(self._kind_of(places[0][0]), mib))  # some may be free only then
-                spoilt += (count // devices - (count - fewer) // devices) * devices * mib * weight
-        return spoilt
+                fragmentation += (count // devices - (count - fewer) // devices) * devices * mib * weight
+        return fragmentation
 
     def _count(self, kind: str, mib: int) -> int:
         """Return how many devices of the kind have so much free."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from fractional_gpu.core.changes import Changes
-from fractional_gpu.core.effects import EndProcesses, UserTold
+from fractional_gpu.core.effects import EndProcesses, UserNotice
 from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.model import LeaseState, Span
 from fractional_gpu.core.state.leases import Device, Lease, Reason
@@ -365,7 +365,7 @@ class Salvage:
 
     def _tell(self, lease: Lease, reason: str, sentence: str) -> None:
         self._told[lease.lease_id] = reason
-        self._changes.effects.append(UserTold(lease_id=lease.lease_id, reason=reason, sentence=sentence))
+        self._changes.effects.append(UserNotice(lease_id=lease.lease_id, reason=reason, sentence=sentence))
         self._changes.record(lease.lease_id, reason, sentence)
 
     def _withdraw_notices(self, leases: dict[str, Lease]) -> None:

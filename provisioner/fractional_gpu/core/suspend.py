@@ -521,7 +521,7 @@ class Capacity:
                 excess(self._books, device, lease, victims),
                 sum(suspend_cost(self._books, one) for one in victims),
                 len(victims),
-                choice.spoilt([(device_id, then_mib)]),
+                choice.fragmentation([(device_id, then_mib)]),
                 max((one.last_active_ms for one in victims), default=0),
             )
 

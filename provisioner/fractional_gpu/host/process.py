@@ -271,7 +271,7 @@ _DEEPEST = 64  # generations
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _ProcessEntry:
     identity: ProcessIdentity
     ppid: int
     session: int
@@ -282,11 +282,11 @@ class _Seen:
 
 
 class Snapshot:
-    def __init__(self, boot: str, seen: Iterable[_Seen]) -> None:
+    def __init__(self, boot: str, seen: Iterable[_ProcessEntry]) -> None:
         self._boot = boot
-        self._by_pid: Mapping[int, _Seen] = {process.identity.pid: process for process in seen}
-        self._below: dict[int, list[_Seen]] = defaultdict(list)
-        self._marked: dict[str, list[_Seen]] = defaultdict(list)
+        self._by_pid: Mapping[int, _ProcessEntry] = {process.identity.pid: process for process in seen}
+        self._below: dict[int, list[_ProcessEntry]] = defaultdict(list)
+        self._marked: dict[str, list[_ProcessEntry]] = defaultdict(list)
         for process in self._by_pid.values():
             self._below[process.ppid].append(process)
             if process.session not in (process.ppid, process.identity.pid):
@@ -357,7 +357,7 @@ class Snapshot:
         if root is not None and root.boot_id != self._boot:
             return []
         at_pid = None if root is None else self._by_pid.get(root.pid)
-        queue: list[_Seen] = [self._by_pid[one.pid] for one in also if one in self]
+        queue: list[_ProcessEntry] = [self._by_pid[one.pid] for one in also if one in self]
         if at_pid is not None and at_pid.identity == root:
             uid = at_pid.uid if uid is None else uid
             queue.append(at_pid)
@@ -421,7 +421,7 @@ class _Markers:
             yield piece
 
 
-def _look(pid: int, boot: str, markers: _Markers | None, path: str) -> _Seen | None:
+def _look(pid: int, boot: str, markers: _Markers | None, path: str) -> _ProcessEntry | None:
     try:
         folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
@@ -437,7 +437,7 @@ def _look(pid: int, boot: str, markers: _Markers | None, path: str) -> _Seen | N
     finally:
         os.close(folder)
     identity = ProcessIdentity(boot, pid, stat.start_time)
-    return _Seen(identity, stat.ppid, stat.session, uid, value, stat.stopped_or_traced, stat.forked)
+    return _ProcessEntry(identity, stat.ppid, stat.session, uid, value, stat.stopped_or_traced, stat.forked)
 
 
 # A process's mapped and open files. A removed file counts under its old path; an unreadable process has none.

@@ -63,11 +63,11 @@ LEASE = "the lease's user"  # and administrators; a token, if one is sent, must 
 KERNEL = "the lease's token"  # or a process of the kernel whose token file is gone
 
 
-class Nothing(Struct, frozen=True):
+class EmptyRequest(Struct, frozen=True):
     """A request without fields."""
 
 
-class Fresh(Struct, frozen=True, kw_only=True):
+class FreshQuery(Struct, frozen=True, kw_only=True):
     """`fresh`: sample the devices first."""
 
     fresh: bool = False
@@ -128,36 +128,36 @@ _D = "/v1/devices/{device}"
 _S = "/v1/seats/{seat}"
 
 # fmt: off
-PING = Route("ping", "GET", "/v1/ping", Nothing, Pong, ANYONE, "which broker answers")
-STATUS: "Route[Fresh, HostStatus]" = Route("status", "GET", "/v1/status", Fresh, "status.HostStatus", ANYONE,
+PING = Route("ping", "GET", "/v1/ping", EmptyRequest, Pong, ANYONE, "which broker answers")
+STATUS: "Route[FreshQuery, HostStatus]" = Route("status", "GET", "/v1/status", FreshQuery, "status.HostStatus", ANYONE,
     "devices, pools and the leases that the caller may see")
-EVENTS: "Route[Nothing, HostChange]" = Route("events", "GET", "/v1/events", Nothing, "status.HostChange", ANYONE,
+EVENTS: "Route[EmptyRequest, HostChange]" = Route("events", "GET", "/v1/events", EmptyRequest, "status.HostChange", ANYONE,
     "the status, then each change of it; `{}` is a keep-alive", lines=True)
-CAPACITY: "Route[Nothing, Capacity]" = Route("capacity", "GET", "/v1/capacity", Nothing, "nodes.Capacity", ANYONE,
+CAPACITY: "Route[EmptyRequest, Capacity]" = Route("capacity", "GET", "/v1/capacity", EmptyRequest, "nodes.Capacity", ANYONE,
     "what each pool could still give")
-METRICS = Route("metrics", "GET", "/v1/metrics", Nothing, Nothing, ANYONE, "totals in Prometheus's text format")
+METRICS = Route("metrics", "GET", "/v1/metrics", EmptyRequest, EmptyRequest, ANYONE, "totals in Prometheus's text format")
 USAGE: "Route[UsageQuery, UsageReport]" = Route("usage", "GET", "/v1/usage", "accounts.UsageQuery", "accounts.UsageReport", ANYONE,
     "sums of what leases used, of what the caller may see")
-BUDGETS: "Route[Nothing, BudgetList]" = Route("budgets", "GET", "/v1/budgets", Nothing, "accounts.BudgetList", ANYONE,
+BUDGETS: "Route[EmptyRequest, BudgetList]" = Route("budgets", "GET", "/v1/budgets", EmptyRequest, "accounts.BudgetList", ANYONE,
     "the budgets that the caller may see")
 EXTEND_BUDGET: "Route[BudgetExtension, BudgetList]" = Route("extend", "POST", "/v1/budgets/extend", "accounts.BudgetExtension",
     "accounts.BudgetList", ADMIN, "more for a user or a group", audited="budget.extend")
 
 CREATE = Route("create", "POST", "/v1/leases", LeaseRequest, LeaseReply, ANYONE, "a new lease; it never queues")
-SHOW: "Route[Fresh, LeaseStatus]" = Route("lease", "GET", _L, Fresh, "status.LeaseStatus", LEASE, "one lease")
-RELEASE = Route("release", "DELETE", _L, Nothing, Done, LEASE, "end it; nothing if it has ended", audited="release", reserved=True)
+SHOW: "Route[FreshQuery, LeaseStatus]" = Route("lease", "GET", _L, FreshQuery, "status.LeaseStatus", LEASE, "one lease")
+RELEASE = Route("release", "DELETE", _L, EmptyRequest, Done, LEASE, "end it; nothing if it has ended", audited="release", reserved=True)
 ATTACH: "Route[AttachRequest, LeaseStatus]" = Route("attach", "POST", _L + "/attach", AttachRequest, "status.LeaseStatus", KERNEL,
     "its process, and how to listen to that")
-DETACH = Route("detach", "POST", _L + "/detach", Nothing, Done, KERNEL, "its process is gone or about to be replaced", reserved=True)
+DETACH = Route("detach", "POST", _L + "/detach", EmptyRequest, Done, KERNEL, "its process is gone or about to be replaced", reserved=True)
 ACQUIRE = Route("acquire", "POST", _L + "/acquire", AcquireRequest, Progress, KERNEL,
     "wait for the GPU; the last line is `granted` or `refused`, with `hold` it is in use until the client hangs up", lines=True)
-FOLLOW = Route("follow", "POST", _L + "/follow", Nothing, LeaseNews, KERNEL, "a command's state and notices, until its lease ends",
+FOLLOW = Route("follow", "POST", _L + "/follow", EmptyRequest, LeaseNews, KERNEL, "a command's state and notices, until its lease ends",
     lines=True)
 GATE = Route("gate", "POST", _L + "/gate", GateHello, GateCommand, KERNEL, "the commands to the kernel's extension", lines=True,
     reserved=True)
 ANSWER = Route("answer", "POST", _L + "/answer", GateAnswer, Done, KERNEL, "the extension's answer to a command, or a pulse",
     reserved=True)
-SUSPEND: "Route[Nothing, LeaseStatus]" = Route("suspend", "POST", _L + "/suspend", Nothing, "status.LeaseStatus", LEASE,
+SUSPEND: "Route[EmptyRequest, LeaseStatus]" = Route("suspend", "POST", _L + "/suspend", EmptyRequest, "status.LeaseStatus", LEASE,
     "save it to host memory", audited="suspend",
     waits_s=MAX_WAIT_S, withdraws=True)
 RESUME: "Route[ResumeRequest, LeaseStatus]" = Route("resume", "POST", _L + "/resume", ResumeRequest, "status.LeaseStatus", LEASE,
@@ -166,7 +166,7 @@ RESUME: "Route[ResumeRequest, LeaseStatus]" = Route("resume", "POST", _L + "/res
 EXPECT = Route("expect", "POST", _L + "/expect", ExpectRequest, Done, LEASE, "a sign that its next cell is near")
 PIN: "Route[PinRequest, LeaseStatus]" = Route("pin", "POST", _L + "/pin", PinRequest, "status.LeaseStatus", LEASE,
     "keep it resident for a while", audited="pin")
-UNPIN: "Route[Nothing, LeaseStatus]" = Route("unpin", "POST", _L + "/unpin", Nothing, "status.LeaseStatus", LEASE,
+UNPIN: "Route[EmptyRequest, LeaseStatus]" = Route("unpin", "POST", _L + "/unpin", EmptyRequest, "status.LeaseStatus", LEASE,
     "end that", audited="unpin")
 NOTE: "Route[NoteRequest, LeaseStatus]" = Route("note", "POST", _L + "/note", NoteRequest, "status.LeaseStatus", LEASE,
     "the user's own words about it, of printable characters; empty: none", audited="note")
@@ -177,28 +177,29 @@ MOVE: "Route[MoveRequest, LeaseStatus]" = Route("move", "POST", _L + "/move", Mo
     withdraws=True)
 EVICT = Route("evict", "POST", _L + "/evict", EvictRequest, Done, ADMIN, "end the kernel, whose state is lost", audited="evict",
     waits_s=MAX_WAIT_S)
-END = Route("end", "POST", _L + "/end", Nothing, Done, LEASE, "end the processes that its kernel left", audited="end",
+END = Route("end", "POST", _L + "/end", EmptyRequest, Done, LEASE, "end the processes that its kernel left", audited="end",
     waits_s=_END_S)
-STORY: "Route[Nothing, Story]" = Route("story", "GET", _L + "/story", Nothing, "status.Story", LEASE, "why everything happened to it")
-HISTORY: "Route[Nothing, History]" = Route("history", "GET", _L + "/history", Nothing, "status.History", LEASE,
+STORY: "Route[EmptyRequest, Story]" = Route("story", "GET", _L + "/story", EmptyRequest, "status.Story", LEASE,
+    "why everything happened to it")
+HISTORY: "Route[EmptyRequest, History]" = Route("history", "GET", _L + "/history", EmptyRequest, "status.History", LEASE,
     "its memory and state over time")
-COST: "Route[Nothing, Cost]" = Route("cost", "GET", _L + "/cost", Nothing, "accounts.Cost", LEASE, "what it and its user used")
+COST: "Route[EmptyRequest, Cost]" = Route("cost", "GET", _L + "/cost", EmptyRequest, "accounts.Cost", LEASE, "what it and its user used")
 OTHERS = Route("others", "GET", _L + "/others", OthersQuery, OthersUse, LEASE, "what others used of its device lately")
 
 DRAIN: "Route[DrainRequest, DeviceStatus]" = Route("drain", "POST", _D + "/drain", DrainRequest, "status.DeviceStatus", ADMIN,
     "empty a device", audited="drain")
-UNDRAIN: "Route[Nothing, DeviceStatus]" = Route("undrain", "POST", _D + "/undrain", Nothing, "status.DeviceStatus", ADMIN,
+UNDRAIN: "Route[EmptyRequest, DeviceStatus]" = Route("undrain", "POST", _D + "/undrain", EmptyRequest, "status.DeviceStatus", ADMIN,
     "use it again", audited="undrain")
 
 OFFERS: "Route[OfferRequest, Offers]" = Route("offers", "POST", "/v1/offers", "seats.OfferRequest", "seats.Offers", ADMIN,
     "what each pool offers one user of the hub")
-SEATS: "Route[Nothing, SeatList]" = Route("seats", "GET", "/v1/seats", Nothing, "seats.SeatList", ADMIN, "all seats")
+SEATS: "Route[EmptyRequest, SeatList]" = Route("seats", "GET", "/v1/seats", EmptyRequest, "seats.SeatList", ADMIN, "all seats")
 TAKE_SEAT: "Route[SeatRequest, SeatProgress]" = Route("take", "POST", "/v1/seats", "seats.SeatRequest", "seats.SeatProgress", ADMIN,
     "wait for a seat; the last line is `granted` or `refused`", audited="seat.give", lines=True)
-CONFIRM_SEAT: "Route[Nothing, SeatStatus]" = Route("confirm", "POST", _S + "/confirm", Nothing, "status.SeatStatus", ADMIN,
+CONFIRM_SEAT: "Route[EmptyRequest, SeatStatus]" = Route("confirm", "POST", _S + "/confirm", EmptyRequest, "status.SeatStatus", ADMIN,
     "the hub has saved it: it does not expire")
-RELEASE_SEAT = Route("unseat", "DELETE", _S, Nothing, Done, ADMIN, "end it; nothing if it has ended", audited="seat.end")
-POOLS: "Route[Nothing, PoolList]" = Route("pools", "GET", "/v1/pools", Nothing, "seats.PoolList", ADMIN,
+RELEASE_SEAT = Route("unseat", "DELETE", _S, EmptyRequest, Done, ADMIN, "end it; nothing if it has ended", audited="seat.end")
+POOLS: "Route[EmptyRequest, PoolList]" = Route("pools", "GET", "/v1/pools", EmptyRequest, "seats.PoolList", ADMIN,
     "every key of every pool, as it is now")
 CHANGE_POOL: "Route[PoolChange, PoolKeys]" = Route("change", "POST", "/v1/pools/{pool}", "seats.PoolChange", "seats.PoolKeys", ADMIN,
     "change keys until the broker restarts", audited="pool.change")

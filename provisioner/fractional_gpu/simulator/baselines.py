@@ -12,8 +12,8 @@ from pathlib import Path
 
 from fractional_gpu.core.model import LeaseSpec, ReserveBy
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.felt import Goal
-from fractional_gpu.simulator.fleet import BY_THE_DOOR, Way, run
+from fractional_gpu.simulator.experience import Goal
+from fractional_gpu.simulator.fleet import BY_THE_DOOR, HostChoice, run
 from fractional_gpu.simulator.hosts import Leases, Machine, Moments, hosts_of
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
 from fractional_gpu.simulator.record import EventLog, recording
@@ -33,7 +33,7 @@ def run_baseline(
     machine: Machine,
     trace: Sequence[Session],
     *,
-    way: Way = BY_THE_DOOR,
+    way: HostChoice = BY_THE_DOOR,
     mps_fill_percent: int = MPS_FILL_PERCENT,
     goal: Goal | None = None,
     record: Path | None = None,
@@ -51,7 +51,7 @@ def run_baseline(
     if name == "whole-gpu-suspend":
         whole = tuple(_whole_devices(host) for host in hosts)
         return run(whole, trace, way, name=name, record=record, goal=goal, progress=progress, placing=placing)
-    facts = _Facts(
+    facts = _Rules(
         fill_percent=mps_fill_percent if name == "mps-pack" else 100,
         clients=MPS_CLIENTS if name == "mps-pack" else None,
         cull_after_ms=CULL_AFTER_MS if name == "cull" else None,
@@ -67,7 +67,7 @@ def _whole_devices(host: Host) -> Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
+class _Rules:
     fill_percent: int
     clients: int | None
     cull_after_ms: int | None
@@ -99,7 +99,7 @@ class _Base:
     name: str
     hosts: Sequence[Host]
     trace: Sequence[Session]
-    facts: _Facts
+    facts: _Rules
     goal: Goal | None
     record: EventLog | None
     progress: Progress | None
@@ -108,12 +108,12 @@ class _Base:
         self._moments = Moments()
         self._busy = self._waiting = self._ended = 0
         self.figures = begin_result(self.name, self.trace, self.hosts, self.goal)
-        self._felt = self.figures.felt
+        self._experience = self.figures.experience
 
     def result(self) -> Result:
         for session in self.trace:
             self._moments.at(session.open_ms, partial(self._comes, _Kernel(session)))
-        self._moments.run(self._account, until=lambda: bool(self._felt.hopeless))
+        self._moments.run(self._account, until=lambda: bool(self._experience.hopeless))
         self.figures.finish(self.trace)
         return self.figures
 
@@ -181,7 +181,7 @@ class _Base:
         raise NotImplementedError
 
 
-class _Whole(_Base):
+class _WholeGPUs(_Base):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._free = [list(range(len(host.devices))) for host in self.hosts]
@@ -202,7 +202,7 @@ class _Whole(_Base):
 
     def _begin(self, kernel: _Kernel) -> None:
         kernel.door_ms, kernel.wait_ms = kernel.wait_ms, 0
-        self._felt.entered(kernel.door_ms)
+        self._experience.entered(kernel.door_ms)
         self._think(kernel, partial(self._next, kernel))
 
     def _ask(self, kernel: _Kernel, then: Callable[[_Kernel], None]) -> None:
@@ -261,8 +261,8 @@ class _Whole(_Base):
         kernel.visit += 1
         if cell.gpus:
             self._use(kernel, cell.gpu_mib)
-            self._felt.waited(kernel.wait_ms, host=kernel.host)
-            self._felt.ended(kernel.session.user, kernel.door_ms + kernel.wait_ms, cell.duration_ms)
+            self._experience.waited(kernel.wait_ms, host=kernel.host)
+            self._experience.ended(kernel.session.user, kernel.door_ms + kernel.wait_ms, cell.duration_ms)
             kernel.door_ms = kernel.wait_ms = 0
             self._busy += cell.gpus
         self._note_begin(kernel)
@@ -300,7 +300,7 @@ class _Sharing(_Base):
         cell = kernel.cell
         self._busy -= cell.gpus
         late_ms = kernel.door_ms + self._now_ms - kernel.asked_ms - cell.duration_ms
-        self._felt.ended(kernel.session.user, late_ms, cell.duration_ms)
+        self._experience.ended(kernel.session.user, late_ms, cell.duration_ms)
         kernel.door_ms = 0
         self._plan(self._device(kernel).finish(running.session_id, self._now_ms)[1])
         self._done(kernel, "ends")
@@ -322,7 +322,7 @@ class _Sharing(_Base):
             self._note_begin(kernel)
             self._after(cell.duration_ms, partial(self._done, kernel, "ends"))
             return
-        self._felt.waited(0, host=kernel.host)
+        self._experience.waited(0, host=kernel.host)
         if not self._may_use(kernel, cell.gpu_mib):
             self.figures.out_of_memory += 1
             self._done(kernel, "failed")
@@ -381,7 +381,7 @@ class _Fractions(_Sharing):
             self._takes(kernel, host, devices, lease.reserve_mib)
             self._leases[lease.lease_id] = lease
             kernel.door_ms = self._now_ms - kernel.asked_ms
-            self._felt.entered(kernel.door_ms)
+            self._experience.entered(kernel.door_ms)
             self._think(kernel, partial(self._next, kernel))
 
     def _best_fit(self, session: Session) -> tuple[int, LeaseSpec, list[int]] | None:
@@ -437,7 +437,7 @@ class _TimeSlice(_Sharing):
         _, host, device = min(each)
         self._sessions[host][device] += 1
         self._takes(kernel, host, (device,), self._sizes[host][device])
-        self._felt.entered(0)
+        self._experience.entered(0)
         self._think(kernel, partial(self._next, kernel))
 
     def _may_use(self, kernel: _Kernel, mib: int) -> bool:
@@ -456,8 +456,8 @@ class _TimeSlice(_Sharing):
 
 
 _KINDS: dict[str, type[_Base]] = {
-    "reservation": _Whole,
-    "cull": _Whole,
+    "reservation": _WholeGPUs,
+    "cull": _WholeGPUs,
     "static-fraction": _Fractions,
     "mps-pack": _Fractions,
     "time-slice": _TimeSlice,

@@ -25,7 +25,7 @@ from fractional_gpu.core.seat_packing import (
 )
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import run_baseline
-from fractional_gpu.simulator.felt import Spread
+from fractional_gpu.simulator.experience import Spread
 from fractional_gpu.simulator.fleet import simulate_apart
 from fractional_gpu.simulator.hosts import Leases, Moments
 from fractional_gpu.simulator.machine import Host

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from fractional_gpu.core.model import LeaseSpec
 from fractional_gpu.core.seat_packing import estimated_usage
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.hosts import Door, DoorRule, Leases
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering import RunMeter
@@ -48,7 +48,7 @@ class PlaceRule(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class HostChoice:
     """How sessions are given their hosts.
 
     By a `DoorRule` as they open, and all hosts run on one clock; or by a `PlaceRule` beforehand, with draws by `seed`, and the hosts run
@@ -60,13 +60,13 @@ class Way:
     processes: int = 1
 
 
-BY_THE_DOOR = Way()
+BY_THE_DOOR = HostChoice()
 
 
 def run(
     hosts: Sequence[Host],
     trace: Sequence[Session],
-    way: Way,
+    way: HostChoice,
     *,
     name: str = "fractional",
     record: Path | None = None,
@@ -147,7 +147,7 @@ def choose_hosts(
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenSession:
     """An open session: its host, what it may use of the host's memory and GPUs while it is busy, millionths, and its counts."""
 
     host: int
@@ -158,7 +158,7 @@ class _Open:
 
 @dataclass(slots=True)
 class _User:
-    open: dict[str, _Open] = field(default_factory=dict)
+    open: dict[str, _OpenSession] = field(default_factory=dict)
     lived_ms: int = 0  # of closed sessions
     opened_ms: int = 0  # the sum of the openings of those that are open
     busy_ms: int = 0  # of GPU cells
@@ -186,7 +186,7 @@ class _Load:
         user = self._users.setdefault(session.user, _User())
         memory = lease.reserve_mib * lease.devices * _MILLIONTHS // self._mib[host]
         gpus = lease.devices * _MILLIONTHS // self._sizes[host]
-        user.open[session.session_id] = _Open(host, memory, gpus)
+        user.open[session.session_id] = _OpenSession(host, memory, gpus)
         user.opened_ms += session.open_ms
         self._count(user, session.open_ms)
 
@@ -247,11 +247,11 @@ def simulate_apart(
             whole.host_peak_mib = max(whole.host_peak_mib, one.host_peak_mib)
             whole.closed_ms = max(whole.closed_ms, one.closed_ms)
             whole.errors += one.errors
-            whole.felt.add(one.felt, number)
+            whole.experience.add(one.experience, number)
             timelines.append(one.timeline)
             if progress is not None:
                 progress(sum(map(len, shares[: number + 1])), len(trace))
-            if whole.felt.hopeless:
+            if whole.experience.hopeless:
                 break
     timeline = whole.timeline = added_up(timelines)
     for part in timelines:  # a host's last state lasts until the last moment of all

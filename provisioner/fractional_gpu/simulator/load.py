@@ -223,7 +223,7 @@ class _UserDay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PaceShape:
+class _PaceCurves:
     """The quantile functions of a pace; times in s."""
 
     cell_s: _Points
@@ -235,7 +235,7 @@ class _PaceShape:
 
 
 _PACES = {
-    Pace.LONG: _PaceShape(
+    Pace.LONG: _PaceCurves(
         cell_s=(
             (0.0, 180.0), (0.1, 300.0), (0.25, 360.0), (0.5, 660.0), (0.75, 1260.0), (0.9, 2460.0), (0.95, 4260.0), (0.97, 8160.0),
             (0.98, 20_700.0), (0.99, 57_660.0), (1.0, 106_680.0),
@@ -246,7 +246,7 @@ _PACES = {
         looks=1,
         idle_looks_percent=30,
     ),
-    Pace.SHORT: _PaceShape(
+    Pace.SHORT: _PaceCurves(
         cell_s=((0.0, 2.0), (0.25, 48.0), (0.5, 124.0), (0.75, 307.0), (0.9, 690.0), (0.99, 2800.0), (1.0, 7200.0)),
         gap_s=((0.0, 5.0), (0.25, 60.0), (0.5, 180.0), (0.75, 480.0), (0.9, 2460.0), (1.0, 9000.0)),
         head_s=((0.0, 5.0), (1.0, 300.0)),
@@ -338,7 +338,7 @@ _CLASS_MS = 90 * _MINUTE_MS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shape:
+class _HabitCurves:
     """The quantile functions of a habit; times in s, memory in MiB on each GPU, utilisation in percent."""
 
     head_s: _Points  # from the opening to the first cell
@@ -352,21 +352,21 @@ class _Shape:
 
 
 _SHAPES = {
-    Habit.TEACHING_LAB: _Shape(
+    Habit.TEACHING_LAB: _HabitCurves(
         head_s=((0.0, 30.0), (0.5, 120.0), (1.0, 480.0)),
         cell_s=((0.0, 0.5), (0.5, 6.0), (0.9, 40.0), (1.0, 180.0)),
         gap_s=((0.0, 3.0), (0.5, 40.0), (0.75, 120.0), (0.9, 360.0), (1.0, 900.0)),
         memory_mib=((0.0, 300.0), (0.5, 800.0), (0.9, 2_000.0), (1.0, 4_000.0)),
         util_percent=((0.0, 1.0), (0.5, 15.0), (0.9, 50.0), (1.0, 100.0)),
     ),
-    Habit.BUILDERS: _Shape(
+    Habit.BUILDERS: _HabitCurves(
         head_s=((0.0, 5.0), (1.0, 300.0)),
         cell_s=((0.0, 1.0), (0.25, 5.0), (0.5, 20.0), (0.75, 60.0), (0.9, 240.0), (0.99, 900.0), (1.0, 1_800.0)),
         gap_s=((0.0, 5.0), (0.25, 45.0), (0.5, 180.0), (0.75, 480.0), (0.9, 1_500.0), (0.97, 5_400.0), (1.0, 10_800.0)),
         memory_mib=((0.0, 300.0), (0.5, 2_200.0), (0.75, 4_400.0), (0.9, 17_000.0), (1.0, 40_000.0)),
         util_percent=((0.0, 1.0), (0.5, 8.5), (0.9, 36.0), (1.0, 100.0)),
     ),
-    Habit.TRAINERS: _Shape(
+    Habit.TRAINERS: _HabitCurves(
         head_s=((0.0, 60.0), (0.5, 1_200.0), (1.0, 7_200.0)),
         cell_s=((0.0, 1_200.0), (0.25, 2_700.0), (0.5, 7_200.0), (0.75, 16_200.0), (0.9, 28_800.0), (1.0, 43_200.0)),
         gap_s=((0.0, 60.0), (0.25, 240.0), (0.5, 600.0), (0.75, 2_400.0), (0.9, 7_200.0), (1.0, 14_400.0)),
@@ -375,7 +375,7 @@ _SHAPES = {
         several_percent=30,
         several=(2, 4, 8),
     ),
-    Habit.NIGHT_JOBS: _Shape(
+    Habit.NIGHT_JOBS: _HabitCurves(
         head_s=((0.0, 60.0), (0.5, 1_800.0), (1.0, 7_200.0)),
         cell_s=((0.0, 5.0), (0.5, 60.0), (0.9, 600.0), (1.0, 1_800.0)),
         gap_s=((0.0, 60.0), (0.5, 1_800.0), (0.9, 7_200.0), (1.0, 10_800.0)),

@@ -1,6 +1,6 @@
 """One host in virtual time: its arbiter, its devices, and the sessions that live there.
 
-docs/simulator.md says what is assumed: of asking, thinking, swaps, sharing, preemption and growing. What a user feels is in `felt`.
+docs/simulator.md says what is assumed: of asking, thinking, swaps, sharing, preemption and growing. What a user experiences is in `experience`.
 """
 
 import random
@@ -116,7 +116,7 @@ class Kernel:
 class HostRun:
     def __init__(self, number: int, host: Host, run: RunState) -> None:
         self.number, self.host, self._run = number, host, run
-        self.accounts, self.result, self.felt = run.accounts, run.accounts.result, run.accounts.result.felt
+        self.accounts, self.result, self.experience = run.accounts, run.accounts.result, run.accounts.result.experience
         self.meter = run.meter.hosts[number] if run.meter is not None else None
         self.arbiter = Arbiter(parallel_swaps=host.parallel_swaps)
         self.kernels: dict[str, Kernel] = {}
@@ -246,7 +246,7 @@ class HostRun:
         if kernel.over:
             self._run.ended()
             return
-        self.felt.entered(0)  # a lease is given at once; its cells wait
+        self.experience.entered(0)  # a lease is given at once; its cells wait
         self.send(Attached(at_ms=self.now_ms, lease_id=lease.lease_id, gated=True))
         first = session.cells[0].start_ms if session.cells else session.close_ms
         self._expect(kernel, first - self.now_ms)
@@ -309,7 +309,7 @@ class HostRun:
             return
         kernel.waiting = True
         if cell.gpus:  # count it against the goal as soon as its wait exceeds a limit, and not only when it begins
-            for limit, limit_ms in enumerate(self.felt.wait_limits_ms):
+            for limit, limit_ms in enumerate(self.experience.wait_limits_ms):
                 self.after(limit_ms + 1, partial(self._overdue, kernel, kernel.next_cell, limit))
         self.send(Wanted(at_ms=self.now_ms, lease_id=kernel.spec.lease_id))
 
@@ -317,7 +317,7 @@ class HostRun:
         unbegun = kernel.unfinished is None and (kernel.waiting or kernel.growing)
         if kernel.next_cell == cell and unbegun and not kernel.over:
             kernel.overdue = limit + 1
-            self.felt.overdue(limit)
+            self.experience.overdue(limit)
 
     def _ends_without_gpu(self, kernel: Kernel) -> None:
         self.note("ends", kernel, cell=kernel.next_cell)
@@ -377,7 +377,7 @@ class HostRun:
     def _begins(self, kernel: Kernel) -> None:
         self.accounts.waiting -= 1
         if kernel.unfinished is None and kernel.cell.gpus:
-            self.felt.waited(self.now_ms - kernel.asked_ms, kernel.overdue, host=self.number)
+            self.experience.waited(self.now_ms - kernel.asked_ms, kernel.overdue, host=self.number)
             kernel.overdue = 0
 
     def _run_cell(self, kernel: Kernel) -> None:
@@ -422,7 +422,7 @@ class HostRun:
                 worked_ms = kernel.cell.util_percent * kernel.cell.duration_ms
                 self._measure(kernel, worked_ms * 10 // kernel.ran_ms)
             alone_ms = kernel.cell.duration_ms
-            self.felt.ended(kernel.session.user, self.now_ms - kernel.asked_ms - alone_ms, alone_ms)
+            self.experience.ended(kernel.session.user, self.now_ms - kernel.asked_ms - alone_ms, alone_ms)
         self.send(BusyChanged(at_ms=self.now_ms, lease_id=kernel.spec.lease_id, busy=False))
         self.done(kernel)
 

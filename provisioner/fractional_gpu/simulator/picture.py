@@ -28,7 +28,7 @@ _MOST_DECADES_WITH_2_AND_5 = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
+class RunDescription:
     """What made the runs: the users and GPUs of the first of them, and the command's input.
 
     `whole_gpus` are the most GPUs that open sessions would have reserved at the same time. `policy` is the text of the configuration file.
@@ -50,7 +50,7 @@ class Axis:
     marks: Sequence[tuple[float, str]]
 
 
-def picture(results: Sequence[Result], about: About) -> str:
+def picture(results: Sequence[Result], about: RunDescription) -> str:
     over_time: list[tuple[str, Callable[[Timeline], Sequence[int]]]] = [
         ("Devices on which leases hold memory", lambda timeline: timeline.devices_held),
         ("Cells that run on a GPU (on four GPUs: four)", lambda timeline: timeline.busy),
@@ -65,7 +65,7 @@ def picture(results: Sequence[Result], about: About) -> str:
     )  # fmt: skip
 
 
-def headline(result: Result, about: About) -> str:
+def headline(result: Result, about: RunDescription) -> str:
     said = f"{plural(about.users, 'user')} on {about.machine}: "
     waits, free_percent = result.waits, round(100 - result.waits.nonzero_percent(), 3)
     if not waits.ordered:
@@ -115,7 +115,9 @@ def _figures(results: Sequence[Result]) -> list[tuple[str, Callable[[Result], fl
     ]
 
 
-def _over_time(results: Sequence[Result], column: Callable[[Timeline], Sequence[int]], title: str, about: About) -> Svg:
+def _over_time(
+    results: Sequence[Result], column: Callable[[Timeline], Sequence[int]], title: str, about: RunDescription
+) -> Svg:
     timelines = [result.timeline for result in results]
     across, since_ms, until_ms = time_axis(timelines, hours_of_day=about.hours_of_day)
     series = [_steps(one.at_ms, column(one), since_ms, until_ms) for one in timelines]

@@ -94,7 +94,7 @@ class EventLog:
         self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
-class _Simulated(msgspec.Struct):
+class _SimulatorSettings(msgspec.Struct):
     parallel_swaps: Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -102,7 +102,7 @@ class _Head(msgspec.Struct):
     format: str
     version: int
     name: str
-    hosts: Annotated[list[_Simulated], msgspec.Meta(min_length=1)]
+    hosts: Annotated[list[_SimulatorSettings], msgspec.Meta(min_length=1)]
     baseline: Any = None
 
 

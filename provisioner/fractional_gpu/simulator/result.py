@@ -10,7 +10,15 @@ from functools import partial
 from itertools import chain
 
 from fractional_gpu.core.forecasts.outcomes import ForecastError
-from fractional_gpu.simulator.felt import USERS_TOO_LATE, Felt, Goal, Lateness, Spread, nearest_rank, too_long
+from fractional_gpu.simulator.experience import (
+    USERS_TOO_LATE,
+    Goal,
+    Lateness,
+    Spread,
+    UserExperience,
+    nearest_rank,
+    too_long,
+)
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.revocation import RevocationFigures
 from fractional_gpu.simulator.traces import Session
@@ -42,11 +50,11 @@ class Timeline:
 class Result:
     """The figures of a run. GPU time is counted in milli-GPU times ms: one GPU for a second is 1,000,000.
 
-    `finish` computes waits and lateness from `felt`, and the forecasts' errors from each host's (`errors`).
+    `finish` computes waits and lateness from `experience`, and the forecasts' errors from each host's (`errors`).
     """
 
     name: str
-    felt: Felt = field(compare=False)
+    experience: UserExperience = field(compare=False)
     errors: list[Sequence[ForecastError]] = field(default_factory=list, compare=False)
     closed_ms: int = 0  # when the last session closed
     sessions: int
@@ -132,10 +140,10 @@ class Result:
         return ""
 
     def finish(self, trace: Sequence[Session]) -> None:
-        felt = self.felt
-        self.waits, self.doors = Spread.of(chain(*felt.waits_ms.values())), Spread.of(felt.doors_ms)
-        self.host_p95_ms = tuple(sorted(Spread.of(waits).percentile_ms(95) for waits in felt.waits_ms.values()))
-        self.lateness, self.hopeless = Lateness.of(felt), felt.hopeless
+        experience = self.experience
+        self.waits, self.doors = Spread.of(chain(*experience.waits_ms.values())), Spread.of(experience.doors_ms)
+        self.host_p95_ms = tuple(sorted(Spread.of(waits).percentile_ms(95) for waits in experience.waits_ms.values()))
+        self.lateness, self.hopeless = Lateness.of(experience), experience.hopeless
         opened_ms = min((session.open_ms for session in trace), default=0)
         self.owned = self.devices * max(0, self.closed_ms - opened_ms) * 1000
         self.forecast_error = _merged_errors(self.errors)
@@ -148,7 +156,7 @@ def _hours(milli_ms: int) -> float:
 def begin_result(name: str, trace: Sequence[Session], hosts: Sequence[Host], goal: Goal | None = None) -> Result:
     return Result(
         name=name,
-        felt=Felt(trace, goal),
+        experience=UserExperience(trace, goal),
         sessions=len(trace),
         cells=sum(len(session.cells) for session in trace),
         gpu_cells=sum(cell.gpus > 0 for session in trace for cell in session.cells),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.machine import Host, lease_for
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.traces import Session

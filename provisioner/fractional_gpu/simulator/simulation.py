@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fractional_gpu.core.forecasts.outcomes import Judged
-from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.hosts import Door, Machine, Moments, hosts_of
 from fractional_gpu.simulator.metering import RunMeter
 from fractional_gpu.simulator.one_host import HostRun, RunState, Watch
@@ -89,7 +89,7 @@ def simulate(
         run.begin()
     for session in trace:
         moments.at(session.open_ms, partial(opens, session))
-    moments.run(passing, until=lambda: bool(result.felt.hopeless))
+    moments.run(passing, until=lambda: bool(result.experience.hopeless))
     for run in runs:
         run.arbiter.validate()
         result.errors.append(run.arbiter.forecasts.errors())

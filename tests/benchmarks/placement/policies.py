@@ -225,7 +225,7 @@ class BrokerScorer(Policy):
                 self._found.clear()
 
     def _best(self, node: Node, kind: PodKind) -> tuple[int, int, int]:
-        """Return what the pod spoils on the node at least, what is free on the GPUs that it takes, and the first of them."""
+        """Return by how much the pod fragments the node at least, what is free on the GPUs that it takes, and the first of them."""
         key = (tuple(node.left), kind.gpus, kind.milli)
         found = self._found.get(key)
         if found is None:
@@ -239,14 +239,14 @@ class BrokerScorer(Policy):
         one = choice.best(fitting) if kind.gpus == 1 else None
         chosen = (one,) if one is not None else choice.best_set(fitting, kind.gpus) or ()
         taken = [place for place in places if place[0] in chosen]
-        return choice.spoilt(taken), sum(free for _, free in taken), int(taken[0][0])
+        return choice.fragmentation(taken), sum(free for _, free in taken), int(taken[0][0])
 
     def score(self, node: Node, kind: PodKind) -> int:
-        """Return a number that orders nodes as the broker orders devices: the least spoilt, then the least left."""
+        """Return a number that orders nodes as the broker orders devices: the least fragmentation, then the least left."""
         if not kind.gpus:
             return self._without_gpu.score(node, kind)
-        spoilt, free, _ = self._best(node, kind)
-        return _MOST_SPOILT - (spoilt << _FREE_BITS) - free
+        fragmentation, free, _ = self._best(node, kind)
+        return _MOST_FRAGMENTATION - (fragmentation << _FREE_BITS) - free
 
     def gpu(self, node: Node, kind: PodKind, rng: random.Random) -> int:
         """Return the GPU that the broker would choose."""
@@ -256,7 +256,7 @@ class BrokerScorer(Policy):
 
 _FREE_BITS = 16
 _NEWS = 16  # asks after which a choice is worked out again
-_MOST_SPOILT = 1 << 80
+_MOST_FRAGMENTATION = 1 << 80
 
 
 class BrokerScorerOnNodes(BrokerScorer):
@@ -277,11 +277,11 @@ class BrokerScorerOnNodes(BrokerScorer):
 
     def score(self, node: Node, kind: PodKind) -> int:
         """Return what the placement saves, in steps."""
-        spoilt = self._best(node, kind)[0] if kind.gpus else 0
+        fragmentation = self._best(node, kind)[0] if kind.gpus else 0
         left = sum(node.left)
         now = imbalance(node.cpu_left, left, self._cpu, self._gpu, self._weights)
         then = imbalance(node.cpu_left - kind.cpu_milli, left - kind.demand_milli, self._cpu, self._gpu, self._weights)
-        saved = now - then - 100 * spoilt // max(1, len(self._mix.recent))
+        saved = now - then - 100 * fragmentation // max(1, len(self._mix.recent))
         return max(0, _OFFSET + saved // (100 * self._weights.step))
 
 

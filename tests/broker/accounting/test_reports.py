@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from fractional_gpu.broker.accounting.reports import Question, Reader, UsageReports
+from fractional_gpu.broker.accounting.reports import Reader, ReportQuery, UsageReports
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, Party, Usage, UsageKey, UsageRow
 from fractional_gpu.ledger.ledger import Ledger
@@ -76,7 +76,7 @@ class World:
         self, reader: Reader, by: Sequence[str] = (), visible: str = "own", **only: str
     ) -> dict[tuple[str, ...], int]:
         """What is charged, by what is asked; of a user of the hub, `hub` follows."""
-        entries, _, _ = await self.reports(visible).answer(reader, Question(tuple(by), 0, EVER, only))
+        entries, _, _ = await self.reports(visible).answer(reader, ReportQuery(tuple(by), 0, EVER, only))
         return {
             tuple(value for value in one.of.values() if value != "machine"): one.usage.charge_milli for one in entries
         }
@@ -145,7 +145,7 @@ async def test_to_ask_for_what_one_may_not_see_shows_nothing_and_says_so(busy: W
     assert await busy.sums(ADA, ["user"], lease="mary-1") == {}
     assert await busy.sums(ADA, ["user"], user="ada") == {("ada",): 1}
     assert await busy.sums(ADA, ["user"], "group", user="grace") == {("grace",): 20}
-    _, _, note = await busy.reports().answer(ADA, Question((), 0, EVER, {"user": "grace"}))
+    _, _, note = await busy.reports().answer(ADA, ReportQuery((), 0, EVER, {"user": "grace"}))
     assert note.startswith("You may not see these figures")
 
 
@@ -158,7 +158,7 @@ async def test_an_administrator_sees_the_two_of_the_same_name_apart(busy: World)
         ("mary",): 300,
     }
     assert await busy.sums(ADMIN, ["user"], user="ada") == {("ada", "hub"): 4000, ("ada",): 1}
-    entries, _, _ = await busy.reports().answer(ADMIN, Question(("user", "pool"), 0, EVER, {"user": "ada"}))
+    entries, _, _ = await busy.reports().answer(ADMIN, ReportQuery(("user", "pool"), 0, EVER, {"user": "ada"}))
     assert [one.of for one in entries] == [
         {"user": "ada", "pool": "p", "account": "hub"},
         {"user": "ada", "pool": "p", "account": "machine"},
@@ -191,14 +191,14 @@ async def test_days_and_months_are_local(world: World) -> None:
 
 async def test_currencies_are_not_added_up(world: World) -> None:
     world.has(row("ada", charge_milli=5), row("ada", charge_milli=7, currency="USD", lease="b"))
-    entries, _, _ = await world.reports().answer(ADMIN, Question((), 0, EVER, {}))
+    entries, _, _ = await world.reports().answer(ADMIN, ReportQuery((), 0, EVER, {}))
     assert [(one.currency, one.usage.charge_milli) for one in entries] == [("EUR", 5), ("USD", 7)]
 
 
 async def test_only_hours_that_begin_within_the_time_count(world: World) -> None:
     world.has(*(row("ada", when=f"2026-11-24T{hour:02}:00", charge_milli=10**hour) for hour in range(4)))
     entries, _, _ = await world.reports().answer(
-        ADMIN, Question((), at("2026-11-24T01:00"), at("2026-11-24T03:00"), {})
+        ADMIN, ReportQuery((), at("2026-11-24T01:00"), at("2026-11-24T03:00"), {})
     )
     assert [one.usage.charge_milli for one in entries] == [110]
 
@@ -206,7 +206,7 @@ async def test_only_hours_that_begin_within_the_time_count(world: World) -> None
 async def test_figures_are_written_before_they_are_read_but_not_for_each_reader(world: World) -> None:
     reports = world.reports()
     for _ in range(3):
-        await reports.answer(ADMIN, Question((), 0, EVER, {}))
+        await reports.answer(ADMIN, ReportQuery((), 0, EVER, {}))
     assert world.wrote == 1
 
 
@@ -215,7 +215,7 @@ async def carbon_of(world: World, setting: float | Path | None) -> tuple[list[Us
         row("ada", when="2026-11-24T08:00", energy_mj=MJ_PER_KWH),
         row("ada", when="2026-11-24T09:00", energy_mj=2 * MJ_PER_KWH),
     )
-    entries, carbon, note = await world.reports(carbon=setting).answer(ADMIN, Question(("user",), 0, EVER, {}))
+    entries, carbon, note = await world.reports(carbon=setting).answer(ADMIN, ReportQuery(("user",), 0, EVER, {}))
     return entries, carbon.text if carbon is not None else "", note
 
 
@@ -261,7 +261,7 @@ async def test_no_grant_waits_for_a_report_to_be_read(tmp_path: Path, monkeypatc
         return real(*arguments)
 
     monkeypatch.setattr(Ledger, "metered", slow)
-    answer = asyncio.create_task(reports.answer(ADMIN, Question((), 0, EVER, {})))
+    answer = asyncio.create_task(reports.answer(ADMIN, ReportQuery((), 0, EVER, {})))
     try:
         assert await asyncio.to_thread(reading.wait, DEADLINE_S)
         async with asyncio.timeout(DEADLINE_S / 2):

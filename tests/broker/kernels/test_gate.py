@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from fractional_gpu.broker.api.handler import Shared
+from fractional_gpu.broker.api.handler import HandlerContext
 from fractional_gpu.broker.kernels.connection import OPEN_LINE_S, GateLink
 from fractional_gpu.protocol.limits import PULSE_S
 from fractional_gpu.protocol.messages import GateAnswer, GateCommand, GateVerb
@@ -233,9 +233,9 @@ async def test_a_cell_is_exempt_from_when_it_says_so_until_another_answer_that_i
     assert exempt == [False, True, True, False, False]
 
 
-def shared_of(live: LiveBroker) -> Shared:
+def shared_of(live: LiveBroker) -> HandlerContext:
     application: Any = live.server.request_callback
-    shared: Shared = application.settings["shared"]
+    shared: HandlerContext = application.settings["shared"]
     return shared
 
 

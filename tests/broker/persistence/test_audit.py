@@ -14,7 +14,7 @@ import pytest
 
 from fractional_gpu.broker.api import server
 from fractional_gpu.broker.kernels.request_validation import Peer
-from fractional_gpu.broker.persistence.audit import FILE_NAME, Act, AuditLog, finished_files
+from fractional_gpu.broker.persistence.audit import FILE_NAME, AuditedAction, AuditLog, finished_files
 from fractional_gpu.broker.services import residency
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.seat import SeatClient
@@ -320,7 +320,7 @@ async def test_a_full_file_is_finished_and_only_so_many_are_kept(tmp_path: Path)
     for _ in range(5):
         log.path.write_text(log.path.read_text() if log.path.exists() else "")
         with log.path.open("a") as file:
-            file.write(Act(what="fill", target="", peer=ROOT, parameters={}).line("done").decode())
+            file.write(AuditedAction(what="fill", target="", peer=ROOT, parameters={}).line("done").decode())
             file.write("x" * 2**20 + "\n")
         await write(log)
         assert len(lines(log.path)) == 2, "a new file was begun"
@@ -331,7 +331,7 @@ async def test_a_full_file_is_finished_and_only_so_many_are_kept(tmp_path: Path)
 
 async def test_what_is_older_than_what_is_kept_is_removed(tmp_path: Path) -> None:
     log = AuditLog(load(None, {"audit_keep": "4h"}), tmp_path)
-    begun = Act(what="old", target="", peer=ROOT, parameters={}).line("done").decode()
+    begun = AuditedAction(what="old", target="", peer=ROOT, parameters={}).line("done").decode()
     stale = json.dumps({**json.loads(begun), "time": (datetime.now(UTC) - timedelta(minutes=61)).isoformat()})
     log.path.write_text(stale + "\n")
     await write(log)

@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from fractional_gpu.broker.process.driver_start import Backend
-from fractional_gpu.broker.process.rescue import _Found, _Rescuer
+from fractional_gpu.broker.process.rescue import _FoundKernel, _Rescuer
 from fractional_gpu.config import Settings
 from fractional_gpu.gpu.interface import DeviceInfo, ProcessState
 from tests.broker.driver import DEVICE, Driver, kernel_of, swaps_of
@@ -29,7 +29,7 @@ async def test_what_nobody_wrote_down_comes_back_only_to_an_empty_device(saved_m
     async with kernel_of() as (kernel, _, pids):
         driver.has_context(pids[0], ProcessState.CHECKPOINTED, 300)
         driver.has_context(1, ProcessState.RUNNING, 900)
-        found = _Found(kernel=kernel, label="", device_id=DEVICE, saved_mib=saved_mib)
+        found = _FoundKernel(kernel=kernel, label="", device_id=DEVICE, saved_mib=saved_mib)
         backend = cast("Backend", OneDevice(driver))
         rescuer = _Rescuer(swaps_of(driver), cast("Settings", None), backend, Path())
         assert (await rescuer.bring_back(found))[0] == "no-room"

@@ -11,7 +11,7 @@ import yaml
 from fractional_gpu.engines.engine import EngineError
 from fractional_gpu.engines.pods import SUMMARY
 from fractional_gpu.protocol.nodes import STALE_S, NodeSummary, PoolSummary, encode_summary
-from fractional_gpu_hub.engines.kubernetes_cluster import Where, read_from, settings_of
+from fractional_gpu_hub.engines.kubernetes_cluster import ClusterScope, read_from, settings_of
 from fractional_gpu_hub.service import cluster
 from fractional_gpu_hub.service.cluster import Cluster, ClusterFollower
 from tests.engines.kubernetes.api_server import TOKEN, ApiServer
@@ -20,7 +20,7 @@ from tests.engines.kubernetes.pods import pod_of
 from tests.hub.test_cluster_page import news
 from tests.hub.test_service_usage import service
 
-WHERE = Where(namespace="jhub")
+WHERE = ClusterScope(namespace="jhub")
 LABELS = {"fractional-gpu.jupyter.org/node": "true"}
 KUBESPAWNERS = {
     "apiGroups": [""],
@@ -64,7 +64,7 @@ def waiting_pod(number: int, user: str) -> dict[str, Any]:
     return pod
 
 
-async def read(api: ApiServer, where: Where = WHERE) -> Cluster:
+async def read(api: ApiServer, where: ClusterScope = WHERE) -> Cluster:
     return await read_from(settings_for(api), where)
 
 
@@ -138,7 +138,7 @@ async def test_the_roles_give_what_the_page_uses_and_nothing_else(api: ApiServer
     assert granted == {("list", "nodes")}
     assert api.used - granted == {("list", "pods")}, "which KubeSpawner has, in its namespace"
     with pytest.raises(EngineError, match="list pods in the namespace other"):
-        await read(api, Where(namespace="other"))
+        await read(api, ClusterScope(namespace="other"))
 
 
 @pytest.mark.parametrize(

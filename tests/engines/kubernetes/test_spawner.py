@@ -16,7 +16,7 @@ from traitlets.config import Config
 from fractional_gpu.engines.engine import EngineError
 from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
 from fractional_gpu_hub.engines.kubernetes import FractionalGPUKubeSpawner
-from fractional_gpu_hub.engines.kubernetes_cluster import Where
+from fractional_gpu_hub.engines.kubernetes_cluster import ClusterScope
 from tests.engines.kubernetes.api_server import validate
 from tests.support.golden import check_golden
 
@@ -285,7 +285,7 @@ async def test_an_api_that_does_not_answer_is_said(api: Api, error: Exception | 
 
 
 def test_the_page_of_the_cluster_reads_what_the_spawner_makes() -> None:
-    where, traits = Where(namespace="jhub"), FractionalGPUKubeSpawner.class_traits()
+    where, traits = ClusterScope(namespace="jhub"), FractionalGPUKubeSpawner.class_traits()
     assert (where.nodes, where.component) == (
         traits["gpu_node_selector"].default_value,
         traits["component_label"].default_value,

@@ -39,7 +39,7 @@ def offered_shares(arbiter: Arbiter, pool: PoolSpec) -> list[Share]:
 
 
 @dataclass(slots=True)
-class _Told:
+class _LastAdvice:
     share: Share
     at_ms: int
     advice: ShareAdvice | None
@@ -66,7 +66,7 @@ class ShareHabits:
         self._wall = wall
         self._holders: dict[str, HabitKey] = {}  # leases and seats at the last sample
         self._given: dict[HabitKey, Given] = {}
-        self._told: dict[HabitKey, _Told] = {}
+        self._told: dict[HabitKey, _LastAdvice] = {}
 
     def begin(self, ledger: Ledger) -> None:
         for key, day in ledger.share_days(self._today() - WINDOW_DAYS):
@@ -142,10 +142,10 @@ class ShareHabits:
     def _advice(self, key: HabitKey, share: Share) -> ShareAdvice | None:
         told = self._told.get(key)
         if told is None or told.share != share or not self._is_fresh(told):
-            told = self._told[key] = _Told(share, self._now(), self._worked_out(key, share))
+            told = self._told[key] = _LastAdvice(share, self._now(), self._worked_out(key, share))
         return told.advice
 
-    def _is_fresh(self, told: _Told) -> bool:
+    def _is_fresh(self, told: _LastAdvice) -> bool:
         return self._now() - told.at_ms < _FRESH_MS
 
     def _worked_out(self, key: HabitKey, share: Share) -> ShareAdvice | None:

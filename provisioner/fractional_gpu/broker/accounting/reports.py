@@ -35,7 +35,7 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ReportQuery:
     """What to sum, by what, over which hours (seconds since 1970), and of which user, group, pool, device or lease only."""
 
     by: tuple[str, ...]
@@ -61,7 +61,7 @@ class UsageReports:
             return "own"
         return self.visible
 
-    async def answer(self, reader: Reader, question: Question) -> tuple[list[UsageEntry], Carbon | None, str]:
+    async def answer(self, reader: Reader, question: ReportQuery) -> tuple[list[UsageEntry], Carbon | None, str]:
         """Return sums, carbon intensity, and a note about missing figures. Raises LedgerError. Cancelled: due figures are still written."""
         await self._refresh()
         own = self._own(reader, self.scope(reader, question.by))

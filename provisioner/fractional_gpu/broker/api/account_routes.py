@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from fractional_gpu.broker.accounting.budgets import party_of
-from fractional_gpu.broker.accounting.reports import Question, Reader
+from fractional_gpu.broker.accounting.reports import Reader, ReportQuery
 from fractional_gpu.broker.accounting.terms import charge_terms
 from fractional_gpu.broker.api.handler import Call, Described, serve
 from fractional_gpu.broker.api.lease_service import LeaseService
@@ -30,7 +30,7 @@ from fractional_gpu.protocol.accounts import (
 )
 from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME
-from fractional_gpu.protocol.routes import Nothing
+from fractional_gpu.protocol.routes import EmptyRequest
 from fractional_gpu.protocol.status import ShareAdvice
 from fractional_gpu.reports.sums import periods_of
 
@@ -53,7 +53,7 @@ async def _usage(call: Call[UsageQuery]) -> UsageReport:
         )
     asked = {name: getattr(query, name) for name in USAGE_ONLY}
     only = {name: int(value) if name == "seated" else value for name, value in asked.items() if value is not None}
-    entries, carbon, note = await service.usage.answer(reader, Question(by, query.since_s, query.until_s, only))
+    entries, carbon, note = await service.usage.answer(reader, ReportQuery(by, query.since_s, query.until_s, only))
     return UsageReport(
         by=list(by),
         since_s=query.since_s,
@@ -79,15 +79,15 @@ async def _advice(service: LeaseService, reader: Reader, query: UsageQuery) -> l
     return await service.broker.habits.of_notebooks(query.pool, owner, seated=seated)
 
 
-async def _cost(call: Call[Nothing]) -> Cost:
+async def _cost(call: Call[EmptyRequest]) -> Cost:
     service = call.service
     view = view_of(service.broker, call.kernel)
     checked = Reader(administrator=True)  # may see the lease, so the questions name it and its user
     user: dict[str, str | int] = {"user": view.spec.owner, "seated": int(bool(view.spec.seat))}
     day_s, month_s = _beginnings()
-    lease, carbon, note = await service.usage.answer(checked, Question((), 0, EVER_S, {"lease": view.spec.lease_id}))
-    today, _, _ = await service.usage.answer(checked, Question((), day_s, EVER_S, user))
-    month, _, _ = await service.usage.answer(checked, Question((), month_s, EVER_S, user))
+    lease, carbon, note = await service.usage.answer(checked, ReportQuery((), 0, EVER_S, {"lease": view.spec.lease_id}))
+    today, _, _ = await service.usage.answer(checked, ReportQuery((), day_s, EVER_S, user))
+    month, _, _ = await service.usage.answer(checked, ReportQuery((), month_s, EVER_S, user))
     tariff = service.seats.forecasts.hub(view.spec.pool).tariff
     return Cost(
         lease_id=view.spec.lease_id,
@@ -105,7 +105,7 @@ async def _cost(call: Call[Nothing]) -> Cost:
     )
 
 
-def _budgets(call: Call[Nothing]) -> BudgetList:
+def _budgets(call: Call[EmptyRequest]) -> BudgetList:
     budgets, reader = call.service.seats.budgets, _reader_of(call)
     if reader.administrator:
         return BudgetList(budgets=budgets.all(), scope="all")

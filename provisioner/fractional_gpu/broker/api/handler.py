@@ -25,7 +25,7 @@ from fractional_gpu.broker.cost import metered
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.lanes import PAYER
-from fractional_gpu.broker.persistence.audit import Act, is_anothers
+from fractional_gpu.broker.persistence.audit import AuditedAction, is_anothers
 from fractional_gpu.broker.services.status import StatusStream
 from fractional_gpu.host import files
 from fractional_gpu.host.accounts import account_uid, user_name
@@ -57,7 +57,7 @@ LOG_LINES_PER_S, LOG_LINES_BURST = 1.0, 100.0  # in the log, of one user's refus
 
 
 @dataclass(slots=True)
-class Shared:
+class HandlerContext:
     service: LeaseService
     socket_path: str
     statuses: StatusStream
@@ -95,12 +95,12 @@ class Text(NamedTuple):
 Described = tuple[str, dict[str, Any]]
 
 
-class _Served(NamedTuple):
+class _RouteHandler(NamedTuple):
     function: Callable[[Call[Any]], Any]
     describe: Callable[[Call[Any]], Described | None]
 
 
-_SERVED: dict[Route[Any, Any], _Served] = {}
+_SERVED: dict[Route[Any, Any], _RouteHandler] = {}
 
 
 def _describe(call: Call[Any]) -> Described:
@@ -115,7 +115,7 @@ def serve(
     describe: Callable[[Call[Request]], Described | None] = _describe,
 ) -> None:
     """Reply (None: `Done`), or stream lines until the client hangs up. `describe`: for the audit log; None: no entry."""
-    _SERVED[route] = _Served(function, describe)
+    _SERVED[route] = _RouteHandler(function, describe)
 
 
 class Handler(web.RequestHandler):
@@ -126,7 +126,7 @@ class Handler(web.RequestHandler):
     _writes = False
 
     def initialize(self) -> None:
-        self.shared: Shared = self.settings["shared"]
+        self.shared: HandlerContext = self.settings["shared"]
 
     def prepare(self) -> None:
         self.shared.service.broker.last_use_s = time.monotonic()
@@ -227,7 +227,7 @@ class Handler(web.RequestHandler):
         if last is not None:
             await self.write_line(last)
 
-    def _audited(self, route: Route[Any, Any], call: Call[Any]) -> AbstractAsyncContextManager[Act | None]:
+    def _audited(self, route: Route[Any, Any], call: Call[Any]) -> AbstractAsyncContextManager[AuditedAction | None]:
         """Write an administrator's action and its outcome to the audit log, except on own leases what any user can do."""
         if not route.audited or not self.peer.admin or (described := _SERVED[route].describe(call)) is None:
             return nullcontext()

@@ -18,7 +18,7 @@ from fractional_gpu.broker.api.handler import (
     Call,
     Described,
     Handler,
-    Shared,
+    HandlerContext,
     Text,
     serve,
 )
@@ -34,7 +34,7 @@ from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES, PROTOCOL_VERSION
 from fractional_gpu.protocol.messages import GateCommand, GateHello, MoveRequest, OthersUse, Pong
 from fractional_gpu.protocol.names import describe_unprintable
-from fractional_gpu.protocol.routes import Fresh, NoteRequest, Nothing, OthersQuery
+from fractional_gpu.protocol.routes import EmptyRequest, FreshQuery, NoteRequest, OthersQuery
 from fractional_gpu.protocol.seats import SeatRequest
 from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 
@@ -47,12 +47,12 @@ def _viewer(call: Call[Any]) -> Viewer:
     return Viewer(None if call.peer.admin else call.peer.credentials.uid, seat, draws.owner_of(seat))
 
 
-def _ping(call: Call[Nothing]) -> Pong:
+def _ping(call: Call[EmptyRequest]) -> Pong:
     simulated = call.service.broker.monitor.kind == "simulated"
     return Pong(version=__version__, protocol=PROTOCOL_VERSION, pid=os.getpid(), simulated=simulated)
 
 
-async def _status(call: Call[Fresh]) -> HostStatus:
+async def _status(call: Call[FreshQuery]) -> HostStatus:
     if call.body.fresh:
         await call.service.measure_now()
     broker, seats, viewer = call.service.broker, call.service.seats, _viewer(call)
@@ -65,13 +65,13 @@ async def _status(call: Call[Fresh]) -> HostStatus:
     )
 
 
-async def _events(call: Call[Nothing]) -> AsyncGenerator[Any, None]:
+async def _events(call: Call[EmptyRequest]) -> AsyncGenerator[Any, None]:
     async with aclosing(call.shared.statuses.follow(_viewer(call))) as statuses:
         async for status in statuses:
             yield {} if status is None else status
 
 
-def _metrics(call: Call[Nothing]) -> Text:
+def _metrics(call: Call[EmptyRequest]) -> Text:
     encode, content_type = choose_encoder(call.handler.request.headers.get("Accept", ""))
     metrics = call.service.broker.metrics
     return Text(encode(metrics.full_registry if call.peer.admin else metrics.registry), content_type)
@@ -84,7 +84,7 @@ serve(routes.CAPACITY, lambda call: call.service.seats.capacity())
 serve(routes.METRICS, _metrics)
 
 
-async def _show(call: Call[Fresh]) -> LeaseStatus:
+async def _show(call: Call[FreshQuery]) -> LeaseStatus:
     if call.body.fresh:
         await call.service.measure_now()
     return full_lease_status(call.service.broker, call.kernel)
@@ -165,7 +165,7 @@ def _asked_seat(call: Call[SeatRequest]) -> Described:
     }
 
 
-def _ended_seat(call: Call[Nothing]) -> Described | None:
+def _ended_seat(call: Call[EmptyRequest]) -> Described | None:
     seat = call.service.seats.find(call.about)
     return None if seat is None else (_server(seat.owner, seat.server), {"seat": seat.seat_id, "pool": seat.pool})
 
@@ -188,7 +188,7 @@ serve(
 
 
 def make_server(service: LeaseService, socket_path: str) -> Server:
-    shared = Shared(
+    shared = HandlerContext(
         service=service,
         socket_path=socket_path,
         statuses=StatusStream(service.broker, socket_path),

@@ -113,7 +113,7 @@ Wanted = Mapping[str, tuple[int, Mapping[ProcessIdentity, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class LoweredProcess:
     """A process whose adjustment was lowered: from what, for how much saved state, to which values, and since which tick after boot."""
 
     identity: ProcessIdentity
@@ -134,7 +134,7 @@ class OomProtection:
     def __init__(self, broker: "Broker", record: Path) -> None:
         self._broker = broker
         self._record = record
-        self._lowered: dict[ProcessIdentity, Lowered] = {}
+        self._lowered: dict[ProcessIdentity, LoweredProcess] = {}
         self._not_permitted: set[ProcessIdentity] = set()  # processes whose adjustment may not be lowered at all
         self._reported = False
         self._swept_s = -math.inf
@@ -196,7 +196,7 @@ class OomProtection:
         ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
         since, given = (ticks, ()) if before is None else (before.since, before.given)
         # The old value must be on the disk before it is changed: a broker that is killed here leaves the next one to put it back.
-        one = Lowered(identity, lease_id, uid, was=was, saved_mib=saved_mib, given=(*given, target), since=since)
+        one = LoweredProcess(identity, lease_id, uid, was=was, saved_mib=saved_mib, given=(*given, target), since=since)
         self._write({**self._lowered, identity: one})
         if before is not None:
             put_back(identity, target)  # the target is lower than what an earlier state got
@@ -232,13 +232,13 @@ class OomProtection:
         if ended:
             self._write(self._lowered)
 
-    def _write(self, lowered: Mapping[ProcessIdentity, Lowered]) -> None:
+    def _write(self, lowered: Mapping[ProcessIdentity, LoweredProcess]) -> None:
         replace_file(self._record, msgspec.json.encode(list(lowered.values())))
 
     def _read(self) -> None:
         """Take over an earlier broker's changes. An unreadable record is ignored: they cannot be undone."""
         try:
-            found = msgspec.json.decode(self._record.read_bytes(), type=list[Lowered])
+            found = msgspec.json.decode(self._record.read_bytes(), type=list[LoweredProcess])
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:

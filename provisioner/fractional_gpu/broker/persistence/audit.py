@@ -44,7 +44,7 @@ _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
 
 @dataclass(slots=True, kw_only=True)
-class Act:
+class AuditedAction:
     what: str
     target: str
     peer: Peer
@@ -98,12 +98,14 @@ class AuditLog:
         self._thread = StartedThreads(1, "audit")
 
     @asynccontextmanager
-    async def act(self, what: str, target: str, peer: Peer, parameters: Mapping[str, Any]) -> AsyncIterator[Act]:
+    async def act(
+        self, what: str, target: str, peer: Peer, parameters: Mapping[str, Any]
+    ) -> AsyncIterator[AuditedAction]:
         """Write the request of an action before the block, and its outcome after it; cancelled or disconnected: `withdrawn`.
 
         Raises InternalBrokerError if the log cannot be written: before the block, which then does not run, or after it.
         """
-        act = Act(what=what, target=target, peer=peer, parameters=parameters)
+        act = AuditedAction(what=what, target=target, peer=peer, parameters=parameters)
         try:
             await self._write_outcome(act, "asked", f"{what} was not done")
         except asyncio.CancelledError:  # the line is written nevertheless, and the action is not done
@@ -144,14 +146,14 @@ class AuditLog:
         self._closed = True
         self._thread.shutdown()
 
-    async def _write_failed(self, act: Act, outcome: str) -> None:
+    async def _write_failed(self, act: AuditedAction, outcome: str) -> None:
         """Write the outcome of an action that failed; a failure to write it is only logged, since the first error matters."""
         try:
             await self._write_outcome(act, outcome, f"{act.what} ended ({outcome})")
         except InternalBrokerError as error:
             log.error("%s", error)  # noqa: TRY400 - a full disk is no defect of ours
 
-    async def _write_outcome(self, act: Act, outcome: str, what_is: str) -> None:
+    async def _write_outcome(self, act: AuditedAction, outcome: str, what_is: str) -> None:
         try:
             if self._closed:  # the broker is ending: its thread has ended
                 self._write(act.line(outcome))

@@ -75,7 +75,7 @@ class Rescue:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Found:
+class _FoundKernel:
     kernel: Kernel
     label: str
     device_id: str | None
@@ -145,11 +145,11 @@ def _take_place(socket: str, stack: ExitStack) -> None:
     )
 
 
-def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_Found]:
+def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_FoundKernel]:
     """Find kernels by the ledger, by second records, and (of every user for root, else our own) by their environment."""
     records = [*(ledger.live_leases() if ledger else []), *living_records(files, ledger)]
     found = [
-        _Found(
+        _FoundKernel(
             kernel=kernel_of(record),
             label=record.spec.label,
             device_id=next(iter(record.home_ids), record.device_id),
@@ -162,14 +162,14 @@ def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_Found]
     for one in reversed(carriers(uid, socket)):  # the oldest one's record is the last
         if one.lease_id not in known and (ledger is None or not ledger.has_lease(one.lease_id)):
             kernel = Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="", identity=one.identity)
-            found.append(_Found(kernel=kernel, label="", device_id=None, saved_mib=None, carrier=one))
+            found.append(_FoundKernel(kernel=kernel, label="", device_id=None, saved_mib=None, carrier=one))
     return found
 
 
 async def _rescue_all(
     settings: Settings,
     backend: Backend,
-    found: list[_Found],
+    found: list[_FoundKernel],
     ledger: Ledger | None,
     *,
     worker: WorkerLink,
@@ -209,7 +209,7 @@ class _Rescuer:
     written: set[str] = field(default_factory=set)  # leases
     without_memory: Counter[int] = field(default_factory=Counter)  # by user
 
-    async def rescue(self, one: _Found) -> Rescued | None:
+    async def rescue(self, one: _FoundKernel) -> Rescued | None:
         """Bring one kernel back and write its record, if that was lost; None: its process has ended. Raises GPUError, OSError."""
         kernel = one.kernel
         truth = await self.swaps.truth(kernel, one.device_id, one.saved_mib or 0)
@@ -235,7 +235,7 @@ class _Rescuer:
             sentence=sentence,
         )
 
-    async def bring_back(self, one: _Found) -> tuple[str, str]:
+    async def bring_back(self, one: _FoundKernel) -> tuple[str, str]:
         monitor, devices = self.backend.monitor, self.backend.devices
         device_id = one.device_id
         # A kernel whose device is unknown finds its own: safe is the only device, or, where all are empty, any.

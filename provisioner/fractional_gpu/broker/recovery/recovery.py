@@ -35,7 +35,7 @@ _HOMELESS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _FoundLease:
     record: LeaseRecord
     left: list[Survivor]  # processes with device memory of a kernel that has ended
     truth: Truth | None  # None: unknown
@@ -58,7 +58,7 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[L
     log.info("found %d leases in %.3f s", len(records), time.monotonic() - begun_s)
 
 
-async def _examine(broker: Broker, swaps: Swaps, record: LeaseRecord, host: HostSnapshot | None) -> _Found:
+async def _examine(broker: Broker, swaps: Swaps, record: LeaseRecord, host: HostSnapshot | None) -> _FoundLease:
     """Find out the lease's state. Half-done work is finished or undone, whichever is safe (`swap.truth`)."""
     kernel = broker.kernels[record.spec.lease_id]
     left = await _find_left(broker, kernel, record, host)
@@ -69,10 +69,10 @@ async def _examine(broker: Broker, swaps: Swaps, record: LeaseRecord, host: Host
         truth = None
     else:
         truth = await swaps.truth(kernel, record.device_id, record.saved_mib, host)
-    return _Found(record=record, left=left, truth=truth)
+    return _FoundLease(record=record, left=left, truth=truth)
 
 
-def _introduce(broker: Broker, found: _Found) -> None:
+def _introduce(broker: Broker, found: _FoundLease) -> None:
     record = found.record
     kernel = broker.kernels[record.spec.lease_id]
     state, device_id, saved_mib = _believe(record, found.truth)

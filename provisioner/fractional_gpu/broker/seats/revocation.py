@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _NAME: Final = "ended-seats"  # kept in the ledger under this name
 
 
-class _Ended(msgspec.Struct, frozen=True, kw_only=True):
+class _EndedSeat(msgspec.Struct, frozen=True, kw_only=True):
     owner: str
     server: str | None
     since_ms: int
@@ -41,13 +41,13 @@ class _Ended(msgspec.Struct, frozen=True, kw_only=True):
 class Revocations:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._ended: dict[str, _Ended] = {}
+        self._ended: dict[str, _EndedSeat] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         broker.end_processes = self._end_processes
 
     def recover(self, ledger: Ledger, live: Collection[str]) -> None:
         try:
-            self._ended = msgspec.json.decode(ledger.kept(_NAME) or "{}", type=dict[str, _Ended])
+            self._ended = msgspec.json.decode(ledger.kept(_NAME) or "{}", type=dict[str, _EndedSeat])
         except msgspec.DecodeError as error:
             log.warning(
                 "the ends of seats in the ledger cannot be read, so their leases are revoked from now on: %s", error
@@ -55,11 +55,11 @@ class Revocations:
         for seat_id, leases in self._by_seat().items():
             if seat_id not in live:
                 owner = leases[0][1].spec.owner
-                self._revoke(seat_id, _Ended(owner=owner, server=None, since_ms=self._broker.deadlines.now_ms()))
+                self._revoke(seat_id, _EndedSeat(owner=owner, server=None, since_ms=self._broker.deadlines.now_ms()))
 
     def seat_ended(self, seat: SeatRecord) -> None:
         since_ms = self._broker.deadlines.now_ms()
-        self._revoke(seat.seat_id, _Ended(owner=seat.owner, server=seat.server, since_ms=since_ms))
+        self._revoke(seat.seat_id, _EndedSeat(owner=seat.owner, server=seat.server, since_ms=since_ms))
 
     def end_leases(self, seat_id: str) -> None:
         for kernel, _ in self._by_seat().get(seat_id, []):
@@ -106,7 +106,7 @@ class Revocations:
                 found.setdefault(view.spec.seat, []).append((kernel, view))
         return found
 
-    def _revoke(self, seat_id: str, ended: _Ended) -> None:
+    def _revoke(self, seat_id: str, ended: _EndedSeat) -> None:
         leases = self._by_seat().get(seat_id, [])
         if not leases:
             return

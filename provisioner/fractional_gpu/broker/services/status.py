@@ -218,13 +218,13 @@ def coarse_s(left_ms: int | None) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lasting:
+class _LastStatus:
     host: HostStatus  # without devices and leases
     devices: dict[str, DeviceStatus]
     leases: dict[str, tuple[Any, ...]]
 
     @classmethod
-    def of(cls, status: HostStatus) -> "_Lasting":
+    def of(cls, status: HostStatus) -> "_LastStatus":
         return cls(
             replace(status, devices=[], leases=[], goes_away_in_ms=coarse_s(status.goes_away_in_ms)),
             {
@@ -251,7 +251,7 @@ class StatusStream:
         self._sampling: asyncio.Task[None] | None = None
         self._latest: HostStatus | None = None
         self._took_s = 0.0  # to compute the last edition, for all subscribers so far
-        self._lasting: _Lasting | None = None  # of the latest
+        self._lasting: _LastStatus | None = None  # of the latest
         self._edition = 0  # how often `_lasting` changed
         self._changed = asyncio.Event()  # replaced with each edition
 
@@ -263,7 +263,7 @@ class StatusStream:
         self._subscribers += 1
         if self._sampling is None:
             self._sampling = asyncio.get_running_loop().create_task(self._sample())
-        told: _Lasting | None = None
+        told: _LastStatus | None = None
         edition = 0
         try:
             while True:
@@ -271,7 +271,7 @@ class StatusStream:
                 if latest is not None and edition != self._edition:
                     edition, begun_s = self._edition, time.monotonic()
                     status = _seen_by(viewer, latest, self._broker.kernels)
-                    before, told = told, _Lasting.of(status)
+                    before, told = told, _LastStatus.of(status)
                     line = status if before is None else _difference(before, told, status)
                     self._took_s += time.monotonic() - begun_s
                     if before != told:
@@ -291,7 +291,7 @@ class StatusStream:
         while True:
             changed, begun_s = self._broker.anything_changed, time.monotonic()
             self._latest = host_status(self._broker, self._socket_path, Viewer())
-            if (lasting := _Lasting.of(self._latest)) != self._lasting:
+            if (lasting := _LastStatus.of(self._latest)) != self._lasting:
                 self._lasting = lasting
                 self._edition += 1
                 self._changed.set()
@@ -313,7 +313,7 @@ def _seen_by(viewer: Viewer, status: HostStatus, kernels: Mapping[str, Kernel]) 
     return replace(status, leases=leases)
 
 
-def _difference(before: _Lasting, now: _Lasting, status: HostStatus) -> HostChange:
+def _difference(before: _LastStatus, now: _LastStatus, status: HostStatus) -> HostChange:
     return HostChange(
         changed=replace(
             status,

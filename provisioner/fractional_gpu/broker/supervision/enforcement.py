@@ -43,7 +43,7 @@ _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 
 @dataclass(slots=True)
-class _Unwanted:
+class _StrangerToEnd:
     """A stranger to end: since when it is there, whether it got SIGTERM, and whether the broker's user may signal it."""
 
     since_s: float
@@ -58,14 +58,14 @@ class Enforcement:
         self._broker = broker
         self._clock = clock
         self._users: dict[str, set[ProcessIdentity]] = {}  # by lease: its processes that use a device
-        self._unwanted: dict[ProcessIdentity, _Unwanted] = {}
+        self._unwanted: dict[ProcessIdentity, _StrangerToEnd] = {}
 
     def see(
         self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner], processes: Snapshot | None
     ) -> None:
         """Evaluate a sample: each device's use, and each process's lease. `processes` None: only kernels themselves use a device."""
         self._users = {}
-        unwanted: dict[ProcessIdentity, _Unwanted] = {}
+        unwanted: dict[ProcessIdentity, _StrangerToEnd] = {}
         for device_id, use in uses.items():
             users = use.processes if use is not None else ()
             for process in users:
@@ -76,7 +76,7 @@ class Enforcement:
             self.strangers[device_id] = [_described(process) for process in strangers]
             if strangers and self._refuses(device_id):
                 for identity in self._foreign(strangers, processes):
-                    unwanted[identity] = self._unwanted.get(identity) or _Unwanted(self._clock())
+                    unwanted[identity] = self._unwanted.get(identity) or _StrangerToEnd(self._clock())
         self._unwanted = unwanted
         for identity, stranger in unwanted.items():
             self._end_stranger(identity, stranger)
@@ -118,7 +118,7 @@ class Enforcement:
         lease_id = processes.marker(pid) if processes is not None else None
         return pid in self.exempt_pids or command.startswith(_SERVERS) or lease_id in self._broker.kernels
 
-    def _end_stranger(self, identity: ProcessIdentity, stranger: _Unwanted) -> None:
+    def _end_stranger(self, identity: ProcessIdentity, stranger: _StrangerToEnd) -> None:
         there_s = self._clock() - stranger.since_s
         number = signal.SIGKILL if there_s >= 2 * PATIENCE_S else signal.SIGTERM
         if there_s < PATIENCE_S or not stranger.permitted or (number is signal.SIGTERM and stranger.terminated):

@@ -242,7 +242,7 @@ def say(sentence: str) -> None:
         write(f"jupyter gpu run: {sentence}", sys.stderr, flush=True)
 
 
-class _Want:
+class _GPURequest:
     """One request for the GPU: a thread that waits for it and, with `hold`, keeps the lease in use until `end`."""
 
     def __init__(self, lease: KernelLease, *, hold: bool) -> None:
@@ -306,7 +306,7 @@ class Holder:
     def __init__(self, lease: KernelLease) -> None:
         self._lease = lease
         self._lock = threading.Lock()
-        self._want: _Want | None = None
+        self._want: _GPURequest | None = None
 
     @property
     def is_wanted(self) -> bool:
@@ -315,7 +315,7 @@ class Holder:
     def begin(self, *, hold: bool) -> None:
         with self._lock:
             if not self.is_wanted:
-                self._want = _Want(self._lease, hold=hold)
+                self._want = _GPURequest(self._lease, hold=hold)
 
     def end(self) -> None:
         with self._lock:

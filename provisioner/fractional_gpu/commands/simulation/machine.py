@@ -11,7 +11,7 @@ from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_memory_mib
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms
-from fractional_gpu.simulator.fleet import Way
+from fractional_gpu.simulator.fleet import HostChoice
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import Signs
 from fractional_gpu.simulator.machine import Host, SwapSpeed
@@ -46,10 +46,10 @@ class MachineOptions:
             self.shapes = _hosts(scenario.hosts, scenario.gpus_per_host)
         self.engine = EngineDoor(scenario.door) if scenario.has_engine else None
         if scenario.place is None and self.engine is None:
-            self.way = Way(rule=DoorRule(scenario.door))
+            self.way = HostChoice(rule=DoorRule(scenario.door))
         else:  # behind an engine, the way says how its hosts run
             processes = scenario.processes or len(os.sched_getaffinity(0))
-            self.way = Way(rule=scenario.place or DoorRule.FIT, seed=scenario.seed, processes=processes)
+            self.way = HostChoice(rule=scenario.place or DoorRule.FIT, seed=scenario.seed, processes=processes)
 
     @property
     def terms(self) -> WaitTerms:

@@ -18,7 +18,7 @@ from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.core.units import plural
 from fractional_gpu.ledger.past import PastLease, read_past
 from fractional_gpu.ledger.records import LedgerError
-from fractional_gpu.simulator.felt import Spread
+from fractional_gpu.simulator.experience import Spread
 from fractional_gpu.simulator.load import Group, in_groups, synthetic_sessions
 from fractional_gpu.simulator.traces import Cell, Session, read_sessions
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from fractional_gpu.commands.terminal.text import fitted, table
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR, Usage
 from fractional_gpu.core.units import plural
-from fractional_gpu.simulator.felt import Spread
+from fractional_gpu.simulator.experience import Spread
 from fractional_gpu.simulator.metering import RunMeter
 
 if TYPE_CHECKING:

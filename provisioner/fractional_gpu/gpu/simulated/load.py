@@ -59,7 +59,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Published:
+class _LoadRecord:
     """Running totals in order, the pieces' use when alone, their current use together, and when that ends."""
 
     totals: list[tuple[int, int]]
@@ -191,7 +191,7 @@ def common_stretch(wants_milli: list[int]) -> float:
     return high
 
 
-def _read(store: Store, process: Process, *, totals: bool = True) -> _Published | None:
+def _read(store: Store, process: Process, *, totals: bool = True) -> _LoadRecord | None:
     folder = f"{store.memory}/{process.key}"  # read often, for many processes: no Path for each
     try:
         end_ns = os.stat(f"{folder}/{WORK}").st_mtime_ns  # noqa: PTH116
@@ -209,4 +209,4 @@ def _read(store: Store, process: Process, *, totals: bool = True) -> _Published 
         return None
     number, rate_milli, *wants_milli = _HEADER.unpack_from(data)
     oldest = number % _TOTALS if number > _TOTALS else 0
-    return _Published([*written[oldest:], *written[:oldest]], list(filter(None, wants_milli)), rate_milli, end_ns)
+    return _LoadRecord([*written[oldest:], *written[:oldest]], list(filter(None, wants_milli)), rate_milli, end_ns)

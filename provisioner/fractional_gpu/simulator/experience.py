@@ -97,7 +97,7 @@ class _Allowance:
         return self.left < 0
 
 
-class Felt:
+class UserExperience:
     """What the users of one run feel. With a goal, `hopeless` says once why it cannot be reached any more."""
 
     def __init__(self, trace: Sequence[Session], goal: Goal | None = None) -> None:
@@ -148,7 +148,7 @@ class Felt:
     def ended(self, user: str, late_ms: int, alone_ms: int) -> None:
         self._is_late(user, late_ms, stretch_milli(late_ms, alone_ms))
 
-    def add(self, other: "Felt", host: int) -> None:
+    def add(self, other: "UserExperience", host: int) -> None:
         for wait_ms in chain(*other.waits_ms.values()):
             self.waited(wait_ms, host=host)
         for wait_ms in other.doors_ms:
@@ -176,9 +176,9 @@ class Lateness:
     stretches: tuple[Spread, ...] = ()
 
     @classmethod
-    def of(cls, felt: Felt) -> "Lateness":
-        late = tuple(Spread.of(felt.late_ms[user]) for user in sorted(felt.late_ms))
-        return cls(late, tuple(Spread.of(felt.stretch_milli[user]) for user in sorted(felt.stretch_milli)))
+    def of(cls, experience: UserExperience) -> "Lateness":
+        late = tuple(Spread.of(experience.late_ms[user]) for user in sorted(experience.late_ms))
+        return cls(late, tuple(Spread.of(experience.stretch_milli[user]) for user in sorted(experience.stretch_milli)))
 
     @property
     def cells(self) -> Spread:
