@@ -1,6 +1,6 @@
 """One host in virtual time: its arbiter, its devices, and the sessions that live there.
 
-docs/simulator.md says what is assumed: of asking, thinking, swaps, sharing, preemption and growing. What a user experiences is in `experience`.
+docs/simulator.md says what is assumed: of asking, thinking, swaps, sharing, preemption and growing. Users: `experience`.
 """
 
 import random
