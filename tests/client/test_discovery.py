@@ -137,7 +137,7 @@ def test_jupyters_runtime_folder_is_private_where_we_are_the_first_to_need_it(
     assert {one.name: stat.S_IMODE(one.stat().st_mode) for one in made} == dict.fromkeys(names, 0o700)
 
 
-def test_in_a_home_that_hosts_share_each_host_has_a_folder_of_its_own(
+def test_in_a_home_that_hosts_share_each_host_has_a_separate_folder(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_folder, "_MOUNTS", home / "mountinfo")
@@ -183,13 +183,13 @@ def test_a_path_too_long_for_a_socket_gets_a_short_private_folder(home: Path, mo
         socket_path()
 
 
-def test_a_runtime_folder_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     make_foreign(runtime_dir(), monkeypatch)
     with pytest.raises(BrokerUnavailableError, match="belongs to another user"):
         runtime_dir()
 
 
-def test_a_socket_folder_of_somebody_else_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_folder_of_another_user_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = home / "theirs"
     folder.mkdir()
     make_foreign(folder, monkeypatch)
@@ -208,7 +208,7 @@ def test_a_broker_that_serves_is_used(home: Path) -> None:
         assert client.ping().pid == os.getpid()
 
 
-def test_a_broker_is_started_when_nobody_serves(home: Path) -> None:
+def test_a_broker_is_started_if_none_serves(home: Path) -> None:
     with started_on_demand(home) as (broker, starts):
         with ensure_broker(broker.path, token="t") as client:  # noqa: S106 - any
             assert client.ping().simulated
@@ -284,7 +284,7 @@ def test_a_start_that_fails_says_why(home: Path, code: str, says: str) -> None:
         ensure_broker(str(home / "b.sock"))
 
 
-def test_in_a_job_nobody_is_told_to_start_a_broker(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_job_no_message_says_to_start_a_broker(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for job, advice in (("", "start one with `jupyter gpu broker`"), ("12", "an administrator starts the node's")):
         monkeypatch.setenv("SLURM_JOB_ID", job)
         with BrokerClient(str(home / "b.sock")) as client, pytest.raises(BrokerUnavailableError, match=advice):
@@ -358,7 +358,7 @@ def test_a_socket_in_an_open_folder_is_not_spoken_to_either_where_none_is_starte
         unstarted_broker()
 
 
-def test_a_start_command_of_somebody_else_is_not_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_command_of_another_user_is_not_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_settings(home, "raise SystemExit(0)")
     make_foreign(home / "broker.json", monkeypatch)
     monkeypatch.setattr(discovery, "check_folder", str)

@@ -119,7 +119,7 @@ def test_a_socket_that_cannot_be_opened_says_why(error: OSError, reason: str, sa
     assert says in str(unavailable)
 
 
-def test_a_process_that_can_open_nothing_more_is_told_so_and_not_that_nobody_serves(short_path: Path) -> None:
+def test_a_process_without_descriptors_is_told_so_and_not_that_no_broker_serves(short_path: Path) -> None:
     with (
         no_free_descriptors(),
         BrokerClient(str(short_path / "s")) as client,

@@ -190,7 +190,7 @@ def test_root_with_anothers_home_makes_nothing_in_it(home: Path, tmp_path: Path)
     assert list(before.parent.iterdir()) == [before]
 
 
-def test_anothers_folder_in_var_tmp_diverts_nobody(home: Path, tmp_path: Path) -> None:
+def test_another_users_folder_in_var_tmp_changes_nothing(home: Path, tmp_path: Path) -> None:
     tail = state_folder(SOCKET).relative_to(home / ".local" / "state" / "jupyter-gpu")
     (spare(tmp_path) / tail).mkdir(parents=True)
     os.chown(spare(tmp_path), 65534, 65534)

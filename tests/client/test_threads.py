@@ -17,7 +17,7 @@ async def test_it_returns_what_the_work_returns_and_raises_what_it_raises() -> N
         await in_thread(divmod, 7, 0)
 
 
-async def test_the_work_sees_the_callers_context_and_runs_beside_the_loop() -> None:
+async def test_the_work_sees_the_callers_context_and_runs_outside_the_loop() -> None:
     said = contextvars.ContextVar[str]("said")
     said.set("by the caller")
     go = threading.Event()

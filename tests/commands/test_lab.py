@@ -49,7 +49,7 @@ def test_it_becomes_jupyterlab_with_kernels_that_only_it_sees(
     assert "simulated: no real GPU is involved" in capsys.readouterr().err
 
 
-def test_simulated_devices_get_a_broker_of_their_own(broker: OwnBroker, short_runtime: Path) -> None:
+def test_simulated_devices_get_a_separate_broker(broker: OwnBroker, short_runtime: Path) -> None:
     _, socket = lab._locate("1x2GiB")
     assert socket != broker.path
     assert Path(socket).is_relative_to(short_runtime)

@@ -106,7 +106,7 @@ def test_a_kernelspec_that_is_a_link_goes_too(world: World) -> None:
     assert (kept / "kernel.json").is_file()
 
 
-def test_where_nobody_can_be_asked_it_says_what_to_do(world: World) -> None:
+def test_without_a_terminal_it_says_what_to_do(world: World) -> None:
     said = world.command("uninstall")
     assert said.returncode == 1
     assert "--yes" in said.stderr

@@ -66,7 +66,7 @@ def test_a_pool_can_be_added_to_what_another_file_configures(write: Write, confi
     assert [pool.name for pool in load(None, {}).pools] == ["default", "big", "small"]
 
 
-def test_a_subconfig_beside_the_file_is_read(write: Write, tmp_path: Path) -> None:
+def test_a_subconfig_next_to_the_file_is_read(write: Write, tmp_path: Path) -> None:
     (tmp_path / "more.py").write_text("c.GPUBroker.idle_exit = '3m'")
     assert load(write("load_subconfig('more.py')")).idle_exit == 180_000
 

@@ -142,7 +142,7 @@ def test_sensors_are_told_as_they_were_set(double: DriverDouble, remote: Remote)
     assert (told.busy_percent, told.temperature_c, told.power_mw, told.energy_mj) == (43, 51, 230_000, None)
 
 
-def test_memory_of_nobody_is_used_and_an_older_form_counts_the_drivers_part(
+def test_memory_of_no_process_is_used_and_an_older_form_counts_the_drivers_part(
     double: DriverDouble, remote: Remote
 ) -> None:
     device = double.devices[0].device_id

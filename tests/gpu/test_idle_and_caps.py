@@ -34,7 +34,7 @@ def test_a_thread_that_computes_keeps_its_kernel_on_the_device(lab: Lab, saw: No
         assert second.is_intact()
 
 
-def test_a_thread_that_computes_stands_still_for_a_suspend_that_somebody_asked_for(lab: Lab, saw: Note) -> None:
+def test_a_computing_thread_stands_still_for_a_requested_suspend(lab: Lab, saw: Note) -> None:
     with Kernel(lab, lab.install(3)) as kernel:
         kernel.must(lab.cells.fill(5, lab.unit_mib))
         kernel.must(lab.cells.work_in_background())

@@ -69,7 +69,7 @@ def test_managed_memory_that_is_recognised_is_refused_and_survives(lab: Lab, saw
         assert kernel.is_intact()
 
 
-def test_what_becomes_of_managed_memory_that_nobody_recognised(lab: Lab, saw: Note) -> None:
+def test_what_becomes_of_unrecognised_managed_memory(lab: Lab, saw: Note) -> None:
     with ExitStack() as stack:
         kernel = stack.enter_context(Kernel(lab, lab.install(3)))
         neighbour = stack.enter_context(Kernel(lab, lab.install(4)))

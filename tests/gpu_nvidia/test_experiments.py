@@ -244,7 +244,7 @@ def test_the_offload_probe_maps_again_at_the_same_addresses_and_leaves_nothing_m
     assert len(streams) == 2
 
 
-def test_the_offload_probe_goes_on_with_an_arena_registered_anew_where_the_driver_refuses_it(
+def test_the_offload_probe_continues_with_an_arena_registered_again_if_the_driver_refuses_it(
     double: DriverDouble, tmp_path: Path
 ) -> None:
     """By the oldest bindings; the newest are in the test before."""

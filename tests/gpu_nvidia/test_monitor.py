@@ -625,7 +625,7 @@ def test_a_kept_handle_does_not_hide_the_device_that_took_its_place() -> None:
     assert monitor.use(old.uuid).used_mib == 2
 
 
-def test_a_library_that_is_started_again_gives_handles_anew() -> None:
+def test_a_restarted_library_gives_new_handles() -> None:
     nvml = CountingNVML(FakeGPU())
     monitor = monitor_of(nvml)
     monitor.use(nvml.gpus[0].uuid)

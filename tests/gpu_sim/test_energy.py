@@ -67,7 +67,7 @@ def test_a_killed_process_draws_nothing_for_long(machine: Machine) -> None:
     assert machine.counter() <= 10.5 * IDLE_MW + 1.01 * (PEAK_MW - IDLE_MW)
 
 
-def test_the_counter_never_goes_back_beside_processes_that_come_and_go(
+def test_the_counter_never_goes_back_while_processes_come_and_go(
     simulated: SimulatedHost, monitor: SimulatedMonitor
 ) -> None:
     device = simulated.devices[0].device_id

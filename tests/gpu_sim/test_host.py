@@ -91,7 +91,7 @@ def test_a_damaged_host_is_refused(tmp_path: Path) -> None:
         Store(tmp_path / "host")
 
 
-def test_a_host_is_removed_only_when_nobody_uses_it(simulated: host.SimulatedHost, kernel: Kernel) -> None:
+def test_a_host_is_removed_only_when_unused(simulated: host.SimulatedHost, kernel: Kernel) -> None:
     kernel.run("cuda.memory_info()")
     with pytest.raises(SimulatedHostError, match=str(kernel.pid)):
         host.destroy(simulated.directory)

@@ -136,7 +136,7 @@ told = os.read(reading, 4096).decode()
 """
 
 
-def test_a_forked_child_is_a_process_of_its_own(
+def test_a_forked_child_is_a_separate_process(
     kernel: Kernel, simulated: host.SimulatedHost, monitor: SimulatedMonitor
 ) -> None:
     kernel.run("!x = cuda.allocate(2**20); x.fill(b'parent')")

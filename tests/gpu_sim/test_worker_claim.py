@@ -94,7 +94,7 @@ async def test_an_orphan_is_alone_though_the_file_of_its_claim_was_deleted(
         claim.close()
 
 
-def test_a_name_that_another_user_took_keeps_nobody_from_the_claim(
+def test_a_name_that_another_user_took_does_not_prevent_the_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = (WorkerClaim(tmp_path / "worker.lock") for _ in range(2))
@@ -125,7 +125,7 @@ async def test_a_replaced_worker_of_the_same_broker_needs_no_new_claim(
         await second.state(target)
 
 
-def test_a_full_disk_keeps_nobody_from_the_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_prevent_the_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_arguments: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -417,7 +417,7 @@ def test_a_second_broker_is_refused_while_the_first_has_a_worker(
         assert first.recv(4096) == b""
 
 
-async def test_a_worker_that_nobody_waits_for_any_more_ends_and_makes_room(
+async def test_a_worker_that_is_no_longer_needed_ends_and_makes_room(
     link: WorkerLink, service: Service, simulated: host.SimulatedHost, target: ProcessIdentity, tmp_path: Path
 ) -> None:
     """A broker that is killed right after its request: the pipe that is on its way to it closes with the connection."""

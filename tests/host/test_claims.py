@@ -113,7 +113,7 @@ def test_no_crowd_of_curious_claimants_keeps_the_holder_from_its_work(device_id:
         assert [claim.drain(), claim.drain(), claim.drain()] == [64, 36, 0]
 
 
-def test_a_holder_that_can_open_nothing_is_told_so_and_forgets_those_who_asked_later(device_id: str) -> None:
+def test_a_holder_that_can_open_nothing_is_told_so_and_forgets_later_claims(device_id: str) -> None:
     with DeviceClaim.claim(device_id) as claim:
         with pytest.raises(DeviceClaimedError):
             DeviceClaim.claim(device_id)

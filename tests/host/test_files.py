@@ -51,7 +51,7 @@ def test_a_write_that_the_system_takes_in_pieces_is_whole(path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("room", [0, 1, 7, 14])
-def test_a_full_disk_leaves_the_old_content_and_no_file_beside_it(
+def test_a_full_disk_leaves_the_old_content_and_no_other_file(
     path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     in_small_pieces(monkeypatch, room=room)
@@ -142,7 +142,7 @@ def test_a_record_with_another_name_is_left_alone_and_the_others_are_found(
     assert other.stat().st_nlink == 2
 
 
-def test_a_record_is_held_while_and_after_it_is_written_anew(record: RecordFile) -> None:
+def test_a_record_is_held_while_and_after_it_is_rewritten(record: RecordFile) -> None:
     early = os.open(record.path, os.O_RDWR)  # as another server that has opened it and not yet locked it
     try:
         record.write({"pid": 2})
@@ -172,7 +172,7 @@ def test_a_lock_on_a_record_that_lost_its_name_counts_for_nothing(
     assert record.read() == {"pid": 2}
 
 
-def test_a_record_that_is_removed_meanwhile_is_made_anew(record: RecordFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_removed_is_recreated(record: RecordFile, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = os.open
 
     def open_late(path: str | Path, flags: int, mode: int = 0o777) -> int:

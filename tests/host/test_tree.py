@@ -224,7 +224,7 @@ def test_a_process_that_exits_while_it_is_looked_at_is_left_out(
     assert pids(scan(MARKER, proc=proc).tree(ProcessIdentity("boot", 10, 100))) == [10]
 
 
-def test_zombies_and_kernel_threads_are_left_out_and_pid_two_is_nobody_special(proc: Path) -> None:
+def test_zombies_and_kernel_threads_are_left_out_and_pid_two_is_not_special(proc: Path) -> None:
     make_process(proc, 2, 1)
     make_process(proc, 10, 2)
     make_process(proc, 11, 10, state="Z")
@@ -270,7 +270,7 @@ def test_the_marked_are_listed_by_their_marker(family: Callable[..., Family]) ->
     assert LEASE_1 not in scan(MARKER).marked(os.getuid() + 1)
 
 
-def test_a_forked_process_is_told_from_one_that_runs_a_program_of_its_own() -> None:
+def test_a_forked_process_is_told_from_one_that_runs_another_program() -> None:
     script = """
 import os, subprocess, sys
 reading, writing = os.pipe()

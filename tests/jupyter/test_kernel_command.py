@@ -199,7 +199,7 @@ def test_a_module_of_our_name_that_appears_later_is_noticed(places: Places) -> N
     assert later.obstacle
 
 
-def test_a_kernel_beside_a_module_of_our_name_holds_its_share_and_says_why(
+def test_a_kernel_next_to_a_module_of_our_name_holds_its_share_and_says_why(
     places: Places, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (places.work / "fractional_gpu_kernel.py").write_text("mine = 42")

@@ -157,7 +157,7 @@ async def test_a_kernel_of_an_earlier_server_has_its_ports_held_from_its_next_st
     assert is_over(ports)
 
 
-def test_a_taken_over_kernel_whose_port_was_taken_meanwhile_is_started_on_it_all_the_same(
+def test_a_taken_over_kernel_is_started_on_its_port_even_if_that_is_taken(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     manager, ports = KernelManager(), KernelPorts(LOG)
@@ -290,7 +290,7 @@ def test_where_a_held_port_cannot_be_listened_on_jupyter_chooses(
         kernel_process._can_listen_on_held.cache_clear()
 
 
-def test_a_manager_that_starts_anew_has_its_ports_again_or_others_if_they_are_taken(robbed: str, thefts: Path) -> None:
+def test_a_manager_that_restarts_has_its_ports_again_or_others_if_they_are_taken(robbed: str, thefts: Path) -> None:
     with zmq.Context() as context:
         manager = KernelManager(kernel_name=robbed, context=context)
         manager.start_kernel()

@@ -158,7 +158,7 @@ def test_watching_is_no_activity_and_makes_no_kernel_busy(world: World, server: 
         assert last_activity(server, watched.kernel_id) == before
 
 
-def test_a_kernel_restarted_without_a_gpu_is_told_of(world: World, server: Server, page: Page) -> None:
+def test_a_kernel_restarted_without_a_gpu_is_reported(world: World, server: Server, page: Page) -> None:
     (name,) = world.install(250)
     notebook = server.start(name)
     page.until_kernel(notebook.kernel_id, "unarmed")

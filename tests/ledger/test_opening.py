@@ -157,7 +157,7 @@ def test_a_file_where_the_folder_should_be_is_refused(path: Path) -> None:
         Ledger.open(path)
 
 
-def test_a_log_without_its_database_is_not_begun_anew(kept: Path) -> None:
+def test_a_log_without_its_database_is_not_restarted(kept: Path) -> None:
     kept.with_name("ledger.db-wal").write_bytes(b"committed work")
     kept.unlink()
     with pytest.raises(LedgerError, match="is gone but its write-ahead log is still there"):

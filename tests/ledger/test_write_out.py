@@ -145,7 +145,7 @@ def used(hour_s: int) -> UsageRow:
     return UsageRow(UsageKey(hour_s, "a", "GPU-0", ""), Party("p", "ada"), Usage(reserved_ms=1))
 
 
-def test_figures_are_read_beside_writes_and_as_of_one_moment(metered: Ledger) -> None:
+def test_figures_are_read_during_writes_and_as_of_one_moment(metered: Ledger) -> None:
     rows = metered.metered(["hour"], 0, 2**40)
     first = next(rows)
     writer = threading.Thread(target=metered.add_metered, args=([used(10_800)], "{}"))

@@ -231,7 +231,7 @@ def test_text_of_strangers_makes_no_lines_in_the_log(world: World) -> None:
     assert shown.kernel_id.isprintable()
 
 
-def test_a_log_that_is_begun_anew_is_private_too(tmp_path: Path) -> None:
+def test_a_restarted_log_is_private_too(tmp_path: Path) -> None:
     path = tmp_path / "broker.log"
     path.write_text("of an earlier broker\n")
     path.chmod(0o644)

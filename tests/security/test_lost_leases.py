@@ -99,9 +99,7 @@ def lose(live: LiveBroker, *kernels: Kernel) -> None:
     live.broker.lost = {one.lease_id: identify(one.process.pid) for one in kernels}
 
 
-def test_a_kernel_whose_record_was_lost_is_told_the_remedy_and_nobody_else_is(
-    live: LiveBroker, kernels: list[Kernel]
-) -> None:
+def test_only_a_kernel_whose_record_was_lost_is_told_the_remedy(live: LiveBroker, kernels: list[Kernel]) -> None:
     [kernel, other, bare] = kernels[:] = [Kernel(live, "lost-1"), Kernel(live, "lost-2"), Kernel(live, None)]
     lose(live, kernel)
     status, answer = kernel.ask("acquire", token="forgotten")  # noqa: S106 - a test's

@@ -208,7 +208,7 @@ def test_a_link_in_a_files_place_is_not_followed(world: World) -> None:
         assert precious.read_text() == "keep"
 
 
-def test_what_is_written_anew_replaces_a_link_and_not_what_it_names(world: World) -> None:
+def test_a_rewrite_replaces_a_link_and_not_its_target(world: World) -> None:
     precious = world.folder / "precious"
     precious.write_text("keep")
     restart = Path(world.socket).with_name("broker.json")
@@ -329,7 +329,7 @@ try_all(theirs)
 """
 
 
-def test_in_the_home_of_another_user_who_lets_nobody_in_commands_work(folder: Path) -> None:
+def test_commands_work_in_a_closed_home_of_another_user(folder: Path) -> None:
     """As `sudo -E` and `su --preserve-environment` have it."""
     theirs, temporary, own = folder / "theirs", folder / "tmp", folder / "own"
     owned_by_another(theirs)

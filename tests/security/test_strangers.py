@@ -87,7 +87,7 @@ def serves(live: LiveBroker) -> bool:
     return until(ask, "others are served")
 
 
-def test_a_head_that_comes_byte_by_byte_is_cut_off_and_holds_nobody_up(hasty: LiveBroker) -> None:
+def test_a_head_that_comes_byte_by_byte_is_cut_off_and_delays_no_other(hasty: LiveBroker) -> None:
     with connected(hasty) as line:
         assert trickle(line, PING + b"X-Slow: " + b"x" * 8000) == b""
         assert serves(hasty)

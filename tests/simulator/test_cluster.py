@@ -54,7 +54,7 @@ def test_a_later_job_that_fits_passes_one_that_does_not() -> None:
     assert found[1][1] >= 2 * HOUR - 1
 
 
-def test_what_a_count_gave_away_is_not_given_again_before_it_is_written_anew() -> None:
+def test_what_a_count_gave_away_is_not_given_again_before_it_is_rewritten() -> None:
     trace = [session(f"job-{number}", 0, 4000) for number in range(3)]
     assert [one[1] == 0 for one in waits((host(),), trace)] == [True, True, False]
 

@@ -110,7 +110,7 @@ def test_hosts_apart_and_on_one_clock_give_equal_figures() -> None:
     assert split, "no user has sessions on different hosts"
 
 
-def test_every_figure_of_a_result_is_added_up_or_found_anew() -> None:
+def test_every_figure_of_a_result_is_added_up_or_recomputed() -> None:
     anew = {
         *("name", "sessions", "cells", "gpu_cells", "devices", "hosts", "reserved"),  # of the trace and the machine
         *("waits", "host_p95_ms", "doors", "lateness", "hopeless"),  # of the experience

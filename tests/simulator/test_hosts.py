@@ -167,7 +167,7 @@ def test_where_none_has_room_like_goes_to_like() -> None:
     assert places([host(2), host(2)], trace) == {"pair": 0, "one": 1, "another": 1, "second-pair": 0, "third": 1}
 
 
-def test_a_session_of_several_gpus_goes_to_a_host_that_has_so_many() -> None:
+def test_a_session_of_several_gpus_goes_to_a_host_with_that_many() -> None:
     trace = [session("a", 0, gpus=2), session("b", 1, gpus=2)]
     for rule in DoorRule:
         assert places([host(1, 80_000), host(2), host(1, 80_000)], trace, rule) == {"a": 1, "b": 1}

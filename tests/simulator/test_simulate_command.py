@@ -65,7 +65,7 @@ def test_json_has_the_promised_keys_in_order(capsys: pytest.CaptureFixture[str])
     assert (figures["sessions"], figures["devices"], figures["lost"], figures["out_of_memory"]) == (12, 2, 0, 0)
 
 
-def test_baselines_stand_beside_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_baselines_are_shown_with_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "run.html"
     baselines = ("--baseline", "reservation", "--baseline", "time-slice")
     arguments = ("--users", "3", *MANY_SWAPS, *baselines, "--picture", str(picture))

@@ -326,7 +326,7 @@ def test_night_jobs_begin_in_the_evening_and_run_over_night_after_a_few_short_ce
     assert quantile([float(len(one.cells)) for one in works(Habit.NIGHT_JOBS)], 0.5) in {4, 5}
 
 
-def test_a_fifth_of_mixed_users_has_each_habit_and_works_as_in_a_group_of_its_own() -> None:
+def test_a_fifth_of_mixed_users_has_each_habit_and_works_as_in_a_separate_group() -> None:
     mixed = synthetic_sessions(USERS, 1, 1, Load(habit=Habit.MIXED))
     habits = [habit for habit in Habit if habit is not Habit.MIXED]
     for place, habit in enumerate(habits):

@@ -207,7 +207,7 @@ def test_a_configured_culler_is_a_warning_that_names_the_place(
     assert "idle_after" in found.advice
 
 
-def test_configuration_that_is_not_sound_is_left_to_those_who_read_it(proc: Path, tmp_path: Path) -> None:
+def test_invalid_configuration_is_left_to_its_readers(proc: Path, tmp_path: Path) -> None:
     (tmp_path / "jupyter_server_config.json").write_text("{")
     (tmp_path / "jupyter_lab_config.json").write_text("[]")
     (tmp_path / "jupyter_notebook_config.py").mkdir()

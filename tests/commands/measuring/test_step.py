@@ -215,7 +215,7 @@ def test_a_program_that_ends_well_is_no_disturbance_though_its_lease_is_not_resi
     assert sample.typical_s == pytest.approx(0.1)
 
 
-def test_a_program_that_ends_well_without_a_report_is_a_unit_of_work_by_itself(make: Make) -> None:
+def test_a_program_that_ends_well_without_a_report_is_one_unit_of_work(make: Make) -> None:
     step, _ = make(Program("silent", begins_s=NEVER_S, ends_s=0.51))
     with pytest.raises(SilentError):
         step.run()

@@ -78,7 +78,7 @@ def test_version_and_help_start_without_what_lays_tables_out() -> None:
         "fractional_gpu.commands.completion",
     ],
 )
-def test_what_runs_beside_users_work_loads_no_tables(module: str) -> None:
+def test_commands_that_run_during_users_work_load_no_tables(module: str) -> None:
     probe = f"import sys, {module}; print('rich' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert ended.stdout.splitlines()[-1] == "False"

@@ -68,7 +68,7 @@ def test_all_who_wait_share_one_ticket_and_a_latecomer_is_told_the_last_news(
     assert broker.count("acquire") == 1
 
 
-def test_the_last_to_leave_hangs_up_and_the_next_asks_anew(side: Side, broker: ScriptedBroker) -> None:
+def test_the_last_to_leave_hangs_up_and_the_next_asks_again(side: Side, broker: ScriptedBroker) -> None:
     waiter = side.join()
     broker.stream("acquire").waiting("wait")
     text(waiter)
@@ -207,7 +207,7 @@ DEAF = [
 
 
 @pytest.mark.parametrize("error", DEAF, ids=repr)
-def test_a_process_that_cannot_ask_waits_until_the_broker_opens_the_gate_by_itself(error: Exception) -> None:
+def test_a_process_that_cannot_ask_waits_until_the_broker_opens_the_gate(error: Exception) -> None:
     gate = Gate(lambda _: None)
     acquirer = Acquirer(cast("Settings", Deaf(error)), gate, lambda: True)
     waiter: Waiter = SimpleQueue()
@@ -234,7 +234,7 @@ def test_a_process_that_can_neither_ask_nor_hear_refuses_the_cell_and_says_what_
     assert "restart" not in told
 
 
-def test_a_wait_leaves_the_signal_handler_as_it_was_and_nobody_waiting(side: Side, broker: ScriptedBroker) -> None:
+def test_a_wait_restores_the_signal_handler_and_leaves_no_waiter(side: Side, broker: ScriptedBroker) -> None:
     before = signal.getsignal(signal.SIGINT)
     answer = threading.Thread(target=lambda: broker.stream("acquire").refused("no"))
     answer.start()

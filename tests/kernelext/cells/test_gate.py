@@ -55,7 +55,7 @@ def test_a_cell_passes_from_waiting_to_running_in_one_step() -> None:
     assert gate.close() == "closed"
 
 
-def test_a_cell_that_waits_for_input_keeps_the_gate_from_nothing_and_enters_anew() -> None:
+def test_a_cell_that_waits_for_input_does_not_hold_the_gate_and_enters_again() -> None:
     gate = Gate(ignore)
     gate.open({})
     for mark in ("outer", "inner", "beside"):
@@ -88,7 +88,7 @@ def test_a_cell_that_ends_instead_of_having_its_input_goes_on_at_a_shut_gate() -
     assert not gate.is_running, "it is over"
 
 
-def test_a_grant_that_nobody_waits_for_any_more_does_not_open() -> None:
+def test_a_grant_without_a_waiting_cell_does_not_open() -> None:
     gate = Gate(ignore)
     assert not gate.open({}, lambda: False)
     assert not gate.is_open

@@ -253,7 +253,7 @@ def cpu_cell_at(kernel: RunningKernel, fifo: Path) -> str:
     return request
 
 
-def test_a_cpu_cell_needs_no_ticket_when_another_such_cell_beside_it_has_ended(
+def test_a_cpu_cell_needs_no_ticket_when_another_such_cell_has_ended(
     kernel: RunningKernel, broker: ScriptedBroker, folder: Path
 ) -> None:
     broker.stream("gate")
@@ -269,7 +269,7 @@ def test_a_cpu_cell_needs_no_ticket_when_another_such_cell_beside_it_has_ended(
 
 
 @pytest.mark.parametrize("verb", [GateVerb.CLOSE, GateVerb.PREEMPT])
-def test_a_cpu_cell_needs_no_ticket_where_its_kernel_leaves_the_gpu_meanwhile(
+def test_a_cpu_cell_needs_no_ticket_if_its_kernel_leaves_the_gpu(
     kernel: RunningKernel, broker: ScriptedBroker, folder: Path, verb: GateVerb
 ) -> None:
     open_gate(kernel, broker)

@@ -54,7 +54,7 @@ def test_a_loop_that_waits_for_input_is_not_waited_for(
 
 
 @pytest.mark.promise("race-main-loop")
-def test_a_cell_that_began_meanwhile_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_has_begun_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fractional_gpu_kernel.memory.free_caches", lambda: pytest.fail("disturbed"))
     loop, answers = Loop(), Answers()
     kernel = a_kernel(on_main_loop=loop.schedule)
