@@ -36,7 +36,7 @@ _WHERE = "jupyterhub_config.py"
 _LONGEST_PATH = 100  # bytes, as for every socket of the broker
 _ROOT_AND_SIMPLE = (
     f"{_WHERE}: spawner = 'fractional-gpu-simple': this hub runs as root, and so would its users' servers. Each of them could administer "
-    "the GPU broker and the machine, and Jupyter refuses to start them unless they are told that it may. Set "
+    "the GPU broker and the machine, and Jupyter refuses to start them unless configured to allow it. Set "
     "spawner='fractional-gpu-local', which runs servers as the machine's users; or run the hub as another user; or, to try it out "
     "alone, set c.Spawner.args = ['--allow-root']"
 )

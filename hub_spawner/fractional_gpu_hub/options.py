@@ -71,7 +71,7 @@ def options_of_form(form: Mapping[str, list[str]]) -> dict[str, Any]:
         return {"fraction": WITHOUT}
     pool, slash, milli = chosen[0].rpartition("/")
     if not slash or not milli.isascii() or not milli.isdecimal():
-        raise OptionsError(f"{shown(chosen[0])} is none of the choices; reload the page and choose again")
+        raise OptionsError(f"{shown(chosen[0])} is not one of the choices; reload the page and choose again")
     return {"pool": pool, "fraction": f"{milli[:20]}m"}
 
 

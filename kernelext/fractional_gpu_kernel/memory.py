@@ -524,7 +524,7 @@ _SAVEABLE_ALLOCATORS = ("vllm.cumem_allocator", "torch_memory_saver")
 _BNB = "bitsandbytes.functional"
 _RMM = _cannot_save("managed memory through rmm")
 _BINDINGS = _cannot_save("managed memory through NVIDIA's Python bindings")
-_PLUGGED = "torch uses an allocator that was plugged in, and whether the driver can save what that hands out is unknown"
+_PLUGGED = "torch uses a pluggable allocator, and it is unknown whether the driver can save its memory"
 
 _CALLS = (
     Call("cupy", ("cupy.cuda", "cupy.cuda.memory"), "malloc_managed", _cannot_save("CuPy's managed memory")),

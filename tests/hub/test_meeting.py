@@ -97,7 +97,7 @@ def test_the_api_refuses_with_the_reason(
         ("bob", "default/750", "you may have 1/2 GPU in this pool"),
         ("bob", "default/333", "offers 1/8, 1/4, 1/2, 3/4, 1"),
         ("bob", "<b>x</b>/1", "is not a pool's name"),
-        ("bob", "default/²", "is none of the choices; reload the page and choose again"),
+        ("bob", "default/²", "is not one of the choices; reload the page and choose again"),
     ],
 )
 def test_the_page_refuses_with_the_same_reason_and_offers_the_choice_again(

@@ -193,7 +193,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         name = str(self.user.name)
         if not _NAME.fullmatch(name):
             raise spawn_error(
-                f"the user name {name[:80]!r} cannot be a user of the cluster; allowed: letters, digits and _.@+-, not at the beginning "
+                f"the user name {name[:80]!r} cannot be a user of the cluster; allowed: letters, digits and _.@+-, not starting with "
                 "a hyphen; log in as a user of the cluster",
                 reason="user-name",
             )
@@ -216,7 +216,8 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         home = self.req_homedir
         if not home.startswith("/") or not home.isprintable():
             raise spawn_error(
-                f"the home folder of {self.user.name}, {home[:80]!r}, is no path; ask your administrator", reason="home"
+                f"the home folder of {self.user.name}, {home[:80]!r}, is not an absolute path; ask your administrator",
+                reason="home",
             )
         words = ["sbatch", "--parsable", "--no-requeue", f"--job-name={self.gpu_job_name}", f"--chdir={home}"]
         words.append(f"--output={home}/jupyterhub_slurmspawner_%j.log")
@@ -441,7 +442,7 @@ class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
         if not isinstance(data, dict) or set(data) != {"port"} or isinstance(port, bool) or not isinstance(port, int):
             raise web.HTTPError(400, 'only a port can be set: send {"port": NUMBER}')
         if not 0 < port <= _PORTS:
-            raise web.HTTPError(400, f"port {port} cannot be; allowed: 1 to {_PORTS}")
+            raise web.HTTPError(400, f"port {port} is invalid; allowed: 1 to {_PORTS}")
         user = self.current_user
         spawner = next(
             (one for one in getattr(user, "spawners", {}).values() if token and one.api_token == token), None

@@ -24,8 +24,8 @@ _EXTRA = re.compile(r" Extra=(\S+)")
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
 _AWAY = ("DOWN", "DRAIN", "FAIL", "MAINT", "REBOOT", "NO_RESPOND", "UNKNOWN", "INVAL", "POWERING_DOWN", "FUTURE")
 _REASONS = {
-    "Resources": "no node has so much free",
-    "Priority": "jobs with a higher priority are before it",
+    "Resources": "no node has enough free",
+    "Priority": "jobs with a higher priority come first",
     "Dependency": "it waits for another job",
     "BeginTime": "its time has not come",
     "JobHeldUser": "it is held; release it with scontrol release",
@@ -119,7 +119,7 @@ def parse_job(text: str, job_id: str) -> JobState | None:
     for line in text.splitlines():
         parts = line.strip().split(SEPARATOR, JOB_COLUMNS.count(SEPARATOR))
         if len(parts) <= JOB_COLUMNS.count(SEPARATOR):
-            raise EngineUnavailableError(f"squeue printed a line of another form: {line[:200]!r}")
+            raise EngineUnavailableError(f"squeue printed a line in an unknown format: {line[:200]!r}")
         if parts[0] == job_id:
             node = "" if parts[2] in {"n/a", "(null)", ""} else parts[2]
             start = None
@@ -172,11 +172,11 @@ def ended_sentence(job: JobState | None, job_id: str) -> str:
     if job is None:
         return f"Slurm's job {job_id} is gone: it ended at once, or was cancelled; its log is in your home folder"
     why = {
-        "OUT_OF_MEMORY": "it used more host memory than it asked for",
-        "TIMEOUT": "its time limit is over",
+        "OUT_OF_MEMORY": "it used more host memory than it requested",
+        "TIMEOUT": "it reached its time limit",
         "CANCELLED": "it was cancelled",
         "NODE_FAIL": f"its node {job.node} failed",
-        "PREEMPTED": "another job took its place",
+        "PREEMPTED": "another job preempted it",
     }.get(job.state, f"it ended ({job.state.lower().replace('_', ' ')})")
     return f"Slurm's job {job_id} does not run: {why}; its log is in your home folder"
 

@@ -119,7 +119,7 @@ class EngineGPUMixin(GPUChoiceMixin):
         """Check the choice against the offers, and keep it for `gpu_prepare`. Raises the error that stops the spawn."""
         if choice.memory_mib is not None:
             raise spawn_error(
-                f"memory {format_memory(choice.memory_mib)} was chosen, but in this cluster a share's memory goes with the share; leave "
+                f"memory {format_memory(choice.memory_mib)} was chosen, but in this cluster the share determines the memory; leave "
                 "memory out, or choose a larger fraction",
                 reason="gpu-options",
             )

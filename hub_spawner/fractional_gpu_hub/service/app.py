@@ -125,7 +125,7 @@ _SENTENCES = {
     401: "you are not logged in: log in at the hub and load the page again",
     403: "this is not allowed: the page may be out of date (load it again), or your account has no access to the GPUs' page",
     404: "there is no such page",
-    405: "this address does not take that method",
+    405: "this address does not accept that method",
     413: "the request is too large",
     429: "you have too many pages of this kind open: close some",
     500: "the service failed; its log says why",

@@ -117,7 +117,7 @@ def _device_notes(device: DeviceStatus, viewer: Viewer) -> list[str]:
     if deadline := device_deadline(device):
         notes.append(f"it {deadline}")
     if device.lost:
-        notes.append("it does not answer, and no kernel gets onto it until it does")
+        notes.append("it is not responding, and gets no kernel until it does")
     if device.stranger_mib:
         who = {one.user for one in device.strangers} if viewer.admin else set()
         by = f" ({', '.join(sorted(who))})" if who else ""

@@ -47,11 +47,11 @@ INTERRUPTED = "interrupted"
 FREE = "free"  # the main loop runs again: ends a wait of `LoopWatch`
 REVIVING = "The GPU broker does not answer; it is being started again."
 _CANNOT_ASK = (
-    "This kernel cannot ask for the GPU ({why}). The broker sees that the cell waits, and lets it in in its turn."
+    "This kernel cannot ask for the GPU ({why}). The broker sees that the cell waits, and admits it in its turn."
 )
 _UNREACHABLE = (
-    "This kernel cannot reach the GPU broker any more ({why}). What it has on the GPU is kept. Undo what causes this, or begin the cell "
-    "with %%cpu: it then runs at once, and its calls of the GPU wait until the broker has brought its memory back."
+    "This kernel cannot reach the GPU broker any more ({why}). What it has on the GPU is kept. Fix the cause, or start the cell with "
+    "%%cpu: it then runs at once, and its GPU calls wait until the broker has restored its memory."
 )
 _THREAD_ENDED = "The thread that asks the GPU broker ended unexpectedly; the kernel's log says why. Run the cell again."
 
@@ -307,8 +307,8 @@ class Turns(Acquirer):
 # and no cell holds the loop, the watch asks for the GPU. A task that only computes that long looks the same, and costs a resume.
 
 BLOCKED = (
-    "A task of this notebook blocks the kernel, perhaps in a GPU call: the kernel is not on the GPU. It asks for the GPU now; "
-    "what was sent to it runs when the task lets it."
+    "A task of this notebook blocks the kernel, perhaps in a GPU call: the kernel is not on the GPU. It requests the GPU now; "
+    "cells run when the task lets them."
 )
 
 
@@ -405,7 +405,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 SIMULATED = "JUPYTER_GPU_SIMULATED_DEVICE"
 NO_DEVICE_KEPT = (
     "Restart the kernel to use the GPU: CUDA was started before this kernel had one (by a %%cpu cell or start-up code), and the driver "
-    "keeps the answer “no device” for as long as the process lives. "
+    "keeps the answer “no device” until the process ends. "
     "A restart loses the variables: save what you need first, in %%cpu cells."
 )
 _NOT_YET = (

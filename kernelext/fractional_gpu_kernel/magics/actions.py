@@ -346,7 +346,7 @@ class Actions:
 
     def _suspend(self, client: "BrokerClient", done: str) -> str:
         saved_mib = client.suspend(self._settings.lease_id).lease.saved_mib
-        return f"{done} {format_memory(saved_mib)} lie in host memory." if saved_mib else done
+        return f"{done} {format_memory(saved_mib)} are in host memory." if saved_mib else done
 
     def pin(self, arguments: argparse.Namespace) -> None:
         given = arguments.duration
@@ -359,7 +359,7 @@ class Actions:
             status = self._pin(wanted_ms)
             self._pins.stop()
             more = ""
-        where = "" if status.state == "resident" else " It counts when the kernel is on the GPU: %gpu resume."
+        where = "" if status.state == "resident" else " It takes effect when the kernel is on the GPU: %gpu resume."
         pinned = f"Pinned for {format_rough(status.pinned_ms)}{more}: not suspended for others or for being idle."
         self._say(f"{pinned} %gpu unpin ends it.{where}")
 
