@@ -1,6 +1,7 @@
 """`jupyter gpu node ACTION`: a table of actions.
 
-Slurm drains a node whose Prolog or Epilog fails or is slow: actions import what they need when they run, and these two exit with 0.
+Slurm's Prolog must be fast, and Slurm drains a node whose Prolog or Epilog fails: actions import what they need when they run, and these
+two exit with 0.
 """
 
 import argparse

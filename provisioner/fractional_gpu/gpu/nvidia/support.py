@@ -1,7 +1,8 @@
 """Which releases of NVIDIA's driver and bindings this project can work with, as tables and sentences.
 
-The checkpoint calls came with driver 570 (CUDA 12.8), moving to another device with 580 (CUDA 13.0). Releases reported to lose a kernel's
-state are refused; those reported to hang get a warning. So are machines other than x86-64, where few drivers checkpoint.
+The checkpoint calls came with driver 570 (CUDA 12.8), moving to another device with 580 (CUDA 13.0). Releases that are reported to lose a
+kernel's state are refused, and so are machines other than x86-64, where few drivers checkpoint. Releases that are reported to hang get a
+warning.
 """
 
 import platform
