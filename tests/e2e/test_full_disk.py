@@ -1,4 +1,4 @@
-"""A broker that can write neither ledger nor log tells those who wait, and goes on by itself when it can again."""
+"""A broker that can write neither ledger nor log tells those who wait, and continues when it can again."""
 
 import resource
 from collections.abc import Iterator

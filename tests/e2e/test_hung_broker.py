@@ -66,7 +66,7 @@ def test_a_cell_says_that_the_broker_is_stopped_and_the_next_one_serves_it_if_it
         line = shown(notebook, "did not answer")
     assert f"(process {pid})" in line
     assert f"kill -CONT {pid}" in line
-    assert "goes on by itself" in line
+    assert "continues when the broker answers" in line
     reply = notebook.wait(cell)
     assert (reply.status, reply.text) == ("ok", "intact\n")
     assert world.broker_pid() == pid
