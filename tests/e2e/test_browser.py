@@ -18,7 +18,7 @@ from tests.e2e.test_debugger import TOUCHING
 from tests.labextension.conftest import State
 from tests.support.axe import SMALL_PX, assert_accessible
 from tests.support.pair import NO_TURNS
-from tests.support.paths import COMPLETE_PYTHONPATH
+from tests.support.paths import DEBUGGER_PYTHONPATH
 from tests.support.share_days import keep_days
 from tests.support.stories import CHECK, fill
 from tests.support.world import World, new_world
@@ -44,7 +44,7 @@ def browser() -> Iterator[Browser]:
 
 
 def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, browser: Browser, tmp_path: Path) -> None:
-    world.environment["PYTHONPATH"] = COMPLETE_PYTHONPATH  # with debugpy
+    world.environment["PYTHONPATH"] = DEBUGGER_PYTHONPATH  # with debugpy
     world.configure(NO_TURNS)
     world.install(250, 500, 750)
     with opened_lab(world, browser) as lab:
@@ -118,7 +118,7 @@ def the_debuggers_panel_brings_variables_back_and_leaves_a_kernel_suspended_that
     world.await_state(first, "resident")
     expect(variables).to_contain_text("touching")
     # A suspend that takes a second, as a driver's does: the page asks for the variables once more when the cell has ended.
-    Store(world.simulated_folder).configure(checkpoint_mib_s=40)
+    Store(world.simulated_folder).configure(checkpoint_mib_s=100)
     lab.run("%gpu suspend")
     expect(lab.output).to_contain_text("Suspended")
     assert lab.server.connect(first).debug("debugInfo")["success"], "the page asks for nothing that is behind this"

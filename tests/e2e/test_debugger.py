@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.kept import Kept
 from tests.support.pair import NO_TURNS, Pair
-from tests.support.paths import COMPLETE_PYTHONPATH
+from tests.support.paths import DEBUGGER_PYTHONPATH
 from tests.support.stories import CHECK
 from tests.support.world import Notebook, Server, new_world, until
 
@@ -36,7 +36,7 @@ START = {
 @contextmanager
 def new_pair() -> Iterator[Pair]:
     with new_world() as world:
-        world.environment["PYTHONPATH"] = COMPLETE_PYTHONPATH
+        world.environment["PYTHONPATH"] = DEBUGGER_PYTHONPATH
         world.configure(NO_TURNS)
         with Server(world) as server:
             yield Pair(world, server)

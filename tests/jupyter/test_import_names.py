@@ -17,7 +17,7 @@ import nbformat
 import pytest
 
 from fractional_gpu.jupyter.kernelspecs import PROVISIONER_NAME
-from tests.support.paths import QUICK, SOURCES
+from tests.support.paths import NO_DEBUGPY, QUICK, SOURCES
 from tests.support.world import DEADLINE_S, Server, World, new_world
 
 pytestmark = pytest.mark.promise("imports")
@@ -93,7 +93,7 @@ def place(request: pytest.FixtureRequest, world: World) -> Iterator[Place]:
     elsewhere.mkdir(exist_ok=True)
     before = dict(world.environment)
     world.environment["PYTHONPATH"] = os.pathsep.join(
-        map(str, [*([] if beside else [world.notebooks]), *SOURCES, QUICK])
+        map(str, [*([] if beside else [world.notebooks]), *SOURCES, QUICK, NO_DEBUGPY])
     )
     if default:
         world.environment["JUPYTER_DEFAULT_PROVISIONER_NAME"] = PROVISIONER_NAME

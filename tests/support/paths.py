@@ -4,7 +4,16 @@ import os
 from pathlib import Path
 from typing import Final
 
-__all__ = ["COMPLETE_PYTHONPATH", "PYTHONPATH", "QUICK", "ROOT", "SOURCES", "STRANGER"]
+__all__ = [
+    "COMPLETE_PYTHONPATH",
+    "DEBUGGER_PYTHONPATH",
+    "NO_DEBUGPY",
+    "PYTHONPATH",
+    "QUICK",
+    "ROOT",
+    "SOURCES",
+    "STRANGER",
+]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCES: Final = tuple(ROOT / folder for folder in ("provisioner", "kernelext", "hub_spawner"))
@@ -12,6 +21,9 @@ QUICK: Final = ROOT / "tests" / "support" / "quick"
 """Replaces packages that take long to import and are not used here."""
 COMPLETE_PYTHONPATH: Final = os.pathsep.join(str(path) for path in (*SOURCES, ROOT))
 """For benchmarks: with every package that a user's processes import."""
-PYTHONPATH: Final = os.pathsep.join((COMPLETE_PYTHONPATH, str(QUICK)))
+NO_DEBUGPY: Final = ROOT / "tests" / "support" / "no_debugpy"
+DEBUGGER_PYTHONPATH: Final = os.pathsep.join((COMPLETE_PYTHONPATH, str(QUICK)))
+"""For kernels that are debugged."""
+PYTHONPATH: Final = os.pathsep.join((DEBUGGER_PYTHONPATH, str(NO_DEBUGPY)))
 STRANGER: Final = str(ROOT / "tests" / "support" / "stranger.py")
 """The program that holds memory of a simulated device without a lease."""
