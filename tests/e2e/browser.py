@@ -123,10 +123,11 @@ def _install(world: World) -> None:
 
 
 @contextmanager
-def opened_lab(world: World, browser: Browser) -> Iterator[Lab]:
-    """JupyterLab in a browser, at the launcher, for the block."""
+def opened_lab(world: World, browser: Browser, *, with_notebook: bool = False) -> Iterator[Lab]:
+    """JupyterLab in a browser, at the launcher, for the block; its server has the pages of Notebook 7 too `with_notebook`."""
     _install(world)
-    with Server(world, extensions=_EXTENSIONS) as server, closing(new_page(browser)) as page:
+    extensions = _NOTEBOOK_7 if with_notebook else _EXTENSIONS
+    with Server(world, extensions=extensions) as server, closing(new_page(browser)) as page:
         lab = Lab(server, page)
         try:
             page.goto(f"{server.url}lab?token={server.token}")

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,9 @@ from playwright.sync_api import Browser, Request, expect
 
 from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.core.units import format_forecast
-from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.messages import ResizeRequest
 from fractional_gpu_kernel.server.app import STATE_ID
-from tests.e2e.browser import Lab, opened_browser, opened_lab, opened_notebook
+from tests.e2e.browser import Lab, new_page, opened_browser, opened_lab
 from tests.e2e.test_debugger import TOUCHING
 from tests.labextension.conftest import State
 from tests.support.axe import SMALL_PX, assert_accessible
@@ -95,12 +95,10 @@ def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, browse
         lab.turn_to("Untitled1.ipynb")
         expect(lab.output).to_contain_text("finished")
         expect(lab.item).to_contain_text("3/4 GPU · suspended (simulated)")
-        the_debuggers_panel_brings_variables_back_and_leaves_a_kernel_suspended_that_is_to_be(world, lab)
+        the_debuggers_panel_brings_a_kernel_back_whose_variables_it_shows(world, lab)
 
 
-def the_debuggers_panel_brings_variables_back_and_leaves_a_kernel_suspended_that_is_to_be(
-    world: World, lab: Lab
-) -> None:
+def the_debuggers_panel_brings_a_kernel_back_whose_variables_it_shows(world: World, lab: Lab) -> None:
     """Needs two notebooks that do not fit together, `Untitled.ipynb` on the GPU."""
     kernels = {one["path"]: one["kernel"]["id"] for one in lab.server.request("GET", "api/sessions")}
     first = kernels["Untitled.ipynb"]
@@ -117,15 +115,7 @@ def the_debuggers_panel_brings_variables_back_and_leaves_a_kernel_suspended_that
     lab.turn_to("Untitled.ipynb")  # the panel asks for the variables
     world.await_state(first, "resident")
     expect(variables).to_contain_text("touching")
-    # A suspend that takes a second, as a driver's does: the page asks for the variables once more when the cell has ended.
-    Store(world.simulated_folder).configure(checkpoint_mib_s=100)
-    lab.run("%gpu suspend")
-    expect(lab.output).to_contain_text("Suspended")
-    assert lab.server.connect(first).debug("debugInfo")["success"], "the page asks for nothing that is behind this"
-    expect(lab.item).to_contain_text("3/4 GPU · suspended (simulated)")
-    assert world.lease(first).state == "suspended"
-    lab.run(CHECK.strip())
-    expect(lab.output).to_contain_text("intact")
+    assert lab.server.connect(first).must(CHECK).text == "intact\n"
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +127,7 @@ def desk(browser: Browser) -> Iterator[tuple[World, Lab]]:
         settings = world.folder / "config" / "lab" / "user-settings" / "jupyter-fractional-gpu"
         settings.mkdir(parents=True)
         (settings / "status.jupyterlab-settings").write_text(json.dumps({"foresight": False}))
-        with opened_lab(world, browser) as lab:
+        with opened_lab(world, browser, with_notebook=True) as lab:
             lab.launch("Python 3 · 1/4 GPU")
             lab.run(fill(1, 16).strip() + '\nprint("there")')
             expect(lab.output).to_contain_text("there")
@@ -232,22 +222,23 @@ def a_released_kernel_stays_away_while_a_comment_is_typed_and_run(world: World, 
 
 
 @pytest.mark.promise("early-resume")
-def test_notebook_7_tells_it_alike(world: World, browser: Browser) -> None:
-    (name,) = world.install(750)
-    with opened_notebook(world, browser, name) as notebook:
-        notebook.run(fill(1, 64).strip() + '\nprint("first")')
-        expect(notebook.output).to_contain_text("first")
-        (kernel,) = notebook.server.request("GET", "api/kernels")
+def test_notebook_7_tells_it_alike(desk: tuple[World, Lab], browser: Browser) -> None:
+    world, lab = desk
+    lab.server.request("PUT", SETTINGS, {"raw": json.dumps({"foresight": True})})
+    (kernel,) = lab.server.request("GET", "api/kernels")
+    with closing(new_page(browser)) as page:
+        page.goto(f"{lab.server.url}notebooks/Untitled.ipynb?token={lab.server.token}")
+        notebook = Lab(lab.server, page)
+        notebook.run(CHECK.strip())
+        expect(notebook.output).to_contain_text("intact")
         world.suspend_for_others(kernel["id"])
         notebook.cells.last.locator(".cm-content").click()
-        with notebook.page.expect_request(lambda one: one.url.partition("?")[0].endswith("/expect")) as told:
-            notebook.page.keyboard.type("p")
+        with page.expect_request(lambda one: one.url.partition("?")[0].endswith("/expect")) as told:
+            page.keyboard.type("p")
         assert json.loads(told.value.post_data or "").keys() == {"sign"}
         world.await_state(kernel["id"], "resident")
-        assert "resume.expected" in story(world, notebook)
-        notebook.page.keyboard.press("Backspace")
-        notebook.page.keyboard.insert_text(CHECK.strip())
-        notebook.page.keyboard.press("Shift+Enter")
+        page.keyboard.press("Backspace")
+        notebook.run(CHECK.strip())
         expect(notebook.output).to_contain_text("intact")
 
 
@@ -256,9 +247,10 @@ def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notific
     the_panels_buttons_act(lab)
     a_new_size_becomes_the_kernels_name(world, lab)
     the_panel_is_there_in_the_dark_and_goes_at_a_click_beside_it(lab)
-    state = doubt_is_an_alert(lab)
-    world.kill_broker()
+    state: State = lab.server.request("GET", "jupyter-fractional-gpu/state")
+    world.kill_broker()  # from now on the server tells its pages what the test says
     expect(lab.item).to_be_hidden()
+    doubt_is_an_alert(lab, state)
     slowness_is_told(lab, state)
     use_is_a_figure_once_it_was_measured(lab, state)
     waits_are_forecast_with_bounds(lab, state)
@@ -361,15 +353,12 @@ def tell(lab: Lab, state: State) -> None:
     lab.server.request("POST", "api/events", {"schema_id": STATE_ID, "version": "1", "data": state})
 
 
-def doubt_is_an_alert(lab: Lab) -> State:
-    """Returns the state that was told."""
-    state: State = lab.server.request("GET", "jupyter-fractional-gpu/state")
+def doubt_is_an_alert(lab: Lab, state: State) -> None:
     state["kernels"][0] |= {"state": "quarantined", "sentence": "nobody knows where its memory is"}
     tell(lab, state)
     doubt = lab.page.get_by_role("alert").filter(has_text="Untitled.ipynb: nobody knows where its memory is")
     expect(doubt).to_be_visible()
     expect(lab.item).to_contain_text("1/4 GPU · unknown, under examination (simulated)")
-    return state
 
 
 def slowness_is_told(lab: Lab, state: State) -> None:
