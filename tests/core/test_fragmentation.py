@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.events import Attached, LeaseReleased, LeaseRequested, SuspendRequested
-from fractional_gpu.core.forecasts.sizes import AskMix
+from fractional_gpu.core.forecasts.asks import AskMix
 from fractional_gpu.core.model import ReserveBy
 from fractional_gpu.core.place import DeviceChoice, Place
 from tests.core.driving import Hand, device, pool, spec

@@ -23,6 +23,7 @@ from fractional_gpu.broker.accounting.metering import Metering, Turns
 from fractional_gpu.broker.clock import DeadlineClock, now_ms, wall_ms
 from fractional_gpu.broker.cost import Account, Costs
 from fractional_gpu.broker.kernels.connection import connection_from_json
+from fractional_gpu.broker.kernels.context_sizes import ContextSizes
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel, remove_books, sharing_environment
 from fractional_gpu.broker.kernels.networks import Networks
@@ -73,7 +74,6 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.forecasts.sizes import ContextSizes
 from fractional_gpu.core.model import LeaseState, LeaseView, ReserveBy, Sign, TicketView
 from fractional_gpu.core.units import format_duration, format_memory
 from fractional_gpu.gpu.interface import DeviceInfo, DeviceSensors, Monitor

@@ -12,7 +12,7 @@ only orders devices that have the memory, or will have it.
 
 from collections.abc import Callable, Iterable, Sequence
 
-from fractional_gpu.core.forecasts.sizes import AskMix
+from fractional_gpu.core.forecasts.asks import AskMix
 from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
 
-from fractional_gpu.core.forecasts.sizes import AskMix
+from fractional_gpu.core.forecasts.asks import AskMix
 from fractional_gpu.core.place import DeviceChoice
 from tests.benchmarks.placement.cluster import MILLI, Node, PodKind, Policy
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fractional_gpu.broker.kernels.context_sizes import MOST_MIB, ContextSize, ContextSizes
 from fractional_gpu.broker.persistence.ledger_writer import (
     LedgerWriter,
     load_context_sizes,
@@ -15,7 +16,6 @@ from fractional_gpu.broker.persistence.ledger_writer import (
 )
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.forecasts.forecasts import Company, Forecasts
-from fractional_gpu.core.forecasts.sizes import MOST_MIB, ContextSize, ContextSizes
 from fractional_gpu.core.model import Sign
 from fractional_gpu.ledger.ledger import Ledger
 

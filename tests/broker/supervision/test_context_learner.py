@@ -8,11 +8,11 @@ import pytest
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.connection import GateLink
+from fractional_gpu.broker.kernels.context_sizes import ContextSizes
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import CheckpointState, Kernel
 from fractional_gpu.broker.supervision import enforcement
 from fractional_gpu.broker.supervision.enforcement import ContextLearner
-from fractional_gpu.core.forecasts.sizes import ContextSizes
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceUse, ProcessUse
 from fractional_gpu.host.process import ProcessIdentity

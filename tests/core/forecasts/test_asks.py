@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.core.forecasts.sizes import MOST_ASKS, AskMix
+from fractional_gpu.core.forecasts.asks import MOST_ASKS, AskMix
 
 ASKS = st.lists(st.tuples(st.integers(1, 2000), st.integers(1, 8)), max_size=80)
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 import msgspec
 
 from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.kernels.context_sizes import ContextSizes
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.forecasts.forecasts import Forecasts
-from fractional_gpu.core.forecasts.sizes import ContextSizes
 from fractional_gpu.core.model import HOLDING, LeaseState, LeaseView
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.host import files

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.broker.clock import within
 from fractional_gpu.broker.kernels.connection import GateLink
+from fractional_gpu.broker.kernels.context_sizes import FLOOR_MIB, ContextSize, ContextSizes
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.core.effects import CapBreached
-from fractional_gpu.core.forecasts.sizes import FLOOR_MIB, ContextSize, ContextSizes
 from fractional_gpu.core.model import Breach, LeaseState, LeaseView, Strangers
 from fractional_gpu.gpu.interface import DeviceActivity, DeviceUse, GPUError, ProcessKind, ProcessUse
 from fractional_gpu.host.accounts import user_name

@@ -1,1 +1,1 @@
-"""Statistics learnt on line, in integers: swap times, cell times, their accuracy."""
+"""What is learnt from swaps, cells and waits, its accuracy, and advice about shares."""

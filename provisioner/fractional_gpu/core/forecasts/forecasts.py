@@ -22,6 +22,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Literal, NamedTuple
 
+from fractional_gpu.core.forecasts.asks import NO_ASKS, AskMix
 from fractional_gpu.core.forecasts.outcomes import (
     CELL,
     EVEN,
@@ -40,7 +41,6 @@ from fractional_gpu.core.forecasts.outcomes import (
     kept,
     quantile,
 )
-from fractional_gpu.core.forecasts.sizes import NO_ASKS, AskMix
 from fractional_gpu.core.model import Sign, Span
 
 
@@ -273,9 +273,7 @@ class Forecasts:
     signs: Means = field(default_factory=lambda: Means(700))
     holds: dict[str, HoldCosts] = field(default_factory=dict)  # by pool
     asked_sizes: dict[str, AskMix] = field(default_factory=dict)  # by pool
-    ratios: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # of waits by kind and length, of slowdowns by neighbours
+    ratios: dict[str, list[float]] = field(default_factory=dict)  # of waits and slowdowns, by class
     alone: dict[str, list[int]] = field(default_factory=dict)  # ms of the last cells that ran alone, by lease
     bands: dict[str, Band] = field(default_factory=dict)  # by kind and name (`Judged`)
     accuracy: dict[str, Accuracy] = field(default_factory=dict)  # by kind

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.core.forecasts.sizes import FLOOR_MIB, KERNELS, MOST_MIB, ContextSize, ContextSizes
+from fractional_gpu.broker.kernels.context_sizes import FLOOR_MIB, KERNELS, MOST_MIB, ContextSize, ContextSizes
 
 CAP = 20 * 1024
 ME, OTHER, NEW = 1, 2, 3

@@ -1,0 +1,55 @@
+"""The memory of a CUDA context, for each kind of device.
+
+It is what the device charges to a kernel's process, less what its framework's allocator holds: the context, the modules of cuBLAS, cuDNN
+and compiled kernels, NCCL's buffers. It differs between kernels, and allocations that bypass the allocator add to it. A framework's limit
+needs an upper estimate that a few odd kernels, or one user's kernels, cannot raise for all users. So it is the larger of
+
+- the third quartile of the sizes of the last `KERNELS` kernels, of all users, and
+- the user's own largest size among these.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+FLOOR_MIB = 512  # the estimate until larger contexts were seen
+MOST_MIB = 4096
+KERNELS = 32
+_STEP_MIB = 32  # estimates are rounded up to multiples, so that they seldom change
+_DEVICES = 64
+
+
+class ContextSize(NamedTuple):
+    """The size of one kernel's context, MiB, and the user's uid."""
+
+    uid: int
+    mib: int
+
+
+@dataclass(slots=True)
+class ContextSizes:
+    """Estimates by the device's name, MiB. Each kernel counts once, with its largest size."""
+
+    version: Literal[2] = 2
+    seen: dict[str, dict[str, ContextSize]] = field(default_factory=dict)  # by device and kernel, the last ones last
+
+    def saw(self, device_name: str, kernel: str, size: ContextSize, cap_mib: int) -> bool:
+        """Count a kernel's size; return whether the estimate for its user has changed."""
+        if not 0 <= size.mib <= min(MOST_MIB, cap_mib * 3 // 4):
+            return False  # it cannot be a context
+        before = self.estimate_mib(device_name, size.uid)
+        sizes = self.seen[device_name] = self.seen.pop(device_name, {})  # now the last one
+        earlier = sizes.pop(kernel, size)
+        sizes[kernel] = ContextSize(size.uid, max(size.mib, earlier.mib))
+        if len(sizes) > KERNELS:
+            del sizes[next(iter(sizes))]
+        if len(self.seen) > _DEVICES:
+            del self.seen[next(iter(self.seen))]
+        return self.estimate_mib(device_name, size.uid) != before
+
+    def estimate_mib(self, device_name: str, uid: int) -> int:
+        """Return the size of a context of this user on a device of this name, MiB; at least `FLOOR_MIB`."""
+        sizes = self.seen.get(device_name, {}).values()
+        all_users = sorted(size.mib for size in sizes)
+        quartile = all_users[-(-len(all_users) * 3 // 4) - 1] if all_users else 0
+        own = max((size.mib for size in sizes if size.uid == uid), default=0)
+        return min(MOST_MIB, max(FLOOR_MIB, -(-max(quartile, own) // _STEP_MIB) * _STEP_MIB))
