@@ -1,5 +1,5 @@
-// The page's life: news as they come, written into the tables row by row, and what may be done about a row.
-// Text only ever becomes text (textContent): what a user calls a notebook stays a name.
+// Writes each event into the tables row by row, and offers the actions on a row.
+// Text never becomes markup (textContent): users choose the names of notebooks.
 "use strict";
 
 const { prefix, xsrf } = document.body.dataset;
@@ -7,8 +7,6 @@ const byId = (id) => document.getElementById(id);
 const RETRY_MS = 1000;
 let view = null;
 let doing = new Set(); // "row act": asked for, and not answered yet
-
-// -- what is shown ------------------------------------------------------------------------------------------------
 
 function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
@@ -47,7 +45,7 @@ function fillActions(cell, kind, row) {
     }));
     if (focused) (cell.querySelector(`[data-act="${focused}"]`) ?? cell.querySelector("button"))?.focus();
   }
-  // Not disabled: the browser would take the focus away from the button.
+  // Not `disabled`: the button would lose the focus.
   for (const button of cell.querySelectorAll("button")) button.ariaDisabled = String(doing.has(`${row.id} ${button.dataset.act}`));
 }
 
@@ -89,7 +87,7 @@ function show(fresh) {
   if (told) say(told);
 }
 
-// A table that is wider than the screen is scrolled with the arrow keys, so it can have the focus; one that fits is no stop on the way.
+// A table wider than the screen can have the focus, to be scrolled with the arrow keys; one that fits cannot.
 const widths = new ResizeObserver((sized) => {
   for (const box of new Set(sized.map(({ target }) => target.closest(".scroll")))) box.tabIndex = box.scrollWidth > box.clientWidth ? 0 : -1;
 });
@@ -103,8 +101,8 @@ function setProblem(sentence) {
   document.body.classList.toggle("stale", Boolean(text));
 }
 
-// What a person who does not see the tables should hear: kernels and servers whose state is another one now, devices that are emptied,
-// nodes that are drained. A node with several pools is told once.
+// For screen readers: kernels and servers whose state has changed, devices being emptied, drained nodes. A node with several pools is
+// announced once.
 function changes(old, fresh) {
   const rows = (seen) => ["kernels", "devices", "nodes", "servers"].flatMap((table) => (seen[table] ?? []).map((row) => [`${table} ${row.id}`, row]));
   const before = new Map(rows(old)), told = new Set();
@@ -120,8 +118,6 @@ function changes(old, fresh) {
 function say(sentence) {
   setText(byId("said"), sentence);
 }
-
-// -- what is done -------------------------------------------------------------------------------------------------
 
 class Refused extends Error {
   constructor(status, message) {
@@ -191,13 +187,13 @@ const ACTS = {
   undrain: { label: "Undrain", done: "in service again", run: device("undrain") },
   release: {
     label: "Release…", done: "released", button: "Release the seat", danger: true,
-    text: (row) => `The server ${row.server} of ${row.owner} gets no further kernels with a GPU until it is started again. ` +
+    text: (row) => `The server ${row.server} of ${row.owner} gets no more kernels with a GPU until it is restarted. ` +
       "Its running kernels are suspended; their variables stay.",
     run: (row) => call(`seats/${row.id}/release`, { confirm: true }),
   },
   edit: {
     label: "Edit…", done: "changed", button: "Change",
-    text: (row) => `A change of pool ${row.name} holds at once, and until the broker is started again.`,
+    text: (row) => `A change of pool ${row.name} takes effect at once, and lasts until the broker restarts.`,
     fields: settings,
     run: (row, inputs) => {
       const changed = Object.values(inputs).filter((input) => input.value !== input.dataset.was);
@@ -212,8 +208,8 @@ function read(text) {
   try { return JSON.parse(text); } catch { return text; }
 }
 
-// The inputs for a pool's settings, from the page's template: those that are changed often, and the others in a part that opens. A broker
-// of another version may not know a setting (it is left out), or know one of which the page has no help.
+// The inputs for a pool's settings, from the page's template: common ones, and the others in a part that opens. A broker of another version
+// may not know a setting (left out), or know one for which the page has no help.
 function settings(row) {
   const form = byId("pool-settings").content.cloneNode(true);
   const details = form.querySelector("details"), changed = row.changed.split(", ");
@@ -236,7 +232,7 @@ function settings(row) {
   return [form];
 }
 
-// Checkboxes for a list: the choices, and what else it has now. `any` stands for every value.
+// Checkboxes for a list: the choices, and its current values. `any` stands for every value.
 function choose(group, input, value) {
   const now = [value].flat().map(String);
   for (const one of new Set([...group.dataset.choices.split(" "), ...now, "any"])) {
@@ -248,7 +244,7 @@ function choose(group, input, value) {
   });
 }
 
-// Lead to the input that a refusal names.
+// Focus the input that a refusal names.
 function lead(inputs, message) {
   const named = [...message.matchAll(/\['([a-z_]+)'\]/g)].map(([, name]) => inputs[name]).find(Boolean);
   for (const input of Object.values(inputs)) input.removeAttribute("aria-invalid");
@@ -323,7 +319,7 @@ async function ask(kind, row, act) {
 }
 
 byId("ask-no")?.addEventListener("click", () => byId("ask").close());
-// The browser gives the focus back to the button that opened the dialog. What was done may have put another button in its place.
+// The browser returns the focus to the button that opened the dialog, which the action may have replaced.
 byId("ask")?.addEventListener("close", () => {
   if (document.activeElement !== document.body) return;
   const table = byId(asked.kind), row = [...table.tBodies[0].rows].find((tr) => tr.dataset.id === asked.id);
@@ -333,9 +329,7 @@ byId("ask")?.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && event.target.tagName === "INPUT") byId("ask-yes").click();
 });
 
-// -- the news -----------------------------------------------------------------------------------------------------
-
-// Not an EventSource: that cannot show the XSRF token, and tells nothing of why it was refused.
+// Not an EventSource: that cannot send the XSRF token, and does not say why it was refused.
 async function follow() {
   const reply = await fetch(`${prefix}api/events`, { headers: { "X-XSRFToken": xsrf, Accept: "text/event-stream" }, cache: "no-store" });
   if (reply.status === 401 || reply.status === 403) return again();
@@ -355,7 +349,7 @@ async function follow() {
   }
 }
 
-// Logged out, or the service is a new process: a page view goes through the hub's login. Once; then a person decides.
+// Logged out, or the service is a new process: a page view goes through the hub's login. Only once; then the user decides.
 function again() {
   if (sessionStorage.getItem("again")) throw new Refused(403, "you are logged out, or may not see this page any more; load it again");
   sessionStorage.setItem("again", "yes");
