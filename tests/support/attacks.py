@@ -92,12 +92,10 @@ class Target:
         return decoded
 
     def lease(self, **fields: object) -> tuple[str, str]:
-        """Return the id and the token of a new lease."""
         reply = self.call("POST", "/v1/leases", {"fraction_milli": 125, "memory_mib": 1, **fields})
         return reply["lease_id"], reply["token"]
 
     def attach(self, lease: str, token: str, pid: int, **fields: object) -> None:
-        """Attach a process to a lease."""
         start_time = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         process = {"pid": pid, "start_time": start_time, "boot_id": boot_id, "connection": {}, **fields}
@@ -168,7 +166,7 @@ def flood(
 
 
 def _connected(path: str) -> socket.socket | None:
-    """Return a new connection that does not block, None if there is no room for it now, or no broker."""
+    """Return a new non-blocking connection; None if there is no room for it, or no broker."""
     sock = socket.socket(socket.AF_UNIX)
     sock.setblocking(False)
     try:
@@ -204,7 +202,7 @@ def json_attaches(target: Target, lines: int) -> None:
 
 
 def others(target: Target, lines: int) -> None:
-    """SIZE connections that ask what others use of a device, on which this user has a lease."""
+    """SIZE connections that read others' use of a device on which this user has a lease."""
     lease, token = target.lease(kind="command", gated=False)
     target.attach(lease, token, target.child(lease), kind="command")
     target.call("POST", f"/v1/leases/{lease}/acquire", {}, token)
@@ -229,7 +227,7 @@ def events(target: Target, lines: int) -> None:
 
 
 def gates(target: Target, lines: int) -> None:
-    """SIZE connections that claim a lease's gate from one another, and as many with answers that were not asked for."""
+    """SIZE connections that take a lease's gate from one another, and as many that send unrequested answers."""
     lease, token = target.lease()
     target.attach(lease, token, target.child(lease), connection={**_PORTS, "iopub_port": 65_535, "shell_port": 65_535})
     answer = _request("POST", f"/v1/leases/{lease}/answer", '{"number": 0, "word": "pulse"}', token)
@@ -260,7 +258,7 @@ def _leases_for_ever(target: Target) -> None:
 
 
 def iopub(target: Target, size: int) -> None:
-    """Leases of which all listen to one socket, with messages of SIZE bytes that are signed as slowly as the broker allows."""
+    """Leases that all listen to one socket, with messages of SIZE bytes, signed as slowly as the broker allows."""
     import zmq  # noqa: PLC0415 - no other attack needs it
 
     context = zmq.Context()
@@ -334,7 +332,7 @@ def _large_environment(mib: int) -> mmap.mmap:
 
 
 def spin(target: Target, _size: int) -> None:
-    """No attack: it computes, so that a comparison shows what the scheduler alone does to others."""
+    """No attack: it computes, to compare with the scheduler's effect alone."""
     target.begin()
     while True:
         pass
@@ -363,7 +361,7 @@ ATTACKS: Final[dict[str, tuple[Attack, int]]] = {
 
 
 def _run(target: Target, attack: Attack, size: int) -> None:
-    """Attack for ever: what the broker refuses or breaks off is tried again."""
+    """Attack forever: what the broker refuses or breaks off is retried."""
     while True:
         try:
             attack(target, size)

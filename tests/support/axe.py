@@ -86,7 +86,7 @@ def assert_accessible(page: Page, ours: str | None = None, *, within: str | None
 
 
 def _more_than_without(page: Page, ours: str) -> dict[str, str]:
-    """Only rules that the rest of the page breaks are asked again without our elements."""
+    """Only rules that the rest of the page breaks are checked again without our elements."""
     _load(page)
     whole: list[tuple[str, bool, str, str]] = page.evaluate(_RUN, [None, _WCAG, ours])
     broken = sorted({rule for rule, mine, _, _ in whole if not mine})

@@ -51,7 +51,6 @@ class Caller:
         self._process = process
 
     def call(self, method: str, path: str, token: str = "", body: object = None) -> tuple[int, Any]:
-        """Return status and decoded body of the reply."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([method, path, token, body]) + "\n")
@@ -60,7 +59,7 @@ class Caller:
         return status, reply
 
     def start_for(self, lease_id: str) -> dict[str, Any]:
-        """Start a process for the lease below the caller; return the attach request that describes it truthfully, as seen there."""
+        """Start a process for the lease below the caller; return its true attach request, as seen there."""
         _, fields = self.call("START", lease_id)
         assert isinstance(fields, dict)
         return fields

@@ -16,7 +16,6 @@ JOIN = "import os; open({group!r} + '/cgroup.procs', 'w').write(str(os.getpid())
 
 
 def set_limit(group: Path, mib: int) -> None:
-    """Give the group this much memory, MiB."""
     old = group / "memory.limit_in_bytes"
     (old if old.exists() else group / "memory.max").write_text(str(mib * MIB))
 
@@ -28,7 +27,7 @@ def used_mib(group: Path) -> int:
 
 @contextmanager
 def memory_group(limit_mib: int) -> Iterator[Path]:
-    """A group in which processes have this much memory, no swap, and are killed one by one where it runs out; removed with the block."""
+    """A group with this much memory and no swap, in which processes are killed one by one if it runs out; removed with the block."""
     version_1, top = _hierarchy()
     group = top / f"jfg-{secrets.token_hex(4)}"
     group.mkdir()
@@ -44,7 +43,7 @@ def memory_group(limit_mib: int) -> Iterator[Path]:
 
 @contextmanager
 def job_group(limit_mib: int | None = None) -> Iterator[tuple[str, Path]]:
-    """A job's number and its control group, where Slurm makes it; what of it is left is removed with the block."""
+    """A job's number and its control group, where Slurm creates it; removed with the block."""
     version_1, top = _hierarchy()
     number = str(secrets.randbelow(10**9) + 10**9)
     user = top / f"slurm_jfg{number}" / f"uid_{os.getuid()}"
@@ -81,7 +80,7 @@ def pod_group(uid: str) -> Iterator[Path]:
 
 
 def _remove(group: Path) -> None:
-    """Remove a group once the last of its processes, which has been killed, has left it; nothing signals that."""
+    """Remove a group when its last process, which was killed, has left it; nothing signals that."""
     end = time.monotonic() + 60
     while True:
         try:

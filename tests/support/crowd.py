@@ -51,7 +51,7 @@ class Size:
 
 @dataclass
 class Tally:
-    """What was done. One a user; added up at the end."""
+    """What was done, per user; added up at the end."""
 
     done: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)  # by reason
@@ -111,7 +111,7 @@ class Crowd:
         return not self._over.is_set()
 
     def _all(self, act: "Callable[[_User], None]", *, at_once: int) -> None:
-        """Let every user do it. Raises what the first of them raised; the others finish what they are at."""
+        """Let every user do it. Raises the first error; the others finish their current action."""
 
         def guarded(user: _User) -> None:
             try:

@@ -25,16 +25,16 @@ _ATTEMPTS = 3
 
 
 class KernelDiedError(Exception):
-    """The server said that it starts a kernel again, or another process than before answered."""
+    """The server restarts a kernel, or another process than before answered."""
 
 
 class WithoutGPUError(Exception):
-    """The kernel was started again without a GPU, and its first cell said so."""
+    """The kernel was restarted without a GPU, and its first cell said so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """Which point, at which time it is reached (from 1), and what happens there: `kill`, or `fail` for a write to a full disk."""
+    """Which point, which of its occurrences (from 1), and what happens there: `kill`, or `fail` for a write to a full disk."""
 
     point: str
     time: int = 1
@@ -152,7 +152,7 @@ class Story:
         fresh.rename(self.file)
 
     def go_on(self) -> None:
-        """Prepare the next strike if the last one has happened. Called before each act; waits until all is at rest then."""
+        """Prepare the next strike if the last one has happened. Called before each act; then waits until all is at rest."""
         if self._strikes and not self.file.exists():
             if self.world.broker_pid() is None:
                 self.start_broker()
@@ -160,7 +160,7 @@ class Story:
             self._prepare(self._strikes.popleft())
 
     def start_broker(self) -> None:
-        """Start a broker, which may die at once, and another one then."""
+        """Start a broker, which may die at once, then another one."""
         try:
             self.world.start_broker()
         except subprocess.CalledProcessError:  # it died at once
@@ -211,7 +211,7 @@ class Story:
 
 
 class Life:
-    """One kernel of the story, and what is known of it."""
+    """One kernel of the story, and its known state."""
 
     def __init__(self, story: Story, seed: int) -> None:
         self._story = story
@@ -226,7 +226,7 @@ class Life:
         return "" if self._notebook is None else self._notebook.kernel_id
 
     def live(self) -> None:
-        """See that every byte is there; start and fill the kernel if there is none yet."""
+        """Check every byte; start and fill the kernel if there is none yet."""
         self._story.insist(self._live)
 
     def _live(self) -> None:
@@ -264,7 +264,7 @@ class Life:
         self.reconnect({notebook.kernel_id})  # the old line may miss the new process's first words
 
     def begin_anew(self) -> None:
-        """Take note that its process was ended on purpose, and that Jupyter has started another one."""
+        """Note that its process was ended on purpose, and that Jupyter has started another one."""
         self._pid = ""
         self.reconnect({self.kernel_id})
 
@@ -277,7 +277,7 @@ class Life:
         self._notebook = None
 
     def reconnect(self, listed: set[str]) -> None:
-        """Take a fresh line to the kernel, if the server has it. It must have one that was at rest."""
+        """Open a new line to the kernel, if the server has it. The old one must have been at rest."""
         if self._notebook is None:
             return
         kernel_id = self._notebook.kernel_id
@@ -305,7 +305,7 @@ def _must(notebook: Notebook, code: str) -> Reply:
 
 
 def _run(notebook: Notebook, code: str) -> Reply:
-    """Run a cell to its end. Raises KernelDiedError when the server says that it starts the kernel again."""
+    """Run a cell to its end. Raises KernelDiedError if the server restarts the kernel."""
     return _Attentive(notebook).wait(notebook.send(code))
 
 

@@ -77,7 +77,7 @@ class Call:
 
 
 class FakeBroker:
-    """Serves on `path` between `start` and `stop`. Everything public may be used from the test's thread."""
+    """Serves on `path` between `start` and `stop`. The test's thread may use everything public."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -153,7 +153,7 @@ class FakeBroker:
         self.wait_for(lambda: not self._sockets)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Return when the condition holds; it is looked at after everything that happens here."""
+        """Return when the condition holds; it is checked after each event."""
         with self._changed:
             assert self._changed.wait_for(condition, DEADLINE_S), f"did not happen; calls: {self.routes()}"
 

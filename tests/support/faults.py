@@ -13,7 +13,7 @@ OPERATIONS: Final = ("lock", "checkpoint", "restore", "unlock", "state")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An injected fault. `left` is how often it will still strike (None: always), `taken` how often it did."""
+    """An injected fault. `left`: how often it will still strike (None: always); `taken`: how often it did."""
 
     fault_id: int
     operation: str
@@ -24,7 +24,7 @@ class Fault:
 
 
 def inject(directory: str | Path, operation: str, fault: str, *, times: int | None = 1, pid: int | None = None) -> int:
-    """Inject a fault and return its id. Raises SimulatedHostError for what is not allowed."""
+    """Inject a fault and return its id. Raises SimulatedHostError if it is not allowed."""
     if operation not in OPERATIONS:
         raise SimulatedHostError(f"there is no operation {operation!r}; there are {', '.join(OPERATIONS)}")
     _check(operation, fault)
@@ -48,7 +48,7 @@ def clear(directory: str | Path) -> None:
 
 
 def listed(directory: str | Path) -> list[Fault]:
-    """Return the faults that were injected and not removed, oldest first; those that are used up too."""
+    """Return the faults that were injected and not removed, oldest first, including used-up ones."""
     with closing(Store(directory)) as store:
         return [
             Fault(*row) for row in store.query("SELECT id, operation, fault, left, pid, taken FROM faults ORDER BY id")

@@ -9,7 +9,7 @@ __all__ = ["no_temporary_files"]
 
 
 def no_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `tempfile` find a place for files nowhere, as on a full disk."""
+    """Let `tempfile` find no place for files, as on a full disk."""
 
     def fails(*_: object) -> NoReturn:
         raise FileNotFoundError("No usable temporary directory found")

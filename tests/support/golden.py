@@ -15,12 +15,12 @@ _WRITE = bool(os.environ.get("JUPYTER_GPU_WRITE_GOLDEN"))
 
 
 def check_wording(file: Path, passages: Mapping[str, str]) -> None:
-    """Compare what a surface says, by heading, with its golden file; write the file instead where that was asked for."""
+    """Compare a surface's texts, by heading, with its golden file; write the file instead if requested."""
     check_golden(file, "\n".join(f"==== {heading}\n{passage.rstrip()}\n" for heading, passage in passages.items()))
 
 
 def check_golden(file: Path, text: str) -> None:
-    """Compare a text with its golden file; write the file instead where that was asked for."""
+    """Compare a text with its golden file; write the file instead if requested."""
     if _WRITE:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text, encoding="utf-8")

@@ -38,7 +38,7 @@ _SAMPLE_S: Final = 0.2
 
 
 class Service:
-    """A broker that serves all users, and is started again when it ends, as systemd would do it."""
+    """A broker that serves all users, and is restarted when it ends, as systemd would do."""
 
     def __init__(self, folder: Path, simulate: str, *, one_account: bool) -> None:
         self.socket = str(folder / "gpu" / "broker.sock")
@@ -59,7 +59,6 @@ class Service:
         self._thread = threading.Thread(target=self._supervise)
 
     def start(self) -> None:
-        """Return when it serves."""
         self._thread.start()
         until(self._serves, "the broker serves")
         with BrokerClient(self.socket) as client:
@@ -78,7 +77,7 @@ class Service:
             shutil.rmtree(self._simulated, ignore_errors=True)
 
     def identity(self) -> tuple[int, bytes]:
-        """Return what changes when the broker is started again, or executes itself again."""
+        """Return what changes when the broker restarts, or executes itself again."""
         assert self._process is not None
         with suppress(OSError):
             return self._process.pid, Path(f"/proc/{self._process.pid}/auxv").read_bytes()
@@ -90,7 +89,6 @@ class Service:
         self.peak_mib = 0.0
 
     def state_bytes(self) -> int:
-        """Return the size of the state folder."""
         return sum(path.stat().st_size for path in self._state.rglob("*") if path.is_file())
 
     def log(self) -> str:
@@ -223,7 +221,7 @@ def user(one: Service, *, programs: int = 2, threads: int = 1, uid: int = USER) 
 def attacking(
     socket: str, *names: str, uid: int = ATTACKERS[0], begun: bool = True
 ) -> Iterator[dict[str, dict[str, Any]]]:
-    """Have one user attack until the block ends; then the dictionary has what each attack got. `begun`: wait until all are under way."""
+    """Let one user attack until the block ends; then the dictionary has each attack's results. `begun`: wait until all have started."""
     got: dict[str, dict[str, Any]] = {}
     process = _Program(uid, "attacks.py", [*names, "--socket", socket])
     try:

@@ -155,7 +155,6 @@ class HubWorld:
             raise
 
     def launch_hub(self) -> "subprocess.Popen[bytes]":
-        """Start the hub's process, and return at once."""
         environment = {**self.world.environment, "TEST_HUB": json.dumps(self._given)}
         del environment["JUPYTER_GPU_SOCKET"], environment["JUPYTER_GPU_SIMULATE"]
         with (self.world.folder / "hub.err").open("ab") as log:
@@ -255,7 +254,6 @@ class HubWorld:
         raise Refused(500, "the progress ended without a server")
 
     def events(self, path: str, *, token: str | None = None) -> Generator[dict[str, Any], None, None]:
-        """Yield the events of a progress stream."""
         request = urllib.request.Request(  # noqa: S310
             f"{self.url}hub/api/{path}", headers={"Authorization": f"token {token or self.token}"}
         )
@@ -302,7 +300,6 @@ class HubServer(Server):
         return self.connect(notebook.kernel_id)
 
     def launcher(self) -> list[str]:
-        """Our kernels in the launcher."""
         names = self.request("GET", "api/kernelspecs")["kernelspecs"]
         return sorted(name for name in names if name.startswith("fractional-gpu-"))
 
@@ -315,7 +312,7 @@ def new_hub(
     groups: Mapping[str, list[str]] | None = None,
     **more: Any,  # noqa: ANN401
 ) -> Iterator[HubWorld]:
-    """A hub that serves, and ends with the block. `settings` are the broker's; `more` replaces what the configuration is given."""
+    """A hub that serves, and ends with the block. `settings` are the broker's; `more` replaces values of the configuration."""
     hub = HubWorld(world, settings or {}, groups or {}, **more)
     with ExitStack() as stack:
         stack.callback(hub.close)

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """Made when the first test takes it; ended with the block, and after a test that failed."""
+    """Created for the first test; ended with the block, and after a failed test."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[T]]) -> None:
         self._make = make
@@ -19,7 +19,7 @@ class Kept(Generic[T]):
 
     @contextmanager
     def taken(self, has_failed: Callable[[], bool]) -> Iterator[T]:
-        """Lend it to one test, which `has_failed` is asked about at the end."""
+        """Lend it to one test; `has_failed` reports that test's result at the end."""
         if not self._made:
             self._made.append(self._stack.enter_context(self._make()))
         yield self._made[0]

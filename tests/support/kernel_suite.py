@@ -12,7 +12,7 @@ _PATIENCE_S = 60.0
 
 
 class Suite(jupyter_kernel_test.KernelTests):  # type: ignore[misc]  # the package has no types
-    """Everything that the suite can ask of a Python kernel."""
+    """Everything that the suite can request from a Python kernel."""
 
     language_name = "python"
     file_extension = ".py"
@@ -38,7 +38,7 @@ class Suite(jupyter_kernel_test.KernelTests):  # type: ignore[misc]  # the packa
     code_clear_output = "from IPython.display import clear_output; clear_output()"
 
     def execute_helper(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the suite's
-        """As the suite's own, which waits for a tenth of a second for each message: too short where other tests run."""
+        """Like the suite's own, which waits a tenth of a second for each message: too short while other tests run."""
         channel = self.kc.iopub_channel
         get = channel.get_msg
 

@@ -39,7 +39,7 @@ def talking_to(manager: KernelManager) -> Iterator[BlockingKernelClient]:
 
 
 def plain_manager(name: str) -> KernelManager:
-    """The manager of a kernel that jupyter_client's own provisioner is to start: its ports are held as ours holds them."""
+    """The manager of a kernel that jupyter_client's provisioner starts: its ports are held as ours holds them."""
     manager, ports = KernelManager(kernel_name=name), KernelPorts(logging.getLogger(__name__))
     assert ports.secure(manager)
     manager.cache_ports = False  # or jupyter_client would choose others

@@ -17,7 +17,7 @@ _OURS = ("JUPYTER", "IPYTHON", "JPY_", "PYTHONPATH", "HOME")
 
 @contextmanager
 def own_event_loop() -> Iterator[None]:
-    """Close, at the end, the event loop that jupyter_client's blocking classes make for themselves in each thread."""
+    """At the end, close the event loop that jupyter_client's blocking classes make in each thread."""
     try:
         yield
     finally:

@@ -73,7 +73,7 @@ class NvidiaMode:
         world.environment |= {**given, "PYTHONPATH": os.pathsep.join(paths)}
 
     def reset(self) -> None:
-        """Let the double play what it plays at the start; its devices are as they were."""
+        """Reset the double to its initial behaviour; its devices stay."""
         self.double.clear_faults()
         self.double.reset()
         self.double.set(driver=self._driver, context_mib=CONTEXT_MIB, reserved_mib=0)
@@ -93,12 +93,12 @@ class NvidiaMode:
             client.suspend(self.world.lease(notebook.kernel_id).lease_id)
 
     def story(self, notebook: Notebook) -> list[str]:
-        """Return the sentences of what happened to the kernel, the newest last."""
+        """Return the kernel's story, the newest sentence last."""
         with self.world.client() as client:
             return [line.sentence for line in client.story(self.world.lease(notebook.kernel_id).lease_id).lines]
 
     def calls(self, name: str, pid: int | None = None) -> list[Call]:
-        """Return the calls of this name that ended, those about one process where its pid is given."""
+        """Return the calls of this name that ended, only about one process if its pid is given."""
         called = [call for call in self.double.calls(name) if call.result is not None]
         return [call for call in called if pid is None or call.arguments.get("pid") == str(pid)]
 
@@ -125,7 +125,7 @@ class NvidiaMode:
 
     @contextmanager
     def held(self, call: str, *, late: bool) -> Iterator[Callable[[], object]]:
-        """Hold the next such call up, before or after (`late`) what it does; yields what waits until it is held.
+        """Hold up the next such call, before or after (`late`) its effect; yields a function that waits until it is held.
 
         The call continues when the block ends.
         """
@@ -140,7 +140,7 @@ class NvidiaMode:
         return sum(one.result is None for one in self.double.calls(call))
 
     def settled(self) -> HostStatus:
-        """Wait until no operation is under way, and return the status then. Fails if books and driver do not agree."""
+        """Wait until no operation is under way, and return the status. Fails if status and driver disagree."""
 
         def ask() -> HostStatus | None:
             with suppress(BrokerUnavailableError):
@@ -168,7 +168,7 @@ class Pair:
         mode.world.await_state(self.suspended.kernel_id, "suspended")
 
     def begin_turn(self) -> str:
-        """Run a cell in the suspended kernel: the other one has to make room."""
+        """Run a cell in the suspended kernel: the other one must make room."""
         return self.suspended.send(CHECK)
 
     def end_turn(self, cell: str) -> None:
@@ -178,7 +178,7 @@ class Pair:
         self.resident, self.suspended = self.suspended, self.resident
 
     def saved(self) -> None:
-        """Check that the driver, too, has one of them saved and the other one running."""
+        """Check that the driver also has one of them saved and the other one running."""
         states = {one.pid: (one.state, one.saved_mib) for one in self.mode.double.processes()}
         assert states[self.mode.pid(self.suspended)] == ("checkpointed", DATA_MIB)
         assert states[self.mode.pid(self.resident)] == ("running", 0)

@@ -15,7 +15,7 @@ __all__ = ["as_installed"]
 
 @contextmanager
 def as_installed(example: str, folder: Path) -> Iterator[str]:
-    """Install `examples/EXAMPLE`: its metadata are written into `folder`. Yields what a process needs in front of its PYTHONPATH."""
+    """Install `examples/EXAMPLE`: its metadata are written into `folder`. Yields the start of PYTHONPATH for its processes."""
     source = ROOT / "examples" / example
     project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
     metadata = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"

@@ -32,7 +32,6 @@ class Writer:
 
 
 def lease(spec: LeaseSpec, at_ms: int) -> LeaseRecord:
-    """Return a lease as a broker writes it down."""
     return a_record(
         spec=spec, state=LeaseState.UNATTACHED, generation=1, device_id=None, saved_mib=0, uid=1000, kernel_id="",
         token_sha256="", boot_id="", pid=None, start_time=None, connection="", language="python", ipykernel=True,

@@ -15,7 +15,7 @@ NO_TURNS = "c.GPUBroker.pools = {'default': {'preempt': 'never'}}\n"
 class Pair:
     """Two kernels of 3/4 GPU on one device, on a server in a private world.
 
-    From one test to the next go the processes: the server and, where they still run, the broker and the two kernels. Everything else is
+    Tests share the processes: the server and, if they still run, the broker and the two kernels. Everything else is
     new: the kernels' variables, the connections to them, the notebooks' folder.
     """
 
@@ -44,7 +44,7 @@ class Pair:
 
 @contextmanager
 def new_pair(config: str = "") -> Iterator[Pair]:
-    """A pair that ends with the block; its kernels start when they are asked for. `config` is the broker's."""
+    """A pair that ends with the block; its kernels start when they are used. `config` is the broker's."""
     with new_world() as world, Server(world) as server:
         world.configure(config)
         yield Pair(world, server)

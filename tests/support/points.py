@@ -24,13 +24,13 @@ UNTOLD = {
 
 
 def plain(point: str) -> str:
-    """A point's name without its moment, and without the state of the lease that it is about."""
+    """A point's name without its moment and its lease's state."""
     name = point.rpartition(".")[0]
     return name.partition("@")[0]
 
 
 def known_points() -> set[str]:
-    """Return all names, as `plain` gives them, less the untold."""
+    """Return all names, as `plain` gives them, without the omitted ones."""
     writes = {name for file in _BROKER.glob("*.py") for name in _WRITE.findall(file.read_text())}
     kinds = [one for one in vars(events).values() if isinstance(one, type) and issubclass(one, Event)]
     return {

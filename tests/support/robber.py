@@ -15,7 +15,7 @@ _OPTIONS = ((), (socket.SO_REUSEADDR,), (socket.SO_REUSEPORT,), (socket.SO_REUSE
 
 
 def rob(ip: str, ports: list[int]) -> list[socket.socket]:
-    """Return a socket for each port that could be had."""
+    """Return a socket for each port that was free."""
     with socket.create_server((ip, 0)) as server:
         return [taken for port in ports if (taken := _rob(server.getsockname(), port)) is not None]
 

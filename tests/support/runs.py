@@ -42,7 +42,7 @@ class Run:
     """One `jupyter gpu run` in a separate process, with pipes."""
 
     def __init__(self, world: World, name: str, *words: str) -> None:
-        """Start it; `words` are its options and, after `--`, what it runs."""
+        """Start it; `words` are its options and, after `--`, the command."""
         self.world = world
         self.name = name
         self.process = subprocess.Popen(
@@ -58,7 +58,7 @@ class Run:
 
     @classmethod
     def python(cls, world: World, name: str, program: str, *words: str, options: tuple[str, ...] = ()) -> Self:
-        """Run a Python program and return when it has said that it is ready."""
+        """Run a Python program and return when it reports that it is ready."""
         run = cls(world, name, "--fraction", "3/4", *options, "--", sys.executable, "-c", program, *words)
         assert run.line() == "ready\n", run.end()
         run.lease()  # the broker sees at once that it uses the device

@@ -17,7 +17,7 @@ _BYTES_OF_A_PIXEL = {2: 3, 6: 4}  # by the colour type: RGB, RGBA
 
 
 def take(page: Page, name: str, *, full_page: bool = False) -> None:
-    """Take a picture of the page as a reader sees it, where pictures are wanted."""
+    """Take a picture of the page as a reader sees it, if pictures are requested."""
     if SCREENSHOTS:
         taken = page.screenshot(animations="disabled", full_page=full_page)
         Path(SCREENSHOTS, f"{name}.png").write_bytes(smaller(taken))

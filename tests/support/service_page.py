@@ -48,7 +48,7 @@ class Member(Visitor):
         return unescape(found[1])
 
     def ask(self, path: str, body: object = None, *, xsrf: str | None = "", **headers: str) -> Answer:
-        """What the page's script does: with a body a POST. `xsrf` None: without the token; empty: the page's."""
+        """A request of the page's script, a POST with a body. `xsrf`: None without the token, empty for the page's."""
         request = self._request(path, body, self.xsrf if xsrf == "" else xsrf, headers)
         try:
             with self._opener.open(request, timeout=DEADLINE_S) as reply:

@@ -14,7 +14,7 @@ _OF_THE_SERVER = ("jpserver-*", "jupyter_cookie_secret")
 
 
 class SharedServer:
-    """Starts a world with a server when the first test borrows it, and another one after a test that failed or ended the server."""
+    """Starts a world with a server for the first test, and another one after a test that failed or ended the server."""
 
     def __init__(self, prepare: Callable[[World], object] = lambda _: None) -> None:
         """`prepare` is called before a server starts."""
@@ -56,7 +56,6 @@ class SharedServer:
             raise
 
     def server_of(self, world: World) -> Server | None:
-        """Return the server if this is its world."""
         return self._lent[1] if self._lent is not None and self._lent[0] is world else None
 
     def close(self) -> None:
@@ -70,7 +69,7 @@ class SharedServer:
 
 
 def _empty(folder: Path) -> None:
-    """Remove everything but what the server has written at its start; a test may have removed or changed any folder."""
+    """Remove everything except what the server wrote at its start; a test may have changed any folder."""
     kept = {path for pattern in _OF_THE_SERVER for path in (folder / "run").glob(pattern)}
     for path in folder.iterdir():
         if path.name not in _FOLDERS and path.name != "server.err":

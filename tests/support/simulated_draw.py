@@ -12,8 +12,8 @@ from fractional_gpu.simulator.metering import DAY_MS, HostMeter, Metering, RunMe
 class Draw:
     """What was really drawn, in nJ, by day (counted from 0) and lease; the pool's part under an empty name.
 
-    The idle draw is divided in two ways, because nothing says whose it is: among those that hold the device, by their shares, and among
-    those whose cells run there, evenly.
+    The idle draw belongs to no lease, so it is divided in two ways: among leases that hold the device, by their shares, and evenly among
+    leases whose cells run there.
     """
 
     work: dict[tuple[int, str], int] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class Draw:
 
 
 class TruthfulMeter(RunMeter):
-    """Meters one run and keeps the truth. `make` makes each host's meter."""
+    """Meters one run and keeps the truth. `make` creates each host's meter."""
 
     def __init__(self, settings: Metering, make: Callable[[], Meter] = Meter) -> None:
         super().__init__(settings)

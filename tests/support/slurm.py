@@ -199,7 +199,7 @@ class Cluster:
         self.call(*self.prefixes.get(node.name, ()), "slurmd", "-N", node.name)
 
     def restart_node(self, node: Node) -> None:
-        """End a node's slurmd and start it again; its jobs live on. Returns when it has registered."""
+        """End a node's slurmd and start it again; its jobs keep running. Returns when it has registered."""
         until(lambda: self.node(node.name)["SlurmdStartTime"] != "None", f"{node.name} has registered")
         before = self.node(node.name)["SlurmdStartTime"]
         until(lambda: time.strftime("%Y-%m-%dT%H:%M:%S") > before, "the next second: a start is known by it")

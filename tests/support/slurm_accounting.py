@@ -75,7 +75,6 @@ class Accounting:
         return int((self.folder / "slurmdbd.pid").read_text())
 
     def start_storage(self) -> None:
-        """Make the database and start mariadbd."""
         data, place = self.folder / "data", f"--socket={self.folder}/socket"
         install = ["mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={data}", "--skip-test-db"]
         assert self._run(*install, "--auth-root-authentication-method=normal") is not None
@@ -88,7 +87,7 @@ class Accounting:
         assert self._run(*ask, f"create database acct; {_USERS}") is not None
 
     def _run(self, *words: str) -> str | None:
-        """Run a command and return what it printed; None: it failed. A daemon that it starts keeps no pipe of ours."""
+        """Run a command and return what it printed; None: it failed. A daemon that it starts does not keep our pipes."""
         with tempfile.TemporaryFile() as out:
             environment = {**_environment(), **self._environment}
             done = subprocess.run(
@@ -98,7 +97,6 @@ class Accounting:
             return out.read().decode() if done.returncode == 0 else None
 
     def close(self) -> None:
-        """End both."""
         if (self.folder / "slurmdbd.pid").exists():
             World.end(self.pid, signal.SIGKILL)
         if self._maria is not None:

@@ -55,7 +55,6 @@ class GPUNode:
 
     @property
     def seats(self) -> Path:
-        """Where the files of jobs' seats lie."""
         return self.node.run / "seats"
 
     def start_broker(self) -> None:
@@ -107,7 +106,6 @@ class GPUNode:
 
     @contextmanager
     def client(self) -> Iterator[SeatClient]:
-        """An administrator's client of the broker."""
         with SeatClient(self.node.socket) as client:
             yield client
 

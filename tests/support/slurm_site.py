@@ -26,7 +26,7 @@ _PACKAGES = Path(sysconfig.get_path("purelib"))
 
 
 def as_site(cluster: Cluster) -> None:
-    """Make the configuration one that an administrator wrote over the years."""
+    """Turn the configuration into one that an administrator wrote over the years."""
     folder = cluster.folder
     lines = cluster.conf.read_text().splitlines()
     nodes = [line for line in lines if line.startswith("NodeName=")]
@@ -62,7 +62,7 @@ def as_site(cluster: Cluster) -> None:
 class View:
     """A node's own filesystem: an empty /opt, its own /etc (with the site's files as /etc/slurm), /run/jupyter-gpu and /var/lib.
 
-    Slurm's commands are in /opt/slurm/bin alone.
+    Slurm's commands are only in /opt/slurm/bin.
     """
 
     def __init__(self, cluster: Cluster, node: Node) -> None:
@@ -135,9 +135,9 @@ def new_site() -> Iterator[tuple[Cluster, dict[str, View]]]:
 
 
 def new_environment(folder: Path, place: Path, *, ours: bool) -> None:
-    """Make a virtual environment with everything that the tests' own has, with this checkout's package or without.
+    """Make a virtual environment like the tests' own, with this checkout's package or without.
 
-    Nothing is fetched: the packages are links. `place`: where its users see the folder.
+    Nothing is downloaded: the packages are links. `place`: where its users see the folder.
     """
     venv.create(folder, with_pip=False, symlinks=True)
     packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"

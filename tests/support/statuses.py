@@ -52,5 +52,4 @@ def _exactly(ms: int) -> Span:
 
 
 def a_status(**given: Any) -> LeaseStatus:  # noqa: ANN401 - as above
-    """Return the status of a lease that is idle on no device, with these fields."""
     return changed(_STATUS, **given)

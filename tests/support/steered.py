@@ -88,7 +88,7 @@ class SteeredStory(Story):
         raise AssertionError("it failed again and again, though only one was to die, or one write to fail")
 
     def must(self, act: Callable[[SeatClient], T]) -> T:
-        """The same for what gives an answer."""
+        """The same for a call with an answer."""
         answer = self.steer(act)
         assert answer is not None
         return answer
@@ -158,7 +158,7 @@ class SteeredStory(Story):
         life.live()
 
     def _truth_is_looked_for(self, life: Life) -> None:
-        """The broker dies in a checkpoint that its worker continues with: the next one cannot know what is true before that is over."""
+        """The broker dies during a checkpoint that its worker continues: the next one knows the state only after that."""
         with stopped_or_traced(self.world, "checkpoint", "hang"):
             cell = self._suspended_until_held(life)
             kill_all(brokers(self.world))
@@ -189,7 +189,7 @@ class SteeredStory(Story):
         life.live()
 
     def _is_evicted(self, life: Life) -> None:
-        """Its bytes are lost, as was asked for; Jupyter starts it again, with another lease."""
+        """Its bytes are lost, as requested; Jupyter restarts it, with another lease."""
         old = self.must(lambda client: self._lease(client, life)).lease_id
         self.steer(lambda client: client.evict(old, EvictRequest(confirm=True)), ended=True)
         self._await(
@@ -236,7 +236,7 @@ class SteeredStory(Story):
 
 
 def _scraped(client: SeatClient) -> bytes:
-    """Read the broker's metrics as Prometheus does. Raises BrokerUnavailableError if it hangs up before they are all there."""
+    """Read the broker's metrics as Prometheus does. Raises BrokerUnavailableError if it hangs up before the end."""
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(DEADLINE_S)
         try:

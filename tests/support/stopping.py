@@ -17,7 +17,6 @@ def stop(pid: int) -> None:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Stop a process for the block."""
     stop(pid)
     try:
         yield

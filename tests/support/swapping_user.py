@@ -33,7 +33,7 @@ _MILLI, _MIB = 750, 16  # two do not fit on a device
 
 
 def hold() -> None:
-    """Be a program: fill device memory after the first line, and look at it for each further one."""
+    """A program: it fills device memory after the first line, and checks it for each further one."""
     seed, environment = json.loads(sys.stdin.readline())
     os.environ.update(environment)
     data = random.Random(seed).randbytes(1 << 20) * _MIB

@@ -32,7 +32,7 @@ __all__ = [
 
 
 def brokers(world: World) -> list[int]:
-    """Return the pids of the world's brokers, those about to serve or to end included."""
+    """Return the pids of the world's brokers, including those that are starting or ending."""
     return _with_words("fractional_gpu.broker", world.socket)
 
 
@@ -49,7 +49,7 @@ def anybody(world: World) -> list[int]:
 
 
 def runs_without_gpu(world: World, kernel_id: str) -> bool:
-    """Whether a process of the kernel runs that was told at its start that it has no GPU."""
+    """Whether the kernel has a process that was started without a GPU."""
     return any(
         word.startswith(b"JUPYTER_GPU_NOTICE=")
         for pid in _with_words(f"kernel-{kernel_id}.json", str(world.folder))
@@ -73,7 +73,7 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def kill_all(pids: list[int], number: int = signal.SIGKILL) -> None:
-    """Signal all of them before waiting for any: none of them sees another one's end before its own."""
+    """Signal all of them before waiting for any, so that none sees another one end."""
     descriptors = []
     for pid in pids:
         with suppress(ProcessLookupError):
@@ -102,7 +102,7 @@ def new_broker(world: World, old: int | None) -> int:
 
 @contextmanager
 def stopped_or_traced(world: World, operation: str, fault: str) -> Iterator[None]:
-    """Let the next such operation be held up by the fault; what is held continues when the block ends."""
+    """Hold up the next such operation by the fault; it continues when the block ends."""
     number = faults.inject(world.simulated_folder, operation, fault)
     try:
         yield
@@ -116,12 +116,11 @@ def await_held(world: World) -> None:
 
 
 def is_held(world: World) -> bool:
-    """Whether a fault holds an operation up."""
     return any(fault.taken for fault in faults.listed(world.simulated_folder))
 
 
 def settled(world: World) -> HostStatus:
-    """Wait until nothing is under way, and return what is true then. Fails if books and driver do not agree."""
+    """Wait until no operation is under way, and return the status. Fails if status and driver disagree."""
 
     def ask() -> HostStatus | None:
         with suppress(BrokerUnavailableError):
@@ -136,7 +135,7 @@ def settled(world: World) -> HostStatus:
 
 
 def is_settled(lease: LeaseStatus) -> bool:
-    """Whether no operation and no doubt is left about the lease."""
+    """Whether the lease has no operation and no unknown state."""
     return lease.state in ("resident", "suspended", "unarmed", "unattached")
 
 

@@ -12,7 +12,7 @@ DEADLINE_S = 60.0
 
 
 def until(ask: Callable[[], T | None], what: str, *, deadline_s: float = DEADLINE_S) -> T:
-    """Ask another process again and again until it answers something true. Only for facts that nothing signals."""
+    """Poll another process until the answer is true. Only for facts that nothing signals."""
     end = time.monotonic() + deadline_s
     pause = 0.005
     while True:

@@ -55,7 +55,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is removed, when (`rest` or `swap`), and whether the broker lives on."""
+    """What is removed, when (`rest` or `swap`), and whether the broker survives."""
 
     kind: str
     moment: str
@@ -67,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the bytes came back: seconds until both kernels had them, and the commands that messages named and that were needed."""
+    """How the bytes came back: seconds until both kernels had them, and the commands from messages that were needed."""
 
     took_s: float
     commands: tuple[str, ...]
@@ -106,7 +106,7 @@ def new_stage() -> Iterator[Stage]:
 
 
 def play(case: Case, stage: Stage) -> Outcome:
-    """Tell the story. Raises AssertionError where a byte does not come back.
+    """Tell the story. Raises AssertionError if a byte does not come back.
 
     The next story can be told on the same stage, unless the runtime folder was removed: the kernels' connection files are in it, and
     Jupyter does not put them back.
@@ -143,7 +143,7 @@ def _suspend(world: World, notebook: Notebook) -> None:
 
 
 def _bring_back(world: World, notebook: Notebook, commands: list[str]) -> None:
-    """Run the kernel's next cell, and, where that is refused, the command that its message names, before the cell is run again."""
+    """Run the kernel's next cell; if it is refused, run the command in its message, then the cell again."""
     while True:
         reply = notebook.run(CHECK)
         if reply.status == "ok":
@@ -184,13 +184,13 @@ def _moment(world: World, notebook: Notebook, moment: str) -> Iterator[None]:
 
 
 def _resume(world: World, lease_id: str) -> None:
-    """Ask for it; what becomes of the request is not what is looked at."""
+    """Request it; the result is not checked."""
     with suppress(FractionalGPUError), BrokerClient(world.socket) as client:
         client.resume(lease_id)
 
 
 def _wipe(world: World, kind: str) -> None:
-    """Remove what the kind names. Fails where there is nothing of it."""
+    """Remove the files of this kind. Fails if there are none."""
     paths = _paths(world, kind)
     assert paths, f"there is nothing of the kind {kind!r}"
     for path in paths:
@@ -201,7 +201,7 @@ def _wipe(world: World, kind: str) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Remove it; a broker that lives may put something back in the meantime."""
+    """Remove it; a running broker may put something back."""
     with suppress(OSError):
         shutil.rmtree(path)
 
@@ -218,7 +218,7 @@ def _check_put_back(world: World, case: Case) -> None:
 
 @contextmanager
 def _ended(world: World) -> Iterator[None]:
-    """Leave no process behind, also where no socket leads to a broker."""
+    """Leave no process behind, even if no socket leads to a broker."""
     try:
         yield
     finally:

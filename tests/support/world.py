@@ -45,7 +45,7 @@ NO_EXTENSIONS = dict.fromkeys(
 
 
 class World:
-    """Folders, environment and the socket of one test. `environment` is what processes started by the test are given."""
+    """Folders, environment and the socket of one test. `environment` is for processes that the test starts."""
 
     def __init__(self, folder: Path, simulate: str) -> None:
         self.folder = folder
@@ -96,7 +96,7 @@ class World:
         return [spec.name for spec in install(pool, fractions_milli, directory=str(self.kernels_dir), simulated=True)]
 
     def complete_without_jedi(self) -> None:
-        """Kernels of this world complete without Jedi, which first reads stubs for five seconds of processor time where HOME is new."""
+        """Kernels of this world complete without Jedi, which in a new HOME first reads stubs for five seconds of processor time."""
         profile = self.folder / "ipython" / "profile_default"
         profile.mkdir()
         (profile / "ipython_config.py").write_text("c.IPCompleter.use_jedi = False\n")
@@ -105,12 +105,10 @@ class World:
 
     @property
     def simulated_folder(self) -> Path:
-        """Where the simulated host lives."""
         return simulated_folder(self.socket)
 
     @contextmanager
     def client(self) -> Iterator[BrokerClient]:
-        """A client of the broker that runs (it is not started)."""
         client = BrokerClient(self.socket)
         try:
             yield client
@@ -139,7 +137,7 @@ class World:
         )
 
     def command(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        """Run `jupyter gpu` in this world, within this process: its imports take longer than what most commands do."""
+        """Run `jupyter gpu` in this world, within this process: its imports take longer than most commands."""
         printed, complaint = io.StringIO(), io.StringIO()
         with (
             patch.dict(os.environ, self.environment, clear=True),
@@ -155,7 +153,6 @@ class World:
         return None
 
     def kill_broker(self) -> None:
-        """SIGKILL the broker and return when it is gone."""
         pid = self.broker_pid()
         assert pid is not None, "no broker runs"
         self.end(pid, signal.SIGKILL)
@@ -193,7 +190,7 @@ class World:
         return until(ask, f"kernel {kernel_id} becomes {state}")
 
     def suspend_for_others(self, kernel_id: str) -> None:
-        """Have an idle kernel suspended though its user did not ask for it: its device is emptied for a moment."""
+        """Let an idle kernel be suspended without its user's request: its device is emptied for a moment."""
         device_id = self.lease(kernel_id).lease.device_id or ""
         with self.client() as client:
             client.drain(device_id, DrainRequest())
@@ -201,7 +198,7 @@ class World:
             client.undrain(device_id)
 
     def await_restart(self, kernel_id: str, old: int | None) -> LeaseStatus:
-        """Wait until the kernel's lease has another process than this one: Jupyter has started the kernel again."""
+        """Wait until the kernel's lease has another process than this one: Jupyter has restarted the kernel."""
 
         def ask() -> LeaseStatus | None:
             lease = self.lease(kernel_id)
@@ -255,7 +252,6 @@ class World:
 
 @contextmanager
 def new_world(simulate: str = "1x1GiB") -> Iterator[World]:
-    """A world that ends with the block."""
     world = World.new(simulate)
     try:
         yield world
@@ -341,14 +337,14 @@ class Server:
         return self.connect(kernel["id"])
 
     def connect(self, kernel_id: str) -> "Notebook":
-        """Connect to a kernel that runs already; hung up with the server at the latest."""
+        """Connect to a running kernel; the connection ends with the server at the latest."""
         notebook = Notebook(self, kernel_id)
         self._notebooks.append(notebook)
         return notebook
 
     @property
     def reusable(self) -> bool:
-        """Whether it runs, and has started every kernel that it was to start."""
+        """Whether it runs, and has started all its kernels."""
         return self.process.poll() is None and not self._refused
 
     def hang_up(self) -> None:
@@ -365,7 +361,7 @@ class Server:
             self.request("DELETE", f"api/kernels/{kernel['id']}")
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """End the server and reap it. Raises AssertionError, with what it did last, if it does not end."""
+        """End the server and reap it. Raises AssertionError with its last log lines if it does not end."""
         self.hang_up()
         if self._refused and self.process.poll() is None:
             # A Jupyter server that once failed to start a kernel never ends on a signal while others live: it looks for that one.
@@ -410,7 +406,7 @@ class Notebook:
         self.socket = self._connected()
 
     def _connected(self) -> websocket.WebSocket:
-        """A websocket of this session: the server answers on it only once it hears what the kernel publishes."""
+        """A websocket of this session: the server answers on it only when it receives what the kernel publishes."""
         address = self.server.url.replace("http", "ws", 1)
         return websocket.create_connection(
             f"{address}api/kernels/{self.kernel_id}/channels?session_id={self.session}",
@@ -512,7 +508,6 @@ class Notebook:
         return self._reply(self.send_debug(command, arguments))
 
     def send_debug(self, command: str, arguments: Mapping[str, Any] | None = None) -> str:
-        """Send such a request, and return its message id."""
         msg_id = uuid.uuid4().hex
         request = {"type": "request", "seq": 1, "command": command, "arguments": arguments or {}}
         self._send("control", "debug_request", msg_id, request)
