@@ -126,13 +126,6 @@ def test_gpu_suspend_and_resume_in_a_notebook(pair: Pair) -> None:
     assert other.must(CHECK).text == "intact\n"
 
 
-def test_gpu_suspend_in_a_cell_with_other_work_comes_after_the_work(pair: Pair) -> None:
-    _, notebook = pair.ready()
-    notebook.must(fill(3) + "get_ipython().run_line_magic('gpu', 'suspend')" + CHECK)
-    pair.world.await_state(notebook.kernel_id, "suspended")
-    assert notebook.must(CHECK).text == "intact\n"
-
-
 @pytest.mark.promise("race-requests")
 def test_a_silent_execute_brings_the_memory_back(pair: Pair) -> None:
     first, second = pair.ready()

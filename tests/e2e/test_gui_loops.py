@@ -58,7 +58,7 @@ def poll(kernel):
         time.sleep(0.01)
 %gui polled
 """
-LOOPS = {"qt": QT, "tk": TK, "asyncio": ASYNCIO, "registered": REGISTERED}
+LOOPS = {"qt": QT, "tk": TK, "asyncio": ASYNCIO}
 
 
 @pytest.fixture(scope="module")

@@ -71,19 +71,6 @@ def test_the_answer_waits_for_its_turn_and_says_so_and_an_interrupt_ends_the_wai
     assert first.must(CHECK).text == "intact\n"
 
 
-def test_an_interrupt_instead_of_an_answer_ends_the_cell_at_once(pair: Pair) -> None:
-    first, second = two(pair)
-    cell = first.send(ASK, stdin=True)
-    first.prompted()
-    busy = second.send(BUSY)
-    until((pair.world.notebooks / "running").exists, "the neighbour's cell runs")
-    first.interrupt()
-    assert first.wait(cell).error.startswith("KeyboardInterrupt")
-    (pair.world.notebooks / "go").touch()
-    assert second.wait(busy).status == "ok"
-    assert first.must(CHECK).text == "intact\n"
-
-
 @pytest.mark.promise("race-interrupt")
 def test_what_an_interrupt_asks_for_a_kernel_that_may_be_blocked_is_withdrawn_when_it_is_not(pair: Pair) -> None:
     """After an interrupt a cell runs without its memory, and may be blocked in a call of the GPU: the server asks for it, a second later.
@@ -128,17 +115,6 @@ def test_a_kernel_whose_child_works_while_its_cell_waits_for_input_is_not_idle(p
     first.must("child.kill(); child.wait()")
     assert second.wait(cell).status == "ok"
     assert world.command("pool", "default", "preempt=fair").returncode == 0
-
-
-def test_a_kernel_that_waits_for_input_without_the_gpu_is_idle_too(pair: Pair) -> None:
-    first, second = two(pair)
-    cell = first.send(f"%%cpu\n{ASK}", stdin=True)
-    first.prompted()
-    second.must(fill(2))
-    first.answer("yes")
-    assert first.wait(cell).status == "ok"
-    assert pair.world.lease(first.kernel_id).state == "suspended"
-    assert first.must(CHECK).text == "intact\n"
 
 
 def test_a_kernel_that_is_shut_down_while_it_waits_for_input_without_its_share_leaves_nothing(pair: Pair) -> None:

@@ -120,21 +120,3 @@ def test_a_kernel_of_a_higher_priority_takes_the_place_of_a_busy_one(pair: Pair)
     reply = works.wait(cell)
     assert (reply.status, reply.text) == ("ok", "intact\n"), reply.error
     assert comes.must(CHECK).text == "intact\n"
-
-
-def test_a_busy_kernel_of_the_same_priority_is_waited_for(pair: Pair) -> None:
-    world = pair.world
-    waits, works = pair.ready()
-    before = world.lease(works.kernel_id)
-    end = world.notebooks / "end"
-    cell = begin_work(world, works, end)
-    waiting = waits.send(CHECK)
-    until(lambda: world.lease(waits.kernel_id).reason == "wait.busy-neighbour", "the other kernel waits")
-    lease = world.lease(waits.kernel_id)
-    assert lease.expected is not None, "how long is told"
-    assert lease.expected.low_ms <= lease.expected.expected_ms <= lease.expected.high_ms
-    end.touch()
-    assert works.wait(cell).text == "intact\n"
-    assert waits.wait(waiting).text == "intact\n"
-    assert moves(before, world.await_state(works.kernel_id, "suspended")) == (1, 0)
-    assert world.lease(works.kernel_id).lease.resume is not None

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from jupyter_client.manager import AsyncKernelManager, KernelManager
 from jupyter_client.multikernelmanager import AsyncMultiKernelManager
 
 from fractional_gpu.protocol.status import LeaseStatus
-from tests.support.managed import client_of, entered, must, own_event_loop
+from tests.support.managed import client_of, entered, must
 from tests.support.stories import CHECK, SLEEPS, fill
 from tests.support.world import DEADLINE_S, Server, World, until
 
@@ -115,30 +114,6 @@ async def tell(manager: KernelManager, code: str) -> None:
         assert reply["content"]["status"] == "ok", reply["content"]
     finally:
         client.stop_channels()
-
-
-def test_kernels_managed_in_threads(world: World, name: str) -> None:
-    def life(seed: int) -> str:
-        with own_event_loop():
-            return live(seed)
-
-    def live(seed: int) -> str:
-        manager = KernelManager(kernel_name=name)
-        manager.start_kernel()
-        try:
-            with client_of(manager) as client:
-                must(client, fill(seed))
-                must(client, CHECK)
-            manager.restart_kernel(now=True)
-            with client_of(manager) as client:
-                must(client, fill(seed + MANY))
-                return must(client, CHECK)
-        finally:
-            manager.shutdown_kernel(now=seed % 2 == 0)
-
-    with ThreadPoolExecutor(MANY) as threads:
-        assert list(threads.map(life, range(MANY))) == ["intact\n"] * MANY
-    assert_nothing_is_left(world)
 
 
 def test_a_kernel_shut_down_while_it_waits_or_right_after_its_start_leaves_nothing(world: World, name: str) -> None:

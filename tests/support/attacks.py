@@ -76,7 +76,6 @@ class Target:
             _write("attacking")
 
     def call(self, method: str, path: str, body: object = None, token: str = "") -> dict[str, Any]:
-        """Return the last line of the reply. Raises RefusedError, OSError and HTTPException."""
         connection = _Connection(self.path)
         try:
             headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -102,7 +101,6 @@ class Target:
         self.call("POST", f"/v1/leases/{lease}/attach", process, token)
 
     def child(self, lease: str) -> int:
-        """Return a process of this lease, which ends with this one."""
         environment = {"JUPYTER_GPU_LEASE": lease}
         self._children.append(subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, env=environment))
         return self._children[-1].pid

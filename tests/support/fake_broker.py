@@ -55,8 +55,6 @@ _KINDS: dict[str, type[Any]] = {  # a client leaves out what has its default: he
 
 @dataclass
 class FakeLease:
-    """What the fake knows of a lease."""
-
     request: dict[str, Any]
     token: str
     state: str = "unattached"
@@ -144,7 +142,6 @@ class FakeBroker:
             os.unlink(self.path)  # noqa: PTH108 - a socket, by its name
 
     def drop_connections(self) -> None:
-        """Close every open connection, as a broker does with idle ones."""
         with self._changed:
             sockets = list(self._sockets)
         for each in sockets:

@@ -156,7 +156,6 @@ class _Program:
         self._process.stdin.write(f"{line}\n".encode())
 
     def line(self, within_s: float) -> str | None:
-        """Return the next line; None if it does not come in time. Raises RuntimeError if the program ended."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], within_s)[0]:
             return None
@@ -199,7 +198,6 @@ class User(_Program):
         self.say("stop")
 
     def figures(self, within_s: float) -> Figures | None:
-        """Return the figures since `go`; None if they do not come in time."""
         line = self.line(within_s)
         return None if line is None else Figures(**json.loads(line))
 

@@ -238,12 +238,10 @@ class HubWorld:
             self.api("POST", f"users/{name}")
 
     def spawn(self, user: str, server: str = "", /, **options: Any) -> None:  # noqa: ANN401 - what is sent
-        """Ask for a server, and return at once. Raises Refused if it is refused within some seconds."""
         self.add_user(user)
         self.api("POST", f"users/{user}/server{'s/' + server if server else ''}", options)
 
     def await_server(self, user: str, server: str = "") -> None:
-        """Wait until the server is ready. Raises Refused if it failed, with the last event's message."""
         path = f"users/{user}/server{'s/' + server if server else ''}/progress"
         with closing(self.events(path)) as events:
             for event in events:
@@ -294,7 +292,6 @@ class HubServer(Server):
         self._notebooks: list[Notebook] = []
 
     def reconnect(self, notebook: Notebook) -> Notebook:
-        """Return a notebook on the same kernel after its connection broke (a proxy was restarted)."""
         with suppress(OSError):
             notebook.close()
         return self.connect(notebook.kernel_id)

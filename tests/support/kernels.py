@@ -18,7 +18,6 @@ KERNEL_DEADLINE_S = 60.0
 
 @contextmanager
 def running_kernel(name: str, **start: Any) -> Iterator[KernelManager]:  # noqa: ANN401 - what start_kernel takes
-    """A kernel that is shut down at the end, whatever happens."""
     manager = KernelManager(kernel_name=name)
     try:
         manager.start_kernel(**start)

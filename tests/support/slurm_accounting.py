@@ -42,8 +42,6 @@ _USERS = " ".join(
 
 
 class Accounting:
-    """The database and its daemon; use `new_accounting`."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._port, self._storage = free_ports(2)
@@ -110,7 +108,6 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def new_accounting() -> Iterator[Accounting]:
-    """An accounting database that ends with the block, in which its clusters must end."""
     folder = Path(tempfile.mkdtemp(prefix="jfg-slurmdbd-"))
     accounting = Accounting(folder)
     try:

@@ -33,7 +33,6 @@ class JobKernel:
         return job_command(self.folder)
 
     def start_cell(self, code: str) -> Path:
-        """Send a cell and return the file that gets its output."""
         fresh = self.folder / f"{self._sent}.fresh"
         fresh.write_text(code)
         fresh.rename(self.folder / f"{self._sent}.in")
@@ -54,7 +53,6 @@ def job_command(folder: Path) -> str:
 
 
 def main(folder: Path) -> None:
-    """Start the kernel and run its cells until the end."""
     site.addsitedir(str(ROOT / "provisioner"))  # reads its .pth, as Python does at its start for an installed package
     from jupyter_client.manager import start_new_kernel  # noqa: PLC0415 - it is changed by the above
 

@@ -26,8 +26,6 @@ _MAIN = [sys.executable, "-P", "-m", "fractional_gpu.commands.main"]
 
 
 class GPUNode:
-    """A node's broker and agent; `node.run` has their files."""
-
     def __init__(
         self, cluster: Cluster, node: Node, *, simulate: str, words: Sequence[str], config: str, service: bool = False
     ) -> None:
@@ -73,7 +71,6 @@ class GPUNode:
         return False
 
     def start_agent(self, *more: str) -> None:
-        """Start the agent, quicker than by default."""
         words = ["--every", "500ms", "--floor", "200ms", "--jitter", "0", "--look", "1s", "--comment-every", "2s"]
         command = [*_MAIN, "node", "agent", "--engine", "slurm", "--node", self.node.name, *words, *self.words, *more]
         self.agent = self._start(command, "agent.out")
@@ -91,7 +88,6 @@ class GPUNode:
             )
 
     def stop_agent(self) -> int:
-        """End the agent, as systemd does; return its exit code."""
         assert self.agent is not None
         self.agent.terminate()
         code = self.agent.wait(60)
@@ -141,7 +137,6 @@ class GPUNode:
 
 
 def options_of(node: Node, *more: str) -> list[str]:
-    """What agent, Prolog and Epilog of a node share."""
     return ["--socket", node.socket, "--seats", str(node.run / "seats"), *more]
 
 

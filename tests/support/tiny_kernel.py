@@ -58,7 +58,6 @@ class TinyKernel:
                         return
 
     def serve(self, socket: Any) -> str:  # noqa: ANN401 - as above
-        """Answer one request and return its type."""
         frames = socket.recv_multipart()
         at = frames.index(DELIMITER)
         header, content = json.loads(frames[at + 2]), json.loads(frames[at + 5])

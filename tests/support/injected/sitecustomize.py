@@ -70,7 +70,6 @@ class _Loader(importlib.abc.Loader):
 
 
 def _between(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function between two points."""
     from fractional_gpu.host.files import reach  # noqa: PLC0415 - not before a module of ours is wanted
 
     if inspect.iscoroutinefunction(function):
