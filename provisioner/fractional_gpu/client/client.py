@@ -254,7 +254,7 @@ class BrokerClient:
     def hold(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
         """Yield the same as `acquire`, and continue after `granted`: the lease is in use until the generator or the client is closed.
 
-        It waits again where the lease is preempted, and says so; it ends with `refused`. Raises BrokerUnavailableError.
+        It waits again if the lease is preempted, and says so; it ends with `refused`. Raises BrokerUnavailableError.
         """
         return self.stream(routes.ACQUIRE, replace(request, hold=True), lease_id, silence_s=_FOR_EVER_S)
 

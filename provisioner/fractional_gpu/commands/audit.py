@@ -39,7 +39,7 @@ For root and the user who runs the broker. docs/audit.md says what is written do
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Show what administrators did: who, when, on whose behalf, and what came of it.", EPILOG)
+    parser.describe("Show what administrators did: who, when, on whose behalf, and the outcome.", EPILOG)
     parser.argument("--since", "DURATION", "only what was done in this time until now, such as 2h")
     parser.flag("--json", "print each act as a line of JSON")
     parser.flag("--follow", "continue with each act as it is done")

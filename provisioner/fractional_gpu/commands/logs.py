@@ -204,7 +204,7 @@ def _short_id(name: str, socket: str | None) -> str:
             with client:
                 leases = client.status().leases
     except FractionalGPUError:
-        pass  # the log is most needed where the broker does not answer
+        pass  # the log is most needed if the broker does not answer
     try:
         return find_lease(name, leases).lease_id[:_SHORT_ID]
     except CommandError:

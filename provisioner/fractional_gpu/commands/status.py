@@ -27,7 +27,7 @@ EPILOG = """\
 examples:
   jupyter gpu status
   jupyter gpu status --watch            a new picture every 2 seconds
-  jupyter gpu status --json             one object; {"running": false} where no broker runs
+  jupyter gpu status --json             one object; {"running": false} if no broker runs
   jupyter gpu status --watch --json     one such object a line, every 2 seconds
 
 You see your own kernels and your server's seat; administrators see all of them, and the servers that wait for a seat. The sums of a

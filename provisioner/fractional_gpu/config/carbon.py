@@ -23,7 +23,7 @@ ALLOWED = "grams for each kWh, a number from 0 to 100000, or the path of a CSV f
 class Carbon:
     """Milligrams for each kWh, from these moments on (seconds since 1970, ascending). One figure without moments: always."""
 
-    text: str  # where it comes from, for people
+    text: str  # its source, for people
     mg_per_kwh: tuple[int, ...]
     from_s: tuple[int, ...] = ()
 

@@ -27,7 +27,7 @@ _SPAN = re.compile(rf"{_DAY}(?:-{_DAY})?\s+{_TIME}-{_TIME}", re.ASCII | re.IGNOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTerms:
-    """How the members of a group use a pool: their weight where users compete, and their priority."""
+    """How the members of a group use a pool: their weight when users compete, and their priority."""
 
     weight: int = 100
     priority: int = 0

@@ -27,7 +27,7 @@ _AT_ONCE = 8  # jobs whose last figures are written in one look: each takes half
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperRules:
     jobs_ms: int = 60_000  # how often Slurm is asked for its jobs while seats live
-    young_ms: int = 30_000  # a seat that is younger is not examined: its job may be on its way
+    young_ms: int = 30_000  # younger seats are not examined: their jobs may not have begun
     comment_ms: int | None = 300_000
     ended_ms: int = 86_400_000  # how long the last figures of an ended job wait for the accounting database
 

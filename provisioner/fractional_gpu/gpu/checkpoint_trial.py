@@ -57,7 +57,7 @@ async def try_checkpoint(
         result.wrong, result.code = str(error), error.code
     except TimeoutError:
         result.wrong = "the process did not answer in time"
-    except (OSError, RuntimeError) as error:  # RuntimeError: also where there is no thread to watch the process
+    except (OSError, RuntimeError) as error:  # RuntimeError: also if no thread can watch the process
         result.wrong = str(error)
     return result
 

@@ -224,7 +224,7 @@ def _write_private(path: Path, token: str) -> None:
 
 
 def lease_label(text: str) -> str:
-    """Return the end of the text, where a path has the file's name. Invalid characters become question marks."""
+    """Return the end of the text: a path's end has the file's name. Invalid characters become question marks."""
     return text.encode("utf-8", "replace").decode()[-MAX_NAME:]
 
 

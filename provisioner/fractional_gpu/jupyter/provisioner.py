@@ -313,7 +313,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             lease.attach(self._attach_request(process.pid, self.connection_info), starts_broker=False)
         except (ProcessGoneError, FractionalGPUError) as error:
-            self.log.debug("The GPU broker was not told yet of the new server of kernel %s: %s", self.kernel_id, error)
+            self.log.debug(
+                "The GPU broker could not yet be informed of kernel %s's new server: %s", self.kernel_id, error
+            )
 
     @property
     def is_kept(self) -> bool:

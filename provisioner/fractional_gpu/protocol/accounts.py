@@ -58,7 +58,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     devices: dict[str, str] = {}  # names, by id, of those that the broker has now
     carbon: str = ""  # a sentence about the source of the carbon figures, or ""
     note: str = ""  # what is missing, a sentence
-    advice: list[ShareAdvice] = []  # where it is asked for: about the reader's notebooks, for administrators about all
+    advice: list[ShareAdvice] = []  # if requested: about the reader's notebooks, for administrators about all
     visible: str = "own"  # whose figures users may see by the broker's setting `usage_visible`: `own`, `group` or `all`
     periods: dict[str, tuple[int, int]] = {}  # when the days and months of `entries` begin and end, seconds since 1970
 

@@ -179,7 +179,7 @@ def msgspec_problem(version: str | None, *, python: str = sys.executable) -> str
 
 
 def check_msgspec() -> None:
-    """Raise BrokerUnavailableError, with the reason "no-msgspec", where this process cannot import msgspec, or only an old one."""
+    """Raise BrokerUnavailableError, with the reason "no-msgspec", if this process cannot import msgspec, or only an old one."""
     try:
         import msgspec  # noqa: PLC0415 - what is checked
 

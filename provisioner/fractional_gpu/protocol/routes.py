@@ -99,7 +99,7 @@ class Route(Struct, Generic[Request, Reply], frozen=True):
     audited: str = ""  # the word in the audit log for what an administrator does to what is not their own
     lines: bool = False  # the reply is a stream of lines (NDJSON)
     waits_s: float = 0.0  # the broker may let the client wait so much longer than for other answers
-    withdraws: bool = False  # a client that hangs up ends the work; so it does where the reply is lines
+    withdraws: bool = False  # a client that hangs up ends the work, as always if the reply is lines
     reserved: bool = False  # others may wait for it: it is served even to a user who has overdrawn their account
 
     @property

@@ -100,7 +100,7 @@ class Host:
     signs: Signs = field(default_factory=Signs)  # that people give before their cells
     slowdown: bool = True
     every_cell_asks: bool = False
-    request_percent: int = 100  # of its cap, what a session is guaranteed where the pool reserves by use
+    request_percent: int = 100  # the part of its cap that a session is guaranteed if the pool reserves by use
     patience_ms: int = 60_000  # a cell that gets no more memory within this time fails
 
     @property

@@ -24,7 +24,7 @@ from fractional_gpu.simulator.traces import Session
 _T = TypeVar("_T")
 _FORMAT = "jupyter-gpu-events"
 _VERSION = 1
-_IF_SAID = ("group", "pool")  # left out where they are empty
+_IF_SAID = ("group", "pool")  # left out if they are empty
 _ABOUT_SESSIONS = ("user", "open_ms", "close_ms", "gpus", "gpu_mib", "priority", "asked_mib")
 _EVENTS: dict[str, type[Event]] = {
     name: kind

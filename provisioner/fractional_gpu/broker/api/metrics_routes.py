@@ -1,4 +1,4 @@
-"""The metrics for Prometheus: on the broker's socket, and by TCP where an administrator configured an address.
+"""The metrics for Prometheus: on the broker's socket, and by TCP if an administrator configured an address.
 
 Any process that may connect to the socket may call `GET /v1/metrics`, any host that reaches the address `GET /metrics`. Both return
 totals without user names. With `c.GPUBroker.metrics_users` the address and administrators on the socket get sums by user, too.

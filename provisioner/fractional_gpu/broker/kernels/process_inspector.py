@@ -37,7 +37,7 @@ class HostSnapshot:
     uses: Mapping[str, DeviceUse]
 
     def used_mib(self, pid: int) -> int:
-        """Return the memory that the process has on all devices; 0 where no device counts it."""
+        """Return the memory that the process has on all devices; 0 if no device counts it."""
         return sum(one.used_mib for use in self.uses.values() for one in use.processes if one.pid == pid)
 
     def free_mib(self, device_id: str) -> int:

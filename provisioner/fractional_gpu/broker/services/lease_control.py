@@ -192,7 +192,7 @@ class LeaseControl:
                 self._stay(kernel)
 
     def _stay(self, kernel: Kernel) -> None:
-        """Withdraw the waiting request, with a newer one for the present size: the arbiter goes by the newest."""
+        """Withdraw the waiting request, with a newer one for the present size: the arbiter uses the newest."""
         kernel.requests.resize = None
         self._broker.dispatch(self._size_now(kernel))
         kernel.notify()

@@ -249,7 +249,7 @@ class Swaps:
         lacking = ""
         if rest_mib > 0:
             lacking = self._lacking_room(host, targets, rest_mib, rest_mib, pids)
-        elif not all(host.is_alone(pids, one) for one in targets):  # where it is alone, there will never be more room
+        elif not all(host.is_alone(pids, one) for one in targets):  # if it is alone, there will never be more room
             lacking = "how much was saved is not known, and others use its device"
         if lacking:
             log.warning("lease %s: a part of it is saved and stays so: %s", kernel.lease_id, lacking)

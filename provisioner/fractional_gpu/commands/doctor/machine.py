@@ -49,8 +49,8 @@ _CAP_SYS_RESOURCE: Final = 1 << 24
 _LEAST_SWAPPINESS: Final = 1  # swap is used to keep from killing only
 _ALL_IDS: Final = ["0", "0", "4294967295"]  # the map of the first user namespace
 _OTHER_KILLERS: Final = {
-    "earlyoom": "it goes by the same adjustments",
-    "nohang": "it goes by the same adjustments",
+    "earlyoom": "it uses the same adjustments",
+    "nohang": "it uses the same adjustments",
     "systemd-oomd": "it ends whole control groups by their swap and pressure, and ignores a process's adjustment",
 }
 _BIGGEST: Final = "a suspended kernel holds its saved state in its own memory, and is the biggest process there"
@@ -294,7 +294,7 @@ SIMULATE: Final = (
 _MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of nvidia-cuda-mps-control and nvidia-cuda-mps-server
 
 
-# Newest first: old libraries lack one, and one may fail where the other works.
+# Newest first: old libraries lack one, and one may fail when the other works.
 _LEVEL_CALLS: Final = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
 _READ_LEVEL: Final = """
 import ctypes

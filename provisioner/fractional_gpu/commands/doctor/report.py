@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _LEAST_CELLS = (7, 14)  # of the severity, and of the name of most checks
-_MOST_READABLE = 118  # characters of a line, also where the terminal is wider
+_MOST_READABLE = 118  # characters of a line, also on a wider terminal
 _LAST_BYTES = 1_000_000  # of each log
 _PACKAGES = (
     "jupyter-fractional-gpu",

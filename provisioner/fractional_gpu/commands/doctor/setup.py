@@ -322,7 +322,7 @@ def check_cullers(
             "ask its administrator whether idle servers are culled, and after how long",
         )
     elif not found:
-        yield ok("cullers", "none is configured where this user's servers look")
+        yield ok("cullers", "none is configured for this user's servers")
 
 
 def _configured(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:

@@ -40,7 +40,7 @@ def started_broker(socket: str | None = None, token: str | None = None) -> Broke
 
 def kernels_of(socket: str) -> list[int]:
     """Return processes of kernels with a lease of this socket's broker: of this user, for root of all users."""
-    from fractional_gpu.broker.recovery.lost_leases import carriers, command_of  # noqa: PLC0415 - heavy, and needed where no broker answers
+    from fractional_gpu.broker.recovery.lost_leases import carriers, command_of  # noqa: PLC0415 - heavy, and needed only if no broker answers
 
     try:
         found = carriers(None if os.getuid() == 0 else os.getuid(), socket)
