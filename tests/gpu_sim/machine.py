@@ -59,7 +59,7 @@ class Machine:
             for key, load in self.loads.items():
                 process = find_process(self.store, key)
                 assert process is not None
-                load.go_on(process.device)
+                load.share_again(process.device)
 
     def kill(self, key: str) -> None:
         """Kill a process. Nothing has noticed that it is dead."""

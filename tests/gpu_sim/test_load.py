@@ -64,7 +64,7 @@ def test_threads_of_one_process_slow_each_other_down(machine: Machine) -> None:
     second = machine.loads["a"].begin(600, 700, machine.devices[0])
     assert (first.stretch_milli, second.stretch_milli) == (1532, 1466)
     other = machine.works("b", 500)
-    machine.loads["a"].go_on(machine.devices[0])
+    machine.loads["a"].share_again(machine.devices[0])
     assert (first.stretch_milli, second.stretch_milli, other.stretch_milli) == (2178, 2031, 1737), (
         "each counts by itself"
     )

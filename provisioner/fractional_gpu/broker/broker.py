@@ -268,11 +268,11 @@ class Broker:
                     )
                     kernel.link.send(GateVerb.NOTICE, sentence=sentence)
             case UserNotice(sentence=sentence):
-                self.tell_of_deadline(kernel, sentence)
+                self.announce_deadline(kernel, sentence)
         kernel.notify()
 
     @staticmethod
-    def tell_of_deadline(kernel: Kernel, sentence: str) -> None:
+    def announce_deadline(kernel: Kernel, sentence: str) -> None:
         """Tell the user of a kernel, in the notebook, or of a command, that its GPU or host goes away, or that it stays after all."""
         if kernel.link is not None:
             kernel.link.send(GateVerb.NOTICE, sentence=sentence, urgent=True, topic="deadline")

@@ -60,7 +60,7 @@ Request = TypeVar("Request", bound=Struct)
 Reply = TypeVar("Reply", bound=Struct)
 Line = TypeVar("Line", bound=WaitLine)
 
-_FOR_EVER_S = 20 * 86_400.0  # of a stream that says nothing while nothing changes; sockets allow 24 days
+_UNLIMITED_S = 20 * 86_400.0  # of a stream that says nothing while nothing changes; sockets allow 24 days
 _SILENCE_S = 3 * PULSE_S  # a stream without a keep-alive for this long is dead
 
 
@@ -256,11 +256,11 @@ class BrokerClient:
 
         It waits again if the lease is preempted, and says so; it ends with `refused`. Raises BrokerUnavailableError.
         """
-        return self.stream(routes.ACQUIRE, replace(request, hold=True), lease_id, silence_s=_FOR_EVER_S)
+        return self.stream(routes.ACQUIRE, replace(request, hold=True), lease_id, silence_s=_UNLIMITED_S)
 
     def follow(self, lease_id: str) -> Generator[LeaseNews, None, None]:
         """Yield a command's state and notices as they change, until its lease ends; between them it blocks."""
-        return self.stream(routes.FOLLOW, about=lease_id, silence_s=_FOR_EVER_S)
+        return self.stream(routes.FOLLOW, about=lease_id, silence_s=_UNLIMITED_S)
 
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
         """Yield the broker's commands for this kernel's gate, until the broker ends the stream; between them it blocks.

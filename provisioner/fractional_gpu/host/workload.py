@@ -31,7 +31,7 @@ _POD: Final = re.compile(
     re.ASCII,
 )
 # The same as seen from a neighbouring group: the names that both have in common are left out.
-_POD_BESIDE: Final = re.compile(
+_POD_OF_NEIGHBOUR: Final = re.compile(
     r"(?:/(?:kubelet-)?kubepods\.slice)?(?:/(?:kubelet-)?kubepods-(?:burstable|besteffort)\.slice)?"
     rf"/(?:kubelet-)?kubepods(?:-burstable|-besteffort)?-pod({_UID})\.slice(?=/|$)"
     rf"|(?:/kubepods)?(?:/burstable|/besteffort)?/pod({_UID})(?=/|$)",
@@ -108,7 +108,7 @@ def _of_path(path: str) -> Workload | None:
     start = above.end() if above is not None else 0
     if (job := _SLURM.match(path, start)) is not None:
         return Workload(engine=SLURM, id=job[1], group=job[0] if above is None else "")
-    pod = (_POD if above is None else _POD_BESIDE).match(path, start)
+    pod = (_POD if above is None else _POD_OF_NEIGHBOUR).match(path, start)
     if pod is None:
         return None
     uid = (pod[1] or pod[2]).replace("_", "-")

@@ -157,7 +157,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             launch["cmd"] = self._plan.command(launch["cmd"])
         if lease is not None:
             launch["env"] = environment_with(lease, launch["env"])
-            launch["independent"] = self._is_to_be_kept or launch.get("independent", False)
+            launch["independent"] = self._should_keep or launch.get("independent", False)
         elif notice:
             launch["env"] = environment_without(notice, launch["env"])
         return launch
@@ -168,7 +168,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         Raises FractionalGPUError if the broker refuses the process at a first start; at a restart the kernel then starts without a GPU.
         """
         lease = self._launch_lease
-        if lease is not None and self._is_to_be_kept:
+        if lease is not None and self._should_keep:
             await in_thread(self._write_record, lambda: {"launching": lease.to_info()})
         try:
             connection = await super().launch_kernel(cmd, **kwargs)
@@ -184,7 +184,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             await self._undo_launch()
             raise
         self._is_restart = True
-        if lease is not None and self._is_to_be_kept:
+        if lease is not None and self._should_keep:
             await in_thread(self._write_record, lambda: self._launched(kwargs, connection))
         return connection
 
@@ -341,7 +341,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self.process = self._lease = self._record = None
 
     @property
-    def _is_to_be_kept(self) -> bool:
+    def _should_keep(self) -> bool:
         return bool(getattr(getattr(self.parent, "parent", None), "keeps_kernels", False))
 
     def _write_record(self, content: Callable[[], Mapping[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from fractional_gpu.simulator.traces import Session
 _T = TypeVar("_T")
 _FORMAT = "jupyter-gpu-events"
 _VERSION = 1
-_IF_SAID = ("group", "pool")  # left out if they are empty
+_OPTIONAL = ("group", "pool")  # left out if they are empty
 _ABOUT_SESSIONS = ("user", "open_ms", "close_ms", "gpus", "gpu_mib", "priority", "asked_mib")
 _EVENTS: dict[str, type[Event]] = {
     name: kind
@@ -73,7 +73,7 @@ def recording(
         log.write({"format": _FORMAT, "version": _VERSION, **about, "hosts": hosts})
         for session in trace:
             facts = {name: getattr(session, name) for name in _ABOUT_SESSIONS}
-            facts |= {name: said for name in _IF_SAID if (said := getattr(session, name))}
+            facts |= {name: said for name in _OPTIONAL if (said := getattr(session, name))}
             log.write({"session": session.session_id, **facts, "cells": [astuple(cell) for cell in session.cells]})
         yield log
 

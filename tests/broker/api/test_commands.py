@@ -93,7 +93,7 @@ async def notice(live: LiveBroker, lease: LeaseReply) -> None:
 
 
 async def goes_away(live: LiveBroker, lease: LeaseReply) -> None:
-    live.broker.tell_of_deadline(live.broker.kernels[lease.lease_id], "its GPU goes away")
+    live.broker.announce_deadline(live.broker.kernels[lease.lease_id], "its GPU goes away")
 
 
 def test_the_record_says_that_it_is_a_command(live: LiveBroker) -> None:

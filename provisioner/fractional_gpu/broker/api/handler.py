@@ -25,7 +25,7 @@ from fractional_gpu.broker.cost import metered
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.lanes import PAYER
-from fractional_gpu.broker.persistence.audit import AuditedAction, is_anothers
+from fractional_gpu.broker.persistence.audit import AuditedAction, is_of_another_user
 from fractional_gpu.broker.services.status import StatusStream
 from fractional_gpu.host import files
 from fractional_gpu.host.accounts import account_uid, user_name
@@ -82,7 +82,7 @@ class Call(Generic[Request]):
         view = self.service.broker.arbiter.lease(self.kernel.lease_id)
         name, cause = self.peer.acting_for, self.handler.request.headers.get(CAUSE, "")
         cause = cause if _CAUSE.fullmatch(cause) else ""
-        if view is None or name == view.spec.owner or not is_anothers(self.peer, self.kernel, view):
+        if view is None or name == view.spec.owner or not is_of_another_user(self.peer, self.kernel, view):
             return cause or "a request of its user"
         return f"{cause or 'a request'} of administrator {name or user_name(self.peer.credentials.uid)}"
 
@@ -234,7 +234,7 @@ class Handler(web.RequestHandler):
         target, parameters = described
         if route.path.startswith("/v1/leases/"):
             view = self.shared.service.broker.arbiter.lease(call.kernel.lease_id)
-            if view is None or not (route.who == ADMIN or is_anothers(self.peer, call.kernel, view)):
+            if view is None or not (route.who == ADMIN or is_of_another_user(self.peer, call.kernel, view)):
                 return nullcontext()
             parameters = {"owner": view.spec.owner, **parameters}
         return self.shared.service.audit.act(route.audited, target, self.peer, parameters)

@@ -80,7 +80,7 @@ class AuditedAction:
         return line
 
 
-def is_anothers(peer: Peer, kernel: Kernel, view: LeaseView) -> bool:
+def is_of_another_user(peer: Peer, kernel: Kernel, view: LeaseView) -> bool:
     """Whether the peer is an administrator and the lease another user's. A seat's lease is, unless the peer has a token of it."""
     if peer.acting_for is not None or peer.credentials.uid != kernel.uid:
         return peer.admin
@@ -219,11 +219,11 @@ class AuditLog:
 
 def finished_files(path: Path) -> list[Path]:
     try:
-        beside = list(path.parent.iterdir())
+        files = list(path.parent.iterdir())
     except FileNotFoundError:
         return []
     named = (
-        one for one in beside if one.name.startswith(path.name) and _FINISHED.fullmatch(one.name[len(path.name) :])
+        one for one in files if one.name.startswith(path.name) and _FINISHED.fullmatch(one.name[len(path.name) :])
     )
     return sorted(named)
 

@@ -86,7 +86,7 @@ class _FoundKernel:
 def rescue(options: BrokerOptions) -> Rescue:
     """Bring back what can be. Blocks. Raises ConflictError if a broker serves, and configuration, device and system errors."""
     socket = options.socket or socket_path()
-    options = _as_told_last(replace(options, socket=socket))
+    options = _with_last_options(replace(options, socket=socket))
     with ExitStack() as stack:
         _take_place(socket, stack)
         settings = load(options.config_file, {"state_dir": options.state_dir} if options.state_dir else {})
@@ -113,7 +113,7 @@ def rescue(options: BrokerOptions) -> Rescue:
     return Rescue(ledger=str(path), problem=problem, kernels=kernels)
 
 
-def _as_told_last(options: BrokerOptions) -> BrokerOptions:
+def _with_last_options(options: BrokerOptions) -> BrokerOptions:
     command = restart_command(options.socket or "")
     if command is None:
         return options

@@ -239,4 +239,4 @@ class RevocationNotice:
     def _tell(self, reason: str, sentence: str) -> None:
         for lease_id, kernel in self._broker.kernels.items():
             self._broker.record_line(lease_id, reason, sentence)
-            self._broker.tell_of_deadline(kernel, sentence)
+            self._broker.announce_deadline(kernel, sentence)

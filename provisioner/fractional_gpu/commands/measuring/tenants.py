@@ -352,10 +352,10 @@ class Step:
             tenant.go()
         while not (is_over := self._is_over()) and not self._is_enough() and time.monotonic() < self.limit_s:
             if time.monotonic() - self._looked_s >= _STATUS_S:
-                self._look_beside_programs()
+                self._check_bystanders()
             time.sleep(_LOOK_S)
         if not is_over:
-            self._look_beside_programs()
+            self._check_bystanders()
         return self._sample(is_over=self._is_over())
 
     def _is_over(self) -> bool:
@@ -368,7 +368,7 @@ class Step:
             raise tenant.failure()
         return True
 
-    def _look_beside_programs(self) -> None:
+    def _check_bystanders(self) -> None:
         """Raise DisturbedError for others' work. A program that has just ended has left its lease's state behind."""
         if (why := self._look()) and not self._is_over():
             raise DisturbedError(why)

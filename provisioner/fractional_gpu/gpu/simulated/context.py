@@ -349,8 +349,8 @@ class Context:
         finally:
             self.load.end(piece)
 
-    def go_on(self) -> None:
-        self.load.go_on(_living(self.store, self.key).device)
+    def share_again(self) -> None:
+        self.load.share_again(_living(self.store, self.key).device)
 
     def destroy(self) -> None:
         """Release everything, unless an operation moves it now (then it is reaped later)."""

@@ -186,7 +186,7 @@ def launch(seconds: float, utilisation: float = 1.0) -> None:
     with context.gate.call(), context.working(seconds, max(1, round(utilisation * WHOLE))) as work:
         while (left_s := work.left_s) > 0:
             time.sleep(min(left_s, _SLICE_S))
-            context.go_on()
+            context.share_again()
 
 
 def memory_info() -> tuple[int, int]:

@@ -93,7 +93,7 @@ class Load:
             self._share(device_id)
         return piece
 
-    def go_on(self, device_id: str) -> None:
+    def share_again(self, device_id: str) -> None:
         with self._mutex:
             self._count()
             self._share(device_id)
