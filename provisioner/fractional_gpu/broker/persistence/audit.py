@@ -222,9 +222,7 @@ def finished_files(path: Path) -> list[Path]:
         files = list(path.parent.iterdir())
     except FileNotFoundError:
         return []
-    named = (
-        one for one in files if one.name.startswith(path.name) and _FINISHED.fullmatch(one.name[len(path.name) :])
-    )
+    named = (one for one in files if one.name.startswith(path.name) and _FINISHED.fullmatch(one.name[len(path.name) :]))
     return sorted(named)
 
 
