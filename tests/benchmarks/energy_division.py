@@ -120,11 +120,6 @@ class Compared(Meter):
         for other in self.others.values():
             other.set_lease(at_ms, wall_ms, lease_id, holding)
 
-    def end_lease(self, at_ms: int, wall_ms: int, lease_id: str) -> None:
-        super().end_lease(at_ms, wall_ms, lease_id)
-        for other in self.others.values():
-            other.end_lease(at_ms, wall_ms, lease_id)
-
     def read_energy(
         self,
         at_ms: int,

@@ -94,7 +94,7 @@ class World:
                 self.meter.set_lease(self.at_ms, self.wall_ms, lease_id, holding)
                 self.now[lease_id] = holding
             case "end", lease_id:
-                self.meter.end_lease(self.at_ms, self.wall_ms, lease_id)
+                self.meter.set_lease(self.at_ms, self.wall_ms, lease_id, None)
                 self.now.pop(lease_id, None)
             case "wait", passed_ms:
                 self.wait(passed_ms)

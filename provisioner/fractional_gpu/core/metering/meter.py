@@ -1,4 +1,4 @@
-"""The meter: it is told what each lease is from which moment on, and what each device's energy counter says, and adds up what follows.
+"""The meter: it learns what each lease is from a moment on, and what each device's energy counter says, and adds up what follows.
 
 Pure, in integers, with time on every call. Broker and simulator drive the same meter. It keeps figures by hour, lease and device until they
 are taken (`take`), which is when the broker writes them down.
@@ -25,7 +25,10 @@ _AMOUNT = 1000 * SHARE_HOUR
 """What a price in thousandths, times milli-GPU milliseconds, times thousandths that are charged, is divided by."""
 _MOST_MW = 10_000_000  # 10 kW: no device draws more, so such a reading is wrong
 _QUIET_MS = 1000  # from a shorter time no idle draw is learnt
-_IDLE_PARTS = 8  # one part in so many of what is seen changes the idle draw that is known
+_IDLE_PARTS = 8  # the idle draw that is known moves by one part in this many towards each reading
+
+
+_FREE = Tariff()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,7 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Part:
-    """What one lease, or nobody, had of a device since its energy was last divided."""
+    """What one lease, or none, had of a device since its energy was last divided."""
 
     party: Party
     occupied_us: int = 0  # of the device's time
@@ -76,7 +79,7 @@ class _Device:
     counter_mj: int | None = None
     idle_mw: int | None = None  # learnt while nothing ran there
     holders: dict[str, int] = field(default_factory=dict)  # share by lease
-    parts: dict[str, _Part] = field(default_factory=dict)  # by lease; "": nobody
+    parts: dict[str, _Part] = field(default_factory=dict)  # by lease; "": none
 
 
 class Meter:
@@ -90,7 +93,7 @@ class Meter:
         self._rows: dict[UsageKey, UsageRow] = {}
         self._slice: tuple[int, int, int] = (-1, 0, 0)  # number, hour, minute of the week
 
-    # -- what is told ----------------------------------------------------------------------------------------------------
+    # -- what it learns --------------------------------------------------------------------------------------------------
 
     def set_tariff(self, at_ms: int, wall_ms: int, pool: str, tariff: Tariff) -> None:
         """Charge by these terms from now on."""
@@ -113,36 +116,23 @@ class Meter:
 
     def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding | None) -> None:
         """Take note of what the lease is from now on; None: it counts no more. The same again only counts the time until now."""
-        if holding is None:
-            self.end_lease(at_ms, wall_ms, lease_id)
-            return
         lease = self._leases.get(lease_id)
         if lease is None:
-            lease = self._leases[lease_id] = _Lease(holding, at_ms)
-            before: tuple[str, ...] = ()
-        else:
-            self._count(lease_id, lease, at_ms, wall_ms)
-            if lease.holding == holding:
+            if holding is None:
                 return
-            before = lease.holding.devices
-            if before == holding.devices and lease.holding.milli == holding.milli:
-                lease.holding = holding  # whose the devices' time is does not change
-                return
-        for device_id in {*before, *holding.devices}:
-            if device_id not in self._devices:
-                self.add_device(at_ms, device_id, holding.party.pool)
-            self._advance(device_id, at_ms, wall_ms)
-        lease.holding = holding
-        self._place(lease_id, before, holding)
-
-    def end_lease(self, at_ms: int, wall_ms: int, lease_id: str) -> None:
-        """Count the lease for the last time. An unknown one is ignored."""
-        lease = self._leases.get(lease_id)
-        if lease is not None:
-            self._count(lease_id, lease, at_ms, wall_ms)
-            for device_id in lease.holding.devices:
+            lease = self._leases[lease_id] = _Lease(Holding(party=holding.party, milli=0), at_ms)
+        self._count(lease_id, lease, at_ms, wall_ms)
+        before, now = lease.holding, holding or Holding(party=lease.holding.party, milli=0)
+        if (before.devices, before.milli) != (now.devices, now.milli):  # else the devices' time is divided as before
+            for device_id in {*before.devices, *now.devices}:
+                if device_id not in self._devices:
+                    self.add_device(at_ms, device_id, now.party.pool)
                 self._advance(device_id, at_ms, wall_ms)
-            self._place(lease_id, lease.holding.devices, Holding(party=lease.holding.party, milli=0))
+                self._devices[device_id].holders.pop(lease_id, None)
+            for device_id in now.devices:
+                self._devices[device_id].holders[lease_id] = max(1, now.milli)
+        lease.holding = now
+        if holding is None:
             del self._leases[lease_id]
 
     def knows(self, lease_id: str) -> bool:
@@ -187,20 +177,17 @@ class Meter:
     # -- what is asked ----------------------------------------------------------------------------------------------------
 
     def take(self, at_ms: int, wall_ms: int) -> list[UsageRow]:
-        """Count everything until now, and return what was added up since the last call, by hour, lease and device."""
-        self.count(at_ms, wall_ms)
-        rows, self._rows = self._rows, {}
-        return [row for _, row in sorted(rows.items()) if not row.usage.is_empty()]
+        """Return what was added up since the last call, by hour, lease and device."""
+        rows = sorted(self.rows(at_ms, wall_ms), key=lambda row: row.key)
+        self._rows = {}
+        return [row for row in rows if not row.usage.is_empty()]
 
-    def count(self, at_ms: int, wall_ms: int) -> None:
-        """Count everything until now, as each event does for its own lease: `rows` are complete then."""
+    def rows(self, at_ms: int, wall_ms: int) -> Iterable[UsageRow]:
+        """Count everything until now, and return what was added up since the last `take`."""
         for lease_id, lease in self._leases.items():
             self._count(lease_id, lease, at_ms, wall_ms)
         for device_id in self._devices:
             self._advance(device_id, at_ms, wall_ms)
-
-    def rows(self) -> Iterable[UsageRow]:
-        """Return what was added up since the last `take`, as counted so far."""
         return self._rows.values()
 
     # -- time ------------------------------------------------------------------------------------------------------------
@@ -212,7 +199,7 @@ class Meter:
             return
         if lease.holding.working:
             for device_id in lease.holding.devices:
-                part = self._part(device_id, lease_id, lease.holding.party)
+                part = self._devices[device_id].parts.setdefault(lease_id, _Part(lease.holding.party))
                 part.busy_ms += passed_ms
                 part.milli = lease.holding.milli
         for begin_wall_ms, piece_ms in _pieces(lease.since_ms, at_ms, wall_ms):
@@ -245,9 +232,7 @@ class Meter:
     def _charge(self, lease: _Lease, usage: Usage, minute: int, passed_ms: int) -> None:
         """Book the amounts for this time, whole thousandths; what is left of one is carried over."""
         holding = lease.holding
-        tariff = self._tariffs.get(holding.party.pool)
-        if tariff is None:
-            tariff = Tariff()
+        tariff = self._tariffs.get(holding.party.pool, _FREE)
         held, suspended = bool(holding.devices), holding.suspended
         charged = tariff.charged_milli(held=held, busy=holding.busy, suspended=suspended)
         resident = tariff.charged_milli(held=held or suspended, busy=holding.busy, suspended=False)
@@ -266,13 +251,6 @@ class Meter:
 
     # -- devices -----------------------------------------------------------------------------------------------------------
 
-    def _place(self, lease_id: str, before: tuple[str, ...], holding: Holding) -> None:
-        for device_id in before:
-            if device_id not in holding.devices:
-                self._devices[device_id].holders.pop(lease_id, None)
-        for device_id in holding.devices:
-            self._devices[device_id].holders[lease_id] = max(1, holding.milli)
-
     def _advance(self, device_id: str, at_ms: int, wall_ms: int) -> None:
         """Divide the device's time until now among its holders, quarter of an hour by quarter."""
         device = self._devices[device_id]
@@ -284,15 +262,8 @@ class Meter:
                 lease = self._leases.get(lease_id)
                 party = lease.holding.party if lease is not None else Party(pool=device.pool)
                 self._row(hour_s, lease_id, device_id, party).occupied_us += us
-                self._part(device_id, lease_id, party).occupied_us += us
+                device.parts.setdefault(lease_id, _Part(party)).occupied_us += us
         device.since_ms = max(device.since_ms, at_ms)
-
-    def _part(self, device_id: str, lease_id: str, party: Party) -> _Part:
-        parts = self._devices[device_id].parts
-        part = parts.get(lease_id)
-        if part is None:
-            part = parts[lease_id] = _Part(party)
-        return part
 
     def _divide(
         self,
@@ -311,9 +282,11 @@ class Meter:
         idle_mj = min(drawn_mj, (device.idle_mw or 0) * max(0, passed_ms) // 1000)
         if quiet and not workers and passed_ms >= _QUIET_MS:
             idle_mj = drawn_mj
-            device.idle_mw = _learnt(device.idle_mw, drawn_mj * 1000 // passed_ms)
+            seen_mw = drawn_mj * 1000 // passed_ms
+            known_mw = seen_mw if device.idle_mw is None else device.idle_mw
+            device.idle_mw = known_mw + (seen_mw - known_mw) // _IDLE_PARTS
         work = [parts[one].busy_ms * utilisation.get(one, parts[one].milli) for one in workers]
-        if not any(work):  # busy, and measured not to use it: the time is what is known
+        if not any(work):  # busy, and measured not to use it: only the time is known
             work = [parts[one].busy_ms for one in workers]
         mine = dict(zip(workers or [""], divided(drawn_mj - idle_mj, work or [1]), strict=True))
         holders = sorted(parts)
@@ -346,8 +319,7 @@ class Meter:
         return self._slice[1], self._slice[2]
 
     def _row(self, hour_s: int, lease_id: str, device_id: str, party: Party) -> Usage:
-        tariff = self._tariffs.get(party.pool)
-        key = UsageKey(hour_s, lease_id, device_id, tariff.currency if tariff is not None else "")
+        key = UsageKey(hour_s, lease_id, device_id, self._tariffs.get(party.pool, _FREE).currency)
         row = self._rows.get(key)
         if row is None or row.party != party:
             row = self._rows[key] = UsageRow(key, party, row.usage if row is not None else Usage())
@@ -361,11 +333,6 @@ def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]
         passed_ms = min(at_ms - begin_ms, SLICE_MS - begin_wall_ms % SLICE_MS)
         yield begin_wall_ms, passed_ms
         begin_ms += passed_ms
-
-
-def _learnt(known_mw: int | None, seen_mw: int) -> int:
-    """Return the idle draw after one more reading, mW: a moving mean of the last dozen or so."""
-    return seen_mw if known_mw is None else known_mw + (seen_mw - known_mw) // _IDLE_PARTS
 
 
 def _drawn(before_mj: int | None, counter_mj: int | None, power_mw: int | None, passed_ms: int) -> int:
