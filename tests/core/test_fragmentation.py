@@ -27,9 +27,7 @@ NEEDS = st.sampled_from(SIZES)
 
 
 def choice(mix: AskMix, need_mib: int, places: Sequence[Place], kinds: Mapping[str, str] | None = None) -> DeviceChoice:
-    return DeviceChoice(
-        mix, need_mib, kind_of=lambda one: kinds[one] if kinds is not None else "H", everywhere=lambda: places
-    )
+    return DeviceChoice(mix, need_mib, places, lambda one: kinds[one] if kinds is not None else "H")
 
 
 def named(free: Sequence[int]) -> list[Place]:

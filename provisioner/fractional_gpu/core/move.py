@@ -18,15 +18,7 @@ from dataclasses import dataclass
 
 from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec
-from fractional_gpu.core.place import (
-    DeviceChoice,
-    allowed_of,
-    device_choice,
-    excess,
-    least_full,
-    other_devices,
-    spreads,
-)
+from fractional_gpu.core.place import DeviceChoice, allowed_of, device_choice, excess, other_devices, spreads
 from fractional_gpu.core.revoke import REVOKED
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind, Reason
@@ -156,27 +148,28 @@ def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Re
     refused = REVOKED if lease.revoked else _not_movable(changes, lease)
     if refused is not None:
         return refused
-    there = other_devices(changes.books, lease)
+    books, there = changes.books, other_devices(changes.books, lease)
     if device_id is not None and device_id not in there:
         return _not_there(changes, lease, device_id)
-    free_mib = _free_and_not_kept(changes, (device_id,) if device_id is not None else there)
-    fitting = [place for place in free_mib.items() if place[1] >= lease.held_mib]
+    capacity = Capacity(books)
+    for other in books.waiting.values():
+        for kept_on in other.ticket.kept_on if other.ticket is not None else ():
+            capacity.keep(other, kept_on, max(kept_mib(other), other.held_mib))
+    asked = (device_id,) if device_id is not None else there
+    fitting = [one for one in asked if capacity.fits([one], lease.held_mib)]
     if not fitting:
-        most_mib = max(free_mib.values(), default=0)
-        left = (
-            f"{format_memory(max(0, most_mib))} are free there" if device_id is not None else "no other device has them"
-        )
+        left = "no other device has them"
+        if device_id is not None:
+            left = f"{format_memory(max(0, capacity.free_mib(device_id)))} are free there"
         return Reason(
             "no-room", f"{format_memory(lease.held_mib)} are reserved for the kernel, and {left}: make room first"
         )
-    devices = changes.books.devices
-    fitting = [place for place in fitting if not devices[place[0]].mib(OccupancyKind.SUSPENDING)]
-    if not changes.channel_free or not fitting:
+    targets = capacity.pick(
+        lease, [one for one in fitting if not books.devices[one].mib(OccupancyKind.SUSPENDING)], lease.held_mib
+    )
+    if not changes.channel_free or targets is None:
         return Reason(BUSY_CHANNEL, "another kernel is being moved or saved just now: try again in a moment")
-    if spreads(changes.books, lease):
-        fitting = least_full(changes.books, lease, fitting)
-    chosen = device_choice(changes.books, lease, lease.held_mib, free_mib.items).best(fitting) or fitting[0][0]
-    begin_move(changes, lease, (chosen,), "move.asked", "an administrator has it go to another device")
+    begin_move(changes, lease, targets, "move.asked", "an administrator has it go to another device")
     return None
 
 
@@ -214,15 +207,6 @@ def _not_there(changes: Changes, lease: Lease, device_id: str) -> Reason:
     if device.lost or device.draining:
         return Reason("device-closed", "that device is being emptied, or answers nothing: choose another one")
     return Reason("other-kind", "that device is of another kind, and saved state comes back on a like one only")
-
-
-def _free_and_not_kept(changes: Changes, devices: tuple[str, ...]) -> dict[str, int]:
-    """Return how much memory of each device is free and kept for no lease, MiB."""
-    kept: dict[str, int] = {}
-    for other in changes.books.leases.values():
-        for device_id in other.ticket.kept_on if other.ticket is not None else ():
-            kept[device_id] = kept.get(device_id, 0) + max(kept_mib(other), other.held_mib)
-    return {device_id: changes.books.devices[device_id].free_mib - kept.get(device_id, 0) for device_id in devices}
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
@@ -328,9 +312,7 @@ class ComputeRelief:
         saved_ms = _lost_ms(here.values()) - _lost_ms(stay) - _TIMES_COST * swap_ms(books, lease)
         if saved_ms <= 0:
             return
-        choice = device_choice(
-            books, lease, lease.held_mib, lambda: [(one, books.devices[one].free_mib) for one in others]
-        )
+        choice = device_choice(books, lease, lease.held_mib, [(one, books.devices[one].free_mib) for one in others])
         lacking = list[tuple[int, str, int]]()
         for device_id in others:
             device, there = books.devices[device_id], needs[device_id].values()
@@ -435,7 +417,7 @@ class IdlePacking:
                 return None
             # Where only idle leases are, the device may be emptied next: they come together on the fullest one, and move once.
             in_use = [place for place in fitting if _is_in_use(books.devices[place[0]])]
-            choice = device_choice(books, lease, lease.held_mib, free_mib.items)
+            choice = device_choice(books, lease, lease.held_mib, list(free_mib.items()))
             target = choice.best(in_use) or min(fitting, key=lambda place: place[1])[0]
             free_mib[target] -= lease.held_mib
             first = first or (lease, target)

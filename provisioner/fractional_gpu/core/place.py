@@ -11,6 +11,7 @@ only orders devices that have the memory, or will have it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from fractional_gpu.core.forecasts.asks import AskMix
 from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, PoolSpec
@@ -144,6 +145,7 @@ Place = tuple[str, int]
 """A device's id, and how much memory is free there, MiB."""
 
 
+@dataclass(frozen=True, slots=True)
 class DeviceChoice:
     """Orders devices for leases that need `need_mib` on each of theirs, by how little they fragment the free memory.
 
@@ -153,25 +155,13 @@ class DeviceChoice:
     no lease has asked, that is best fit.
 
     Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), for memory instead of GPU shares and
-    with asks that are learnt. `kind_of` returns the kind of a device, as leases of several devices have devices of one kind; `everywhere`
-    returns all devices of the pool, and is called only if there were asks for several devices.
+    with asks that are learnt.
     """
 
-    __slots__ = ("_counts", "_everywhere", "_kind_of", "_mix", "_need_mib")
-
-    def __init__(
-        self,
-        mix: AskMix,
-        need_mib: int,
-        *,
-        kind_of: Callable[[str], str],
-        everywhere: Callable[[], Iterable[Place]],
-    ) -> None:
-        self._mix = mix
-        self._need_mib = need_mib
-        self._kind_of = kind_of
-        self._everywhere = everywhere
-        self._counts: dict[tuple[str, int], int] | None = None  # by kind and MiB: devices that have so much free
+    mix: AskMix
+    need_mib: int
+    everywhere: Sequence[Place]  # all devices that the lease may go to
+    kind_of: Callable[[str], str]  # of a device: leases of several devices have devices of one kind
 
     def best(self, fitting: Sequence[Place]) -> str | None:
         """Return the best of the devices, on each of which the lease fits; None if there is none."""
@@ -183,7 +173,7 @@ class DeviceChoice:
         """Return the best `count` devices of one kind, on each of which the lease fits; None if no kind has that many."""
         by_kind: dict[str, list[Place]] = {}
         for place in fitting:
-            by_kind.setdefault(self._kind_of(place[0]), []).append(place)
+            by_kind.setdefault(self.kind_of(place[0]), []).append(place)
         sets = [sorted(found, key=self.rank)[:count] for found in by_kind.values() if len(found) >= count]
         best = min(
             sets, key=lambda places: (self.fragmentation(places), sum(free_mib for _, free_mib in places)), default=None
@@ -196,29 +186,18 @@ class DeviceChoice:
 
     def fragmentation(self, places: Sequence[Place]) -> int:
         """Return what is no longer usable once the lease has these devices (of one kind, and it fits): MiB times the weight of the asks."""
-        mix, need_mib = self._mix, self._need_mib
+        mix, need_mib = self.mix, self.need_mib
         fragmentation = sum([mix.usable(free_mib) - mix.usable(free_mib - need_mib) for _, free_mib in places])
         for mib, devices, weight in mix.several:
             fewer = sum([free_mib >= mib > free_mib - need_mib for _, free_mib in places])
             if fewer:
-                count = max(fewer, self._count(self._kind_of(places[0][0]), mib))  # some may be free only then
+                kind = self.kind_of(places[0][0])
+                able = [free_mib >= mib and self.kind_of(one) == kind for one, free_mib in self.everywhere]
+                count = max(fewer, sum(able))  # some may be free only then
                 fragmentation += (count // devices - (count - fewer) // devices) * devices * mib * weight
         return fragmentation
 
-    def _count(self, kind: str, mib: int) -> int:
-        """Return how many devices of the kind have so much free."""
-        if self._counts is None:
-            self._counts = {}
-            amounts = {mib for mib, _, _ in self._mix.several}
-            for device_id, free_mib in self._everywhere():
-                for amount in amounts:
-                    if free_mib >= amount:
-                        key = self._kind_of(device_id), amount
-                        self._counts[key] = self._counts.get(key, 0) + 1
-        return self._counts.get((kind, mib), 0)
 
-
-def device_choice(books: Books, lease: Lease, need_mib: int, everywhere: Callable[[], Iterable[Place]]) -> DeviceChoice:
+def device_choice(books: Books, lease: Lease, need_mib: int, everywhere: Sequence[Place]) -> DeviceChoice:
     """Return what orders devices for a lease, by what its pool is asked for. `everywhere`: all devices that it may go to."""
-    mix = books.forecasts.asks(lease.spec.pool)
-    return DeviceChoice(mix, need_mib, kind_of=books.kind_of, everywhere=everywhere)
+    return DeviceChoice(books.forecasts.asks(lease.spec.pool), need_mib, everywhere, books.kind_of)

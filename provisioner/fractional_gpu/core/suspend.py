@@ -399,7 +399,7 @@ class Capacity:
 
     def choice(self, lease: Lease, devices: Sequence[str], need_mib: int) -> DeviceChoice:
         """Return what orders devices for the lease. `devices`: all that it may go to."""
-        return device_choice(self._books, lease, need_mib, lambda: [(one, self.free_mib(one)) for one in devices])
+        return device_choice(self._books, lease, need_mib, [(one, self.free_mib(one)) for one in devices])
 
     def pick(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
         """Return where the need fits for the lease; None if it fits nowhere.
@@ -407,7 +407,7 @@ class Capacity:
         In a pool that spreads, a device where busy leases leave more compute to the lease comes first.
         """
         choice = self.choice(lease, devices, need_mib)
-        fitting = [(one, self.free_mib(one)) for one in devices if self.free_mib(one) >= need_mib]
+        fitting = [place for place in choice.everywhere if place[1] >= need_mib]
         if lease.count > 1:
             return choice.best_set(fitting, lease.count)
         if len(fitting) > 1 and spreads(self._books, lease):

@@ -234,7 +234,7 @@ class BrokerScorer(Policy):
 
     def _choose(self, left: Sequence[int], kind: PodKind) -> tuple[int, int, int]:
         places = [(str(gpu), free) for gpu, free in enumerate(left)]
-        choice = DeviceChoice(self._mix, kind.milli, kind_of=lambda _: "", everywhere=lambda: places)
+        choice = DeviceChoice(self._mix, kind.milli, places, lambda _: "")
         fitting = [place for place in places if place[1] >= kind.milli]
         one = choice.best(fitting) if kind.gpus == 1 else None
         chosen = (one,) if one is not None else choice.best_set(fitting, kind.gpus) or ()
