@@ -6,8 +6,8 @@ A lease moves if
 - it is idle and can grow elsewhere (`move_to_grow`);
 - it makes room for a ticket and fits elsewhere, too (`move_aside`); a busy one only if idle leases cannot make room, in a pool that moves
   busy ones (`plan_busy_move`);
-- it is busy, and neighbours leave it more compute elsewhere (`ComputeRelief`);
-- it is idle, and its device becomes empty by that (`IdlePacking`).
+- it is busy, and neighbours leave it more compute elsewhere (`relieve_compute`);
+- it is idle, and its device becomes empty by that (`empty_devices`).
 
 A lease on its way has a ticket from the beginning, before all others of its priority. If its target cannot have it after all (a process
 without a lease took the memory, the device was lost), it is a suspended lease with a ticket like any other.
@@ -59,17 +59,13 @@ class Migrations:
 
     def move_to_grow(self, lease: Lease, spec: LeaseSpec) -> bool:
         """Move an idle lease that cannot grow where it is to a device with room for that. Returns whether it moves."""
-        if not self._changes.channel_free or lease.count > 1 or not may_leave(self._books, lease):
+        books = self._books
+        if not self._changes.channel_free or lease.count > 1 or not may_leave(books, lease):
             return False
-        need_mib = self._books.reserve_mib(lease, spec)
-        targets = self._capacity.pick(lease, other_devices(self._books, lease), need_mib)
-        if targets is None or lease.host_need_mib > self._books.host_left_mib:
+        if lease.host_need_mib > books.host_left_mib:
             return False
-        begin_move(
-            self._changes, lease, targets, "move.grow", f"it goes where {format_memory(need_mib)} are free for it"
-        )
-        self._keep_targets(lease)
-        return True
+        need_mib = books.reserve_mib(lease, spec)
+        return self._move(lease, need_mib, "move.grow", f"it goes where {format_memory(need_mib)} are free for it")
 
     def move_aside(self, victim: Lease, lease: Lease) -> bool:
         """Move a lease that makes room to a device where it fits now; an idle one only if the beneficiary needs no resume itself."""
@@ -77,12 +73,17 @@ class Migrations:
             return False
         if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
             return False
-        targets = self._capacity.pick(victim, other_devices(self._books, victim), victim.held_mib)
+        why = f"it fits there as well, and makes room for {name_for(victim, lease)}"
+        return self._move(victim, victim.held_mib, "move.defragment", why, lease)
+
+    def _move(self, lease: Lease, need_mib: int, reason: str, sentence: str, beneficiary: Lease | None = None) -> bool:
+        """Move the lease to a device where the need fits now, if there is one. Returns whether it moves."""
+        targets = self._capacity.pick(lease, other_devices(self._books, lease), need_mib)
         if targets is None:
             return False
-        why = f"it fits there as well, and makes room for {name_for(victim, lease)}"
-        begin_move(self._changes, victim, targets, "move.defragment", why, beneficiary=lease)
-        self._keep_targets(victim)
+        begin_move(self._changes, lease, targets, reason, sentence, beneficiary=beneficiary)
+        for device_id in targets:
+            self._capacity.keep(lease, device_id, max(kept_mib(lease), lease.held_mib))
         return True
 
     def plan_busy_move(self, lease: Lease, devices: Sequence[str], need_mib: int) -> Plan | None:
@@ -90,17 +91,15 @@ class Migrations:
         pool = self._books.policy(lease)
         if not (pool.move_busy and pool.may_move) or lease.count > 1 or not self._changes.channel_free:
             return None
-        best: tuple[int, int, str, Plan] | None = None
+        found = list[tuple[int, int, str, Plan]]()
         for device_id in devices:
             short_mib = need_mib - self._capacity.total_mib(device_id)
             for other in self._books.holders(device_id):
-                if other.occupancy is not OccupancyKind.BUSY or other.held_mib < short_mib or not self._may_move(other):
-                    continue
-                lacking = excess(self._books, self._books.devices[device_id], lease, (other,))
-                cost = (lacking, swap_ms(self._books, other), other.lease_id)
-                if best is None or cost < best[:3]:
-                    best = (*cost, Plan((device_id,), (other,)))
-        return None if best is None else best[3]
+                if other.occupancy is OccupancyKind.BUSY and other.held_mib >= short_mib and self._may_move(other):
+                    lacking = excess(self._books, self._books.devices[device_id], lease, (other,))
+                    plan = Plan((device_id,), (other,))
+                    found.append((lacking, swap_ms(self._books, other), other.lease_id, plan))
+        return min(found, key=lambda one: one[:3])[3] if found else None
 
     def _may_move(self, lease: Lease) -> bool:
         if not self._books.policy(lease).move_busy or not _may_go(self._books, lease):
@@ -108,10 +107,6 @@ class Migrations:
         if not any(self._capacity.fits([one], lease.held_mib) for one in other_devices(self._books, lease)):
             return False
         return self._books.is_time(preemptible_from_ms(self._books, lease))
-
-    def _keep_targets(self, lease: Lease) -> None:
-        for device_id in lease.target_ids:
-            self._capacity.keep(lease, device_id, max(kept_mib(lease), lease.held_mib))
 
 
 def begin_move(
@@ -210,6 +205,12 @@ def _not_there(changes: Changes, lease: Lease, device_id: str) -> Reason:
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
+# Where kernels start says little about which cells will run at the same time, and how much of a device a cell needs is known only once it
+# runs. So the arbiter looks again if busy leases need more of a device than the bound of their pool.
+#
+# Gain: busy leases lose u * (k - 1) of the time that their cells still take, each for its own u (`time_slicing`). A move gains what both
+# devices lose now, less what they would lose then. Cost: the suspend and resume of the lease, during which its cell does not run, and the
+# swaps of idle leases that make room on the other device. A move must gain twice what it costs.
 
 
 _TIMES_COST = 2  # that a move must gain
@@ -218,13 +219,6 @@ _MOST_MADE_ROOM = 8  # devices that lack memory and are looked at for one lease,
 
 _Needs = dict[str, tuple[int, int]]
 """By lease on a device: what it needs of it, thousandths, and that times the ms that its cell still takes."""
-
-
-def _lost_ms(needs: Iterable[tuple[int, int]]) -> int:
-    """Return what the cells of leases with such needs lose together on one device, ms."""
-    needs = list(needs)
-    longer_milli = stretch_milli(milli for milli, _ in needs) - WHOLE_MILLI
-    return sum(work for _, work in needs) * longer_milli // (WHOLE_MILLI * WHOLE_MILLI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,114 +235,102 @@ class _Move:
         return -self.lease.spec.priority, self.gain_ms, -self.fragmentation
 
 
-class ComputeRelief:
-    """Moves busy leases off devices whose busy leases slow each other down.
+def relieve_compute(changes: Changes) -> None:
+    """Move busy leases off devices whose busy leases slow each other down, while no ticket waits and swap channels are free.
 
-    Where kernels start says little about which cells will run at the same time, and how much of a device a cell needs is known only once it
-    runs. So the arbiter looks again if busy leases need more of a device than the bound of their pool.
-
-    **Gain.** Busy leases lose u * (k - 1) of the time that their cells still take, each for its own u (`time_slicing`). A move gains what
-    both devices lose now, less what they would lose then. **Cost**: the suspend and resume of the lease, during which its cell does not
-    run, and the swaps of idle leases that make room on the other device. A move must gain twice what it costs.
-
-    It uses only what tickets leave: no ticket waits, and a swap channel is free. Idle leases that make room are suspended first; the move
-    follows when they have left, if it still gains enough.
+    Each time the move that gains most begins, or the first suspend that makes room for it. That move follows when the idle leases have
+    left, if it still gains enough.
     """
-
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-        self._books = changes.books
-
-    def relieve(self) -> None:
-        """Begin the move that gains most, or the first suspend that makes room for it, while swap channels are free."""
-        books = self._books
-        while not books.waiting and self._changes.channel_free:
-            crowded = [device for device in books.devices.values() if device.sums.demand_milli > WHOLE_MILLI]
-            if not crowded:
-                return
-            needs = {device_id: self._needs(device) for device_id, device in books.devices.items()}
-            moves = [move for device in crowded for move in self._moves_from(device, needs)]
-            best = max(moves, key=lambda move: move.rank, default=None)  # the first of equals
-            if best is None:
-                return
-            self._begin(best)
-
-    def _needs(self, device: Device) -> _Needs:
-        books, needs = self._books, _Needs()
-        for lease_id, lease in device.holders.items():
-            is_busy = lease.occupancy is OccupancyKind.BUSY
-            left_ms = books.forecasts.cell_left_ms(lease_id, books.now_ms) if is_busy else 0
-            needs[lease_id] = lease.counted_milli, lease.counted_milli * left_ms
-        return needs
-
-    def _begin(self, move: _Move) -> None:
-        lease, victims = move.lease, move.victims
-        if victims:
+    books = changes.books
+    while not books.waiting and changes.channel_free:
+        crowded = [device for device in books.devices.values() if device.sums.demand_milli > WHOLE_MILLI]
+        if not crowded:
+            return
+        needs = {device_id: _needs_on(books, device) for device_id, device in books.devices.items()}
+        moves = [move for device in crowded for move in _moves_from(books, device, needs)]
+        best = max(moves, key=lambda move: move.rank, default=None)  # the first of equals
+        if best is None:
+            return
+        if best.victims:
             sentence = "idle, and its device is to take a busy kernel whose neighbours slow it down"
-            self._changes.begin_suspend(victims[0], "suspend.compute", sentence, beneficiary=lease)
-            return
-        here = self._books.devices[lease.device_ids[0]]
-        sentence = (
-            f"busy kernels need {here.sums.demand_milli // 10} % of its device together, and another one leaves it more"
-        )
-        begin_move(self._changes, lease, (move.device_id,), "move.compute", sentence)
+            changes.begin_suspend(best.victims[0], "suspend.compute", sentence, beneficiary=best.lease)
+        else:
+            percent = books.devices[best.lease.device_ids[0]].sums.demand_milli // 10
+            sentence = f"busy kernels need {percent} % of its device together, and another one leaves it more"
+            begin_move(changes, best.lease, (best.device_id,), "move.compute", sentence)
 
-    # -- what a move gains ---------------------------------------------------------------------------------------------
 
-    def _moves_from(self, here: Device, needs: dict[str, _Needs]) -> Iterable[_Move]:
-        """Yield the moves of leases off a device that gain enough."""
-        busy = [lease for lease in here.holders.values() if lease.occupancy is OccupancyKind.BUSY]
-        known = [lease for lease in busy if lease.cell_milli is not None]
-        if sum(lease.busy_milli for lease in known) <= WHOLE_MILLI:
-            return  # the rest has shown nothing yet
-        for lease in known:
-            if self._may_move(lease):
-                yield from self._moves_of(lease, needs)
+def _needs_on(books: Books, device: Device) -> _Needs:
+    needs = _Needs()
+    for lease_id, lease in device.holders.items():
+        is_busy = lease.occupancy is OccupancyKind.BUSY
+        left_ms = books.forecasts.cell_left_ms(lease_id, books.now_ms) if is_busy else 0
+        needs[lease_id] = lease.counted_milli, lease.counted_milli * left_ms
+    return needs
 
-    def _moves_of(self, lease: Lease, needs: dict[str, _Needs]) -> Iterable[_Move]:
-        books, others = self._books, other_devices(self._books, lease)
-        here = needs[lease.device_ids[0]]
-        stay = [need for lease_id, need in here.items() if lease_id != lease.lease_id]
-        saved_ms = _lost_ms(here.values()) - _lost_ms(stay) - _TIMES_COST * swap_ms(books, lease)
-        if saved_ms <= 0:
-            return
-        choice = device_choice(books, lease, lease.held_mib, [(one, books.devices[one].free_mib) for one in others])
-        lacking = list[tuple[int, str, int]]()
-        for device_id in others:
-            device, there = books.devices[device_id], needs[device_id].values()
-            gain_ms = saved_ms + _lost_ms(there) - _lost_ms([*there, here[lease.lease_id]])
-            if gain_ms <= 0 or device.lease_capacity_mib < lease.held_mib:
-                continue
-            if device.free_mib >= lease.held_mib:
-                yield _Move(gain_ms, lease, device_id, (), choice.fragmentation([(device_id, device.free_mib)]))
-            else:
-                lacking.append((sum(milli for milli, _ in there), device_id, gain_ms))
-        for _, device_id, gain_ms in sorted(lacking)[:_MOST_MADE_ROOM]:
-            yield from self._with_room_made(lease, device_id, gain_ms, choice)
 
-    def _with_room_made(self, lease: Lease, device_id: str, gain_ms: int, choice: DeviceChoice) -> Iterable[_Move]:
-        """Yield the move to a device where idle leases leave first, if what it gains is enough for their swaps as well."""
-        books, there = self._books, self._books.devices[device_id]
-        host_mib = books.host_left_mib - lease.host_need_mib
-        short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
-        if short_mib <= 0:
-            return  # what leaves already suffices: the move follows
-        victims = Victims(books).choose(device_id, short_mib, lease, (), host_mib=host_mib)
-        if not victims or sum(victim.host_need_mib for victim in victims) > host_mib:
-            return
-        gain_ms -= _TIMES_COST * sum(swap_ms(books, victim) for victim in victims)
-        if gain_ms > 0:
-            then_mib = lease.held_mib - short_mib + sum(victim.held_mib for victim in victims)
-            yield _Move(gain_ms, lease, device_id, victims, choice.fragmentation([(device_id, then_mib)]))
+def _lost_ms(needs: Iterable[tuple[int, int]]) -> int:
+    """Return what the cells of leases with such needs lose together on one device, ms."""
+    needs = list(needs)
+    longer_milli = stretch_milli(milli for milli, _ in needs) - WHOLE_MILLI
+    return sum(work for _, work in needs) * longer_milli // (WHOLE_MILLI * WHOLE_MILLI)
 
-    def _may_move(self, lease: Lease) -> bool:
-        books, pool = self._books, self._books.policy(lease)
-        wants_moves = pool.may_move and (pool.preempt_equals or pool.move_busy) and spreads(books, lease)
-        if not wants_moves or lease.left_behind or not _may_go(books, lease):
-            return False
-        if books.devices[lease.device_ids[0]].sums.demand_milli <= pool.slowdown_bound_milli:
-            return False
-        return books.is_time(preemptible_from_ms(books, lease))
+
+def _moves_from(books: Books, here: Device, needs: dict[str, _Needs]) -> Iterable[_Move]:
+    """Yield the moves of leases off a device that gain enough."""
+    busy = [lease for lease in here.holders.values() if lease.occupancy is OccupancyKind.BUSY]
+    known = [lease for lease in busy if lease.cell_milli is not None]
+    if sum(lease.busy_milli for lease in known) <= WHOLE_MILLI:
+        return  # the rest has shown nothing yet
+    for lease in known:
+        if _may_be_relieved(books, lease):
+            yield from _moves_of(books, lease, needs)
+
+
+def _may_be_relieved(books: Books, lease: Lease) -> bool:
+    pool = books.policy(lease)
+    wants_moves = pool.may_move and (pool.preempt_equals or pool.move_busy) and spreads(books, lease)
+    if not wants_moves or lease.left_behind or not _may_go(books, lease):
+        return False
+    if books.devices[lease.device_ids[0]].sums.demand_milli <= pool.slowdown_bound_milli:
+        return False
+    return books.is_time(preemptible_from_ms(books, lease))
+
+
+def _moves_of(books: Books, lease: Lease, needs: dict[str, _Needs]) -> Iterable[_Move]:
+    here, others = needs[lease.device_ids[0]], other_devices(books, lease)
+    stay = [need for lease_id, need in here.items() if lease_id != lease.lease_id]
+    saved_ms = _lost_ms(here.values()) - _lost_ms(stay) - _TIMES_COST * swap_ms(books, lease)
+    if saved_ms <= 0:
+        return
+    choice = device_choice(books, lease, lease.held_mib, [(one, books.devices[one].free_mib) for one in others])
+    lacking = list[tuple[int, str, int]]()
+    for device_id in others:
+        device, there = books.devices[device_id], needs[device_id].values()
+        gain_ms = saved_ms + _lost_ms(there) - _lost_ms([*there, here[lease.lease_id]])
+        if gain_ms <= 0 or device.lease_capacity_mib < lease.held_mib:
+            continue
+        if device.free_mib >= lease.held_mib:
+            yield _Move(gain_ms, lease, device_id, (), choice.fragmentation([(device_id, device.free_mib)]))
+        else:
+            lacking.append((sum(milli for milli, _ in there), device_id, gain_ms))
+    for _, device_id, gain_ms in sorted(lacking)[:_MOST_MADE_ROOM]:
+        yield from _with_room_made(books, lease, device_id, gain_ms, choice)
+
+
+def _with_room_made(books: Books, lease: Lease, device_id: str, gain_ms: int, choice: DeviceChoice) -> Iterable[_Move]:
+    """Yield the move to a device where idle leases leave first, if what it gains is enough for their swaps as well."""
+    there, host_mib = books.devices[device_id], books.host_left_mib - lease.host_need_mib
+    short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
+    if short_mib <= 0:
+        return  # what leaves already suffices: the move follows
+    victims = Victims(books).choose(device_id, short_mib, lease, (), host_mib=host_mib)
+    if not victims or sum(victim.host_need_mib for victim in victims) > host_mib:
+        return
+    gain_ms -= _TIMES_COST * sum(swap_ms(books, victim) for victim in victims)
+    if gain_ms > 0:
+        then_mib = lease.held_mib - short_mib + sum(victim.held_mib for victim in victims)
+        yield _Move(gain_ms, lease, device_id, victims, choice.fragmentation([(device_id, then_mib)]))
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------
@@ -358,70 +340,61 @@ QUIET_MS = 60_000
 """How long a lease must have been idle before it moves together with others."""
 
 
-class IdlePacking:
-    """Empties devices in pools with `empty_devices`.
+def empty_devices(changes: Changes) -> None:
+    """Begin the next move that empties a device, in each pool with `empty_devices`, while swap channels are free.
 
     The idle leases of a device move to fuller ones of its kind, so that none moves back, if all of them can: a partly emptied device is
     worth nothing. Only leases move that have been idle for a while, are not expected, and take no longer than the pool allows for early
     swaps.
     """
-
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-        self._books = changes.books
-
-    def pack(self) -> None:
-        """Begin the next move of each pool that empties devices, while swap channels are free."""
-        for pool in self._books.pools.values():
-            if pool.empty_devices and pool.may_move and pool.name not in self._books.waiting_pools:
-                self._pack(pool)
-
-    def _pack(self, pool: PoolSpec) -> None:
-        books = self._books
+    books = changes.books
+    for pool in books.pools.values():
+        if not pool.empty_devices or not pool.may_move or pool.name in books.waiting_pools:
+            continue
         devices = [books.devices[device_id] for device_id in pool.devices if device_id in books.devices]
         for device in sorted(devices, key=_fullness):
-            if not self._changes.channel_free:
+            if not changes.channel_free:
                 return
             leases = list(device.holders.values())
-            if not leases or not all(self._may_move(lease, pool) for lease in leases):
+            if not leases or not all(_may_be_packed(books, lease, pool) for lease in leases):
                 continue
-            plan = self._plan(leases, device)
-            if plan is not None:
-                lease, target = plan
+            move = _first_move(books, leases, device)
+            if move is not None:
                 sentence = "idle; with it on a fuller device, its own becomes empty"
-                begin_move(self._changes, lease, (target,), "move.pack", sentence)
-                return
+                begin_move(changes, move[0], (move[1],), "move.pack", sentence)
+                break
 
-    def _may_move(self, lease: Lease, pool: PoolSpec) -> bool:
-        books, from_ms = self._books, suspendable_from_ms(pool, lease)
-        if lease.occupancy is not OccupancyKind.IDLE or from_ms is None or not _may_go(books, lease):
-            return False
-        if lease.spec.pool != pool.name:
-            return False  # it was here before the device came to this pool, and its own pool may want no moves
-        if lease.let_in or lease.gate.closed or is_expected(books, lease):
-            return False
-        if swap_ms(books, lease) > pool.foresight_swap_ms:
-            return False
-        return books.is_time(max(from_ms, lease.last_active_ms + QUIET_MS))
 
-    def _plan(self, leases: Iterable[Lease], device: Device) -> tuple[Lease, str] | None:
-        """Return the first move of those that empty a device; None if not all of its leases have a place elsewhere."""
-        books, free_mib = self._books, dict[str, int]()
-        first: tuple[Lease, str] | None = None
-        for lease in sorted(leases, key=lambda one: (-one.held_mib, one.number)):
-            for device_id in other_devices(books, lease):
-                if _fullness(books.devices[device_id]) > _fullness(device):
-                    free_mib.setdefault(device_id, books.devices[device_id].free_mib)
-            fitting = [(one, left) for one, left in free_mib.items() if left >= lease.held_mib]
-            if not fitting:
-                return None
-            # Where only idle leases are, the device may be emptied next: they come together on the fullest one, and move once.
-            in_use = [place for place in fitting if _is_in_use(books.devices[place[0]])]
-            choice = device_choice(books, lease, lease.held_mib, list(free_mib.items()))
-            target = choice.best(in_use) or min(fitting, key=lambda place: place[1])[0]
-            free_mib[target] -= lease.held_mib
-            first = first or (lease, target)
-        return first
+def _may_be_packed(books: Books, lease: Lease, pool: PoolSpec) -> bool:
+    from_ms = suspendable_from_ms(pool, lease)
+    if lease.occupancy is not OccupancyKind.IDLE or from_ms is None or not _may_go(books, lease):
+        return False
+    if lease.spec.pool != pool.name:
+        return False  # it was here before the device came to this pool, and its own pool may want no moves
+    if lease.let_in or lease.gate.closed or is_expected(books, lease):
+        return False
+    if swap_ms(books, lease) > pool.foresight_swap_ms:
+        return False
+    return books.is_time(max(from_ms, lease.last_active_ms + QUIET_MS))
+
+
+def _first_move(books: Books, leases: Iterable[Lease], device: Device) -> tuple[Lease, str] | None:
+    """Return the first move of those that empty a device; None if not all of its leases have a place elsewhere."""
+    free_mib, moves = dict[str, int](), list[tuple[Lease, str]]()
+    for lease in sorted(leases, key=lambda one: (-one.held_mib, one.number)):
+        for device_id in other_devices(books, lease):
+            if _fullness(books.devices[device_id]) > _fullness(device):
+                free_mib.setdefault(device_id, books.devices[device_id].free_mib)
+        fitting = [(one, left) for one, left in free_mib.items() if left >= lease.held_mib]
+        if not fitting:
+            return None
+        # Where only idle leases are, the device may be emptied next: they come together on the fullest one, and move once.
+        in_use = [place for place in fitting if _is_in_use(books.devices[place[0]])]
+        choice = device_choice(books, lease, lease.held_mib, list(free_mib.items()))
+        target = choice.best(in_use) or min(fitting, key=lambda place: place[1])[0]
+        free_mib[target] -= lease.held_mib
+        moves.append((lease, target))
+    return moves[0]
 
 
 def _is_in_use(device: Device) -> bool:

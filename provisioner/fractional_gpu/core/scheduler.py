@@ -12,7 +12,7 @@ from fractional_gpu.core.idle import await_idle_suspend, suspend_idle
 from fractional_gpu.core.lifecycle import StartReservations
 from fractional_gpu.core.limits import Pins
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.move import ComputeRelief, IdlePacking, move_on_request
+from fractional_gpu.core.move import empty_devices, move_on_request, relieve_compute
 from fractional_gpu.core.queue import QueuePass
 from fractional_gpu.core.resize import MemoryCaps, Resizer
 from fractional_gpu.core.revoke import Departures, Salvage
@@ -40,8 +40,6 @@ class Scheduler:
         self.expectations = Expectations(changes)
         self._early_resumes = EarlyResumes(changes)
         self._relief = HostMemoryRelief(changes)
-        self._compute_relief = ComputeRelief(changes)
-        self._packing = IdlePacking(changes)
 
     def serve(self) -> None:
         """Do everything that can be done now."""
@@ -61,10 +59,10 @@ class Scheduler:
             self._serve_tickets()
         self._relief.relieve()
         self._early_resumes.begin()
-        self._compute_relief.relieve()
+        relieve_compute(self._changes)
         if suspend_idle(self._changes):
             self._serve_tickets()
-        self._packing.pack()
+        empty_devices(self._changes)
         self._settle_gates()
         for lease in self._books.leases.values():
             self._await_next(lease)
