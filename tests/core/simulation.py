@@ -358,7 +358,7 @@ class World:
         if any(self.arbiter.queue_lengths().get(name, 0) > 1 for name in fair):
             return  # shares of time may change their order; nothing wakes for that, as each is due in the end
         clone: Arbiter = pickle.loads(pickle.dumps(self.arbiter))  # noqa: S301 - our own; faster than a deep copy
-        clone._changes.now_ms = max(clone._changes.now_ms, wake - 1 if wake is not None else self.now + _FAR_MS)
+        clone._books.advance(max(clone._changes.now_ms, wake - 1 if wake is not None else self.now + _FAR_MS))
         clone._scheduler.serve()
         effects = clone._changes.take_effects()
         undone = [effect for effect in effects if isinstance(effect, StateChanged | Recorded)]

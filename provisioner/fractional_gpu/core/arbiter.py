@@ -54,7 +54,7 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.laws import check_devices, validate
 from fractional_gpu.core.lifecycle import Lifecycle
-from fractional_gpu.core.limits import refusal, set_priority
+from fractional_gpu.core.limits import end_pin, pin, refusal, set_priority, unpin
 from fractional_gpu.core.metering.meter import Holding
 from fractional_gpu.core.metering.usage import Party
 from fractional_gpu.core.model import (
@@ -72,6 +72,7 @@ from fractional_gpu.core.move import kept_mib
 from fractional_gpu.core.operations import OperationResults
 from fractional_gpu.core.queue import queue_delay
 from fractional_gpu.core.queue_wait import ForecastRecorder, shown_span
+from fractional_gpu.core.revoke import drain, reinstate, revoke, undrain
 from fractional_gpu.core.scheduler import Scheduler
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Device, Lease
@@ -107,7 +108,7 @@ class Arbiter:
         self._deferred_work_done = False
         self._views.clear()
         changes = self._changes
-        changes.now_ms = max(changes.now_ms, event.at_ms)
+        self._books.advance(max(changes.now_ms, event.at_ms))
         self._take(event)
         self._scheduler.serve()
         self._set_wake(anew=isinstance(event, Tick))
@@ -162,11 +163,9 @@ class Arbiter:
                 if event.device_id in books.devices:
                     books.devices[event.device_id].lost = True
             case DeviceDrained():
-                self._scheduler.departures.drain(
-                    event.device_id, evict_busy=event.evict_busy, deadline_ms=event.deadline_ms
-                )
+                drain(self._changes, event.device_id, evict_busy=event.evict_busy, deadline_ms=event.deadline_ms)
             case DeviceUndrained():
-                self._scheduler.departures.undrain(event.device_id)
+                undrain(self._books, event.device_id)
             case PoolConfigured():
                 books.configure(event.pool)
                 update_all_suspendability(books, books.leases.values())
@@ -228,16 +227,16 @@ class Arbiter:
             case MoveRequested():
                 self._scheduler.move_requested(lease, event.device_id)
             case PinRequested():
-                self._scheduler.pins.pin(lease, event.duration_ms)
+                pin(self._changes, lease, event.duration_ms)
             case UnpinRequested():
-                self._scheduler.pins.unpin(lease, event.by)
+                unpin(self._changes, lease, event.by)
             case PriorityChanged():
                 set_priority(self._changes, lease, event.priority, event.sentence)
             case SeatEnded():
-                self._scheduler.pins.end(lease, "the seat of its server has ended, and its pin with it")
-                self._scheduler.departures.revoke(lease, event.since_ms)
+                end_pin(self._changes, lease, "the seat of its server has ended, and its pin with it")
+                revoke(self._changes, lease, event.since_ms)
             case SeatRenewed():
-                self._scheduler.departures.reinstate(lease, event.seat)
+                reinstate(self._changes, lease, event.seat)
                 if lease.state is LeaseState.RESIDENT:  # its seat's end withdrew what it waited for
                     self._scheduler.resizer.claim_missing(lease)
             case Checkpointable():

@@ -27,7 +27,7 @@ from fractional_gpu.core.idle import learn_cost
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.queue_wait import ForecastRecorder
 from fractional_gpu.core.state.books import Books
-from fractional_gpu.core.state.leases import Lease, Operation, Reason, Ticket
+from fractional_gpu.core.state.leases import Lease, Operation, Reason, SwapRetries, Ticket
 from fractional_gpu.core.suspend import update_suspendability
 from fractional_gpu.core.transitions import Cause, next_state
 from fractional_gpu.core.units import format_duration, format_memory
@@ -57,10 +57,6 @@ class Changes:
     def now_ms(self) -> int:
         """The time of the event in hand."""
         return self.books.now_ms
-
-    @now_ms.setter
-    def now_ms(self, now_ms: int) -> None:
-        self.books.advance(now_ms)
 
     def take_effects(self) -> list[Effect]:
         """Return what the event led to, in order."""
@@ -144,8 +140,7 @@ class Changes:
         lease.busy = lease.has_run = lease.preempted = lease.let_in = False
         lease.home_ids, lease.operation, lease.expires_ms = (), None, None
         lease.used_mib, lease.unreserved_mib, lease.growth_mib, lease.is_measured = 0, 0, 0, False
-        lease.retries.forget_suspends()
-        lease.retries.forget_resumes()
+        lease.retries = SwapRetries()
         lease.why_not = lease.unsuspendable_reason = lease.left_behind = ""
         self.forget_expectation(lease)
         lease.under_host_pressure = False

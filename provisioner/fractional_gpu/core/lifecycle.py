@@ -16,7 +16,7 @@ from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.effects import LeaseAdmitted, LeaseRefused
 from fractional_gpu.core.events import LeaseRequested, Shrunk
 from fractional_gpu.core.foresight import Expectations
-from fractional_gpu.core.limits import Pins, pool_mib, refusal
+from fractional_gpu.core.limits import end_pin, pool_mib, refusal, set_pin
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.place import allowed_devices
 from fractional_gpu.core.resize import MemoryCaps, Resizer
@@ -149,7 +149,6 @@ class Lifecycle:
         self._changes = changes
         self._books = changes.books
         self._memory_caps = memory_caps
-        self._pins = Pins(changes)
         self._resizer = Resizer(changes)
         self._start_reservations = StartReservations(changes)
         self._expectations = Expectations(changes)
@@ -203,7 +202,7 @@ class Lifecycle:
             return
         begins, lease.left_behind = not lease.left_behind, what
         if begins:
-            self._pins.end(lease, "the kernel process ended, and its pin with it")
+            end_pin(changes, lease, "the kernel process ended, and its pin with it")
             if lease.busy:
                 changes.forecast_recorder.busy_changed(lease, busy=False)
             changes.forget_expectation(lease)
@@ -222,7 +221,7 @@ class Lifecycle:
         """Free what the lease holds: its process is gone."""
         if lease.state is LeaseState.UNATTACHED:
             return
-        self._pins.end(lease, "the kernel process ended, and its pin with it")
+        end_pin(self._changes, lease, "the kernel process ended, and its pin with it")
         if lease.busy and not lease.left_behind:
             self._changes.forecast_recorder.busy_changed(lease, busy=False)
         if lease.revoked:  # no server exists that could start another kernel for it
@@ -236,7 +235,7 @@ class Lifecycle:
 
     def released(self, lease: Lease, reason: str) -> None:
         if lease.pinned_until_ms:
-            self._pins.set(lease, 0)
+            set_pin(self._changes, lease, 0)
         self._changes.end(lease, Cause.RELEASED, reason)
 
     def wanted(self, lease: Lease, *, urgent: bool) -> None:

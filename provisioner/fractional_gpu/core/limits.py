@@ -276,75 +276,77 @@ def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence:
 _DAY_MS = 86_400_000
 
 
-class Pins:
-    """Pins, and the budgets that they are paid from. What is used up of a budget comes back evenly over a day."""
+# What is used up of a budget of pins comes back evenly over a day.
 
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-        self._books = changes.books
 
-    def pin(self, lease: Lease, duration_ms: int) -> None:
-        """Pin the lease from now on, or decline. Replaces an earlier pin."""
-        refused = REVOKED if lease.revoked else self._refusal(lease, duration_ms)
-        if refused is not None:
-            self._changes.decline(lease, refused.code, refused.sentence, about="pin")
-            return
-        self.set(lease, self._changes.now_ms + duration_ms)
-        self._changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=lease.pinned_until_ms))
-        self._changes.record(lease.lease_id, "pin.begun", f"pinned for {format_duration(duration_ms)}")
+def pin(changes: Changes, lease: Lease, duration_ms: int) -> None:
+    """Pin the lease from now on, or decline. Replaces an earlier pin."""
+    refused = REVOKED if lease.revoked else _pin_refusal(changes, lease, duration_ms)
+    if refused is not None:
+        changes.decline(lease, refused.code, refused.sentence, about="pin")
+        return
+    set_pin(changes, lease, changes.now_ms + duration_ms)
+    changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=lease.pinned_until_ms))
+    changes.record(lease.lease_id, "pin.begun", f"pinned for {format_duration(duration_ms)}")
 
-    def _refusal(self, lease: Lease, duration_ms: int) -> Reason | None:
-        pool, account = self._books.policy(lease), self._books.accounts.of(lease)
-        if lease.state is LeaseState.UNATTACHED or lease.left_behind:
-            return Reason("not-alive", "the kernel has no process: start it, then pin it")
-        if duration_ms < 1:
-            return Reason("pin-too-short", "a pin of no time was asked: ask for a second or more")
-        asked = format_duration(duration_ms)
-        if duration_ms > pool.max_pin_ms:
-            most = format_duration(pool.max_pin_ms)
-            sentence = f"a pin of {asked} was asked, pool {pool.name!r} allows {most} at a time: ask for that or less"
-            if not pool.max_pin_ms:
-                sentence = f"pool {pool.name!r} allows no pins (max_pin is 0): ask the administrator"
-            return Reason("pin-too-long", sentence)
-        if pool.pin_budget_ms is None:
-            return None
-        left_ms = pool.pin_budget_ms - self._spent_ms(account, pool) + self._left_ms(lease)
-        if duration_ms <= left_ms:
-            return None
-        left, budget = format_duration(max(0, left_ms)), format_duration(pool.pin_budget_ms)
-        return Reason(
-            "pin-budget",
-            f"a pin of {asked} was asked, {left} are left of the {budget} that {account.name!r} may pin kernels in a day: "
-            "ask for less, or unpin another kernel",
-        )
 
-    def unpin(self, lease: Lease, by: str) -> None:
-        """End the pin at a request, which is answered even if there is none."""
-        if lease.pinned_until_ms:
-            self.end(lease, f"its pin ended because of {by}")
-        else:
-            self._changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=0))
+def _pin_refusal(changes: Changes, lease: Lease, duration_ms: int) -> Reason | None:
+    pool, account = changes.books.policy(lease), changes.books.accounts.of(lease)
+    if lease.state is LeaseState.UNATTACHED or lease.left_behind:
+        return Reason("not-alive", "the kernel has no process: start it, then pin it")
+    if duration_ms < 1:
+        return Reason("pin-too-short", "a pin of no time was asked: ask for a second or more")
+    asked = format_duration(duration_ms)
+    if duration_ms > pool.max_pin_ms:
+        most = format_duration(pool.max_pin_ms)
+        sentence = f"a pin of {asked} was asked, pool {pool.name!r} allows {most} at a time: ask for that or less"
+        if not pool.max_pin_ms:
+            sentence = f"pool {pool.name!r} allows no pins (max_pin is 0): ask the administrator"
+        return Reason("pin-too-long", sentence)
+    if pool.pin_budget_ms is None:
+        return None
+    left_ms = pool.pin_budget_ms - _spent_ms(changes.books, account, pool) + _left_ms(changes.books, lease)
+    if duration_ms <= left_ms:
+        return None
+    left, budget = format_duration(max(0, left_ms)), format_duration(pool.pin_budget_ms)
+    return Reason(
+        "pin-budget",
+        f"a pin of {asked} was asked, {left} are left of the {budget} that {account.name!r} may pin kernels in a day: "
+        "ask for less, or unpin another kernel",
+    )
 
-    def end(self, lease: Lease, sentence: str, reason: str = "pin.ended") -> None:
-        """End the pin, if there is one; the rest of it goes back to the budget."""
-        if lease.pinned_until_ms:
-            self.set(lease, 0)
-            self._changes.record(lease.lease_id, reason, sentence)
-            self._changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=0))
 
-    def set(self, lease: Lease, until_ms: int) -> None:
-        """Set the end of the pin (0: there is none), without an effect; the budget pays for what is still to come."""
-        account, now_ms = self._books.accounts.of(lease), self._changes.now_ms
-        spent_ms = self._spent_ms(account, self._books.policy(lease)) - self._left_ms(lease)
-        account.pinned_ms, account.pinned_at_ms = max(0, spent_ms) + max(0, until_ms - now_ms), now_ms
-        lease.pinned_until_ms = until_ms
-        self._books.refresh(lease)
+def unpin(changes: Changes, lease: Lease, by: str) -> None:
+    """End the pin at a request, which is answered even if there is none."""
+    if lease.pinned_until_ms:
+        end_pin(changes, lease, f"its pin ended because of {by}")
+    else:
+        changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=0))
 
-    def _left_ms(self, lease: Lease) -> int:
-        return max(0, lease.pinned_until_ms - self._changes.now_ms)
 
-    def _spent_ms(self, account: Account, pool: PoolSpec) -> int:
-        """Return what is used up of the budget now."""
-        passed_ms = self._changes.now_ms - account.pinned_at_ms
-        back_ms = passed_ms if pool.pin_budget_ms is None else pool.pin_budget_ms * passed_ms // _DAY_MS
-        return max(0, account.pinned_ms - back_ms)
+def end_pin(changes: Changes, lease: Lease, sentence: str, reason: str = "pin.ended") -> None:
+    """End the pin, if there is one; the rest of it goes back to the budget."""
+    if lease.pinned_until_ms:
+        set_pin(changes, lease, 0)
+        changes.record(lease.lease_id, reason, sentence)
+        changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=0))
+
+
+def set_pin(changes: Changes, lease: Lease, until_ms: int) -> None:
+    """Set the end of the pin (0: there is none), without an effect; the budget pays for what is still to come."""
+    account, now_ms = changes.books.accounts.of(lease), changes.now_ms
+    spent_ms = _spent_ms(changes.books, account, changes.books.policy(lease)) - _left_ms(changes.books, lease)
+    account.pinned_ms, account.pinned_at_ms = max(0, spent_ms) + max(0, until_ms - now_ms), now_ms
+    lease.pinned_until_ms = until_ms
+    changes.books.refresh(lease)
+
+
+def _left_ms(books: Books, lease: Lease) -> int:
+    return max(0, lease.pinned_until_ms - books.now_ms)
+
+
+def _spent_ms(books: Books, account: Account, pool: PoolSpec) -> int:
+    """Return what is used up of the budget now."""
+    passed_ms = books.now_ms - account.pinned_at_ms
+    back_ms = passed_ms if pool.pin_budget_ms is None else pool.pin_budget_ms * passed_ms // _DAY_MS
+    return max(0, account.pinned_ms - back_ms)

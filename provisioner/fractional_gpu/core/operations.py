@@ -23,15 +23,12 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.foresight import Expectations
 from fractional_gpu.core.lifecycle import Lifecycle
-from fractional_gpu.core.limits import Pins
+from fractional_gpu.core.limits import set_pin
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
 from fractional_gpu.core.resize import Resizer
-from fractional_gpu.core.state.leases import Lease, Operation, Reason
+from fractional_gpu.core.state.leases import Lease, Operation, Reason, pause_ms
 from fractional_gpu.core.suspend import update_suspendability
 from fractional_gpu.core.transitions import Cause, next_state
-
-_FIRST_RETRY_MS = 1000
-_MOST_DOUBLINGS = 16
 
 _FOUND = {
     LeaseState.UNATTACHED: (Cause.FOUND_UNATTACHED, "no process of this kernel"),
@@ -53,7 +50,6 @@ class OperationResults:
         self._books = changes.books
         self._lifecycle = lifecycle
         self._resizer = Resizer(changes)
-        self._pins = Pins(changes)
         self._expectations = Expectations(changes)
 
     def suspended(self, event: SuspendFinished) -> None:
@@ -94,7 +90,7 @@ class OperationResults:
 
     def _roll_back(self, lease: Lease, outcome: SuspendOutcome, sentence: str) -> None:
         """Keep a lease on its devices that could not be suspended; try again after a pause, a long one if it cannot be saved at all."""
-        retries, longest_ms = lease.retries, self._books.policy(lease).retry_refused_ms
+        retries, wait_ms = lease.retries, self._books.policy(lease).retry_refused_ms
         if outcome is SuspendOutcome.IMPOSSIBLE:
             lease.why_not = sentence
             update_suspendability(self._books, lease)
@@ -102,11 +98,10 @@ class OperationResults:
         lease.target_ids = ()
         lease.home_ids, lease.preempted = (), False
         retries.failed_suspends += 1
-        pause_ms = longest_ms
         if outcome is SuspendOutcome.ABORTED:
-            pause_ms = _pause_ms(retries.aborted_suspends, longest_ms)
+            wait_ms = pause_ms(retries.aborted_suspends, wait_ms)
             retries.aborted_suspends += 1
-        retries.suspend_after_ms = self._changes.now_ms + pause_ms
+        retries.suspend_after_ms = self._changes.now_ms + wait_ms
         self._drop_ticket(lease)
         self._stay_on_devices(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)
 
@@ -131,9 +126,9 @@ class OperationResults:
             case ResumeOutcome.NOT_STARTED:
                 books.set_reservation(lease, lease.home_ids)
                 lease.target_ids = ()
-                pause_ms = _pause_ms(lease.retries.failed_resumes, books.policy(lease).retry_refused_ms)
+                wait_ms = pause_ms(lease.retries.failed_resumes, books.policy(lease).retry_refused_ms)
                 lease.retries.failed_resumes += 1
-                lease.retries.resume_after_ms = changes.now_ms + max(1, pause_ms)
+                lease.retries.resume_after_ms = changes.now_ms + max(1, wait_ms)
                 changes.change_state(lease, Cause.NOT_STARTED, "resume.not-started", sentence)
             case ResumeOutcome.UNKNOWN:
                 changes.quarantine(lease, sentence)
@@ -156,7 +151,7 @@ class OperationResults:
         self._books.add(lease)
         self._settle_found(lease, state, device_ids, event.saved_mib)
         if event.pinned_until_ms > changes.now_ms and state is not LeaseState.UNATTACHED:
-            self._pins.set(lease, event.pinned_until_ms)
+            set_pin(changes, lease, event.pinned_until_ms)
         sentence = event.sentence or f"a broker was started anew and found {found}"
         changes.announce_state(lease, None, f"recovered.{state}", sentence)
         if state is LeaseState.QUARANTINED:
@@ -255,8 +250,3 @@ class OperationResults:
             ticket.after_suspend, ticket.kept_on = None, ()
         else:
             self._changes.withdraw_ticket(lease)
-
-
-def _pause_ms(failures: int, longest_ms: int) -> int:
-    """Return the pause after one more failure: each is twice as long as the one before."""
-    return min(_FIRST_RETRY_MS << min(failures, _MOST_DOUBLINGS), longest_ms)

@@ -21,7 +21,8 @@ from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.effects import EndProcesses, UserNotice
 from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.model import LeaseState, Span
-from fractional_gpu.core.state.leases import Device, Lease, Reason
+from fractional_gpu.core.state.books import Books
+from fractional_gpu.core.state.leases import Device, Lease, Reason, pause_ms
 from fractional_gpu.core.suspend import lacks_device
 from fractional_gpu.core.transitions import Cause
 from fractional_gpu.core.units import format_duration, format_forecast, format_memory
@@ -35,104 +36,106 @@ REVOKED: Final = Reason(
 _END_AGAIN_MS = 60_000  # processes that live on are ended again after this
 
 
-class Departures:
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-        self._books = changes.books
+def drain(changes: Changes, device_id: str, *, evict_busy: bool, deadline_ms: int | None) -> None:
+    """Begin to drain a device, which goes away at `deadline_ms`."""
+    device = changes.books.devices.get(device_id)
+    if device is None:
+        return
+    device.draining, device.evict_busy, device.deadline_ms = True, evict_busy, deadline_ms
+    for lease in device.holders.values():
+        _record_drain(changes, lease, device)
 
-    def drain(self, device_id: str, *, evict_busy: bool, deadline_ms: int | None) -> None:
-        """Begin to drain a device, which goes away at `deadline_ms`."""
-        device = self._books.devices.get(device_id)
-        if device is None:
-            return
-        device.draining, device.evict_busy, device.deadline_ms = True, evict_busy, deadline_ms
-        for lease in device.holders.values():
-            self._record_drain(lease, device)
 
-    def undrain(self, device_id: str) -> None:
-        """Let leases come to the device again."""
-        device = self._books.devices.get(device_id)
-        if device is not None:
-            device.draining, device.evict_busy, device.deadline_ms = False, False, None
+def undrain(books: Books, device_id: str) -> None:
+    """Let leases come to the device again."""
+    device = books.devices.get(device_id)
+    if device is not None:
+        device.draining, device.evict_busy, device.deadline_ms = False, False, None
 
-    def _record_drain(self, lease: Lease, device: Device) -> None:
-        device_id = device.spec.device_id
-        if device.deadline_ms is not None:
-            left = format_duration(max(0, device.deadline_ms - self._changes.now_ms))
-            sentence = f"device {device_id} goes away in {left}: what can be saved before is saved in host memory"
-        else:
-            when = "at once" if device.evict_busy or not lease.busy else "when its cell has ended"
-            if lease.is_unsuspendable:
-                when = f"when it can be: {lease.unsuspendable_reason}"
-            sentence = f"an administrator empties device {device_id}: the kernel is suspended {when}"
-        self._changes.record(lease.lease_id, "drain.begun", sentence)
 
-    def revoke(self, lease: Lease, since_ms: int) -> None:
-        """Revoke a lease whose seat has ended. The caller has ended its pin."""
-        changes, books = self._changes, self._books
-        if lease.revoked:
-            return
-        if lease.state is LeaseState.UNATTACHED:
-            changes.end(lease, Cause.RELEASED, "seat-ended")
-            return
-        if lease.gate.ticket is not None:
-            books.set_gate(lease, closed=True)
-        if lease.ticket is not None and lease.ticket.resize_to is None:
-            changes.forecast_recorder.ticket_ended(lease, given_up=True)
-        changes.withdraw_ticket(lease)
-        changes.forget_expectation(lease)
-        ends_ms = min(since_ms, changes.now_ms) + books.policy(lease).revoked_ttl_ms
-        books.revoke(lease, ends_ms)
-        left = format_duration(max(0, ends_ms - changes.now_ms))
-        changes.record(
-            lease.lease_id,
-            "seat-ended",
-            f"the seat of its server has ended: it is suspended, and its processes are ended in {left} unless its user's server is "
-            "started again",
-        )
+def _record_drain(changes: Changes, lease: Lease, device: Device) -> None:
+    device_id = device.spec.device_id
+    if device.deadline_ms is not None:
+        left = format_duration(max(0, device.deadline_ms - changes.now_ms))
+        sentence = f"device {device_id} goes away in {left}: what can be saved before is saved in host memory"
+    else:
+        when = "at once" if device.evict_busy or not lease.busy else "when its cell has ended"
+        if lease.is_unsuspendable:
+            when = f"when it can be: {lease.unsuspendable_reason}"
+        sentence = f"an administrator empties device {device_id}: the kernel is suspended {when}"
+    changes.record(lease.lease_id, "drain.begun", sentence)
 
-    def reinstate(self, lease: Lease, seat: str) -> None:
-        """Reinstate a lease that draws on another seat. A kernel that is busy without its device waits for its turn again."""
-        changes = self._changes
-        if not lease.revoked:
-            return
-        self._books.reinstate(lease, replace(lease.spec, seat=seat))
-        changes.record(lease.lease_id, "seat-renewed", "the next seat of its user's server has taken it over")
-        changes.requeued.add(lease.spec.pool)
-        if lease.state is not LeaseState.RESIDENT and lease.busy:  # so is one with processes left behind
-            changes.file_ticket(lease, preempted=True)
 
-    def suspend_ready(self) -> None:
-        for device in self._books.draining:
-            if device.deadline_ms is not None and device.deadline_ms > self._changes.now_ms:
-                continue  # `Salvage` decides
-            for lease in list(device.holders.values()):
-                may_interrupt = device.evict_busy or not lease.busy
-                if may_interrupt and not self._books.goes_away(lease, later=True):
-                    self._suspend_if_ready(lease, "suspend.drain", "an administrator empties its device")
-        for lease in [one for one in self._books.leases.values() if one.revoked]:
-            self._suspend_if_ready(lease, "suspend.seat-ended", "the seat of its server has ended")
+def revoke(changes: Changes, lease: Lease, since_ms: int) -> None:
+    """Revoke a lease whose seat has ended. The caller has ended its pin."""
+    books = changes.books
+    if lease.revoked:
+        return
+    if lease.state is LeaseState.UNATTACHED:
+        changes.end(lease, Cause.RELEASED, "seat-ended")
+        return
+    if lease.gate.ticket is not None:
+        books.set_gate(lease, closed=True)
+    if lease.ticket is not None and lease.ticket.resize_to is None:
+        changes.forecast_recorder.ticket_ended(lease, given_up=True)
+    changes.withdraw_ticket(lease)
+    changes.forget_expectation(lease)
+    ends_ms = min(since_ms, changes.now_ms) + books.policy(lease).revoked_ttl_ms
+    books.revoke(lease, ends_ms)
+    left = format_duration(max(0, ends_ms - changes.now_ms))
+    changes.record(
+        lease.lease_id,
+        "seat-ended",
+        f"the seat of its server has ended: it is suspended, and its processes are ended in {left} unless its user's server is "
+        "started again",
+    )
 
-    def _suspend_if_ready(self, lease: Lease, reason: str, sentence: str) -> None:
-        if not self._changes.channel_free or not _can_be_saved(self._changes, lease):
-            return
-        retry_ms = lease.retries.suspend_after_ms
-        if retry_ms > self._changes.now_ms:
-            self._books.recheck_at(retry_ms)
-        elif lease.host_need_mib <= self._books.host_left_mib:
-            self._changes.begin_suspend(lease, reason, sentence)
-        else:
-            self._changes.ask_to_shrink(lease)
 
-    def end_processes_if_due(self, lease: Lease) -> None:
-        """Have the processes of a revoked lease ended if its time is over."""
-        now_ms = self._changes.now_ms
-        if lease.ends_ms is None or lease.ends_ms > now_ms:
-            return
-        lease.ends_ms = now_ms + _END_AGAIN_MS
-        sentence = "its seat ended, and no other one has taken it over in the time that its pool allows: its processes are ended"
-        self._changes.record(lease.lease_id, "seat-ended.over", sentence)
-        self._changes.effects.append(EndProcesses(lease_id=lease.lease_id))
+def reinstate(changes: Changes, lease: Lease, seat: str) -> None:
+    """Reinstate a lease that draws on another seat. A kernel that is busy without its device waits for its turn again."""
+    if not lease.revoked:
+        return
+    changes.books.reinstate(lease, replace(lease.spec, seat=seat))
+    changes.record(lease.lease_id, "seat-renewed", "the next seat of its user's server has taken it over")
+    changes.requeued.add(lease.spec.pool)
+    if lease.state is not LeaseState.RESIDENT and lease.busy:  # so is one with processes left behind
+        changes.file_ticket(lease, preempted=True)
+
+
+def suspend_leaving(changes: Changes) -> None:
+    for device in changes.books.draining:
+        if device.deadline_ms is not None and device.deadline_ms > changes.now_ms:
+            continue  # `Salvage` decides
+        for lease in list(device.holders.values()):
+            may_interrupt = device.evict_busy or not lease.busy
+            if may_interrupt and not changes.books.goes_away(lease, later=True):
+                _suspend_if_ready(changes, lease, "suspend.drain", "an administrator empties its device")
+    for lease in [one for one in changes.books.leases.values() if one.revoked]:
+        _suspend_if_ready(changes, lease, "suspend.seat-ended", "the seat of its server has ended")
+
+
+def _suspend_if_ready(changes: Changes, lease: Lease, reason: str, sentence: str) -> None:
+    if not changes.channel_free or not _can_be_saved(changes, lease):
+        return
+    if not changes.books.is_time(lease.retries.suspend_after_ms):
+        return
+    if lease.host_need_mib <= changes.books.host_left_mib:
+        changes.begin_suspend(lease, reason, sentence)
+    else:
+        changes.ask_to_shrink(lease)
+
+
+def end_processes_if_due(changes: Changes, lease: Lease) -> None:
+    """Have the processes of a revoked lease ended if its time is over."""
+    now_ms = changes.now_ms
+    if lease.ends_ms is None or lease.ends_ms > now_ms:
+        return
+    lease.ends_ms = now_ms + _END_AGAIN_MS
+    sentence = (
+        "its seat ended, and no other one has taken it over in the time that its pool allows: its processes are ended"
+    )
+    changes.record(lease.lease_id, "seat-ended.over", sentence)
+    changes.effects.append(EndProcesses(lease_id=lease.lease_id))
 
 
 def _can_be_saved(changes: Changes, lease: Lease) -> bool:
@@ -183,9 +186,6 @@ MARGIN_MS = 500
 
 LEAST_RETRY_MS = 250
 """The shortest pause between a suspend that failed and the next attempt."""
-
-_FIRST_RETRY_MS = 1_000
-_MOST_DOUBLINGS = 16
 
 _LOST = "revocation.lost"
 _INTERRUPTED = "revocation.interrupts"
@@ -246,8 +246,7 @@ class Salvage:
         if retries.suspend_after_ms <= now_ms:
             return
         spare_ms = (self._books.deadline_ms(lease) or now_ms) - MARGIN_MS - self._swap_ms(lease, SUSPEND) - now_ms
-        step_ms = _FIRST_RETRY_MS << min(max(0, retries.failed_suspends - 1), _MOST_DOUBLINGS)
-        after_ms = now_ms + max(LEAST_RETRY_MS, min(step_ms, spare_ms // 2))
+        after_ms = now_ms + max(LEAST_RETRY_MS, pause_ms(max(0, retries.failed_suspends - 1), spare_ms // 2))
         retries.suspend_after_ms = min(retries.suspend_after_ms, after_ms)
 
     def _plan(self, leases: dict[str, Lease]) -> Plan:

@@ -10,12 +10,12 @@ from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.foresight import EarlyResumes, Expectations, HostMemoryRelief
 from fractional_gpu.core.idle import await_idle_suspend, suspend_idle
 from fractional_gpu.core.lifecycle import StartReservations
-from fractional_gpu.core.limits import Pins
+from fractional_gpu.core.limits import end_pin
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.move import empty_devices, move_on_request, relieve_compute
 from fractional_gpu.core.queue import QueuePass
 from fractional_gpu.core.resize import MemoryCaps, Resizer
-from fractional_gpu.core.revoke import Departures, Salvage
+from fractional_gpu.core.revoke import Salvage, end_processes_if_due, suspend_leaving
 from fractional_gpu.core.state.leases import Lease, Reason
 from fractional_gpu.core.suspend import lacks_device
 from fractional_gpu.core.transitions import Cause
@@ -32,9 +32,7 @@ class Scheduler:
         self._books = changes.books
         self._last_pass: QueuePass | None = None  # over the queue, in the event in hand
         self.memory_caps = MemoryCaps(changes)
-        self.departures = Departures(changes)
         self.salvage = Salvage(changes)
-        self.pins = Pins(changes)
         self.resizer = Resizer(changes)
         self.start_reservations = StartReservations(changes)
         self.expectations = Expectations(changes)
@@ -49,7 +47,7 @@ class Scheduler:
         self.salvage.save()
         self._suspend_asked()
         self._suspend_breaching()
-        self.departures.suspend_ready()
+        suspend_leaving(self._changes)
         self.start_reservations.reclaim_lapsed(first=True)
         self.start_reservations.file_parked()
         self._serve_tickets()
@@ -100,9 +98,9 @@ class Scheduler:
             self._changes.end(lease, Cause.EXPIRED, "expired")
             return
         if lease.pinned_until_ms <= now_ms:
-            self.pins.end(lease, "its pin is over", reason="pin.over")
+            end_pin(self._changes, lease, "its pin is over", reason="pin.over")
         self.expectations.take_due(lease)
-        self.departures.end_processes_if_due(lease)
+        end_processes_if_due(self._changes, lease)
 
     def _await_next(self, lease: Lease) -> None:
         """Ask for a decision when time alone changes something for the lease."""
@@ -127,7 +125,7 @@ class Scheduler:
                 self._changes.decline_suspend(lease, wait.code, wait.sentence)
             elif self._changes.channel_free:
                 by = lease.suspend_requested_by
-                self.pins.end(lease, f"its pin ended because of {by}")
+                end_pin(self._changes, lease, f"its pin ended because of {by}")
                 self._changes.begin_suspend(lease, "suspend.asked", f"suspended because of {by}")
 
     def move_requested(self, lease: Lease, device_id: str | None) -> None:
@@ -138,7 +136,7 @@ class Scheduler:
         if wait:
             self._changes.decline(lease, wait.code, wait.sentence, about="move")
         else:
-            self.pins.end(lease, "an administrator has it moved, which ends its pin")
+            end_pin(self._changes, lease, "an administrator has it moved, which ends its pin")
 
     def _suspend_breaching(self) -> None:
         for lease in self.memory_caps.enforce():

@@ -15,6 +15,8 @@ HOST_MARGIN_MIB = 64
 """What a lease's suspend may save beyond its last measured use, whatever its size (`Lease.host_margin_mib`)."""
 HOST_MARGIN_PARTS = 16
 """One part in so many of its use is added to that."""
+_FIRST_PAUSE_MS = 1_000
+_MOST_DOUBLINGS = 16
 _RESTING_PARTS = 4  # kernels that idle between cells are busy about a quarter of the time, in published traces
 _FULL_MILLI = 900  # thousandths of a device that its busy leases use together when they leave none, about
 _SAME_TIME_MILLI = 1050  # what samples of all its busy leases add up to at most, about, if they are of the same time
@@ -125,6 +127,11 @@ class UsageMeter:
     is_running: bool = False  # it is busy on a device now
     as_of_ms: int = 0  # time for which `usage` is right, while the meter runs
     idle_since_ms: int | None = None  # the lease does not contend since then
+
+
+def pause_ms(failures: int, longest_ms: int) -> int:
+    """Return the pause before a swap is tried again, ms: after each failure twice as long as after the one before."""
+    return min(_FIRST_PAUSE_MS << min(failures, _MOST_DOUBLINGS), longest_ms)
 
 
 @dataclass(slots=True, eq=False)
