@@ -13,7 +13,6 @@ import pytest
 from msgspec import to_builtins
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.client.http import Call, Connection
 from fractional_gpu.protocol.codec import decode_reply
 from fractional_gpu.protocol.errors import (
     BadRequestError,
@@ -25,7 +24,6 @@ from fractional_gpu.protocol.errors import (
     NoRoomError,
     NotFoundError,
     RequestTooLargeError,
-    TooManyRequestsError,
     UnauthorizedError,
 )
 from fractional_gpu.protocol.messages import (
@@ -85,14 +83,6 @@ def test_a_lease_is_pinned_and_resized_and_tells_its_story(broker: FakeBroker, c
     assert (neighbour.fraction_milli, neighbour.label) == (125, "")
 
 
-def test_status_brings_leases_as_messages(broker: FakeBroker, client: BrokerClient) -> None:
-    client.create_lease(REQUEST)
-    status = client.status()
-    assert [lease.lease_id for lease in status.leases] == ["lease-1"]
-    assert status.pools == {"default": [250]}
-    assert status.socket == broker.path
-
-
 def test_events_are_whole_statuses_though_the_broker_sends_changes(broker: FakeBroker, client: BrokerClient) -> None:
     for _ in range(3):
         client.create_lease(REQUEST)
@@ -110,11 +100,6 @@ def test_events_are_whole_statuses_though_the_broker_sends_changes(broker: FakeB
     assert after == decode_reply(then, HostStatus)
 
 
-def test_a_line_of_a_wait_is_understood_from_a_later_version() -> None:
-    later = decode_reply({"kind": "waiting", "slowdown_brief": "runs beside a.ipynb", "unheard_of": 1}, Progress)
-    assert later.slowdown_brief == "runs beside a.ipynb"
-
-
 @pytest.mark.parametrize(
     "line", [{"changed": {}, "ended": []}, {"ended": []}, {"changed": None, "ended": None}], ids=str
 )
@@ -128,11 +113,6 @@ def test_text_that_utf8_cannot_carry_is_refused_before_it_is_sent(broker: FakeBr
     with pytest.raises(BadRequestError, match=r"'notebook\\udc80', which is not valid text"):
         client.create_lease(LeaseRequest(fraction_milli=250, label="notebook\udc80"))
     assert broker.calls == []
-
-
-def test_what_a_newer_broker_says_more_is_ignored(broker: FakeBroker, client: BrokerClient) -> None:
-    broker.extra = {"mood": "good"}
-    assert client.ping().pid == os.getpid()
 
 
 def test_lease_ids_are_escaped(broker: FakeBroker, client: BrokerClient) -> None:
@@ -182,23 +162,6 @@ def test_a_broker_that_does_not_answer_is_given_up_and_not_asked_again(broker: F
         assert broker.routes() == ["ping", "status"]
         broker.held["status"].set()
         assert client.ping().protocol == 1
-
-
-def test_nobody_at_the_socket_says_what_to_do(broker: FakeBroker, client: BrokerClient) -> None:
-    broker.stop()
-    with pytest.raises(BrokerUnavailableError, match="jupyter gpu broker"):
-        client.ping()
-
-
-def test_threads_do_not_wait_for_each_other(broker: FakeBroker, client: BrokerClient) -> None:
-    broker.held["status"] = threading.Event()
-    thread = threading.Thread(target=client.status)
-    thread.start()
-    broker.wait_for(lambda: "status" in broker.routes())
-    client.ping()
-    broker.held["status"].set()
-    thread.join(DEADLINE_S)
-    assert not thread.is_alive()
 
 
 def test_an_interrupt_leaves_no_half_used_connection_behind(broker: FakeBroker, client: BrokerClient) -> None:
@@ -260,15 +223,6 @@ def test_acquire_tells_how_the_wait_goes_and_ends_with_the_grant(broker: FakeBro
     broker.progress = [waiting, granted]
     assert list(client.acquire("lease-1", AcquireRequest(wait_ms=7_000))) == [waiting, granted]
     assert broker.bodies("acquire") == [{"wait_ms": 7_000, "hold": False, "watch": False}]
-
-
-def test_leaving_acquire_hangs_up(broker: FakeBroker, client: BrokerClient) -> None:
-    client.create_lease(REQUEST)
-    broker.progress = [Progress(kind="waiting", position=1)]
-    stream = client.acquire("lease-1", AcquireRequest())
-    assert next(stream).position == 1
-    stream.close()
-    broker.wait_for(lambda: broker.hung_up == ["acquire"])
 
 
 def test_acquire_that_is_cut_is_no_grant(broker: FakeBroker, client: BrokerClient) -> None:
@@ -352,42 +306,6 @@ def test_close_gives_up_a_call_and_it_is_not_made_again(broker: FakeBroker, clie
     broker.held["resume"].set()
     assert client.ping().pid == os.getpid(), "it may be used again"
     assert broker.routes().count("resume") == 1
-
-
-def test_close_gives_up_a_call_that_pauses_because_the_broker_has_too_much_to_do(
-    broker: FakeBroker, client: BrokerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client.create_lease(REQUEST)
-    broker.fail["resume"] = TooManyRequestsError("later")
-    pauses, wait = threading.Event(), Call.pause
-
-    def pause(call: Call, _seconds: float) -> None:
-        pauses.set()
-        wait(call, DEADLINE_S)
-
-    monkeypatch.setattr(Call, "pause", pause)
-    thread, raised = resuming(client)
-    assert pauses.wait(DEADLINE_S)
-    client.close()
-    assert ended(thread)
-    assert [type(error) for error in raised] == [BrokerUnavailableError]
-    assert broker.routes().count("resume") == 1
-
-
-def test_close_gives_up_a_call_that_is_just_connecting(
-    broker: FakeBroker, client: BrokerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def connect(path: str, timeout_s: float | None) -> Connection:
-        client.close()
-        return Connection(path, timeout_s)
-
-    with monkeypatch.context() as context:
-        context.setattr("fractional_gpu.client.client.Connection", connect)
-        with pytest.raises(BrokerUnavailableError, match="given up"):
-            client.ping()
-        with pytest.raises(BrokerUnavailableError, match="given up"):
-            next(client.events())
-    assert broker.routes() == []
 
 
 def test_importing_the_client_loads_only_msgspec_that_a_kernel_has_not() -> None:

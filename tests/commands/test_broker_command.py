@@ -1,7 +1,6 @@
 """`jupyter gpu broker`: its command line."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 from fractional_gpu.broker.process import app
 from fractional_gpu.broker.process.restarting import BrokerOptions
 from fractional_gpu.commands import broker
-from fractional_gpu.commands.broker import Stopped, _render
 from fractional_gpu.commands.main import main
 from fractional_gpu.config import load
 from tests.broker.live import live_broker
@@ -67,18 +65,6 @@ def test_in_the_background_it_says_that_a_broker_which_serves_already_keeps_its_
     assert capsys.readouterr().err == ""
 
 
-def test_nothing_render_means_defaults(ran: list[BrokerOptions]) -> None:
-    main(["broker"])
-    assert ran == [BrokerOptions()]
-
-
-def test_a_bad_duration_is_wrong_usage(ran: list[BrokerOptions], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["broker", "--idle-exit", "soon"]) == 2
-    assert "--idle-exit: duration 'soon' is not a duration" in capsys.readouterr().err
-    assert main(["broker", "--idle-exit", "never"]) == 3
-    assert [options.idle_exit for options in ran] == ["never"]
-
-
 def test_the_generated_configuration_can_be_used_as_it_is(
     tmp_path: Path, ran: list[BrokerOptions], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,14 +73,6 @@ def test_the_generated_configuration_can_be_used_as_it_is(
     file.write_text(capsys.readouterr().out)
     assert load(file).files == (file,)
     assert ran == []
-
-
-def test_a_stop_tells_of_kernels_only_where_there_are_some() -> None:
-    done = Stopped(socket="/run/b.sock", pid=7, how="orderly", resident=0, suspended=0, waiting=0, restarted=None)
-    assert "live on" not in "\n".join(_render(done))
-    assert "No kernel had memory on a GPU or saved" in "\n".join(_render(done))
-    assert "The kernels live on (1 resident, 0 suspended)" in "\n".join(_render(replace(done, resident=1)))
-    assert "The kernels live on: " in "\n".join(_render(replace(done, resident=None, suspended=None)))
 
 
 def test_the_unit_of_the_examples_runs_a_service_with_options_that_there_are(ran: list[BrokerOptions]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.completion import SHELLS
-from fractional_gpu.commands.main import COMMANDS, main
+from fractional_gpu.commands.main import main
 from tests.commands.conftest import OwnBroker
 
 pytestmark = pytest.mark.promise("completion")
@@ -82,18 +82,3 @@ def test_bash_completes_with_the_code_that_it_is_given(capsys: pytest.CaptureFix
         ["bash", "--norc"], input=script, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["status"]
-
-
-def test_a_shell_that_is_not_known_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SHELL", "/bin/tcsh")
-    assert main(["completion"]) == 2
-    assert "say for which shell: bash, zsh, fish ($SHELL is /bin/tcsh)" in capsys.readouterr().err
-
-
-def test_the_command_starts_without_what_completes_it() -> None:
-    probe = "import sys; from fractional_gpu.commands.main import main; main([]); print('argcomplete' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines()[-1] == "False"
-    assert "completion" in COMMANDS

@@ -7,13 +7,12 @@ import pytest
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.lease_commands import COMMANDS, LeaseCommand, await_empty, render_story
+from fractional_gpu.commands.lease_commands import render_story
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.terminal.render import render_leases, render_status
 from fractional_gpu.commands.terminal.text import plain
 from fractional_gpu.core.model import Slowdown
-from fractional_gpu.protocol.errors import ConflictError, ForbiddenError
+from fractional_gpu.protocol.errors import ConflictError
 from fractional_gpu.protocol.messages import ResizeRequest
 from fractional_gpu.protocol.status import Story, StoryLine
 from tests.commands.conftest import OwnBroker
@@ -98,14 +97,6 @@ def test_a_refusal_names_the_kernel_and_the_reason(
     )
 
 
-def test_an_unknown_kernel_is_refused_with_those_there_are(
-    broker: OwnBroker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broker.add("resident", label="train.ipynb")
-    assert main(["explain", "nothing"]) == 1
-    assert "there is no lease 'nothing'; there are train.ipynb (lease-1)" in capsys.readouterr().err
-
-
 def test_a_story_is_told_line_by_line_and_ends_with_how_it_stands() -> None:
     lines = [
         StoryLine(at_ms=0, reason="lease.admitted", sentence="it was admitted"),
@@ -158,23 +149,6 @@ def test_a_device_is_drained_and_undrained(broker: OwnBroker, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["device_id"] == "GPU-0"
 
 
-def test_a_device_that_goes_away_is_drained_by_its_deadline(
-    broker: OwnBroker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broker.device = replace(broker.device, goes_away_in_ms=120_000)
-    assert main(["drain", "0", "--deadline", "2m"]) == 0
-    assert broker.calls[-1].body == {"deadline_in_ms": 120_000}
-    assert capsys.readouterr().out.endswith("512 MiB are still held there; it goes away in 2 min\n")
-
-
-def test_all_devices_are_drained_and_undrained_together(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("drain", "undrain"):
-        broker.devices = [broker.device]
-        assert main([command, "--all", "--json"]) == 0
-        assert [call.lease_id for call in broker.calls if call.route == command] == ["GPU-0"]
-        assert [one["device_id"] for one in json.loads(capsys.readouterr().out)] == ["GPU-0"]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [["drain"], ["drain", "0", "--all"], ["undrain"], ["undrain", "0", "--all"], ["drain", ""], ["drain", "", "--all"]],
@@ -182,12 +156,6 @@ def test_all_devices_are_drained_and_undrained_together(broker: OwnBroker, capsy
 def test_one_device_is_named_or_all_are_meant(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) != 0
     assert "name one GPU, for example 0, or say --all" in capsys.readouterr().err
-
-
-def test_whoever_waits_returns_when_the_device_is_empty(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
-    broker.devices = [replace(broker.device, reserved_mib=mib) for mib in (512, 0)]
-    assert main(["drain", "0", "--wait", "1h"]) == 0
-    assert capsys.readouterr().out == "GPU 0 (H100): draining, no kernel holds memory there\n"
 
 
 def test_whoever_waits_in_vain_is_told_and_the_code_says_so(
@@ -198,34 +166,6 @@ def test_whoever_waits_in_vain_is_told_and_the_code_says_so(
     assert "GPU 3 was not empty after 0 ms: 512 MiB are still held; wait longer, or add --evict-busy" in (
         capsys.readouterr().err
     )
-
-
-def test_the_wait_for_an_empty_device_ends_in_time(broker: OwnBroker) -> None:
-    clock = iter([0.0, *(second / 2 for second in range(20) for _ in (0, 1))])
-    pauses: list[float] = []
-    broker.devices = [broker.device] * 50
-    with BrokerClient(broker.path) as client:
-        left = await_empty(client, broker.device, 3000, clock=lambda: next(clock), pause=pauses.append)
-    assert left.reserved_mib == 512
-    assert pauses
-    assert sum(pauses) <= 3.0
-
-
-def test_who_is_no_administrator_is_told_so(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
-    broker.fail["drain"] = ForbiddenError("only an administrator may empty devices")
-    assert main(["drain", "0"]) == 1
-    assert capsys.readouterr().err == "jupyter gpu: only an administrator may empty devices\n"
-
-
-def test_a_pin_of_a_suspended_kernel_begins_once_it_is_back() -> None:
-    row = COMMANDS["pin"]
-    assert isinstance(row, LeaseCommand)
-    waiting = a_lease(state="suspended", pinned_ms=60_000)
-    assert row.success(waiting, waiting) == "3f2a9c1b: will stay on the GPU once it is there, for 1 min from now"
-
-
-def test_the_status_shows_a_note() -> None:
-    assert "3f2a9c1b: waits for the big run" in plain(render_leases([a_lease(note="waits for the big run")]))
 
 
 def test_the_status_tells_of_pins_forecasts_and_emptied_devices() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from fractional_gpu.commands import logs
 from fractional_gpu.commands.main import main
-from tests.commands.conftest import OwnBroker
 
 
 def written(level: str, text: str, *, ago: timedelta = timedelta()) -> str:
@@ -59,15 +58,6 @@ def test_number_age_level_and_lease_choose_entries(capsys: pytest.CaptureFixture
         assert texts(capsys) == chosen, arguments
 
 
-@pytest.mark.usefixtures("log")
-def test_times_in_json_can_be_compared_with_any_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["logs", "--json", "--lines", "1"]) == 0
-    entry = json.loads(capsys.readouterr().out)
-    age = datetime.now().astimezone() - datetime.fromisoformat(entry["time"])
-    assert timedelta() <= age < timedelta(minutes=10)
-    assert entry["level"] == "WARNING"
-
-
 def test_nothing_in_the_log_controls_the_terminal(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log.write_bytes(written("INFO", "kernel \x1b]0;owned\x07 \x9b2J and\r").encode() + b"\xff\n")
     assert main(["logs", "--lines", "1"]) == 0
@@ -91,24 +81,6 @@ def test_a_wrong_argument_is_named(arguments: list[str], complaint: str, capsys:
     assert complaint in capsys.readouterr().err
 
 
-def test_without_a_log_it_is_said_where_one_may_be(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for file in log.parent.iterdir():
-        file.unlink()
-    assert main(["logs"]) == 1
-    assert "journalctl" in capsys.readouterr().err
-
-
-def test_a_lease_of_the_broker_that_runs_is_found_by_the_beginning_of_its_id(
-    broker: OwnBroker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lease_id = broker.add("resident")
-    Path(broker.path).with_name("broker.log").write_text(
-        written("INFO", f"lease {lease_id[:8]}: here") + written("INFO", "another")
-    )
-    assert main(["logs", "--json", lease_id[:5]]) == 0
-    assert texts(capsys) == [f"lease {lease_id[:8]}: here"]
-
-
 def test_entries_that_come_are_followed_over_a_rotation_and_a_deletion(log: Path) -> None:
     def happens() -> Iterator[None]:
         with log.open("a") as file:
@@ -129,14 +101,4 @@ def test_entries_that_come_are_followed_over_a_rotation_and_a_deletion(log: Path
     assert len(list(reader.entries())) == 3
     found = reader.follow(pause=lambda _: next(steps))
     assert [next(found).text for _ in range(4)] == ["second", "third", "fourth", "fifth"]
-    reader.close()
-
-
-def test_the_end_of_an_entry_that_comes_late_is_not_lost(log: Path) -> None:
-    reader = logs.LogReader(log)
-    *_, last = reader.entries()
-    with log.open("a") as file:
-        file.write("  its cause\n")
-    (late,) = reader.entries()
-    assert (late.text, late.level, late.time) == ("  its cause", last.level, last.time)
     reader.close()

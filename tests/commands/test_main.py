@@ -37,20 +37,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"jupyter-fractional-gpu {__version__}\n"
 
 
-def test_an_unknown_command_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["statsu"])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert (
-        "there is no command 'statsu'; did you mean `jupyter gpu status`? choose from demo, lab, run, measure, status"
-        in said
-    )
-    with pytest.raises(SystemExit):
-        main(["frobnicate"])
-    assert "there is no command 'frobnicate'; choose from demo" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -139,27 +125,6 @@ def test_a_full_disk_is_one_line(arguments: list[str], unbuffered: str) -> None:
     assert done.stderr == (
         "jupyter gpu: what it writes does not fit: No space left on device; free some space, or write elsewhere\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["status", "--socket", "/nonexistent/broker.sock"], 0),
-        (["capacity", "--socket", "/nonexistent/broker.sock"], 1),
-        (["node", "prolog", "--socket", "/nonexistent/broker.sock", "--log", "/dev/null"], 0),
-    ],
-)
-def test_without_streams_a_command_does_its_work(arguments: list[str], code: int) -> None:
-    closed = ["sh", "-c", '"$@" >&- 2>&-', "sh", *_MAIN, *arguments]
-    assert subprocess.run(closed, check=False).returncode == code
-
-
-def test_only_lab_passes_unknown_arguments_on(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    command.__dict__["run"] = lambda _options: 0
-    with pytest.raises(SystemExit):
-        main(["probe", "--no-browser"])
-    assert "unrecognized arguments: --no-browser" in capsys.readouterr().err
-    assert [name for name, entry in COMMANDS.items() if entry.passes_on] == ["lab"]
 
 
 def test_every_command_is_there_without_the_packages_of_the_extras() -> None:

@@ -61,15 +61,6 @@ def test_a_signal_ends_the_agent_at_whatever_moment_of_its_wait_it_comes(number:
             assert ended(0)
 
 
-def test_its_end_gives_the_signals_back() -> None:
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    with ending():
-        assert [signal.getsignal(number) for number in numbers] != before
-    assert [signal.getsignal(number) for number in numbers] == before
-    assert signal.set_wakeup_fd(-1) == -1
-
-
 class Changed(threading.Event):
     """An event that another thread sets, where `late`, just after it was looked at."""
 

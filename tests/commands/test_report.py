@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import pwd
 import re
 import subprocess
 import sys
@@ -18,12 +17,8 @@ from typing import Any
 import pytest
 
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.report import as_text
-from fractional_gpu.commands.terminal.text import plain as unstyled
-from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Share, ShareDay
 from fractional_gpu.core.metering.usage import FIGURES, SHARE_HOUR, Party, Usage, UsageKey, UsageRow
-from fractional_gpu.reports.rows_file import FORMAT, VERSION, report_of, rows_of
-from fractional_gpu.reports.rows_file import read as read_rows
+from fractional_gpu.reports.rows_file import FORMAT, VERSION
 from tests.broker.live import LiveBroker, live_broker
 
 HOUR_S = 1_795_503_600  # 2026-11-24T07:00Z, a Tuesday
@@ -73,10 +68,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
     return run
 
 
-def test_a_file_that_is_written_is_read_back(usage: Path) -> None:
-    assert rows_of(read_rows(usage.read_bytes(), "usage.json")) == rows()
-
-
 def test_text_has_parts_what_no_lease_held_and_a_total_for_each_currency(usage: Path, said: Said) -> None:
     lines = said("--from", usage, "--by", "user,pool").splitlines()
     assert lines[0] == (
@@ -95,16 +86,6 @@ def test_text_has_parts_what_no_lease_held_and_a_total_for_each_currency(usage: 
         ["1.001 EUR"],
         ["0.005 USD"],
     ]
-
-
-def test_on_a_narrow_terminal_one_table_becomes_two_and_no_line_is_too_wide(usage: Path) -> None:
-    file = read_rows(usage.read_bytes(), "usage.json")
-    report = report_of(file, ["user"], file.begins_s, file.ends_s)
-    wide, narrow = unstyled(as_text(report, ["user"])), unstyled(as_text(report, ["user"], width=80))
-    assert max(map(len, wide.splitlines()[:6])) > 80
-    assert max(map(len, narrow.splitlines()[2:])) <= 80
-    assert narrow.count("USER") == 2
-    assert set(re.findall(r"\d+\.\d\d", wide)) == set(re.findall(r"\d+\.\d\d", narrow))
 
 
 def test_the_forms_of_a_report_agree(usage: Path, said: Said, tmp_path: Path) -> None:
@@ -158,12 +139,6 @@ def test_a_notebook_is_no_formula_for_a_spreadsheet_and_no_html_for_a_browser(tm
     assert "<img" not in said("--from", usage, "--html")
 
 
-def test_by_hour_there_is_a_row_for_each_hour(usage: Path, said: Said) -> None:
-    found = list(csv.DictReader(io.StringIO(said("--from", usage, "--by", "hour", "--csv"))))
-    assert {row["ChargePeriodStart"][11:] for row in found} >= {"07:00:00Z", "18:00:00Z"}
-    assert all(row["ChargePeriodStart"] < row["ChargePeriodEnd"] for row in found)
-
-
 def test_filters_and_times_leave_what_fits(usage: Path, said: Said) -> None:
     def users(*arguments: str) -> list[str]:
         return [one["of"]["user"] for one in json.loads(said("--from", usage, "--json", *arguments))["entries"]]
@@ -179,12 +154,6 @@ def test_filters_and_times_leave_what_fits(usage: Path, said: Said) -> None:
     assert users("--user", "nobody") == []
     assert users("--since", "2026-11-25") == ["grace", "mary"]
     assert users("--until", "2026-11-24T08:00") == ["ada"]
-
-
-def test_a_report_of_nothing_says_so_and_has_a_header(usage: Path, said: Said) -> None:
-    assert "Nothing was used in this time" in said("--from", usage, "--user", "nobody")
-    assert said("--from", usage, "--user", "nobody", "--csv").startswith("BilledCost,BillingAccountId,")
-    assert "No kernel used a GPU in this time" in said("--from", usage, "--user", "nobody", "--html")
 
 
 @pytest.mark.parametrize(
@@ -228,12 +197,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, said: Said, conte
     assert "No such file" in said("--from", tmp_path / "gone.json", code=1)
 
 
-def test_a_figure_of_another_version_is_refused(tmp_path: Path, said: Said) -> None:
-    row = plain(rows()[0])
-    row["figures"]["watts"] = 3
-    assert "has a figure 'watts'; known are reserved_ms" in said("--from", file_of(tmp_path / "x.json", [row]), code=1)
-
-
 @pytest.fixture
 def live() -> Any:  # noqa: ANN401 - a context manager's value
     with live_broker(devices="2x1GiB") as live:
@@ -250,18 +213,6 @@ def live() -> Any:  # noqa: ANN401 - a context manager's value
 
         live.on_loop(add)
         yield live
-
-
-def test_the_broker_and_a_file_of_the_same_rows_give_the_same_report(
-    live: LiveBroker, usage: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TZ", "UTC")
-    time = ("--since", "2026-11-24T06:00Z", "--until", "2026-11-26T07:00Z", "--by", "user,day", "--pool", "large")
-    of_broker = json.loads(said("--socket", live.socket, "--json", *time))
-    of_file = json.loads(said("--from", usage, "--json", *time))
-    assert of_broker.pop("devices").keys() == live.broker.devices.keys()
-    of_file.pop("devices")
-    assert of_broker == of_file
 
 
 @pytest.fixture
@@ -292,44 +243,6 @@ def test_days_and_months_of_chargeback_rows_are_those_of_the_broker_wherever_the
     assert {(one["BillingPeriodStart"], one["BillingPeriodEnd"]) for one in found} == {
         ("2026-11-01T00:00:00Z", "2026-12-01T00:00:00Z")
     }
-
-
-def test_notebooks_for_which_another_share_is_suggested_are_listed_below_the_table(
-    live: LiveBroker, said: Said
-) -> None:
-    today, whole = int(time.time()) // 86_400, Share(1000, 1024)
-    me = pwd.getpwuid(os.getuid()).pw_name
-
-    async def work() -> None:
-        for owner in (me, "other"):
-            key = HabitKey("default", owner, False, HabitKind.NOTEBOOK, "train.ipynb")
-            for ago in range(10):
-                one = ShareDay(today - ago, whole, 100, 3_600_000, 1_800_000, 5, {2: 1_800_000})
-                live.broker.habits.recorder.load(key, one)
-
-    live.on_loop(work)
-    text = said("--socket", live.socket, "--by", "notebook", "--user", me)
-    assert "Advice on shares" in text
-    assert "1/8 GPU" in text
-    assert "would have been short of memory on 0 of 10 days" in " ".join(text.split())
-    (advice,) = json.loads(said("--socket", live.socket, "--json", "--by", "notebook", "--user", me))["advice"]
-    assert (advice["notebook"], advice["figures"]["verdict"], advice["figures"]["risk"]["share"][0]) == (
-        "train.ipynb",
-        "smaller",
-        125,
-    )
-    assert "Advice" not in said("--socket", live.socket, "--by", "user"), (
-        "notebooks' names are shown where they are asked for"
-    )
-
-
-def test_a_device_is_named_by_its_number_or_a_beginning_of_its_id_that_fits_one(live: LiveBroker, said: Said) -> None:
-    first, second = live.broker.devices
-    arguments = ("--socket", live.socket, "--csv", "--since", "2026-11-24", "--by", "device", "--device")
-    for word in ("1", second, second[:12]):
-        (found,) = csv.DictReader(io.StringIO(said(*arguments, word)))
-        assert (found["ResourceId"], found["ResourceName"]) == (f"device/{second}", live.broker.devices[second].name)
-    assert f"fits {first}, {second}; name one of them" in said(*arguments, "SIM-", code=1)
 
 
 def test_without_a_broker_it_says_what_to_do(tmp_path: Path, said: Said) -> None:

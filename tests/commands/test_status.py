@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.status import show, watch
+from fractional_gpu.commands.status import watch
 from fractional_gpu.protocol.errors import InternalBrokerError
 from fractional_gpu.protocol.status import HostStatus
 from tests.commands.conftest import OwnBroker
@@ -78,28 +78,10 @@ def test_no_broker_is_an_ordinary_answer_and_none_is_started(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_service_that_does_not_run_is_started_by_no_kernel(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--socket", "/run/jupyter-gpu-nowhere/b.sock"]) == 0
-    assert "an administrator starts it" in capsys.readouterr().out
-
-
-def test_a_dead_brokers_socket_counts_as_no_broker(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
-    Path(broker.path).rename(f"{broker.path}.left")
-    broker.stop()
-    assert main(["status", "--json", "--socket", f"{broker.path}.left"]) == 0
-    assert capsys.readouterr().out == '{"running": false}\n'
-
-
 def test_a_broker_that_fails_is_not_called_absent(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
     broker.fail["status"] = InternalBrokerError("the ledger is on fire")
     assert main(["status"]) == 1
     assert capsys.readouterr().err == "jupyter gpu: the ledger is on fire\n"
-
-
-def test_a_path_that_is_no_socket_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").mkdir()
-    assert main(["status", "--socket", str(tmp_path / "file" / ("x" * 200))]) == 1
-    assert capsys.readouterr().err.startswith("jupyter gpu: ")
 
 
 def test_a_watch_on_a_terminal_redraws_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,28 +96,11 @@ def test_a_watch_on_a_terminal_redraws_every_two_seconds(monkeypatch: pytest.Mon
     assert screens[2].startswith("No broker is running")
 
 
-def test_a_watch_shows_the_beginning_of_what_a_low_terminal_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("LINES", "6")
-    monkeypatch.setenv("COLUMNS", "80")
-    out = Terminal()
-    pictures_until_enough(out, [a_host()], as_json=False)
-    screen = out.getvalue().removesuffix("\x1b[?1049l").rpartition("\x1b[2J")[2].splitlines()
-    whole = show(a_host(), as_json=False, socket="", out=io.StringIO()).splitlines()
-    assert screen == [*whole[:4], f"... {len(whole) - 4} more lines; Ctrl-C ends this."]
-
-
 def test_a_watch_for_programs_is_one_object_a_line() -> None:
     out = Terminal()
     pictures_until_enough(out, [None, a_host()], as_json=True)
     lines = out.getvalue().splitlines()
     assert [json.loads(line)["running"] for line in lines] == [False, True]
-
-
-def test_a_watch_into_a_file_has_no_escapes() -> None:
-    out = io.StringIO()
-    pictures_until_enough(out, [a_host(), a_host()], as_json=False)
-    assert out.getvalue() == 2 * (show(a_host(), as_json=False, socket="", out=io.StringIO()) + "\n")
 
 
 def test_ctrl_c_ends_a_watch_quietly(

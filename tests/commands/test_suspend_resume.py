@@ -1,18 +1,13 @@
 """`jupyter gpu suspend` and `jupyter gpu resume`."""
 
-import io
 import json
-import threading
 
 import pytest
 
-from fractional_gpu.commands.lease_commands import COMMANDS, BulkCommand, find_lease
+from fractional_gpu.commands.lease_commands import find_lease
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.terminal import progress as progress_module
-from fractional_gpu.commands.terminal.connection import say_if_slow
 from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.protocol.errors import ConflictError
-from fractional_gpu.protocol.status import LeaseStatus
 from tests.commands.conftest import OwnBroker
 from tests.commands.pictures import a_lease
 
@@ -49,11 +44,6 @@ def test_an_unknown_name_lists_what_there_is(name: str) -> None:
         find_lease(name, LEASES)
 
 
-def test_an_unknown_name_where_there_is_nothing() -> None:
-    with pytest.raises(CommandError, match="there is no lease 'x'; there are none"):
-        find_lease("x", [])
-
-
 def test_one_kernel_is_suspended_and_resumed_by_its_kernel_id(
     broker: OwnBroker, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,18 +65,6 @@ def test_all_means_those_that_can_be_moved(broker: OwnBroker, capsys: pytest.Cap
     assert main(["resume", "--all"]) == 0
     states = [broker.leases[lease_id].state for lease_id in (first, second, third)]
     assert states == ["resident", "resident", "unarmed"]
-
-
-def test_nothing_to_move_is_said_and_is_no_failure(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
-    broker.add("resident")
-    assert main(["resume", "--all"]) == 0
-    assert capsys.readouterr().out == "There is nothing to resume.\n"
-
-
-def test_a_kernel_named_twice_is_moved_once(broker: OwnBroker) -> None:
-    lease_id = broker.add("resident", kernel_id="kernel-1")
-    assert main(["suspend", "kernel-1", lease_id]) == 0
-    assert broker.routes().count("suspend") == 1
 
 
 def test_a_refusal_is_told_and_the_others_are_moved_all_the_same(
@@ -111,52 +89,3 @@ def test_neither_or_both_of_names_and_all_is_wrong_usage(
     assert main(arguments) == 2
     assert "say which kernels to" in capsys.readouterr().err
     assert broker.calls == []
-
-
-def test_without_a_broker_there_is_nothing_to_move(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
-    broker.stop()
-    assert main(["suspend", "--all"]) == 1
-    assert "no broker is running" in capsys.readouterr().err
-
-
-class Lines(io.StringIO):
-    """Tells when something was written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = threading.Event()
-
-    def write(self, text: str) -> int:
-        count = super().write(text)
-        self.written.set()
-        return count
-
-
-def test_whoever_waits_long_is_told_what_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "_QUIET_S", 0.001)
-    out = Lines()
-    with say_if_slow("suspending train.ipynb ...", out=out):
-        assert out.written.wait(60)
-    assert out.getvalue() == "suspending train.ipynb ...\n"
-
-
-def test_whoever_does_not_wait_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "_QUIET_S", 3600.0)
-    out = Lines()
-    with say_if_slow("suspending train.ipynb ...", out=out):
-        pass
-    assert out.getvalue() == ""
-
-
-@pytest.mark.parametrize(
-    ("command", "lease", "sentence"),
-    [
-        ("suspend", a_lease(state="suspended", saved_mib=1536), "suspended, 1.5 GiB saved in host memory"),
-        ("suspend", a_lease(state="unarmed"), "holds no GPU memory, so there was nothing to save"),
-        ("resume", a_lease(), "on the GPU (NVIDIA L4)"),
-    ],
-)
-def test_the_command_prints_what_was_done(command: str, lease: LeaseStatus, sentence: str) -> None:
-    row = COMMANDS[command]
-    assert isinstance(row, BulkCommand)
-    assert row.success(lease) == sentence

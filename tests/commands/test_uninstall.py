@@ -13,7 +13,6 @@ import pytest
 from fractional_gpu.client import state_folder
 from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.commands import uninstall
-from fractional_gpu.commands.main import main
 from tests.commands.conftest import OwnBroker
 from tests.support.world import World, new_world
 
@@ -86,42 +85,11 @@ def test_nothing_is_removed_while_a_kernel_has_a_lease(world: World, broker: Own
     assert len(list(world.kernels_dir.iterdir())) == 1
 
 
-def test_folders_for_sockets_with_a_long_path_go_too(world: World, tmp_path: Path) -> None:
-    short, foreign = tmp_path / f"jupyter-gpu-{os.geteuid()}-0123456789ab", tmp_path / "jupyter-gpu-77-0123456789ab"
-    for folder in (short, foreign):
-        folder.mkdir()
-        (folder / "broker.log").write_text("")
-    assert world.command("uninstall", "--yes").returncode == 0
-    assert not short.exists()
-    assert foreign.exists()
-
-
-def test_a_kernelspec_that_is_a_link_goes_too(world: World) -> None:
-    (name,) = world.install(250)
-    kept = world.folder / "dotfiles"
-    (world.kernels_dir / name).rename(kept)
-    (world.kernels_dir / name).symlink_to(kept)
-    assert world.command("uninstall", "--yes").returncode == 0
-    assert list(world.kernels_dir.iterdir()) == []
-    assert (kept / "kernel.json").is_file()
-
-
 def test_without_a_terminal_it_says_what_to_do(world: World) -> None:
     said = world.command("uninstall")
     assert said.returncode == 1
     assert "--yes" in said.stderr
     assert "--dry-run" in said.stderr
-
-
-@pytest.mark.parametrize(("answer", "goes"), [("y", True), ("Yes ", True), ("", False), ("n", False)])
-def test_it_asks_first(world: World, answer: str, *, goes: bool) -> None:
-    world.install(250)
-    with patch("sys.stdin") as stdin, patch("builtins.input", return_value=answer):
-        stdin.isatty.return_value = True
-        said = world.command("uninstall")
-    assert said.returncode == 0, said.stderr
-    assert bool(list(world.kernels_dir.iterdir())) is not goes
-    assert ("Nothing was removed." in said.stdout) is not goes
 
 
 def test_what_cannot_be_removed_is_named_and_the_rest_goes(world: World) -> None:
@@ -151,29 +119,3 @@ def test_a_link_in_the_place_of_a_folder_is_left_alone(world: World) -> None:
     assert (precious / "broker.log").read_text() == "mine"
     assert stat.S_ISLNK((world.folder / "run" / "gpu").lstat().st_mode)
     (world.folder / "run" / "gpu").unlink()
-
-
-@pytest.mark.parametrize(
-    ("installer", "prefix", "command"),
-    [
-        ("pip\n", "/opt/venv", "-m pip uninstall jupyter-fractional-gpu"),
-        ("", "/opt/venv", "-m pip uninstall jupyter-fractional-gpu"),
-        ("uv", "/home/ada/.local/share/uv/tools/jupyter-fractional-gpu", "uv tool uninstall jupyter-fractional-gpu"),
-        ("uv", "/opt/venv", "uv pip uninstall --python"),
-        ("pip", "/home/ada/.local/pipx/venvs/jupyter-fractional-gpu", "pipx uninstall jupyter-fractional-gpu"),
-        ("conda", "/opt/conda/envs/a", "conda remove --prefix /opt/conda/envs/a jupyter-fractional-gpu"),
-    ],
-)
-def test_the_package_is_removed_by_what_installed_it(
-    installer: str, prefix: str, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.prefix", prefix)
-    with patch.object(uninstall, "distribution") as found:
-        found.return_value.read_text.return_value = installer
-        assert command in uninstall.package_command()
-
-
-def test_help_says_that_the_ledger_goes_too(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["uninstall", "--help"])
-    assert "ledger" in capsys.readouterr().out

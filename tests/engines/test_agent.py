@@ -1,7 +1,6 @@
 """The agent's decisions, in virtual time: what it writes into an engine, when, and what it says. No processes."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import cast
@@ -125,14 +124,6 @@ def test_it_writes_once_and_then_on_change() -> None:
     ]
 
 
-def test_an_unchanged_summary_is_renewed_before_it_is_stale() -> None:
-    world = World()
-    world.run(world.agent(), 1800)
-    times = [at for at, _ in world.writes]
-    assert 5 <= len(times) <= 7
-    assert not parse_summary(world.summary).is_stale(1_000_000 + world.now_ms // 1000)
-
-
 def test_a_state_that_changes_all_the_time_is_written_at_most_once_in_the_floor_and_read_before() -> None:
     world = World()
     agent = world.agent()
@@ -206,37 +197,3 @@ def test_a_controller_that_is_down_is_tried_ever_more_rarely_and_said_once() -> 
     world.run(agent, 180)
     assert world.counts == {"jgpu": 1000}
     assert world.said.count("the engine answers again") == 1
-
-
-def test_a_node_without_the_count_gets_a_summary_and_a_sentence() -> None:
-    world = World(counts={})
-    world.run(world.agent(), 20)
-    assert [write.counts for _, write in world.writes] == [{}]
-    assert parse_summary(world.summary).pools
-    assert any("no jgpu in the engine" in line for line in world.said)
-
-
-def test_500_agents_that_see_a_change_at_once_do_not_write_at_once() -> None:
-    """The controller gets at most two requests of each agent within the floor; no 100 ms have a sixth of the writes."""
-    times: list[int] = []
-    reads = 0
-    for seed in range(500):
-        world = World()
-        agent = world.agent(seed * 7919)
-        world.run(agent, 60)
-        world.reads, world.writes[:], world.admissible = 0, [], 500
-        world.run(agent, 10)
-        times += [at - 60_000 for at, _ in world.writes]
-        reads += world.reads
-    assert len(times) == 500
-    assert reads <= 2 * 500
-    assert max(sum(start <= at < start + 100 for at in times) for start in range(0, 10_000, 100)) < 500 // 6
-
-
-def test_once_raises_where_the_broker_does_not_answer() -> None:
-    world = World(broker_down=True)
-    with suppress(BrokerUnavailableError):
-        world.agent().once()
-    assert world.writes == []
-    world.broker_down = False
-    assert world.agent().once().counts == {"jgpu": 2000}

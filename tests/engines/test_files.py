@@ -90,19 +90,6 @@ def test_a_task_gets_what_the_prolog_wrote_and_nothing_is_run_of_it(tmp_path: Pa
     assert "print" not in task_prolog(tmp_path, content, SLURM_LOCALID="3")  # one task of a node says it
 
 
-@pytest.mark.parametrize("job", ["7", "", "../7", "7x"])
-def test_a_job_without_a_share_gets_nothing(tmp_path: Path, job: str) -> None:
-    assert task_prolog(tmp_path, None, job) == ""
-
-
-def test_the_units_command_is_quoted_for_systemd() -> None:
-    files = NodeFiles(
-        command=["/opt/a b/jupyter-gpu"], seats=Path("/run/jupyter-gpu/seats"), words=["--pool", "50%=jgpu"]
-    )
-    (line,) = [line for line in install_files(files)["jupyter-gpu-agent.service"].splitlines() if "ExecStart" in line]
-    assert line == 'ExecStart="/opt/a b/jupyter-gpu" node agent --engine slurm --pool "50%%=jgpu"'
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

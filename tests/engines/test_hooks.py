@@ -93,26 +93,6 @@ def test_a_request_is_registered_by_one_process_at_a_time(settings: HookSettings
         assert not free
 
 
-def test_a_job_without_a_share_leaves_no_trace(
-    settings: HookSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:gpu:1|12|cpu=1,mem=4G,node=1|1|"')
-    said: list[str] = []
-    hooks.begin(settings, ENVIRONMENT, said.append)
-    hooks.end(settings, ENVIRONMENT, said.append)
-    assert (files(settings), said) == ({}, [])
-
-
-@pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": "../x", "SLURMD_NODENAME": "n1"}, {"SLURM_JOB_ID": "12"}])
-def test_an_environment_that_is_not_slurms_is_said_and_raises_nothing(
-    settings: HookSettings, environment: dict[str, str]
-) -> None:
-    said: list[str] = []
-    hooks.begin(settings, environment, said.append)
-    hooks.end(settings, environment, said.append)
-    assert said
-
-
 def test_a_folder_that_cannot_be_made_is_said_and_raises_nothing(
     settings: HookSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,28 +105,6 @@ def test_a_database_that_is_down_is_asked_for_one_job_at_a_time(tmp_path: Path) 
     assert node.slurm.asked == [1]
 
 
-def test_a_refusal_for_one_job_is_none_for_the_next(tmp_path: Path) -> None:
-    node = Node(tmp_path)
-    node.look(1, 2)
-    node.slurm.trouble = EngineError("`sacctmgr` failed: Access/permission denied")
-    node.look()
-    assert node.slurm.asked == [1, 2]
-    assert "permission denied" in node.said[0]
-
-
-def test_an_end_that_the_database_does_not_know_yet_is_waited_for_and_given_up(tmp_path: Path) -> None:
-    node = Node(tmp_path)
-    node.look(1, 2)
-    node.look()
-    assert node.slurm.ended == {}
-    node.slurm.known = {1}
-    node.look(after_ms=COMMENT_MS)
-    assert set(node.slurm.ended) == {1}
-    node.look(after_ms=ENDED_MS)
-    node.look(after_ms=COMMENT_MS)
-    assert node.slurm.asked == [1, 2, 1, 2]
-
-
 def test_a_requeued_job_that_runs_again_keeps_its_new_figures(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.look(1)

@@ -13,7 +13,6 @@ import pytest
 from batchspawner import JobStatus
 from tornado import web
 
-from fractional_gpu.engines.engine import EngineUnavailableError
 from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
 from fractional_gpu_hub.engines import slurm_commands
 from fractional_gpu_hub.engines.slurm import FractionalGPUSlurmSpawner
@@ -182,14 +181,6 @@ async def test_what_else_fails_ends_no_server(cluster: Cluster, broken: str) -> 
     await spawner.stop()
 
 
-async def test_a_request_that_slurm_refuses_is_told_in_slurms_words(cluster: Cluster) -> None:
-    spawner = made(cluster, gpu_partitions={"default": "nowhere"})
-    spawner._gpu_is_in_partition = lambda *_: True
-    with pytest.raises(web.HTTPError, match="invalid partition"):
-        await spawner.start()
-    assert await spawner.poll() == 1
-
-
 @pytest.mark.parametrize("how", ["at once", "after a while"])
 async def test_a_server_that_dies_before_it_serves_says_so_at_once(cluster: Cluster, how: str) -> None:
     spawner = made(cluster)
@@ -209,22 +200,3 @@ async def test_a_server_that_dies_before_it_serves_says_so_at_once(cluster: Clus
 
 def message_of(error: Any) -> str:  # noqa: ANN401 - of JupyterHub 5 or 6
     return str(error.jupyterhub_message)
-
-
-async def test_nodes_that_take_nothing_are_named(cluster: Cluster) -> None:
-    cluster.call("scontrol", "update", "nodename=n1", "state=drain", "reason=a text of an administrator Extra={}")
-    publish(cluster, "n2", problem="the node's broker does not answer")
-    try:
-        spawner = made(cluster)
-        form = await spawner.get_options_form()
-        assert "n1 is drained, n2 is without its broker" in form
-        with pytest.raises(web.HTTPError, match="no node starts servers now"):
-            await spawner.start()
-    finally:
-        cluster.call("scontrol", "update", "nodename=n1", "state=resume")
-
-
-async def test_a_missing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(EngineUnavailableError, match="install Slurm's commands"):
-        await NODES._read()

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.commands.doctor.slurm import check_accounting
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
-from fractional_gpu.engines.job_seats import JobSeat, job_of, share_of_job, share_of_shards
-from fractional_gpu.engines.slurm import Slurm, SlurmJob, job_number, parse_gres
+from fractional_gpu.engines.job_seats import JobSeat, job_of, share_of_job
+from fractional_gpu.engines.slurm import Slurm, SlurmJob, parse_gres
 from fractional_gpu.protocol.messages import Workload
 from fractional_gpu.protocol.status import SeatStatus
 
@@ -79,15 +78,6 @@ def test_a_nodes_record(slurm: Slurm, tmp_path: Path) -> None:
     assert (record.counts, record.in_use, record.most) == ({"jgpu": 1000}, {"jgpu": 600}, {"jgpu": 4000})
 
 
-def test_a_node_whose_gpus_have_a_type_that_begins_with_a_digit_has_its_counts(slurm: Slurm, tmp_path: Path) -> None:
-    answer(tmp_path, NODE.replace("gpu:a100", "gpu:2080ti"))
-    record = slurm.read_node()
-    assert record.counts == {"jgpu": 1000}
-    slurm.write_node(NodeWrite(counts={"jgpu": 2500}, summary=""), record)
-    written = (tmp_path / "given").read_text().splitlines()
-    assert written == ["update", "nodename=n1", "gres=gpu:2080ti:2,jgpu:open:2500,jgpu:closed:1500"]
-
-
 def test_a_write_names_every_resource_and_keeps_the_sum(slurm: Slurm, tmp_path: Path) -> None:
     answer(tmp_path, NODE)
     record = slurm.read_node()
@@ -112,14 +102,6 @@ def test_whatever_is_written_the_sum_of_the_types_stays(wanted: int, opened: int
     assert sum(parse_gres(said[-1].removeprefix("gres=")).values()) == 4000
 
 
-def test_a_node_with_shards_has_no_counts_of_ours(slurm: Slurm, tmp_path: Path) -> None:
-    answer(tmp_path, NODE.replace("gpu:a100:2(S:0)", "gpu:2,shard:8"))
-    record = slurm.read_node()
-    assert record.counts == {}
-    slurm.write_node(NodeWrite(counts={}, summary="{}"), record)
-    assert (tmp_path / "given").read_text().splitlines() == ["update", "nodename=n1", "extra={}"]
-
-
 def test_a_job_is_told_from_the_other_tasks_of_its_array(slurm: Slurm, tmp_path: Path) -> None:
     answer(
         tmp_path,
@@ -130,29 +112,6 @@ def test_a_job_is_told_from_the_other_tasks_of_its_array(slurm: Slurm, tmp_path:
     assert (job.name, job.uid, job.user, dict(job.gres)) == ("3_2", 1000, "ada", {"jgpu:open": 500})
     given_words = (tmp_path / "given").read_text().splitlines()
     assert given_words == ["--local", "--noheader", "--states=all", "--jobs=3", COLUMNS]
-
-
-def test_a_job_that_is_resized_lives(slurm: Slurm, tmp_path: Path) -> None:
-    answer(
-        tmp_path,
-        "4|1000|ada|RESIZING|gres:jgpu:open:250|4|cpu=1,mem=4G,node=1|1|\n5|1000|ada|COMPLETED|N/A|5|cpu=1,mem=4G,node=1|1|\n",
-    )
-    assert [(job.job_id, job.has_ended) for job in slurm.jobs()] == [(4, False), (5, True)]
-
-
-def test_in_a_federation_this_cluster_alone_is_asked(slurm: Slurm, tmp_path: Path) -> None:
-    """Without it the job's record where it was submitted is shown, REVOKED and without resources, and so it had no seat."""
-    answer(tmp_path, "78066867|1000|ada|RUNNING|gres:jgpu:open:250|78066867|cpu=1,mem=4G,node=1|1|\n")
-    slurm.jobs()
-    assert "--local" in (tmp_path / "given").read_text().splitlines()
-    job = slurm.job(78066867)
-    assert job is not None
-    assert "--local" in (tmp_path / "given").read_text().splitlines()
-
-
-def test_tasks_that_wait_are_named_by_their_number(slurm: Slurm, tmp_path: Path) -> None:
-    answer(tmp_path, "3|1000|ada|PENDING|gres:jgpu:open:250|3_[2-9%1]|cpu=1,mem=4G,node=1|1|\n")
-    assert [job.name for job in slurm.jobs()] == ["3"]
 
 
 @pytest.mark.parametrize(
@@ -189,51 +148,6 @@ COLUMNS = "--Format=JobID:|,UserID:|,UserName:|,State:|,tres-per-node:|,JobArray
 RUNNING = "12|1000|ada|RUNNING|gres:jgpu:open:250|12|cpu=1,mem=4G,node=1|1|\n"
 
 
-def test_comments_of_ended_jobs_are_no_error(slurm: Slurm, tmp_path: Path) -> None:
-    (tmp_path / "said.squeue").write_text(RUNNING)
-    answer(tmp_path, "", "Job has already finished for job 12", 1)
-    assert slurm.comment(12, "used \x1b[2J nothing") is False
-    assert (tmp_path / "given.scontrol").read_text().splitlines()[-1] == "admincomment=used ?[2J nothing"
-    (tmp_path / "given.scontrol").unlink()
-    for said in (RUNNING.replace("RUNNING", "COMPLETED"), ""):
-        (tmp_path / "said.squeue").write_text(said)
-        assert slurm.comment(12, "used") is False
-    assert not (tmp_path / "given.scontrol").exists()
-
-
-@pytest.mark.parametrize("name", ["12_3", "12+0", "12"])
-def test_a_comment_is_of_one_task_of_an_array_and_of_one_part_of_a_heterogeneous_job(
-    slurm: Slurm, tmp_path: Path, name: str
-) -> None:
-    (tmp_path / "said.squeue").write_text(
-        f"13|1000|ada|RUNNING|N/A|12_1|cpu=1,mem=4G,node=1|1|\n{RUNNING.replace('|12|', f'|{name}|')}"
-    )
-    assert slurm.comment(12, "used")
-    assert (tmp_path / "given.scontrol").read_text().splitlines() == ["update", f"jobid={name}", "admincomment=used"]
-    (tmp_path / "said.sacct").write_text(f"13|12_1|2026-11-28T11:22:35|\n12|{name}|2026-11-28T11:22:35|\n")
-    assert slurm.comment_in_accounting(12, 'a "quoted" text')
-    words = (tmp_path / "given.sacctmgr").read_text().splitlines()
-    assert words == ["-i", "modify", "job", "where", f"jobid={name}", "set", 'admincomment="a ?quoted? text"']
-
-
-@pytest.mark.parametrize(
-    ("record", "done", "written"),
-    [
-        ("", False, False),  # the database does not know the job yet
-        ("12|12|Unknown|\n", False, False),  # nor its end: what is reported of it then replaces the comment
-        ("12|12|2026-11-28T11:22:35|jupyter-gpu: kernels=1 cost=0.10EUR\n", True, True),
-        ("12|12|2026-11-28T11:22:35|jupyter-gpu: kernels=2 cost=0.62eur\n", True, False),  # written before
-        ("12|12|2026-11-28T11:22:35|JS1:H4sIAL|Of another\nin two lines\n", True, False),
-    ],
-)
-def test_an_ended_job_gets_its_comment_once_its_end_is_known_and_anothers_stays(
-    slurm: Slurm, tmp_path: Path, record: str, done: bool, written: bool
-) -> None:
-    (tmp_path / "said.sacct").write_text(record)
-    assert slurm.comment_in_accounting(12, "jupyter-gpu: kernels=2 cost=0.62EUR") is done
-    assert (tmp_path / "given.sacctmgr").exists() is written
-
-
 def test_an_accounting_database_that_is_down_is_named(slurm: Slurm, tmp_path: Path) -> None:
     answer(tmp_path, "", "sacct: error: Sending PersistInit msg: Connection refused", 1)
     with pytest.raises(EngineUnavailableError, match="slurmdbd does not answer"):
@@ -243,33 +157,10 @@ def test_an_accounting_database_that_is_down_is_named(slurm: Slurm, tmp_path: Pa
         Slurm("n1", timeout_s=0.2).comment_in_accounting(12, "used")
 
 
-@pytest.mark.parametrize(
-    ("storage", "wrong", "severity", "said"),
-    [
-        ("(null)", "", "note", "while they run only"),
-        ("accounting_storage/slurmdbd", "", "ok", "at their end"),
-        ("accounting_storage/slurmdbd", "sacct: error: Connection refused", "warning", "slurmdbd does not answer"),
-    ],
-)
-def test_the_doctor_asks_the_accounting_database(
-    slurm: Slurm, tmp_path: Path, *, storage: str, wrong: str, severity: str, said: str
-) -> None:
-    answer(tmp_path, "", wrong, 1 if wrong else 0)
-    (finding,) = check_accounting(slurm, {"AccountingStorageType": storage})
-    assert finding.severity == severity
-    assert said in finding.finding
-
-
 @pytest.mark.parametrize("name", ["", "-o", "n1;id", "n1 n2", "a" * 70])
 def test_a_nodes_name_is_no_option(name: str) -> None:
     with pytest.raises(EngineError, match="--node"):
         Slurm(name)
-
-
-@pytest.mark.parametrize("text", ["", "0", "1_2", "x", "-1", "12345678901"])
-def test_a_jobs_number_is_a_number(text: str) -> None:
-    with pytest.raises(EngineError, match="SLURM_JOB_ID"):
-        job_number(text)
 
 
 # -- shares --------------------------------------------------------------------------------------------------------------------
@@ -301,16 +192,6 @@ def test_the_share_that_a_job_asked_for() -> None:
 def test_a_share_that_no_seat_can_have(asked: dict[str, int], said: str) -> None:
     with pytest.raises(EngineError, match=said):
         share_of_job(job(**asked), POOLS)
-
-
-def test_shards_are_parts_of_one_gpu() -> None:
-    assert share_of_shards(job(shard=2), "gpu:2,shard:8", [1]) == 500
-    assert share_of_shards(job(shard=1), "gpu:a100:1,shard:3", [0]) == 333
-    assert share_of_shards(job(gpu=1), "gpu:2,shard:8", [1]) is None
-    with pytest.raises(EngineError, match="at most 4 shards"):
-        share_of_shards(job(shard=6), "gpu:2,shard:8", [0, 1])
-    with pytest.raises(EngineError, match="share of one shard is unknown"):
-        share_of_shards(job(shard=1), "shard:8", [0])
 
 
 def seat(**more: object) -> SeatStatus:

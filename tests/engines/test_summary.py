@@ -70,9 +70,3 @@ def test_any_other_text_is_refused_with_one_sentence(text: str) -> None:
 def test_each_refusal_says_what_is_wrong(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse_summary(text)
-
-
-def test_a_summary_goes_stale() -> None:
-    summary = NodeSummary(at_s=1000)
-    assert not summary.is_stale(1900)
-    assert summary.is_stale(1901)

@@ -6,10 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from fractional_gpu.gpu import driver_environment
 from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.host.process import maps, read_environment
 from tests.support import stub_bindings
@@ -80,19 +77,3 @@ def test_the_process_on_which_checkpoints_are_tried_sees_its_device_and_nothing_
     subprocess.run(argv, input=b"", capture_output=True, check=False)
     (environment,) = stub_bindings.environments(stub).values()
     assert of_the_driver(dict(environment)) == {**LEFT, "CUDA_VISIBLE_DEVICES": "1"}
-
-
-def test_no_folder_of_mps_can_be_made_where_the_variable_points() -> None:
-    (folder,) = LEFT.values()
-    with pytest.raises(FileNotFoundError):
-        Path(folder).mkdir()
-
-
-@given(st.dictionaries(st.sampled_from([*INHERITED, "PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH"]), st.text()))
-def test_both_ways_leave_the_same(environment: dict[str, str]) -> None:
-    left = driver_environment.cleaned(environment)
-    assert {name: left[name] for name in environment if name not in INHERITED} == {
-        name: value for name, value in environment.items() if name not in INHERITED
-    }
-    driver_environment.clean(environment)
-    assert environment == left

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,9 @@ import pytest
 
 from tests.driver_double import releases
 from tests.driver_double.double import Device, DriverDouble
-from tests.gpu import measures, questions, spoilers
 from tests.gpu.facts import facts
-from tests.gpu.run_all import STEPS
 from tests.gpu.talk import gone
-from tests.support.paths import PYTHONPATH, ROOT
+from tests.support.paths import PYTHONPATH
 
 CONTEXT_MIB = 48
 
@@ -43,15 +40,6 @@ def double(tmp_path: Path) -> DriverDouble:
     host = DriverDouble(tmp_path / "host", devices=(Device(mib=1024),))
     host.set(context_mib=CONTEXT_MIB)
     return host
-
-
-def test_the_document_says_what_each_item_decides() -> None:
-    text = (ROOT / "docs" / "gpu-tests.md").read_text()
-    told = set(re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE))))
-    items = {*questions.ITEMS, *measures.ITEMS, *spoilers.ITEMS}
-    assert items - told == set()
-    of_steps = {*STEPS, *(path.stem for path in (ROOT / "tests" / "gpu").glob("test_*.py"))}
-    assert told - items - of_steps == set(), "the document names items that there are not"
 
 
 # ---- one that hangs or crashes stops none of the others ----------------------------------------------------------------------
@@ -150,55 +138,7 @@ def test_what_surrounds_a_target_is_told_or_not_to_be_had_here(double: DriverDou
             assert rows[name]["saw"]["intact"] is True
 
 
-def test_a_lock_gives_up_before_the_work_and_the_process_goes_on(double: DriverDouble, tmp_path: Path) -> None:
-    status, rows = run("tests.gpu.questions", tmp_path, "--only=lock-timeout", double=double)
-    assert status == 0, rows
-    saw = rows["lock-timeout"]["saw"]
-    assert saw["lock"]["result"] == 600
-    assert saw["lock"]["seconds"] < saw["work_ms"] / 1000
-    assert saw["cycle"]["unlock"]["result"] == 0
-    assert saw["intact"] is True
-
-
 # ---- constants and spoilers --------------------------------------------------------------------------------------------------
-
-
-def test_the_margin_of_a_restore_and_the_time_of_nvml_are_found(double: DriverDouble, tmp_path: Path) -> None:
-    wanted = ("margin", "nvml-times")
-    status, rows = run("tests.gpu.measures", tmp_path, *(f"--only={name}" for name in wanted), double=double)
-    assert status == 0, rows
-    # The double needs exactly what was saved; allocations of 2 MiB make the device full.
-    found = rows["margin"]["saw"]["margin at 64 MiB"]
-    assert -8 <= found["fails_mib"] < 0 <= found["fits_mib"] <= 8
-    assert rows["nvml-times"]["saw"]["calls"]["nvmlDeviceGetMemoryInfo"]["median_ms"] > 0
-
-
-def test_what_becomes_of_a_target_whose_caller_dies_is_told(double: DriverDouble, tmp_path: Path) -> None:
-    double.set(caller_death="failed", load_gb_s=0.1)
-    status, rows = run("tests.gpu.spoilers", tmp_path, "--only=killed-in-restore", double=double)
-    assert status == 0, rows
-    told = dict(facts("killed-in-restore", rows["killed-in-restore"]["saw"]))
-    assert told["neighbour intact"] == "True"
-    for when in ("killed at 0.2", "killed at 0.6"):
-        assert re.search(r"\bfailed;", told[when]), told
-        assert not told[when].endswith("intact: True"), told
-
-
-def test_a_restore_without_room_is_fatal_and_managed_memory_is_refused(double: DriverDouble, tmp_path: Path) -> None:
-    wanted = ("--only=restore-without-room", "--only=managed-memory", "--only=shared-memory")
-    status, rows = run("tests.gpu.spoilers", tmp_path, *wanted, double=double)
-    assert status == 0, rows
-    no_room = rows["restore-without-room"]["saw"]
-    results = [no_room[what]["result"] for what in ("restore without room", "with room", "unlock")]
-    assert results == [2, 304, 401]
-    assert rows["managed-memory"]["saw"]["cycle"]["checkpoint"]["result"] == 801
-    assert rows["managed-memory"]["saw"]["neighbour intact"] == {"intact": True}
-    assert rows["shared-memory"]["saw"]["other"]["checkpoint"]["result"] == 801
-
-
-def test_facts_of_an_item_that_ended_early_say_what_is_missing() -> None:
-    assert facts("plain", {}) == [("the rest", "not seen (KeyError: 'process')")]
-    assert facts("no such item", {"a": 1}) == [("a", "1")]
 
 
 # ---- the offload probe -------------------------------------------------------------------------------------------------------

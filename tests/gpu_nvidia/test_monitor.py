@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.gpu.interface import DeviceUtilisation, GPUError, GPUErrorCode, Monitor, ProcessKind, ProcessUse
+from fractional_gpu.gpu.interface import DeviceUtilisation, GPUError, GPUErrorCode, ProcessKind, ProcessUse
 from fractional_gpu.gpu.nvidia import support
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
-from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, moving_refusal, why_no_bindings
+from fractional_gpu.gpu.nvidia.support import driver_refusal, moving_refusal, why_no_bindings
 from fractional_gpu.host.clock import WallClock, since_boot_us
 from tests.gpu_nvidia.fake_nvml import (
     FUNCTION_NOT_FOUND,
@@ -35,11 +35,6 @@ def fails(code: GPUErrorCode, match: str, call: Callable[[], object]) -> None:
     with pytest.raises(GPUError, match=match) as caught:
         call()
     assert caught.value.code is code
-
-
-def test_it_is_a_monitor() -> None:
-    monitor: Monitor = monitor_of(FakeNVML())
-    assert monitor.kind == "nvidia"
 
 
 def test_devices_are_described_by_uuid_with_the_memory_that_processes_can_have() -> None:
@@ -197,24 +192,12 @@ def test_a_sample_that_may_tell_of_an_earlier_time_is_not_taken_for_work_since()
     assert activity.worked_us == {}
 
 
-def test_no_sample_is_no_work() -> None:
-    gpu = FakeGPU()
-    activity = monitor_of(FakeNVML(gpu)).activity(gpu.uuid, 0)
-    assert activity is not None
-    assert activity.worked_us == {}
-
-
 @pytest.mark.parametrize("number", [NOT_SUPPORTED, FUNCTION_NOT_FOUND, NO_PERMISSION])
 def test_a_device_that_does_not_tell_who_works_is_asked_for_nothing_more(number: int) -> None:
     gpu = FakeGPU(fails={"nvmlDeviceGetProcessUtilization": number})
     assert monitor_of(FakeNVML(gpu)).activity(gpu.uuid, 0) is None
     instance = divided(0)
     assert monitor_of(FakeNVML(instance)).activity("MIG-0", 0) is None
-
-
-def test_a_failure_to_tell_who_works_is_an_error() -> None:
-    gpu = FakeGPU(fails={"nvmlDeviceGetProcessUtilization": GPU_IS_LOST})
-    fails(GPUErrorCode.DEVICE_LOST, "NVML says 15", lambda: monitor_of(FakeNVML(gpu)).activity(gpu.uuid, 0))
 
 
 # ---- utilisation -------------------------------------------------------------------------------------------------------
@@ -306,16 +289,6 @@ def test_a_device_that_tells_an_absurd_figure_of_itself_tells_none() -> None:
     assert measured(FakeGPU(busy=37_100)).device_milli is None
 
 
-def test_mig_instances_tell_no_utilisation() -> None:
-    assert monitor_of(FakeNVML(divided(0))).utilisation("MIG-0", 0) is None
-
-
-@pytest.mark.parametrize("call", ["nvmlDeviceGetProcessUtilization", "nvmlDeviceGetUtilizationRates"])
-def test_a_failure_to_tell_utilisation_is_an_error(call: str) -> None:
-    gpu = FakeGPU(fails={call: GPU_IS_LOST})
-    fails(GPUErrorCode.DEVICE_LOST, "NVML says 15", lambda: monitor_of(FakeNVML(gpu)).utilisation(gpu.uuid, 0))
-
-
 def test_of_a_period_in_which_the_clock_was_set_nothing_is_known_by_process() -> None:
     wall_us, steady_us = 1_700_000_000 * SECOND, 5_000 * SECOND
     gpu = FakeGPU(samples=[(7, wall_us, 80)], busy=80)
@@ -358,11 +331,6 @@ def test_a_mig_instance_does_not_count_what_the_whole_device_draws() -> None:
     assert (told.temperature_c, told.power_mw, told.energy_mj) == (30, None, None)
 
 
-def test_sensors_of_a_lost_device_are_an_error() -> None:
-    gpu = FakeGPU(fails={"nvmlDeviceGetTemperature": GPU_IS_LOST})
-    fails(GPUErrorCode.DEVICE_LOST, "NVML says 15", lambda: monitor_of(FakeNVML(gpu)).sensors(gpu.uuid))
-
-
 def test_clients_of_mps_and_programs_that_only_draw_are_told_apart() -> None:
     gpu = FakeGPU(used=GIB, processes={1: MIB, 2: MIB}, mps={2: MIB}, drawing={1: MIB, 3: MIB})
     use = monitor_of(FakeNVML(gpu)).use(gpu.uuid)
@@ -397,14 +365,6 @@ def test_a_version_that_cannot_be_read_is_refused() -> None:
 
 def test_without_the_bindings_devices_are_shared_but_not_checkpointed() -> None:
     assert why_not(FakeGPU(), bindings="pip install it") == "pip install it"
-
-
-def test_warnings_are_kept_for_the_administrator() -> None:
-    monitor = monitor_of(FakeNVML(FakeGPU(), version="595.71.05"))
-    assert not monitor.warnings
-    assert monitor.devices()[0].checkpointable
-    assert "hang the host" in monitor.warnings[0]
-    assert driver_warnings("580.65.06") == ()
 
 
 def test_a_device_that_one_process_may_use_at_a_time_is_a_warning() -> None:
@@ -488,13 +448,6 @@ def test_the_bindings_version_decides_without_importing_them(
 # ---- use -------------------------------------------------------------------------------------------------------------
 
 
-def test_use_tells_what_each_process_has_rounded_up() -> None:
-    gpu = FakeGPU(used=3 * GIB + 1, processes={7: GIB + 1, 5: 2 * GIB})
-    use = monitor_of(FakeNVML(gpu)).use(gpu.uuid)
-    assert (use.device_id, use.used_mib) == (gpu.uuid, 3 * 1024 + 1)
-    assert use.processes == (ProcessUse(pid=5, used_mib=2048), ProcessUse(pid=7, used_mib=1025))
-
-
 def test_a_process_that_computes_and_draws_counts_once() -> None:
     gpu = FakeGPU(used=GIB, processes={5: GIB}, drawing={5: GIB, 6: None})
     use = monitor_of(FakeNVML(gpu)).use(gpu.uuid)
@@ -554,11 +507,6 @@ def test_a_device_lost_half_way_is_told(call: str) -> None:
     fails(GPUErrorCode.DEVICE_LOST, "reading", lambda: monitor_of(FakeNVML(gpu)).use(gpu.uuid))
 
 
-@pytest.mark.parametrize("device_id", ["GPU-other", "other"])
-def test_a_device_that_is_not_there_is_told(device_id: str) -> None:
-    fails(GPUErrorCode.NO_SUCH_DEVICE, device_id, lambda: monitor_of(FakeNVML(FakeGPU())).use(device_id))
-
-
 # ---- the rest --------------------------------------------------------------------------------------------------------
 
 
@@ -566,18 +514,6 @@ def test_a_kernel_sees_its_device_only_and_without_one_it_sees_none() -> None:
     monitor = monitor_of(FakeNVML())
     assert monitor.kernel_environment("GPU-1") == {"CUDA_VISIBLE_DEVICES": "GPU-1"}
     assert monitor.kernel_environment(None) == {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def test_the_library_is_started_once_and_given_back_once() -> None:
-    nvml = FakeNVML(FakeGPU(used=MIB))
-    monitor = monitor_of(nvml)
-    monitor.devices()
-    monitor.use(nvml.gpus[0].uuid)
-    assert nvml.started == 1
-    monitor.close()
-    monitor.close()
-    assert nvml.started == 0
-    assert monitor.use(nvml.gpus[0].uuid).used_mib == 1
 
 
 # ---- handles ---------------------------------------------------------------------------------------------------------
@@ -591,17 +527,6 @@ class CountingNVML(FakeNVML):
     def nvmlDeviceGetHandleByUUID(self, device_id: str) -> FakeGPU:  # noqa: N802
         self.lookups += 1
         return super().nvmlDeviceGetHandleByUUID(device_id)
-
-
-def test_a_device_is_looked_up_once() -> None:
-    nvml = CountingNVML(FakeGPU(), FakeGPU())
-    monitor = monitor_of(nvml)
-    for _ in range(3):
-        for gpu in nvml.gpus:
-            monitor.use(gpu.uuid)
-            monitor.sensors(gpu.uuid)
-            monitor.activity(gpu.uuid, 0)
-    assert nvml.lookups == 2
 
 
 def test_a_handle_that_fails_is_looked_up_again() -> None:

@@ -1,8 +1,6 @@
 """The process on which checkpoints are tried."""
 
 import ctypes
-import subprocess
-import sys
 from enum import IntEnum
 
 import pytest
@@ -69,10 +67,3 @@ def test_the_process_reads_back_what_it_wrote_through_the_driver() -> None:
 def test_the_process_says_which_call_failed() -> None:
     with pytest.raises(RuntimeError, match=r"cuMemAlloc gave CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
         hold_nvidia(Driver(room=1))
-
-
-def test_the_process_knows_its_own_command_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "fractional_gpu.gpu.probe_process"], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr.split(":")[0]) == (2, "usage")

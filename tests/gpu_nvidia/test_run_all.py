@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import figures, look, run_all
-from tests.gpu.run_all import PARTS, STEPS, Step, main
+from tests.gpu import figures, run_all
+from tests.gpu.run_all import Step, main
 from tests.gpu.talk import gone
 from tests.support.paths import ROOT
 
@@ -96,125 +96,6 @@ def test_a_step_that_does_not_end_is_ended_with_all_that_it_started_and_keeps_it
     assert measures.startswith("ok measures, ")
     child = json.loads((tmp_path / "results.json").read_text())["questions"]["items"]["child"]["pid"]
     assert gone(child, 10), "what the step started lives on"
-
-
-def test_an_item_that_is_under_way_when_its_steps_time_is_over_leaves_what_it_saw(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    small(monkeypatch)
-    arguments = ("-P", "-m", "tests.gpu_nvidia.stuck_items", "--simulated", "--only=stuck", "--only=answers")
-    monkeypatch.setattr(run_all, "STEPS", {"questions": Step(arguments=arguments, longest_s=60, part=1, json="--json")})
-    assert main([str(tmp_path), "--longest", "4"]) == 1
-    rows = json.loads((tmp_path / "results.json").read_text())["questions"]["items"]
-    assert list(rows) == ["stuck"]
-    assert rows["stuck"]["outcome"] == "interrupted"
-    assert gone(rows["stuck"]["saw"]["child"], 10), "what the item started lives on"
-
-
-def test_another_package_named_tests_hides_nothing_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    other = tmp_path / "site-packages" / "tests"
-    other.mkdir(parents=True)
-    (other / "__init__.py").touch()
-    monkeypatch.setenv("PYTHONPATH", str(other.parent))
-    small(monkeypatch, questions="import tests.gpu.facts")
-    assert main([str(tmp_path / "out")]) == 0, summary(tmp_path / "out")
-
-
-def test_a_step_for_which_there_is_no_time_left_is_not_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    small(monkeypatch, tests="print('reached')", questions="print('reached')")
-    assert main([str(tmp_path), "--within", "5"]) == 1
-    assert summary(tmp_path)[-2:] == [f"not begun {name}: no time left of 5 s" for name in ("tests", "questions")]
-
-
-def test_settings_of_the_kernel_are_put_back_whatever_the_step_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    thp, huge = tmp_path / "enabled", tmp_path / "huge"
-    thp.write_text("always [madvise] never\n")
-    huge.write_text("0\n")
-    monkeypatch.setattr(run_all, "_THP", thp)
-    monkeypatch.setattr(run_all, "_HUGE_PAGES", huge)
-    code = f"raise SystemExit(open({str(thp)!r}).read() + ' ' + open({str(huge)!r}).read())"
-    small(monkeypatch)
-    steps = {"phases": Step(arguments=("-c", code), longest_s=60, part=1, tuned=True)}
-    monkeypatch.setattr(run_all, "STEPS", steps)
-    assert main([str(tmp_path / "out"), "--tune"]) == 1
-    assert summary(tmp_path / "out")[-1].endswith(": always 17000")
-    assert (thp.read_text(), huge.read_text()) == ("madvise", "0")
-
-
-def test_the_steps_are_three_parts_of_ten_minutes_with_eight_files_each_even_if_every_step_takes_all_its_time() -> None:
-    assert PARTS == [1, 2, 3]
-    for part in PARTS:
-        steps = [step for step in STEPS.values() if step.part == part]
-        assert len(steps) + 2 <= 8, "logs, results.json and summary.txt"
-        assert sum(step.longest_s for step in steps) <= 540, "no time is left for the wheels"
-    order = [step.part for step in STEPS.values()]
-    assert order == sorted(order)
-    assert next(iter(STEPS)) == "questions"
-    assert next(reversed(STEPS)) == "spoilers"
-
-
-def test_what_the_kernel_logs_about_the_driver_is_kept_with_the_step(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    log = ["[ 1.0] NVRM: loading"]
-    monkeypatch.setattr(look, "kernel_log", lambda: list(log))
-    run = run_all._run
-
-    def logged(name: str, *rest: Any) -> str:  # noqa: ANN401 - run_all's
-        log.extend(["[ 2.0] eth0: up", f"[ 3.0] NVRM: Xid (PCI:0000:00:1e): 31, {name}"])
-        return run(name, *rest)
-
-    monkeypatch.setattr(run_all, "_run", logged)
-    small(monkeypatch, tests="print('reached')", questions="print('reached')")
-    assert main([str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "results.json").read_text())["kernel_log"] == {
-        name: [f"[ 3.0] NVRM: Xid (PCI:0000:00:1e): 31, {name}"] for name in ("tests", "questions")
-    }
-    assert summary(tmp_path)[-1].endswith(
-        "; the kernel logged 1 lines, the last: [ 3.0] NVRM: Xid (PCI:0000:00:1e): 31, questions"
-    )
-
-
-def test_sizes_and_their_reasons_are_shown() -> None:
-    row: dict[str, Any] = {"shrinking": False, "suspend_s": 4.25, "suspend_gb_per_s": 2.0}
-    row |= {"resume_s": 1.5, "resume_gb_per_s": 5.7}
-    row |= {"moved_mib": 8704, "phases_s": {"checkpoint": 4.2, "restore": 1.4}}
-    rows = [{"held_mib": 8192, **row}, {"held_mib": 65536, "not_measured": "no room"}]
-    copies = {"to_device": 50.1, "to_host": 52.2}
-    lines = figures.table("phases", {"phases": {"pinned_copies_gb_per_s": copies, "thp": "always", "sizes": rows}})
-    assert lines[3:] == [
-        "| pinned copies, huge pages: always |  | 52.2 GB/s to the host | 50.1 GB/s back |  |",
-        "| 8192 MiB | 8704 MiB moved | suspend 4.25 s, 2.0 GB/s | resume 1.50 s, 5.7 GB/s | checkpoint 4.20 s, restore 1.40 s |",
-        "| 65536 MiB | no room |  |  |  |",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--wheels", "/nowhere"], "there is no wheel in /nowhere"),
-        (["--longest", "0"], "--longest is a number of seconds from 1, got 0"),
-        (["--within", "0"], "--within is a number of seconds from 1, got 0"),
-        (["--simulated", "--double"], "not allowed with"),
-    ],
-)
-def test_arguments_that_are_not_understood_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([str(tmp_path), *arguments])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_the_steps_commands_are_there() -> None:
-    for step in STEPS.values():
-        scripts = [one for one in step.arguments if one.startswith("tests/")]
-        assert all((ROOT / script).exists() for script in scripts)
-        modules = [one for one in step.arguments if one.startswith("tests.gpu.")]
-        assert all((ROOT / f"{module.replace('.', '/')}.py").exists() for module in modules)
 
 
 # ---- the real steps, without a GPU -------------------------------------------------------------------------------------------
@@ -359,20 +240,3 @@ def test_a_recorded_run_is_a_row_of_the_devices_that_were_seen(tmp_path: Path, m
     assert [line for line in other.splitlines() if not line.startswith(("| 580.159.04", "| 615.10"))] == [
         line for line in before.splitlines() if not line.startswith("| none")
     ]
-
-
-def test_what_no_gpu_has_shown_is_not_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(figures, "RECORDED", tmp_path / "recorded")
-    folder = results(tmp_path / "one", {**H100, "double": True})
-    assert figures.main([str(folder), "--record"]) == 1
-    assert "only what a GPU has shown is recorded" in capsys.readouterr().err
-    assert not (tmp_path / "recorded").exists()
-
-
-def test_results_of_two_machines_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = results(tmp_path / "one", H100)
-    second = results(tmp_path / "two", {**H100, "driver": "610.43"})
-    assert figures.main([str(first), str(second)]) == 1
-    assert "is of NVIDIA H100 80GB HBM3, driver 610.43, the others are of" in capsys.readouterr().err

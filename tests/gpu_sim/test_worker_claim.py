@@ -111,15 +111,13 @@ async def test_a_replaced_worker_of_the_same_broker_needs_no_new_claim(
     links: list[WorkerLink], simulated: host.SimulatedHost, target: ProcessIdentity
 ) -> None:
     first, second = links
-    await first.start()
+    await first.lock(target, 1000)
     hung = first.pid
-    faults.inject(simulated.directory, "state", "hang", times=1)
-    first._answer_s = 0.2
+    faults.inject(simulated.directory, "checkpoint", "hang", times=1)
     with pytest.raises(GPUError) as caught:
-        await first.state(target)
+        await first.checkpoint(target, 0.2)
     assert caught.value.code is GPUErrorCode.WORKER_HUNG
-    first._answer_s = 10.0
-    assert await first.state(target) is ProcessState.RUNNING
+    assert await first.state(target) is ProcessState.LOCKED
     assert first.pid not in (None, hung)
     with pytest.raises(GPUError, match="still at work"):
         await second.state(target)

@@ -105,6 +105,13 @@ def service() -> Iterator[Service]:
         yield service
 
 
+@pytest.fixture(scope="module")
+def standing() -> Iterator[Service]:
+    """One service for the requests that start nothing."""
+    with _serving() as service:
+        yield service
+
+
 @pytest.fixture
 async def link(service: Service, simulated: host.SimulatedHost, tmp_path: Path) -> AsyncIterator[WorkerLink]:
     claim = WorkerClaim(tmp_path / "worker.lock")
@@ -375,23 +382,23 @@ def _request(**changes: object) -> dict[str, object]:
     ],
 )
 def test_a_request_that_is_not_the_brokers_starts_nothing(
-    service: Service, message: object, code: str, sentence: str
+    standing: Service, message: object, code: str, sentence: str
 ) -> None:
-    fatal = _ask(service.path, message)["error"]
+    fatal = _ask(standing.path, message)["error"]
     assert (fatal["code"], bool(re.search(sentence, fatal["message"]))) == (code, True), fatal
-    assert service.process is not None
-    children = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children").read_text()
+    assert standing.process is not None
+    children = Path(f"/proc/{standing.process.pid}/task/{standing.process.pid}/children").read_text()
     assert children == ""
 
 
-def test_a_claim_that_another_broker_holds_starts_nothing(service: Service, tmp_path: Path) -> None:
+def test_a_claim_that_another_broker_holds_starts_nothing(standing: Service, tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with path.open("w") as held, path.open("w") as other:
         fcntl.flock(held, fcntl.LOCK_EX)
-        fatal = _ask(service.path, _request(), other.fileno())["error"]
+        fatal = _ask(standing.path, _request(), other.fileno())["error"]
         assert fatal["code"] == C.WORKER_BUSY.value
     read, write = os.pipe()
-    fatal = _ask(service.path, _request(), read)["error"]
+    fatal = _ask(standing.path, _request(), read)["error"]
     assert (fatal["code"], fatal["message"]) == (
         C.NOT_PERMITTED.value,
         "the broker's claim is no file that can be locked",

@@ -1,13 +1,10 @@
 """A subordinate uid counts as the user that /etc/subuid gives it to; every other uid as itself, or as one account that is set for all."""
 
-import os
 import pwd
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from fractional_gpu.host import accounts
 from fractional_gpu.host.accounts import Accounts
 
 pytestmark = pytest.mark.promise("one-user")
@@ -60,19 +57,6 @@ def test_without_the_file_every_uid_counts_as_itself(found: Accounts) -> None:
     assert [found.uid_of(uid) for uid in (0, NOBODY, NAMELESS)] == [0, NOBODY, NAMELESS]
 
 
-def test_lines_that_say_nothing_are_ignored(subuid: Path, found: Accounts) -> None:
-    lines = ["", ":", "nobody", "nobody:300000", "nobody:300000:", "nobody:-1:10", "nobody:x:10", "nobody:300000:10:5"]
-    lines += [
-        "#nobody:300000:10",
-        "no-such-user:300000:10",
-        "4711:300000:0",
-        f"nobody:300000:{'9' * 5000}",
-        ":300000:10",
-    ]
-    subuid.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe:300000:10\n\0:300000:10\ndaemon:300001:10")
-    assert [found.uid_of(uid) for uid in (NAMELESS, NAMELESS + 1)] == [NAMELESS, DAEMON]
-
-
 def test_uids_without_a_name_or_an_owner_count_as_the_account_that_is_set_for_them(subuid: Path) -> None:
     subuid.write_text(f"nobody:{NAMELESS}:10\n")
     found = Accounts(subuid, unknown=DAEMON)
@@ -84,23 +68,3 @@ def test_a_changed_file_counts_within_a_minute(subuid: Path, found: Accounts, cl
     subuid.write_text(f"nobody:{NAMELESS}:10\n")
     clock.now_s += 61
     assert found.uid_of(NAMELESS) == NOBODY
-
-
-def test_a_uid_is_looked_up_once_a_minute_and_few_are_remembered(
-    subuid: Path, found: Accounts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    subuid.write_text(f"nobody:{NAMELESS}:65536\n")
-    lookups: Counter[int] = Counter()
-    real = pwd.getpwuid
-
-    def getpwuid(uid: int) -> pwd.struct_passwd:
-        lookups[uid] += 1
-        return real(uid)
-
-    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
-    monkeypatch.setattr(accounts, "_MOST", 100)
-    for _ in range(1000):
-        assert (found.uid_of(os.getuid()), found.uid_of(NAMELESS)) == (os.getuid(), NOBODY)
-    assert lookups == {os.getuid(): 1, NAMELESS: 1}
-    assert {found.uid_of(NAMELESS + more) for more in range(1000)} == {NOBODY}
-    assert len(found._known) <= 100

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker.process.restarting import BrokerOptions, write_restart_files
-from fractional_gpu.client.seat import Seat, read_seat, write_seat
+from fractional_gpu.client.seat import Seat, write_seat
 from fractional_gpu.host.files import open_own, replace_file
 from fractional_gpu.jupyter.kernel_record import RecordFile, unlocked_records
 
@@ -156,42 +156,6 @@ def test_a_record_is_held_while_and_after_it_is_rewritten(record: RecordFile) ->
     found.close()
 
 
-def test_a_lock_on_a_record_that_lost_its_name_counts_for_nothing(
-    record: RecordFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened = os.open
-
-    def open_late(path: str | Path, flags: int, mode: int = 0o777) -> int:
-        descriptor = opened(path, flags, mode)
-        if Path(path) == record.path and record.read() == {"pid": 1}:
-            record.write({"pid": 2})  # between the other server's open and its lock
-        return descriptor
-
-    monkeypatch.setattr(os, "open", open_late)
-    assert RecordFile.open(record.path) is None
-    assert record.read() == {"pid": 2}
-
-
-def test_a_record_that_is_removed_is_recreated(record: RecordFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = os.open
-
-    def open_late(path: str | Path, flags: int, mode: int = 0o777) -> int:
-        descriptor = opened(path, flags, mode)
-        if Path(path) == record.path and flags & os.O_CREAT and record.path.exists() and not removed:
-            removed.append(True)
-            record.remove()
-        return descriptor
-
-    removed: list[bool] = []
-    monkeypatch.setattr(os, "open", open_late)
-    again = RecordFile.create("a-kernel")
-    assert again is not None
-    again.write({"pid": 3})
-    assert again.read() == {"pid": 3}
-    assert again.path.exists()
-    again.remove()
-
-
 def write_one_seat(path: Path) -> None:
     write_seat(Seat(seat_id="s-2", token=secrets.token_hex(4), pool="default", fraction_milli=500, memory_mib=1), path)
 
@@ -217,11 +181,6 @@ def test_other_files_that_matter_are_replaced_in_one_step(
     monkeypatch.setattr(os, "fsync", synced.append)
     write(path)
     assert len(synced) >= 2, "the file and its folder"
-
-
-def test_a_seat_is_read_as_it_was_written(tmp_path: Path) -> None:
-    write_one_seat(tmp_path / "seat.json")
-    assert read_seat(str(tmp_path / "seat.json")).seat_id == "s-2"
 
 
 @pytest.mark.parametrize("what", ["link", "hard link", "fifo", "another's", "folder"])

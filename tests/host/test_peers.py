@@ -67,18 +67,6 @@ def test_who_waits_for_bytes_has_read_them() -> None:
         assert not unread(ours)
 
 
-def test_a_closed_socket_is_an_error() -> None:
-    ours, theirs = socket.socketpair()
-    ours.close()
-    theirs.close()
-    with pytest.raises((OSError, ValueError)):
-        unread(ours)
-
-
-def test_linux_tells_it() -> None:
-    assert detects_unread()
-
-
 @pytest.mark.parametrize("answer", [True, False, OSError(25, "Inappropriate ioctl for device")])
 def test_a_system_that_does_not_tell_it_is_not_trusted(monkeypatch: pytest.MonkeyPatch, answer: bool | OSError) -> None:
     def told(_sock: socket.socket) -> bool:

@@ -11,20 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.host import process as process_module
 from fractional_gpu.host.process import (
-    MOST_BYTES,
     ProcessIdentity,
     boot_id,
     environment_value,
     identify,
     is_alive,
     kill_marked,
-    maps,
     open_pidfd,
     owner_uid,
     parse_stat,
-    read_command,
     read_environment,
     read_stat,
 )
@@ -141,12 +137,6 @@ def test_a_pid_that_is_not_positive_is_no_process(pid: int) -> None:
         identify(pid)
 
 
-def test_the_owner_and_the_environment_are_read(child: subprocess.Popen[bytes]) -> None:
-    assert owner_uid(child.pid) == os.getuid()
-    assert environment_value(child.pid, "NOTE") == "a=b c"
-    assert environment_value(child.pid, "NOT") is None
-
-
 def test_an_environment_that_may_not_be_read_is_an_error_not_an_absence(tmp_path: Path) -> None:
     folder = tmp_path / "42"
     folder.mkdir()
@@ -160,21 +150,6 @@ def test_any_name_of_a_command_is_parsed(comm: str) -> None:
     stat = parse_stat(b"7 (" + comm.encode() + b") " + STAT_TAIL % 1)
     assert (stat.pid, stat.comm, stat.state, stat.ppid, stat.session) == (7, comm, "S", 10, 30)
     assert (stat.start_time, stat.kernel_thread, stat.dead) == (777, False, False)
-
-
-def test_a_real_process_with_parentheses_and_spaces_in_its_name_is_identified(child: subprocess.Popen[bytes]) -> None:
-    before = identify(child.pid)
-    name = ") Z 1 ("
-    code = f"import sys; open('/proc/self/comm', 'w').write({name!r}); print(flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        identity = identify(process.pid)
-        assert is_alive(identity)
-        assert identity.start_time >= before.start_time
-        process.kill()
 
 
 @pytest.mark.parametrize("name", ["x\rUid:\t4242", "x\rTgid:\t1", "x\vUid:\t9\f"])
@@ -192,74 +167,6 @@ def test_a_real_process_cannot_name_itself_another_users(name: str) -> None:
 )
 def test_a_leader_that_left_its_threads_behind_is_not_dead(state: bytes, threads: int, dead: bool) -> None:
     assert parse_stat(b"7 (x) " + state + (STAT_TAIL % threads)[1:]).dead is dead
-
-
-@pytest.mark.parametrize("raw", [b"", b"7 (x", b"7 (x) S 1", b"seven (x) " + STAT_TAIL % 1])
-def test_a_stat_of_another_form_is_refused_and_shown(raw: bytes) -> None:
-    with pytest.raises(ValueError, match="unexpected form"):
-        parse_stat(raw)
-
-
-def with_file(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / "7").mkdir(exist_ok=True)
-    (tmp_path / "7" / name).write_bytes(content)
-
-
-def test_the_first_of_two_equal_variables_counts(tmp_path: Path) -> None:
-    with_file(tmp_path, "environ", b"A=1\0A=2\0junk\0B=\0\0")
-    assert read_environment(7, proc=tmp_path) == {"A": "1", "B": ""}
-    assert environment_value(7, "A", proc=tmp_path) == "1"
-
-
-@pytest.mark.parametrize("before", [0, 1, (1 << 16) - 4, (1 << 16) - 1, 1 << 16, MOST_BYTES - 20])
-def test_a_variable_is_found_wherever_the_pieces_begin(tmp_path: Path, before: int) -> None:
-    with_file(tmp_path, "environ", b"x" * max(0, before - 1) + (b"\0" if before else b"") + b"NOTE=a=b c\0NOTE=no\0")
-    assert environment_value(7, "NOTE", proc=tmp_path) == "a=b c"
-
-
-def test_of_what_a_process_may_make_as_long_as_it_likes_eight_mib_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long = b"x" * (MOST_BYTES + 7)
-    for name in ("environ", "cmdline", "maps"):
-        with_file(tmp_path, name, long + b"\0NOTE=1\0\n7f-8f r-xp 0 08:01 1 /late\n")
-    read, real = 0, os.read
-
-    def count(descriptor: int, size: int) -> bytes:
-        nonlocal read
-        read += len(piece := real(descriptor, size))
-        return piece
-
-    monkeypatch.setattr(os, "read", count)
-    assert environment_value(7, "NOTE", proc=tmp_path) is None
-    assert read == MOST_BYTES
-    assert not read_environment(7, proc=tmp_path)
-    assert read == 2 * MOST_BYTES
-    assert len(read_command(7, proc=tmp_path)[0]) < 200_000
-    assert read == 3 * MOST_BYTES
-    assert not maps(7, lambda path: path == "/late", proc=tmp_path)
-    assert read == 4 * MOST_BYTES
-
-
-def test_one_users_environments_cost_a_scan_so_much_and_no_more(tmp_path: Path) -> None:
-    mine, theirs = os.getuid(), os.getuid() + 1
-    markers = process_module._Markers(b"NOTE", None)
-    with_file(tmp_path, "environ", b"x" * MOST_BYTES)
-    folder = os.open(tmp_path / "7", os.O_PATH)
-    try:
-        for _ in range(8):
-            assert markers.of(folder, mine) is None
-        with_file(tmp_path, "environ", b"NOTE=1\0")
-        assert markers.of(folder, mine) is None, "that was all"
-        assert markers.of(folder, theirs) == "1", "another user's are read"
-        assert process_module._Markers(b"NOTE", {mine}).of(folder, theirs) is None, "who has no lease is not read"
-    finally:
-        os.close(folder)
-
-
-def test_an_identity_survives_being_written_down() -> None:
-    identity = identify(os.getpid())
-    assert ProcessIdentity.from_dict(dict(identity.to_dict())) == identity
 
 
 @pytest.mark.parametrize(

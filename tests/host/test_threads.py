@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fractional_gpu.host.threads import StartedThreads, start
+from fractional_gpu.host.threads import StartedThreads
 
 
 def refuse(_: threading.Thread) -> None:
@@ -46,9 +46,3 @@ def test_a_pool_that_cannot_have_all_its_threads_is_none(monkeypatch: pytest.Mon
     for thread in started:
         thread.join(60)
     assert threading.active_count() == before
-
-
-def test_a_thread_that_the_system_refuses_is_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(OSError, match="can't start new thread"):
-        start(threading.Thread())

@@ -1,8 +1,6 @@
 """Promises of fractional_gpu.host.process, with real families of processes and, for scale and races, a made-up /proc."""
 
 import os
-import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.host.process import ProcessIdentity, identify, scan
-from tests.support.counted import calls_of
-from tests.support.stopping import stop
 
 MARKER = "JUPYTER_GPU_LEASE"
 # Other tests on this machine start kernels with leases, too.
@@ -87,11 +83,6 @@ def test_an_orphan_outside_of_the_session_is_found_by_its_marker_only(family: Ca
     assert one.orphan not in pids(scan().tree(one.root))
     assert one.orphan in pids(scan(MARKER).tree(one.root, LEASE_1))
     assert one.orphan not in pids(scan(MARKER).tree(one.root, LEASE_2))
-
-
-def test_a_marker_at_the_end_of_a_long_environment_is_found(family: Callable[..., Family]) -> None:
-    one = family(session=False, FILLER_1="x" * 100_000, FILLER_2="x" * 100_000, **{MARKER: LEASE_1})
-    assert one.orphan in pids(scan(MARKER).tree(one.root, LEASE_1))
 
 
 def test_a_tree_holds_nothing_of_another(family: Callable[..., Family]) -> None:
@@ -178,52 +169,6 @@ def before_each_file(monkeypatch: pytest.MonkeyPatch, happens: Callable[[int, st
     monkeypatch.setattr(os, "open", opened)
 
 
-def test_one_scan_serves_two_hundred_kernels(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(200):
-        root = 1000 + 10 * number
-        environ = b"HOME=/\0" + f"{MARKER}=lease-{number}".encode() + b"\0"
-        make_process(proc, root, 1, session=root, environ=environ)
-        make_process(proc, root + 1, root, session=root, environ=environ)
-        make_process(proc, root + 2, 1, session=root + 2, environ=environ)
-    read = list[str]()
-    before_each_file(monkeypatch, lambda _folder, name: read.append(name))
-    snapshot = scan(MARKER, proc=proc)
-    for number in range(200):
-        root = 1000 + 10 * number
-        tree = snapshot.tree(ProcessIdentity("boot", root, root * 10), f"lease-{number}")
-        assert pids(tree) == [root, root + 1, root + 2]
-    assert len(read) == 3 * 600  # each process was looked at once, however many trees were cut
-
-
-def test_the_tree_of_one_kernel_costs_the_same_however_many_others_are_apart(proc: Path) -> None:
-    roots, costs = [ProcessIdentity("boot", 1000 + 10 * number, 10_000 + 100 * number) for number in range(200)], []
-    for number, root in enumerate(roots):
-        parent = roots[0].pid + 1 if number == 1 else 1  # the first kernel has started the second
-        make_process(proc, root.pid, parent, session=root.pid)
-        make_process(proc, root.pid + 1, root.pid, session=root.pid)
-    snapshot = scan(MARKER, proc=proc)
-    for count in (50, 200):
-        apart = frozenset(roots[:count])
-        assert pids(snapshot.tree(roots[0], apart=apart)) == [roots[0].pid, roots[0].pid + 1]
-        costs.append(calls_of(lambda apart=apart: snapshot.tree(roots[0], apart=apart)))  # type: ignore[misc]
-    assert costs[0] == costs[1]
-
-
-@pytest.mark.parametrize("vanishes", ["stat", "environ", "status"])
-def test_a_process_that_exits_while_it_is_looked_at_is_left_out(
-    proc: Path, monkeypatch: pytest.MonkeyPatch, vanishes: str
-) -> None:
-    make_process(proc, 10, 1)
-    make_process(proc, 11, 10)
-
-    def vanish(folder: int, name: str) -> None:
-        if name == vanishes and pid_of(folder) == "11":
-            shutil.rmtree(proc / "11")
-
-    before_each_file(monkeypatch, vanish)
-    assert pids(scan(MARKER, proc=proc).tree(ProcessIdentity("boot", 10, 100))) == [10]
-
-
 def test_zombies_and_kernel_threads_are_left_out_and_pid_two_is_not_special(proc: Path) -> None:
     make_process(proc, 2, 1)
     make_process(proc, 10, 2)
@@ -261,15 +206,6 @@ def test_the_marker_is_the_variable_of_just_that_name(proc: Path, environ: str, 
     assert list(scan(MARKER, proc=proc).marked()) == ([] if marker is None else [marker])
 
 
-def test_the_marked_are_listed_by_their_marker(family: Callable[..., Family]) -> None:
-    one = family(**{MARKER: LEASE_1})
-    members = [one.root.pid, one.child, one.in_new_session, one.orphan]
-    marked = scan(MARKER).marked()
-    assert sorted(pids(marked[LEASE_1])) == sorted(members)
-    assert marked[LEASE_1][0] == one.root, "the oldest comes first"
-    assert LEASE_1 not in scan(MARKER).marked(os.getuid() + 1)
-
-
 def test_a_forked_process_is_told_from_one_that_runs_another_program() -> None:
     script = """
 import os, subprocess, sys
@@ -293,13 +229,3 @@ sys.stdin.read()
     assert snapshot.forked_from(program) == snapshot.forked_from(root) == []
     process.communicate()
     assert scan().forked_from(child) == [], "of a process that is gone nothing is known"
-
-
-def test_a_stopped_process_is_seen(family: Callable[..., Family]) -> None:
-    root = family().root
-    assert not scan().stopped_or_traced(root)
-    stop(root.pid)
-    try:
-        assert scan().stopped_or_traced(root)
-    finally:
-        os.kill(root.pid, signal.SIGCONT)

@@ -5,15 +5,13 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.ledger import ledger as ledger_module
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.ledger.records import LeaseRecord, LedgerError, RecordError
+from fractional_gpu.ledger.records import LeaseRecord, RecordError
 from fractional_gpu.protocol.status import StoryLine, UsagePoint
 from tests.support.records import a_record
 
@@ -119,16 +117,6 @@ def test_a_lease_that_has_or_had_a_process_keeps_its_history(
     assert ledger._read("SELECT * FROM unstarted") == []
 
 
-def test_the_last_lines_of_a_story_are_kept(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "STORY_LINES", 3)
-    for number in range(5):
-        ledger.record("a", number, "r", f"a {number}")
-        ledger.record("b", number, "r", f"b {number}")
-    for lease_id in "ab":
-        assert [line.sentence for line in ledger.story(lease_id)] == [f"{lease_id} {number}" for number in (2, 3, 4)]
-        assert ledger.story_length(lease_id) == 3
-
-
 def test_a_story_is_told_in_order_and_from_its_end(ledger: Ledger) -> None:
     for at_ms in (30, 10, 20):
         ledger.record("a", at_ms, f"r{at_ms}", f"It was {at_ms}.")
@@ -173,16 +161,6 @@ def test_a_transaction_is_kept_whole_or_not_at_all(ledger: Ledger, make_lease: M
     assert len(ledger.live_leases()) == len(ledger.story("x")) == 1
 
 
-def test_a_write_that_was_refused_and_caught_does_not_spoil_its_transaction(
-    ledger: Ledger, make_lease: MakeLease
-) -> None:
-    with ledger.transaction():
-        ledger.save_lease(make_lease())
-        with pytest.raises(RecordError):
-            ledger.save_lease(make_lease("b", state=LeaseState.ENDED))
-    assert ledger.live_leases() == [make_lease()]
-
-
 def test_another_thread_waits_for_the_end_of_a_transaction(ledger: Ledger) -> None:
     about_to_read, seen = threading.Event(), list[int]()
 
@@ -198,57 +176,3 @@ def test_another_thread_waits_for_the_end_of_a_transaction(ledger: Ledger) -> No
         ledger.record("a", 2, "r", "second")
     reader.join(10)
     assert seen == [2]
-
-
-def test_a_closed_ledger_says_so(path: Path) -> None:
-    ledger = Ledger.open(path)
-    ledger.close()
-    ledger.close()
-    with pytest.raises(LedgerError, match=f"{path} is closed"):
-        ledger.live_leases()
-    with pytest.raises(LedgerError, match="is closed"):
-        ledger.record("a", 1, "r", "s")
-
-
-def test_an_entry_that_makes_no_sense_stops_the_reader(path: Path, ledger: Ledger, make_lease: MakeLease) -> None:
-    ledger.save_lease(make_lease())
-    ledger._write("UPDATE leases SET document = replace(document, 'resident', 'asleep')", ())
-    with pytest.raises(LedgerError, match=rf"{path} has an unreadable entry for a: Invalid enum value 'asleep'"):
-        ledger.live_leases()
-    ledger._write("UPDATE leases SET document = '{'", ())
-    with pytest.raises(LedgerError, match="unreadable entry for a: "):
-        ledger.live_leases()
-
-
-def test_pruning_gives_the_room_in_the_file_back_bit_by_bit(
-    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ledger_module, "PRUNED_AT_ONCE", 100)
-    with ledger.transaction():
-        for number in range(1000):
-            ledger.record(f"lease {number}", number, "r", "x" * 500)
-    lines, pages = [1000], [ledger._pragma("page_count")]
-    while ledger.prune(990):
-        lines.append(ledger._read("SELECT count(*) AS lines FROM story")[0]["lines"])
-        pages.append(ledger._pragma("page_count"))
-    assert {one - other for one, other in pairwise(lines)} <= {0, 90, 100}
-    assert max(one - other for one, other in pairwise(pages)) <= 100
-    assert [line.sentence for line in ledger.story("lease 990")] == ["x" * 500]
-    assert ledger.story("lease 989") == []
-    assert ledger._pragma("freelist_count") == 0
-    assert ledger._pragma("page_count") < pages[0] // 3
-    ledger.close()
-    assert path.stat().st_size < 4096 * pages[0] // 3
-
-
-def test_the_room_in_a_file_that_cannot_shrink_ends_no_pruning(ledger: Ledger) -> None:
-    """A ledger that was written again with another tool, such as `VACUUM` without `auto_vacuum`."""
-    ledger._read("PRAGMA auto_vacuum = NONE")
-    ledger._read("VACUUM")
-    with ledger.transaction():
-        for number in range(200):
-            ledger.record("a", number, "r", "x" * 500)
-    while ledger.prune(1000):
-        pass
-    assert ledger._pragma("freelist_count") > 0
-    assert ledger.story("a") == []

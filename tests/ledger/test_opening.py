@@ -78,21 +78,10 @@ def test_a_new_ledger_is_private_and_whole(path: Path) -> None:
         assert reader.execute("PRAGMA application_id").fetchone() == (schema.APPLICATION_ID,)
 
 
-def test_writes_are_synchronous(ledger: Ledger) -> None:
-    pragmas = {name: ledger._read(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "synchronous")}
-    assert pragmas == {"journal_mode": "wal", "synchronous": 2}
-
-
 def test_garbage_is_refused(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(os.urandom(4096))
     _assert_refused_untouched(path, "is not a ledger")
-
-
-def test_an_empty_file_is_refused_not_filled(path: Path) -> None:
-    path.parent.mkdir()
-    path.touch()
-    _assert_refused_untouched(path, r"is empty \(zero bytes\); it is unchanged: put a backup")
 
 
 def test_a_destroyed_page_is_found_before_it_is_believed(kept: Path) -> None:
@@ -103,13 +92,6 @@ def test_a_destroyed_page_is_found_before_it_is_believed(kept: Path) -> None:
         file.seek((root - 1) * size)
         file.write(b"\xa5" * size)
     _assert_refused_untouched(kept, "is corrupt: |cannot be read: database disk image is malformed")
-
-
-@pytest.mark.parametrize("keep", [50, 100, 4096, 20_000])
-def test_a_truncated_ledger_is_refused(kept: Path, keep: int) -> None:
-    assert kept.stat().st_size > keep
-    os.truncate(kept, keep)
-    _assert_refused_untouched(kept, "is not a ledger|cannot be read: |is corrupt: ")
 
 
 def test_a_database_of_another_program_is_refused(path: Path) -> None:
@@ -138,23 +120,11 @@ def test_a_ledger_that_lacks_a_table_is_refused(kept: Path) -> None:
     _assert_refused_untouched(kept, "lacks the table story")
 
 
-def test_a_directory_in_its_place_is_refused(path: Path) -> None:
-    path.mkdir(parents=True)
-    with pytest.raises(LedgerError, match="is a directory, not a regular file"):
-        Ledger.open(path)
-
-
 def test_a_link_in_its_place_is_not_followed(path: Path, kept: Path) -> None:
     link = path.with_name("link.db")
     link.symlink_to(kept)
     with pytest.raises(LedgerError, match=r"link\.db is a link, not a regular file"):
         Ledger.open(link)
-
-
-def test_a_file_where_the_folder_should_be_is_refused(path: Path) -> None:
-    path.parent.touch()
-    with pytest.raises(LedgerError, match=r"has no usable folder: .*choose another state_dir"):
-        Ledger.open(path)
 
 
 def test_a_log_without_its_database_is_not_restarted(kept: Path) -> None:
@@ -181,15 +151,6 @@ def test_a_file_that_others_can_read_is_closed_to_them(kept: Path) -> None:
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
 
 
-def test_a_read_only_file_is_refused(kept: Path, public_folder: Path) -> None:
-    path = public_folder / "ledger.db"
-    path.write_bytes(kept.read_bytes())
-    path.chmod(0o400)
-    if os.geteuid() == 0:
-        os.chown(path, _NOBODY, _NOBODY)
-    assert "cannot be opened for writing: Permission denied; check its owner and mode" in _unprivileged_open(path)
-
-
 def test_a_read_only_folder_is_refused(public_folder: Path) -> None:
     public_folder.chmod(0o500)
     said = _unprivileged_open(public_folder / "ledger.db")
@@ -208,30 +169,6 @@ def test_a_second_opener_is_told_who_holds_it(path: Path) -> None:
     with Ledger.open(path), pytest.raises(LedgerError, match=f"in use by pid {os.getpid()}; stop that broker"):
         Ledger.open(path)
     Ledger.open(path).close()
-
-
-def test_a_refused_opener_leaves_the_lock_free(path: Path) -> None:
-    path.parent.mkdir()
-    path.touch()
-    for _ in range(2):
-        _assert_refused_untouched(path, "is empty")
-
-
-def test_an_unfinished_new_ledger_is_built_again(path: Path) -> None:
-    path.parent.mkdir()
-    path.with_name(".ledger.db.new").write_bytes(b"half of it")
-    with Ledger.open(path) as ledger:
-        assert ledger.live_leases() == []
-    assert not path.with_name(".ledger.db.new").exists()
-
-
-def test_a_file_system_without_a_write_ahead_log_is_refused(path: Path) -> None:
-    """SQLite answers the journal mode that it kept instead; a database in memory does so, too."""
-    with (
-        closing(sqlite3.connect(":memory:")) as connection,
-        pytest.raises(LedgerError, match="keep the state_dir on a local"),
-    ):
-        opening._prepare(path, connection)
 
 
 def test_a_full_disk_is_reported_and_nothing_is_kept(path: Path) -> None:

@@ -21,12 +21,6 @@ def test_points_come_back_in_order_and_no_more_than_asked_for(ledger: Ledger) ->
     assert ledger.points("a") == [point(3), point(4)]
 
 
-def test_the_length_of_a_story_counts_what_is_not_shown(ledger: Ledger) -> None:
-    for number in range(5):
-        ledger.record("a", number, "r", "s")
-    assert (len(ledger.story("a", 2)), ledger.story_length("a"), ledger.story_length("b")) == (2, 5, 0)
-
-
 def test_a_device_that_is_being_emptied_is_so_after_a_restart(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.set_drained("GPU-2", evict_busy=False)

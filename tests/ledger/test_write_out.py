@@ -154,17 +154,3 @@ def test_figures_are_read_during_writes_and_as_of_one_moment(metered: Ledger) ->
     assert not writer.is_alive(), "a write waits until the figures are read"
     assert hours([first, *rows]) == [3600, 7200]
     assert hours(metered.metered(["hour"], 0, 2**40)) == [3600, 7200, 10_800]
-
-
-@pytest.mark.parametrize("gone", [[""], ["-wal"], ["-shm"], ["", "-wal"], _FILES])
-def test_figures_are_read_while_the_files_are_gone(metered: Ledger, path: Path, gone: list[str]) -> None:
-    for suffix in gone:
-        named(path, suffix).unlink()
-    assert hours(metered.metered(["hour"], 0, 2**40)) == [3600, 7200]
-    assert [named(path, suffix).exists() for suffix in gone] == [False] * len(gone)
-
-
-def test_no_figures_are_read_of_a_closed_ledger(metered: Ledger) -> None:
-    metered.close()
-    with pytest.raises(LedgerError, match="is closed"):
-        list(metered.metered([], 0, 2**40))

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
-from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.baselines import MPS_CLIENTS, run_baseline
+from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Cell, Session
@@ -155,14 +154,6 @@ def test_static_fractions_slow_each_other_down_and_mps_by_what_cells_fill_only()
     assert alone.lateness.cells.ordered == (0, 0, 0)
 
 
-def test_one_mps_server_has_so_many_clients() -> None:
-    one = host(100_000)
-    any_size = replace(one, pools=(replace(one.pools[0], fractions_milli=()),))
-    trace = [session(f"s{number:02}", Cell(0, 1_000, 1, 100, 1)) for number in range(MPS_CLIENTS + 1)]
-    assert run_baseline("mps-pack", any_size, trace).doors.ordered == (*[0] * MPS_CLIENTS, HOUR_MS)
-    assert run_baseline("static-fraction", any_size, trace).doors.ordered == (0,) * len(trace)
-
-
 def test_whole_gpus_are_suspended_where_fractions_would_fit_side_by_side() -> None:
     trace = [session("a", Cell(0, 60_000, 1, 900, 10)), session("b", Cell(100_000, 60_000, 1, 900, 10))]
     result = run_baseline("whole-gpu-suspend", host(8000), trace)
@@ -177,18 +168,3 @@ def test_a_cell_on_a_whole_gpu_is_not_preempted_by_its_equals() -> None:
     trace = [session("a", Cell(0, 600_000, 1, 900, 10)), session("b", Cell(100_000, 60_000, 1, 900, 10))]
     result = run_baseline("whole-gpu-suspend", host(8000), trace)
     assert (result.preemptions, result.waits.ordered) == (0, (0, 500_000 + 1_000))
-
-
-def test_what_a_baseline_cannot_serve_is_refused() -> None:
-    with pytest.raises(
-        SimulationError,
-        match="'a' reserves 2 GPUs, and there are 1 in one host; simulate more with --devices or --hosts",
-    ):
-        run_baseline("reservation", host(8000), [session("a", gpus=2)])
-    with pytest.raises(SimulationError, match="'a' uses 2 GPUs at once"):
-        run_baseline("time-slice", host(8000, 8000), [session("a", Cell(0, 1, 2, 1, 1), gpus=2)])
-    with pytest.raises(
-        SimulationError,
-        match="no baseline 'hope'; allowed: reservation, cull, static-fraction, mps-pack, ",
-    ):
-        run_baseline("hope", host(8000), [session("a")])

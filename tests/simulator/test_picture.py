@@ -12,17 +12,15 @@ from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.experience import Spread
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.picture import RunDescription, headline, picture, share_axis, time_axis, wait_axis
-from fractional_gpu.simulator.result import Result, Timeline
+from fractional_gpu.simulator.picture import RunDescription, headline, picture
+from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
-from fractional_gpu.svg import count_axis
 from tests.e2e.browser import opened_browser
 from tests.simulator.loads import BUSY
 from tests.support.axe import assert_accessible_in_any_look
 
 pytestmark = pytest.mark.promise("accessibility")
 
-HOUR_MS = 3_600_000
 ABOUT = RunDescription(
     users=50, machine="6 devices of 80 GiB", whole_gpus=41, command="jupyter gpu simulate --users 50", version="1.2"
 )
@@ -34,10 +32,6 @@ def runs() -> list[Result]:
     host = Host(devices=(device,), pools=(PoolSpec(name="default", devices=("d0",)),))
     trace = synthetic_sessions(8, 1, 2, BUSY)
     return [simulate([host, host], trace), run_baseline("reservation", [host, host], trace)]
-
-
-def labels(page: str) -> list[str]:
-    return re.findall(r"<text[^>]*>([^<]*)</text>", page)
 
 
 class Closed(HTMLParser):
@@ -125,75 +119,3 @@ def test_the_first_sentence_has_the_figures_of_the_first_run(runs: list[Result])
         none == "1 user on 6 devices of 80 GiB: no cell used a GPU; " + needed.replace("41 devices", "1 device") + "."
     )
     assert picture([result], ABOUT).count(f"{said}; {needed}.") == 1
-
-
-@pytest.mark.parametrize(
-    ("most", "marks"),
-    [
-        (0, ["0", "1"]),
-        (1, ["0", "1"]),
-        (7, ["0", "2", "4", "6", "8"]),
-        (800, ["0", "200", "400", "600", "800"]),
-        (4321, ["0", "2,000", "4,000", "6,000"]),
-    ],
-)
-def test_counts_have_round_marks_up_to_the_top(most: int, marks: list[str]) -> None:
-    found, top = count_axis(most)
-    assert [label for _, label in found] == marks
-    assert (found[0][0], found[-1][0]) == (0, 1)
-    assert top >= most
-
-
-def timeline(*times_ms: int) -> Timeline:
-    made = Timeline()
-    made.add(0, 0, 0, 0)
-    for at_ms in times_ms:
-        made.add(at_ms, 1, 0, 0)
-    return made
-
-
-def test_hours_of_the_day_are_round_and_begin_where_something_happens() -> None:
-    axis, since_ms, until_ms = time_axis([timeline(9 * HOUR_MS + 7, 18 * HOUR_MS), timeline()], hours_of_day=True)
-    assert (since_ms, until_ms) == (8 * HOUR_MS, 18 * HOUR_MS)
-    assert [label for _, label in axis.marks] == ["08:00", "10:00", "12:00", "14:00", "16:00", "18:00"]
-    assert axis.marks[0][0] == 0
-    assert axis.marks[-1][0] == 1
-    axis, _, _ = time_axis([timeline(7 * HOUR_MS, 40 * HOUR_MS)], hours_of_day=True)
-    assert [label for _, label in axis.marks] == ["06:00", "12:00", "18:00", "day 2", "06:00", "12:00"]
-    short, _, _ = time_axis([timeline(10, 25 * 60_000)], hours_of_day=True)
-    assert [label for _, label in short.marks] == ["00:00", "00:05", "00:10", "00:15", "00:20", "00:25"]
-    week, _, _ = time_axis([timeline(10, 160 * HOUR_MS)], hours_of_day=True)
-    assert [label for _, label in week.marks] == ["00:00", *(f"day {day}" for day in range(2, 8))]
-
-
-def test_a_trace_of_files_has_no_time_of_day() -> None:
-    axis, _, _ = time_axis([timeline(10, 30 * HOUR_MS)], hours_of_day=False)
-    assert [label for _, label in axis.marks] == ["0 h", "6 h", "12 h", "18 h", "24 h", "30 h"]
-    assert "since" in axis.title
-
-
-def test_the_axis_of_waits_has_1_2_and_5_in_each_decade() -> None:
-    axis, decades = wait_axis(95.0)
-    assert decades == 3
-    assert [label for _, label in axis.marks] == ["0.1", "0.2", "0.5", "1", "2", "5", "10", "20", "50", "100"]
-    assert [round(share, 3) for share, _ in axis.marks[:4]] == [0, 0.1, 0.233, 0.333]
-    long, decades = wait_axis(500_000.0)
-    assert [label for _, label in long.marks] == ["0.1", "1", "10", "100", "1,000", "10,000", "100,000", "1,000,000"]
-    assert decades == 7
-    assert wait_axis(0)[1] == 1
-
-
-@pytest.mark.parametrize(
-    ("least", "lowest", "marks"), [(0.97, 0.95, 6), (0.93, 0.9, 6), (0.8, 0.8, 5), (0.6, 0.5, 6), (0.2, 0, 6)]
-)
-def test_the_axis_of_shares_begins_at_a_round_one_below_all(least: float, lowest: float, marks: int) -> None:
-    found, begins = share_axis(least)
-    assert (begins, len(found), found[-1]) == (lowest, marks, (1, "100 %"))
-
-
-def test_every_chart_has_its_marks(runs: list[Result]) -> None:
-    said = labels(picture(runs, ABOUT))
-    assert said.count("time of day") == 3
-    assert said.count("seconds") == 1
-    assert said.count("100 %") == 1
-    assert "12:00" in said

@@ -1,6 +1,5 @@
 """Devices that leave a simulated run: published lifetimes, what each order saves, and sessions that continue."""
 
-import json
 from pathlib import Path
 from random import Random
 
@@ -9,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.commands.main import main
-from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.record import EventLog, recording, replay
 from fractional_gpu.simulator.result import Result
@@ -63,20 +61,6 @@ def test_the_shares_are_those_of_the_paper() -> None:
     assert sum(curve.servers for curve in PUBLISHED["k80"].values()) == 156, "as the authors' repository says"
 
 
-def test_all_regions_together_are_their_sum() -> None:
-    v100 = lifetimes_of("V100")
-    assert (v100.servers, sum(v100.revoked), v100.revoked[0]) == (120, 69, 38)
-
-
-@pytest.mark.parametrize("kind", ["", "t4", "v100/", "v100/us-east1", "/us-west1"])
-def test_other_kinds_are_refused_with_what_there_is(kind: str) -> None:
-    if kind == "v100/":
-        assert lifetimes_of(kind) == lifetimes_of("v100")
-        return
-    with pytest.raises(SimulationError, match="allowed: k80, p100, v100"):
-        lifetimes_of(kind)
-
-
 @given(
     kind=st.sampled_from([f"{gpu}/{region}" for gpu, regions in PUBLISHED.items() for region in regions]),
     seed=st.integers(),
@@ -86,25 +70,6 @@ def test_a_lifetime_is_at_most_a_day_and_in_an_hour_in_which_servers_were_revoke
     lifetime_ms = lifetimes.draw_ms(Random(seed))
     assert 0 < lifetime_ms <= LONGEST_MS
     assert lifetime_ms == LONGEST_MS or lifetimes.revoked[lifetime_ms // HOUR_MS] > 0
-
-
-def test_as_many_are_revoked_as_were() -> None:
-    class Each(Random):
-        """Draws each server once."""
-
-        number = -1
-
-        def randrange(self, stop: int, *_: object) -> int:  # type: ignore[override]
-            if stop == HOUR_MS:
-                return 0
-            self.number += 1
-            return self.number
-
-    for regions in PUBLISHED.values():
-        for curve in regions.values():
-            each = Each()
-            drawn = [curve.draw_ms(each) for _ in range(curve.servers)]
-            assert sum(one < LONGEST_MS for one in drawn) == sum(curve.revoked)
 
 
 # -- orders ------------------------------------------------------------------------------------------------------------
@@ -253,17 +218,6 @@ def test_a_run_with_revocations_is_recorded_and_replayed(tmp_path: Path) -> None
 # -- the command -------------------------------------------------------------------------------------------------------
 
 SMALL = ("simulate", "--users", "3", "--devices", "1x80GiB", "--set", "several_gpus=0")
-
-
-def test_the_command_says_what_would_be_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--set", "revoke=k80/europe-west1", "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)["revocation"]
-    assert list(figures) == ["notices", "devices", "on_them", "unsaved"]
-    assert list(figures["unsaved"]) == [OURS, "smallest-first", "random", NO_NOTICE]
-    assert main([*SMALL, "--set", "revoke=k80/europe-west1", "--set", "revoke_what=hosts"]) == 0
-    text = capsys.readouterr().out
-    assert "devices went away, after" in text
-    assert "With the hosts' memory all of it is lost, in every order" in text
 
 
 @pytest.mark.parametrize(

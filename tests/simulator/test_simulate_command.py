@@ -122,28 +122,6 @@ def test_a_policy_that_is_no_file_is_refused_with_what_the_option_takes(capsys: 
     assert "--config" not in said
 
 
-@pytest.mark.parametrize(
-    ("preempt", "arguments", "some"),
-    [
-        ("never", (), False),
-        ("priorities", (), False),
-        ("priorities", ("--set", "urgent_users=30"), True),
-        ("fair", (), True),
-    ],
-)
-def test_a_policy_file_says_who_is_preempted(
-    preempt: str, arguments: tuple[str, ...], some: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    policy = tmp_path / "jupyter_gpu_config.py"
-    pool = {"idle_after": "on-demand", "may_move": True, "preempt": preempt, "min_residency_swaps": 3}
-    policy.write_text(f"c.GPUBroker.pools = {{'default': {pool!r}}}\n")
-    figures = simulated(
-        capsys, "--users", "12", "--devices", "1x80GiB", "--policy", str(policy), *MANY_SWAPS, *arguments
-    )
-    assert (figures["lost"], figures["out_of_memory"]) == (0, 0)
-    assert bool(figures["preemptions"]) is some
-
-
 def test_the_fewest_devices_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     figures = simulated(capsys, "--users", "4", "--find-devices", "--p95-wait", "60s", *ONE_GPU)
     devices, waits = figures["devices"], figures["wait_s"]
@@ -154,41 +132,6 @@ def test_the_fewest_devices_are_found(capsys: pytest.CaptureFixture[str]) -> Non
         fewer = simulated(capsys, "--users", "4", "--devices", f"{devices - 1}x80GiB", *ONE_GPU)["wait_s"]
         assert isinstance(fewer, dict)
         assert fewer["p95"] > 60
-
-
-def test_the_fewest_hosts_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--users", "12", "--find-devices", "--p95-wait", "1s")
-    figures = simulated(capsys, *arguments, "--hosts", "?x(8x80GiB)", "--baseline", "static-fraction")
-    hosts, baselines = figures["hosts"], figures["baselines"]
-    assert isinstance(hosts, int)
-    assert isinstance(baselines, dict)
-    assert figures["devices"] == 8 * hosts > 8
-    assert baselines["static-fraction"]["door_wait_s"]["p95"] <= 1
-    waits = figures["wait_s"]
-    assert isinstance(waits, dict)
-    assert waits["p95"] <= 1
-    fewer = simulated(capsys, "--users", "12", "--hosts", f"{hosts - 1}x(8x80GiB)")["wait_s"]
-    assert isinstance(fewer, dict)
-    assert fewer["p95"] > 1
-
-
-def test_hosts_may_have_different_devices_and_more_than_usual_if_that_is_said(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    mixed = simulated(capsys, "--users", "4", *ONE_GPU, "--hosts", "2x(1x80GiB,1x40GiB), 1x(3x80GiB)")
-    assert (mixed["hosts"], mixed["devices"]) == (3, 7)
-    large = simulated(capsys, "--users", "4", "--hosts", "1x(20x80GiB)", "--set", "gpus_per_host=20")
-    one = simulated(capsys, "--users", "4", "--devices", "20x80GiB")
-    assert {**large, "wall_s": 0} == {**one, "wall_s": 0}
-
-
-def test_more_devices_than_a_host_has_are_allowed_in_one_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--users", "4", "--devices", "17x80GiB", "--json"]) == 0
-    assert (
-        "all 17 devices are in one host, more than any host has; --hosts simulates several" in capsys.readouterr().err
-    )
-    assert main(["simulate", "--users", "4", "--devices", "16x80GiB", "--json"]) == 0
-    assert "in one host" not in capsys.readouterr().err
 
 
 def test_the_goal_of_the_search_is_what_is_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,14 +146,6 @@ def test_the_goal_of_the_search_is_what_is_given(capsys: pytest.CaptureFixture[s
     assert waits["p99"] <= 1
     assert main(["simulate", "--users", "2", "--find-devices", "--set", "p95_late=soon"]) == 2
     assert "at `$.p95_late`" in capsys.readouterr().err
-
-
-def test_a_baseline_is_given_its_own_fewest_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = simulated(capsys, "--users", "4", "--find-devices", "--baseline", "reservation")
-    baselines = figures["baselines"]
-    assert isinstance(baselines, dict)
-    assert baselines["reservation"]["door_wait_s"]["p95"] <= 3
-    assert baselines["reservation"]["devices"] >= 4  # everybody works at the same time of the day
 
 
 def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -314,13 +249,6 @@ def test_a_habit_changes_what_users_do_and_its_sessions_run_to_their_ends(
     figures = simulated(capsys, "--users", "5", "--devices", "8x80GiB", "--set", f"habit={habit}")
     assert (figures["lost"], figures["out_of_memory"]) == (0, 0)
     assert figures["busy_gpu_hours"] != usual["busy_gpu_hours"]
-
-
-@pytest.mark.parametrize("key", ["request", "urgent_users", "several_gpus", "joint_starts", "failed_swaps"])
-def test_shares_are_percentages(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for share in ("101", "-1", "half"):
-        assert main(["simulate", "--users", "2", "--set", f"{key}={share}"]) == 2
-        assert f"at `$.{key}`" in capsys.readouterr().err
 
 
 def test_a_scenario_file_says_the_same_as_the_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

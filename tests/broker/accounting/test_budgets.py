@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from fractional_gpu.broker.accounting.budgets import BudgetKeeper, begin_of, end_of
+from fractional_gpu.broker.accounting.budgets import BudgetKeeper
 from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.config.pools import Pool
@@ -18,7 +18,6 @@ from fractional_gpu.core.metering.budgets import LAST_PRIORITY, Budget, Conseque
 from fractional_gpu.core.metering.usage import Party, Usage, UsageRow
 from fractional_gpu.core.model import LeaseState, LeaseView
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import NoRoomError
 from tests.core.driving import Hand
 
@@ -137,12 +136,6 @@ def test_where_the_pool_says_so_they_get_what_nobody_waits_for(world: World) -> 
     assert world.priority("a") == 0
 
 
-def test_a_new_kernel_of_a_spent_budget_is_behind_from_its_beginning(world: World) -> None:
-    world.spend(1000)
-    world.kernel("a")
-    assert world.priority("a") == -1
-
-
 def test_a_notebook_is_told_once_at_four_fifths_and_once_at_the_end(world: World) -> None:
     link = world.kernel("a")
     for _ in range(5):
@@ -162,12 +155,6 @@ def test_a_notebook_is_told_once_at_four_fifths_and_once_at_the_end(world: World
     assert world.kernels["a"].budget == ""
     world.spend(900)
     assert len(link.said) == 3
-
-
-def test_a_kernel_whose_extension_is_not_connected_is_told_when_it_is(world: World) -> None:
-    world.kernel("a", linked=False)
-    world.spend(850)
-    assert [one.split(":")[0] for one in world.kernels["a"].notices] == ["Your budget of 1.00 EUR per day"]
 
 
 def test_no_new_kernel_begins_where_the_pool_says_so(world: World) -> None:
@@ -206,29 +193,6 @@ def test_a_group_spends_together_and_its_members_are_treated_alike(tmp_path: Pat
         assert world.keeper.group_of(["zoo"]) == ""
 
 
-def test_a_surge_is_over_an_hour_later(tmp_path: Path) -> None:
-    surge = Budget(
-        kind="user",
-        name="*",
-        unit=Unit.MONEY,
-        amount=500,
-        currency="EUR",
-        window=WindowKind.ROLLING,
-        rolling_s=HOUR,
-        text="0.50 EUR per hour",
-    )
-    with Ledger.open(tmp_path / "state" / "ledger.sqlite") as ledger:
-        world = World(ledger, budgets=(EUR, surge))
-        world.kernel("a")
-        world.spend(500)
-        assert world.priority("a") == -1
-        assert "0.50 EUR per hour is used up" in world.kernels["a"].budget
-        assert "what was spent counts less and less" in world.kernels["a"].budget
-        world.wall_ms += (HOUR + 60) * 1000
-        world.keeper.counted([])
-        assert world.priority("a") == 0
-
-
 def test_the_next_broker_knows_what_was_spent_and_what_was_added(world: World) -> None:
     world.spend(700, hours_ago=2)
     world.spend(500, hours_ago=13)  # yesterday
@@ -257,16 +221,6 @@ async def test_what_an_administrator_adds_counts_at_once_and_until_its_end(world
     assert world.keeper.matching(Subject("group", "staff"), "money", "EUR") == []
 
 
-async def test_what_cannot_be_written_is_not_added(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise LedgerError("the disk is full")
-
-    monkeypatch.setattr(world.ledger, "keep", full)
-    with pytest.raises(LedgerError):
-        await world.keeper.extend(ANN, (EUR,), 500, None)
-    assert world.keeper.states(Party("p", "ann"))[0].amount == 1000
-
-
 def test_nothing_is_lost_whatever_a_kernel_does_when_its_budget_ends(world: World) -> None:
     for name in ("a", "b"):
         world.kernel(name)
@@ -280,19 +234,3 @@ def test_nothing_is_lost_whatever_a_kernel_does_when_its_budget_ends(world: Worl
     world.hand.saved(leaves, saved_mib=77)
     assert world.hand.view("a").saved_mib == 77
     assert {world.priority(name) for name in ("a", "b")} == {-1}
-
-
-def test_windows_are_those_of_the_machines_calendar() -> None:
-    now_s = int(time.mktime((2026, 11, 25, 15, 30, 0, 0, 0, -1)))  # a Wednesday
-
-    def at(year: int, month: int, day: int) -> int:
-        return int(time.mktime((year, month, day, 0, 0, 0, 0, 0, -1)))
-
-    def window(kind: WindowKind) -> tuple[int, int | None]:
-        one = Budget(kind="user", name="*", unit=Unit.MONEY, amount=1, window=kind, rolling_s=90)
-        return begin_of(one, now_s), end_of(one, now_s)
-
-    assert window(WindowKind.DAY) == (at(2026, 11, 25), at(2026, 11, 26))
-    assert window(WindowKind.WEEK) == (at(2026, 11, 23), at(2026, 11, 30))
-    assert window(WindowKind.MONTH) == (at(2026, 11, 1), at(2026, 12, 1))
-    assert window(WindowKind.ROLLING) == (now_s - 90, None)

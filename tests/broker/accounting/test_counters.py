@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client.registry import Collector
 
-from fractional_gpu.broker.accounting.counters import USER_METRICS, UsageCounters
-from fractional_gpu.broker.accounting.metering import Metering
+from fractional_gpu.broker.accounting.counters import UsageCounters
 from fractional_gpu.broker.metrics import PREFIX
 from fractional_gpu.core.events import Attached, BusyChanged, LeaseRequested, Wanted
-from fractional_gpu.core.metering.usage import Party, Usage, UsageKey, UsageRow
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.ledger.ledger import Ledger
 from tests.broker.accounting.test_metering import MINUTE, SECOND, World
@@ -75,35 +72,6 @@ def test_the_counters_are_what_the_meter_counted_until_the_scrape(world: World) 
     }
 
 
-def test_a_write_changes_no_counter_and_what_follows_is_added(world: World) -> None:
-    counters = counters_of(world)
-    begin_story(world)
-    before = scraped(counters.pools), scraped(counters.users)
-    world.metering.write()
-    assert (scraped(counters.pools), scraped(counters.users)) == before
-    world.wait(MINUTE)
-    later = scraped(counters.pools)
-    assert later["suspended_gpu_seconds", "p"] == before[0]["suspended_gpu_seconds", "p"] + 15
-    assert all(value >= before[0][key] for key, value in later.items())
-
-
-def test_scrapes_change_nothing_of_what_is_written(tmp_path: Path) -> None:
-    """A scrape counts until now. Times, amounts and energies are sums, so it does not matter how often that is done."""
-
-    def written(folder: Path, scrapes: int) -> tuple[Usage, Usage]:
-        with Ledger.open(folder / "ledger.sqlite") as ledger:
-            world = World(ledger)
-            counters = counters_of(world)
-            begin_story(world)
-            for _ in range(scrapes):
-                world.wait(50_000 // scrapes)
-                scraped(counters.pools)
-            world.metering.write()
-            return world.written("a"), world.written()
-
-    assert written(tmp_path / "once", 1) == written(tmp_path / "often", 1000)
-
-
 def test_the_time_of_idle_devices_is_the_pools(world: World) -> None:
     counters = counters_of(world)
     assert scraped(counters.pools)["device_seconds", "p"] == 0, "a counter is there before anything is counted"
@@ -138,26 +106,6 @@ def test_users_are_told_apart_and_a_hubs_user_from_one_of_the_machine(world: Wor
     assert sum(busy.values()) == scraped(counters.pools)["busy_gpu_seconds", "p"]
 
 
-def row(owner: str, ms: int, pool: str = "p", device_id: str = "d0", lease_id: str = "x") -> UsageRow:
-    usage = Usage(busy_share=1000 * ms, occupied_us=1000 * ms)
-    return UsageRow(UsageKey(0, lease_id, device_id, ""), Party(pool=pool, owner=owner), usage)
-
-
-def give(metering: Metering, *rows: UsageRow) -> None:
-    for follower in metering.followers:
-        follower(rows)
-
-
-def test_only_so_many_users_are_named_and_the_others_are_one_sum(world: World) -> None:
-    counters = counters_of(world)
-    give(world.metering, *(row(f"user-{number}", 1000) for number in range(300)))
-    give(world.metering, row("other", 1000), row("user-299", 1000), row("user-0", 1000))
-    busy = {key[2:]: value for key, value in scraped(counters.users).items() if key[0] == "user_busy_gpu_seconds"}
-    assert len(busy) == 257
-    assert busy["machine", "user-0"] == 2
-    assert busy["", "other"] == 300 - 256 + 2
-
-
 def test_the_next_broker_begins_at_zero_with_what_happened_between_the_two(world: World) -> None:
     counters = counters_of(world)
     world.kernel("a")
@@ -171,15 +119,3 @@ def test_the_next_broker_begins_at_zero_with_what_happened_between_the_two(world
     assert scraped(counters.pools)["held_gpu_seconds", "p"] == 0
     world.recover("a", LeaseState.RESIDENT, device_id="d0")
     assert scraped(counters.pools)["held_gpu_seconds", "p"] == 5
-
-
-def test_every_counter_by_user_has_the_labels_that_it_says(world: World) -> None:
-    counters = counters_of(world)
-    request(world, "1", owner="ada")
-    world.wait(MINUTE)
-    families: dict[str, Any] = {family.name.removeprefix(PREFIX): family for family in counters.users.collect()}
-    assert set(families) == {metric.name for metric in USER_METRICS}
-    for metric in USER_METRICS:
-        (sample,) = families[metric.name].samples
-        assert tuple(sample.labels) == metric.labels
-        assert metric.labels[:3] == ("pool", "account", "user")

@@ -1,21 +1,18 @@
 """What the broker keeps of shares and advises: written whole, taken up by the next broker, followed up, and shown to its user only."""
 
-import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from fractional_gpu.broker.accounting.habits import ShareHabits, offered_shares
+from fractional_gpu.broker.accounting.habits import ShareHabits
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.core.events import Attached, LeaseRequested
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Sample, Share
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.status import ShareAdvice
-from tests.core.driving import Hand, device, lease_measured, spec
-from tests.support.counted import calls_of
+from tests.core.driving import Hand, lease_measured
 
 pytestmark = pytest.mark.promise("advice")
 
@@ -105,30 +102,10 @@ def test_the_next_broker_knows_the_days_and_the_advice(world: World) -> None:
     assert (given.before_milli, given.milli) == (250, 125)
 
 
-def test_days_beyond_the_window_are_forgotten_on_disk_too(world: World) -> None:
-    world.work(40, 60)
-    days = [one.day for _, one in world.ledger.share_days(0)]
-    assert len(days) == len(set(days)) == 28
-    assert len(world.habits.recorder.days(world.ledger.share_days(0)[0][0])) <= 29
-
-
 def test_a_share_that_is_full_gets_a_larger_one(world: World) -> None:
     world.work(4, 590)  # of 600
     figures = world.advice().figures
     assert (figures.verdict, figures.risk.share.milli, figures.risk.unknown_days) == ("larger", 1000, 4)
-
-
-def test_a_suspended_lease_holds_nothing(world: World) -> None:
-    world.work(1, 60)
-    world.kernels["b"] = Kernel(lease_id="b", uid=0, token_sha256="", created_ms=world.wall_ms)
-    world.habits.sampled()
-    world.hand.now += 30_000
-    del world.kernels["a"]
-    world.habits.sampled()
-    world.hand.now += 30_000
-    world.habits.sampled()
-    (one,) = [one for one in world.habits.recorder.days(next(world.habits.recorder.keys())) if one.held_ms < 1_200_000]
-    assert one.held_ms == 30_000
 
 
 @pytest.mark.parametrize(
@@ -148,28 +125,6 @@ def test_days_that_cannot_be_read_cost_their_advice_and_keep_no_broker_from_its_
     assert f"1 of 8 days of shares in {world.ledger.path} cannot be read: " in caplog.text
 
 
-def test_advice_that_cannot_be_read_is_given_anew(world: World) -> None:
-    world.work(8, 60)
-    world.advice()
-    assert world.ledger.given_advice()
-    world.ledger._write("UPDATE advised SET key = 'of a newer version'", ())
-    world.begin()
-    assert not world.ledger.given_advice()
-    world.advice()
-    assert world.ledger.given_advice()
-
-
-def test_nothing_is_kept_of_notebooks_that_were_looked_at_once(world: World) -> None:
-    """A kernel without a name has its own id for one: each would stay in memory for as long as the broker serves."""
-    view = world.hand.arbiter.lease("a")
-    assert view is not None
-    for number in range(100):
-        world.habits.of_lease(replace(view, spec=replace(view.spec, label=f"kernel {number}")))
-    world.hand.now += 60_000
-    world.habits.write()
-    assert not world.habits._told
-
-
 async def test_whose_notebooks_are_shown(world: World) -> None:
     world.work(8, 60)
     shown, owner = world.habits.of_notebooks, world.hand.arbiter.lease("a").spec.owner  # type: ignore[union-attr]
@@ -180,28 +135,6 @@ async def test_whose_notebooks_are_shown(world: World) -> None:
     assert not await shown(None, "other")
     assert not await shown("other", None)
     assert len(await shown(None, None)) == 1
-
-
-async def test_others_get_their_turn_while_advice_for_many_notebooks_is_worked_out(world: World) -> None:
-    world.work(8, 60)
-    (key,) = world.habits.recorder.keys()
-    days = world.habits.recorder.days(key)
-    for number in range(199):
-        for day in days:
-            world.habits.recorder.load(key._replace(label=f"{number}.ipynb"), day)
-    advised, turns = asyncio.create_task(world.habits.of_notebooks(None, None)), 0
-    while not advised.done():
-        turns += 1
-        if turns == 5:
-            world.habits.recorder.forget(days[-1].day + 1)
-        await asyncio.sleep(0)
-    assert turns >= 200 // 50, "each took some milliseconds"
-    assert 0 < len(advised.result()) < 200, "the others were forgotten meanwhile"
-
-
-def test_a_pool_that_gives_any_share_offers_the_usual_ones(world: World) -> None:
-    pool = world.hand.arbiter.pools()["p"]
-    assert offered_shares(world.hand.arbiter, pool)[:2] == [Share(125, 125), Share(250, 250)]
 
 
 def test_a_servers_kernels_count_together(world: World) -> None:
@@ -216,31 +149,3 @@ def test_a_servers_kernels_count_together(world: World) -> None:
     assert advice is not None
     assert (advice.figures.verdict, advice.figures.risk.share.milli) == ("smaller", 125)
     assert advice.brief == "1/8 GPU (125 MiB) would have been enough on 8 of 8 days"
-
-
-@pytest.fixture
-def empty(world: World) -> World:
-    """No kernels, and a large device."""
-    world.hand = Hand(device(memory_mib=100_000))
-    world.kernels.clear()
-    world.begin()
-    return world
-
-
-def test_a_sample_of_twice_as_many_servers_costs_twice_as_much(empty: World) -> None:
-    empty.habits.seat_share = lambda _seat: KEPT
-    costs = []
-    for number in range(80):
-        name = f"k{number}"
-        asked = replace(spec(name), seat=f"s{number}", owner=f"user{number}")
-        empty.hand.send(LeaseRequested(at_ms=empty.hand.now, spec=asked))
-        empty.hand.send(Attached(at_ms=empty.hand.now, lease_id=name, gated=True))
-        empty.hand.want(name)
-        empty.hand.work(name)
-        empty.hand.send(lease_measured(empty.hand.now, name, 60))
-        empty.kernels[name] = Kernel(lease_id=name, uid=0, token_sha256="", created_ms=empty.wall_ms)
-        if number + 1 in {40, 80}:
-            empty.habits.sampled()
-            costs.append(calls_of(empty.habits.sampled))
-    assert {(key.kind, key.owner) for key in empty.habits.recorder.keys()} >= {(HabitKind.SEAT, "user79")}  # noqa: SIM118
-    assert costs[1] < 2.1 * costs[0]

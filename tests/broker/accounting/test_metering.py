@@ -1,7 +1,5 @@
 """What the broker writes down of its leases' use: complete through restarts, and short of a minute at most when it is killed."""
 
-import asyncio
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from fractional_gpu.broker.accounting.metering import Clocks, Metering, local_time
+from fractional_gpu.broker.accounting.metering import Clocks, Metering
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.core.effects import Effect
-from fractional_gpu.core.events import Attached, Event, LeaseRecovered, LeaseReleased, LeaseRequested, ProcessExited
-from fractional_gpu.core.metering.tariffs import LocalTime, Tariff
+from fractional_gpu.core.events import Attached, Event, LeaseRecovered, LeaseReleased, LeaseRequested
+from fractional_gpu.core.metering.tariffs import Tariff
 from fractional_gpu.core.metering.usage import Usage
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceSensors
@@ -137,18 +135,6 @@ def test_room_that_was_kept_for_a_start_is_the_pools(world: World) -> None:
     assert world.written("late").charge_milli == 250 * 20_000 // 3_600_000
 
 
-def test_what_comes_back_was_moved_twice(world: World) -> None:
-    world.kernel("a")
-    world.hand.idle("a")
-    world.wait(MINUTE)
-    world.hand.start("b")
-    world.hand.saved(world.hand.want("b"), saved_mib=300)
-    world.hand.send(ProcessExited(at_ms=world.hand.now, lease_id="b"))
-    world.hand.restored(world.hand.want("a"))
-    world.metering.write()
-    assert world.written("a").moved_mib == 600
-
-
 @pytest.mark.parametrize("lost_ms", [0, 1, 59 * SECOND])
 def test_a_broker_that_is_killed_loses_what_it_counted_since_the_last_write(world: World, lost_ms: int) -> None:
     world.kernel("a")
@@ -173,32 +159,6 @@ def test_a_broker_that_is_killed_loses_what_it_counted_since_the_last_write(worl
     assert world.written().energy_mj == 5_000_000
 
 
-def test_a_lease_that_began_after_the_last_write_is_counted_from_its_beginning(world: World) -> None:
-    world.metering.write()
-    world.wait(30 * SECOND)
-    world.kernel("a")
-    world.hand.idle("a")
-    world.wait(10 * SECOND)
-    world.begin()
-    world.wait(5 * SECOND)
-    world.recover("a", LeaseState.SUSPENDED, saved_mib=70, device_id="d0")
-    world.metering.write()
-    a = world.written("a")
-    assert (a.reserved_ms, a.suspended_ms, a.held_ms) == (15_000, 15_000, 0)
-
-
-def test_a_lease_that_ended_while_no_broker_ran_is_counted_until_the_last_write(world: World) -> None:
-    world.kernel("a")
-    world.hand.idle("a")
-    world.wait(MINUTE)
-    world.metering.write()
-    world.wait(MINUTE)
-    world.begin()
-    world.metering.write()
-    assert world.written("a").reserved_ms == MINUTE
-    assert world.written("").occupied_us == MINUTE * 1000
-
-
 def test_after_a_reboot_the_time_before_is_nobodys_and_the_counter_is_a_new_one(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,15 +175,6 @@ def test_after_a_reboot_the_time_before_is_nobodys_and_the_counter_is_a_new_one(
     assert (world.written().occupied_us, world.written().energy_mj) == (SECOND * 1000, 100_000)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"counters": 3}', '{"written_ms": "soon"}'])
-def test_a_state_that_cannot_be_read_begins_anew(world: World, text: str) -> None:
-    world.ledger.keep(METER, text)
-    world.begin()
-    world.wait(SECOND)
-    world.metering.write()
-    assert world.written().occupied_us == SECOND * 1000
-
-
 def test_figures_and_state_are_written_together_or_not_at_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.kernel("a")
     world.hand.run("a")
@@ -237,47 +188,3 @@ def test_figures_and_state_are_written_together_or_not_at_all(world: World, monk
         world.metering.write()
     assert world.written("a") == Usage()
     assert world.ledger.kept(METER) is None
-
-
-def test_a_write_needs_no_descriptor_beside_the_ledgers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(*_: object) -> str:
-        raise OSError(24, "Too many open files")
-
-    world.kernel("a")
-    world.hand.run("a")
-    world.wait(MINUTE)
-    for opens in ("builtins.open", "os.open", "pathlib.Path.read_text", "pathlib.Path.open"):
-        monkeypatch.setattr(opens, none_left)
-    world.metering.write()
-    monkeypatch.undo()
-    assert world.written("a").busy_ms == MINUTE
-
-
-def test_followers_are_told_of_each_write(world: World) -> None:
-    told: list[int] = []
-    world.metering.followers.append(lambda rows: told.append(sum(row.usage.busy_ms for row in rows)))
-    world.kernel("a")
-    world.hand.run("a")
-    for _ in range(3):
-        world.wait(MINUTE)
-        world.metering.write()
-    assert told == [MINUTE] * 3
-
-
-async def test_it_writes_when_it_is_cancelled(world: World) -> None:
-    task = asyncio.create_task(world.metering.run())
-    await asyncio.sleep(0)
-    world.wait(7 * SECOND)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert world.written().occupied_us == 7_000_000
-
-
-def test_local_hours_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_s = 1_700_000_100  # Tuesday 22:15 UTC, and Wednesday 03:45 in India
-    with monkeypatch.context() as patch:
-        patch.setenv("TZ", "Asia/Kolkata")
-        time.tzset()
-        found = local_time(at_s // 900)
-    time.tzset()
-    assert found == LocalTime(at_s - 45 * 60, (2 * 24 + 3) * 60 + 45)

@@ -1,11 +1,8 @@
 """Who sees which sums of what leases used, by what, in local days, and with which carbon."""
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -14,7 +11,6 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from fractional_gpu.broker.accounting.reports import Reader, ReportQuery, UsageReports
-from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, Party, Usage, UsageKey, UsageRow
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.accounts import UsageEntry
@@ -24,7 +20,6 @@ pytestmark = pytest.mark.promise("usage-privacy")
 T = TypeVar("T")
 BERLIN = ZoneInfo("Europe/Berlin")
 EVER = 2**40
-DEADLINE_S = 30.0
 ADMIN = Reader(administrator=True)
 ADA = Reader(owner="ada", group="physics")
 HUB_ADA = Reader(owner="ada", seated=True, group="biology")
@@ -149,22 +144,6 @@ async def test_to_ask_for_what_one_may_not_see_shows_nothing_and_says_so(busy: W
     assert note.startswith("You may not see these figures")
 
 
-async def test_an_administrator_sees_the_two_of_the_same_name_apart(busy: World) -> None:
-    assert await busy.sums(ADMIN, ["user"]) == {
-        ("", ""): 0,
-        ("ada", "hub"): 4000,
-        ("ada",): 1,
-        ("grace",): 20,
-        ("mary",): 300,
-    }
-    assert await busy.sums(ADMIN, ["user"], user="ada") == {("ada", "hub"): 4000, ("ada",): 1}
-    entries, _, _ = await busy.reports().answer(ADMIN, ReportQuery(("user", "pool"), 0, EVER, {"user": "ada"}))
-    assert [one.of for one in entries] == [
-        {"user": "ada", "pool": "p", "account": "hub"},
-        {"user": "ada", "pool": "p", "account": "machine"},
-    ]
-
-
 async def test_an_administrator_sees_everything(busy: World) -> None:
     assert busy.reports().scope(ADMIN, ["lease"]) == "all"
     assert await busy.sums(ADMIN, ["lease"]) == {
@@ -189,25 +168,12 @@ async def test_days_and_months_are_local(world: World) -> None:
     assert list(await world.sums(ADMIN, ["hour"]))[:2] == [("2026-10-31T23:00+0100",), ("2026-11-01T00:00+0100",)]
 
 
-async def test_currencies_are_not_added_up(world: World) -> None:
-    world.has(row("ada", charge_milli=5), row("ada", charge_milli=7, currency="USD", lease="b"))
-    entries, _, _ = await world.reports().answer(ADMIN, ReportQuery((), 0, EVER, {}))
-    assert [(one.currency, one.usage.charge_milli) for one in entries] == [("EUR", 5), ("USD", 7)]
-
-
 async def test_only_hours_that_begin_within_the_time_count(world: World) -> None:
     world.has(*(row("ada", when=f"2026-11-24T{hour:02}:00", charge_milli=10**hour) for hour in range(4)))
     entries, _, _ = await world.reports().answer(
         ADMIN, ReportQuery((), at("2026-11-24T01:00"), at("2026-11-24T03:00"), {})
     )
     assert [one.usage.charge_milli for one in entries] == [110]
-
-
-async def test_figures_are_written_before_they_are_read_but_not_for_each_reader(world: World) -> None:
-    reports = world.reports()
-    for _ in range(3):
-        await reports.answer(ADMIN, ReportQuery((), 0, EVER, {}))
-    assert world.wrote == 1
 
 
 async def carbon_of(world: World, setting: float | Path | None) -> tuple[list[UsageEntry], str, str]:
@@ -219,17 +185,6 @@ async def carbon_of(world: World, setting: float | Path | None) -> tuple[list[Us
     return entries, carbon.text if carbon is not None else "", note
 
 
-async def test_without_carbon_there_is_none(world: World) -> None:
-    entries, said, note = await carbon_of(world, None)
-    assert ([one.carbon_mg for one in entries], said, note) == ([0], "", "")
-
-
-async def test_one_carbon_figure_counts_always(world: World) -> None:
-    entries, said, _ = await carbon_of(world, 400.5)
-    assert [one.carbon_mg for one in entries] == [3 * 400_500]
-    assert said == "400.5 g CO2 for each kWh, as configured"
-
-
 async def test_carbon_of_a_file_counts_hour_by_hour_even_where_no_time_is_asked(world: World, tmp_path: Path) -> None:
     file = tmp_path / "carbon.csv"
     file.write_text("time,g_per_kwh\n2026-11-24T07:00+00:00,100\n2026-11-24T08:00+00:00,300\n")
@@ -238,36 +193,3 @@ async def test_carbon_of_a_file_counts_hour_by_hour_even_where_no_time_is_asked(
         ({"user": "ada", "account": "machine"}, 100_000 + 2 * 300_000)
     ]
     assert "carbon.csv" in said
-
-
-async def test_a_carbon_file_that_is_missing_is_said_and_the_figures_are_shown(world: World, tmp_path: Path) -> None:
-    entries, said, note = await carbon_of(world, tmp_path / "gone.csv")
-    assert [(one.usage.energy_mj, one.carbon_mg) for one in entries] == [(3 * MJ_PER_KWH, 0)]
-    assert said == ""
-    assert note.startswith(f"The carbon figures are missing: {tmp_path}/gone.csv cannot be read: ")
-
-
-async def test_no_grant_waits_for_a_report_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report of a year takes seconds, and a lease may use a device only once the ledger has its reservation."""
-    ledger = Ledger.open(tmp_path / "state" / "ledger.sqlite")
-    ledger.add_metered([row("ada", charge_milli=5)], "{}")
-    writer = LedgerWriter(ledger)
-    reports = UsageReports(cast("Any", SimpleNamespace(write=lambda: None)), writer, visible="own", carbon_setting=None)
-    reading, go_on, real = threading.Event(), threading.Event(), Ledger.metered
-
-    def slow(*arguments: Any) -> Any:  # noqa: ANN401 - those of Ledger.metered
-        reading.set()
-        assert go_on.wait(DEADLINE_S)
-        return real(*arguments)
-
-    monkeypatch.setattr(Ledger, "metered", slow)
-    answer = asyncio.create_task(reports.answer(ADMIN, ReportQuery((), 0, EVER, {})))
-    try:
-        assert await asyncio.to_thread(reading.wait, DEADLINE_S)
-        async with asyncio.timeout(DEADLINE_S / 2):
-            await writer.run(partial(ledger.record, "lease", 1, "test", "granted"))
-    finally:
-        go_on.set()
-    entries, _, _ = await answer
-    assert [one.usage.charge_milli for one in entries] == [5]
-    await writer.close()

@@ -1,13 +1,10 @@
 """Prices and what is charged, in words: short, and the same times as configured."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fractional_gpu.broker.accounting.terms import charge_terms, fraction_price
 from fractional_gpu.config import load
-from fractional_gpu.config.hub import hours
-from fractional_gpu.core.metering.tariffs import PriceBand, Tariff
+from fractional_gpu.core.metering.tariffs import Tariff
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _HELD = "the time in which a kernel has memory on a GPU counts, and suspended time costs nothing."
@@ -61,20 +58,3 @@ def test_a_fraction_has_its_part_of_the_price_or_its_span_over_the_week() -> Non
     varied = _tariff(price="0.80 EUR", price_hours={"Mon-Fri 08:00-18:00": 1.20, "Sat 08:00-18:00": 0.4})
     assert fraction_price(varied, 250) == "0.10 to 0.30 EUR per hour"
     assert fraction_price(Tariff(), 250) == ""
-
-
-_DAY_MINUTES = 24 * 60
-_SPANS = st.sets(
-    st.tuples(st.integers(0, 6), st.integers(0, 95), st.integers(1, 96)).map(
-        lambda one: (one[0] * _DAY_MINUTES + one[1] * 15, one[0] * _DAY_MINUTES + (one[1] + one[2]) * 15)
-    ),
-    min_size=1,
-    max_size=12,
-).filter(lambda spans: all(end - start < _DAY_MINUTES or start % _DAY_MINUTES == 0 for start, end in spans))
-
-
-@given(_SPANS)
-def test_hours_are_written_so_that_they_are_read_as_the_same_times(spans: set[tuple[int, int]]) -> None:
-    read = hours(PriceBand(tuple(sorted(spans)), 0).hours)
-    assert read is not None
-    assert set(read.spans) == spans

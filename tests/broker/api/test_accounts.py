@@ -1,14 +1,11 @@
 """The routes of use and cost: what they refuse, and whose figures a peer gets by its token."""
 
-import os
-import pwd
 import subprocess
 import sys
 from urllib.parse import quote, urlencode
 
 import pytest
 
-from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.core.metering.usage import Party, Usage, UsageKey, UsageRow
 from fractional_gpu.protocol.seats import SeatRequest
@@ -84,17 +81,3 @@ with BrokerClient({live.socket!r}, token={seat.token!r}) as client:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == ("own [('hers.ipynb', 11)]", "")
-
-
-def test_the_cost_of_a_lease_that_is_not_there_is_not_found(live: LiveBroker) -> None:
-    answer = live.call("GET", "/v1/leases/no-such-lease/cost")
-    assert answer.status == 404
-    assert answer.error["code"] == "not-found"
-
-
-def test_a_client_asks_as_the_route_wants(live: LiveBroker) -> None:
-    owner = pwd.getpwuid(os.getuid()).pw_name
-    has(live, "mine", owner, charge_milli=17)
-    with BrokerClient(live.socket) as client:
-        report = client.usage(["lease"], HOUR_S, HOUR_S + 1, {"lease": "mine"})
-    assert [(one.of, one.usage.charge_milli) for one in report.entries] == [({"lease": "mine"}, 17)]

@@ -96,36 +96,6 @@ async def goes_away(live: LiveBroker, lease: LeaseReply) -> None:
     live.broker.announce_deadline(live.broker.kernels[lease.lease_id], "its GPU goes away")
 
 
-def test_the_record_says_that_it_is_a_command(live: LiveBroker) -> None:
-    with command(live, served=True) as (lease, _):
-        record = live.broker.records.record(live.broker.kernels[lease.lease_id])
-        assert record is not None
-        assert record.connection == '{"kind": "command", "served": true}'
-
-
-@pytest.mark.parametrize("target", ["/v1/leases", "attach"])
-def test_another_kind_is_refused(live: LiveBroker, target: str) -> None:
-    lease = live.lease()
-    if target == "attach":
-        with started_for(lease.lease_id) as process:
-            answer = live.call(
-                "POST", f"/v1/leases/{lease.lease_id}/attach", {**process, "kind": "job"}, token=lease.token
-            )
-    else:
-        answer = live.call("POST", target, {"fraction_milli": 250, "kind": "job"})
-    assert (answer.status, answer.error["reason"]) == (400, "bad-kind")
-    assert "'job'" in answer.error["message"]
-
-
-def test_a_kernel_still_needs_its_connection(live: LiveBroker) -> None:
-    lease = live.lease()
-    with started_for(lease.lease_id) as process:
-        answer = live.call(
-            "POST", f"/v1/leases/{lease.lease_id}/attach", {**process, "connection": {}}, token=lease.token
-        )
-    assert answer.error["reason"] == "bad-connection"
-
-
 def test_without_its_runner_it_keeps_its_place_in_the_queue_until_it_has_the_device(live: LiveBroker) -> None:
     with (
         command(live, fraction_milli=1000) as (first, client),

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fractional_gpu.broker.accounting.counters import POOL_METRICS, USER_METRICS
+from fractional_gpu.broker.accounting.counters import POOL_METRICS
 from fractional_gpu.broker.api.metrics_routes import BOOK_METRICS, listen
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.metrics import COUNTED, PREFIX, Metrics
@@ -19,22 +19,10 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import CapBreached, LeaseRefused, Resume, StateChanged, Suspend
-from fractional_gpu.core.events import (
-    DeviceSeen,
-    Event,
-    LeaseReleased,
-    LeaseRequested,
-    PoolConfigured,
-    ResumeFinished,
-    ResumeOutcome,
-    SuspendFinished,
-    SuspendOutcome,
-    Tick,
-)
-from fractional_gpu.core.model import Breach, DeviceSpec, LeaseSpec, LeaseState, PoolSpec
+from fractional_gpu.core.events import ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, Tick
+from fractional_gpu.core.model import Breach, LeaseState
 from fractional_gpu.protocol.messages import AcquireRequest, DrainRequest, ProgressKind
 from fractional_gpu.protocol.seats import SeatRequest
-from tests.broker.api.metrics_page import PAGE, written
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, _Connection, live_broker, started_for
 from tests.support.ports import free_port
 from tests.support.world import until
@@ -157,16 +145,6 @@ def test_a_deadline_is_there_while_a_device_or_the_host_goes_away(fresh: LiveBro
     assert not any(name in text_of(fresh) for name in names)
 
 
-def test_seats_and_connections_are_counted(fresh: LiveBroker) -> None:
-    with SeatClient(fresh.socket) as client:
-        list(client.take_seat(SeatRequest(owner="secret-ada", pool="default", fraction_milli=250)))
-        values = values_of(text_of(fresh))
-        assert value(values, "seats", pool="default") == 1
-        assert value(values, "seats_waiting", pool="default") == 0
-        assert value(values, "connections", peer="administrator") >= 1
-        assert value(values, "connections", peer="user") == 0
-
-
 def test_a_declined_request_is_counted_by_its_reason(fresh: LiveBroker) -> None:
     lease = fresh.lease()
     with started_for(lease.lease_id) as process:
@@ -264,20 +242,6 @@ def test_a_wait_over_the_pools_target_is_counted() -> None:
     assert value(values, "pool_wait_bound_ratio", pool="default") == 0.02
 
 
-def test_counters_that_alerts_ask_for_are_there_before_anything_happened(fresh: LiveBroker) -> None:
-    values = values_of(text_of(fresh))
-    for name, labels in (
-        ("quarantines_total", {"pool": "default"}),
-        ("waits_over_target_total", {"pool": "default"}),
-        ("wait_seconds_count", {"pool": "default"}),
-        ("energy_joules_total", {"pool": "default"}),
-        ("swap_failures_total", {"kind": "resume", "outcome": "unknown"}),
-        ("swap_seconds_count", {"kind": "move"}),
-        ("cap_breaches_total", {"action": "kill"}),
-    ):
-        assert values[PREFIX + name, frozenset(labels.items())] == 0
-
-
 # -- what the arbiter says, one by one --------------------------------------------------------------------------------------
 
 
@@ -348,28 +312,6 @@ def test_quarantines_refusals_and_breaches_are_counted() -> None:
     assert value(values, "cap_breaches_total", action=Breach.KILL.value) == 1
 
 
-def test_nothing_is_kept_of_leases_that_were_refused_or_are_over() -> None:
-    arbiter = Arbiter()
-    metrics = Metrics(arbiter)
-
-    def happens(event: Event) -> None:
-        metrics.saw(event, arbiter.handle(event))
-
-    def request(lease_id: str, pool: str) -> None:
-        spec = LeaseSpec(lease_id=lease_id, pool=pool, owner="me", fraction_milli=250, reserve_mib=10)
-        happens(LeaseRequested(at_ms=0, spec=spec, needs_reservation=True))
-
-    happens(DeviceSeen(at_ms=0, device=DeviceSpec(device_id="d", name="G", memory_mib=1000)))
-    happens(PoolConfigured(at_ms=0, pool=PoolSpec(name="p", devices=("d",))))
-    request("refused", "no such pool")
-    request("admitted", "p")
-    assert metrics._pools == {"admitted": "p"}
-    happens(LeaseReleased(at_ms=0, lease_id="admitted"))
-    assert (metrics._pools, metrics._wanted_s) == ({}, {})
-    values = values_of(generate_latest(metrics.registry).decode())
-    assert [value(values, f"{name}_total", pool="p") for name in ("leases_admitted", "grants")] == [1, 1]
-
-
 async def test_a_loop_that_is_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics, seen = Metrics(Arbiter()), asyncio.Event()
     monkeypatch.setattr("fractional_gpu.broker.metrics._LAG_INTERVAL_S", 0.001)
@@ -400,23 +342,6 @@ def test_everything_that_is_documented_is_there_and_nothing_else(fresh: LiveBrok
     for name, metric in documented.items():
         assert (families[name].type, families[name].documentation) == (metric.kind, metric.help)
         assert all(set(sample.labels) - {"le"} == set(metric.labels) for sample in families[name].samples), name
-
-
-def test_names_keep_to_prometheus_ways() -> None:
-    everything = (*COUNTED, *BOOK_METRICS, *POOL_METRICS, *USER_METRICS)
-    names = [metric.name for metric in everything]
-    assert len(set(names)) == len(names)
-    for metric in everything:
-        assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket", "_mib", "_ms"))
-        assert not set(metric.labels) & {"owner", "lease", "kernel", "path", "uid"}
-        assert ("user" in metric.labels) == (metric in USER_METRICS) == metric.name.startswith("user_")
-
-
-def test_it_speaks_openmetrics_to_who_asks_for_it(fresh: LiveBroker) -> None:
-    text = text_of(fresh, "application/openmetrics-text; version=1.0.0")
-    assert text.endswith("# EOF\n")
-    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
-    assert f"{PREFIX}grants" in names, "a counter's family has no _total there"
 
 
 # -- by TCP -----------------------------------------------------------------------------------------------------------------
@@ -459,40 +384,6 @@ def test_prometheus_reads_it_by_tcp(port: int) -> None:
     assert (PREFIX + "queue_length", frozenset({("pool", "default")})) in values_of(text)
 
 
-@pytest.mark.parametrize(
-    ("request_line", "status"),
-    [
-        (b"GET /v1/status HTTP/1.1", b"404"),
-        (b"POST /metrics HTTP/1.1", b"405"),
-        (b"GET /../metrics HTTP/1.1", b"404"),
-    ],
-)
-def test_nothing_else_is_there(port: int, request_line: bytes, status: bytes) -> None:
-    tail = b"\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-    assert ask(port, request_line + tail).startswith(b"HTTP/1.1 " + status)
-
-
-def test_a_connection_too_many_is_closed_and_there_is_room_again_later(port: int) -> None:
-    idle = [socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) for _ in range(16)]
-    request = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
-    for one in idle:
-        one.sendall(request)
-        assert one.recv(16).startswith(b"HTTP/1.1 200")
-    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as late:
-        assert late.recv(1) == b""
-    for one in idle:
-        one.close()
-    closing = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-
-    def is_served() -> bool:
-        try:
-            return ask(port, closing).startswith(b"HTTP/1.1 200")
-        except ConnectionResetError:
-            return False
-
-    until(is_served, "the others' connections are forgotten")
-
-
 def test_an_address_that_is_taken_is_said_and_the_broker_goes_on(
     fresh: LiveBroker, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -505,8 +396,3 @@ def test_an_address_that_is_taken_is_said_and_the_broker_goes_on(
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_says_what_there_is() -> None:
-    page = PAGE.read_text()
-    assert page == written(page), "write it again: python -m tests.broker.api.metrics_page"

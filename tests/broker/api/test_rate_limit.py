@@ -3,7 +3,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.broker import clock
 from fractional_gpu.broker.clock import TokenBucket
 
 STEPS = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 3)), max_size=80)
@@ -30,15 +29,3 @@ def test_who_comes_again_when_he_was_told_gets_in(steps: list[tuple[float, int]]
         if wait_s:
             now_s += wait_s + 1e-6
             assert buckets.take(key) == 0
-
-
-def test_forgetting_those_who_have_all_their_tokens_changes_nothing_and_bounds_the_memory() -> None:
-    now_s = 0.0
-    buckets = TokenBucket(1.0, 2, clock=lambda: now_s)
-    for uid in range(3 * clock._KEPT):
-        assert buckets.take(uid) == 0
-        now_s += 0.01
-    assert len(buckets._buckets) <= clock._KEPT
-    last = 3 * clock._KEPT - 1
-    assert buckets.take(last) == 0
-    assert buckets.take(last) > 0

@@ -62,18 +62,6 @@ async def test_all_who_ask_who_holds_a_device_are_forgotten(claim: Drained) -> N
     assert claim.calls > 1, "nobody else had a turn between them"
 
 
-async def test_without_a_descriptor_a_claim_is_left_alone_for_a_while(
-    claim: Drained, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(server, "_PAUSE_S", 3600)
-    drain_claim_queries(claim)
-    ask()
-    with no_free_descriptors():
-        await turns()
-    assert (claim.calls, claim.forgotten) == (1, 0)
-    assert "Too many open files" in caplog.text
-
-
 async def test_a_claim_is_drained_again_when_there_are_descriptors(
     claim: Drained, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,15 +8,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from msgspec import structs
 
 from fractional_gpu.broker.clock import now_ms
-from fractional_gpu.broker.kernels import request_validation
 from fractional_gpu.broker.services import residency
 from fractional_gpu.broker.services.status import lease_status, view_of
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.core import suspend as fairness
-from fractional_gpu.core import words as wait_reasons
 from fractional_gpu.core.events import Tick
 from fractional_gpu.core.model import TicketView
 from fractional_gpu.protocol.messages import AcquireRequest, LeaseReply, Progress, ProgressKind
@@ -98,13 +95,6 @@ def test_use_counts_as_measured_until_a_cell_begins_or_ends(live: LiveBroker) ->
             assert (body["busy"], body["measured"]) == (busy, False)
 
 
-def test_another_users_notebook_has_no_name(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(live, "secret.ipynb"):
-        monkeypatch.setattr(request_validation, "account_name", lambda _uid: "somebody else")
-        with kernel(live, "mine.ipynb") as second, acquiring(live, second) as lines:
-            assert next(lines).sentence.endswith("another user's kernel is running a cell")
-
-
 def test_a_cell_at_its_closed_gate_is_told_for_how_long_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel alone cannot make room: the other half of the device is busy for ever, and nothing else ends this wait here."""
     monkeypatch.setattr(fairness, "_TOGETHER_MS", 3_600_000)
@@ -127,14 +117,6 @@ def test_a_cell_at_its_closed_gate_is_told_for_how_long_at_most(monkeypatch: pyt
             assert status["reason"] == "wait.turn"
             assert status["sentence"] == told.sentence
             assert 0 < status["expected"]["expected_ms"] <= told.expected_ms
-
-
-def test_a_waiting_cell_hears_anew_though_nothing_happens(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "_LONGEST_LOOK_S", 0.2)
-    monkeypatch.setattr(wait_reasons, "_MINUTE_MS", 300)
-    with running(live, "analysis.ipynb"), kernel(live, "mine.ipynb") as second, acquiring(live, second) as lines:
-        said = next(line.sentence for line in lines if "has been running" in line.sentence)
-        assert re.search(r"analysis\.ipynb has been running a cell for [\d.]+ m?s$", said), said
 
 
 @pytest.mark.parametrize("by_time", [True, False], ids=["when time alone changes it", "when another reader sees it"])
@@ -167,23 +149,3 @@ def test_when_the_order_changes_every_waiting_cell_is_told_its_new_place(
             until(lambda: live.call("GET", f"/v1/leases/{second.lease_id}").body["position"] == 1, "it has overtaken")
         assert next(line.position for line in lines_of_second if line.position != 2) == 1
         assert next(line.position for line in lines_of_first if line.position != 1) == 2
-
-
-@pytest.mark.parametrize(
-    ("expected_ms", "age_ms", "news"),
-    [
-        (60_000, 0, False),
-        (30_000, 30_000, False),  # it has counted down
-        (60_000, 30_000, True),  # it has not
-        (90_000, 0, True),
-        (61_000, 500, False),
-    ],
-)
-def test_a_time_that_does_not_count_down_is_news(expected_ms: int, age_ms: int, *, news: bool) -> None:
-    told = Progress(kind="waiting", reason="wait.x", sentence="x", position=1, expected_ms=60_000, low_ms=1, high_ms=2)
-    now = Progress(
-        kind="waiting", reason="wait.x", sentence="x", position=1, expected_ms=expected_ms, low_ms=5, high_ms=6
-    )
-    assert residency._is_news(now, told, age_ms) is news
-    told = Progress(kind="waiting", reason="wait.x", sentence="x", position=1, turn_ms=60_000)
-    assert residency._is_news(structs.replace(told, turn_ms=expected_ms), told, age_ms) is news

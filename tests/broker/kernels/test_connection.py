@@ -45,16 +45,6 @@ def test_a_folder_that_others_can_write_or_exchange_is_none(folder: Path, own: i
         check_endpoints(ipc(folder), OWN, os.getpid())
 
 
-def test_another_users_folder_and_what_is_no_folder_are_none(folder: Path) -> None:
-    with pytest.raises(ValueError, match=f"uid {OTHER}"):
-        check_endpoints(ipc(folder), OTHER, os.getpid())
-    with pytest.raises(ValueError, match=r"/missing\b|No such file"):
-        check_endpoints(ipc(folder / "missing"), OWN, os.getpid())
-    (folder / "file").touch()
-    with pytest.raises(ValueError, match=r"is not a folder|Not a directory"):
-        check_endpoints(ipc(folder / "file"), OWN, os.getpid())
-
-
 @pytest.mark.parametrize("name", ["iopub_port", "shell_port"])
 def test_a_systems_port_is_nobodys_but_roots(name: str) -> None:
     connection = connection_from_json({"ip": "::1", "iopub_port": 5000, "shell_port": 5001, name: 22})

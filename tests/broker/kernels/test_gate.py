@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from fractional_gpu.broker.api.handler import HandlerContext
-from fractional_gpu.broker.kernels.connection import OPEN_LINE_S, GateLink
+from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.protocol.limits import PULSE_S
 from fractional_gpu.protocol.messages import GateAnswer, GateCommand, GateVerb
 from tests.broker.live import LiveBroker
@@ -43,18 +43,6 @@ async def test_an_answer_reaches_the_question_whose_number_it_repeats() -> None:
     link.take(answer(one.number, "closed"), 2.0)
     assert (await first, await second) == ("closed", "busy")
     assert link.last_pulse_s == 2.0
-
-
-@pytest.mark.parametrize("number", [-1, 77, 2**62])
-async def test_answers_to_what_nobody_asked_are_ignored(number: int) -> None:
-    link = GateLink(0.0)
-    question, command = await asked(link)
-    link.take(answer(number, "closed"), 1.0)
-    assert not question.done()
-    link.take(answer(command.number, "busy"), 1.0)
-    link.take(answer(command.number, "closed"), 1.0)  # a second answer changes nothing
-    assert await question == "busy"
-    link.take(answer(command.number, "closed"), 1.0)  # nor one that comes after it was read
 
 
 async def test_a_question_without_an_answer_ends_in_time() -> None:
@@ -89,26 +77,6 @@ async def test_commands_were_read_once_they_are_written_and_the_stream_is_empty(
     assert link.was_read()
     link.close()
     assert not link.was_read()
-
-
-def test_a_cell_that_waits_for_input_uses_the_gpu_no_more_than_before() -> None:
-    link = GateLink(0.0)
-    link.take(answer(0, "exempt"), 1.0)
-    link.take(GateAnswer(number=0, word="input", detail="one two"), 1.0)
-    assert (link.exempt, link.inputs) == (True, frozenset({"one", "two"}))
-    link.take(answer(0, "pulse"), 1.0)
-    assert link.inputs == frozenset({"one", "two"})
-    link.take(answer(0, "input"), 1.0)
-    assert link.inputs == frozenset()
-
-
-async def test_a_question_that_is_given_up_is_forgotten() -> None:
-    link = GateLink(0.0)
-    question, _ = await asked(link)
-    question.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await question
-    assert link._answers == {}
 
 
 async def test_a_line_that_closes_answers_all_questions_and_takes_no_more() -> None:
@@ -174,13 +142,6 @@ def test_an_extension_that_reads_is_alive_and_is_written_to_now_and_then() -> No
     assert wire.lines == 100 / PULSE_S
 
 
-def test_an_open_gate_is_kept_alive_more_rarely() -> None:
-    link, wire = on_a_wire()
-    for step in range(1, 201):
-        link.look(step / 2, OPEN_LINE_S)
-    assert wire.lines == 100 // OPEN_LINE_S
-
-
 def test_an_extension_that_does_not_read_falls_silent_and_gets_no_further_line() -> None:
     link, wire = on_a_wire()
     wire.read = False
@@ -191,38 +152,6 @@ def test_an_extension_that_does_not_read_falls_silent_and_gets_no_further_line()
     link.look(200.0)
     link.look(201.0)
     assert (wire.lines, link.last_pulse_s) == (2, 200.0)
-
-
-def test_who_has_read_at_last_was_heard_since_he_was_seen_not_to_have() -> None:
-    link, wire = on_a_wire()
-    link.look(PULSE_S)
-    wire.read = False
-    link.look(PULSE_S + 50)
-    wire.read = True
-    link.look(PULSE_S + 51)
-    assert link.last_pulse_s == PULSE_S + 50
-
-
-def test_where_nobody_knows_who_reads_only_pulses_prove_anything() -> None:
-    link, wire = on_a_wire()
-    wire.read = None
-    for step in range(1, 101):
-        link.look(step)
-    assert (wire.lines, link.last_pulse_s) == (100 // PULSE_S, 0.0)
-    link.take(answer(0, "pulse"), 100.0)
-    assert link.last_pulse_s == 100.0
-
-
-def test_while_something_is_being_written_nothing_is_put_between() -> None:
-    link, wire = on_a_wire()
-    wire.free = False
-    link.look(PULSE_S)
-    link.look(PULSE_S + 1)
-    assert (wire.lines, link.last_pulse_s) == (0, 0.0)
-    link.close()
-    wire.free = True
-    link.look(100.0)
-    assert wire.lines == 0, "the line is closed"
 
 
 async def test_a_cell_is_exempt_from_when_it_says_so_until_another_answer_that_is_no_pulse() -> None:
@@ -284,14 +213,6 @@ def send(live: LiveBroker, link: GateLink, sentence: str) -> None:
         link.send(GateVerb.NOTICE, sentence=sentence)
 
     live.on_loop(send)
-
-
-def test_a_kernel_that_reads_its_line_needs_no_pulse(live: LiveBroker) -> None:
-    with connected(live) as (link, lines):
-        for number in range(1, 4):
-            looked(live, link, number * PULSE_S)
-            assert next_line(lines)["verb"] == ""
-            assert looked(live, link, number * PULSE_S + 1) == number * PULSE_S
 
 
 def test_a_kernel_that_does_not_read_its_line_is_silent(live: LiveBroker) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,7 +9,6 @@ import zmq
 import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zmq.utils.monitor import parse_monitor_message
 
 from fractional_gpu.broker.cost import Account
 from fractional_gpu.broker.kernels import iopub
@@ -99,29 +97,6 @@ async def test_a_busy_kernel_is_not_flooded_with_questions_and_its_first_late_an
     assert not await line.shell.poll(0), "every message heard made the watch ask again"
     await line.answer(probe)
     await watched.until(lambda: not watched.watch.busy)
-
-
-async def test_an_early_answer_still_counts_after_the_question_was_repeated(
-    line: KernelLine, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(iopub, "_PROBE_PATIENCE_S", 0.02)
-    await line.subscribed()
-    first, _second = await line.asked(), await line.asked()
-    await line.answer(first)
-    await watched.until(lambda: not watched.watch.busy)
-    assert not watched.watch.executing
-
-
-async def test_a_kernel_that_starts_anew_and_names_no_parent_is_in_doubt_again(
-    line: KernelLine, watched: Watched
-) -> None:
-    await watched.settle()
-    await line.say("starting", None)
-    await watched.until(lambda: watched.watch.busy)
-    await line.say("idle", None)
-    await watched.has_heard_all()
-    assert watched.watch.busy, "an idle of nothing says nothing about the main shell"
-    assert not watched.watch.executing
 
 
 @pytest.mark.parametrize("use", sorted(USES))
@@ -250,67 +225,6 @@ async def test_a_connection_that_breaks_again_and_again_is_made_ever_more_rarely
     assert pauses[:10] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0]
 
 
-async def test_a_connection_that_is_refused_is_tried_ever_more_rarely(line: KernelLine, watched: Watched) -> None:
-    trial = watched.watch._socket(line.context, zmq.SUB)
-    iopub._try_rarely(trial)
-    retries = trial.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # and does not listen
-        trial.connect(f"tcp://127.0.0.1:{held.getsockname()[1]}")
-        async with asyncio.timeout(DEADLINE_S):
-            waits_ms = [int(parse_monitor_message(await retries.recv_multipart())["value"]) for _ in range(5)]
-    trial.disable_monitor()
-    for one in (retries, trial):
-        one.close(linger=0)
-    assert [wait_ms // 100 for wait_ms in waits_ms] == [1, 2, 4, 8, 16]
-
-
-@pytest.fixture
-async def silent_line() -> AsyncIterator[KernelLine]:
-    """A kernel that does not listen yet, and begins with `mend_line`; its port is held, as the provisioner holds one."""
-    line = KernelLine()
-    line.break_line()
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        line.iopub_port = held.getsockname()[1]
-        yield line
-        line.close()
-
-
-@pytest.mark.parametrize("listens", ["at once", "late"])
-async def test_a_kernel_that_starts_is_tried_at_an_even_pace_and_heard(
-    silent_line: KernelLine, monkeypatch: pytest.MonkeyPatch, listens: str
-) -> None:
-    monkeypatch.setattr(iopub, "_START_S", 0.05 if listens == "late" else DEADLINE_S)
-    async with Watched(silent_line) as watched:
-        tried = watched.watch._iopub
-        assert (tried.reconnect_ivl, tried.reconnect_ivl_max) == (50, 0)
-        if listens == "late":
-            async with asyncio.timeout(DEADLINE_S):
-                while not tried.reconnect_ivl_max:  # noqa: ASYNC110 - an option of a socket tells nobody
-                    await asyncio.sleep(0.01)
-        silent_line.mend_line()
-        await watched.settle()
-        assert not watched.watch.busy
-        # A line that breaks later is tried ever more rarely, and the shell channel, which is joined after IOPub, always.
-        assert (tried.reconnect_ivl, tried.reconnect_ivl_max) == (100, 15_000)
-        shell = watched.watch._shell
-        assert (shell.reconnect_ivl, shell.reconnect_ivl_max) == (2_000, 15_000)
-
-
-async def test_a_kernel_whose_line_broke_twice_is_heard_and_asked_again(line: KernelLine, watched: Watched) -> None:
-    await watched.settle()
-    for _ in range(2):
-        line.break_line()
-        await watched.until(lambda: watched.watch.busy)
-        line.mend_line()
-        await line.subscribed()
-        while watched.watch.busy:
-            await line.answer(await line.asked())
-            await watched.has_heard_all()
-
-
 async def test_more_busy_messages_than_can_be_remembered_are_doubt(
     line: KernelLine, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,28 +265,6 @@ async def test_a_kernel_that_talks_without_a_pause_leaves_everybody_else_a_turn(
     task.cancel()
     assert len(at) >= 500
     assert len(set(at)) == len(at), "messages were taken in while nobody else had a turn"
-
-
-async def test_a_kernel_that_answers_without_a_pause_leaves_everybody_else_a_turn(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The answers that the broker throws away are as many as the kernel likes."""
-    answers, turned = iter(range(1000)), asyncio.Event()
-
-    async def answer_at_once() -> list[bytes]:
-        if next(answers, None) is None:
-            await asyncio.Event().wait()
-        return []
-
-    async def other() -> None:
-        turned.set()
-
-    monkeypatch.setattr(watched.watch._shell, "recv_multipart", answer_at_once)
-    tasks = [asyncio.create_task(watched.watch._drain()), asyncio.create_task(other())]
-    await turned.wait()
-    assert next(answers, None) is not None, "all were thrown away before anybody else had a turn"
-    for task in tasks:
-        task.cancel()
 
 
 async def test_a_message_that_is_too_long_breaks_the_line_and_the_kernel_is_heard_again(
@@ -440,13 +332,6 @@ async def test_what_a_kernel_sends_is_charged_by_message_and_by_byte(line: Kerne
     assert costs[1] - costs[0] > iopub._LONGEST_STATUS / 2 * COST_BYTE_S / 2
 
 
-async def test_what_is_too_long_for_a_status_teaches_nothing(line: KernelLine, watched: Watched) -> None:
-    await watched.settle()
-    await line.busy("long", padding="x" * iopub._LONGEST_STATUS)
-    await watched.has_heard_all()
-    assert not watched.watch.busy
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 async def test_an_encrypted_kernel_is_heard_on_either_loopback(host: str) -> None:
     line = KernelLine(host, zmq.curve_keypair())
@@ -499,20 +384,6 @@ async def test_no_frames_whatever_make_the_watch_fail() -> None:
     line.close()
 
 
-async def test_frames_that_end_too_early_teach_nothing(line: KernelLine, watched: Watched) -> None:
-    await watched.settle()
-    for frames in (
-        [b"<IDS|MSG>"],
-        [b"kernel.", b"<IDS|MSG>"],
-        [b"kernel.", b"<IDS|MSG>", b"signature"],
-        [b"kernel."],
-        [b"kernel.", b""],
-    ):
-        await line.iopub.send_multipart(frames)
-    await watched.has_heard_all()
-    assert not watched.watch.busy
-
-
 # -- connections -------------------------------------------------------------------------------------------------------------
 
 GOOD = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 5001, "shell_port": 5002, "key": "k"}
@@ -552,21 +423,6 @@ def test_a_connection_that_cannot_be_used_is_refused_with_what_is_allowed(
         connection_from_json({**GOOD, **change})
     assert all(part in str(caught.value) for part in says), caught.value
     assert len(str(caught.value)) < 300
-
-
-@pytest.mark.parametrize(
-    ("ip", "host"),
-    [
-        ("0.0.0.0", "127.0.0.1"),  # noqa: S104 - nothing is bound
-        ("*", "127.0.0.1"),
-        ("::", "[::1]"),
-        ("localhost", "localhost"),
-        ("127.0.0.9", "127.0.0.9"),
-    ],
-)
-def test_a_kernel_that_listens_everywhere_is_reached_on_the_loopback(ip: str, host: str) -> None:
-    found = connection_from_json({**GOOD, "ip": ip})
-    assert (found.iopub, found.shell) == (f"tcp://{host}:5001", f"tcp://{host}:5002")
 
 
 NEARLY = {

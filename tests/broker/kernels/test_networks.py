@@ -88,13 +88,6 @@ async def test_a_socket_that_was_left_open_holds_nothing_up() -> None:
     networks.close()
 
 
-async def test_a_kernel_of_the_same_network_is_reached_as_ever() -> None:
-    networks = Networks()
-    own = networks.context_for("a", identify(os.getpid()))
-    assert networks.context_for("b", identify(os.getppid())) is own
-    networks.close()
-
-
 async def test_a_kernel_that_has_ended_is_an_error() -> None:
     networks = Networks()
     with publisher("gone") as (one, _):

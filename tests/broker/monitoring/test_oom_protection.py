@@ -5,14 +5,12 @@ lower them again.
 """
 
 import asyncio
-import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -33,7 +31,7 @@ from fractional_gpu.core.model import DeviceSpec, LeaseState, LeaseView, PoolSpe
 from fractional_gpu.gpu.interface import Monitor, ProcessState
 from fractional_gpu.host import memory
 from fractional_gpu.host.memory import Headroom, smallest_limit
-from fractional_gpu.host.process import ProcessIdentity, Snapshot, identify, scan
+from fractional_gpu.host.process import ProcessIdentity, identify
 from fractional_gpu.ledger.ledger import Ledger
 from tests.broker.driver import DEVICE, Driver, swaps_of
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, attach_fields
@@ -194,29 +192,6 @@ def protection_of(leases: Leases, tmp_path: Path) -> OomProtection:
 
 
 @pytest.mark.usefixtures("limit")
-async def test_saved_state_does_not_count_while_it_is_saved(tmp_path: Path) -> None:
-    with process() as one:
-        leases = Leases(one.identity)
-        protection = protection_of(leases, tmp_path)
-        await protection.apply()
-        assert one.adjustment == RAISED
-        leases.becomes(L.SUSPENDING, used_mib=100)
-        await protection.apply()
-        assert one.adjustment == RAISED - 250, "what is being saved is a quarter of what is there"
-        leases.kernel.checkpoint.sizes = {one.identity: 80}
-        leases.becomes(L.SUSPENDED, saved_mib=80)
-        await protection.apply()
-        assert one.adjustment == RAISED - 200
-        leases.becomes(L.RESUMING, saved_mib=80)
-        await protection.apply()
-        assert one.adjustment == RAISED - 200
-        leases.becomes(L.RESIDENT)
-        await protection.apply()
-        assert one.adjustment == RAISED
-        assert json.loads((tmp_path / "ledger.oom.json").read_text()) == []
-
-
-@pytest.mark.usefixtures("limit")
 async def test_a_killed_broker_leaves_it_to_the_next_to_put_it_back(tmp_path: Path) -> None:
     with process() as one:
         leases = Leases(one.identity)
@@ -249,85 +224,6 @@ async def test_nothing_is_changed_that_could_not_be_written_down(tmp_path: Path)
         record.parent.mkdir()
         await protection.apply()
         assert one.adjustment == RAISED - 250, "it is tried again"
-
-
-@pytest.mark.parametrize("content", ["", "[1]", '[{"identity": {}}]', "{}", "null"])
-async def test_a_record_that_cannot_be_read_stops_nothing(tmp_path: Path, content: str) -> None:
-    (tmp_path / "ledger.oom.json").write_text(content)
-    protection = protection_of(Leases(identify(1)), tmp_path)
-    protection._read()
-    assert protection._lowered == {}
-
-
-@pytest.mark.usefixtures("limit")
-async def test_who_may_change_nothing_says_so_once_and_tries_no_process_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="fractional_gpu.broker.monitoring.host_memory")
-    tried: list[int] = []
-
-    def permitted(_file: int, value: int) -> bool:
-        tried.append(value)
-        return False
-
-    monkeypatch.setattr(memory, "_permitted", permitted)
-    with process() as one:
-        leases = Leases(one.identity)
-        protection = protection_of(leases, tmp_path)
-        for saved_mib in (100, 120):
-            leases.becomes(L.SUSPENDED, saved_mib=saved_mib)
-            await protection.apply()
-        assert len(set(tried)) == len(tried)
-        (said,) = caplog.records
-        assert "CAP_SYS_RESOURCE is missing" in said.message
-        assert protection._lowered == {}
-        leases.becomes(L.RESIDENT)
-        await protection.apply()
-        assert one.adjustment == RAISED
-
-
-@pytest.mark.usefixtures("limit")
-async def test_what_a_suspended_kernel_starts_does_not_keep_the_adjustment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Adjustments below 0 take a privilege, so they are played here."""
-    given: dict[int, int] = {}
-    with process() as kernel, process("child") as child, process("another") as other:
-        given |= {kernel.popen.pid: 0, child.popen.pid: -250, other.popen.pid: -250}
-
-        def lower(identity: ProcessIdentity, target: int) -> int:
-            given[identity.pid] = target
-            return target
-
-        def put_back(identity: ProcessIdentity, value: int) -> None:
-            given[identity.pid] = max(given[identity.pid], value)
-
-        monkeypatch.setattr(host_memory, "adjustment", lambda pid: given.get(pid, 0))
-        monkeypatch.setattr(host_memory, "lower", lower)
-        monkeypatch.setattr(host_memory, "put_back", put_back)
-        started = {1000: [child.identity, kernel.identity], 1001: [other.identity]}
-        snapshot = SimpleNamespace(started=lambda uid, since: started[uid] if since else [])
-        monkeypatch.setattr(host_memory, "scan", lambda: cast("Snapshot", snapshot))
-        leases = Leases(kernel.identity)
-        protection = protection_of(leases, tmp_path)
-        leases.becomes(L.SUSPENDED, saved_mib=100)
-        await protection.apply()
-        protection._swept_s = 0.0
-        await protection.apply()
-        assert given == {kernel.popen.pid: -250, child.popen.pid: 0, other.popen.pid: -250}
-        given[child.popen.pid] = -250
-        leases.becomes(L.RESIDENT)
-        await protection.apply()
-        assert given == {kernel.popen.pid: 0, child.popen.pid: 0, other.popen.pid: -250}
-
-
-def test_the_processes_that_a_user_has_started_since_are_found() -> None:
-    with process() as one:
-        since = one.identity.start_time
-        found = scan()
-        assert one.identity in found.started(0, since)
-        assert one.identity not in found.started(0, since + 1)
-        assert one.identity not in found.started(1, 0)
 
 
 # -- a full group ------------------------------------------------------------------------------------------------------------
@@ -446,35 +342,6 @@ def test_one_kill_accounts_for_one_kernel(kills: OomKills, tmp_path: Path) -> No
     assert kills.account_for(kernel(2)) == "the test's group"
     assert kills.account_for(kernel(1)) == ""
     assert kills.account_for(kernel(3)) == "", "it was never seen"
-
-
-@pytest.mark.parametrize(("ended", "told"), [(1, False), (2, True)])
-def test_where_the_log_can_be_read_it_decides_which_kernel_it_was(
-    kills: OomKills, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: int, *, told: bool
-) -> None:
-    monkeypatch.setattr(survivors, "was_killed", lambda identity: identity.pid == 2)
-    (tmp_path / "memory.events").write_text("oom_kill 1\n")
-    assert bool(kills.account_for(kernel(ended))) is told
-
-
-def test_two_kills_at_once_account_for_two(kills: OomKills, tmp_path: Path) -> None:
-    (tmp_path / "memory.events").write_text("oom_kill 2\n")
-    assert kills.account_for(kernel(1)) == kills.account_for(kernel(2)) == "the test's group"
-
-
-@pytest.mark.parametrize(("age_s", "told"), [(14, True), (31, False)])
-def test_an_old_kill_accounts_for_no_kernel(kills: OomKills, tmp_path: Path, age_s: int, *, told: bool) -> None:
-    (tmp_path / "memory.events").write_text("oom_kill 1\n")
-    for second in range(1, age_s + 1):
-        kills.look({1, 2}, float(second))
-    assert bool(kills.account_for(kernel(1))) is told
-
-
-def test_a_group_that_is_gone_or_cannot_be_read_accounts_for_nothing(kills: OomKills, tmp_path: Path) -> None:
-    (tmp_path / "memory.events").unlink()
-    assert kills.account_for(kernel(1)) == ""
-    kills.look({2, 3}, 20.0)
-    assert kills.account_for(kernel(2)) == kills.account_for(kernel(3)) == ""
 
 
 @pytest.mark.parametrize(("first", "niceness"), [("", -10), (BECOME_NOBODY, 0)], ids=["a service", "a user's own"])

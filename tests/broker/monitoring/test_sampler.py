@@ -25,8 +25,6 @@ from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState
 from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.broker.driver import DEVICE, Driver
-from tests.broker.live import DEADLINE_S
-from tests.broker.swap.kernels import SHORT
 
 STRANGER = 1  # a process of no lease
 LEASE = "lease"
@@ -145,16 +143,6 @@ async def test_what_is_seen_is_told_once_until_it_changes() -> None:
     assert strangers(await world.told()) == [150]
 
 
-async def test_one_event_tells_what_all_leases_use() -> None:
-    world = World()
-    other = Kernel(lease_id="other", uid=0, token_sha256="", identity=identify(os.getppid()))
-    world.kernels["other"] = other
-    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
-    world.monitor.has_context(os.getppid(), ProcessState.RUNNING, 200)
-    (event,) = [one for one in await world.told() if isinstance(one, LeasesMeasured)]
-    assert {one.lease_id: one.used_mib for one in event.measurements} == {LEASE: 300, "other": 200}
-
-
 @pytest.mark.parametrize(("reserve_by", "again"), [(ReserveBy.USE, [300]), (ReserveBy.CAP, [])])
 async def test_where_use_is_reserved_the_end_of_growth_is_told(reserve_by: ReserveBy, again: list[int]) -> None:
     world = World()
@@ -204,46 +192,10 @@ async def test_readers_who_ask_together_share_a_sample_that_was_begun_after_they
     assert len(looks) == 2
 
 
-@pytest.mark.parametrize("error", [SHORT, ValueError("/proc/meminfo does not tell MemTotal in kB")], ids=str)
-async def test_a_sample_that_the_machine_does_not_allow_is_followed_by_the_next_one(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    world = World()
-    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
-
-    def cannot_be_read(*_: object) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(world.sampler, "_read", cannot_be_read)
-        await world.sampler.refresh()
-        assert not measurements(world.events)
-    await world.sampler.refresh()
-    assert measured_mib(world.events) == [300]
-
-
-async def test_what_is_seen_is_told_again_when_the_arbiter_has_forgotten_it() -> None:
-    world = World()
-    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
-    await world.told()
-    world.view = view_of(LeaseState.RESIDENT)  # another process, seen to use as much
-    assert measured_mib(await world.told()) == [300]
-    world.kernel.measurement.is_fresh = False  # a cell has begun: readers wait to hear that it was measured again
-    assert measured_mib(await world.told()) == [300]
-
-
 async def test_what_goes_past_a_reservation_is_covered_by_nobody() -> None:
     world = World(reserve_mib=500)
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 700)
     assert strangers(await world.told()) == [200]
-
-
-async def test_what_a_lease_without_a_reservation_uses_is_covered_by_nobody() -> None:
-    world = World(LeaseState.NO_CONTEXT)
-    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
-    events = await world.told()
-    assert strangers(events) == [300]
-    assert measured_mib(events) == [300]
 
 
 @pytest.mark.parametrize("code", [GPUErrorCode.DEVICE_LOST, GPUErrorCode.UNKNOWN])
@@ -306,25 +258,6 @@ async def test_changes_without_end_blind_nobody_but_to_the_lease_that_changes(
     assert (world.view.used_mib, measured) == (0 if its_own else 300, [])
 
 
-async def test_a_lease_that_came_during_a_look_is_measured_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
-    world.kernels.clear()
-    real, looks = world.monitor.use, 0
-
-    def overtaken(device_id: str) -> object:
-        nonlocal looks
-        looks += 1
-        world.changes += looks <= 3
-        if looks == 3:
-            world.kernels[LEASE] = world.kernel
-        return real(device_id)
-
-    monkeypatch.setattr(world.monitor, "use", overtaken)
-    assert measurements(await world.told()) == []
-    assert measured_mib(await world.told()) == [300]
-
-
 @pytest.mark.parametrize("waited_for", [True, False])
 def test_a_stopped_kernel_is_told_while_somebody_waits_and_again_when_it_goes_on(*, waited_for: bool) -> None:
     world = World()
@@ -341,29 +274,6 @@ def test_a_stopped_kernel_is_told_while_somebody_waits_and_again_when_it_goes_on
         world.sampler.check_stopped()
         process.kill()
     assert world.stopped == ([True, False] if waited_for else [])
-
-
-def test_a_kernel_without_a_context_whose_extension_did_not_answer_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("fractional_gpu.broker.monitoring.sampler.time.monotonic", lambda: 1000.0)
-    world = World(LeaseState.NO_CONTEXT)
-    world.kernel.link = GateLink(1000.0)
-    world.kernel.cell.executing_since_s = 1000.0 - 5
-    world.sampler.request_for_silent()
-    assert world.wanted == []
-    world.kernel.link.mute = True
-    world.sampler.request_for_silent()
-    assert world.wanted == [LEASE]
-
-
-async def test_small_changes_of_the_host_budget_are_not_told() -> None:
-    world = World()
-    await world.told()
-    for budget_mib, told in ((4100, 0), (4096 - 255, 0), (4096 - 256, 1), (-5, 1)):
-        world.budget_mib = budget_mib
-        budgets = [event.budget_mib for event in await world.told() if isinstance(event, HostMemorySeen)]
-        assert budgets == [max(0, budget_mib)] * told
 
 
 @pytest.mark.promise("race-stuck")
@@ -474,28 +384,3 @@ def test_who_is_held_up_is_not_stuck_and_has_time_to_read_when_he_goes_on(
     finally:
         process.kill()
         process.communicate()
-
-
-@pytest.mark.parametrize("executing", [False, True])
-async def test_the_next_look_comes_soon_when_anything_happens_or_a_cell_runs(
-    monkeypatch: pytest.MonkeyPatch, executing: bool
-) -> None:
-    monkeypatch.setattr(watch_module, "_BUSY_INTERVAL_S", DEADLINE_S * 2)
-    monkeypatch.setattr(watch_module, "_STEP_S", 0.0)
-    world, anything_changed = World(LeaseState.SUSPENDED), asyncio.Event()
-    world.kernel.cell.executing_since_s = 1.0 if executing else None
-    if not executing:
-        asyncio.get_running_loop().call_soon(anything_changed.set)
-    async with asyncio.timeout(DEADLINE_S) as patience:  # half of what the pause lasts at rest
-        await world.sampler._pause(anything_changed)
-    assert not patience.expired()
-    assert anything_changed.is_set() is not executing
-
-
-async def test_at_rest_the_next_look_is_that_of_the_next_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_BUSY_INTERVAL_S", 0.01)
-    monkeypatch.setattr(watch_module, "_STEP_S", DEADLINE_S * 2)
-    async with asyncio.timeout(DEADLINE_S) as patience:  # half of what a step lasts when anything happens
-        await World().sampler._pause(anything_changed := asyncio.Event())
-    assert not patience.expired()
-    assert not anything_changed.is_set()

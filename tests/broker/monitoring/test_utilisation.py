@@ -120,19 +120,6 @@ def test_a_lease_used_what_its_processes_used(world: World) -> None:
     assert world.measured() == {"a": 350, "b": 400}
 
 
-def test_a_figure_is_at_most_a_whole_device(world: World) -> None:
-    world.lease("a", A)
-    world.runs("a", CHILD)
-    world.by_pid[DEVICE] = {A: 900, CHILD: 900}
-    assert world.measured() == {"a": 1000}
-
-
-def test_a_process_that_did_not_work_used_nothing(world: World) -> None:
-    world.lease("a", A)
-    world.by_pid[DEVICE] = {}
-    assert world.measured() == {"a": 0}
-
-
 def test_a_process_that_the_device_does_not_list_has_no_figure(world: World) -> None:
     world.lease("a", A)
     world.processes[DEVICE] = []
@@ -161,43 +148,12 @@ def test_a_cell_is_measured_from_the_time_on_that_figures_leave_out_what_was_bef
         assert since_us == pytest.approx(since_boot_us() - (busy_s - 1) * SECOND, abs=SECOND // 4)
 
 
-def test_a_period_follows_on_the_one_before_it(world: World) -> None:
-    world.lease("a", A)
-    world.by_pid[DEVICE] = {A: 500}
-    world.measured()
-    until_us = world.meter._until_us[DEVICE]
-    assert world.measured() == {}, "too short"
-    world.meter._until_us[DEVICE] = until_us - 2 * SECOND
-    assert world.measured() == {"a": 500}
-    assert world.asked[-1] == (DEVICE, until_us - 2 * SECOND)
-
-
-def test_a_cell_that_began_later_is_read_for_a_shorter_period(world: World) -> None:
-    world.lease("a", A)
-    world.lease("b", B, busy_s=4)
-    world.by_pid[DEVICE] = {A: 500, B: 300}
-    world.meter._until_us[DEVICE] = since_boot_us() - 10 * SECOND
-    world.meter._settle_us[DEVICE] = SECOND
-    assert world.measured() == {"a": 500, "b": 300}
-    ages_s = sorted((since_boot_us() - since_us) / SECOND for _, since_us in world.asked)
-    assert ages_s == pytest.approx([3, 10], abs=0.25)
-
-
 def test_a_cell_that_waited_for_the_gpu_runs_since_its_grant(world: World) -> None:
     kernel = world.lease("a", A)
     world.by_pid[DEVICE] = {A: 500}
     kernel.cell.granted_s = time.monotonic() - 1.5
     assert world.measured() == {}
     kernel.cell.granted_s = time.monotonic() - 3
-    assert world.measured() == {"a": 500}
-
-
-def test_a_cell_that_was_running_before_its_kernel_came_back_runs_since_then(world: World) -> None:
-    world.lease("a", A)
-    world.by_pid[DEVICE] = {A: 500}
-    world.change("a", since_ms=now_ms() - 1500)
-    assert world.measured() == {}
-    world.change("a", since_ms=now_ms() - 3000)
     assert world.measured() == {"a": 500}
 
 
@@ -208,13 +164,6 @@ def test_a_cell_that_is_not_on_a_device_has_no_figure(world: World, state: Lease
     world.lease("a", A)
     world.by_pid[DEVICE] = {A: 500}
     world.change("a", state=state)
-    assert world.measured() == {}
-
-
-def test_a_cell_that_waits_at_its_gate_has_no_figure(world: World) -> None:
-    kernel = world.lease("a", A)
-    world.by_pid[DEVICE] = {A: 500}
-    kernel.requests.waiters = 1
     assert world.measured() == {}
 
 
@@ -244,13 +193,6 @@ def test_the_devices_own_figure_counts_for_the_only_busy_lease(world: World) -> 
     assert world.measured() == {"a": 700, "c": 700}
 
 
-def test_of_two_busy_leases_the_devices_own_figure_is_nobodys(world: World) -> None:
-    world.lease("a", A)
-    world.lease("b", B)
-    world.device_milli = 700
-    assert world.measured() == {}
-
-
 @pytest.mark.parametrize(("kind", "figure"), [(ProcessKind.COMPUTE, {}), (ProcessKind.GRAPHICS, {"a": 700})])
 def test_beside_a_stranger_that_computes_the_devices_own_figure_is_nobodys(
     world: World, kind: ProcessKind, figure: dict[str, int]
@@ -261,26 +203,6 @@ def test_beside_a_stranger_that_computes_the_devices_own_figure_is_nobodys(
     assert world.measured() == figure
 
 
-def test_clients_of_mps_are_not_measured_by_process(world: World) -> None:
-    world.lease("a", A)
-    world.processes[DEVICE] = []
-    world.runs("a", A, kind=ProcessKind.MPS)
-    world.by_pid[DEVICE], world.device_milli = {999: 600}, 600  # the server's pid
-    assert world.measured() == {"a": 600}
-    world.lease("b", B)
-    world.meter._until_us.clear()
-    assert world.measured() == {"b": 0}
-
-
-def test_a_device_that_tells_nothing_or_fails_gives_no_figure(world: World) -> None:
-    world.lease("a", A)
-    assert world.measured() == {}
-    world.by_pid[DEVICE], world.fails = {A: 500}, True
-    assert world.measured() == {}
-    world.fails = False
-    assert world.measured() == {"a": 500}
-
-
 # -- several devices -----------------------------------------------------------------------------------------------------------
 
 
@@ -288,9 +210,3 @@ def test_on_several_devices_the_figure_is_their_mean(world: World) -> None:
     world.lease("a", A, DEVICE, OTHERS[0])
     world.by_pid = {DEVICE: {A: 900}, OTHERS[0]: {A: 300}}
     assert world.measured() == {"a": 600}
-
-
-def test_on_several_devices_all_must_tell(world: World) -> None:
-    world.lease("a", A, DEVICE, OTHERS[0])
-    world.by_pid = {DEVICE: {A: 900}}
-    assert world.measured() == {}

@@ -1,10 +1,8 @@
 """The audit log: every act of an administrator, before it is answered; nobody else's; and nothing is done that cannot be written."""
 
-import asyncio
 import json
 import os
 import stat
-import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,7 +21,7 @@ from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError, InternalBrokerError, NotFoundError
 from fractional_gpu.protocol.messages import DrainRequest, EvictRequest, MoveRequest, PinRequest, ResizeRequest
 from fractional_gpu.protocol.seats import SeatRequest
-from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
+from tests.broker.live import LiveBroker, live_broker, started_for
 
 ROOT = Peer(credentials=PeerCredentials(7, 0, 0), token=None, admin=True, acting_for="ada\nlovelace")
 
@@ -139,34 +137,6 @@ def test_a_lease_of_another_user_or_of_a_seat_is_somebody_elses(
     assert [act for act in acts(fresh) if act[0] == "resize"] == [("resize", "done")] * 2
 
 
-def test_a_full_pool_that_refuses_a_seat_is_a_refusal_in_the_log() -> None:
-    with live_broker(pools={"default": {"groups": {"staff": {}}}}) as live, SeatClient(live.socket) as client:
-        list(client.take_seat(SeatRequest(owner="bob", server="big", pool="default", fraction_milli=250)))
-        (entry,) = [one for one in lines(live.service.audit.path) if one["outcome"] != "asked"]
-    assert (entry["act"], entry["object"], entry["outcome"], entry["reason"]) == (
-        "seat.give",
-        "bob/big",
-        "refused",
-        "pool-group",
-    )
-    assert "bob" not in entry["parameters"].values()
-
-
-def test_nobody_else_can_fill_the_log(fresh: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(server, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
-        assert fresh.call("POST", "/v1/devices/0/drain", {}).status == 403
-        assert fresh.call("POST", "/v1/pools/default", {"keys": {"idle_after": "1m"}}).status == 403
-        assert fresh.call("POST", "/v1/devices/0/drain", {}, **{"X-Acting-For": "root"}).status == 403
-    assert lines(fresh.service.audit.path) == []
-
-
-def test_administrators_are_told_where_the_log_is(fresh: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fresh.call("GET", "/v1/status").body["audit_file"] == str(fresh.service.audit.path)
-    monkeypatch.setattr(server, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
-    assert fresh.call("GET", "/v1/status").body["audit_file"] == ""
-
-
 # -- a log that cannot be written ------------------------------------------------------------------------------------------
 
 
@@ -180,15 +150,6 @@ def test_what_cannot_be_written_down_is_not_done(fresh: LiveBroker) -> None:
     fresh.service.audit.path.rmdir()
     assert fresh.call("POST", "/v1/devices/0/drain", {}).body["draining"]
     assert acts(fresh) == [("drain", "done")]
-
-
-def test_an_administrator_may_choose_to_go_on_without_it(caplog: pytest.LogCaptureFixture) -> None:
-    with live_broker(audit_required=False) as live:
-        live.service.audit.path.mkdir()
-        assert live.call("POST", "/v1/devices/0/drain", {}).body["draining"]
-        live.service.audit.path.rmdir()
-    missing = [record.getMessage() for record in caplog.records if "missing there" in record.getMessage()]
-    assert [json.loads(line.partition("missing there: ")[2])["outcome"] for line in missing] == ["asked", "done"]
 
 
 @pytest.fixture
@@ -253,80 +214,7 @@ async def test_nothing_that_is_said_ends_a_line_or_steers_a_terminal(log: AuditL
     assert [one["acting_for"] for one in lines(log.path)] == ["ada\nlovelace"] * 2
 
 
-async def test_a_line_is_bounded(log: AuditLog) -> None:
-    await write(log, keys={str(number): "x" * 4000 for number in range(100)})
-    assert all(len(line) < 17_000 for line in log.path.read_text().splitlines())
-    assert lines(log.path)[0]["parameters"] == {"omitted_bytes": 401_000}
-
-
-@pytest.mark.parametrize(
-    ("error", "outcome", "reason"),
-    [
-        (ConflictError("no", reason="busy"), "refused", "busy"),
-        (asyncio.CancelledError(), "withdrawn", ""),
-        (ZeroDivisionError("x"), "failed", "failed"),
-    ],
-)
-async def test_however_an_act_ends_it_is_written(
-    log: AuditLog, error: BaseException, outcome: str, reason: str
-) -> None:
-    with pytest.raises(type(error)):
-        async with log.act("suspend", "lease", ROOT, {}):
-            raise error
-    last = lines(log.path)[-1]
-    assert (last["outcome"], last["reason"]) == (outcome, reason)
-
-
-async def test_an_act_that_is_withdrawn_while_it_is_written_down_has_its_outcome_too(
-    log: AuditLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, goes_on, real = asyncio.Event(), threading.Event(), AuditLog._write
-    loop = asyncio.get_running_loop()
-
-    def slow(self: AuditLog, line: bytes) -> None:
-        loop.call_soon_threadsafe(begun.set)
-        assert goes_on.wait(DEADLINE_S)
-        real(self, line)
-
-    monkeypatch.setattr(AuditLog, "_write", slow)
-    done: list[str] = []
-
-    async def act() -> None:
-        async with log.act("suspend", "lease", ROOT, {}):
-            done.append("suspend")
-
-    task = asyncio.create_task(act())
-    await begun.wait()
-    task.cancel()
-    goes_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert [one["outcome"] for one in lines(log.path)] == ["asked", "withdrawn"]
-    assert done == []
-
-
-async def test_an_act_that_the_brokers_end_cuts_short_is_written_too(log: AuditLog) -> None:
-    async with log.act("suspend", "lease", ROOT, {}) as act:
-        log.close()
-        act.refused("stopping", "the broker ends")
-    assert [one["outcome"] for one in lines(log.path)] == ["asked", "refused"]
-
-
 # -- files -------------------------------------------------------------------------------------------------------------------
-
-
-async def test_a_full_file_is_finished_and_only_so_many_are_kept(tmp_path: Path) -> None:
-    log = AuditLog(load(None, {"audit_files": 3, "audit_max_size": "1MiB"}), tmp_path)
-    for _ in range(5):
-        log.path.write_text(log.path.read_text() if log.path.exists() else "")
-        with log.path.open("a") as file:
-            file.write(AuditedAction(what="fill", target="", peer=ROOT, parameters={}).line("done").decode())
-            file.write("x" * 2**20 + "\n")
-        await write(log)
-        assert len(lines(log.path)) == 2, "a new file was begun"
-    assert len(finished_files(log.path)) == 3
-    assert all(file.stat().st_size > 2**20 for file in finished_files(log.path))
-    log.close()
 
 
 async def test_what_is_older_than_what_is_kept_is_removed(tmp_path: Path) -> None:

@@ -1,27 +1,20 @@
 """A ledger at its limit gives up its oldest history, says so, and writes what kernels need."""
 
-import asyncio
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from fractional_gpu.broker.clock import wall_ms
-from fractional_gpu.broker.persistence.audit import AuditLog
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
-from fractional_gpu.broker.process import run
-from fractional_gpu.broker.process.run import BrokerRun
 from fractional_gpu.core.metering.turns import Turn
 from fractional_gpu.core.metering.usage import Party, Usage, UsageKey, UsageRow
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, SeatRecord, UsageRecord
 from fractional_gpu.protocol.status import UsagePoint
-from tests.broker.live import live_broker
 from tests.support.records import a_record
-from tests.support.world import until
 
 pytestmark = pytest.mark.promise("ledger-size")
 
@@ -129,17 +122,6 @@ async def test_what_was_charged_gives_way_when_no_history_is_left(full: Ledger) 
     await writer.close()
 
 
-async def test_what_lives_is_written_though_it_exceeds_the_limit_by_itself(full: Ledger) -> None:
-    writer = LedgerWriter(full, limit_bytes=4096)
-    await writer.prune(NOW_MS)
-    await writer.run(lambda: full.save_lease(lease("live-3", NOW_MS)))
-    assert full.has_lease("live-3")
-    assert not writer.trouble, "with it no kernel would get its GPU"
-    full.end_lease("live-3", NOW_MS, "released")
-    assert_what_lives_is_there(full)
-    await writer.close()
-
-
 async def test_that_history_gives_way_is_said_once_and_told_for_as_long_as_the_ledger_is_near_its_limit(
     full: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,33 +157,3 @@ async def test_a_ledger_below_its_limit_loses_what_is_older_than_90_days_alone(f
     assert (count(full, "story"), charged(full)) == (0, 560)
     assert writer.over_limit == ""
     await writer.close()
-
-
-def test_a_broker_looks_at_the_limit_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_LIMIT_LOOK_S", 0.01)
-    looked = asyncio.Event()
-
-    class NoLog:
-        async def prune(self) -> None:
-            looked.set()
-
-    with live_broker() as live:
-        writer = live.broker.writer
-
-        async def grow() -> asyncio.Task[None]:
-            task = asyncio.create_task(BrokerRun._prune_history(live.broker, cast("AuditLog", NoLog())))
-            await looked.wait()
-            await writer.run(lambda: fill_old(live.disk))
-            writer.limit_bytes = writer.size_bytes - 100_000
-            return task
-
-        task = live.on_loop(grow)
-        until(lambda: writer.size_bytes <= writer.limit_bytes, "the oldest history has given way")
-        live.loop.call_soon_threadsafe(task.cancel)
-        assert "c.GPUBroker.ledger_limit" in live.call("GET", "/v1/status").body["trouble"]
-        live.lease(gated=False, wait_ms=1000)
-
-
-def fill_old(ledger: Ledger) -> None:
-    for number in range(2000):
-        ledger.record(f"old-{number}", wall_ms() - 10 * DAY_MS, "reason", "x" * 300)

@@ -11,7 +11,7 @@ import pytest
 
 from fractional_gpu.broker.persistence import ledger_writer as writer_module
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
-from fractional_gpu.ledger.ledger import ACCOUNTS_MS, HISTORY_MS, Ledger
+from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LedgerError, RecordError
 from tests.broker.persistence.disk import Disk
 
@@ -127,29 +127,6 @@ async def test_a_text_that_cannot_be_written_fails_alone(ledger: Ledger) -> None
     await writer.close()
 
 
-async def test_a_write_that_fails_as_nobody_expected_fails_its_group_and_the_next_one_is_tried(
-    ledger: Ledger, caplog: pytest.LogCaptureFixture
-) -> None:
-    writer = LedgerWriter(ledger)
-
-    def broken() -> None:
-        raise TypeError("what nobody expected")
-
-    lost = asyncio.create_task(writer.run(note(ledger, "lost")))
-    await asyncio.sleep(0)
-    failed = writer.submit(broken)
-    async with asyncio.timeout(30):
-        for one in (lost, failed):
-            with pytest.raises(LedgerError, match="what nobody expected") as caught:
-                await one
-            assert not isinstance(caught.value, RecordError), "the file is sound, but nothing of the group is in it"
-        await writer.flushed()
-        await writer.run(note(ledger, "kept"))
-    assert told(ledger) == ["kept"]
-    assert [record.exc_info for record in caplog.records if record.levelno == logging.CRITICAL]
-    await writer.close()
-
-
 async def test_a_write_goes_on_when_whoever_waited_for_it_is_cancelled(ledger: Ledger) -> None:
     writer = LedgerWriter(ledger)
     waiting = asyncio.create_task(writer.run(note(ledger, "kept")))
@@ -228,48 +205,6 @@ async def test_what_must_be_written_is_repeated_before_all_later_writes(
         assert told(again)[-1] == "at the end"
 
 
-async def test_a_write_of_ours_that_is_broken_is_not_repeated(ledger: Ledger) -> None:
-    writer = LedgerWriter(ledger)
-
-    def broken() -> None:
-        raise TypeError("what nobody expected")
-
-    with pytest.raises(LedgerError):
-        await writer.submit(broken, again=True)
-    await writer.run(note(ledger, "kept"))
-    await writer.close()
-
-
-async def test_a_repeated_write_that_always_fails_does_not_make_others_fail(
-    ledger: Ledger, transactions: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer_module, "_LOOK_AGAIN_S", 60)
-    writer = LedgerWriter(ledger)
-
-    def broken() -> None:
-        ledger.record("lease", 1, "test", "half of it")
-        raise LedgerError("the ledger cannot be used: string or blob too big")
-
-    with pytest.raises(LedgerError, match="too big"):
-        await writer.submit(broken, again=True)
-    with pytest.raises(LedgerError, match="too big"):
-        await writer.flushed()  # writes nothing, so the disk may be the cause
-    assert writer.trouble
-    for word in ("a", "b"):
-        before, failed = writer.submit(note(ledger, f"{word}1")), writer.submit(broken, again=True)
-        after = writer.submit(note(ledger, f"{word}2"))
-        await before
-        with pytest.raises(LedgerError, match="too big"):
-            await failed
-        await after
-        assert not writer.trouble
-    count = len(transactions)
-    await writer.run(note(ledger, "c"))
-    assert len(transactions) == count + 1, "none of them is repeated"
-    assert told(ledger) == ["a1", "a2", "b1", "b2", "c"]
-    await writer.close()
-
-
 async def test_while_nothing_can_be_written_what_is_repeated_is_kept_in_order(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,26 +222,4 @@ async def test_while_nothing_can_be_written_what_is_repeated_is_kept_in_order(
     await writer.run(note(disk, "later"))
     assert told(disk) == ["must 0", "must 1", "must 2", "later"]
     assert not writer.trouble
-    await writer.close()
-
-
-async def test_others_write_while_much_is_pruned(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels wait for the ledger before they get a device."""
-    writer, left = LedgerWriter(ledger), [True, True, False]
-    granted = [asyncio.get_running_loop().create_future() for _ in left]
-
-    def prune(_ledger: Ledger, before_ms: int, accounts_before_ms: int) -> bool:
-        assert (before_ms, accounts_before_ms) == (ACCOUNTS_MS - HISTORY_MS, 0)
-        loop.call_soon_threadsafe(write, granted[len(granted) - len(left)])
-        ledger.record("lease", 1, "test", "pruned")
-        return left.pop(0)
-
-    def write(done: asyncio.Future[None]) -> None:
-        writer.submit(note(ledger, "granted")).add_done_callback(lambda _: done.set_result(None))
-
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(Ledger, "prune", prune)
-    await writer.prune(ACCOUNTS_MS)
-    await asyncio.gather(*granted)
-    assert told(ledger) == ["pruned", "granted"] * 3
     await writer.close()

@@ -1,7 +1,6 @@
 """A driver that is not ready yet is tried again while the broker serves, and suspending begins when it works."""
 
 import asyncio
-import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +17,7 @@ from fractional_gpu.broker.process.driver_start import DriverStart
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.events import Checkpointable, DeviceLost, DeviceSeen, HostMemorySeen, PoolConfigured
+from fractional_gpu.core.events import Checkpointable, DeviceSeen, HostMemorySeen, PoolConfigured
 from fractional_gpu.core.model import DeviceSpec, LeaseState, LeaseView, PoolSpec
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessState
 from fractional_gpu.gpu.worker_link import WorkerLink
@@ -161,26 +160,6 @@ async def test_what_is_refused_for_good_is_not_tried_again(tmp_path: Path, code:
         assert worker.attempts == 2
 
 
-async def test_where_no_device_can_be_checkpointed_the_driver_is_not_started() -> None:
-    worker = Worker(None)
-    specs = {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000, why_not=ON_MIG)}
-    assert await DriverStart(cast("WorkerLink", worker), specs).begin() == ON_MIG
-    assert worker.attempts == 0
-    assert await DriverStart(cast("WorkerLink", worker), {}).begin() == "no device can be checkpointed"
-
-
-async def test_the_pauses_double_up_to_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_start, "_FIRST_PAUSE_S", 1.0)
-    worker = Worker(NOT_READY)
-    start = DriverStart(cast("WorkerLink", worker), {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1)})
-    pauses = []
-    for _ in range(9):
-        worker.proceed.release()
-        await start._attempt()
-        pauses.append(start._pause_s)
-    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-
-
 async def test_what_the_driver_left_locked_waits_for_it_and_then_runs(tmp_path: Path) -> None:
     """A broker was killed in the middle of a suspend; to the devices' counters the locked process looks as if it ran."""
     worker = Worker(NOT_READY, None)
@@ -225,28 +204,6 @@ async def test_a_lease_whose_suspend_met_the_reason_is_released_from_it(tmp_path
             assert world.lease().unsuspendable_reason == ""
 
 
-async def test_a_lease_that_stays_for_a_reason_of_its_own_keeps_it(tmp_path: Path) -> None:
-    worker = Worker(NOT_READY, None)
-    with started_for(LEASE) as process:
-        driver = Driver()
-        driver.has_context(process["pid"], ProcessState.RUNNING, 300)
-        async with world_of(tmp_path, worker, record_of(process, LeaseState.RESIDENT), driver) as world:
-            world.broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=LEASE, why_not="managed memory"))
-            worker.proceed.release()
-            await settled(world, worker, 2)
-            assert world.lease().unsuspendable_reason == "managed memory"
-
-
-async def test_a_lost_device_is_not_called_found(tmp_path: Path) -> None:
-    worker = Worker(NOT_READY, None)
-    async with world_of(tmp_path, worker) as world:
-        world.broker.dispatch(DeviceLost(at_ms=now_ms(), device_id=DEVICE))
-        worker.proceed.release()
-        await settled(world, worker, 2)
-        assert [view.lost for view in world.broker.arbiter.devices()] == [True, False]
-        assert world.specs[DEVICE].why_not == "", "the sampler tells it when the device is back"
-
-
 async def test_the_worker_of_a_killed_broker_is_waited_for_and_then_the_driver_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,16 +218,3 @@ async def test_the_worker_of_a_killed_broker_is_waited_for_and_then_the_driver_i
         worker.proceed.release()
         await settled(world, worker, 2)
         assert world.swaps.inspector.off == world.why_not() == ""
-
-
-async def test_the_log_says_what_is_new_and_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="fractional_gpu.broker.process.driver_start")
-    worker = Worker(NOT_READY, NOT_READY, NOT_READY, GPUError(GPUErrorCode.WORKER_HUNG, "it hangs"), None)
-    async with world_of(tmp_path, worker) as world:
-        for _ in range(4):
-            worker.proceed.release()
-        await settled(world, worker, 5)
-    assert [record.message.split(" (")[0].rpartition(": ")[2] for record in caplog.records] == [
-        "CUDA_ERROR_SYSTEM_NOT_READY",
-        "it hangs",
-    ]

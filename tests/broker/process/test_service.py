@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker.process import restarting
-from fractional_gpu.broker.process.app import _overrides
 from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import IN_WORKLOAD, ensure_broker
-from fractional_gpu.host.workload import serves_whole_host
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S
 from tests.support.callers import caller
@@ -97,12 +95,6 @@ def test_a_service_counts_uids_without_a_user_for_the_account_that_it_was_given(
         assert service.wait(DEADLINE_S) == 0
 
 
-def test_a_service_has_no_idle_end_unless_one_is_given() -> None:
-    assert _overrides(restarting.BrokerOptions(service=True))["idle_exit"] == "never"
-    assert _overrides(restarting.BrokerOptions(service=True, idle_exit="5m"))["idle_exit"] == "5m"
-    assert "idle_exit" not in _overrides(restarting.BrokerOptions())
-
-
 def test_a_service_refuses_to_run_in_a_job(folder: Path) -> None:
     with job_group() as (job, group):
         join = f"{JOIN.format(group=str(group))}; import sys; os.execv(sys.argv[1], sys.argv[1:])"
@@ -127,15 +119,6 @@ def test_a_service_is_roots_and_where_users_reach_it(folder: Path, monkeypatch: 
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     with pytest.raises(BrokerUnavailableError, match="runs as root, and this is uid 1234"):
         restarting.make_socket_folder(str(folder / "gpu" / "broker.sock"), service=True)
-
-
-def test_a_daemon_sets_pod_that_sees_the_machine_may_serve_it(tmp_path: Path) -> None:
-    for name in ("1", "self"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "cgroup").write_text("0::/kubepods/podx/c\n")
-    assert not serves_whole_host(proc=tmp_path)
-    (tmp_path / "1" / "cgroup").write_text("0::/init.scope\n")
-    assert serves_whole_host(proc=tmp_path)
 
 
 # -- no broker by itself -------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """A broker that cannot start says why in one sentence, which reaches whoever needed it, and leaves everything as it was."""
 
-import json
 import os
 import re
 import resource
@@ -8,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -19,7 +17,7 @@ import pytest
 from fractional_gpu.broker.kernels.kernel import launch_environment, sharing_environment
 from fractional_gpu.broker.process import driver_start
 from fractional_gpu.broker.process.driver_start import BackendError, open_backend
-from fractional_gpu.broker.process.restarting import KEPT_VARIABLES, NOT_INHERITED, BrokerOptions, resolved
+from fractional_gpu.broker.process.restarting import KEPT_VARIABLES, NOT_INHERITED
 from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.core.model import LeaseSpec, PoolSpec, Sharing
@@ -27,7 +25,7 @@ from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from tests.support.paths import SOURCES
-from tests.support.world import Server, World, new_world
+from tests.support.world import World, new_world
 
 
 @pytest.fixture
@@ -125,30 +123,6 @@ def test_a_bad_configuration_stops_the_broker_with_the_place_and_what_is_allowed
     assert all(part in message for part in says), message
 
 
-def test_simulated_devices_that_cannot_be_are_refused_with_what_is_allowed(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JUPYTER_GPU_SIMULATE", "100x1GiB")
-    message = complaint(world)
-    assert "simulated devices '100x1GiB' are " in message
-    assert "allowed: COUNTxMEMORY such as 2x80GiB" in message
-
-
-@pytest.mark.parametrize("what", ["", ".lock"])
-def test_something_else_in_the_sockets_place_is_named(world: World, what: str) -> None:
-    (Path(world.socket + what)).mkdir()
-    message = complaint(world)
-    assert world.socket in message
-    assert "--socket" in message
-
-
-def test_a_file_in_the_sockets_place_is_left_alone(world: World) -> None:
-    Path(world.socket).write_text("precious")
-    message = complaint(world)
-    assert f"{world.socket} is there and is not a socket; move it away" in message
-    assert Path(world.socket).read_text() == "precious"
-
-
 def test_without_a_gpu_the_sentence_says_why_and_how_to_try_without_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -171,26 +145,6 @@ def test_without_a_gpu_the_sentence_says_why_and_how_to_try_without_one(
         "JUPYTER_GPU_SIMULATE=1x2GiB in the environment before you start Jupyter"
     )
     assert len(closed) == 1
-
-
-def test_what_the_driver_warns_of_is_in_the_log(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Warned:
-        kind = "nvidia"
-        warnings = ("with the NVIDIA driver 1 something hangs", "device 0 lets one process use it at a time")
-
-        def devices(self) -> list[DeviceInfo]:
-            return [
-                DeviceInfo(device_id="GPU-0", index=0, name="G", memory_mib=1, simulated=False, checkpointable=True)
-            ]
-
-        def close(self) -> None:
-            """Nothing is held."""
-
-    monkeypatch.setattr(driver_start, "open_monitor", lambda _: Warned())
-    with open_backend(None, str(tmp_path / "s")):
-        assert [record.message for record in caplog.records] == list(Warned.warnings)
 
 
 def test_a_service_waits_for_its_first_device(
@@ -229,52 +183,6 @@ def test_a_service_waits_for_its_first_device(
 
 
 # -- all the way to the person ---------------------------------------------------------------------------------------------------
-
-
-def dialog(server: Server, kernelspec: str) -> str:
-    """What JupyterLab shows under "Error Starting Kernel": the message of the failed request."""
-    notebook = {"path": "n.ipynb", "name": "n.ipynb", "type": "notebook"}
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        server.request("POST", "api/sessions", {**notebook, "kernel": {"name": kernelspec}})
-    with caught.value as reply:
-        message: str = json.loads(reply.read())["message"]
-    assert "\n" not in message
-    return message
-
-
-def rewrite(world: World, kernelspec: str, **config: object) -> None:
-    """Change the kernelspec's wish by hand, as people do."""
-    path = world.kernels_dir / kernelspec / "kernel.json"
-    spec = json.loads(path.read_text())
-    spec["metadata"]["kernel_provisioner"]["config"].update(config)
-    path.write_text(json.dumps(spec))
-
-
-def test_what_stops_a_kernel_reaches_the_dialog_in_one_sentence(world: World) -> None:
-    (name,) = world.install(250)
-    path = ledger_of(world)
-    garbage(path)
-    with Server(world) as server:
-        assert f"the ledger {path} is not a ledger" in dialog(server, name)
-        path.unlink()
-        wishes: list[tuple[dict[str, object], list[str]]] = [
-            ({"fraction": 0}, ["fraction '0' is out of range", "more than 0 and at most 1"]),
-            ({"fraction": 1.5}, ["fraction '1.5' is out of range", "more than 0 and at most 1"]),
-            ({"fraction": "abc"}, ["fraction 'abc' is not a fraction", '"1/4"']),
-            ({"fraction": "1e99999999"}, ["fraction '1e99999999' is not a fraction", '"1/4"']),
-            ({"fraction": "0.26"}, ["0.26", "1/4"]),
-            ({"fraction": "1/4", "pool": "gold"}, ["there is no pool 'gold'", "pools: default"]),
-            ({"pool": "default", "memory": "2TiB"}, ["2048 GiB was asked", "can give 1 GiB", "ask for that or less"]),
-            ({"memory": "a lot"}, ["memory 'a lot' is not a size", "20GiB"]),
-            ({"memory": None, "devices": 2}, ["fraction is '1/4' with 2 devices", "leave fraction out"]),
-            ({"devices": 1, "fractoin": 1}, ["'fractoin'", "did you mean 'fraction'?"]),
-        ]
-        for wish, says in wishes:
-            rewrite(world, name, **wish)
-            message = dialog(server, name)
-            assert all(part in message for part in says), message
-        assert world.status().leases == []
-        assert server.request("GET", "api/kernels") == []
 
 
 STARTER = """
@@ -323,12 +231,6 @@ def test_a_broker_that_a_kernel_starts_is_not_bound_to_the_kernel_s_share(
     pid = world.broker_pid()
     environment = Path(f"/proc/{pid}/environ").read_text()
     assert not any(f"{name}=" in environment for name in theirs)
-
-
-def test_a_detached_broker_listens_where_its_starter_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs in the root folder."""
-    monkeypatch.chdir(tmp_path)
-    assert resolved(BrokerOptions(socket="run/b.sock")).socket == str(tmp_path / "run" / "b.sock")
 
 
 # What the broker and the programs that it starts do not read from their own environment, though other processes do.

@@ -37,9 +37,3 @@ async def test_the_new_environment_is_waited_for(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(request_validation, "environment_value", look)
         assert await request_validation._environment_soon(process.pid, NAME, "mine") == "mine"
     assert looks[0] is None
-
-
-async def test_what_stays_another_ones_is_told_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_validation, "_EXEC_PATIENCE_S", 0.05)
-    with about_to_become("mine") as process:
-        assert await request_validation._environment_soon(process.pid, NAME, "mine") is None

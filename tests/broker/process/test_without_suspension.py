@@ -4,17 +4,15 @@ import asyncio
 import logging
 import os
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.persistence import lease_files
 from fractional_gpu.broker.process import driver_start
 from fractional_gpu.broker.process.driver_start import Backend
-from fractional_gpu.broker.process.run import _THREADS, BrokerRun, device_specs
+from fractional_gpu.broker.process.run import BrokerRun, device_specs
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.doctor.report import Severity
 from fractional_gpu.commands.doctor.setup import check_broker
@@ -23,7 +21,6 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import ProcessState
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.protocol.messages import LeaseRequest
 from fractional_gpu.protocol.status import HostStatus
 from tests.broker.driver import Driver, journal, kernel_of, suspend_of, swaps_of
 from tests.broker.live import DEADLINE_S
@@ -81,25 +78,6 @@ async def test_a_broker_whose_worker_cannot_work_serves_and_says_why(folder: Pat
         status: HostStatus = await asyncio.to_thread(client.status)
     (device,) = status.devices
     assert says in device.why_not
-
-
-async def test_a_broker_that_serves_needs_no_new_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's limit of processes counts threads, too."""
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(lease_files, "_EVERY_S", 0.0)
-    async with serving(folder, MISSING, "nvidia") as client:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            meeting = threading.Barrier(_THREADS)
-            async with asyncio.TaskGroup() as group:
-                for _ in range(_THREADS):
-                    group.create_task(asyncio.to_thread(meeting.wait, DEADLINE_S))
-            lease = await asyncio.to_thread(client.create_lease, LeaseRequest(fraction_milli=250))
-            with BrokerClient(client.socket_path, token=lease.token) as own:
-                await asyncio.to_thread(own.release, lease.lease_id)
 
 
 async def test_a_driver_that_is_not_ready_yet_is_used_as_soon_as_it_works(

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -14,34 +13,23 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec import structs
 
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms
-from fractional_gpu.broker.persistence.lease_files import LeaseFiles, read_lease_files, read_seat_files
+from fractional_gpu.broker.persistence.lease_files import LeaseFiles, read_lease_files
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
-from fractional_gpu.broker.recovery.lost_leases import (
-    UNKNOWN_CONNECTION,
-    Carrier,
-    command_of,
-    lost_kernels,
-    lost_sentence,
-    take_records,
-)
+from fractional_gpu.broker.recovery.lost_leases import lost_kernels, lost_sentence, take_records
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.config import load
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec
 from fractional_gpu.gpu.interface import Monitor, ProcessState
-from fractional_gpu.host.files import replace_file
 from fractional_gpu.host.process import ProcessIdentity, identify
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, SeatRecord
-from fractional_gpu.protocol.errors import BrokerUnavailableError
 from tests.broker.driver import DEVICE, Driver, swaps_of
 from tests.broker.live import BECOME_NOBODY
 from tests.support.records import a_record
@@ -281,20 +269,6 @@ async def test_files_follow_the_leases_and_are_put_back(socket: Path) -> None:
         assert not files.folder.exists(), "nothing is left of a broker without leases"
 
 
-async def test_a_record_is_not_written_into_a_file_that_has_another_name(socket: Path) -> None:
-    files = LeaseFiles(Path(f"{socket}.leases"))
-    precious = socket.with_name("precious")
-    precious.write_text("keep")
-    files.folder.mkdir(mode=0o700)
-    (files.folder / ".one.json").hardlink_to(precious)  # where it is written before it replaces the old one
-    with carrier("one", socket) as process:
-        files.put(record_of("one", process))
-        await files.flushed()
-        assert precious.read_text() == "keep"
-        assert [record.spec.lease_id for record in read_lease_files(files.folder)] == ["one"]
-    await files.close()
-
-
 async def test_a_file_that_cannot_be_written_is_written_later(socket: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = LeaseFiles(Path(f"{socket}.leases"))
     files.folder.write_text("in the way")
@@ -306,27 +280,6 @@ async def test_a_file_that_cannot_be_written_is_written_later(socket: Path, capl
         files.put(record_of("two", process))
         await files.repair()
         assert {record.spec.lease_id for record in read_lease_files(files.folder)} == {"one", "two"}
-    await files.close()
-
-
-async def test_a_folder_that_another_has_replaced_is_noticed_though_the_file_seems_to_be_there(
-    socket: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    foreign = False
-
-    def check() -> None:
-        if foreign:
-            raise BrokerUnavailableError("it lies below another user's folder")
-
-    files = LeaseFiles(Path(f"{socket}.leases"), check)
-    with carrier("one", socket) as process:
-        files.put(record_of("one", process))
-        await files.flushed()
-        await files.repair()
-        assert not caplog.text
-        foreign = True
-        await files.repair()
-        assert "1 second records are not up to date: it lies below another user's folder" in caplog.text
     await files.close()
 
 
@@ -349,30 +302,3 @@ async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
         assert seats.draws.of_token("secret") == "kept"
         await broker.writer.flushed()
         assert [seat.seat_id for seat in broker.writer.ledger.live_seats()] == ["kept"]
-
-
-@given(st.binary(max_size=200) | st.from_regex(rb'\{"spec": .{0,100}', fullmatch=True))
-def test_any_bytes_in_a_record_are_decoded_or_left_out(text: bytes) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        for suffix in (".json", ".seat"):
-            (Path(name) / f"one{suffix}").write_bytes(text)
-        folder = Path(name)
-        folder.chmod(0o700)
-        assert read_lease_files(folder) == []
-        assert read_seat_files(folder) == []
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", "[" * 50_000, '{"shell_port": 1, "iopub_port": 2, "ip": "10.0.0.1"}', "\x00", None]
-)
-def test_a_connection_file_that_is_none_makes_a_kernel_that_cannot_be_heard(
-    socket: Path, connection: Path, content: str | None
-) -> None:
-    if content is None:
-        connection.unlink()
-        os.mkfifo(connection)  # holds nobody up
-    else:
-        replace_file(connection, content.encode())
-    with carrier("one", socket, connection=connection) as process:
-        command = command_of(Carrier(lease_id="one", uid=os.getuid(), identity=process))
-    assert (command.connection, command.is_kernel, command.kernel_id) == (UNKNOWN_CONNECTION, True, "0b9c")

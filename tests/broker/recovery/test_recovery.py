@@ -238,22 +238,6 @@ async def test_what_an_earlier_broker_left_half_saved_comes_back_only_if_it_has_
             assert again.saved_mib == (600 if state is L.QUARANTINED else 0), "the broker after this one needs it, too"
 
 
-@pytest.mark.parametrize("connection", ["{}", "[]", "not JSON", '{"ip": "10.0.0.1", "iopub_port": 1, "shell_port": 1}'])
-async def test_a_kernel_whose_line_cannot_be_listened_to_is_kept_and_counts_as_busy(
-    tmp_path: Path, connection: str
-) -> None:
-    driver = Driver()
-    with started_for(LEASE) as process:
-        driver.has_context(process["pid"], S.RUNNING, 300)
-        async with recovered(tmp_path, driver, record_of(process, L.RESIDENT, connection=connection)) as broker:
-            view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
-            assert view is not None
-            assert (view.state, view.busy, kernel.busy) == (L.RESIDENT, True, True)
-            record = broker.records.record(kernel)
-            assert record is not None
-            assert record.connection == connection, "a broker that understands it may come back"
-
-
 async def test_all_leases_are_found_with_one_look_at_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,22 +261,6 @@ async def test_all_leases_are_found_with_one_look_at_the_machine(
         async with recovered(tmp_path, driver, *records) as broker:
             assert {view.state for view in broker.arbiter.leases()} == {L.RESIDENT}
             assert len(looks) == 1
-
-
-async def test_leases_are_found_though_the_first_look_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, looks = Driver(), list[str]()
-
-    def scan(name: str, *_: object) -> Snapshot:
-        looks.append(name)
-        if len(looks) == 1:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return real_scan(name)
-
-    monkeypatch.setattr(process_inspector, "scan", scan)
-    with started_for(LEASE) as process:
-        driver.has_context(process["pid"], S.RUNNING, 300)
-        async with recovered(tmp_path, driver, record_of(process, L.RESIDENT)) as broker:
-            assert [view.state for view in broker.arbiter.leases()] == [L.RESIDENT]
 
 
 async def test_a_lease_of_several_devices_comes_back_on_all_of_them(tmp_path: Path) -> None:
@@ -321,22 +289,6 @@ async def test_a_burst_ends_with_its_kernel_also_where_that_ended_after_its_brok
         await broker.writer.flushed()
         (saved,) = broker.writer.ledger.live_leases()
         assert (saved.spec.fraction_milli, saved.own_size) == (view.spec.fraction_milli, None)
-
-
-async def test_a_burst_goes_on_where_its_kernel_lives_and_ends_with_it(tmp_path: Path) -> None:
-    with started_for(LEASE) as process:
-        async with recovered(tmp_path, Driver(), record_of(process, L.RESIDENT, own_size=OWN_SIZE)) as broker:
-            view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
-            assert view is not None
-            assert view.spec.fraction_milli == 500
-            (saved,) = broker.writer.ledger.live_leases()
-            assert saved.own_size == OWN_SIZE
-            assert kernel.identity is not None
-            broker.process_gone(kernel, kernel.identity)
-            await broker.survivors.settled(kernel)
-            view = broker.arbiter.lease(LEASE)
-            assert view is not None
-            assert (view.spec.fraction_milli, view.spec.reserve_mib) == (250, 250)
 
 
 async def test_a_kernel_for_which_there_is_no_socket_is_watched_and_keeps_no_broker_from_the_others(

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.protocol.messages import ProgressKind, Workload
 from fractional_gpu.protocol.nodes import PoolCapacity
@@ -95,16 +94,6 @@ def test_an_admitted_seat_is_granted_past_the_forecast_and_shown_as_such(live: L
     assert seat.device_id in crowded.devices, "the forecast places it"
 
 
-def test_the_pool_never_promises_more_than_it_has_whoever_decided(live: LiveBroker) -> None:
-    assert pool(live, "promised").admissible_milli == 1000
-    for number in range(4):
-        admitted = take(live, str(number), pool="promised", fraction_milli=250, admitted=True)
-        assert admitted.kind == ProgressKind.GRANTED
-    assert pool(live, "promised").admissible_milli == 0
-    refused = take(live, "more", pool="promised", fraction_milli=250, admitted=True)
-    assert (refused.kind, refused.reason) == (ProgressKind.REFUSED, "pool-full")
-
-
 def test_leases_of_a_seat_go_only_to_its_devices(live: LiveBroker) -> None:
     second = pool(live).devices[1]
     for number in range(2):
@@ -141,12 +130,3 @@ def test_capacity_names_no_user(live: LiveBroker) -> None:
     assert "secret" not in str(answer.body)
     assert answer.body["host_memory_total_mib"] >= answer.body["host_memory_left_mib"] >= 0
     assert answer.body["simulated"] is True
-
-
-def test_a_seat_of_a_job_is_the_same_after_a_restart(live: LiveBroker) -> None:
-    taken = take(live, "job", admitted=True, workload=JOB, allowed_devices=pool(live).devices[:1])
-    ledger = live.broker.writer.ledger
-    (record,) = [one for one in ledger.live_seats() if one.seat_id == taken.seat_id]
-    assert isinstance(record, SeatRecord)
-    assert (record.admitted, record.workload) == (True, JOB)
-    assert record.allowed_devices == tuple(pool(live).devices[:1])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
+from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.protocol.messages import ProgressKind
 from fractional_gpu.protocol.seats import OfferRequest, SeatRequest
 from tests.broker.live import LiveBroker, live_broker
@@ -31,13 +31,6 @@ def spec(live: LiveBroker) -> Any:  # noqa: ANN401 - a PoolSpec
         return live.broker.arbiter.pools()["default"]
 
     return live.on_loop(look)
-
-
-def test_the_keys_are_those_of_the_configuration_and_the_defaults(client: SeatClient) -> None:
-    (pool,) = client.pools().pools
-    assert (pool.pool, len(pool.devices), pool.changed) == ("default", 1, [])
-    assert (pool.keys["price"], pool.keys["idle_after"], pool.keys["groups"]) == ("1 EUR", "auto", "everybody")
-    assert "devices" not in pool.keys
 
 
 def test_a_change_reaches_the_arbiter_and_the_hubs_users_at_once(live: LiveBroker, client: SeatClient) -> None:
@@ -88,11 +81,6 @@ def test_what_is_wrong_changes_nothing(
         client.change_pool("default", keys)
     assert spec(live) == before
     assert client.pools().pools[0].changed == []
-
-
-def test_a_pool_that_is_not_there_is_named(client: SeatClient) -> None:
-    with pytest.raises(NotFoundError, match=r"'gold'.*default"):
-        client.change_pool("gold", {"price": "1 EUR"})
 
 
 def test_the_command_shows_and_changes(live: LiveBroker) -> None:

@@ -9,7 +9,6 @@ from msgspec import to_builtins
 
 from fractional_gpu.broker.api import lease_service
 from fractional_gpu.broker.clock import now_ms, wall_ms
-from fractional_gpu.broker.seats import seats as seats_module
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.host.process import identify
@@ -121,22 +120,6 @@ def test_no_kernel_of_the_present_server_is_ended_as_an_earlier_ones_though_the_
         assert "jupyter gpu end" not in refused.error["message"]
 
 
-def test_the_kernel_of_an_earlier_server_can_be_ended_though_the_clock_was_set_back(
-    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seat = take(live)
-    lease = draw(live, seat)
-    with kernel_of(live, lease):
-        end(live, seat)
-        monkeypatch.setattr(seats_module, "wall_ms", lambda: wall_ms() - 3_600_000)
-        again = take(live)
-        (record,) = live.on_loop(lambda: live.broker.writer.read(live.disk.live_leases))
-        assert (record.spec.seat, record.taken_over) == (again.seat_id, True), "the next broker knows, too"
-        with client_of(live, again.token) as client, closing(client):
-            client.end_left(lease.lease_id)
-        assert lease.lease_id not in leases(live)
-
-
 def test_a_seat_takes_over_no_more_than_it_has_room_for(live: LiveBroker) -> None:
     seat = take(live)
     first, second = draw(live, seat), draw(live, seat)
@@ -220,21 +203,3 @@ def test_the_next_broker_knows_since_when_a_seat_is_over_and_whose_it_was(live: 
         ended = live.on_loop(again)
         assert [(one.owner, one.server) for one in ended.values()] == [("ada", "big")]
         assert list(ended) == [seat.seat_id]
-
-
-def test_a_lease_whose_seat_no_ledger_knows_is_revoked_and_taken_over_by_any_server_of_its_user(
-    live: LiveBroker,
-) -> None:
-    seat = take(live, server="big")
-    lease = draw(live, seat)
-    with kernel_of(live, lease):
-
-        async def lose() -> None:
-            seats = live.service.seats
-            del seats._seats[seat.seat_id]
-            seats.revocations.recover(live.broker.writer.ledger, seats._seats)
-
-        live.on_loop(lose)
-        assert leases(live)[lease.lease_id]["revoked"]
-        take(live, server="other")
-        assert not leases(live)[lease.lease_id]["revoked"]

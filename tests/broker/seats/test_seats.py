@@ -5,32 +5,26 @@ import json
 import logging
 import os
 import pwd
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import aclosing, closing, contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import pytest
 from msgspec import to_builtins
 
-from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.persistence import ledger_writer as writer_module
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.broker.services.status import StatusStream, Viewer
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.commands.terminal.text import plain
-from fractional_gpu.core.events import DeviceSeen
-from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.ledger.records import LedgerError, SeatRecord, UsageRecord
 from fractional_gpu.protocol.codec import decode_reply
 from fractional_gpu.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
-from fractional_gpu.protocol.messages import DrainRequest, LeaseRequest, ProgressKind
+from fractional_gpu.protocol.messages import LeaseRequest, ProgressKind
 from fractional_gpu.protocol.seats import OfferRequest, SeatProgress, SeatRequest
 from fractional_gpu.protocol.status import HostChange, HostStatus
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker
@@ -120,19 +114,6 @@ def test_all_kernels_of_a_seat_share_it(live: LiveBroker) -> None:
     assert ask(live, seat, fraction_milli=125).error["reason"] == "seat-full"
 
 
-def test_a_kernel_grows_within_its_seat_and_no_further(live: LiveBroker) -> None:
-    seat = take(live, fraction_milli=500)
-    lease = ask(live, seat).body
-    target = f"/v1/leases/{lease['lease_id']}/resize"
-    refused = live.call("POST", target, {"fraction_milli": 750}, token=lease["token"]).error
-    assert refused["reason"] == "seat-full"
-    assert re.findall(r"\d/\d", refused["message"]) == ["3/4", "1/2"]
-    assert live.call("POST", target, {"memory_mib": 600}, token=lease["token"]).error["reason"] == "seat-memory"
-    grown = live.call("POST", target, {"fraction_milli": 500}, token=lease["token"])
-    assert (grown.status, grown.body["lease"]["spec"]["fraction_milli"]) == (200, 500)
-    assert ask(live, seat, fraction_milli=125).error["reason"] == "seat-full", "what it grew by is taken"
-
-
 def test_a_seat_has_so_many_kernels_and_no_more(live: LiveBroker) -> None:
     seat = take(live, fraction_milli=500)
     assert [ask(live, seat, fraction_milli=125).status for _ in range(2)] == [200, 200]
@@ -155,17 +136,6 @@ def test_a_foreign_token_or_a_seat_that_is_over_gives_the_same_refusal(live: Liv
     ]
     assert {answer.status for answer in answers} == {401}
     assert len({answer.error["message"] for answer in answers}) == 1
-
-
-def test_an_ended_seat_gives_no_more_kernels(live: LiveBroker) -> None:
-    seat = take(live)
-    lease_id = ask(live, seat).body["lease_id"]
-    with client_of(live) as client:
-        client.release_seat(seat.seat_id)
-        client.release_seat(seat.seat_id)
-    assert ask(live, seat).error["reason"] == "foreign-seat"
-    # Nothing ran behind the lease: it is over, too.
-    assert live.call("GET", f"/v1/leases/{lease_id}").status == 404
 
 
 def test_a_seat_that_is_not_confirmed_ends_by_itself(live: LiveBroker) -> None:
@@ -311,32 +281,6 @@ def test_the_wait_for_a_seat_is_forecast_with_bounds_and_compared_with_what_happ
         assert seats.forecasts.expected("default", 1, 1) != seats.forecasts.worked_out("default", 1, 1), "that widens"
 
 
-def test_the_wait_for_a_seat_is_forecast_before_any_has_ended() -> None:
-    with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as live, client_of(live) as hub:
-        take(live, fraction_milli=500)
-        take(live, owner="carol", fraction_milli=500)
-        with waiting_for(live, "bob", 1000):
-            (wait,) = hub.status().seat_queue
-            minutes = [ms // 60_000 for ms in (wait.low_ms or 0, wait.expected_ms or 0, wait.high_ms or 0)]
-            assert minutes == [15, 105, 240], "half of a short look, of an afternoon, of a working day"
-
-
-def test_the_wait_for_a_seat_is_forecast_from_the_seats_that_ended_under_this_broker_too() -> None:
-    with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as live, client_of(live) as hub:
-        hub.release_seat(take(live, fraction_milli=1000).seat_id)
-        take(live, fraction_milli=1000)
-        with waiting_for(live, "bob", 1000):
-            (wait,) = hub.status().seat_queue
-            assert wait.expected_ms is not None
-
-        async def known() -> tuple[list[int], list[int]]:
-            await live.broker.writer.flushed()
-            return live.service.seats.forecasts.lasted_ms["default"], live.disk.seat_times_ms("default")
-
-        here, restarted = live.on_loop(known)
-        assert here == restarted, "the next broker forecasts the same"
-
-
 @contextmanager
 def waiting_for(live: LiveBroker, owner: str, fraction_milli: int) -> Iterator[Iterator[SeatProgress]]:
     """A request for a seat in the pool's line; what it is told further."""
@@ -380,17 +324,6 @@ def test_the_status_shows_seats_and_their_queue_to_whom_they_concern() -> None:
     assert "    1. bob: 1 GPU, 1 GiB, for " in text
 
 
-def a_stranger_takes(live: LiveBroker, mib: int) -> None:
-    """Another program has so much of the device from now on."""
-
-    async def see() -> None:
-        (device,) = live.broker.devices.values()
-        spec = DeviceSpec(device_id=device.device_id, name=device.name, memory_mib=device.memory_mib)
-        live.broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec, stranger_mib=mib))
-
-    live.on_loop(see)
-
-
 def offered_free(live: LiveBroker) -> list[int]:
     with client_of(live) as client:
         (pool,) = client.offers(OfferRequest(owner="max")).pools
@@ -413,30 +346,6 @@ def test_small_seats_pass_a_large_one_that_has_no_room_so_many_times_and_no_more
             assert list(large)[-1].kind == ProgressKind.GRANTED
 
 
-def test_room_is_not_kept_for_a_seat_that_even_the_empty_pool_cannot_serve_any_more() -> None:
-    pools = {"default": {"oversubscription": 2, "wait_bound": "100%", "max_passed_over": 1}}
-    with live_broker(pools=pools) as live, client_of(live) as hub:
-        holders = [take(live, owner=owner, fraction_milli=1000) for owner in ("ada", "eve")]
-        with waiting_for(live, "bob", 1000):
-            a_stranger_takes(live, 256)
-            for one in holders:
-                hub.release_seat(one.seat_id)
-            small = [take(live, owner=f"small{number}", fraction_milli=125) for number in range(4)]
-            assert {one.kind for one in small} == {ProgressKind.GRANTED}
-            assert seats_waiting(live) == {"default": 1}
-
-
-def test_of_seats_that_wait_those_that_fit_are_given_when_one_ends() -> None:
-    pools = {"default": {"oversubscription": 1, "wait_bound": "100%"}}
-    with live_broker(pools=pools) as live, client_of(live) as hub:
-        take(live, owner="ada", fraction_milli=750)
-        quarter = take(live, owner="eve", fraction_milli=250)
-        with waiting_for(live, "bob", 1000), waiting_for(live, "max", 250) as small, waiting_for(live, "kim", 500):
-            hub.release_seat(quarter.seat_id)
-            assert list(small)[-1].kind == ProgressKind.GRANTED
-            assert seats_waiting(live) == {"default": 2}
-
-
 @contextmanager
 def held_back(live: LiveBroker) -> Iterator[None]:
     """Nothing that is written reaches the disk during the block."""
@@ -445,43 +354,6 @@ def held_back(live: LiveBroker) -> Iterator[None]:
         yield
     finally:
         live.disk.goes_on.set()
-
-
-def ask_at_once(live: LiveBroker, requests: Sequence[dict[str, Any]]) -> list[SeatProgress]:
-    """Take seats over as many connections at once; nothing is written before each one is either refused or about to be written."""
-    with ThreadPoolExecutor(len(requests)) as threads:
-        with held_back(live):
-            asked = [threads.submit(partial(take, live, **fields)) for fields in requests]
-
-            async def decided() -> None:
-                seats: Seats = live.service.seats
-                deadline_s = time.monotonic() + DEADLINE_S
-                while len(seats.live()) + sum(one.done() for one in asked) < len(requests):
-                    assert time.monotonic() < deadline_s, "some wait behind a seat that is being written down"
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(seats._changed.wait(), 0.05)
-
-            live.on_loop(decided)
-            assert seats_waiting(live) == {}
-        return [one.result(DEADLINE_S) for one in asked]
-
-
-def seats_waiting(live: LiveBroker) -> dict[str, int]:
-    with client_of(live) as client:
-        return client.seats().waiting
-
-
-@pytest.mark.parametrize("when_full", ["wait", "refuse"])
-def test_seats_asked_for_at_once_are_all_given_though_the_disk_is_slow(when_full: str) -> None:
-    pools = {"default": {"oversubscription": 1, "wait_bound": "100%", "when_full": when_full}}
-    with live_broker(pools=pools) as live:
-        told = ask_at_once(live, [{"owner": f"user{number}", "wait_ms": 0} for number in range(6)])
-        reasons = sorted(one.reason for one in told if one.kind == ProgressKind.REFUSED)
-        assert reasons == ["pool-full", "pool-full"], "four quarters fit, and no other request is in the way"
-        assert len({one.seat_id for one in told if one.kind == ProgressKind.GRANTED}) == 4
-    with live_broker(pools={"default": {"wait_bound": "100%", "when_full": when_full}}) as live:
-        told = ask_at_once(live, [{"owner": f"user{number}", "wait_ms": 0} for number in range(6)])
-        assert {one.kind for one in told} == {ProgressKind.GRANTED}
 
 
 def test_a_seat_that_cannot_be_written_down_gives_its_room_back() -> None:
@@ -515,53 +387,6 @@ def test_a_request_that_is_dropped_while_its_seat_is_written_down_keeps_no_room(
             assert seats.live() == []
         assert take(live, owner="bob", fraction_milli=1000).kind == ProgressKind.GRANTED
         assert [seat.owner for seat in found_again(live)] == ["bob"]
-
-
-def test_two_seats_of_a_user_that_wait_together_keep_the_users_limit() -> None:
-    pools = {"default": {"oversubscription": 1, "wait_bound": "100%", "user_limits": {"fraction": "1/2"}}}
-    with live_broker(pools=pools) as live, client_of(live) as hub:
-        holder = [take(live, owner=owner, fraction_milli=500).seat_id for owner in ("eve", "kim")]
-        clients = [client_of(live) for _ in range(2)]
-        lines = [
-            client.take_seat(
-                SeatRequest(owner="bob", server=server, pool="default", fraction_milli=500, wait_ms=60_000)
-            )
-            for client, server in zip(clients, "ab", strict=True)
-        ]
-        assert [next(iter(line)).position for line in lines] == [1, 2]
-        for seat_id in holder:
-            hub.release_seat(seat_id)
-        first, second = (list(line)[-1] for line in lines)
-        assert first.kind == ProgressKind.GRANTED
-        assert (second.kind, second.reason) == (ProgressKind.REFUSED, "user-limit")
-        for client in clients:
-            client.close()
-
-
-def test_a_later_request_for_the_same_server_ends_the_seat_that_is_being_written_down() -> None:
-    with live_broker(pools={"default": {"wait_bound": "100%"}}) as live:
-        seats: Seats = live.service.seats
-
-        async def ask_twice() -> list[SeatProgress]:
-            request = SeatRequest(owner="ada", server="lab", pool="default", fraction_milli=250)
-            lines = [seats.take(request), seats.take(request)]
-            asked: list[asyncio.Future[SeatProgress]] = []
-            for line in lines:
-                before = seats.live()
-                asked.append(asyncio.ensure_future(anext(line)))
-                while seats.live() == before:
-                    await seats._changed.wait()
-            live.disk.goes_on.set()
-            told = [await one for one in asked]
-            for line in lines:
-                await line.aclose()
-            return told
-
-        with held_back(live):
-            older, newer = live.on_loop(ask_twice)
-        assert (older.kind, older.reason) == (ProgressKind.REFUSED, "seat-ended")
-        assert newer.kind == ProgressKind.GRANTED
-        assert [seat.seat_id for seat in found_again(live)] == [newer.seat_id]
 
 
 def test_servers_with_the_same_names_at_two_hubs_have_a_seat_each() -> None:
@@ -635,17 +460,6 @@ def test_who_may_not_have_a_seat_is_told_why(
     assert all(one in refused.sentence for one in named)
 
 
-def test_limits_count_the_users_other_servers_and_not_the_one_that_is_replaced() -> None:
-    with live_broker(pools={"default": {"user_limits": {"fraction": "1/2"}, "wait_bound": "100%"}}) as live:
-        assert take(live, server="a").kind == ProgressKind.GRANTED
-        assert take(live, server="b").kind == ProgressKind.GRANTED
-        refused = take(live, server="c")
-        assert refused.reason == "user-limit"
-        assert "1/2" in refused.sentence, "what the other servers have"
-        assert take(live, server="b").kind == ProgressKind.GRANTED
-        assert take(live, owner="bob", server="a").kind == ProgressKind.GRANTED
-
-
 def test_the_terms_of_the_group_are_the_seats() -> None:
     groups = {"students": {}, "staff": {"weight": 300, "priority": 7}}
     with live_broker(pools={"default": {"groups": groups}}) as live, client_of(live) as client:
@@ -661,19 +475,6 @@ def test_the_terms_of_the_group_are_the_seats() -> None:
 
         found = live.on_loop(spec)
         assert (found.owner, found.group, found.priority, found.owner_weight) == ("ada", "staff", 7, 300)
-
-
-def test_what_makes_no_sense_is_refused_at_once(live: LiveBroker) -> None:
-    for wish, sentence in (
-        ({"pool": "gold"}, "there is no pool 'gold'; pools: default"),
-        ({"fraction_milli": 333}, "offers 1/8, 1/4, 1/2, 3/4, 1"),
-        ({"fraction_milli": 0}, "allowed: 1 to 1000"),
-        ({"owner": ""}, "owner is empty"),
-        ({"owner": "a\x1b[2J"}, "cannot be printed"),
-        ({"ttl_ms": 0}, "ttl_ms is 0"),
-    ):
-        with pytest.raises(BadRequestError, match=sentence.replace("[", r"\[")):
-            take(live, **wish)
 
 
 @pytest.mark.parametrize(
@@ -748,79 +549,6 @@ def test_seats_are_packed_by_use_until_cells_would_wait_too_long() -> None:
         assert take(live, owner="light").kind == ProgressKind.GRANTED
 
 
-_FORECAST = "; with more, over {} % of the cells would wait longer than 30 s (wait_bound, wait_target), if users compute {} % of the time"
-
-
-@pytest.mark.parametrize(
-    ("terms", "fractions", "fit", "limit"),
-    [
-        (
-            {"oversubscription": 2},
-            ["1/4", "1/2"],
-            "7 seats of 1/4 GPU, or 2 seats of 1/2 GPU",
-            _FORECAST.format(5, 25.7),
-        ),
-        (
-            {"wait_bound": "10%"},
-            ["1/4", "1/2"],
-            "8 seats of 1/4 GPU, or 3 seats of 1/2 GPU",
-            _FORECAST.format(10, 25.7),
-        ),
-        (
-            {"expected_use": "10%", "oversubscription": 4},
-            ["1/4", "1/2"],
-            "16 seats of 1/4 GPU (oversubscription), or 5 seats of 1/2 GPU",
-            _FORECAST.format(5, 10),
-        ),
-        ({"oversubscription": 1}, ["1"], "1 seat of 1 GPU (oversubscription)", ""),
-        ({"wait_bound": "100%"}, ["1/2"], "32 seats of 1/2 GPU or more", ""),
-    ],
-)
-def test_a_pool_says_at_the_start_how_many_seats_fit_and_what_limits_them(
-    caplog: pytest.LogCaptureFixture, terms: dict[str, Any], fractions: list[str], fit: str, limit: str
-) -> None:
-    caplog.set_level(logging.INFO)
-    with (
-        live_broker(seats_required=True, pools={"default": {**terms, "fractions": fractions}}) as live,
-        client_of(live) as client,
-    ):
-
-        async def recover() -> None:
-            live.service.seats.recover(live.disk)
-
-        live.on_loop(recover)  # as a broker does at its start
-        said = f"pool 'default': with these terms it has room for about {fit}{limit}"
-        (pool,) = client.pools().pools
-        assert pool.note.removesuffix(" (expected_use)") == said
-        assert pool.note in caplog.messages
-        if fractions == ["1/4", "1/2"] and "wait_bound" in terms:
-            for number in range(3):
-                assert take(live, owner=f"u{number}", fraction_milli=500).kind == ProgressKind.GRANTED
-            fourth = take(live, owner="u3", fraction_milli=500, wait_ms=0)
-            assert "10 % are allowed" in fourth.sentence, "it is what the forecast says of a real request"
-            assert "it has room for about 7 seats" in client.change_pool("default", {"wait_bound": "5%"}).note
-
-
-def test_an_offer_says_how_many_cells_start_at_once_only_if_some_do_not() -> None:
-    with live_broker(seats_required=True, pools={"default": {"wait_bound": "100%"}}) as live, client_of(live) as client:
-        (offer,) = client.offers(OfferRequest(owner="ada")).pools
-        assert {one.sentence for one in offer.fractions} == {"free now"}
-        take(live, owner="bob", fraction_milli=750)
-        (offer,) = client.offers(OfferRequest(owner="ada")).pools
-        sentences = {one.fraction_milli: one.sentence for one in offer.fractions}
-        assert sentences[250] == "free now"
-        assert sentences[500].startswith("free now; about ")
-        assert sentences[500].endswith(" % of the cells start at once")
-
-
-def test_an_offer_says_that_a_gpu_is_being_emptied() -> None:
-    with live_broker(seats_required=True) as live, client_of(live) as client:
-        client.drain(client.status().devices[0].device_id, DrainRequest())
-        (offer,) = client.offers(OfferRequest(owner="ada")).pools
-        assert offer.why_not == "pool 'default' has no device now: its GPU is being emptied; ask your administrator"
-        assert take(live).sentence == offer.why_not
-
-
 def test_seats_outlive_the_broker() -> None:
     with live_broker() as live:
         seat = take(live)
@@ -883,11 +611,6 @@ def test_a_seat_that_ended_on_a_full_disk_is_not_there_for_the_next_broker(monke
         deadline_s = time.monotonic() + DEADLINE_S
         while found_again(live):
             assert time.monotonic() < deadline_s, "it is there for good"
-
-
-def test_the_socket_is_the_one_that_others_may_reach(live: LiveBroker) -> None:
-    """The refusals above are the broker's: other users do reach it."""
-    assert '"pid"' in as_nobody(live, "GET", "/v1/ping", "")
 
 
 def test_a_seats_news_are_of_its_own_leases(live: LiveBroker) -> None:

@@ -9,14 +9,12 @@ from typing import Any, cast
 import pytest
 
 from fractional_gpu.broker.seats.draws import UsageRecorder
-from fractional_gpu.broker.seats.offers import HISTORY_DAYS, PoolForecasts
+from fractional_gpu.broker.seats.offers import PoolForecasts
 from fractional_gpu.config import load
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.seat_packing import PRIOR_USAGE
-from fractional_gpu.core.seat_packing import Usage as SeatUsage
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import UsageRecord
-from tests.support.counted import calls_of
 
 DAY_MS = 86_400_000
 
@@ -81,17 +79,6 @@ def test_time_counts_as_live_and_while_a_kernel_is_busy_as_busy(world: World) ->
     assert (ada.live_ms, ada.busy_ms, ada.busy_mib_ms) == (5000, 3000, 1_500_000)
 
 
-def test_several_kernels_of_a_user_are_one_user(world: World) -> None:
-    world.lease("ada", busy=True, used_mib=500)
-    world.lease("ada", busy=True, used_mib=300)
-    world.lease("ada", busy=False, used_mib=900)
-    world.lease("bob", busy=False, used_mib=100)
-    world.pass_ms(1000)
-    usage = world.written()
-    assert (usage["ada"].live_ms, usage["ada"].busy_ms, usage["ada"].busy_mib_ms) == (1000, 1000, 800_000)
-    assert (usage["bob"].live_ms, usage["bob"].busy_ms) == (1000, 0)
-
-
 @pytest.mark.parametrize("state", [LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED])
 def test_who_waits_does_not_use_a_gpu(world: World, state: LeaseState) -> None:
     world.lease("ada", busy=True, used_mib=0, state=state)
@@ -106,12 +93,6 @@ def test_a_lease_without_a_process_counts_for_nothing(world: World) -> None:
     assert world.written() == {}
 
 
-def test_a_machine_that_slept_used_nothing_meanwhile(world: World) -> None:
-    world.lease("ada", busy=True, used_mib=100)
-    world.pass_ms(8 * 3_600_000)
-    assert world.written()["ada"].busy_ms == 10_000
-
-
 def test_what_was_learnt_outlives_the_broker(world: World) -> None:
     world.lease("ada", busy=False, used_mib=100)
     for _ in range(1000):
@@ -124,60 +105,3 @@ def test_what_was_learnt_outlives_the_broker(world: World) -> None:
     world.restarted().recover(world.ledger)
     assert world.forecasts.habits("ada", "default") == learnt
     assert world.forecasts.habits("bob", "default") == PRIOR_USAGE
-
-
-def test_a_broker_that_serves_for_long_forgets_what_the_next_one_would_not_read(world: World) -> None:
-    view = world.lease("ada", busy=True, used_mib=100)
-    world.lease("bob", busy=False, used_mib=100)
-    world.pass_ms(10_000)
-    world.meter.write()
-    del world.leases[1]
-    view.busy = False
-    world.wall_ms += (HISTORY_DAYS + 1) * DAY_MS
-    world.pass_ms(10_000)
-    world.meter.write()
-    learnt = [world.forecasts.habits(owner, "default") for owner in ("ada", "bob")]
-    world.forecasts = PoolForecasts(world.broker, load(None, {}))
-    world.restarted().recover(world.ledger)
-    assert [world.forecasts.habits(owner, "default") for owner in ("ada", "bob")] == learnt
-    assert learnt[1] == PRIOR_USAGE
-
-
-def day_of(day: int, busy_ms: int = 0) -> UsageRecord:
-    return UsageRecord(
-        owner="ada",
-        pool="default",
-        day=day,
-        live_ms=3_600_000,
-        busy_ms=busy_ms,
-        busy_mib_ms=busy_ms * 100,
-    )
-
-
-def test_a_user_with_a_month_of_use_costs_a_forecast_no_more_than_one_with_a_day(world: World) -> None:
-    """The page on which users choose a GPU needs the habits of the users of all servers, once for each share."""
-    costs = []
-    for days in (1, HISTORY_DAYS):
-        world.forecasts = PoolForecasts(world.broker, load(None, {}))
-        world.forecasts.learn([day_of(day) for day in range(days)])
-        world.forecasts.habits("ada", "default")
-        costs.append(calls_of(lambda: world.forecasts.habits("ada", "default")))
-    assert costs[0] == costs[1]
-
-
-def test_habits_follow_what_is_learnt_and_what_is_forgotten(world: World) -> None:
-    def habits_of(*days: UsageRecord) -> SeatUsage:
-        other = PoolForecasts(world.broker, load(None, {}))
-        other.learn(days)
-        return other.habits("ada", "default")
-
-    found, quiet, busy = world.forecasts, day_of(1), day_of(2, 3_000_000)
-    for learnt, known in ((quiet, [quiet]), (busy, [quiet, busy]), (busy, [quiet, busy, busy])):
-        found.learn([learnt])
-        assert found.habits("ada", "default") == habits_of(*known)
-    found.forget(1)
-    assert found.habits("ada", "default") == habits_of(quiet, busy, busy)
-    found.forget(2)
-    assert found.habits("ada", "default") == habits_of(busy, busy)
-    found.forget(3)
-    assert found.habits("ada", "default") == PRIOR_USAGE

@@ -19,7 +19,6 @@ from fractional_gpu.protocol.status import SeatStatus
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker, started_for
 from tests.support.callers import Caller, caller
 from tests.support.control_group import JOIN, job_group
-from tests.support.descriptors import no_free_descriptors
 from tests.support.world import until
 
 pytestmark = pytest.mark.promise("workload-seat")
@@ -125,19 +124,6 @@ def test_a_seat_ends_with_its_jobs_group_and_its_leases_with_it(live: LiveBroker
             until(lambda one=one: live.call("GET", f"/v1/leases/{one}").status == 404, "its leases ended")  # type: ignore[misc]
 
 
-def test_a_job_that_has_not_begun_keeps_its_seat(live: LiveBroker) -> None:
-    """The prolog takes the seat before Slurm makes the job's group."""
-    with job_group() as (job, group):
-        group.rmdir()
-        seat = take(live, job)
-        live.on_loop(live.service.seats.workloads._look)
-        assert seat_of(live, seat) is not None
-        group.mkdir()
-        until(lambda: record_of(live, seat).group_seen, "the group was found without a process that asks")
-        group.rmdir()
-        until(lambda: seat_of(live, seat) is None, "then its end counts")
-
-
 def test_no_workload_outlives_the_machines_boot(live: LiveBroker) -> None:
     with job_group() as (job, _):
         seat = take(live, job)
@@ -153,18 +139,6 @@ def test_no_workload_outlives_the_machines_boot(live: LiveBroker) -> None:
 
         live.on_loop(rebooted)
         assert seat_of(live, seat) is None
-
-
-def test_a_moment_without_descriptors_ends_neither_seats_nor_the_broker(live: LiveBroker) -> None:
-    with job_group() as (job, _):
-        seats = take(live, job), take(live, "1")  # the second one's group is not there
-
-        async def look_without_descriptors() -> None:
-            with no_free_descriptors():
-                await live.service.seats.workloads._look()
-
-        live.on_loop(look_without_descriptors)
-        assert None not in [seat_of(live, seat) for seat in seats]
 
 
 def test_a_broker_that_starts_ends_the_seats_of_workloads_that_ended_meanwhile() -> None:

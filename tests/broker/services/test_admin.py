@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from fractional_gpu.broker.kernels import ending
-from fractional_gpu.broker.services import residency
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.protocol.errors import BadRequestError, ConflictError
-from fractional_gpu.protocol.messages import EvictRequest, MoveRequest
+from fractional_gpu.protocol.messages import EvictRequest
 from tests.broker.live import BECOME_NOBODY, LiveBroker, attach_fields, started_for
 
 pytestmark = pytest.mark.promise("evicted")
@@ -121,14 +119,6 @@ def test_a_kernel_that_is_started_again_while_it_is_evicted_does_not_get_the_lea
     assert live.call("GET", f"/v1/leases/{lease.lease_id}").status == 404
 
 
-def test_a_lease_without_a_process_is_simply_over(live: LiveBroker) -> None:
-    lease = live.lease()
-    assert live.call("POST", f"/v1/leases/{lease.lease_id}/evict", {"confirm": True}).body == {"ok": True}
-    assert live.call("GET", f"/v1/leases/{lease.lease_id}").status == 404
-    again = live.call("POST", f"/v1/leases/{lease.lease_id}/evict", {"confirm": True})
-    assert again.error["reason"] == "unknown-lease"
-
-
 def test_nobody_but_an_administrator_moves_or_evicts_even_what_is_their_own(live: LiveBroker) -> None:
     code = (
         BECOME_NOBODY
@@ -156,27 +146,6 @@ with BrokerClient(sys.argv[1]) as client:
         [sys.executable, "-c", importable, live.socket, json.dumps([])], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines() == ["403 not-admin", "403 not-admin", "unattached"]
-
-
-def test_a_move_that_cannot_be_is_refused_with_the_reason(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "_IDLE_PATIENCE_S", 0.01)  # the process answers no request, so it counts as busy
-    lease = live.lease()
-    with started_for(lease.lease_id) as process, BrokerClient(live.socket) as client:
-        attached(live, process, lease.lease_id, lease.token)
-
-        for request in (MoveRequest(), MoveRequest(device="0")):
-            with pytest.raises(ConflictError) as refused:
-                client.move(lease.lease_id, request)
-            assert refused.value.reason == "not-resident"
-        answer = live.call("POST", f"/v1/leases/{lease.lease_id}/move", {"device": "7"})
-        assert (answer.status, answer.error["reason"]) == (404, "unknown-device")
-
-
-def test_what_is_not_understood_is_refused(live: LiveBroker) -> None:
-    lease = live.lease()
-    for action, body in (("evict", {"confirm": "yes"}), ("evict", {"sure": True}), ("move", {"device": 1})):
-        answer = live.call("POST", f"/v1/leases/{lease.lease_id}/{action}", body)
-        assert (answer.status, answer.error["code"]) == (400, BadRequestError.code), (action, body)
 
 
 def _is_over(pid: int) -> bool:

@@ -3,13 +3,10 @@
 import grp
 import os
 import pwd
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from msgspec import to_builtins
 
 from fractional_gpu.broker.api import server
 from fractional_gpu.broker.clock import wall_ms
@@ -20,12 +17,10 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceSeen, PoolConfigured
-from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
+from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec
 from fractional_gpu.host.peers import PeerCredentials
-from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, FractionalGPUError
-from fractional_gpu.protocol.messages import AcquireRequest, LeaseRequest
-from tests.broker.live import DEADLINE_S, LiveBroker, started_for
-from tests.support.world import until
+from fractional_gpu.protocol.messages import LeaseRequest
+from tests.broker.live import LiveBroker, started_for
 
 
 def device_of(live: LiveBroker) -> dict[str, Any]:
@@ -107,18 +102,6 @@ def test_a_note_is_kept_with_the_lease_unless_it_is_too_long_or_controls_a_termi
 # -- signs of a coming cell --------------------------------------------------------------------------------------------------
 
 
-def test_a_sign_of_a_coming_cell_says_nothing_of_a_kernel_that_may_be_running_one(live: LiveBroker) -> None:
-    lease = live.lease()
-    target = f"/v1/leases/{lease.lease_id}"
-    with started_for(lease.lease_id) as process:  # it answers nothing, so what it does is unknown
-        live.call("POST", f"{target}/attach", process, token=lease.token)
-        sign = {"sign": "typing", "within_ms": 30_000, "confidence_milli": 600}
-        told = live.call("POST", f"{target}/expect", sign)
-        assert told.status == 200, told
-        shown = live.call("GET", target).body
-        assert (shown["busy"], shown["lease"]["expected_until_ms"], shown["foresight"]) == (True, 0, "free")
-
-
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -164,43 +147,6 @@ def saved_pin_ms(live: LiveBroker, lease_id: str) -> int:
     return record.pinned_until_ms - wall_ms()
 
 
-@pytest.mark.parametrize(
-    ("duration_ms", "status", "says"),
-    [
-        (0, 400, "duration_ms is 0; allowed: 1 or more"),
-        (-1, 400, "duration_ms is -1; allowed: 1 or more"),
-        (5 * 3_600_000, 409, "a pin of 5 h was asked, pool 'default' allows 4 h at a time"),
-    ],
-)
-def test_a_pin_that_is_not_allowed_is_refused_with_the_limit(
-    live: LiveBroker, duration_ms: int, status: int, says: str
-) -> None:
-    lease = live.lease()
-    target = f"/v1/leases/{lease.lease_id}"
-    with started_for(lease.lease_id) as process:
-        live.call("POST", f"{target}/attach", process, token=lease.token)
-        answer = live.call("POST", f"{target}/pin", {"duration_ms": duration_ms})
-        assert answer.status == status
-        assert says in answer.error["message"]
-        assert pinned_ms(live.call("GET", target).body) == 0
-
-
-def test_pins_have_a_budget_for_each_user(live: LiveBroker) -> None:
-    leases = [live.lease() for _ in range(3)]
-    with ExitStack() as stack:
-        answers = []
-        for lease in leases:
-            process = stack.enter_context(started_for(lease.lease_id))
-            live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
-            answers.append(live.call("POST", f"/v1/leases/{lease.lease_id}/pin", {"duration_ms": 210 * 60_000}))
-        assert [answer.status for answer in answers] == [200, 200, 409]
-        assert answers[2].error["reason"] == "pin-budget"
-        live.call("POST", f"/v1/leases/{leases[0].lease_id}/unpin", {})
-        assert live.call("POST", f"/v1/leases/{leases[2].lease_id}/pin", {"duration_ms": 3_600_000}).status == 200
-        for lease in leases:
-            live.call("DELETE", f"/v1/leases/{lease.lease_id}")
-
-
 # -- sizes -------------------------------------------------------------------------------------------------------------------
 
 
@@ -235,67 +181,6 @@ def test_a_burst_is_on_the_disk_with_the_size_before_it_until_it_is_over(live: L
     assert resize(500, burst=False) == (500, None), "the size of the burst was asked for, for good"
 
 
-@pytest.mark.parametrize(
-    ("size", "status", "says"),
-    [
-        ({"fraction_milli": 0}, 400, "fraction_milli is 0; allowed: 1 to 1000"),
-        ({"fraction_milli": 1001}, 400, "fraction_milli is 1001; allowed: 1 to 1000"),
-        ({"memory_mib": 0}, 400, "memory_mib is 0; allowed: 1 or more"),
-        ({"memory_mib": 5000}, 400, "the largest device of pool 'default' can give 1 GiB"),
-        ({"fraction_milli": 300}, 409, "1/4"),
-    ],
-)
-def test_a_size_that_is_not_on_offer_is_refused_with_what_is(
-    live: LiveBroker, size: dict[str, int], status: int, says: str
-) -> None:
-    lease = live.lease()
-    target = f"/v1/leases/{lease.lease_id}"
-    answer = live.call("POST", f"{target}/resize", size)
-    assert answer.status == status, answer
-    assert says in answer.error["message"]
-    assert live.call("GET", target).body["lease"]["spec"]["fraction_milli"] == 250
-
-
-def test_a_size_without_room_is_waited_for_and_the_newest_wish_counts(live: LiveBroker) -> None:
-    small, large = live.lease(gated=False, wait_ms=1000), live.lease(gated=False, fraction_milli=750, wait_ms=1000)
-    target = f"/v1/leases/{small.lease_id}"
-    told: list[str] = []
-
-    def resize(fraction_milli: int, wait_ms: int) -> None:
-        answer = live.call("POST", f"{target}/resize", {"fraction_milli": fraction_milli, "wait_ms": wait_ms})
-        told.append(f"{fraction_milli}: {answer.error['reason'] if answer.status >= 400 else 'done'}")
-
-    with started_for(small.lease_id) as process:
-        attached = live.call("POST", f"{target}/attach", process, token=small.token)
-        assert attached.body["lease"]["state"] == "resident"
-        resize(500, 0)
-        assert told == ["500: timeout"]
-        waiting = threading.Thread(target=resize, args=(500, 60_000))
-        waiting.start()
-        kernel = live.broker.kernels[small.lease_id]
-        until(lambda: kernel.requests.resize is not None, "the first wish waits")
-        newer = threading.Thread(target=resize, args=(750, 60_000))
-        newer.start()
-        waiting.join(DEADLINE_S)
-        assert told == ["500: timeout", "500: replaced"]
-        live.call("DELETE", f"/v1/leases/{large.lease_id}")
-        newer.join(DEADLINE_S)
-        assert told[2:] == ["750: done"]
-        assert live.call("GET", target).body["lease"]["reserved_mib"] == 768
-        live.call("DELETE", target)
-
-
-def test_a_kernel_whose_pool_is_not_configured_any_more_keeps_its_size(
-    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lease = live.lease()
-    with monkeypatch.context() as patch:
-        patch.setattr(live.broker.arbiter, "pools", dict)
-        refused = live.call("POST", f"/v1/leases/{lease.lease_id}/resize", {"fraction_milli": 500})
-        assert (refused.status, refused.error["reason"]) == (409, "unknown-pool")
-        assert live.call("GET", f"/v1/leases/{lease.lease_id}").body["lease"]["spec"]["fraction_milli"] == 250
-
-
 # -- devices -----------------------------------------------------------------------------------------------------------------
 
 
@@ -319,49 +204,6 @@ def test_a_device_is_emptied_until_it_is_said_otherwise(live: LiveBroker, draine
     assert (answer.status, answer.body["draining"]) == (200, False)
     assert ledger.drained() == {}
     assert not device_of(live)["draining"]
-
-
-def test_nobody_comes_to_a_device_that_is_emptied_and_all_do_afterwards(
-    live: LiveBroker, drained: dict[str, Any]
-) -> None:
-    lease = live.lease()
-    told: list[str] = []
-    waiting = threading.Event()
-
-    def acquire() -> None:
-        with BrokerClient(live.socket, token=lease.token) as client:
-            for progress in client.acquire(lease.lease_id, AcquireRequest(wait_ms=60_000)):
-                told.append(f"{progress.kind}: {progress.reason}")
-                waiting.set()
-
-    with started_for(lease.lease_id) as process:
-        live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
-        asking = threading.Thread(target=acquire)
-        asking.start()
-        try:
-            assert waiting.wait(DEADLINE_S)
-            assert told == ["waiting: wait.device-draining"]
-        finally:
-            live.call("POST", f"/v1/devices/{drained['device_id']}/undrain", {})
-            asking.join(DEADLINE_S)
-        assert told[-1].startswith("granted: ")
-
-
-def test_a_device_goes_away_at_a_deadline_until_that_is_withdrawn(live: LiveBroker) -> None:
-    answer = live.call("POST", "/v1/devices/0/drain", {"deadline_in_ms": 120_000})
-    assert 0 < answer.body["goes_away_in_ms"] <= 120_000
-    deadlines = live.broker.writer.ledger.drain_deadlines()
-    assert 0 < deadlines[answer.body["device_id"]] - live.broker.deadlines.now_ms() <= 120_000
-    answer = live.call("POST", "/v1/devices/0/undrain", {})
-    assert answer.body.get("goes_away_in_ms") is None
-    assert live.broker.writer.ledger.drain_deadlines() == {}
-
-
-@pytest.mark.parametrize("deadline_in_ms", [0, -1, 7 * 86_400_000 + 1])
-def test_a_deadline_lies_within_a_week(live: LiveBroker, deadline_in_ms: int) -> None:
-    answer = live.call("POST", "/v1/devices/0/drain", {"deadline_in_ms": deadline_in_ms})
-    assert (answer.status, live.broker.writer.ledger.drained()) == (400, {})
-    assert f"deadline_in_ms is {deadline_in_ms}; allowed: 1 to 604800000" in answer.error["message"]
 
 
 @pytest.mark.parametrize(("device", "says"), [("7", "'7' is no device of this broker; there are: 0 "), ("", "")])
@@ -388,50 +230,10 @@ def peer(*, admin: bool = False) -> Peer:
     return Peer(credentials=PeerCredentials(1, os.getuid(), os.getgid()), token=None, admin=admin)
 
 
-@pytest.mark.parametrize(
-    ("policy", "request_fields", "error", "says"),
-    [
-        ({}, {"devices": 5, "fraction_milli": 1000}, BadRequestError, "devices is 5; allowed: 1 to 4 (pool 'default' has 4"),
-        ({"max_devices": 2}, {"devices": 3, "fraction_milli": 1000}, BadRequestError, "allowed: 1 to 2"),
-        ({}, {"devices": 0}, BadRequestError, "devices is 0; allowed: 1 to 4"),
-        ({}, {"devices": 2}, BadRequestError, "devices is 2 with a fraction of 1/4; several devices are whole ones"),
-        ({}, {"priority": 1}, ForbiddenError, "priority 1 was asked, but in pool 'default' users may ask for 0 at most"),
-        ({"max_priority": 5}, {"priority": 6}, ForbiddenError, "users may ask for 5 at most"),
-        ({}, {"request_mib": 100}, BadRequestError, "pool 'default' reserves all that a kernel may use; leave request_mib out"),
-        ({"reserve_by": ReserveBy.USE}, {"request_mib": 300}, BadRequestError, "request_mib is 300; allowed: 1 to 250"),
-        ({"reserve_by": ReserveBy.USE}, {"request_mib": 0}, BadRequestError, "request_mib is 0; allowed: 1 to 250"),
-    ],
-)  # fmt: skip
-def test_a_wish_that_is_not_allowed_is_refused_with_what_is(
-    policy: dict[str, Any], request_fields: dict[str, Any], error: type[FractionalGPUError], says: str
-) -> None:
-    request = LeaseRequest(**{"fraction_milli": 250, **request_fields})
-    with pytest.raises(error) as caught:
-        lease_spec(arbiter_with(**policy), peer(), request)
-    assert says in str(caught.value)
-
-
-def test_several_devices_are_asked_for_whole(live: LiveBroker) -> None:
-    spec = lease_spec(arbiter_with(), peer(), LeaseRequest(fraction_milli=1000, devices=4))
-    assert (spec.devices, spec.reserve_mib, spec.request_mib) == (4, 1000, None)
-    answer = live.call("POST", "/v1/leases", to_builtins(LeaseRequest(fraction_milli=1000, devices=2)))
-    assert (answer.status, answer.error["reason"]) == (400, "bad-devices")
-
-
 def test_an_administrator_may_have_any_priority_and_others_up_to_the_pools() -> None:
     assert lease_spec(arbiter_with(), peer(admin=True), LeaseRequest(fraction_milli=250, priority=900)).priority == 900
     modest = LeaseRequest(fraction_milli=250, priority=5)
     assert lease_spec(arbiter_with(max_priority=5), peer(), modest).priority == 5
-
-
-def test_where_use_is_reserved_the_fraction_is_guaranteed_and_the_memory_is_the_cap() -> None:
-    arbiter = arbiter_with(reserve_by=ReserveBy.USE)
-    spec = lease_spec(arbiter, peer(), LeaseRequest(fraction_milli=250, memory_mib=800))
-    assert (spec.reserve_mib, spec.request_mib) == (800, 250)
-    spec = lease_spec(arbiter, peer(), LeaseRequest(fraction_milli=250, memory_mib=100))
-    assert (spec.reserve_mib, spec.request_mib) == (100, 100)
-    spec = lease_spec(arbiter, peer(), LeaseRequest(fraction_milli=250, memory_mib=800, request_mib=50))
-    assert (spec.reserve_mib, spec.request_mib) == (800, 50)
 
 
 def test_a_user_counts_for_the_first_group_with_limits_that_they_are_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """What others use of a lease's device: not the lease's own processes, nor those of the leases that are named, but any other."""
 
-import json
 import os
 import subprocess
 import sys
@@ -111,22 +110,3 @@ def test_where_nothing_counts_by_process_nothing_is_said(live: LiveBroker, monke
         for utilisation in answers:
             monkeypatch.setattr(live.broker.monitor, "utilisation", utilisation)
             assert others(live, mine.lease) is None
-
-
-@pytest.mark.parametrize(
-    ("query", "reason"),
-    [
-        ("last_ms=0", "bad-query"),
-        ("last_ms=60001", "bad-query"),
-        ("last_ms=-5", "bad-query"),
-        ("last_ms=%C2%B2", "bad-query"),
-        ("without=no-such-lease", "unknown-lease"),
-    ],
-)
-def test_wrong_questions_are_refused(live: LiveBroker, query: str, reason: str) -> None:
-    answer = live.call("GET", f"/v1/leases/{live.lease().lease_id}/others?{query}")
-    assert answer.error["reason"] == reason
-
-
-def test_a_lease_without_a_device_has_no_others(live: LiveBroker) -> None:
-    assert json.dumps(others(live, live.lease())) == "null"

@@ -18,9 +18,8 @@ from fractional_gpu.broker.recovery.recovery import kernel_of
 from fractional_gpu.broker.supervision.survivors import AbandonedLeases, has_lost_server
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.process import identify
-from tests.broker.live import LiveBroker, live_broker, started_for
+from tests.broker.live import LiveBroker, started_for
 from tests.broker.recovery.test_recovery import record_of
-from tests.support.descriptors import no_free_descriptors
 from tests.support.world import until
 
 pytestmark = pytest.mark.promise("abandoned")
@@ -150,19 +149,6 @@ def test_a_lease_that_was_never_attached_ends_with_its_server_unless_a_process_c
         assert _has_ended(live, server.lease_id)
 
 
-def test_a_lease_that_expires_takes_its_files_along(tmp_path: Path) -> None:
-    with live_broker(pools={"default": {}}) as live:
-        lease = live.lease()
-        token_file = tmp_path / f"{lease.lease_id}-1f.token"
-        token_file.write_text(lease.token)
-        with started_for(lease.lease_id, environment={"JUPYTER_GPU_TOKEN_FILE": str(token_file)}) as process:
-            assert live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token).status == 200
-            # Only now: a lease whose process takes longer than that to start would be over before.
-            assert live.call("POST", "/v1/pools/default", {"keys": {"unattached_ttl": "1s"}}).status == 200
-        until(lambda: _has_ended(live, lease.lease_id) or None, "the lease has expired")
-        until(lambda: not token_file.exists() or None, "the token's file is gone")
-
-
 @pytest.mark.parametrize("name", ["other.token", "lease", "lease-1.json", "."])
 def test_only_a_token_of_the_lease_is_removed(tmp_path: Path, name: str) -> None:
     kept, removed = tmp_path / name, tmp_path / "lease-2.token"
@@ -207,17 +193,3 @@ def test_the_server_of_a_lease_is_known_after_a_restart_of_the_broker() -> None:
             server == gone,
             "/f",
         )
-
-
-def test_a_server_that_cannot_be_looked_at_for_want_of_descriptors_counts_as_alive(live: LiveBroker) -> None:
-    with _Server(live) as server:
-        server.kill()
-
-        async def look_without_descriptors() -> None:
-            with no_free_descriptors():
-                await AbandonedLeases(live.broker).look()
-
-        live.on_loop(look_without_descriptors)
-        assert live.state(server.lease_id) == "unattached"
-        _look(live)
-        assert _has_ended(live, server.lease_id)

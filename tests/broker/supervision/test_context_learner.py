@@ -94,13 +94,6 @@ async def test_a_suspend_teaches_what_the_kernel_s_own_process_has_beside_its_fr
     assert world.context_mib == 928
 
 
-@pytest.mark.parametrize("detail", ["gc, torch", "", "gc, torch failed: reserved_mib=many"])
-async def test_an_extension_that_does_not_tell_teaches_nothing(detail: str) -> None:
-    world = World()
-    await world.suspended(detail)
-    assert world.context_mib == 512
-
-
 async def test_a_kernel_on_several_devices_teaches_nothing_and_gets_the_largest() -> None:
     world = World()
     world.homes = (DEVICE, OTHER)
@@ -110,16 +103,6 @@ async def test_a_kernel_on_several_devices_teaches_nothing_and_gets_the_largest(
     world.homes = (OTHER,)
     await world.suspended()
     assert (world.context_mib, world.learner.context_mib("lease", [DEVICE, OTHER])) == (512, 928)
-
-
-async def test_a_suspend_that_failed_teaches_nothing() -> None:
-    world = World()
-    await world.suspended()
-    other = World()
-    other.kernel.checkpoint.sizes = {PROCESS: 10_900}
-    other.link.reserved_mib = 10_000
-    other.learner.suspended(other.kernel)
-    assert (world.context_mib, other.context_mib) == (928, 512)
 
 
 async def told(world: World) -> dict[str, str]:
@@ -147,33 +130,6 @@ async def test_a_kernel_over_its_cap_is_asked_when_it_is_idle_and_told_at_once(m
     assert await told(world) == {"JUPYTER_GPU_CONTEXT_MIB": "928"}
     assert world.context_mib == 928
     await world.learner.close()
-
-
-async def test_a_cell_that_begins_while_it_is_counted_spoils_the_figure() -> None:
-    world = World()
-
-    def use(device_id: str) -> DeviceUse:
-        world.kernel.requests.waiters = 1
-        return World._use(world, device_id)
-
-    world.monitor = SimpleNamespace(use=use)
-    world.learner.breached(world.kernel)
-    await world.answer()
-    await asyncio.gather(*world.learner._asking.values())
-    assert world.context_mib == 512
-
-
-async def test_asking_ends_with_the_kernel_and_with_the_broker() -> None:
-    world = World()
-    world.kernel.requests.waiters = 1
-    world.learner.breached(world.kernel)
-    await asyncio.sleep(0)
-    await world.learner.close()
-    assert world.learner._asking == {}
-    world.kernel.requests.waiters, world.kernel.link = 0, None
-    world.learner.breached(world.kernel)
-    await asyncio.gather(*world.learner._asking.values())
-    assert world.context_mib == 512
 
 
 async def test_what_other_users_kernels_taught_gives_way_to_more_of_them_but_the_own_figure_counts() -> None:

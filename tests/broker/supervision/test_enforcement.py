@@ -76,15 +76,6 @@ def test_a_stranger_is_asked_to_end_and_then_made_to() -> None:
         assert stubborn.wait(30) == -signal.SIGKILL
 
 
-def test_a_stranger_that_came_back_has_its_patience_anew() -> None:
-    world = Guarded()
-    with process() as stranger:
-        world.see(stranger.pid)
-        world.passes(PATIENCE_S / 2)
-        world.passes(PATIENCE_S, stranger.pid)
-        assert not any(one.terminated for one in world.enforcement._unwanted.values())
-
-
 @pytest.mark.parametrize("why", ["only shown", "draws", "a lease's", "carries a lease"])
 def test_whoever_may_be_there_is_left_alone(why: str) -> None:
     world = Guarded(Strangers.SHOW if why == "only shown" else Strangers.REFUSE)

@@ -18,8 +18,6 @@ from fractional_gpu.host.clock import since_boot_us
 from fractional_gpu.host.process import identify
 from tests.broker.driver import DEVICE, Quiet
 from tests.broker.monitoring.test_sampler import LEASE, view_of
-from tests.broker.swap.kernels import SHORT
-from tests.gpu_sim.test_worker_link import fails_once
 
 SECOND = 1_000_000
 SETTLE_US = SECOND
@@ -167,72 +165,6 @@ async def test_a_device_that_tells_nothing_or_fails_leaves_it_to_the_messages() 
     assert not world.busy, "it is not waited for again"
     await world.look()
     assert world.looks == looks, "nor asked"
-
-
-async def test_a_device_that_told_nothing_is_asked_again_after_a_minute() -> None:
-    world = World()
-    world.tells = False
-    world.cell_ends()
-    await world.look()
-    world.tells = True
-    world.asked_again_s = 59.9
-    await world.look()
-    assert world.looks == 1
-    world.asked_again_s = 60.0
-    await world.look()
-    assert world.looks == 2
-    world.cell_ends()
-    assert world.busy, "it tells again, and is waited for"
-
-
-async def test_a_lease_that_is_not_resident_has_nothing_to_work_on() -> None:
-    world = World(LeaseState.SUSPENDED)
-    world.cell_ends()
-    assert not world.busy
-    world.kernel.gpu_work.working = True
-    assert world.gpu_activity._watched() == []
-    assert not world.busy
-
-
-async def test_nobody_is_held_to_work_by_counters_that_nobody_reads() -> None:
-    world = World()
-    world.sync_busy_state(world.kernel)
-    assert not world.busy
-
-
-async def test_the_loop_looks_soon_after_a_cell() -> None:
-    await _looks_soon_after_a_cell(World())
-
-
-async def test_the_loop_goes_on_after_a_look_that_a_shortage_prevents(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    monkeypatch.setattr(world.gpu_activity, "_read", fails_once(SHORT, world.gpu_activity._read))
-    await _looks_soon_after_a_cell(world)
-
-
-async def _looks_soon_after_a_cell(world: World) -> None:
-    loop = asyncio.create_task(world.gpu_activity.run())
-    try:
-        await asyncio.sleep(0)
-        world.cell_ends()
-        async with asyncio.timeout(30):
-            while world.busy:  # noqa: ASYNC110 - the loop tells nobody
-                await asyncio.sleep(0.01)
-    finally:
-        loop.cancel()
-        await asyncio.gather(loop, return_exceptions=True)
-    assert world.looks >= 2
-
-
-async def test_who_is_known_to_be_quiet_is_looked_at_more_rarely() -> None:
-    world = World()
-    world.gpu_activity._looks = True
-    ended_us = world.cell_ends()
-    assert world.gpu_activity._pause_s() < QUIET_S / 2, "nothing is known of it yet"
-    world.known_until_us = ended_us + SETTLE_US
-    await world.look()
-    assert not world.busy
-    assert world.gpu_activity._pause_s() == QUIET_S, "work that goes on and on is never missed: it counts for so long"
 
 
 @pytest.mark.parametrize(("served", "busy"), [(False, True), (True, False)])

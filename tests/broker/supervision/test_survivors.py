@@ -1,28 +1,23 @@
 """The room of an ended kernel is given away when the device counts its memory no more: not when its processes are gone."""
 
 import asyncio
-import errno
 import os
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.kernels import ending
-from fractional_gpu.broker.kernels import kernel as kernel_module
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector
 from fractional_gpu.broker.supervision import survivors as survivors_module
 from fractional_gpu.broker.supervision.survivors import Survivors
-from fractional_gpu.core.events import Event, LeaseReleased, LeftBehind, ProcessExited
-from fractional_gpu.core.model import AfterKernel, LeaseSpec, LeaseState, LeaseView, PoolSpec
+from fractional_gpu.core.events import Event, LeaseReleased, ProcessExited
+from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceUse, GPUError, GPUErrorCode, ProcessUse
-from fractional_gpu.host.process import ProcessIdentity, Snapshot, boot_id, identify, is_alive, open_pidfd
+from fractional_gpu.host.process import ProcessIdentity, Snapshot, boot_id
 from tests.broker.driver import DEVICE
 from tests.broker.live import DEADLINE_S
-from tests.gpu_sim.test_worker_link import fails_once
 
 pytestmark = pytest.mark.promise("left-behind")
 
@@ -145,92 +140,3 @@ async def test_the_room_is_not_free_while_nothing_says_what_is_left(monkeypatch:
         await world.survivors.settled(world.kernel)
     assert world.kinds() == [(ProcessExited, 1)], "unknown is not free, however long it lasts"
     assert world.survivors.unfreed == {}
-
-
-class LeavesBehind(World):
-    """A process of the kernel, which is this one, lives on with device memory."""
-
-    def __init__(self) -> None:
-        super().__init__([use(AT_REST_MIB)])
-        self.records = self
-        self.kernel.ending.root = ROOT
-
-    async def with_memory(self, *_: object, **__: object) -> list[ProcessIdentity]:
-        return [identify(os.getpid())]
-
-    def save(self, _kernel: Kernel) -> None:
-        """What is written is no matter here."""
-
-    def process_gone(self, _kernel: Kernel, identity: ProcessIdentity) -> None:
-        raise AssertionError(f"{identity} has not ended")
-
-
-@pytest.mark.parametrize("module", [ending, kernel_module], ids=["waits for its end", "watches it"])
-async def test_what_is_left_is_found_though_no_descriptor_is_free_at_first(
-    module: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(survivors_module, "_MOMENT_S", 0.1 if module is ending else 0.0)
-    failures = iter([OSError(errno.EMFILE, "Too many open files")])
-
-    def opened(identity: ProcessIdentity) -> int:
-        if (failure := next(failures, None)) is not None:
-            raise failure
-        return open_pidfd(identity)
-
-    monkeypatch.setattr(module, "open_pidfd", opened)
-    world = LeavesBehind()
-    world.survivors.kernel_ended(world.kernel, ROOT)
-    async with asyncio.timeout(DEADLINE_S):
-        await world.survivors.settled(world.kernel)
-    assert world.kinds() == [(LeftBehind, 1)]
-    assert [one.identity.pid for one in world.kernel.ending.survivors] == [os.getpid()]
-    world.kernel.forget_process()
-
-
-async def test_a_lease_that_holds_nothing_is_not_kept_for_a_look() -> None:
-    world = World([use(AT_REST_MIB + 300)])
-    assert world.view is not None
-    world.view = cast("LeaseView", SimpleNamespace(state=LeaseState.NO_CONTEXT, reserved_mib=0, saved_mib=0))
-    world.survivors.kernel_ended(world.kernel, ROOT)
-    assert world.kinds() == [(ProcessExited, 1)]
-
-
-class EndsWhatIsLeft(LeavesBehind):
-    """The process that is left is another one, and the pool ends it."""
-
-    def __init__(self, left: ProcessIdentity) -> None:
-        super().__init__()
-        self.left, self.has_ended = left, asyncio.Event()
-        self.kernel.uid = os.getuid()
-
-    def pools(self) -> dict[str, PoolSpec]:
-        return {"p": PoolSpec(name="p", devices=(DEVICE,), after_kernel=AfterKernel.END)}
-
-    async def with_memory(self, *_: object, **__: object) -> list[ProcessIdentity]:
-        return [self.left] if is_alive(self.left) else []
-
-    def dispatch(self, event: Event) -> None:
-        self.events.append((event, len(self.looks)))
-
-    def process_gone(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        assert identity == self.left
-        kernel.forget_process()
-        self.has_ended.set()
-
-
-async def test_what_is_left_is_ended_though_no_descriptor_is_free_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survivors_module, "_LONGEST_PAUSE_S", 0.0)
-    monkeypatch.setattr(survivors_module, "_MOMENT_S", 0.0)
-    child = await asyncio.create_subprocess_exec("sleep", "3600")
-    failure = OSError(errno.EMFILE, "Too many open files")
-    monkeypatch.setattr(ending, "open_pidfd", fails_once(failure, open_pidfd))
-    world = EndsWhatIsLeft(identify(child.pid))
-    try:
-        world.survivors.kernel_ended(world.kernel, ROOT)
-        async with asyncio.timeout(DEADLINE_S):
-            await world.has_ended.wait()
-    finally:
-        await world.survivors.close()
-        if child.returncode is None:
-            child.kill()
-        await child.wait()

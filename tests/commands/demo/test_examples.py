@@ -11,14 +11,11 @@ from typing import Any
 import nbformat
 import pytest
 
-from fractional_gpu.commands.demo import sandbox
 from fractional_gpu.commands.demo.sandbox import EXAMPLES, examples_dir
-from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.gpu.simulated import cuda
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.jupyter.kernelspecs import spec_name
 
-MIB = 2**20
 NOTEBOOKS = [name for name in EXAMPLES if name.endswith(".ipynb")]
 
 
@@ -75,40 +72,6 @@ def test_the_device_names_the_share_that_the_kernel_has_now(
         assert f"{mib} MiB of it are this kernel's share" in repr(gpu)
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-@pytest.mark.usefixtures("simulated_share", "device")
-def test_a_notebook_finds_its_data_intact_and_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[dict[str, Any]] = []
-    monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
-    variables: dict[str, Any] = {}
-    for cell in read(name).cells:
-        if cell.cell_type == "code":
-            exec(cell.source, variables)  # noqa: S102 - our own notebook
-    result = shown[-1]["application/json"]
-    assert result["notebook"] == Path(name).stem
-    assert result["bytes"] == 144 * MIB  # three quarters of the share
-    assert (result["intact"], result["wrong_bytes"], result["simulated"]) == (True, 0, True)
-    variables.clear()
-
-
-@pytest.mark.usefixtures("simulated_share")
-def test_a_single_lost_byte_is_noticed(device: Any) -> None:  # noqa: ANN401 - a module without annotations
-    data = device.open().fill(seed=5, size=32 * MIB)
-    data.step(2)
-    assert data.wrong_bytes() == 0
-    chunk = data.chunks[1]
-    right = chunk.read(1, offset=1000)
-    chunk.write(bytes([right[0] ^ 1]), offset=1000)
-    assert data.wrong_bytes() == 1
-
-
-@pytest.mark.usefixtures("simulated_share")
-def test_a_share_too_small_is_refused_with_what_to_do(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
-    monkeypatch.setenv("JUPYTER_GPU_MEMORY_MIB", "16")
-    with pytest.raises(ValueError, match="a share of 16 MiB is too small for this notebook; ask for a bigger fraction"):
-        device.open().fill(seed=5)
-
-
 @pytest.mark.parametrize("available", [None, False])
 def test_a_kernel_without_a_gpu_is_told_what_to_do(
     device: Any,  # noqa: ANN401 - a module without annotations
@@ -125,16 +88,3 @@ def test_a_kernel_without_a_gpu_is_told_what_to_do(
     wanted = "pip install torch" if torch is None else "Change Kernel"
     with pytest.raises(RuntimeError, match=wanted):
         device.open()
-
-
-def test_an_installation_without_the_examples_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        sandbox, "__file__", str(tmp_path / "fractional_gpu" / "commands" / "notebooks" / "example_paths.py")
-    )
-    with pytest.raises(CommandError, match="the example notebooks are missing"):
-        examples_dir()
-    packaged = tmp_path / "fractional_gpu" / "commands" / "notebooks" / "examples"
-    packaged.mkdir(parents=True)
-    for name in EXAMPLES:
-        (packaged / name).touch()
-    assert examples_dir() == packaged

@@ -38,22 +38,6 @@ Together they asked for 1.5 GPUs, and every byte is where it was.
     )
 
 
-def test_the_object_for_programs() -> None:
-    assert report_as_json(HOST, [TENANT_A]) == {
-        "device": {"name": "Simulated GPU", "simulated": True, "memory_mib": 1024},
-        "kernels": [
-            {
-                "kernelspec": "fractional-gpu-default-750",
-                "fraction_milli": 750,
-                "suspends": 5,
-                "resumes": 4,
-                "state_intact": True,
-            }
-        ],
-        "ok": True,
-    }
-
-
 def test_lost_state_is_not_ok_and_the_table_shouts() -> None:
     lost = replace(TENANT_B, state_intact=False)
     assert report_as_json(HOST, [TENANT_A, lost])["ok"] is False
@@ -66,10 +50,3 @@ def test_a_demonstration_that_moved_nothing_shows_nothing_and_is_not_ok() -> Non
     for lease in (changed(TENANT_A.lease, suspends=0), changed(TENANT_A.lease, resumes=0)):
         still = replace(TENANT_A, lease=lease)
         assert report_as_json(HOST, [still])["ok"] is False
-
-
-def test_a_device_is_always_said_to_be_simulated_and_how_big_it_is() -> None:
-    first_lines = [render_report(host_of(name), [TENANT_A])[0].plain for name in ("SIM-1", "Simulated GPU 1 GiB")]
-    assert first_lines == ["SIM-1, simulated, 1 GiB", "Simulated GPU 1 GiB"]
-    real = host_of("NVIDIA L4", 24_576, simulated=False)
-    assert render_report(real, [TENANT_A])[0].plain == "NVIDIA L4, 24 GiB"

@@ -15,7 +15,6 @@ from fractional_gpu.commands.doctor.setup import (
     check_broker,
     check_ledgers,
     check_settings,
-    check_simulation,
     check_versions,
     forecast_findings,
     inherited_findings,
@@ -41,13 +40,6 @@ def the(findings: list[Finding]) -> Finding:
 
 
 # -- the broker -------------------------------------------------------------------------------------------------------------
-
-
-def test_no_broker_is_ordinary(jupyter_home: Path) -> None:
-    path, found = check_broker(None)
-    assert path is not None
-    assert path.startswith(str(jupyter_home))
-    assert the(found).severity is Severity.NOTE
 
 
 def test_a_broker_that_serves_is_named(tmp_path: Path) -> None:
@@ -94,11 +86,6 @@ def test_bounds_of_forecasts_that_do_not_hold_are_found(covered_permille: int, s
     assert words in found.finding
 
 
-def test_few_forecasts_say_nothing_of_their_bounds() -> None:
-    few = ForecastError(what="wait", count=63, median_error_permille=100, covered_permille=100)
-    assert not list(forecast_findings([few]))
-
-
 def test_a_folder_that_is_not_there_means_no_broker_and_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "b.sock").mkdir(mode=0o700)
     _, found = check_broker(str(tmp_path / "b.sock" / "x" / "y"))
@@ -112,14 +99,6 @@ def test_a_service_that_does_not_run_is_an_error() -> None:
     _, found = check_broker("/run/jupyter-gpu-nowhere/b.sock")
     assert the(found).severity is Severity.ERROR
     assert "an administrator starts it" in the(found).advice
-
-
-def test_a_socket_path_that_is_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUPYTER_GPU_SOCKET", "/tmp/" + "x" * 200)  # noqa: S108 - nothing is made there
-    path, found = check_broker(None)
-    assert path is None
-    assert "longer than 100 bytes" in the(found).finding
-    assert the(found).severity is Severity.ERROR
 
 
 # -- the ledger -------------------------------------------------------------------------------------------------------------
@@ -139,10 +118,6 @@ def folder(socket: str) -> Path:
     return make_state_folder(socket)
 
 
-def test_no_ledger_is_ordinary(socket: str) -> None:
-    assert the(ledgers(socket)).severity is Severity.NOTE
-
-
 def test_a_sound_ledger_is_read_while_its_broker_has_it(socket: str, folder: Path) -> None:
     with Ledger.open(folder / "ledger.sqlite"):
         found = the(ledgers(socket))
@@ -150,25 +125,6 @@ def test_a_sound_ledger_is_read_while_its_broker_has_it(socket: str, folder: Pat
     before = (folder / "ledger.sqlite").read_bytes()
     assert the(ledgers(socket)).severity is Severity.OK
     assert (folder / "ledger.sqlite").read_bytes() == before
-
-
-def test_a_ledger_in_the_configured_folder_is_the_one_that_counts(
-    socket: str, tmp_path: Path, jupyter_home: Path
-) -> None:
-    state = tmp_path / "elsewhere"
-    text = f"c.GPUBroker.state_dir = {str(state)!r}\n"
-    (jupyter_home / "config" / "jupyter_gpu_config.py").write_text(text)
-    Ledger.open(state / "ledger.sqlite").close()
-    settings, _ = check_settings()
-    assert str(state) in the(list(check_ledgers(socket, settings))).finding
-
-
-def test_what_is_no_ledger_is_an_error(socket: str, folder: Path) -> None:
-    file = folder / "ledger.sqlite"
-    for content in (b"", b"no database at all, but long enough to be one" * 100):
-        file.write_bytes(content)
-        assert the(ledgers(socket)).severity is Severity.ERROR
-        file.unlink()
 
 
 def test_a_newer_or_damaged_ledger_is_an_error(socket: str, folder: Path) -> None:
@@ -194,23 +150,11 @@ def test_a_configuration_that_cannot_be_read_is_an_error_and_its_file_is_named(j
     assert str(file) in the(found).finding
 
 
-def test_the_defaults_are_ordinary() -> None:
-    settings, found = check_settings()
-    assert settings is not None
-    assert the(found).severity is Severity.OK
-
-
 def test_an_installation_that_jupyter_does_not_see_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "entry_points", lambda **_: [])
     versions, provisioner = check_versions()
     assert versions.severity is Severity.OK
     assert (provisioner.check, provisioner.severity) == ("provisioner", Severity.ERROR)
-
-
-def test_simulation_is_said_and_a_bad_wish_is_an_error() -> None:
-    assert list(check_simulation(None)) == []
-    assert "2 GiB, 2 GiB" in the(list(check_simulation("2x2GiB"))).finding
-    assert the(list(check_simulation("two"))).severity is Severity.ERROR
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, system_mib: int, here_mib: int, *devices: DeviceInfo) -> list[Finding]:
@@ -219,21 +163,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, system_mib: int, here_mib: int, *dev
     return list(check_memory(devices, None))
 
 
-def test_enough_host_memory_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    host, group = memory(monkeypatch, 2000, 2000, device(1000))
-    assert (host.severity, group.severity) == (Severity.OK, Severity.OK)
-
-
 def test_less_host_memory_than_device_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     host, group = memory(monkeypatch, 2000, 2000, device(1500), device(1500))
     assert (host.severity, group.severity) == (Severity.WARNING, Severity.OK)
     assert "2.9 GiB" in host.finding
-
-
-def test_a_control_group_smaller_than_a_device_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory(monkeypatch, 2000, 1000, device(1500))[1].severity is Severity.WARNING
-    assert memory(monkeypatch, 2000, 1700, device(1500))[1].severity is Severity.NOTE
-
-
-def test_memory_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    assert the(list(check_memory((), None, proc=tmp_path))).severity is Severity.ERROR

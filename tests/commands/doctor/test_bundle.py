@@ -67,19 +67,3 @@ def test_a_bundle_holds_findings_status_logs_and_versions(tmp_path: Path) -> Non
     assert "secret plans" not in everything
     assert reply.token not in everything
     assert str(Path.home()) + os.sep not in everything
-
-
-def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "there.tar.gz"
-    path.write_text("mine")
-    with new_world() as world:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "doctor", "--no-try", "--bundle", str(path)],
-            env=world.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 1
-    assert "File exists" in done.stderr
-    assert path.read_text() == "mine"

@@ -45,18 +45,6 @@ def the(findings: list[Finding]) -> Finding:
     return found
 
 
-def test_none_installed_is_ordinary_and_names_the_command() -> None:
-    found = the(list(check_kernelspecs(None)))
-    assert (found.severity, found.advice) == (Severity.NOTE, "jupyter gpu kernels install")
-
-
-def test_sound_kernelspecs_are_named(specs: Path) -> None:
-    set_up(specs, 250, 1000)
-    found = the(list(check_kernelspecs(None)))
-    assert found.severity is Severity.OK
-    assert "1/4" in found.finding
-
-
 def test_a_vanished_interpreter_is_an_error(specs: Path) -> None:
     set_up(specs, 250)
     change_argv(specs, "fractional-gpu-default-250-plain", ["/gone/bin/python", "-P", "-c", "pass"])
@@ -73,12 +61,6 @@ def test_a_shadowed_kernelspec_is_a_warning(specs: Path, monkeypatch: pytest.Mon
     assert str(tmp_path / "first") in finding.finding
 
 
-def test_a_kernelspec_without_a_command_is_an_error(specs: Path) -> None:
-    set_up(specs, 250)
-    change_argv(specs, "fractional-gpu-default-250-plain", [])
-    assert the(list(check_kernelspecs(None))).severity is Severity.ERROR
-
-
 def test_an_interpreter_without_the_extension_is_an_error_once(specs: Path, tmp_path: Path) -> None:
     set_up(specs, 250, 500)
     python = tmp_path / "python"
@@ -89,26 +71,6 @@ def test_an_interpreter_without_the_extension_is_an_error_once(specs: Path, tmp_
     found = the(list(check_kernelspecs(None)))
     assert found.severity is Severity.ERROR
     assert "No module named 'fractional_gpu_kernel'" in found.finding
-
-
-def test_an_interpreter_that_does_not_answer_is_a_warning(specs: Path, tmp_path: Path) -> None:
-    set_up(specs, 250)
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 0\n")
-    python.chmod(0o755)
-    change_argv(specs, "fractional-gpu-default-250-plain", [str(python), "-m", "ipykernel_launcher"])
-    found = the(list(check_kernelspecs(None)))
-    assert found.severity is Severity.WARNING
-    assert f"{python} cannot be asked" in found.finding
-
-
-def test_a_wrapper_around_python_is_a_warning_once(specs: Path) -> None:
-    change_argv(specs, "plain", ["/usr/bin/env", "A=1", sys.executable, "-m", "ipykernel_launcher", "-f", "x"])
-    set_up(specs, 250, 500)
-    found = the(list(check_kernelspecs(None)))
-    assert found.severity is Severity.WARNING
-    assert "/usr/bin/env does not start ipykernel directly" in found.finding
-    assert "`%load_ext fractional_gpu_kernel`" in found.finding
 
 
 def test_a_module_that_only_has_the_extensions_name_is_a_warning(
@@ -162,16 +124,6 @@ def cullers(proc: Path, folder: Path, **environment: str) -> list[Finding]:
     return list(check_cullers(environment=environment, folders=[str(folder)], proc=proc))
 
 
-def test_without_cullers_all_is_well(proc: Path, tmp_path: Path) -> None:
-    config = tmp_path / "jupyter_server_config.py"
-    config.write_text(
-        "# c.MappingKernelManager.cull_idle_timeout = 600\nc.MappingKernelManager.cull_idle_timeout = 0\n"
-    )
-    (tmp_path / "jupyter_server_config.json").write_text('{"ServerApp": {"port": 8888}, "odd": 3}')
-    process(proc, 4, "vim", "a_note_about_jupyterhub_idle_culler.txt")
-    assert the(cullers(proc, tmp_path)).severity is Severity.OK
-
-
 @pytest.mark.parametrize(
     ("name", "text", "place"),
     [
@@ -207,13 +159,6 @@ def test_a_configured_culler_is_a_warning_that_names_the_place(
     assert "idle_after" in found.advice
 
 
-def test_invalid_configuration_is_left_to_its_readers(proc: Path, tmp_path: Path) -> None:
-    (tmp_path / "jupyter_server_config.json").write_text("{")
-    (tmp_path / "jupyter_lab_config.json").write_text("[]")
-    (tmp_path / "jupyter_notebook_config.py").mkdir()
-    assert the(cullers(proc, tmp_path)).severity is Severity.OK
-
-
 def test_a_running_server_with_a_culler_and_a_hubs_culler_are_found(proc: Path, tmp_path: Path) -> None:
     process(proc, 10, "python3", "-m", "jupyter_server", "--MappingKernelManager.cull_idle_timeout=300")
     process(proc, 11, "python3", "-m", "jupyterhub_idle_culler", "--timeout=3600")
@@ -222,9 +167,3 @@ def test_a_running_server_with_a_culler_and_a_hubs_culler_are_found(proc: Path, 
     assert len(found) == 2
     assert found[0].startswith("process 10: MappingKernelManager.cull_idle_timeout is 300")
     assert found[1].startswith("process 11 is an idle culler of a hub")
-
-
-def test_a_hubs_user_is_told_that_the_hubs_culler_cannot_be_seen(proc: Path, tmp_path: Path) -> None:
-    found = the(cullers(proc, tmp_path, JUPYTERHUB_SERVICE_PREFIX="/user/ann/"))
-    assert found.severity is Severity.NOTE
-    assert "administrator" in found.advice

@@ -1,18 +1,12 @@
 """Huge pages and memory nodes: what the doctor finds in /sys, with a reason and something to do."""
 
-import json
-import os
 from pathlib import Path
-from typing import cast
 
-import pynvml
 import pytest
 
-from fractional_gpu.commands.doctor import machine as memory
-from fractional_gpu.commands.doctor.machine import check_huge_pages, check_nodes, pci_address
-from fractional_gpu.commands.doctor.report import Finding, Severity, as_json
+from fractional_gpu.commands.doctor.machine import check_huge_pages, check_nodes
+from fractional_gpu.commands.doctor.report import Finding, Severity
 from fractional_gpu.gpu.interface import DeviceInfo
-from tests.gpu_nvidia.fake_nvml import NOT_SUPPORTED, FakeGPU, FakeNVML
 
 GIB = 1024
 
@@ -52,17 +46,6 @@ def test_huge_pages_for_everybody_are_fine_unless_nothing_makes_them(tmp_path: P
     assert "defrag" in found.advice
 
 
-def test_a_system_without_huge_pages_says_so(tmp_path: Path) -> None:
-    (found,) = check_huge_pages(tmp_path)
-    assert found.severity is Severity.NOTE
-
-
-def test_this_machine_is_read() -> None:
-    there = (memory.SYS / "kernel/mm/transparent_hugepage/enabled").exists()
-    (found,) = check_huge_pages()
-    assert found.finding.startswith("transparent huge pages: ") is there
-
-
 # -- memory nodes ------------------------------------------------------------------------------------------------------------
 
 
@@ -93,13 +76,6 @@ def machine(sys: Path, nodes: list[int], near: dict[str, int]) -> Path:
 A, B = "0000:65:00.0", "0000:ca:00.0"
 
 
-def test_one_node_is_near_to_everything(tmp_path: Path) -> None:
-    for nodes in ([], [GIB], [GIB, 0]):
-        sys = machine(tmp_path / str(len(nodes)), nodes, {A: -1})
-        (found,) = check_nodes([device(0, 80 * GIB)], {"GPU-0": A}, sys)
-        assert (found.check, found.severity) == ("numa", Severity.OK)
-
-
 def test_a_device_near_to_a_node_of_several_says_how_to_stay_there(tmp_path: Path) -> None:
     sys = machine(tmp_path, [256 * GIB, 256 * GIB], {A: 0, B: 1})
     first, second = check_nodes([device(0, 80 * GIB), device(1, 80 * GIB)], {"GPU-0": A, "GPU-1": B}, sys)
@@ -115,42 +91,3 @@ def test_a_node_with_less_memory_than_its_devices_is_a_warning(tmp_path: Path) -
     assert found.severity is Severity.WARNING
     assert "device 0, 1 is near to memory node 1 of 2" in found.finding
     assert "less than the 160 GiB of the devices" in found.finding
-
-
-@pytest.mark.parametrize("told", [{A: -1}, {}, {A: 7}])
-def test_a_node_that_is_not_told_is_a_note(tmp_path: Path, told: dict[str, int]) -> None:
-    sys = machine(tmp_path, [GIB, GIB], told)
-    (found,) = check_nodes([device(0, GIB)], {"GPU-0": A}, sys)
-    assert found.severity is Severity.NOTE
-    assert "does not tell which device 0 is near to" in found.finding
-
-
-@pytest.mark.parametrize(
-    ("told", "address"),
-    [
-        ("00000000:65:00.0", A),
-        ("00010000:CA:00.0", "10000:ca:00.0"),
-        (b"00000000:65:00.0", A),
-        ("0000:65:00.0", A),
-        ("", ""),
-    ],
-)
-def test_the_bus_has_another_spelling_of_the_address_than_the_library(told: str | bytes, address: str) -> None:
-    nvml = FakeNVML(gpu := FakeGPU(address=cast("str", told)))  # old libraries give bytes
-    nvml.nvmlInit()
-    assert pci_address(nvml, gpu.uuid) == address
-    gpu.fails["nvmlDeviceGetPciInfo"] = NOT_SUPPORTED
-    assert pci_address(nvml, gpu.uuid) == ""
-
-
-def test_the_library_has_the_field_that_is_read() -> None:
-    assert "busId" in dict(pynvml.nvmlPciInfo_t._fields_)
-
-
-def test_every_finding_is_in_the_json(tmp_path: Path) -> None:
-    sys = machine(tmp_path, [GIB, GIB], {A: 0})
-    found = [*check_huge_pages(sys), *check_nodes([device(0, 2 * GIB)], {"GPU-0": A}, sys)]
-    shown = json.loads(as_json(found))["findings"]
-    assert [(one["check"], one["severity"]) for one in shown] == [("huge-pages", "note"), ("numa", "warning")]
-    assert all(one["advice"] for one in shown if one["severity"] == "warning")
-    assert os.linesep not in shown[0]["finding"]

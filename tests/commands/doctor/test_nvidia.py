@@ -1,14 +1,13 @@
 """What the doctor finds about drivers and devices, with a double of NVML."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from fractional_gpu.commands.doctor.machine import check_nvidia, check_pools, cuda_level, mps_processes
+from fractional_gpu.commands.doctor.machine import check_nvidia, check_pools, mps_processes
 from fractional_gpu.commands.doctor.report import Finding, Severity
 from fractional_gpu.config import Settings, load
-from tests.gpu_nvidia.fake_nvml import FUNCTION_NOT_FOUND, NO_PERMISSION, NOT_SUPPORTED, FakeGPU, FakeNVML
+from tests.gpu_nvidia.fake_nvml import NOT_SUPPORTED, FakeGPU, FakeNVML
 
 LIBRARY_NOT_FOUND = 12
 
@@ -86,12 +85,6 @@ def test_no_driver_is_a_warning_that_says_how_to_try_things_out(proc: Path) -> N
     assert "jupyter gpu demo, or JUPYTER_GPU_SIMULATE=1x2GiB in the environment" in driver.advice
 
 
-def test_a_driver_without_devices_is_a_warning(proc: Path) -> None:
-    (found,) = look(DoctorsNVML(), proc)
-    assert (found.check, found.severity) == ("driver", Severity.WARNING)
-    assert "sees no device" in found.finding
-
-
 def test_a_driver_that_fails_is_an_error(proc: Path) -> None:
     nvml = DoctorsNVML(FakeGPU())
     nvml.fails["nvmlDeviceGetCount"] = 999
@@ -106,11 +99,6 @@ def test_a_driver_that_cannot_be_trusted_is_an_error(proc: Path, version: str) -
     assert of(found, "driver").severity is Severity.ERROR
     assert version in of(found, "driver").finding
     assert of(found, "device").severity is Severity.WARNING
-
-
-def test_a_driver_with_a_bad_name_is_a_warning(proc: Path) -> None:
-    found = [one for one in look(DoctorsNVML(FakeGPU(), version="595.71.05"), proc) if one.check == "driver"]
-    assert [one.severity for one in found][:2] == [Severity.OK, Severity.WARNING]
 
 
 def test_missing_bindings_are_an_error_where_there_is_a_device(proc: Path) -> None:
@@ -140,49 +128,6 @@ def test_mig_is_a_warning(proc: Path) -> None:
     assert found.severity is Severity.WARNING
     assert "MIG 1g.10gb" in found.finding
     assert "MIG instance, on which the driver cannot checkpoint" in found.finding
-
-
-def test_questions_that_a_device_does_not_answer_are_left_out(proc: Path) -> None:
-    fails = {"nvmlDeviceGetPersistenceMode": NOT_SUPPORTED, "nvmlDeviceGetComputeMode": NO_PERMISSION}
-    nvml = DoctorsNVML(FakeGPU(fails=fails))
-    nvml.fails["nvmlSystemGetCudaDriverVersion_v2"] = 999
-    found = look(nvml, proc)
-    assert [one.check for one in found] == ["driver", "cuda-bindings", "device", "numa", "mps"]
-
-
-def test_a_library_that_lacks_a_call_is_no_reason_to_stop(proc: Path) -> None:
-    checks = [one.check for one in look(FakeNVML(FakeGPU()), proc)]
-    assert checks == ["driver", "cuda-bindings", "device", "numa", "mps"]
-
-
-def test_the_level_of_cuda_is_asked_for_in_each_way_there_is(proc: Path) -> None:
-    nvml = DoctorsNVML(FakeGPU())
-    nvml.fails["nvmlSystemGetCudaDriverVersion_v2"] = FUNCTION_NOT_FOUND
-    nvml.older_level = 12090
-    assert of(look(nvml, proc), "driver").finding == "580.65.06, CUDA 12.9"
-    nvml.fails["nvmlSystemGetCudaDriverVersion"] = 999
-    assert of(look(nvml, proc, level=13010), "driver").finding == "580.65.06, CUDA 13.1", "the driver's own library"
-    assert of(look(nvml, proc), "driver").finding == "580.65.06", "the driver's version alone"
-    assert of(look(FakeNVML(FakeGPU()), proc), "driver").finding == "580.65.06"
-    old = of(look(DoctorsNVML(FakeGPU(), version="550.90.07"), proc), "driver").finding
-    assert old.endswith("(now 550.90.07, CUDA 13.0)")
-
-
-@pytest.mark.parametrize(("source", "level"), [("*v = 13010; return 0;", 13010), ("return 999;", None)])
-def test_the_driver_s_own_library_tells_the_level_without_being_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, level: int | None
-) -> None:
-    code = tmp_path / "cuda.c"
-    code.write_text(f"int cuDriverGetVersion(int *v) {{ {source} }}\n")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", code], check=True)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    assert cuda_level() == level
-
-
-def test_without_the_driver_s_library_there_is_no_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "libcuda.so.1").write_text("no library")
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    assert cuda_level() is None
 
 
 def pools(tmp_path: Path, **keys: str) -> Settings:

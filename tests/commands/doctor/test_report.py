@@ -32,16 +32,6 @@ def test_each_finding_is_a_line_with_what_to_do_below_it() -> None:
     ]
 
 
-def test_the_conclusion_counts() -> None:
-    assert plain(render([GOOD, ODD])).endswith("\n\nNothing to complain of.\n")
-    assert plain(render([WORST])).endswith("\n\n1 error, 0 warnings.\n")
-    assert plain(render([WORST, WORST, BAD])).endswith("\n\n2 errors, 1 warning.\n")
-
-
-def test_what_to_do_now_is_the_last_line() -> None:
-    assert plain(render([GOOD], "do this.")).endswith("\n\nNothing to complain of.\nNext: do this.\n")
-
-
 SIMULATED, REAL = (
     InstalledSpec(
         name="x",
@@ -81,12 +71,6 @@ def test_long_findings_stay_within_the_screen_and_are_whole() -> None:
         shown = plain(render(findings, "x" + " do it" * 60, width))
         assert max(map(len, shown.splitlines())) <= most
         assert [word for word in shown.split() if word.startswith("word")] == words * 2
-
-
-def test_a_program_gets_each_finding_on_one_line() -> None:
-    words = "word " * 60
-    shown = plain(render([warning("driver", words, words)], words)).splitlines()
-    assert [len(one.split("word")) for one in shown] == [61, 61, 1, 1, 61]
 
 
 def test_json_has_everything_and_the_worst_severity() -> None:

@@ -12,9 +12,9 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.measuring import measure as measure_module
 from fractional_gpu.commands.measuring.measure import Measurement, Plan
 from fractional_gpu.commands.measuring.study import LEAST_ROUNDS, Sample, Setting
-from fractional_gpu.commands.measuring.tenants import DisturbedError, NoSpareRoomError, TenantError, TooSlowError
-from fractional_gpu.commands.terminal.text import CommandError, UsageError
-from fractional_gpu.protocol.errors import ForbiddenError, NoRoomError
+from fractional_gpu.commands.measuring.tenants import DisturbedError, NoSpareRoomError, TenantError
+from fractional_gpu.commands.terminal.text import CommandError
+from fractional_gpu.protocol.errors import NoRoomError
 from fractional_gpu.protocol.status import HostStatus
 from tests.commands.pictures import a_host
 
@@ -81,12 +81,6 @@ def known(measurement: Measurement) -> list[Setting]:
     return [one.setting for one in measurement.study.findings() if one.slower is not None]
 
 
-def test_undisturbed_rounds_end_when_all_is_known(measured: Measure) -> None:
-    measurement, world = measured(lambda _setting, _count: None)
-    assert known(measurement) == [ALONE, HALF, QUARTER]
-    assert len(world.attempts) == 1 + 3 * LEAST_ROUNDS
-
-
 @pytest.mark.parametrize("error", [NoSpareRoomError("no device has room"), NoRoomError("the seat is full")])
 def test_where_there_is_no_room_at_first_that_is_the_answer_at_once(measured: Measure, error: Exception) -> None:
     attempts = []
@@ -115,20 +109,6 @@ def test_what_may_pass_is_tried_again_at_once(measured: Measure, error: Exceptio
     assert measurement.disturbed == ({} if isinstance(error, TenantError) else {str(error): 1})
 
 
-@pytest.mark.parametrize("error", [TenantError("out of memory"), ForbiddenError("not for you"), TooSlowError("slow")])
-def test_what_does_not_pass_leaves_its_share_unknown_and_the_others_known(measured: Measure, error: Exception) -> None:
-    measurement, world = measured(lambda setting, _: error if setting == QUARTER else None)
-    assert known(measurement) == [ALONE, HALF]
-    assert measurement.study.findings()[2].why_not == str(error)
-    assert world.attempts.count(QUARTER) == (2 if isinstance(error, TenantError) else 1)
-
-
-def test_a_share_for_which_there_is_never_room_does_not_keep_the_others_waiting(measured: Measure) -> None:
-    measurement, _ = measured(lambda setting, _: DisturbedError("no room") if setting == QUARTER else None)
-    assert known(measurement) == [ALONE, HALF]
-    assert "no room" in measurement.study.findings()[2].why_not
-
-
 def test_where_nothing_is_measured_alone_no_other_step_is_made_in_vain(measured: Measure) -> None:
     def outcome(setting: Setting, count: int) -> Exception | None:
         return DisturbedError("ada worked") if setting == ALONE and 1 < count < 60 else None
@@ -154,11 +134,3 @@ def test_the_shares_are_those_on_offer_or_asked_for(
     world = cast("BrokerClient", World(lambda *_: None, offered))
     study = Measurement(plan, world, tmp_path, lambda _: None).study
     assert {one.fraction_milli for one in study.settings} == fractions
-
-
-def test_a_share_that_is_not_on_offer_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
-    world = cast("BrokerClient", World(lambda *_: None))
-    with pytest.raises(
-        UsageError, match=r"--fractions has 1/5, but pool 'default' offers 1, 1/2, 1/4; choose of these"
-    ):
-        Measurement(replace(PLAN, fractions_milli=[250, 200]), world, tmp_path, lambda _: None)

@@ -10,14 +10,7 @@ import pytest
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.measuring import tenants as step_module
-from fractional_gpu.commands.measuring.tenants import (
-    DisturbedError,
-    SilentError,
-    Step,
-    Tenant,
-    TenantError,
-    TooSlowError,
-)
+from fractional_gpu.commands.measuring.tenants import DisturbedError, Step, Tenant, TenantError
 from fractional_gpu.commands.run.process import RunningCommand
 from fractional_gpu.jupyter.kernel_lease import KernelLease
 from fractional_gpu.protocol.accounts import Cost
@@ -193,34 +186,6 @@ def test_steady_tenants_are_measured_while_all_of_them_work(make: Make) -> None:
     assert len(sample.latencies_s) < 50, "what the first one did alone does not count"
 
 
-def test_a_mix_counts_from_when_all_of_it_uses_the_device(make: Make) -> None:
-    measured = Program("measured", unit_s=lambda at_s: 0.1 if at_s < 3.0 else 0.2)
-    step, _ = make(measured, Program("quick", begins_s=0.5), Program("slow", begins_s=3.0), measured=1)
-    sample = step.run()
-    assert min(sample.latencies_s) == pytest.approx(0.2)
-
-
-def test_a_mix_of_which_one_never_uses_the_device_is_no_mix(make: Make) -> None:
-    step, _ = make(Program("measured"), Program("idle", begins_s=NEVER_S), measured=1)
-    with pytest.raises(TooSlowError, match="next to it did not use the device"):
-        step.run()
-
-
-@pytest.mark.parametrize("ends_s", [0.51, 0.61, 0.71, 0.81, 0.91, 1.01, 1.11])
-def test_a_program_that_ends_well_is_no_disturbance_though_its_lease_is_not_resident_any_more(
-    make: Make, ends_s: float
-) -> None:
-    step, _ = make(Program("short", ends_s=ends_s), Program("long"))
-    sample = step.run()
-    assert sample.typical_s == pytest.approx(0.1)
-
-
-def test_a_program_that_ends_well_without_a_report_is_one_unit_of_work(make: Make) -> None:
-    step, _ = make(Program("silent", begins_s=NEVER_S, ends_s=0.51))
-    with pytest.raises(SilentError):
-        step.run()
-
-
 @pytest.mark.parametrize("ends_s", [0.51, 0.61, 0.71, 0.81, 0.91, 1.01, 1.11])
 def test_a_program_that_fails_is_told_and_not_taken_for_a_disturbance(make: Make, ends_s: float) -> None:
     step, _ = make(Program("good"), Program("bad", ends_s=ends_s, status=3))
@@ -243,11 +208,6 @@ def test_others_who_begin_to_work_end_the_step_though_their_memory_was_there_bef
     assert min(place.others_asked_ms) >= 1000, "the device's figures are no finer"
 
 
-def test_others_who_rest_on_the_device_change_nothing(make: Make) -> None:
-    step, _ = make(Program("one"), strangers_mib=lambda _: 300, others_milli=lambda _: 5)
-    assert not step.run().is_company_unknown
-
-
 def test_memory_that_comes_or_goes_ends_the_step(make: Make) -> None:
     step, _ = make(Program("one"), strangers_mib=lambda at_s: 300 if at_s > 0.7 else 0)
     with pytest.raises(DisturbedError, match="came, went or changed"):
@@ -257,15 +217,3 @@ def test_memory_that_comes_or_goes_ends_the_step(make: Make) -> None:
 def test_where_the_device_does_not_count_the_leases_cells_do_and_the_sample_says_so(make: Make) -> None:
     step, _ = make(Program("one"), Program("other"), others_milli=lambda _: None, strangers_mib=lambda _: 300)
     assert step.run().is_company_unknown
-
-
-def test_where_the_device_does_not_count_a_busy_neighbour_of_another_user_disturbs(make: Make) -> None:
-    step, _ = make(Program("one"), Program("other"), others_milli=lambda _: None, neighbours=1)
-    with pytest.raises(DisturbedError, match="a kernel of another user"):
-        step.run()
-
-
-def test_a_unit_that_takes_longer_than_the_step_may_is_not_measured(make: Make) -> None:
-    step, _ = make(Program("slow", unit_s=lambda _: LIMIT_S * 2))
-    with pytest.raises(TooSlowError, match="too little"):
-        step.run()

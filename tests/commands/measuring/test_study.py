@@ -4,8 +4,6 @@ import math
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fractional_gpu.commands.measuring.study import (
     LEAST_ROUNDS,
@@ -14,7 +12,6 @@ from fractional_gpu.commands.measuring.study import (
     Setting,
     Study,
     right_share,
-    settings_of_copies,
     settings_of_fractions,
 )
 from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
@@ -112,12 +109,6 @@ def test_what_is_too_noisy_is_not_known_and_no_wrong_share_is_named() -> None:
         assert right_share(study.findings()[1:], MOST_SLOWER) is None
 
 
-def test_fewer_rounds_than_eight_say_nothing() -> None:
-    for found in studied(Machine(1, 300), rounds=LEAST_ROUNDS - 1).findings()[1:]:
-        assert (found.slower, found.cost) == (None, None)
-        assert "7 of the 8 rounds" in found.why_not
-
-
 def test_it_stops_when_all_is_narrow_enough_and_measures_no_longer_what_is() -> None:
     study = studied(Machine(3, 100, noise=0.001))
     assert study.rounds < MOST_ROUNDS
@@ -130,65 +121,12 @@ def test_it_stops_when_all_is_narrow_enough_and_measures_no_longer_what_is() -> 
     assert set(study.next_round()) == {baseline, *others[1:]}
 
 
-def test_every_other_round_goes_backwards() -> None:
-    study = Study(Setting(1000, 1), [Setting(1000, 1), Setting(500, 2)], 0.05)
-    first = study.next_round()
-    study.add({})
-    assert study.next_round() == first[::-1]
-
-
-def test_a_round_without_its_baseline_compares_nothing() -> None:
-    study = Study(Setting(1000, 1), [Setting(1000, 1), Setting(500, 2)], 0.05)
-    study.add({Setting(500, 2): Sample(unit_s=0.05, latencies_s=[0.05])})
-    assert study.quotients == {}
-
-
 def test_a_share_that_fails_is_measured_no_more_and_says_why() -> None:
     study = Study(Setting(1000, 1), [Setting(1000, 1), Setting(500, 2), Setting(250, 4)], 0.05)
     study.failed[Setting(250, 4)] = "out of memory"
     assert Setting(250, 4) not in study.next_round()
     assert study.findings()[2].why_not == "out of memory"
     assert study.findings()[2].suffices(MOST_SLOWER) is None
-
-
-def test_a_share_s_cost_is_its_part_times_how_much_longer_it_takes() -> None:
-    study = Study(Setting(1000, 1), [Setting(1000, 1), Setting(250, 4)], 0.05)
-    for _ in range(LEAST_ROUNDS):
-        alone = Sample(unit_s=0.1, latencies_s=[0.1], hour_milli=36_000, currency="EUR")
-        study.add(
-            {
-                Setting(1000, 1): alone,
-                Setting(250, 4): Sample(unit_s=0.12, latencies_s=[0.12], measured=4, hour_milli=9_000, currency="EUR"),
-            }
-        )
-    found = study.findings()[1]
-    assert found.cost == pytest.approx(0.3)
-    assert found.unit_price == pytest.approx(0.12 * 9 / 3600)
-    assert found.device_units_s == pytest.approx(4 / 0.12)
-    assert found.unit_gpu_s == pytest.approx(0.03)
-
-
-@given(st.sets(st.integers(1, 1000), min_size=1))
-def test_tenants_of_a_share_fill_a_device_and_never_exceed_it(fractions_milli: set[int]) -> None:
-    baseline, *others = settings_of_fractions(sorted(fractions_milli))
-    assert baseline == Setting(max(fractions_milli), 1)
-    assert len({baseline, *others}) == 1 + len(others)
-    for one in others:
-        assert one.fraction_milli * one.tenants <= 1000 < one.fraction_milli * (one.tenants + 1)
-
-
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=5))
-def test_copies_get_the_largest_share_that_fits(copies: list[int]) -> None:
-    for one in settings_of_copies(copies, OFFERED)[1:]:
-        assert one.tenants - 1 in copies
-        larger = [other for other in OFFERED if other > one.fraction_milli]
-        assert one.fraction_milli * one.tenants <= 1000
-        assert all(other * one.tenants > 1000 for other in larger)
-
-
-def test_too_many_copies_are_refused_with_what_fits() -> None:
-    with pytest.raises(ValueError, match="allowed: at most 7"):
-        settings_of_copies([8], OFFERED)
 
 
 @pytest.mark.parametrize(

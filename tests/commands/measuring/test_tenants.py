@@ -6,16 +6,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from fractional_gpu.commands.measuring.tenants import (
-    Tenant,
-    disturbance,
-    leases_to_suspend,
-    no_spare_room,
-    others_mib,
-    others_work,
-)
+from fractional_gpu.commands.measuring.tenants import Tenant, disturbance, leases_to_suspend, no_spare_room, others_work
 from fractional_gpu.jupyter.kernel_lease import KernelLease
-from fractional_gpu.protocol.status import HostStatus, LeaseStatus, Stranger
+from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 from tests.commands.pictures import a_device, a_host, a_lease
 from tests.support.statuses import changed
 
@@ -59,12 +52,6 @@ def test_what_is_reserved_used_or_not_to_be_had_is_no_spare_room(device: dict[st
     assert "has 500 MiB unreserved" in no_spare_room(host(**device), "default", 250, 2, "gpu-0")
 
 
-def test_room_that_a_lease_of_the_pool_waits_for_is_not_spare() -> None:
-    waits = changed(LEASE, state="suspended", device_id=None, position=1)
-    assert no_spare_room(host(waits), "default", 250, 1) == "ada.ipynb waits for a GPU of the pool default"
-    assert no_spare_room(host(changed(waits, pool="night")), "default", 250, 1) == ""
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -76,14 +63,6 @@ def test_room_that_a_lease_of_the_pool_waits_for_is_not_spare() -> None:
 )
 def test_other_leases_disturb_when_they_wait(tenant: Tenant, changes: dict[str, Any], said: str) -> None:
     assert disturbance(host(OURS, changed(LEASE, **changes)), [tenant], "gpu-0", "default") == said
-
-
-def test_a_device_that_is_lost_disturbs(tenant: Tenant) -> None:
-    assert disturbance(host(OURS, lost=True), [tenant], "gpu-0", "default") == "the device was lost"
-    assert disturbance(host(OURS, device_id="gpu-1"), [tenant], "gpu-0", "default") == "the device was lost"
-
-
-STRANGER = Stranger(pid=7, user="eve", used_mib=5)
 
 
 @pytest.mark.parametrize(
@@ -107,34 +86,9 @@ def test_others_disturb_when_they_work_as_the_device_counts_or_else_as_their_cel
     assert others_work(status, [tenant], "gpu-0", used_milli, neighbours) == said
 
 
-@pytest.mark.parametrize(
-    ("used_milli", "neighbours", "said"),
-    [
-        (None, 1, ""),
-        (None, 2, "a kernel of another user worked on the device"),
-        (5, 1, ""),
-        (300, 1, "this kernel itself, or one of another user, worked on the device"),
-    ],
-)
-def test_the_kernel_whose_cell_measures_is_busy_and_does_no_work(
-    tenant: Tenant, used_milli: int | None, neighbours: int, said: str
-) -> None:
-    status = host(OURS, changed(LEASE, busy=True))
-    assert others_work(status, [tenant], "gpu-0", used_milli, neighbours, bystander="other") == said
-
-
-def test_a_process_without_a_lease_is_named_where_no_lease_can_have_worked(tenant: Tenant) -> None:
-    said = others_work(host(OURS, strangers=[STRANGER]), [tenant], "gpu-0", 300)
-    assert said == "a process without a lease worked on the device"
-
-
 def test_a_tenant_that_left_its_device_disturbs(tenant: Tenant) -> None:
     suspended = changed(OURS, state="suspending")
     assert disturbance(host(suspended), [tenant], "gpu-0", "default") == "a tenant was suspending"
-
-
-def test_what_others_have_counts_those_whose_leases_are_not_visible(tenant: Tenant) -> None:
-    assert others_mib(host(OURS, reserved_mib=850, stranger_mib=7), [tenant], "gpu-0") == 607
 
 
 @pytest.mark.parametrize(
@@ -164,14 +118,3 @@ def test_the_fewest_idle_leases_of_the_user_leave_that_make_enough_room(
     status = host(mine, small, big, reserved_mib=750, used_mib=500)
     found = leases_to_suspend(status, "ours", wanted, "gpu-0", {"asked before"})
     assert [one.lease_id for one in found] == leave
-
-
-def test_no_lease_leaves_a_device_for_room_that_another_device_has() -> None:
-    mine = changed(OURS, state="unattached", device_id=None, reserve_mib=500)
-    idle = changed(LEASE, device_ids=["gpu-0"], reserved_mib=750)
-    two = a_host(
-        devices=[structs.replace(DEVICE, reserved_mib=750), structs.replace(DEVICE, device_id="gpu-1")],
-        leases=[mine, idle],
-    )
-    assert leases_to_suspend(two, "ours", 1) == []
-    assert leases_to_suspend(two, "ours", 1, "gpu-0") == [idle]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.commands.measuring import repeat as repeat_script
-from fractional_gpu.commands.measuring.study import Tick, TickError, overlap, pace, read_ticks, units_between
+from fractional_gpu.commands.measuring.study import Tick, TickError, pace, read_ticks
 from fractional_gpu_kernel.measure import FILE, tick
 
 S = 1_000_000_000
@@ -33,23 +33,10 @@ def test_what_a_program_reports_is_read_with_its_time(tmp_path: Path, monkeypatc
     assert before_ns <= one.at_ns <= other.at_ns <= time.monotonic_ns()
 
 
-def test_outside_of_a_measurement_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(FILE, raising=False)
-    monkeypatch.chdir(tmp_path)
-    tick()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("units", [0, -1, True, 1.5, 2_000_000_000])
 def test_what_is_no_number_of_units_is_refused(units: int) -> None:
     with pytest.raises(ValueError, match="give a whole number from 1"):
         tick(units)
-
-
-def test_a_line_that_is_being_written_is_read_later(tmp_path: Path) -> None:
-    file = tmp_path / "ticks"
-    file.write_bytes(b"100 1\n200")
-    assert read_ticks(file) == [Tick(100, 1)]
 
 
 @pytest.mark.parametrize("line", [b"", b"now 1", b"1", b"1 2 3", b"1 0", b"-1 1", b"1 " + b"9" * 30, b"\xff \xff"])
@@ -60,10 +47,6 @@ def test_what_is_no_report_is_refused_with_what_is_allowed(tmp_path: Path, line:
         read_ticks(file)
 
 
-def test_tenants_overlap_from_the_last_beginning_to_the_first_end() -> None:
-    assert overlap([evenly(1, 1, 5), evenly(2.5, 1, 9)]) == (2.5 * S, 5 * S)
-
-
 @given(st.integers(2, 50), st.integers(1, 100), st.floats(0.001, 10))
 def test_a_steady_program_has_its_own_pace(count: int, units: int, every_s: float) -> None:
     found = pace(evenly(3, every_s, count, units), 0, 10**15)
@@ -71,21 +54,6 @@ def test_a_steady_program_has_its_own_pace(count: int, units: int, every_s: floa
     assert found.units == (count - 1) * units
     assert found.unit_s == pytest.approx(every_s / units, rel=1e-3)
     assert found.latencies_s == pytest.approx([every_s / units] * (count - 1), rel=1e-3)
-
-
-def test_what_lies_outside_of_the_span_does_not_count() -> None:
-    found = pace([Tick(0, 1), *evenly(10, 1, 3), Tick(50 * S, 1)], 10 * S, 12 * S)
-    assert found is not None
-    assert (found.units, found.unit_s) == (2, 1.0)
-
-
-@pytest.mark.parametrize("ticks", [[], [Tick(5, 1)], [Tick(5, 1), Tick(5, 1)]])
-def test_fewer_than_two_reports_have_no_pace(ticks: list[Tick]) -> None:
-    assert pace(ticks, 0, 10) is None
-
-
-def test_units_are_counted_after_the_one_time_and_up_to_the_other() -> None:
-    assert units_between(evenly(1, 1, 4, units=10), 1 * S, 3 * S) == 20
 
 
 def test_a_whole_run_is_a_unit_and_the_first_that_fails_ends_the_repetition(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.run.process import HeldCommand, RunningCommand
-from fractional_gpu.commands.run.run import _request, configure
-from fractional_gpu.commands.terminal.arguments import Parser
 from tests.support.world import until
 
 STUBBORN = """
@@ -46,14 +44,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_one_that_ends_by_itself_keeps_its_status_however_often_it_is_asked_for(tmp_path: Path) -> None:
-    running = start("print('done'); raise SystemExit(7)", tmp_path / "output")
-    until(running.has_ended, "it ends")
-    assert [running.end(1), running.end(1), running.poll()] == [7, 7, 7]
-    assert running.has_ended()
-    assert (tmp_path / "output").read_text() == "done\n"
-
-
 def test_its_status_is_known_where_this_process_was_started_with_the_signal_of_its_end_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -62,12 +52,6 @@ def test_its_status_is_known_where_this_process_was_started_with_the_signal_of_i
         assert running.end(1) == 7
     finally:
         signal.signal(signal.SIGCHLD, before)
-
-
-def test_it_has_no_input_where_its_output_goes_to_a_file(tmp_path: Path) -> None:
-    running = start("import sys; raise SystemExit(len(sys.stdin.read()))", tmp_path / "output")
-    until(running.has_ended, "it ends")
-    assert running.end(1) == 0
 
 
 @pytest.mark.parametrize("patience_s", [0, 1])
@@ -119,9 +103,3 @@ def test_one_that_reads_before_it_has_the_terminal_goes_on() -> None:
             assert b"the job was stopped" not in seen
             seen += file.read(4096)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_a_program_that_is_given_as_text_is_named_by_its_interpreter() -> None:
-    parser, command = Parser(), ["python", "-c", "x" * 5000]
-    configure(parser)
-    assert _request(parser.parse_args(["--", *command]), command).label == "python"

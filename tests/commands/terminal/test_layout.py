@@ -1,7 +1,6 @@
 """Lines and tables: their form, and that no text of others gets through as anything but text."""
 
 import io
-import re
 from typing import Any
 
 import msgspec
@@ -9,7 +8,7 @@ import pytest
 
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.terminal.render import lease_name, render_status
-from fractional_gpu.commands.terminal.text import Style, fitted, harmless, line, plain, shown, table
+from fractional_gpu.commands.terminal.text import fitted, harmless, line, plain, table
 from fractional_gpu.protocol.errors import NoRoomError
 from fractional_gpu.protocol.status import LeftProcess, SeatStatus, SeatWait, Stranger
 from tests.commands.conftest import OwnBroker
@@ -17,7 +16,6 @@ from tests.commands.pictures import a_device, a_host, a_lease
 
 HOSTILE = "a\x1b[2J\x1b]0;t\x07\x9b31m\r\n\t\b\u202e\u2028\udcff[bold]b[/bold][link=x]:smile:"
 SHOWN = r"a\x1b[2J\x1b]0;t\x07\x9b31m\r\n\t\x08\u202e\u2028\udcff[bold]b[/bold][link=x]:smile:"
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Terminal(io.StringIO):
@@ -80,26 +78,11 @@ def test_what_others_chose_cannot_control_a_terminal() -> None:
     assert plain(table((HOSTILE,), [(HOSTILE,)], indent="")) == f"{SHOWN}\n{SHOWN}\n"
 
 
-def test_names_with_letters_that_join_are_shown_as_they_are() -> None:
-    name = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \U0001f469\u200d\U0001f4bb Übung"
-    assert harmless(name) == name
-
-
 @pytest.mark.parametrize("width", [None, 80, 200])
 def test_a_status_of_hostile_names_is_only_text(width: int | None) -> None:
     text = plain(render_status(STATUS, width))
     assert all(one.isprintable() for one in text.split("\n"))
     assert "[bold]b[/bold]" in text.replace("\n", "")
-
-
-def test_on_a_terminal_with_colours_nothing_but_colours_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    lines = render_status(STATUS)
-    coloured = shown(lines, Terminal())
-    assert COLOUR.search(coloured)
-    assert COLOUR.sub("", coloured) == plain(lines)
 
 
 def test_sentences_with_hostile_names_are_only_text(
@@ -119,21 +102,6 @@ def test_sentences_with_hostile_names_are_only_text(
 ROWS = [("ada", "a/rather/long/path/to/a/notebook.ipynb", "1.50"), ("鈴木", "b.ipynb", "12.00")]
 
 
-def test_columns_are_aligned_also_below_wide_letters_and_no_line_ends_in_blanks() -> None:
-    assert plain(table(("WHO", "WHAT", "HOURS"), ROWS, figures_from=2)).splitlines() == [
-        "  WHO   WHAT                                    HOURS",
-        "  ada   a/rather/long/path/to/a/notebook.ipynb   1.50",
-        "  鈴木  b.ipynb                                 12.00",
-    ]
-    assert plain(table(("A", "B"), [("x", ""), ("yy", "z")], indent="")) == "A   B\nx\nyy  z\n"
-
-
-def test_a_table_may_have_no_header_and_columns_that_keep_their_place() -> None:
-    assert plain(table((), [("a", "b")], indent="", least=(4,))) == "a     b\n"
-    assert table((), []) == []
-    assert plain(table(("A", "B"), [])) == "  A  B\n"
-
-
 @pytest.mark.parametrize("width", [30, 40, 60, 80])
 def test_a_narrow_table_breaks_its_cells_and_loses_nothing(width: int) -> None:
     narrow = table(("WHO", "WHAT", "HOURS"), ROWS, width=width, figures_from=2)
@@ -142,20 +110,8 @@ def test_a_narrow_table_breaks_its_cells_and_loses_nothing(width: int) -> None:
     assert sorted("".join(plain(narrow).split())) == sorted("".join(plain(wide).split()))
 
 
-def test_what_a_program_reads_is_on_one_line_however_long() -> None:
-    long = "word " * 1000
-    assert plain(fitted([long], None)) == f"{long}\n"
-    assert len(table((), [("a", long)])) == 1
-
-
 def test_a_long_line_is_wrapped_at_blanks_and_a_path_stays_whole() -> None:
     path = "/home/ada/projects/2026/vision/experiments/train.ipynb"
     wrapped = plain(fitted([f"  the notebook {path} waits for the GPU"], 30)).splitlines()
     assert wrapped == ["  the notebook", f"    {path}", "    waits for the GPU"]
     assert plain(fitted(["鈴木 " * 8], 21)).splitlines() == ["鈴木 鈴木 鈴木 鈴木", "  鈴木 鈴木 鈴木 鈴木"]
-
-
-def test_a_wrapped_line_keeps_its_colours() -> None:
-    parts = fitted([line("a ", ("very long red text", Style.WRONG))], 12)
-    assert [one.plain for one in parts] == ["a very long", "  red text"]
-    assert [str(span.style) for one in parts for span in one.spans] == [Style.WRONG, Style.WRONG]

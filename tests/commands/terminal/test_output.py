@@ -1,7 +1,6 @@
 """Who gets colours: the conventions of terminals, NO_COLOR and FORCE_COLOR."""
 
 import io
-import json
 import subprocess
 import sys
 
@@ -38,31 +37,6 @@ def test_colours_are_for_terminals_that_want_them(
     for name, value in {"TERM": "xterm", **environment}.items():
         monkeypatch.setenv(name, value)
     assert shown([WORD], Terminal() if is_terminal else io.StringIO()) == expected
-
-
-LIGHT = [
-    ["--version"],
-    ["--help"],
-    ["run", "--help"],
-    ["status", "--help"],
-    ["doctor", "--help"],
-    ["simulate", "--help"],
-]
-PROBE = """
-import json, sys
-from fractional_gpu.commands.main import main
-for arguments in json.loads(sys.argv[1]):
-    try:
-        main(arguments)
-    except SystemExit:
-        pass
-print("rich" in sys.modules)
-"""
-
-
-def test_version_and_help_start_without_what_lays_tables_out() -> None:
-    ended = subprocess.run([sys.executable, "-c", PROBE, json.dumps(LIGHT)], capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """How far a long command is: nothing at first, a bar on a terminal, sparse lines elsewhere; and nothing is left of a bar."""
 
 import errno
-import io
 import threading
 
 import pytest
@@ -83,44 +82,6 @@ def test_a_long_command_shows_a_bar_which_is_gone_at_its_end(clock: Clock) -> No
     assert HIDE_CURSOR not in out.getvalue()
 
 
-def test_counts_in_quick_succession_are_not_all_drawn(clock: Clock) -> None:
-    out = Terminal()
-    with Progress("8 devices", out=out) as progress:
-        count = progress.counter("sessions")
-        for done in range(3000):
-            clock.now_s += 0.001
-            count(done, 3000)
-        assert 5 <= out.getvalue().count("sessions after") <= 15
-
-
-@pytest.mark.parametrize("term", ["dumb", "unknown"])
-def test_a_terminal_without_a_cursor_gets_lines(term: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", term)
-    out = Terminal()
-    with Progress("8 devices", out=out) as progress:
-        for done in range(1, 6):
-            clock.now_s += 1.0
-            progress.counter("sessions")(done, 5)
-    assert out.getvalue() == "8 devices: 2 of 5 sessions after 2 s\n8 devices: 4 of 5 sessions after 4 s\n"
-
-
-@pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("ended_by", [KeyboardInterrupt, ValueError])
-def test_a_bar_of_a_command_that_blocks_is_gone_after_an_interrupt(ended_by: type[BaseException]) -> None:
-    out = Screen("resuming")
-
-    def resume() -> None:
-        with Progress("resuming a.ipynb ...", blocks=True, out=out):
-            assert out.has_come.wait(60)
-            raise ended_by
-
-    with pytest.raises(ended_by):
-        resume()
-    assert out.getvalue().endswith(ERASE)
-    assert HIDE_CURSOR not in out.getvalue()
-    assert not [one for one in threading.enumerate() if one.name == "gpu-progress"]
-
-
 def test_a_terminal_that_goes_away_does_not_change_how_a_command_ends(clock: Clock) -> None:
     class Fragile(Terminal):
         is_gone = False
@@ -142,18 +103,6 @@ def test_a_terminal_that_goes_away_does_not_change_how_a_command_ends(clock: Clo
     with pytest.raises(KeyboardInterrupt):
         simulate()
     assert "3 of 9" in out.getvalue()
-
-
-@pytest.mark.usefixtures("soon")
-def test_lines_come_above_the_bar_and_go_where_they_belong() -> None:
-    out, other = Screen("measuring"), io.StringIO()
-    with Progress("measuring", blocks=True, silent=True, within_s=300, out=out) as progress:
-        assert out.has_come.wait(60)
-        assert "of at most 300 s" in out.getvalue()
-        progress.say("round \x1b[1m1")
-        progress.say("to a pipe", other)
-    assert f"{ERASE}round \\x1b[1m1\n" in out.getvalue()
-    assert other.getvalue() == "to a pipe\n"
 
 
 @pytest.mark.usefixtures("soon")

@@ -158,8 +158,3 @@ def test_what_the_agent_cannot_use_is_one_line(
     assert sentence in complaint
     assert len(complaint.splitlines()) == 1
     assert server.requests == []
-
-
-def test_options_of_kubernetes_are_refused_for_slurm(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["node", "agent", "--engine", "slurm", "--remove"]) == 2
-    assert "--remove: only with --engine kubernetes" in capsys.readouterr().err

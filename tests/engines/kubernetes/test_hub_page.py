@@ -11,10 +11,10 @@ import yaml
 from fractional_gpu.engines.engine import EngineError
 from fractional_gpu.engines.pods import SUMMARY
 from fractional_gpu.protocol.nodes import STALE_S, NodeSummary, PoolSummary, encode_summary
-from fractional_gpu_hub.engines.kubernetes_cluster import ClusterScope, read_from, settings_of
+from fractional_gpu_hub.engines.kubernetes_cluster import ClusterScope, read_from
 from fractional_gpu_hub.service import cluster
 from fractional_gpu_hub.service.cluster import Cluster, ClusterFollower
-from tests.engines.kubernetes.api_server import TOKEN, ApiServer
+from tests.engines.kubernetes.api_server import ApiServer
 from tests.engines.kubernetes.conftest import rules_of, settings_for
 from tests.engines.kubernetes.pods import pod_of
 from tests.hub.test_cluster_page import news
@@ -71,33 +71,6 @@ async def read(api: ApiServer, where: ClusterScope = WHERE) -> Cluster:
 # -- what is read ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_node_without_a_summary_or_with_a_damaged_one_is_said_to_be_so(api: ApiServer) -> None:
-    api.page = 2  # every list comes in pages
-    api.add_node("good", labels=LABELS, annotations=summary_of())
-    api.add_node("bare", labels=LABELS)
-    api.add_node("damaged", labels=LABELS, annotations={SUMMARY: '{"at_s":'})
-    api.add_node("newer", labels=LABELS, annotations={SUMMARY: '{"at_s":1,"colour":"x"}'})
-    api.add_node("brokerless", labels=LABELS, annotations=summary_of(problem="the broker does not answer"))
-    api.add_node("cordoned", labels=LABELS, annotations=summary_of(), cordoned=True)
-    api.add_node("gone", labels=LABELS, annotations=summary_of(), ready="Unknown")
-    api.add_node("of-others", annotations=summary_of())
-    found = {node.name: node for node in (await read(api)).nodes}
-    assert set(found) == {"good", "bare", "damaged", "newer", "brokerless", "cordoned", "gone"}
-    (pool,) = found["good"].pools
-    assert (pool.devices, pool.held_milli, pool.admissible_milli, pool.waiting, pool.why_not) == (2, 250, 1750, 3, "")
-    assert (found["good"].state, found["good"].problem) == ("in service", "")
-    assert (found["bare"].pools, found["bare"].problem) == ([], "no agent has published its GPUs yet")
-    assert (found["damaged"].pools, "not the summary of a node's agent" in found["damaged"].problem) == ([], True)
-    assert "install the same release" in found["newer"].problem
-    assert (found["brokerless"].pools[0].why_not, found["brokerless"].problem) == (
-        "without its broker",
-        "the broker does not answer",
-    )
-    assert {name: found[name].state for name in ("cordoned", "gone")} == {"cordoned": "cordoned", "gone": "not ready"}
-    assert found["cordoned"].pools[0].why_not == "cordoned"
-    assert sum("/nodes?" in request for request in api.requests) == 4
-
-
 async def test_each_server_has_its_user_its_share_and_its_node(api: ApiServer) -> None:
     ours = yaml.safe_load(OF_THE_SPAWNER.read_text())
     ours["metadata"] |= {"namespace": "jhub", "uid": "1"}
@@ -139,76 +112,6 @@ async def test_the_roles_give_what_the_page_uses_and_nothing_else(api: ApiServer
     assert api.used - granted == {("list", "pods")}, "which KubeSpawner has, in its namespace"
     with pytest.raises(EngineError, match="list pods in the namespace other"):
         await read(api, ClusterScope(namespace="other"))
-
-
-@pytest.mark.parametrize(
-    ("missing", "what", "how"),
-    [
-        (
-            "nodes",
-            "the Kubernetes API does not allow to list nodes (403: ",
-            "; bind the ClusterRole jupyter-gpu-hub to the hub's service account",
-        ),
-        (
-            "pods",
-            "the Kubernetes API does not allow to list pods in the namespace jhub (403: ",
-            "with the verb 'list' on 'pods'",
-        ),
-    ],
-)
-async def test_a_right_that_is_missing_is_named(api: ApiServer, missing: str, what: str, how: str) -> None:
-    if missing == "nodes":
-        api.rules.clear()
-    else:
-        api.roles.clear()
-    with pytest.raises(EngineError) as caught:
-        await read(api)
-    said = str(caught.value)
-    assert said.startswith(what)
-    assert how in said
-    assert "\n" not in said
-
-
-async def test_an_api_that_does_not_answer_is_said(api: ApiServer) -> None:
-    for status, sentence in ((503, "does not list nodes now .503: busy."), (410, "410: too old")):
-        api.failures.append(("list nodes", status))
-        with pytest.raises(EngineError, match=sentence):
-            await read(api)
-    stranger = settings_for(api)
-    stranger.api_key["BearerToken"] = "Bearer another"
-    with pytest.raises(EngineError, match=r"does not accept the token of this service account .401"):
-        await read_from(stranger, WHERE)
-    nowhere = settings_for(api)
-    nowhere.host = "http://127.0.0.1:1"
-    with pytest.raises(EngineError, match="the Kubernetes API does not answer: "):
-        await read_from(nowhere, WHERE)
-
-
-async def test_an_answer_of_another_form_is_said(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.engines.kubernetes.api_server.validate", lambda _: None)
-    api.nodes["odd"] = {"metadata": {"name": 7, "labels": LABELS}}
-    with pytest.raises(EngineError, match=r"answer to list nodes has an unexpected form: .*name"):
-        await read(api)
-
-
-async def test_outside_a_pod_the_page_takes_the_file_of_kubectl(api: ApiServer, tmp_path: Path) -> None:
-    file = tmp_path / "config"
-    content = {
-        "current-context": "here",
-        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
-        "clusters": [{"name": "c", "cluster": {"server": api.url}}],
-        "users": [{"name": "u", "user": {"token": TOKEN}}],
-    }
-    file.write_text(yaml.safe_dump(content))
-    api.add_node("gpu-1", labels=LABELS)
-    settings = await settings_of({"KUBECONFIG": str(file)})
-    assert [node.name for node in (await read_from(settings, WHERE)).nodes] == ["gpu-1"]
-    for text in ("[", "", "42", "{contexts: [7]}"):
-        file.write_text(text)
-        with pytest.raises(EngineError, match="or set KUBECONFIG in its environment"):
-            await settings_of({"KUBECONFIG": str(file)})
-    with pytest.raises(EngineError, match="or set KUBECONFIG in its environment"):
-        await settings_of({"KUBECONFIG": str(tmp_path / "missing")})
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------------

@@ -2,23 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from msgspec import ValidationError, convert, to_builtins
+from msgspec import convert, to_builtins
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
+from fractional_gpu.engines.engine import EngineError
 from fractional_gpu.engines.pod_seats import PodSeats, in_use, request_of
 from fractional_gpu.engines.pods import Pod, PodSpec, shares_of, whole_quantity
 from fractional_gpu.protocol.messages import LeaseRequest
 from fractional_gpu.protocol.status import SeatStatus
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
-from tests.engines.kubernetes.api_server import canonical
 from tests.engines.kubernetes.pods import pod_of, read_of, uid_of
 from tests.support.callers import Caller, caller
 from tests.support.control_group import JOIN, pod_group
@@ -32,11 +28,6 @@ SERVER = "fractional-gpu.jupyter.org/server"
 
 
 # -- what a pod asks for ---------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(min_value=0, max_value=10**15))
-def test_a_count_comes_back_from_the_form_that_the_server_writes(number: int) -> None:
-    assert whole_quantity(canonical(str(number))) == number
 
 
 @pytest.mark.parametrize(
@@ -104,22 +95,6 @@ def test_a_hubs_pod_states_its_owner_and_any_other_does_not() -> None:
 def test_a_pod_that_says_other_than_it_requests_gets_no_seat(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(EngineError, match=sentence):
         _request(**changes)
-
-
-def test_a_pod_has_one_pool() -> None:
-    found = pod_of(1)
-    found["spec"]["containers"][0]["resources"]["limits"] = {
-        "fractional-gpu.jupyter.org/a": "1",
-        "fractional-gpu.jupyter.org/b": "1",
-    }
-    found["spec"]["containers"][0]["resources"]["requests"] = {}
-    with pytest.raises(EngineError, match=r"shares of 2 pools \(a, b\)"):
-        request_of(read_of(found))
-    with pytest.raises(ValidationError, match="missing required field `uid`"):
-        read_of({"metadata": {"name": "x"}})
-    found["spec"]["containers"][0]["resources"]["limits"] = {"fractional-gpu.jupyter.org/a": "half"}
-    with pytest.raises(EngineError, match="'half' is not a quantity"):
-        request_of(read_of(found))
 
 
 # -- a broker --------------------------------------------------------------------------------------------------------------
@@ -261,20 +236,6 @@ def test_a_pod_is_told_of_its_seat_and_of_what_it_used_once_for_each_change(node
     assert not any("annotated" in sentence for sentence in node.said)
 
 
-def test_without_the_right_pods_are_annotated_never_and_that_is_said_once(node: Node) -> None:
-    notes = node.notes
-    node.keep(pod_of(1))
-    del node.said[:]
-    for error in (EngineUnavailableError("busy"), EngineError("no right"), None):
-        notes.error = error
-        node.seats.note([read_of(pod_of(1))])
-    assert notes.written == []
-    assert [sentence.partition(":")[0] for sentence in node.said] == [
-        "pod jhub/jupyter-1 is not annotated now",
-        "pods are not annotated, which changes nothing else",
-    ]
-
-
 def test_what_the_scheduler_gave_away_is_counted_by_pool() -> None:
     found = [
         read_of(pod_of(1)),
@@ -283,9 +244,3 @@ def test_what_the_scheduler_gave_away_is_counted_by_pool() -> None:
         read_of(pod_of(4, phase="Failed")),
     ]
     assert in_use(found) == {"default": 1250, "large": 250}
-
-
-def test_groups_of_pods_are_made_where_kubernetes_makes_them() -> None:
-    with pod_group(str(uuid4())) as group:
-        assert isinstance(group, Path)
-        assert group.parent.name == "kubepods"

@@ -13,7 +13,6 @@ from kubernetes_asyncio import client
 from tornado.web import HTTPError
 from traitlets.config import Config
 
-from fractional_gpu.engines.engine import EngineError
 from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
 from fractional_gpu_hub.engines.kubernetes import FractionalGPUKubeSpawner
 from fractional_gpu_hub.engines.kubernetes_cluster import ClusterScope
@@ -215,13 +214,6 @@ async def test_a_setting_that_makes_users_administrators_of_the_node_stops_the_s
     assert what in str(caught.value.log_message or caught.value)
 
 
-@pytest.mark.parametrize("options", [{"fraction": "none"}, {"pool": "default", "fraction": "1/4"}])
-async def test_no_setting_takes_a_share_that_was_not_chosen(api: Api, options: dict[str, Any]) -> None:
-    settings = {"extra_resource_limits": {RESOURCE: "1000"}}
-    with pytest.raises(HTTPError, match="leave that to the choice of a GPU"):
-        await pod_for(spawner_of(api, settings), options)
-
-
 # -- options ---------------------------------------------------------------------------------------------------------------
 
 
@@ -257,46 +249,12 @@ async def test_the_pools_fractions_are_offered_beside_profiles(api: Api) -> None
     assert api.asked == ["fractional-gpu.jupyter.org/node=true"]
 
 
-async def test_nodes_that_start_nothing_are_said(api: Api) -> None:
-    api.nodes = [
-        node_of("a", cordoned=True),
-        node_of("b", ready="Unknown"),
-        node_of("c", summary="{"),
-        node_of("d"),
-    ]
-    found = {pool.node: pool.why_not for pool in await spawner_of(api).gpu_nodes()}
-    assert found == {"a": "cordoned", "b": "not ready", "d": ""}
-
-
-@pytest.mark.parametrize(
-    ("error", "sentence"),
-    [
-        (403, "does not allow to list nodes .403: busy.; bind the ClusterRole jupyter-gpu-hub"),
-        (500, "does not list nodes now .500: busy."),
-        (TimeoutError(), "does not answer: TimeoutError"),
-    ],
-)
-async def test_an_api_that_does_not_answer_is_said(api: Api, error: Exception | int, sentence: str) -> None:
-    api.status, api.error = (error, None) if isinstance(error, int) else (200, error)
-    spawner = spawner_of(api)
-    with pytest.raises(EngineError, match=sentence):
-        await spawner.gpu_nodes()
-    assert "No GPU can be chosen now" in await spawner.get_options_form()
-
-
 def test_the_page_of_the_cluster_reads_what_the_spawner_makes() -> None:
     where, traits = ClusterScope(namespace="jhub"), FractionalGPUKubeSpawner.class_traits()
     assert (where.nodes, where.component) == (
         traits["gpu_node_selector"].default_value,
         traits["component_label"].default_value,
     )
-
-
-async def test_one_list_of_nodes_serves_many_pages(api: Api) -> None:
-    spawner = spawner_of(api)
-    for _ in range(3):
-        await spawner.gpu_nodes()
-    assert len(api.asked) == 1
 
 
 async def test_the_schedulers_reason_is_shown_while_a_pod_waits(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

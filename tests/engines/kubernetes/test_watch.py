@@ -1,13 +1,10 @@
 """The pods of the node, by the real client against a strict stand-in. No cluster was there: validated, never seen running."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import pytest
-
 from fractional_gpu.engines import kubernetes
-from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeWrite
+from fractional_gpu.engines.engine import NodeWrite
 from fractional_gpu.engines.kubernetes import KubernetesEngine
 from fractional_gpu.engines.pods import SUMMARY, resource_of
 from tests.engines.kubernetes.api_server import ApiServer
@@ -105,18 +102,6 @@ def test_a_server_that_fails_is_asked_again_and_its_pods_stay(
     assert len(said) == 3, "each trouble is said once"
 
 
-def test_without_the_right_to_list_pods_the_right_is_named(server: ApiServer, said: list[str]) -> None:
-    server.rules = [rule for rule in server.rules if "pods" not in rule["resources"]]
-    with engine_of(server, said) as engine:
-        until(engine, lambda: said, "it says why")
-        assert engine.pods() is None, "unknown pods are not no pods"
-        with pytest.raises(EngineUnavailableError, match="has not listed this node's pods yet"):
-            engine.read_node()
-    (sentence,) = set(said)
-    assert "does not allow to list pods (403:" in sentence
-    assert "bind the ClusterRole jupyter-gpu-agent with the verb 'list' on 'pods'" in sentence
-
-
 def test_a_wrong_token_and_a_server_that_is_not_there_are_told_apart(server: ApiServer, said: list[str]) -> None:
     settings = settings_for(server)
     settings.api_key["BearerToken"] = "Bearer another"
@@ -162,57 +147,6 @@ def test_counts_and_summary_are_one_patch_of_the_nodes_status(server: ApiServer,
     engine.remove()
     assert server.nodes[NODE]["status"]["capacity"] == {"cpu": "8", "memory": "32Gi", "pods": "110"}
     assert SUMMARY not in server.nodes[NODE]["metadata"]["annotations"]
-
-
-def test_a_conflict_is_left_to_the_agents_pace(server: ApiServer, engine: KubernetesEngine) -> None:
-    until_pods(engine)
-    write, record = NodeWrite(counts={DEFAULT: 1000}, summary="{}"), engine.read_node()
-    server.failures += [("patch nodes/status", 409)]
-    with pytest.raises(EngineUnavailableError, match=r"patch nodes/status now \(409: the object has been modified\)"):
-        engine.write_node(write, record)
-    engine.write_node(write, record)
-    assert server.nodes[NODE]["status"]["capacity"][DEFAULT] == "1k"
-
-
-@pytest.mark.parametrize(("resource", "verb", "use"), [("nodes", "get", "read"), ("nodes/status", "patch", "write")])
-def test_a_missing_right_on_nodes_is_named(
-    server: ApiServer, engine: KubernetesEngine, resource: str, verb: str, use: str
-) -> None:
-    until_pods(engine)
-    record = engine.read_node()
-    act = engine.read_node if use == "read" else partial(engine.write_node, NodeWrite(counts={DEFAULT: 1}), record)
-    server.rules = [rule for rule in server.rules if resource not in rule["resources"]]
-    with pytest.raises(
-        EngineError, match=rf"with the verb '{verb}' on '{resource}' to the agent's service account"
-    ) as caught:
-        act()
-    assert not isinstance(caught.value, EngineUnavailableError)
-
-
-def test_a_node_that_is_not_there_is_named(server: ApiServer, said: list[str]) -> None:
-    with engine_of(server, said, "mistyped") as engine:
-        until_pods(engine)
-        with pytest.raises(EngineError, match=r'the node that --node names .404: nodes "mistyped" not found'):
-            engine.read_node()
-
-
-def test_annotating_a_pod_is_a_right_of_its_own(
-    server: ApiServer, engine: KubernetesEngine, usage: list[dict[str, Any]]
-) -> None:
-    server.put(pod_of(1))
-    until_pods(engine, 1)
-    (pod,) = engine.pods() or ()
-    with pytest.raises(EngineError, match="'patch' on 'pods/status'"):
-        engine.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "granted"})
-    server.rules += rules_of(usage)
-    engine.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "granted"})
-    annotations = server.pods["jhub/jupyter-1"]["metadata"]["annotations"]
-    assert annotations == {"fractional-gpu.jupyter.org/seat": "granted"}
-    server.put({**pod_of(1), "metadata": {**pod_of(1)["metadata"], "uid": uid_of(99)}})  # another one of the same name
-    engine.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "of the one before"})
-    assert server.pods["jhub/jupyter-1"]["metadata"]["annotations"] == {}
-    server.delete("jhub/jupyter-1")
-    engine.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "of the one before"})
 
 
 def test_the_roles_give_what_the_client_uses_and_nothing_else(
