@@ -36,7 +36,7 @@ def measure_acquires(socket: str, kernelspec: str, leases: int, rounds: int, say
                 ]
                 for samples, turn in turns if number % 2 else reversed(turns):
                     samples.append(turn())
-                    broker.ping()  # whatever the broker does after its answer is over before the next turn
+                    broker.ping()  # the broker's work after its answer has ended before the next turn
         finally:
             for other in others:
                 broker.release(other.lease_id)

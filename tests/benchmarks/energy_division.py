@@ -213,7 +213,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What came of a task. `errors`: by truth and division; `shares`: by division, and of the truths."""
+    """The result of a task. `errors`: by truth and division; `shares`: by division, and of the truths."""
 
     task: Task
     kwh: float

@@ -114,7 +114,7 @@ def trace_of(task: Task) -> tuple[list[Session], int]:
 
 
 def devices_for(trace: Sequence[Session], memory_mib: int) -> dict[str, int]:
-    """Return the devices of each situation. Raises SimulationError where no number keeps the goal."""
+    """Return the devices of each situation. Raises SimulationError if no number keeps the goal."""
 
     def fewest(run: Callable[[Sequence[Host]], Result]) -> int:
         return needed(

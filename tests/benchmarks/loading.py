@@ -64,7 +64,7 @@ def _ready_ms(folder: Path, *, extension: bool) -> float:
         "JUPYTER_GPU_TOKEN_FILE": str(folder / "token"),
         "PYTHONPATH": os.pathsep.join((COMPLETE_PYTHONPATH, str(folder))),
     }
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # kept, as it is where the project is installed
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # kept, as in an installation
     modules = ["fractional_gpu_kernel", "measured"] if extension else ["measured"]
     command = [sys.executable, "-m", *modules, "-f", str(folder / "connection.json"), "--quiet"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

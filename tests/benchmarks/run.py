@@ -73,7 +73,7 @@ QUICK = Amounts(
 
 
 def say(line: str) -> None:
-    """Tell how far it is."""
+    """Report the progress."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -98,7 +98,7 @@ def measure(world: World, amounts: Amounts, parts: Sequence[str]) -> list[Row]:
 
 
 def _circumstances(before: tuple[float, float, float]) -> str:
-    """Say what a reader must know of the machine: on a loaded one the intervals are wide."""
+    """Print what a reader must know about the machine: on a loaded one the intervals are wide."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return (
         f"Python {platform.python_version()}, ipykernel {version('ipykernel')}, jupyter_client {version('jupyter_client')}; "
@@ -136,7 +136,7 @@ def _measure_kernels(amounts: Amounts, parts: Sequence[str]) -> list[Row]:
     if not parts:
         return []
     with new_world(_DEVICE) as world:
-        # Bytecode is kept, as it is where the project is installed: else each kernel would compile the extension again.
+        # Bytecode is kept, as in an installation: else each kernel would compile the extension again.
         world.environment["PYTHONPATH"] = COMPLETE_PYTHONPATH
         world.environment.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ.clear()

@@ -18,7 +18,7 @@ _NAME = "served"
 
 
 def measure_serving(world: World, times: int, say: Callable[[str], None]) -> list[Row]:
-    """Suspend a server and send it two requests, `times` times. Raises RuntimeError where an answer is wrong."""
+    """Suspend a server and send it two requests, `times` times. Raises RuntimeError if an answer is wrong."""
     port, firsts, nexts = free_port(), list[float](), list[float]()
     with (
         Run.python(world, _NAME, SERVER, str(port), options=("--serve", str(port))) as run,

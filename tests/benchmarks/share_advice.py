@@ -38,7 +38,7 @@ SAMPLE_MS = 60_000
 
 @dataclass
 class Outcome:
-    """What came of the advice to users of one habit."""
+    """The result of the advice for users of one habit."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     right: int = 0
@@ -103,7 +103,7 @@ def with_sizes(sessions: Sequence[Session], way: str, seed: int) -> list[Session
 def record_of(
     sessions: Sequence[Session], begins_with: Share, border: int
 ) -> tuple[dict[str, Share], dict[str, list[ShareDay]]]:
-    """Return the share and the days of each user who takes whatever is advised, every `ADVISED_EVERY` days until the border."""
+    """Return the share and the days of each user who follows all advice, every `ADVISED_EVERY` days until the border."""
     shares: dict[str, Share] = {}
     record: dict[str, list[ShareDay]] = {}
     for begin in range(0, border, ADVISED_EVERY):

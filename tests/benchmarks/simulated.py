@@ -82,7 +82,7 @@ def needed(
 ) -> Result:
     """Return the run with the fewest devices, or hosts of `each` devices, that keeps GOAL. `run` gets the number of devices.
 
-    Raises SimulationError where one device for each GPU, or one host for each session, is too few.
+    Raises SimulationError if one device for each GPU, or one host for each session, is too few.
     """
     (host,) = machine(each or least(trace), each=each, memory_mib=memory_mib)
     start = devices_for_cells(trace, host)

@@ -60,6 +60,6 @@ class SignTest:
 
 
 def sign_test(ours: Sequence[float], theirs: Sequence[float]) -> SignTest:
-    """Compare pair by pair. Raises ValueError where there are not as many of both."""
+    """Compare pair by pair. Raises ValueError if there are not as many of both."""
     pairs = list(zip(ours, theirs, strict=True))
     return SignTest(sum(one < other for one, other in pairs), sum(one > other for one, other in pairs))

@@ -38,7 +38,7 @@ def measure_swaps(
 ) -> list[Row]:
     """Move each size to and fro `times` times. `simulated` is the simulated host's folder; copies are made next to it.
 
-    Raises RuntimeError where that file system has no room for the largest size, its checkpoint and the two copies.
+    Raises RuntimeError if that file system has no room for the largest size, its checkpoint and the two copies.
     """
     needed_mib = 4 * max(sizes_mib)
     with closing(Store(simulated)) as store:

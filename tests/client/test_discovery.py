@@ -110,7 +110,7 @@ def test_a_system_service_comes_before_a_users_own(home: Path) -> None:
 
 
 def test_while_a_service_restarts_no_broker_of_a_user_takes_its_place(home: Path) -> None:
-    (home / "no-system.sock.lock").touch()  # stays where it was when its socket is gone
+    (home / "no-system.sock.lock").touch()  # stays after its socket has gone
     assert socket_path() == str(home / "no-system.sock")
 
 
@@ -260,7 +260,7 @@ def test_a_child_that_was_forked_in_a_start_keeps_no_starter_waiting(
         with pytest.raises(BrokerUnavailableError, match="no GPU"):
             ensure_broker(str(home / "b.sock"))
         copies.append(os.open(home, os.O_RDONLY | os.O_DIRECTORY))
-        real(copies[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where it is locked still
+        real(copies[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is still locked
     finally:
         for copy in copies:
             os.close(copy)

@@ -16,7 +16,7 @@ PONG = b'{"version":"1","protocol":1,"pid":5,"simulated":false}'
 
 
 def answering(path: Path, reply: bytes) -> tuple[threading.Thread, str]:
-    """Serve one connection with these bytes, whatever is asked."""
+    """Serve one connection with these bytes, for any request."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()

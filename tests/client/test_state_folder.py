@@ -180,7 +180,7 @@ def test_a_folder_in_var_tmp_that_another_could_have_made_is_refused(home: Path,
 
 
 def test_root_with_anothers_home_makes_nothing_in_it(home: Path, tmp_path: Path) -> None:
-    """As `sudo -E` has it: the home's owner could not use what root makes there."""
+    """As with `sudo -E`: the home's owner could not use what root creates there."""
     before = make_state_folder(SOCKET)
     os.chown(home, 65534, 65534)
     assert make_state_folder(SOCKET) == before, "a folder that is there keeps its ledger"

@@ -128,7 +128,7 @@ def test_a_full_disk_is_one_line(arguments: list[str], unbuffered: str) -> None:
 
 
 def test_every_command_is_there_without_the_packages_of_the_extras() -> None:
-    """As a plain `pip install jupyter-fractional-gpu` has it: without JupyterLab, its server and JupyterHub."""
+    """As after a plain `pip install jupyter-fractional-gpu`: without JupyterLab, its server and JupyterHub."""
     program = """
 import sys
 sys.modules |= dict.fromkeys(("nbformat", "nbclient", "jupyterlab", "jupyter_server", "jupyterhub", "cuda"))

@@ -1,4 +1,4 @@
-"""`jupyter gpu rescue` where there is nothing to bring back, or no device to bring it back onto."""
+"""`jupyter gpu rescue` with nothing to restore, or no device to restore it to."""
 
 import json
 from pathlib import Path

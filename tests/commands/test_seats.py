@@ -1,4 +1,4 @@
-"""`jupyter gpu seats`: an administrator sees the seats and ends one, and the audit log has it."""
+"""`jupyter gpu seats`: an administrator sees the seats and ends one, which the audit log records."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`jupyter gpu uninstall` removes what is there for a user, and nothing while a kernel has a lease."""
+"""`jupyter gpu uninstall` removes everything of a user, and nothing while a kernel has a lease."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     ):  # or kernelspecs of this environment and machine would go
         monkeypatch.setattr(f"jupyter_core.paths.{places}", [str(tmp_path / places)])
     with new_world() as made:
-        made.environment.pop("JUPYTER_GPU_SOCKET")  # as a person has it: the socket is in Jupyter's runtime folder
+        made.environment.pop("JUPYTER_GPU_SOCKET")  # as for a user: the socket is in Jupyter's runtime folder
         made.socket = str(made.folder / "run" / "gpu" / "broker.sock")
         yield made
 

@@ -1,4 +1,4 @@
-"""What is charged, to whose eyes, and for which carbon, as the configuration says it."""
+"""What is charged, who sees it, and for which carbon, as configured."""
 
 from pathlib import Path
 from typing import Any

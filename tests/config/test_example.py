@@ -1,4 +1,4 @@
-"""The example can be used as it is, and with everything in it switched on; it explains every setting."""
+"""The example works unchanged, and with everything in it switched on; it explains every setting."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Values become checked integers; whatever cannot be meant is refused with what is allowed."""
+"""Values become checked integers; invalid ones are refused with what is allowed."""
 
 from pathlib import Path
 

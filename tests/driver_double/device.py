@@ -63,7 +63,7 @@ def _current() -> None:
         do("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
         _has_context = True
     here = ctypes.c_void_p()
-    do("cuCtxGetCurrent", ctypes.byref(here))  # each thread has its own
+    do("cuCtxGetCurrent", ctypes.byref(here))  # per thread
     if not here:
         context = ctypes.c_void_p()
         do("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
@@ -72,7 +72,7 @@ def _current() -> None:
 
 
 class Buffer:
-    """Device memory; only `free` gives it back: a finalizer would wait for ever in a process that ends while it is suspended."""
+    """Device memory; only `free` releases it: a finalizer would wait forever in a process that ends while it is suspended."""
 
     def __init__(self, pointer: int, n_bytes: int) -> None:
         self.pointer, self.n_bytes = ctypes.c_uint64(pointer), n_bytes

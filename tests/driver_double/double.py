@@ -52,7 +52,7 @@ _FLAGS: Final = (
 # The driver's version, and the CUDA version that it serves.
 _RELEASES: Final = {"570": ("570.172.08", 12080), "580": ("580.65.06", 13000), "610": ("610.43.02", 13030)}
 
-# What `set` takes besides `devices`, `driver` and `latency`, and what holds where nothing is set.
+# What `set` takes in addition to `devices`, `driver` and `latency`, and the defaults.
 DEFAULTS: Final[Mapping[str, object]] = {
     "context_mib": 512,  # device memory that a context takes
     "reserved_mib": 500,  # device memory that the driver keeps for itself
@@ -203,7 +203,7 @@ def _error_names(header: Path) -> str:
 
 
 class DriverDouble:
-    """One simulated host in a folder, which is made. Two devices of 1 GiB and driver 580 where nothing else is said."""
+    """One simulated host in a new folder, by default with two devices of 1 GiB and driver 580."""
 
     def __init__(self, folder: Path, devices: Sequence[Device] = (Device(), Device()), *, driver: str = "580") -> None:
         self.folder = folder
@@ -258,7 +258,7 @@ class DriverDouble:
         self._write()
 
     def reset(self) -> None:
-        """Play DEFAULTS again; the devices and the driver stay as they are."""
+        """Play DEFAULTS again; the devices and the driver stay."""
         self._settings |= _texts(DEFAULTS)
         self._write()
 
@@ -332,7 +332,7 @@ class DriverDouble:
         return sorted(found, key=lambda one: one.pid)
 
     def process(self, pid: int) -> DoubleProcess | None:
-        """Return one of `processes()`, None where it is not among them."""
+        """Return one of `processes()`, None if it is not among them."""
         return next((one for one in self.processes() if one.pid == pid), None)
 
     def force_state(self, pid: int, state: str) -> None:

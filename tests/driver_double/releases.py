@@ -33,17 +33,17 @@ def installed(package: str = "cuda-bindings") -> list[str]:
 
 
 def oldest(package: str = "cuda-bindings") -> str:
-    """Return the oldest supported release. Raises RuntimeError where it is not installed."""
+    """Return the oldest supported release. Raises RuntimeError if it is not installed."""
     return _there(package, OLDEST[package])
 
 
 def newest(package: str = "cuda-bindings") -> str:
-    """Return the newest release that is installed. Raises RuntimeError where there is none."""
+    """Return the newest release that is installed. Raises RuntimeError if there is none."""
     return _there(package, next(iter(reversed(installed(package))), "newest"))
 
 
 def python_path(package: str, release: str) -> Path:
-    """Return the folder that PYTHONPATH must name for this release. Raises RuntimeError where it is not installed."""
+    """Return the folder that PYTHONPATH must name for this release. Raises RuntimeError if it is not installed."""
     return _FOLDER / package / _there(package, release)
 
 
@@ -63,7 +63,7 @@ def offered(package: str) -> list[str]:
 
 
 def install(package: str, release: str) -> None:
-    """Install a release, unless it is there."""
+    """Install a release, unless it is installed."""
     target = _FOLDER / package / release
     if target.is_dir():
         return

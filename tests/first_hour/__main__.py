@@ -4,7 +4,7 @@ The environments: a venv by pip; a prefix as conda makes it; `uv tool`; and a ke
 after are compared; the product's own command for the removal of its package is the one that is run. Needs a package index.
 
 With `--clone`: how many seconds and commands it takes from `git clone` to the first kernel that was suspended and came back, by pip and by
-uvx, as the README has it.
+uvx, as in the README.
 """
 
 import argparse

@@ -23,7 +23,7 @@ _HEADER = ("held", "moved", "shrinking", "suspend", "resume", *(f"{phase}" for p
 
 
 def say(line: str) -> None:
-    """Tell how far it is."""
+    """Report the progress."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 

@@ -1,7 +1,7 @@
 """Suspend and resume of one process at growing sizes, split by the driver's phases, next to pinned copies measured in the same run.
 
 The checkpoint worker is driven directly, so that the times have only the driver's calls. What a size needs and the machine does not
-have is said in its row instead of a time.
+have is reported in its row instead of a time.
 """
 
 import asyncio

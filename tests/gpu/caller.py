@@ -5,7 +5,7 @@
 Its first line says how long opening took. `{"call": "state", "pid": N}` (or thread, lock with `timeout_ms`, checkpoint, restore, unlock)
 is answered with `{"result": CUDA's number, "name": ..., "value": ..., "seconds": ...}`; on a simulated device the result is 0 or the
 error's code. `job_file` is set as the target's job file for the call. The product's checkpoint worker makes the same calls; this one keeps
-their raw results and knows nothing of leases.
+their raw results and does not know leases.
 """
 
 import json

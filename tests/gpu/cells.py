@@ -211,7 +211,7 @@ sys.stdin.read()
 
 
 class DriverCells:
-    """The same through the bare driver: what runs on a double of it. No framework keeps these within a cap."""
+    """The same through the bare driver, for its double. No framework keeps these within a cap."""
 
     context_mib = 48
     stranger_context_mib = 48

@@ -27,7 +27,7 @@ class Driver:
         self.cuda: Any = importlib.import_module("cuda.bindings.driver")
 
     def answer(self, call: str, *given: object) -> tuple[int, str, list[Any]]:
-        """Return the result's number and name, and what else the call gives. Raises nothing of the driver's or the bindings'."""
+        """Return the result's number and name, and the call's other results. Raises no error of the driver or the bindings."""
         try:
             result, *values = getattr(self.cuda, call)(*given)
         except AttributeError:

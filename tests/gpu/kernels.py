@@ -82,7 +82,7 @@ class Kernel:
         return reply
 
     def run(self, code: str) -> Reply:
-        """Run a cell to its end, whatever that is."""
+        """Run a cell to any end."""
         return self.wait(self.send(code))
 
     def must(self, code: str) -> str:
@@ -92,7 +92,7 @@ class Kernel:
         return reply.text
 
     def is_intact(self) -> bool:
-        """Whether everything that it put on the device is there; brings it onto the device."""
+        """Whether everything that it put on the device is intact; brings it onto the device."""
         return self.must(self.lab.cells.check()) == "intact\n"
 
     def suspend(self) -> LeaseStatus:
@@ -101,7 +101,7 @@ class Kernel:
             return client.suspend(self.lease.lease_id)
 
     def resume(self) -> LeaseStatus:
-        """Bring it back and return when it is there."""
+        """Bring it back and wait for that."""
         with self.lab.client() as client:
             return client.resume(self.lease.lease_id)
 

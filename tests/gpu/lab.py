@@ -3,7 +3,7 @@
 The rules:
 - The same tests drive both, and a double of the driver. What differs is here: how large things are, what a cell that uses the device looks
   like, who is a stranger.
-- The pool's capacity is eight units, whatever the device holds: a unit is 1 GiB on hardware, 64 MiB elsewhere.
+- The pool's capacity is eight units on any device: a unit is 1 GiB on hardware, 64 MiB elsewhere.
 - It needs only this project, pytest, jupyter_client and ipykernel, and torch in the kernels.
 """
 
@@ -206,7 +206,7 @@ class Lab:
 
     @contextmanager
     def monitor(self) -> Iterator[Monitor]:
-        """NVML, or the simulated host's books: what is true of the device, whatever the broker says."""
+        """NVML, or the simulated host's accounts: the device's true state, independent of the broker."""
         with closing(open_monitor(self.backend)) as monitor:
             yield monitor
 

@@ -144,7 +144,7 @@ def kinds_of_mappings(found: Iterable[Region]) -> dict[str, dict[str, Any]]:
 
 
 def containing(found: Iterable[Region], address: int) -> dict[str, Any] | None:
-    """Return the mapping that an address lies in; None if no mapping has it."""
+    """Return the mapping that contains an address, or None."""
     for one in found:
         if one.start <= address < one.end:
             return {"name": one.name, "permissions": one.permissions, "flags": one.flags}

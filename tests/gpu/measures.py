@@ -74,7 +74,7 @@ def margin(setting: Setting, note: Note) -> None:
 
 
 def _bisect(fits: Callable[[float], bool | None], low: float, high: float, tries: int) -> dict[str, Any]:
-    """Return the least that fits and the most that does not, MiB; `fits` gives None where nothing could be tried."""
+    """Return the least that fits and the most that does not, MiB; `fits` gives None if nothing could be tried."""
     ends = {point: fits(point) for point in (high, low)}
     if ends[high] is not True:
         return {"why": f"not even {high} MiB beyond are enough" if ends[high] is False else "it could not be tried"}

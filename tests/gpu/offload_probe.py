@@ -85,7 +85,7 @@ class Leaver:
     def still_reserved(self) -> dict[str, Any]:
         """Whether the addresses are still reserved; if a restore has lost them, reserve them again.
 
-        Raises DriverError and RuntimeError where they are not to be had again.
+        Raises DriverError and RuntimeError if they cannot be reserved.
         """
         start, size = self._chunks()[0]
         handle = self._driver.do("cuMemCreate", size, self._properties, 0)
@@ -126,7 +126,7 @@ class Leaver:
         return {"intact": self._noise.is_intact(self._address, self.size)}
 
     def reserve_arena(self, pages: str) -> None:
-        """Reserve host memory of the same size. Raises OSError where there are no such pages."""
+        """Reserve host memory of the same size. Raises OSError if there are no such pages."""
         if pages == "hugetlb":
             descriptor = os.memfd_create("arena", os.MFD_HUGETLB | os.MFD_HUGE_2MB)
             os.ftruncate(descriptor, -(-self.size // _HUGE) * _HUGE)

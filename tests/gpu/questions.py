@@ -65,7 +65,7 @@ def doctor(setting: Setting, note: Note) -> None:
 def _public_copy() -> Iterator[str]:
     """A copy of what another user needs of the checkout, which may be out of that user's reach: the value of PYTHONPATH.
 
-    Raises NotHereError where that user cannot run this Python at all.
+    Raises NotHereError if that user cannot run this Python at all.
     """
     python = (sys.executable, "-c", "import pynvml")
     try:

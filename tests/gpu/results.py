@@ -49,7 +49,7 @@ class Results:
 def machine(*, simulated: bool, torch: bool = True) -> dict[str, Any]:
     """Return what was measured on, and whether it was simulated or a double of the driver.
 
-    Raises RuntimeError where there is no device, and where there is no torch though it is needed.
+    Raises RuntimeError if there is no device, or a needed torch is missing.
     """
     found: dict[str, Any] = {
         "simulated": simulated,

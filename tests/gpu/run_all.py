@@ -1,8 +1,8 @@
 """Everything that wants a GPU, in one command: python tests/gpu/run_all.py FOLDER (see docs/gpu-tests.md).
 
 Each step is a separate process with a time limit, and its results stay if the next one hangs or the whole run is stopped. The
-kernel's messages about the driver are kept with the step. The steps are in the order of what they tell; those that may spoil it come last.
-`--part` takes those that fit into one command of ten minutes.
+kernel's messages about the driver are kept with the step. The most informative steps come first; those that may damage the machine's state
+come last. `--part` takes those that fit into one command of ten minutes.
 FOLDER gets a log of each step, `results.json` with what each step saw, and `summary.txt`, which is also the last thing printed: a part
 makes at most eight files.
 
@@ -201,7 +201,7 @@ def _chosen(options: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _environment(options: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """The steps' environment: the checkout, and the wheels, come before whatever is installed."""
+    """The steps' environment: the checkout, and the wheels, come before installed packages."""
     with (
         tempfile.TemporaryDirectory(prefix="jgl-site-") as site,
         entry_points_installed(),
@@ -228,7 +228,7 @@ def _environment(options: argparse.Namespace) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _double(*, on: bool) -> Iterator[dict[str, str]]:
-    """The environment of a simulated host whose driver is a double of NVIDIA's libraries; nothing where it is not wanted."""
+    """The environment of a simulated host whose driver is a double of NVIDIA's libraries; empty if it is not wanted."""
     if not on:
         yield {}
         return

@@ -22,7 +22,7 @@ _SETTLE_S: Final = 20.0
 _POLL_S: Final = 0.1
 _SMALL_MIB: Final = 64
 _KILLED_AT: Final = (0.2, 0.6)  # of the time that the call takes undisturbed
-# By number, and as the simulated device says it.
+# By number, and in the simulated device's words.
 _LOCKED, _CHECKPOINTED = (1, "locked"), (2, "checkpointed")
 _MOVING: Final = (4, 5, "checkpointing", "restoring")
 
@@ -163,7 +163,7 @@ def shared_memory(setting: Setting, note: Note) -> None:
 
 
 def managed_memory(setting: Setting, note: Note) -> None:
-    """A process with managed memory as paged optimizers allocate it: what is refused, and what becomes of the process."""
+    """A process with managed memory as paged optimizers allocate it: what is refused, and what happens to the process."""
     with setting.hold() as neighbour, setting.hold() as holder, setting.caller() as caller:
         neighbour.ask(_START_S, do="hold", mib=_SMALL_MIB, cached_mib=0)
         holder.ask(_START_S, do="hold", mib=_SMALL_MIB, cached_mib=0)

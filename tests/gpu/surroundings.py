@@ -154,7 +154,7 @@ def _control_group(limit_mib: int | None = None) -> Iterator[Path]:
 
 
 def small_control_group(setting: Setting, note: Note) -> None:
-    """A target whose control group has no room for what a checkpoint saves: refused, killed, or saved all the same?"""
+    """A target whose control group has no room for what a checkpoint saves: refused, killed, or saved anyway?"""
     with _control_group(setting.small_mib // 2) as group, setting.caller() as caller:
         with setting.hold() as holder:
             holder.ask(_START_S, do="hold", mib=setting.small_mib, cached_mib=0)

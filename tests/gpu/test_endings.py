@@ -1,4 +1,4 @@
-"""A kernel that is ended while it is suspended: by a shutdown, a restart, SIGKILL. Nothing of it stays; its neighbour notices nothing."""
+"""A kernel that is ended while it is suspended: by a shutdown, a restart, SIGKILL. It leaves nothing; its neighbour notices nothing."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""A checkout that was not installed: kernels and this process find the provisioner all the same."""
+"""A checkout that was not installed: kernels and this process still find the provisioner."""
 
 import os
 import subprocess

@@ -222,7 +222,7 @@ class FakeDriver(ModuleType):
         return Result.CUDA_SUCCESS
 
     def _target(self, device: int, args: RestoreArgs) -> int | None:
-        """Return where the pairs send the device; None where the driver refuses them."""
+        """Return where the pairs send the device; None if the driver refuses them."""
         by_raw = {one.raw: index for index, one in enumerate(self.devices)}
         pairs = [
             (by_raw[pair.oldUuid.bytes], by_raw[pair.newUuid.bytes]) for pair in args.gpuPairs[: args.gpuPairsCount]

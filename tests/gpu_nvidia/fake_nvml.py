@@ -1,4 +1,4 @@
-"""A double of `pynvml` that behaves as the library is known to, failures included. It knows nothing of the code under test."""
+"""A double of `pynvml` that behaves as the library does, including failures. It does not know the code under test."""
 
 import uuid
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class NVMLError(Exception):
 
 @dataclass
 class FakeGPU:
-    """`processes` and `drawing` map pids to bytes, None where the library does not tell."""
+    """`processes` and `drawing` map pids to bytes, None if the library does not tell."""
 
     uuid: str = field(default_factory=lambda: f"GPU-{uuid.uuid4()}")
     name: str = "NVIDIA H100 80GB HBM3"

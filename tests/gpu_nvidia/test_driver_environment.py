@@ -1,4 +1,4 @@
-"""What CUDA's driver reads from the environment does not reach our own processes, whatever the broker inherited."""
+"""Our processes do not get the variables that CUDA's driver reads, even if the broker inherited them."""
 
 import os
 import subprocess

@@ -20,7 +20,7 @@ _NO_PID = 5_000_000  # Linux gives no process such a pid
 
 
 class Machine:
-    """A host whose clock the test sets, and processes on it that work when the test says so."""
+    """A host whose clock the test sets, with processes that work when the test decides."""
 
     monitor: SimulatedMonitor
 

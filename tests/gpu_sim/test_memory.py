@@ -1,4 +1,4 @@
-"""What a notebook sees of the simulation alone; what CUDA does, too, is in tests/gpu_behaviour."""
+"""What a notebook sees only in the simulation; tests/gpu_behaviour has what CUDA also does."""
 
 import os
 import subprocess

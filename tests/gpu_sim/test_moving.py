@@ -1,4 +1,4 @@
-"""What is the simulation's own about moving bytes; what NVIDIA's driver does, too, is in tests/gpu_behaviour."""
+"""Moving bytes only in the simulation; tests/gpu_behaviour has what NVIDIA's driver also does."""
 
 import pytest
 

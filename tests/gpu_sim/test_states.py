@@ -1,4 +1,4 @@
-"""What is the simulation's own about states and waiting; what NVIDIA's driver does, too, is in tests/gpu_behaviour."""
+"""States and waiting only in the simulation; tests/gpu_behaviour has what NVIDIA's driver also does."""
 
 import os
 from collections.abc import Callable

@@ -15,7 +15,7 @@ from tests.support.control_group import JOIN, pod_group, set_limit
 from tests.support.paths import PYTHONPATH
 
 LIMIT_MIB = 384
-# Within the namespace: the container's own view at /sys/fs/cgroup, and the host's where it was mounted before.
+# Within the namespace: the container's view at /sys/fs/cgroup, and the host's view if that was mounted before.
 _CONTAINER = """
 umount -R /sys/fs/cgroup
 mount -t tmpfs none /sys/fs/cgroup

@@ -1,4 +1,4 @@
-"""A file that is replaced is the old one or the new one, whole, whatever fails in between."""
+"""A replaced file is completely the old one or the new one, at any failure."""
 
 import errno
 import os

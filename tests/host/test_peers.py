@@ -1,4 +1,4 @@
-"""Who the peer of a socket is, and whether it reads, is known without a word of it."""
+"""The peer of a socket, and whether it reads, is known without a message from it."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Work that blocks gets a thread whatever the system refuses in the meantime."""
+"""Blocking work gets a thread even while the system refuses some."""
 
 import errno
 import threading

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 JOB, POD = str(secrets.randbelow(10**9) + 10**9), str(uuid4())
-# {slice}: the pod's UID as systemd has it.
+# {slice}: the pod's UID as systemd writes it.
 OF_JOBS = [
     "system.slice/slurmstepd.scope/job_{job}/step_0/user/task_0",
     "system.slice/n1_slurmstepd.scope/job_{job}/step_extern/user/task_special",

@@ -31,7 +31,7 @@ def texts() -> list[Path]:
 
 @pytest.mark.parametrize("file", texts(), ids=lambda file: file.stem)
 def test_what_proc_says_is_read_for_what_it_is(file: Path) -> None:
-    """Each file: a line with the expected engine, id and group (or `none`), a line that says where it was seen, and the text."""
+    """Each file: a line with the expected engine, id and group (or `none`), a line with its source, and the text."""
     expected, _, text = file.read_text(encoding="ascii").split("\n", 2)
     found = parse_workload(text.encode())
     assert ("none" if found is None else f"{found.engine} {found.id} {found.group}") == expected

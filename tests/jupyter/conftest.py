@@ -35,7 +35,7 @@ def load_ipython_extension(shell):
 
 @dataclass(frozen=True)
 class Places:
-    """Where this test's Jupyter lives."""
+    """The folders of this test's Jupyter."""
 
     python: str
     specs: Path

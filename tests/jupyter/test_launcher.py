@@ -1,4 +1,4 @@
-"""A kernel whose command takes the lease: started by whatever knows nothing of provisioners, it is a leased kernel like any other."""
+"""A kernel whose command takes the lease: started by a program without provisioners, it is a leased kernel like any other."""
 
 import json
 import signal

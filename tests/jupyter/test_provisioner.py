@@ -417,7 +417,7 @@ def test_the_event_loop_is_not_held_up_by_a_slow_broker(places: Places, broker: 
         manager = KernelManager(kernel_name=places.write_gpu_spec())
         start = asyncio.ensure_future(manager._async_start_kernel())
         await asyncio.to_thread(broker.wait_for, lambda: "create" in broker.routes())
-        assert not start.done()  # the broker holds it up, and this line runs all the same
+        assert not start.done()  # the broker holds it up, and this line still runs
         broker.held["create"].set()
         await start
         await manager._async_shutdown_kernel(now=True)

@@ -13,7 +13,7 @@ _CONTEXT.set_forkserver_preload(["ipykernel.kernelapp", "IPython.core.oinspect",
 
 
 def start(connection_file: str, environment: Mapping[str, str]) -> BaseProcess:
-    """Start a kernel in a separate session. Its `sys.path` is this process's, whatever the environment says."""
+    """Start a kernel in a separate session. Its `sys.path` is this process's, regardless of the environment."""
     process = _CONTEXT.Process(target=_run, args=(connection_file, {**environment, "JPY_PARENT_PID": str(os.getpid())}))
     process.start()
     return process

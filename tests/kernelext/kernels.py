@@ -22,7 +22,7 @@ __all__ = ["Outcome", "RunningKernel", "forked_kernel", "kernel_environment", "r
 
 
 class Outcome:
-    """What came of one request: the reply, and everything published for it until the kernel was idle again."""
+    """The result of one request: the reply, and everything published for it until the kernel was idle again."""
 
     def __init__(self, reply: dict[str, Any], published: list[dict[str, Any]]) -> None:
         self.reply = reply

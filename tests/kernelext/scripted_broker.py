@@ -54,7 +54,7 @@ class Stream:
         self.send(Progress(kind="waiting", sentence=sentence, position=position))
 
     def _put(self, *lines: bytes | None) -> None:
-        """All in one step: the kernel may hang up after any of them."""
+        """All in one step: the kernel may hang up after each."""
         self._lines.extend(lines)
         os.write(self._wake_write, b"x" * len(lines))
 
@@ -67,7 +67,7 @@ class Stream:
                 if self._wake_read not in ready:
                     self.hung_up = True
                     return
-                os.read(self._wake_read, 1)  # before looking at the connection: who has its answer may hang up
+                os.read(self._wake_read, 1)  # before checking the connection: a client with its answer may hang up
                 line = self._lines.popleft()
                 if line is None:
                     with contextlib.suppress(ConnectionError):

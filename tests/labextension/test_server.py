@@ -144,7 +144,7 @@ def test_watching_is_no_activity_and_makes_no_kernel_busy(world: World, server: 
     watched.must("1 + 1")
     page.until_kernel(watched.kernel_id, "resident")
     until(lambda: not world.lease(watched.kernel_id).busy, "the broker is certain that the kernel is idle")
-    for _ in range(4):  # whatever the broker asked the kernel until it was certain is answered before the last of these
+    for _ in range(4):  # the kernel answers the broker's earlier commands before the last of these
         watched.must("1 + 1")
     last_activity(server, watched.kernel_id)  # the server has noted it all when it answers the next request
     with entered(world), running_kernel(second) as noise, talking_to(noise) as other:

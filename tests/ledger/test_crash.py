@@ -1,4 +1,4 @@
-"""What was acknowledged is there after the writer was killed, however it was interrupted."""
+"""Acknowledged writes survive a killed writer, however it was interrupted."""
 
 import signal
 import subprocess

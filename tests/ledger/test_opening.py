@@ -184,7 +184,7 @@ def test_a_full_disk_is_reported_and_nothing_is_kept(path: Path) -> None:
 
 @pytest.mark.parametrize("log", [False, True])
 def test_a_damaged_ledger_names_the_command_that_sets_it_aside(tmp_path: Path, log: bool) -> None:
-    """The command works as it is printed, also a second time, and what it moves is kept."""
+    """The printed command works, also a second time, and what it moves is kept."""
     path = tmp_path / "a folder" / "ledger.sqlite"
     for time in (1, 2):
         Ledger.open(path).close()

@@ -1,4 +1,4 @@
-"""One live broker for the tests of a module that leave it as it was."""
+"""One live broker for a module's tests that do not change it."""
 
 from collections.abc import Iterator
 

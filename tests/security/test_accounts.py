@@ -1,4 +1,4 @@
-"""A user who runs processes with many uids counts as one user, and sees and steers no more leases by that."""
+"""A user who runs processes with many uids counts as one user, and sees and controls no further leases."""
 
 import logging
 import pwd
@@ -153,7 +153,7 @@ def test_a_kernel_of_a_seat_counts_for_the_seats_owner_whatever_its_uid(monkeypa
 
 @pytest.mark.parametrize("settings", [{}, {"account_of_unknown_uids": "nobody"}], ids=["owner", "account"])
 def test_who_shares_an_account_neither_sees_nor_steers_the_others_leases(settings: dict[str, str]) -> None:
-    """The owner gets nothing of its subordinates, nor they of the owner or of each other."""
+    """The owner gets nothing from its subordinates, and they get nothing from the owner or each other."""
     uids = (FIRST, SECOND) if not settings else (UNKNOWN, OTHER)
     with live_broker(**settings) as live, callers(live, *uids, NOBODY) as every:
         leases = [taken(who, label=f"secret-{number}.ipynb") for number, who in enumerate(every)]

@@ -67,7 +67,7 @@ def world() -> Iterator[World]:
 
 @pytest.fixture
 def told() -> dict[str, str]:
-    """All that a story of two kernels leaves to read, by where it is, with the tokens under `tokens`."""
+    """Everything readable that a story of two kernels leaves, by place, with the tokens under `tokens`."""
     with new_world() as world, Server(world) as server:
         (name,) = world.install(750)
         first, second = server.start(name), server.start(name)

@@ -41,7 +41,7 @@ def test_another_user_gets_at_nothing_even_with_a_stolen_token(cells: list[Cell]
     strangers = [cell for cell in cells if cell.role.startswith("another user") and cell.route.who != ANYONE]
     assert strangers
     let_through = [cell for cell in strangers if not cell.refused]
-    # Ending a lease that is none of theirs is answered like ending one that is over.
+    # Ending another user's lease is answered like ending one that has ended.
     assert [cell.route for cell in let_through] == [RELEASE] * 2
 
 

@@ -40,7 +40,7 @@ def connected(live: LiveBroker) -> Iterator[socket.socket]:
 
 
 def trickle(line: socket.socket, text: bytes) -> bytes:
-    """Send a byte whenever nothing comes for a moment; return what came until the broker hung up."""
+    """Send a byte whenever nothing arrives for a moment; return what arrived until the broker hung up."""
     line.settimeout(0.01)
     received = b""
     for number in range(len(text)):

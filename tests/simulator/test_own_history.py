@@ -19,7 +19,7 @@ LOAD = "--users 24 --set several_gpus=0 --set pace=short"
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """A run of a day, its figures and the ledger of it."""
+    """A run of a day, its figures and its ledger."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []

@@ -159,7 +159,7 @@ def test_a_cell_that_runs_when_its_device_goes_has_failed_and_the_next_one_comes
 
 
 def test_a_save_that_is_under_way_when_the_device_goes_is_lost() -> None:
-    """The arbiter believes its forecasts, which know nothing of this device yet: it begins a save that takes 6.1 s five seconds before."""
+    """The arbiter trusts its forecasts, which do not know this device yet: it starts a save of 6.1 s five seconds before."""
     gone_ms = lives_ms()
     trace = session("a", gpu_cell(0, 1_000), close_ms=gone_ms + 300_000)
     result = revoked(trace, notice_ms=5_000)

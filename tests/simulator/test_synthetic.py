@@ -218,7 +218,7 @@ def test_a_switch_leaves_the_other_draws_as_they_are(load: Load, changes: set[st
         if session.session_id not in switched:
             continue  # another habit has other sessions
         before, after = drawn(session), drawn(switched[session.session_id])
-        # a session may have more or fewer cells; those that it has both times are the same
+        # a session may have more or fewer cells; the common ones are equal
         differ |= {
             what
             for what, values in before.items()
@@ -318,7 +318,7 @@ def test_a_fifth_of_mixed_users_has_each_habit_and_works_as_in_a_separate_group(
 
 @pytest.mark.parametrize("habit", Habit)
 def test_switches_leave_what_is_drawn_for_a_habit(habit: Habit) -> None:
-    """Lunch, time zones, priorities and errors in what is asked for change what they say, whatever the habit."""
+    """Lunch, time zones, priorities and errors in what is asked for change what they promise, for every habit."""
     plain = {one.session_id: one for one in synthetic_sessions(40, 1, 1, Load(habit=habit))}
     turned = replace(ALL, habit=habit, joint_percent=0, weekends=False, urgent_percent=30)
     if habit in {Habit.NIGHT_JOBS, Habit.MIXED}:

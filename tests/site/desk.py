@@ -1,7 +1,7 @@
 """Where the documentation's snippets are run: one world with simulated GPUs, a program on a share of one, and the files that pages name.
 
-Placeholders of the pages become what is there (`LEASE`, the socket of a service of the machine), and simulations get fewer users.
-Commands of `jupyter gpu` run in this process where no shell is needed: their imports take longer than what most of them do.
+Placeholders of the pages become real values (`LEASE`, the socket of a service of the machine), and simulations get fewer users.
+Commands of `jupyter gpu` run in this process where no shell is needed: their imports take longer than most commands.
 """
 
 import ast
@@ -40,7 +40,7 @@ __all__ = ["Desk", "check_arguments", "open_desk", "says"]
 
 _UNENDING: Final = re.compile(r"--follow|--watch|^jupyter (gpu )?lab\b")
 _SERVES: Final = "is running at"
-"""What a Jupyter server writes when it is there. Other commands without an end have begun with their first line."""
+"""What a Jupyter server prints when it is ready. Other commands without an end have begun with their first line."""
 _ENDED: Final = (0, 130, -signal.SIGINT, -signal.SIGTERM)
 _SHELL: Final = re.compile(r"[|<>$;`]|&&|^(export|eval|cd) |^[A-Z_]+=")
 _SMALLER: Final = (
@@ -220,7 +220,7 @@ class Desk:
             env=self._environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if serves else None,  # a server has its address in its log
+            stderr=subprocess.STDOUT if serves else None,  # a server logs its address
             text=True,
         )
         line = shlex.join(words)

@@ -1,4 +1,4 @@
-"""A real control group with a limit of memory, version 1 or 2 as the machine has it. Making one takes root."""
+"""A real control group with a limit of memory, version 1 or 2 like the machine. Creating one needs root."""
 
 import os
 import secrets

@@ -41,7 +41,7 @@ __all__ = ["DEADLINE_S", "Call", "FakeBroker", "FakeLease"]
 DEADLINE_S = 60.0
 
 
-_KINDS: dict[str, type[Any]] = {  # a client leaves out what has its default: here it is filled in, as a broker does
+_KINDS: dict[str, type[Any]] = {  # clients omit default values; they are filled in here, as by a broker
     "create": LeaseRequest,
     "attach": AttachRequest,
     "acquire": AcquireRequest,

@@ -1,4 +1,4 @@
-"""Where this checkout is, and what a process needs on its PYTHONPATH to import our packages and the tests from it."""
+"""This checkout's folder, and the PYTHONPATH with which a process imports our packages and the tests from it."""
 
 import os
 from pathlib import Path

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 __all__ = ["rob"]
 
-_IP_LOCAL_PORT_RANGE = 51  # Linux 6.3 and newer: which ports the system is to choose from for this socket
+_IP_LOCAL_PORT_RANGE = 51  # Linux 6.3 and newer: the ports from which the system chooses for this socket
 _OPTIONS = ((), (socket.SO_REUSEADDR,), (socket.SO_REUSEPORT,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT))
 
 

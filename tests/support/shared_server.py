@@ -1,4 +1,4 @@
-"""One Jupyter server for many tests: between two of them its world becomes as it was, except for the server's own process."""
+"""One Jupyter server for many tests: between tests its world is reset, except for the server's process."""
 
 import shutil
 from collections.abc import Callable, Iterator

@@ -142,7 +142,7 @@ class Cluster:
         until(lambda: set(self.states().values()) == {"idle"}, "both nodes are idle")
 
     def start_munge(self) -> None:
-        """Start munged, by which all daemons know each other."""
+        """Start munged, which authenticates the daemons."""
         munge = self.folder / "munge"
         munge.mkdir(mode=0o755)
         self.call("mungekey", "--create", f"--keyfile={munge}/key")

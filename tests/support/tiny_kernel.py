@@ -1,4 +1,4 @@
-"""A Jupyter kernel that is not ipykernel: it executes Python, and that is all. Nothing of ours can be loaded into it.
+"""A Jupyter kernel that is not ipykernel: it only executes Python. Our extension cannot be loaded into it.
 
 Run as a program with the connection file as its argument. Its main thread does everything but the heartbeat, so it is deaf, even to a
 shutdown request, while a cell runs or is blocked.

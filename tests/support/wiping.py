@@ -211,7 +211,7 @@ def _paths(world: World, kind: str) -> list[Path]:
 
 
 def _check_put_back(world: World, case: Case) -> None:
-    """What the product needs next time is there again."""
+    """The product's files have been recreated."""
     for kind in ("socket", "second records", "ledger"):
         until(partial(_paths, world, kind), f"{kind} is there after {case}")
 

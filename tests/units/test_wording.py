@@ -1,4 +1,4 @@
-"""The public API (docs/extending.md): golden/public_api.txt has its names and signatures, so that a change of it is seen and meant."""
+"""The public API (docs/extending.md): golden/public_api.txt has its names and signatures, so that changes are seen and intended."""
 
 import enum
 import importlib

@@ -125,7 +125,7 @@ def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
 
 @pytest.fixture(params=["asked", "read"])
 def ports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, listener: socket.socket) -> Ports:
-    """The listener's port; by the system's answers, or by its table as where it does not answer."""
+    """The listener's port, by the system's answers or, as if it did not answer, by its table."""
 
     def refuse(_family: int, _port: int) -> list[tuple[bytes, int]]:
         raise OSError(errno.EPROTONOSUPPORT, "no such protocol")

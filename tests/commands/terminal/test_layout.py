@@ -89,7 +89,7 @@ def test_sentences_with_hostile_names_are_only_text(
     broker: OwnBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert lease_name(a_lease(label="a\x1b[31m")) == r"a\x1b[31m (3f2a9c1b)"
-    label = HOSTILE.replace("\udcff", "")  # no JSON has it
+    label = HOSTILE.replace("\udcff", "")  # not possible in JSON
     broker.add("resident", label=label)
     assert main(["suspend", "--all"]) == 0
     monkeypatch.setitem(broker.fail, "status", NoRoomError(f"no room for {label}"))

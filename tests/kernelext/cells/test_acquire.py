@@ -1,4 +1,4 @@
-"""One ticket for all who wait, withdrawn with the last of them; brokers that break."""
+"""One ticket for all waiting cells, withdrawn with the last one; brokers that break."""
 
 import signal
 import threading

@@ -144,7 +144,7 @@ def test_a_suspend_waits_for_its_own_shells_cell(kernel: RunningKernel, broker: 
     kernel.until_shown(in_main, "Suspends as soon as this cell is over.")
     kernel.finish(kernel.send_with_header("%%cpu\npass", subshell_id=subshell))  # another shell's cell is over
     asked = "[one.join() for one in threading.enumerate() if one.name == 'gpu-after-cell']"
-    asked = f"%%cpu\nimport asyncio\nawait asyncio.sleep(0)\n{asked}"  # what the loop was to call soon, it has called
+    asked = f"%%cpu\nimport asyncio\nawait asyncio.sleep(0)\n{asked}"  # the loop has made its pending calls
     assert kernel.finish(kernel.send_with_header(asked, subshell_id=subshell)).status == "ok"
     assert "suspend" not in broker.routes()
     kernel.send_with_header("%%cpu\ngo_on.set()", subshell_id=subshell)

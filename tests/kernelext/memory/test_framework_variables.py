@@ -44,7 +44,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     others = ("CUPY_GPU_MEMORY_LIMIT", "TF_FORCE_GPU_ALLOW_GROWTH", "XLA_PYTHON_CLIENT_PREALLOCATE")
     for name in (OLD, NEW, CUDA, ANY, *others, *GRANT):
-        monkeypatch.setenv(name, "")  # so that it is put back as it was
+        monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     yield tmp_path
     for name in ("torch", "torch._utils", "jaxlib", "jaxlib.xla_client"):

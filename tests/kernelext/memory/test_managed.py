@@ -342,7 +342,7 @@ def test_an_allocator_that_was_plugged_into_torch_is_not_trusted(
     [
         ("TF_FORCE_UNIFIED_MEMORY", "1", "tensorflow", True),
         ("TF_FORCE_UNIFIED_MEMORY", "0", "jax", False),
-        ("GGML_CUDA_ENABLE_UNIFIED_MEMORY", "0", "llama_cpp", True),  # it looks only whether the variable is there
+        ("GGML_CUDA_ENABLE_UNIFIED_MEMORY", "0", "llama_cpp", True),  # only the variable's presence counts
         ("FLAGS_use_cuda_managed_memory", "True", "paddle", True),
         ("FLAGS_use_cuda_managed_memory", "false", "paddle", False),
     ],

@@ -15,7 +15,7 @@ MIB = 2**20
 TOTAL = 81920 * MIB
 LIMIT = (20480 - CONTEXT_MIB) * MIB
 
-# As torch 2.13 has it: the functions are attributes of the package and of a module in it, and take a device as anything that names one.
+# As in torch 2.13: the functions are attributes of the package and of a module in it, and take a device as anything that names one.
 TORCH = f"""
 class Device:
     def __init__(self, index): self.index = index

@@ -1,4 +1,4 @@
-"""On several devices torch is limited where it is used: no context elsewhere, and the current device stays what it was."""
+"""On several devices torch is limited only where it is used: no context elsewhere, and the current device stays the same."""
 
 import sys
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 """Failpoints in Jupyter servers and kernels: Python imports this at its start where this folder is in PYTHONPATH.
 
-Nothing of it is in what is installed: kernels stay light. Each function below is a point before it and one after it, named by who runs
+It is not installed: kernels stay light. Each function below is a point before it and one after it, named by who runs
 it, such as `kernel.Gate.close.before`. A function that is no longer there is an error at once.
 """
 

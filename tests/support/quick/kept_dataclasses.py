@@ -15,7 +15,7 @@ _FILE = os.path.join(os.path.dirname(__file__), "__pycache__", f"dataclasses-{sy
 
 
 def use() -> None:
-    """Have `dataclasses` take the code from the file where it is there. Does nothing without a file."""
+    """Let `dataclasses` take its code from the file. Does nothing without a file."""
     try:
         with open(_FILE, "rb") as file:  # noqa: PTH123 - as above
             kept: Mapping[str, bytes] = marshal.load(file)  # noqa: S302 - our own
