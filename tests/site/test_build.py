@@ -46,11 +46,11 @@ def test_every_page_is_there_in_a_section_and_from_the_code(site: Path) -> None:
         assert title in first, title
 
 
-@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+@pytest.mark.parametrize(("width", "scheme"), LOOKS if ALL_LOOKS else [(SMALL_PX, "dark")])
 def test_axe_finds_nothing_on_the_pages_and_they_fit_their_window(
     site: Path, browser: Browser, width: int, scheme: str
 ) -> None:
-    """Some pages in each look, which have every kind of element; with ALL_LOOKS each other page in one."""
+    """Pages that have every kind of element, as they look on a phone; with ALL_LOOKS in each look, and each other page in one."""
     opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
     every = sorted(page for page in site.rglob("*.html") if not page.relative_to(site).parts[0].startswith("_"))
     look = LOOKS.index((width, scheme))
@@ -97,8 +97,6 @@ def test_a_link_to_no_heading_ends_the_build(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(build, "GENERATED", {})
     monkeypatch.setattr(build, "SECTIONS", {"All": ("Both.", ("one", "two"))})
     assert build.main([str(tmp_path / "out")]) == 1
-    (docs / "one.md").write_text("# One\n\n[there](two.md#two)\n")
-    assert build.main([str(tmp_path / "out")]) == 0
 
 
 @pytest.mark.parametrize("name", pictures())
