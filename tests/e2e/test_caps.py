@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import websocket
 
+from fractional_gpu.protocol.messages import LeaseRequest
 from tests.support.paths import STRANGER
 from tests.support.world import Notebook, Server, World, until
 
@@ -75,6 +76,8 @@ def used_by_strangers(world: World) -> dict[int, int]:
 def test_a_stranger_is_shown_and_if_the_pool_says_so_ended(world: World) -> None:
     world.configure("c.GPUBroker.pools = {'default': {'strangers': 'show'}}")
     world.start_broker()
+    with world.client() as client:
+        client.create_lease(LeaseRequest(fraction_milli=250))  # without one the broker seldom looks at the device
     argv = [sys.executable, "-P", STRANGER, str(world.simulated_folder), "0", "64"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, env=world.environment) as stranger:
         try:
