@@ -339,7 +339,7 @@ class Changes:
             lease.ticket.after_suspend = lease.ticket.after_suspend or next_cell
 
     def _new_operation(self, lease: Lease, kind: str) -> Operation:
-        """Take a swap channel for the lease, whose generation is already that of the operation."""
+        """Take a swap channel for the lease. The operation has the lease's generation, which has grown already."""
         operation = Operation(self._next_operation, lease.lease_id, kind, lease.generation, self.now_ms)
         self._next_operation += 1
         self.operations[operation.operation_id] = lease.operation = operation

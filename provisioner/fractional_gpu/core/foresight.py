@@ -17,6 +17,7 @@ from fractional_gpu.core.forecasts.outcomes import RESUME
 from fractional_gpu.core.limits import over_limit
 from fractional_gpu.core.model import Foresight, LeaseState, Sign
 from fractional_gpu.core.place import eligible_devices
+from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Expectation, Lease, Stake
 from fractional_gpu.core.suspend import Capacity, is_expected, likelihood_milli, next_cell_in_ms, swap_ms
 from fractional_gpu.core.units import format_memory
@@ -104,174 +105,173 @@ class Expectations:
         self._changes.forget_expectation(lease)
 
 
-class EarlyResumes:
-    """Begins early resumes, and the suspends that make room for them."""
-
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-        self._books = changes.books
-
-    def begin(self) -> None:
-        """Bring expected leases back, the likeliest first, as long as swap channels are free."""
-        books = self._books
-        able = [lease for lease in books.in_state(LeaseState.SUSPENDED) if self._may_come(lease)]
-        if not able:
+def resume_expected(changes: Changes) -> None:
+    """Bring expected leases back, the likeliest first, as long as swap channels are free."""
+    books = changes.books
+    able = [lease for lease in books.in_state(LeaseState.SUSPENDED) if _may_come(books, lease)]
+    if not able:
+        return
+    capacity = Capacity(books)
+    for lease in sorted(able, key=_rank):
+        if not changes.channel_free:
             return
-        capacity = Capacity(books)
-        for lease in sorted(able, key=self._rank):
-            if not self._changes.channel_free:
-                return
-            if self._may_come(lease):
-                self._bring_back(lease, capacity)
-
-    def _rank(self, lease: Lease) -> tuple[int, int, int]:
-        until_ms = lease.expectation.until_ms if lease.expectation is not None else 0
-        return -likelihood_milli(lease), until_ms, lease.number
-
-    def _may_come(self, lease: Lease) -> bool:
-        books, pool = self._books, self._books.policy(lease)
-        if lease.state is not LeaseState.SUSPENDED or pool.foresight is Foresight.OFF:
-            return False
-        if lease.revoked or not is_expected(books, lease) or lease.spec.pool in books.waiting_pools:
-            return False
-        if not books.is_time(lease.retries.resume_after_ms):
-            return False
-        return over_limit(books, lease, lease.milli) is None and self._resume_ms(lease) <= pool.foresight_swap_ms
-
-    def _bring_back(self, lease: Lease, capacity: Capacity) -> None:
-        """Begin the lease's resume, or the first suspend that makes room for it."""
-        books, need_mib = self._books, lease.need_mib
-        devices = tuple(
-            one for one in eligible_devices(books, books.policy(lease), lease) if self._may_stake(one, lease, ())
-        )
-        chosen = capacity.pick_for(lease, devices, need_mib)
-        if chosen is not None:
-            self._stake(lease, chosen, 2 * lease.saved_mib)
-            lease.came_early = True
-            sign = lease.expectation.best if lease.expectation is not None else Sign.OTHER
-            self._changes.resume_early(lease, chosen, "resume.expected", f"a cell is expected ({_SIGNS[sign]})")
-        elif books.policy(lease).foresight is Foresight.DISPLACE and lease.count == 1:
-            self._displace(lease, devices, capacity)
-
-    # -- idle leases that make room ------------------------------------------------------------------------------------
-
-    def _displace(self, lease: Lease, devices: tuple[str, ...], capacity: Capacity) -> None:
-        best: tuple[int, int, str, tuple[Lease, ...]] | None = None
-        choice = capacity.choice(lease, devices, lease.need_mib)
-        saved = likelihood_milli(lease) * self._resume_ms(lease)
-        for device_id in devices:
-            chosen = self._leaving(lease, device_id, capacity)
-            if chosen is None:
-                continue
-            regret = sum(self._regret(victim, lease) for victim in chosen)
-            then_mib = capacity.total_mib(device_id) + sum(victim.held_mib for victim in chosen)
-            rank = regret, choice.fragmentation([(device_id, then_mib)])
-            if regret < saved and (best is None or rank < best[:2]):
-                best = *rank, device_id, chosen
-        if best is None:
-            return
-        *_, device_id, chosen = best
-        victim = chosen[0]  # the next one is looked at again when this one has left
-        self._stake(lease, (device_id,), 2 * victim.host_need_mib)
-        sentence = "idle, and another kernel is expected to need its room sooner"
-        self._changes.begin_suspend(victim, "suspend.expected", sentence, beneficiary=lease)
-
-    def _leaving(self, lease: Lease, device_id: str, capacity: Capacity) -> tuple[Lease, ...] | None:
-        """Return the idle leases of a device that would make room; None where there are not enough, or one of them may not."""
-        books, short_mib = self._books, lease.need_mib - capacity.total_mib(device_id)
-        if short_mib <= 0:
-            return None  # what leaves already suffices: the resume follows
-        stays = {one.lease_id for one in books.devices[device_id].holders.values() if self._stays(one, lease)}
-        host_mib = books.host_left_mib
-        chosen = capacity.victims.choose(device_id, short_mib, lease, stays, host_mib=host_mib)
-        if not chosen or sum(one.host_need_mib for one in chosen) > host_mib:
-            return None
-        return chosen if self._may_stake(device_id, lease, chosen) else None
-
-    def _stays(self, other: Lease, lease: Lease) -> bool:
-        """Return whether another lease makes no room for this one; its pool may be another one, whose device was this one's home before."""
-        books, pool = self._books, self._books.policy(other)
-        if pool.foresight is not Foresight.DISPLACE or self._is_sooner(other, lease):
-            return True
-        return swap_ms(books, other) > books.policy(lease).foresight_swap_ms
-
-    def _is_sooner(self, other: Lease, lease: Lease) -> bool:
-        """Return whether the other lease is expected to run before the expectation of this one lapses."""
-        books = self._books
-        until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
-        return is_expected(books, other) or books.now_ms + next_cell_in_ms(books, other) <= until_ms
-
-    def _regret(self, victim: Lease, lease: Lease) -> int:
-        """Return what the victim is expected to lose: the ms of its swaps times the thousandths of their likelihood."""
-        books = self._books
-        until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
-        milli = books.forecasts.chance_milli(victim.lease_id, books.now_ms, until_ms - books.now_ms)
-        return milli * swap_ms(books, victim)
-
-    # -- bounds --------------------------------------------------------------------------------------------------------
-
-    def _resume_ms(self, lease: Lease) -> int:
-        return self._books.forecasts.swap_ms(RESUME, self._books.kind_of(lease.home_id), lease.saved_mib)
-
-    def _may_stake(self, device_id: str, lease: Lease, victims: tuple[Lease, ...]) -> bool:
-        """Return whether the swaps for the lease stay within what may be moved in vain to and from the device."""
-        device, from_ms = self._books.devices[device_id], self._books.now_ms - _HOUR_MS
-        while device.stakes and device.stakes[0].at_ms <= from_ms:
-            del device.stakes[0]
-        mib = 2 * (lease.saved_mib + sum(victim.host_need_mib for victim in victims))
-        may = sum(stake.mib for stake in device.stakes) + mib <= self._books.policy(lease).foresight_vain_mib
-        if not may and device.stakes:
-            self._books.recheck_at(device.stakes[0].at_ms + _HOUR_MS)
-        return may
-
-    def _stake(self, lease: Lease, device_ids: tuple[str, ...], mib: int) -> None:
-        for device_id in device_ids:
-            self._books.devices[device_id].stakes.append(Stake(lease.lease_id, self._books.now_ms, mib))
+        if _may_come(books, lease):
+            _bring_back(changes, lease, capacity)
 
 
-class HostMemoryRelief:
-    """Begins early resumes while host memory is short.
+def _rank(lease: Lease) -> tuple[int, int, int]:
+    until_ms = lease.expectation.until_ms if lease.expectation is not None else 0
+    return -likelihood_milli(lease), until_ms, lease.number
+
+
+def _may_come(books: Books, lease: Lease) -> bool:
+    pool = books.policy(lease)
+    if lease.state is not LeaseState.SUSPENDED or pool.foresight is Foresight.OFF:
+        return False
+    if lease.revoked or not is_expected(books, lease) or lease.spec.pool in books.waiting_pools:
+        return False
+    if not books.is_time(lease.retries.resume_after_ms):
+        return False
+    return over_limit(books, lease, lease.milli) is None and _resume_ms(books, lease) <= pool.foresight_swap_ms
+
+
+def _bring_back(changes: Changes, lease: Lease, capacity: Capacity) -> None:
+    """Begin the lease's resume, or the first suspend that makes room for it."""
+    books, need_mib = changes.books, lease.need_mib
+    devices = tuple(
+        one for one in eligible_devices(books, books.policy(lease), lease) if _may_stake(books, one, lease, ())
+    )
+    chosen = capacity.pick_for(lease, devices, need_mib)
+    if chosen is not None:
+        _stake(books, lease, chosen, 2 * lease.saved_mib)
+        lease.came_early = True
+        sign = lease.expectation.best if lease.expectation is not None else Sign.OTHER
+        changes.resume_early(lease, chosen, "resume.expected", f"a cell is expected ({_SIGNS[sign]})")
+    elif books.policy(lease).foresight is Foresight.DISPLACE and lease.count == 1:
+        _displace(changes, lease, devices, capacity)
+
+
+# -- idle leases that make room ------------------------------------------------------------------------------------
+
+
+def _displace(changes: Changes, lease: Lease, devices: tuple[str, ...], capacity: Capacity) -> None:
+    books = changes.books
+    best: tuple[int, int, str, tuple[Lease, ...]] | None = None
+    choice = capacity.choice(lease, devices, lease.need_mib)
+    saved = likelihood_milli(lease) * _resume_ms(books, lease)
+    for device_id in devices:
+        chosen = _leaving(books, lease, device_id, capacity)
+        if chosen is None:
+            continue
+        regret = sum(_regret(books, victim, lease) for victim in chosen)
+        then_mib = capacity.total_mib(device_id) + sum(victim.held_mib for victim in chosen)
+        rank = regret, choice.fragmentation([(device_id, then_mib)])
+        if regret < saved and (best is None or rank < best[:2]):
+            best = *rank, device_id, chosen
+    if best is None:
+        return
+    *_, device_id, chosen = best
+    victim = chosen[0]  # the next one is looked at again when this one has left
+    _stake(books, lease, (device_id,), 2 * victim.host_need_mib)
+    sentence = "idle, and another kernel is expected to need its room sooner"
+    changes.begin_suspend(victim, "suspend.expected", sentence, beneficiary=lease)
+
+
+def _leaving(books: Books, lease: Lease, device_id: str, capacity: Capacity) -> tuple[Lease, ...] | None:
+    """Return the idle leases of a device that would make room; None where there are not enough, or one of them may not."""
+    short_mib = lease.need_mib - capacity.total_mib(device_id)
+    if short_mib <= 0:
+        return None  # what leaves already suffices: the resume follows
+    stays = {one.lease_id for one in books.devices[device_id].holders.values() if _stays(books, one, lease)}
+    host_mib = books.host_left_mib
+    chosen = capacity.victims.choose(device_id, short_mib, lease, stays, host_mib=host_mib)
+    if not chosen or sum(one.host_need_mib for one in chosen) > host_mib:
+        return None
+    return chosen if _may_stake(books, device_id, lease, chosen) else None
+
+
+def _stays(books: Books, other: Lease, lease: Lease) -> bool:
+    """Return whether another lease makes no room for this one; its pool may be another one, whose device was this one's home before."""
+    pool = books.policy(other)
+    if pool.foresight is not Foresight.DISPLACE or _is_sooner(books, other, lease):
+        return True
+    return swap_ms(books, other) > books.policy(lease).foresight_swap_ms
+
+
+def _is_sooner(books: Books, other: Lease, lease: Lease) -> bool:
+    """Return whether the other lease is expected to run before the expectation of this one lapses."""
+    until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
+    return is_expected(books, other) or books.now_ms + next_cell_in_ms(books, other) <= until_ms
+
+
+def _regret(books: Books, victim: Lease, lease: Lease) -> int:
+    """Return what the victim is expected to lose: the ms of its swaps times the thousandths of their likelihood."""
+    until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
+    milli = books.forecasts.chance_milli(victim.lease_id, books.now_ms, until_ms - books.now_ms)
+    return milli * swap_ms(books, victim)
+
+
+# -- bounds --------------------------------------------------------------------------------------------------------
+
+
+def _resume_ms(books: Books, lease: Lease) -> int:
+    return books.forecasts.swap_ms(RESUME, books.kind_of(lease.home_id), lease.saved_mib)
+
+
+def _may_stake(books: Books, device_id: str, lease: Lease, victims: tuple[Lease, ...]) -> bool:
+    """Return whether the swaps for the lease stay within what may be moved in vain to and from the device."""
+    device, from_ms = books.devices[device_id], books.now_ms - _HOUR_MS
+    while device.stakes and device.stakes[0].at_ms <= from_ms:
+        del device.stakes[0]
+    mib = 2 * (lease.saved_mib + sum(victim.host_need_mib for victim in victims))
+    may = sum(stake.mib for stake in device.stakes) + mib <= books.policy(lease).foresight_vain_mib
+    if not may and device.stakes:
+        books.recheck_at(device.stakes[0].at_ms + _HOUR_MS)
+    return may
+
+
+def _stake(books: Books, lease: Lease, device_ids: tuple[str, ...], mib: int) -> None:
+    for device_id in device_ids:
+        books.devices[device_id].stakes.append(Stake(lease.lease_id, books.now_ms, mib))
+
+
+def relieve_host_memory(changes: Changes) -> None:
+    """Begin early resumes while host memory is short, swap channels are free and a saved lease fits on a device.
 
     Leases whose own control group is short come first, then the most recently active one, which is likely to run next. A lease that came
     back early is not saved again before host memory allows it.
     """
+    books = changes.books
+    while not books.waiting and changes.channel_free:
+        excess_mib = books.host_saved_mib - books.host_budget_mib
+        if excess_mib > 0:  # leases that are resuming leave host memory soon
+            excess_mib -= sum(lease.saved_mib for lease in books.in_state(LeaseState.RESUMING))
+        if not _begin_relief(changes, excess_mib):
+            return
 
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-        self._books = changes.books
 
-    def relieve(self) -> None:
-        """Begin early resumes while host memory is short, swap channels are free and a saved lease fits on a device."""
-        books = self._books
-        while not books.waiting and self._changes.channel_free:
-            excess_mib = books.host_saved_mib - books.host_budget_mib
-            if excess_mib > 0:  # leases that are resuming leave host memory soon
-                excess_mib -= sum(lease.saved_mib for lease in books.in_state(LeaseState.RESUMING))
-            if not self._begin(excess_mib):
-                return
-
-    def _begin(self, excess_mib: int) -> bool:
-        """Begin one early resume if possible; return whether it began."""
-        books, saved = self._books, self._order(any_lease=excess_mib > 0)
-        if not saved:
-            return False
-        capacity = Capacity(books)
-        for lease in saved:
-            device_ids = capacity.pick_for(lease, eligible_devices(books, books.policy(lease), lease), lease.need_mib)
-            if device_ids is not None and over_limit(books, lease, lease.milli) is None:
-                why = "where its saved state lies" if lease.under_host_pressure else f"by {format_memory(excess_mib)}"
-                sentence = f"host memory is short {why}, and a device has room: it comes back early"
-                self._changes.resume_early(lease, device_ids, "resume.host-memory", sentence)
-                return True
+def _begin_relief(changes: Changes, excess_mib: int) -> bool:
+    """Begin one early resume if possible; return whether it began."""
+    books, saved = changes.books, _saved_in_order(changes.books, any_lease=excess_mib > 0)
+    if not saved:
         return False
+    capacity = Capacity(books)
+    for lease in saved:
+        device_ids = capacity.pick_for(lease, eligible_devices(books, books.policy(lease), lease), lease.need_mib)
+        if device_ids is not None and over_limit(books, lease, lease.milli) is None:
+            why = "where its saved state lies" if lease.under_host_pressure else f"by {format_memory(excess_mib)}"
+            sentence = f"host memory is short {why}, and a device has room: it comes back early"
+            changes.resume_early(lease, device_ids, "resume.host-memory", sentence)
+            return True
+    return False
 
-    def _order(self, *, any_lease: bool) -> list[Lease]:
-        now_ms = self._changes.now_ms
-        saved = [
-            lease
-            for lease in self._books.in_state(LeaseState.SUSPENDED)
-            if (any_lease or lease.under_host_pressure)
-            and lease.retries.resume_after_ms <= now_ms
-            and not lease.revoked
-        ]
-        return sorted(saved, key=lambda lease: (not lease.under_host_pressure, -lease.last_active_ms, lease.lease_id))
+
+def _saved_in_order(books: Books, *, any_lease: bool) -> list[Lease]:
+    saved = [
+        lease
+        for lease in books.in_state(LeaseState.SUSPENDED)
+        if (any_lease or lease.under_host_pressure)
+        and lease.retries.resume_after_ms <= books.now_ms
+        and not lease.revoked
+    ]
+    return sorted(saved, key=lambda lease: (not lease.under_host_pressure, -lease.last_active_ms, lease.lease_id))

@@ -113,7 +113,7 @@ def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
 
 
 def _break_even_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return when holding has cost as much as coming back. Costs are in millionths of the currency an hour."""
+    """Return when the cost of holding reaches the cost of coming back. Costs are in millionths of the currency an hour."""
     wait = pool.wait_price_milli * 1000
     lost = books.forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait)
     hold = pool.hold_price_milli * lease.milli + _LOST_COUNTS * lost

@@ -86,7 +86,7 @@ class Turns:
     1. Leases on their way to another device.
     2. Higher priorities.
     3. Urgent tickets, and older ones for which room is kept.
-    4. Due tickets: leases leave for them, or they have waited for twice as long as their share explains.
+    4. Due tickets: leases leave for them, or they have waited for twice what their share explains.
     5. In a pool that is fair, the one who has had least of its share; otherwise, and among equals, the oldest.
 
     Shares decide only inside a pool: one that is fair takes the turn of its oldest ticket and gives it to the owner, and among the owner's
@@ -206,7 +206,7 @@ class QueuePass:
         The first of these cases that holds:
 
         1. It is on its way to devices where room is kept for it: it arrives, or the move ends.
-        2. Its user or group has as much as it may: idle leases of the same user leave, if it fits then.
+        2. Its user or group is at its limit: idle leases of the same user leave, if it fits then.
         3. Its resume pauses after a failure, or a ticket like it with no larger need has found no room: it waits.
         4. It fits: it is served.
         5. No swap can begin: it waits for a swap channel.

@@ -7,7 +7,7 @@ together. All share the swap channels.
 """
 
 from fractional_gpu.core.changes import Changes
-from fractional_gpu.core.foresight import EarlyResumes, Expectations, HostMemoryRelief
+from fractional_gpu.core.foresight import Expectations, relieve_host_memory, resume_expected
 from fractional_gpu.core.idle import await_idle_suspend, suspend_idle
 from fractional_gpu.core.lifecycle import StartReservations
 from fractional_gpu.core.limits import end_pin
@@ -36,8 +36,6 @@ class Scheduler:
         self.resizer = Resizer(changes)
         self.start_reservations = StartReservations(changes)
         self.expectations = Expectations(changes)
-        self._early_resumes = EarlyResumes(changes)
-        self._relief = HostMemoryRelief(changes)
 
     def serve(self) -> None:
         """Do everything that can be done now."""
@@ -55,8 +53,8 @@ class Scheduler:
         while self.start_reservations.reclaim_lapsed():
             self.start_reservations.file_parked()
             self._serve_tickets()
-        self._relief.relieve()
-        self._early_resumes.begin()
+        relieve_host_memory(self._changes)
+        resume_expected(self._changes)
         relieve_compute(self._changes)
         if suspend_idle(self._changes):
             self._serve_tickets()

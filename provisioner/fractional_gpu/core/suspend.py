@@ -379,7 +379,7 @@ class Capacity:
         return mib
 
     def reachable_mib(self, device_id: str, *, busy: bool) -> int:
-        """Return what there would be if all idle leases left, too, and (`busy`) all busy ones."""
+        """Return the total if all idle leases left, and (`busy`) all busy ones."""
         device, mib = self._books.devices[device_id], self.free_mib(device_id)
         mib += device.mib(OccupancyKind.SUSPENDING) + device.mib(OccupancyKind.IDLE)
         if busy:

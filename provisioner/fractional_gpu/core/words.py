@@ -236,7 +236,7 @@ def display_name(lease: Lease) -> str:
 
 
 def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
-    """Return how many times as long as alone the lease's cell takes, or would take where it waits to go, and next to whom.
+    """Return by what factor neighbours slow down the lease's cell, or would where it waits to go, and who they are.
 
     What each lease was learnt to need while it is busy (`place`) is corrected by what cells took with and without neighbours
     (`forecasts`). For a lease that waits, it is the device that busy leases leave most of, without those that must leave for it.

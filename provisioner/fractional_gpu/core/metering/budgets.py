@@ -37,19 +37,19 @@ class Consequence(StrEnum):
 
 
 class Subject(NamedTuple):
-    """Who has a budget. A hub's user and a user of the machine with the same name are two, each with a budget of their own."""
+    """Who has a budget. A hub's user and a user of the machine with the same name are two, each with a separate budget."""
 
     kind: str  # "user" or "group"
     name: str
     account: str = ""  # of a user: `ACCOUNTS`; empty: of a group, or (of what was added) each of the two users
 
     def includes(self, other: "Subject") -> bool:
-        """Whether what is said of this one is said of the other one, too."""
+        """Whether what holds for this one holds for the other one, too."""
         return self[:2] == other[:2] and self.account in {"", other.account}
 
 
 class WindowKind(StrEnum):
-    """Over which time a budget runs. Days, weeks (from Monday) and months are those of the machine's local time."""
+    """Over which time a budget runs. Days, weeks (from Monday) and months follow the machine's local time."""
 
     DAY = "day"
     WEEK = "week"
@@ -72,7 +72,7 @@ class Budget:
     text: str = ""  # as configured, for people: `40 GPU hours per month`
 
     def subject(self, party: Party) -> Subject | None:
-        """Return whose budget a lease of this party counts for; None: nobody's."""
+        """Return whose budget a lease of this party counts for; None: it counts for no budget."""
         name = party.owner if self.kind == "user" else party.group
         counts = name and self.name in {"*", name} and (not self.pools or party.pool in self.pools)
         if not counts:
@@ -131,7 +131,7 @@ class Spending:
     budgets: tuple[Budget, ...]
     extras: list[Extra] = field(default_factory=list)
     _spent: dict[tuple[int, Subject], dict[int, int]] = field(default_factory=dict)  # by budget's index: by bucket
-    _grid_s: int = 0  # where local hours begin within those of UTC
+    _grid_s: int = 0  # where local hours begin within UTC hours
 
     def add(self, rows: Iterable[UsageRow], now_s: int | None = None) -> None:
         """Count figures. `now_s`: they were counted within the last minute; None: they come from the ledger, by hour."""

@@ -1,6 +1,6 @@
 """What a pool charges: the price of a device hour by the time of the week, and for which time of a lease it is charged.
 
-The price is that of the time at which the device was used: a later change of the pool's price changes no charge of before.
+The price at the time of use counts: a later change of the pool's price changes no earlier charge.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The figures of the meter: what one lease used of one device, or of none, within an hour; and how such figures are added up.
 
-All are integers, and all are sums: the figures of a day, a user or a pool are the sums of those of its hours, exactly.
+All are integers, and all are sums: the hourly figures of a day, a user or a pool add up exactly to its figures.
 
 - Times (`..._ms`) are times of the lease: for one with several devices they are counted once, with its first device.
 - Shares (`..._share`) are those times multiplied by the lease's share, in milli-GPU milliseconds, and counted for each of its devices.
