@@ -40,6 +40,8 @@ def begin(world: World, notebook: Notebook, part: float, *, until_there_is: Path
 
 def await_measured(world: World, notebook: Notebook, part: float) -> None:
     def measured() -> bool:
+        with world.client() as client:
+            client.status(fresh=True)  # the broker looks at the devices at once
         return abs(world.lease(notebook.kernel_id).lease.demand_milli - part * 1000) <= NEAR_MILLI
 
     until(measured, f"the broker has measured that it uses {part} of its device", deadline_s=90)

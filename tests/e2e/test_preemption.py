@@ -85,7 +85,7 @@ def test_a_cell_whose_turn_is_over_says_so_below_itself_and_an_interrupt_there_i
         cell = begin_work(world, works, ends[0])
         other = waits.send(WORK.format(end=str(ends[1])))
         line_with(waits.messages(other), "or when its turn ends, in about")
-        assert world.command("pool", "default", "min_residency=10s").returncode == 0
+        assert world.command("pool", "default", "min_residency=3s").returncode == 0
         world.await_state(works.kernel_id, "suspended")
         assert world.command("pool", "default", "preempt=never").returncode == 0  # the other keeps the GPU
         messages = works.messages(cell)
