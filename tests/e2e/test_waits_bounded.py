@@ -118,17 +118,18 @@ def test_a_kernel_without_a_context_makes_room_after_its_turn_or_when_the_pool_s
     a_pool_may_take_the_room_until_the_cell_uses_it(world, first, second)
 
 
-def look(world: World) -> None:
+def looked(world: World) -> bool:
     """Have the broker look at the device at once; if nothing changes it seldom does."""
     with world.client() as client:
         client.status(fresh=True)
+    return True
 
 
 def its_cell_keeps_its_room_and_the_wait_says_what_to_do(world: World, first: Notebook, second: Notebook) -> None:
     go = world.folder / "keeps"
     cell = first.send(UNTIL.format(go=str(go)))
     until(lambda: world.lease(first.kernel_id).state == "resident", "its cell runs, with room")
-    look(world)
+    looked(world)
     waits = second.send(ALLOCATE)
     lines = (str(message["content"].get("data", {}).get("text/plain", "")) for message in second.messages(waits))
     line = next(line for line in lines if "has not used the GPU, and keeps its room until it ends" in line)
@@ -142,12 +143,12 @@ def a_pool_may_take_the_room_until_the_cell_uses_it(world: World, first: Noteboo
     go, end = world.folder / "go", world.folder / "end"
     cell = first.send(UNTIL.format(go=str(go)) + ALLOCATE + "\n" + UNTIL.format(go=str(end)))
     until(lambda: world.lease(first.kernel_id).state == "resident", "its cell runs, with room")
-    look(world)
+    looked(world)
     wait_of(second, world, first, "a cell that has not used the GPU")
     assert world.lease(first.kernel_id).state == "unarmed"
     go.touch()  # nothing keeps the cell from the GPU: it counts as a stranger there until its ticket is served
     until(
-        lambda: look(world) or world.lease(first.kernel_id).state == "resident",
+        lambda: looked(world) and world.lease(first.kernel_id).state == "resident",
         "it is admitted on the device that it uses",
     )
     assert world.lease(second.kernel_id).state == "suspended"
