@@ -1,8 +1,10 @@
 """`jupyter gpu audit` reads the log: one line for each act, over its files, and as it grows."""
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import pytest
 
 from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.persistence.audit import AuditedAction
+from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.commands.main import main
 from fractional_gpu.host.peers import PeerCredentials
-from tests.broker.live import BECOME_NOBODY
+from tests.broker.live import BECOME_NOBODY, LiveBroker, live_broker
 
 ROOT = Peer(credentials=PeerCredentials(7, 0, 0), token=None, admin=True, acting_for="ada")
 
@@ -65,6 +69,30 @@ def test_nothing_in_the_log_steers_the_terminal(log: Path, capsys: pytest.Captur
     log.write_text(act("evict", "done", target="\x1b[2J\nforged"))
     assert main(["audit", "--file", str(log)]) == 0
     assert '"\\u001b[2J\\nforged"' in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
+    with live_broker() as live:
+        monkeypatch.setenv("JUPYTER_GPU_SOCKET", live.socket)
+        yield live
+
+
+def test_the_broker_says_where_its_log_is(live: LiveBroker, capsys: pytest.CaptureFixture[str]) -> None:
+    with SeatClient(live.socket, acting_for="ada") as client:
+        client.undrain("0")
+    assert main(["audit"]) == 0
+    assert "  undrain 0: done, by root (uid 0, process " in capsys.readouterr().out
+
+
+def test_without_a_broker_it_is_where_the_configuration_says(
+    log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    socket = str(log.parent / "broker.sock")
+    monkeypatch.setenv("JUPYTER_GPU_SOCKET", socket)
+    shutil.copytree(log.parent, make_state_folder(socket), dirs_exist_ok=True)
+    assert main(["audit"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def test_who_may_not_read_it_is_told_who_may(log: Path) -> None:

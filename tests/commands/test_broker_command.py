@@ -1,6 +1,7 @@
 """`jupyter gpu broker`: its command line."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from fractional_gpu.broker.process import app
 from fractional_gpu.broker.process.restarting import BrokerOptions
 from fractional_gpu.commands import broker
+from fractional_gpu.commands.broker import Stopped, _render
 from fractional_gpu.commands.main import main
 from fractional_gpu.config import load
 from tests.broker.live import live_broker
@@ -73,6 +75,14 @@ def test_the_generated_configuration_can_be_used_as_it_is(
     file.write_text(capsys.readouterr().out)
     assert load(file).files == (file,)
     assert ran == []
+
+
+def test_a_stop_tells_of_kernels_only_where_there_are_some() -> None:
+    done = Stopped(socket="/run/b.sock", pid=7, how="orderly", resident=0, suspended=0, waiting=0, restarted=None)
+    assert "live on" not in "\n".join(_render(done))
+    assert "No kernel had memory on a GPU or saved" in "\n".join(_render(done))
+    assert "The kernels live on (1 resident, 0 suspended)" in "\n".join(_render(replace(done, resident=1)))
+    assert "The kernels live on: " in "\n".join(_render(replace(done, resident=None, suspended=None)))
 
 
 def test_the_unit_of_the_examples_runs_a_service_with_options_that_there_are(ran: list[BrokerOptions]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fractional_gpu.commands.kernels import ANY_OFFERS_MILLI
 from fractional_gpu.commands.main import main
@@ -71,6 +72,20 @@ def test_given_fractions_need_no_broker(broker: OwnBroker, tmp_path: Path) -> No
 def config(prefix: Path, name: str) -> Any:  # noqa: ANN401 - JSON
     text = (prefix / "share" / "jupyter" / "kernels" / name / "kernel.json").read_text()
     return json.loads(text)["metadata"]["kernel_provisioner"]["config"]
+
+
+def test_a_simulated_kernelspec_carries_its_devices(
+    pools: OwnBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools.devices = [replace(pools.device, index=0, memory_mib=2048)]
+    assert main(["kernels", "install", "--pool", "default", "--prefix", str(tmp_path)]) == 0
+    assert config(tmp_path, "fractional-gpu-default-250")["simulate"] == "1x2048MiB"
+    monkeypatch.setenv("JUPYTER_GPU_SIMULATE", "2x1GiB")
+    assert main(["kernels", "install", "--fraction", "1/2", "--prefix", str(tmp_path)]) == 0
+    assert config(tmp_path, "fractional-gpu-default-500")["simulate"] == "2x1GiB"
+    monkeypatch.delenv("JUPYTER_GPU_SIMULATE")
+    assert main(["kernels", "install", "--fraction", "1/8", "--prefix", str(tmp_path)]) == 0
+    assert "simulate" not in config(tmp_path, "fractional-gpu-default-125")
 
 
 def test_a_bad_fraction_is_wrong_usage_and_installs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,6 +158,12 @@ def test_one_device_is_named_or_all_are_meant(arguments: list[str], capsys: pyte
     assert "name one GPU, for example 0, or say --all" in capsys.readouterr().err
 
 
+def test_whoever_waits_returns_when_the_device_is_empty(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
+    broker.devices = [replace(broker.device, reserved_mib=mib) for mib in (512, 0)]
+    assert main(["drain", "0", "--wait", "1h"]) == 0
+    assert capsys.readouterr().out == "GPU 0 (H100): draining, no kernel holds memory there\n"
+
+
 def test_whoever_waits_in_vain_is_told_and_the_code_says_so(
     broker: OwnBroker, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,13 @@ def test_a_wrong_argument_is_named(arguments: list[str], complaint: str, capsys:
     assert complaint in capsys.readouterr().err
 
 
+def test_without_a_log_it_is_said_where_one_may_be(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in log.parent.iterdir():
+        file.unlink()
+    assert main(["logs"]) == 1
+    assert "journalctl" in capsys.readouterr().err
+
+
 def test_entries_that_come_are_followed_over_a_rotation_and_a_deletion(log: Path) -> None:
     def happens() -> Iterator[None]:
         with log.open("a") as file:

@@ -140,3 +140,17 @@ sys.exit(main.main(["demo", "--check"]))
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert said.returncode == 1, said.stderr
     assert said.stderr == "jupyter gpu: this needs nbclient and nbformat: pip install 'jupyter-fractional-gpu[lab]'\n"
+
+
+def test_an_unknown_command_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["statsu"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert (
+        "there is no command 'statsu'; did you mean `jupyter gpu status`? choose from demo, lab, run, measure, status"
+        in said
+    )
+    with pytest.raises(SystemExit):
+        main(["frobnicate"])
+    assert "there is no command 'frobnicate'; choose from demo" in capsys.readouterr().err

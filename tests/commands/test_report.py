@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from fractional_gpu.commands.main import main
+from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Share, ShareDay
 from fractional_gpu.core.metering.usage import FIGURES, SHARE_HOUR, Party, Usage, UsageKey, UsageRow
 from fractional_gpu.reports.rows_file import FORMAT, VERSION
 from tests.broker.live import LiveBroker, live_broker
@@ -215,6 +217,18 @@ def live() -> Any:  # noqa: ANN401 - a context manager's value
         yield live
 
 
+def test_the_broker_and_a_file_of_the_same_rows_give_the_same_report(
+    live: LiveBroker, usage: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time = ("--since", "2026-11-24T06:00Z", "--until", "2026-11-26T07:00Z", "--by", "user,day", "--pool", "large")
+    of_broker = json.loads(said("--socket", live.socket, "--json", *time))
+    of_file = json.loads(said("--from", usage, "--json", *time))
+    assert of_broker.pop("devices").keys() == live.broker.devices.keys()
+    of_file.pop("devices")
+    assert of_broker == of_file
+
+
 @pytest.fixture
 def broker_in_utc(monkeypatch: pytest.MonkeyPatch, live: LiveBroker) -> Iterator[LiveBroker]:
     monkeypatch.setenv("TZ", "UTC")
@@ -243,6 +257,35 @@ def test_days_and_months_of_chargeback_rows_are_those_of_the_broker_wherever_the
     assert {(one["BillingPeriodStart"], one["BillingPeriodEnd"]) for one in found} == {
         ("2026-11-01T00:00:00Z", "2026-12-01T00:00:00Z")
     }
+
+
+def test_notebooks_for_which_another_share_is_suggested_are_listed_below_the_table(
+    live: LiveBroker, said: Said
+) -> None:
+    today, whole = int(time.time()) // 86_400, Share(1000, 1024)
+    me = pwd.getpwuid(os.getuid()).pw_name
+
+    async def work() -> None:
+        for owner in (me, "other"):
+            key = HabitKey("default", owner, False, HabitKind.NOTEBOOK, "train.ipynb")
+            for ago in range(10):
+                one = ShareDay(today - ago, whole, 100, 3_600_000, 1_800_000, 5, {2: 1_800_000})
+                live.broker.habits.recorder.load(key, one)
+
+    live.on_loop(work)
+    text = said("--socket", live.socket, "--by", "notebook", "--user", me)
+    assert "Advice on shares" in text
+    assert "1/8 GPU" in text
+    assert "would have been short of memory on 0 of 10 days" in " ".join(text.split())
+    (advice,) = json.loads(said("--socket", live.socket, "--json", "--by", "notebook", "--user", me))["advice"]
+    assert (advice["notebook"], advice["figures"]["verdict"], advice["figures"]["risk"]["share"][0]) == (
+        "train.ipynb",
+        "smaller",
+        125,
+    )
+    assert "Advice" not in said("--socket", live.socket, "--by", "user"), (
+        "notebooks' names are shown where they are asked for"
+    )
 
 
 def test_without_a_broker_it_says_what_to_do(tmp_path: Path, said: Said) -> None:

@@ -67,6 +67,12 @@ def test_all_means_those_that_can_be_moved(broker: OwnBroker, capsys: pytest.Cap
     assert states == ["resident", "resident", "unarmed"]
 
 
+def test_nothing_to_move_is_said_and_is_no_failure(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
+    broker.add("resident")
+    assert main(["resume", "--all"]) == 0
+    assert capsys.readouterr().out == "There is nothing to resume.\n"
+
+
 def test_a_refusal_is_told_and_the_others_are_moved_all_the_same(
     broker: OwnBroker, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,3 +119,34 @@ def test_a_link_in_the_place_of_a_folder_is_left_alone(world: World) -> None:
     assert (precious / "broker.log").read_text() == "mine"
     assert stat.S_ISLNK((world.folder / "run" / "gpu").lstat().st_mode)
     (world.folder / "run" / "gpu").unlink()
+
+
+@pytest.mark.parametrize(
+    ("installer", "prefix", "command"),
+    [
+        ("pip\n", "/opt/venv", "-m pip uninstall jupyter-fractional-gpu"),
+        ("", "/opt/venv", "-m pip uninstall jupyter-fractional-gpu"),
+        ("uv", "/home/ada/.local/share/uv/tools/jupyter-fractional-gpu", "uv tool uninstall jupyter-fractional-gpu"),
+        ("uv", "/opt/venv", "uv pip uninstall --python"),
+        ("pip", "/home/ada/.local/pipx/venvs/jupyter-fractional-gpu", "pipx uninstall jupyter-fractional-gpu"),
+        ("conda", "/opt/conda/envs/a", "conda remove --prefix /opt/conda/envs/a jupyter-fractional-gpu"),
+    ],
+)
+def test_the_package_is_removed_by_what_installed_it(
+    installer: str, prefix: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.prefix", prefix)
+    with patch.object(uninstall, "distribution") as found:
+        found.return_value.read_text.return_value = installer
+        assert command in uninstall.package_command()
+
+
+@pytest.mark.parametrize(("answer", "goes"), [("y", True), ("Yes ", True), ("", False), ("n", False)])
+def test_it_asks_first(world: World, answer: str, *, goes: bool) -> None:
+    world.install(250)
+    with patch("sys.stdin") as stdin, patch("builtins.input", return_value=answer):
+        stdin.isatty.return_value = True
+        said = world.command("uninstall")
+    assert said.returncode == 0, said.stderr
+    assert bool(list(world.kernels_dir.iterdir())) is not goes
+    assert ("Nothing was removed." in said.stdout) is not goes

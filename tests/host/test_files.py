@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker.process.restarting import BrokerOptions, write_restart_files
-from fractional_gpu.client.seat import Seat, write_seat
+from fractional_gpu.client.seat import Seat, read_seat, write_seat
 from fractional_gpu.host.files import open_own, replace_file
 from fractional_gpu.jupyter.kernel_record import RecordFile, unlocked_records
 
@@ -210,3 +210,8 @@ def test_a_file_of_ours_is_made_private_and_opened_again(tmp_path: Path) -> None
         descriptor = open_own(tmp_path / "file", os.O_RDWR | os.O_CREAT)
         assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
         os.close(descriptor)
+
+
+def test_a_seat_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_one_seat(tmp_path / "seat.json")
+    assert read_seat(str(tmp_path / "seat.json")).seat_id == "s-2"

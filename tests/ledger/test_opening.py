@@ -210,3 +210,9 @@ def test_a_log_without_its_ledger_names_the_command_that_sets_it_aside(tmp_path:
     subprocess.run(str(caught.value).split("`")[1], shell=True, check=True)  # noqa: S602 - as a person would
     Ledger.open(path).close()
     assert path.with_name("ledger.sqlite.damaged-wal").read_bytes() == b"log"
+
+
+def test_an_empty_file_is_refused_not_filled(path: Path) -> None:
+    path.parent.mkdir()
+    path.touch()
+    _assert_refused_untouched(path, r"is empty \(zero bytes\); it is unchanged: put a backup")

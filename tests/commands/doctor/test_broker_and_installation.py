@@ -15,6 +15,7 @@ from fractional_gpu.commands.doctor.setup import (
     check_broker,
     check_ledgers,
     check_settings,
+    check_simulation,
     check_versions,
     forecast_findings,
     inherited_findings,
@@ -157,6 +158,12 @@ def test_an_installation_that_jupyter_does_not_see_is_an_error(monkeypatch: pyte
     assert (provisioner.check, provisioner.severity) == ("provisioner", Severity.ERROR)
 
 
+def test_simulation_is_said_and_a_bad_wish_is_an_error() -> None:
+    assert list(check_simulation(None)) == []
+    assert "2 GiB, 2 GiB" in the(list(check_simulation("2x2GiB"))).finding
+    assert the(list(check_simulation("two"))).severity is Severity.ERROR
+
+
 def memory(monkeypatch: pytest.MonkeyPatch, system_mib: int, here_mib: int, *devices: DeviceInfo) -> list[Finding]:
     monkeypatch.setattr(memory_checks, "system_headroom", lambda **_: Headroom(system_mib, "the system's memory"))
     monkeypatch.setattr(LimitReader, "headroom", lambda *_: Headroom(here_mib, "the memory limit of a group"))
@@ -167,3 +174,8 @@ def test_less_host_memory_than_device_memory_is_a_warning(monkeypatch: pytest.Mo
     host, group = memory(monkeypatch, 2000, 2000, device(1500), device(1500))
     assert (host.severity, group.severity) == (Severity.WARNING, Severity.OK)
     assert "2.9 GiB" in host.finding
+
+
+def test_a_control_group_smaller_than_a_device_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory(monkeypatch, 2000, 1000, device(1500))[1].severity is Severity.WARNING
+    assert memory(monkeypatch, 2000, 1700, device(1500))[1].severity is Severity.NOTE

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from fractional_gpu.commands.doctor.machine import check_claims, claim_and_try, findings_of
 from fractional_gpu.commands.doctor.report import Severity
 from fractional_gpu.gpu.checkpoint_trial import TrialResult
-from fractional_gpu.gpu.interface import GPUErrorCode
+from fractional_gpu.gpu.interface import DeviceUse, GPUErrorCode
 from fractional_gpu.gpu.probe_process import MEMORY_MIB
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
@@ -81,6 +82,28 @@ def test_without_a_device_that_can_nothing_is_tried(host: Path, monitor: Simulat
     with closing(Store(host)) as store:
         store.configure(checkpointable=0)
     assert attempt(host, monitor).not_tried == "no device can be checkpointed"
+
+
+class BlindMonitor(SimulatedMonitor):
+    """Counts processes by other numbers than ours, as NVML does in some containers."""
+
+    def use(self, device_id: str) -> DeviceUse:
+        seen = super().use(device_id)
+        return replace(seen, processes=())
+
+
+def test_a_driver_that_counts_by_other_process_ids_is_a_warning(host: Path) -> None:
+    with closing(BlindMonitor(host)) as blind:
+        tried, counted = findings_of(attempt(host, blind), kind="nvidia")
+    assert (tried.severity, counted.severity) == (Severity.OK, Severity.WARNING)
+    assert "--pid=host" in counted.advice
+
+
+def test_memory_that_stays_on_the_device_is_a_warning() -> None:
+    phases = dict.fromkeys(("lock", "checkpoint", "restore", "unlock"), 1000)
+    _, counted = findings_of(TrialResult(phases_us=phases, before_mib=500, left_mib=9), kind="nvidia")
+    assert counted.severity is Severity.WARNING
+    assert "9 MiB" in counted.finding
 
 
 def test_a_device_of_another_ones_broker_is_a_warning(monitor: SimulatedMonitor) -> None:

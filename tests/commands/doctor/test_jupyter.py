@@ -61,6 +61,12 @@ def test_a_shadowed_kernelspec_is_a_warning(specs: Path, monkeypatch: pytest.Mon
     assert str(tmp_path / "first") in finding.finding
 
 
+def test_a_kernelspec_without_a_command_is_an_error(specs: Path) -> None:
+    set_up(specs, 250)
+    change_argv(specs, "fractional-gpu-default-250-plain", [])
+    assert the(list(check_kernelspecs(None))).severity is Severity.ERROR
+
+
 def test_an_interpreter_without_the_extension_is_an_error_once(specs: Path, tmp_path: Path) -> None:
     set_up(specs, 250, 500)
     python = tmp_path / "python"
@@ -167,3 +173,9 @@ def test_a_running_server_with_a_culler_and_a_hubs_culler_are_found(proc: Path, 
     assert len(found) == 2
     assert found[0].startswith("process 10: MappingKernelManager.cull_idle_timeout is 300")
     assert found[1].startswith("process 11 is an idle culler of a hub")
+
+
+def test_a_hubs_user_is_told_that_the_hubs_culler_cannot_be_seen(proc: Path, tmp_path: Path) -> None:
+    found = the(cullers(proc, tmp_path, JUPYTERHUB_SERVICE_PREFIX="/user/ann/"))
+    assert found.severity is Severity.NOTE
+    assert "administrator" in found.advice

@@ -7,7 +7,7 @@ import pytest
 from fractional_gpu.commands.doctor.machine import check_nvidia, check_pools, mps_processes
 from fractional_gpu.commands.doctor.report import Finding, Severity
 from fractional_gpu.config import Settings, load
-from tests.gpu_nvidia.fake_nvml import NOT_SUPPORTED, FakeGPU, FakeNVML
+from tests.gpu_nvidia.fake_nvml import FUNCTION_NOT_FOUND, NOT_SUPPORTED, FakeGPU, FakeNVML
 
 LIBRARY_NOT_FOUND = 12
 
@@ -128,6 +128,19 @@ def test_mig_is_a_warning(proc: Path) -> None:
     assert found.severity is Severity.WARNING
     assert "MIG 1g.10gb" in found.finding
     assert "MIG instance, on which the driver cannot checkpoint" in found.finding
+
+
+def test_the_level_of_cuda_is_asked_for_in_each_way_there_is(proc: Path) -> None:
+    nvml = DoctorsNVML(FakeGPU())
+    nvml.fails["nvmlSystemGetCudaDriverVersion_v2"] = FUNCTION_NOT_FOUND
+    nvml.older_level = 12090
+    assert of(look(nvml, proc), "driver").finding == "580.65.06, CUDA 12.9"
+    nvml.fails["nvmlSystemGetCudaDriverVersion"] = 999
+    assert of(look(nvml, proc, level=13010), "driver").finding == "580.65.06, CUDA 13.1", "the driver's own library"
+    assert of(look(nvml, proc), "driver").finding == "580.65.06", "the driver's version alone"
+    assert of(look(FakeNVML(FakeGPU()), proc), "driver").finding == "580.65.06"
+    old = of(look(DoctorsNVML(FakeGPU(), version="550.90.07"), proc), "driver").finding
+    assert old.endswith("(now 550.90.07, CUDA 13.0)")
 
 
 def pools(tmp_path: Path, **keys: str) -> Settings:

@@ -64,6 +64,10 @@ def test_swap_that_is_used_early_makes_resumes_wait(proc: Path, swappiness: str 
     assert "vm.swappiness=1" in found.advice
 
 
+def test_swap_as_a_cushion_only_is_fine(proc: Path) -> None:
+    assert memory(proc, 8192, 8192, "1").severity is Severity.OK
+
+
 def test_a_broker_that_may_not_is_named_with_what_to_do(proc: Path) -> None:
     (found,) = check_oom(None, proc=proc)
     assert found.severity is Severity.NOTE
@@ -86,3 +90,10 @@ def test_a_group_that_is_killed_as_a_whole_is_a_warning(proc: Path, value: str, 
     found = [one for one in check_oom(BROKER, proc=proc) if one.check == "oom-group"]
     assert [one.severity for one in found] == [Severity.WARNING] * said
     assert all("singleProcessOOMKill" in one.advice for one in found)
+
+
+@pytest.mark.parametrize("name", ["earlyoom", "systemd-oomd", "nohang"])
+def test_another_killer_is_named(proc: Path, name: str) -> None:
+    process(proc, 60, name)
+    found = [one for one in check_oom(BROKER, proc=proc) if name in one.finding]
+    assert [one.severity for one in found] == [Severity.NOTE]

@@ -1,10 +1,11 @@
 """How findings are reported: sentences with their intervals, JSON that any reader takes, and a picture."""
 
+import json
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from fractional_gpu.commands.measuring.measure import cost_text, picture, sentences, slower
+from fractional_gpu.commands.measuring.measure import as_json, cost_text, figures, picture, sentences, slower
 from fractional_gpu.commands.measuring.study import Finding, Setting
 from fractional_gpu.stats import Estimate
 
@@ -75,6 +76,17 @@ def test_the_smallest_share_that_suffices_is_named_and_what_is_not_known_of_smal
     assert said[4] == (
         "1/4 suffices (at most 10 % slower than alone), also on a full device. Whether 1/8 does cannot be said."
     )
+
+
+def test_the_json_has_every_setting_and_no_number_that_json_lacks() -> None:
+    text = as_json([ALONE, found(250, 1.03, 1.01, 1.05), UNKNOWN], 1.1, {"pool": "default"})
+    content = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert content["suffices_milli"] == 250
+    assert [one["unit_s"] for one in content["settings"]] == [0.05, pytest.approx(0.0515), None]
+
+
+def test_the_table_has_a_line_for_what_was_measured() -> None:
+    assert len(figures([ALONE, found(250, 1.03, 1.01, 1.05), UNKNOWN])) == 3
 
 
 def test_the_picture_is_well_formed_and_needs_something_measured_alone() -> None:

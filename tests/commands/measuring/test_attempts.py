@@ -13,7 +13,7 @@ from fractional_gpu.commands.measuring import measure as measure_module
 from fractional_gpu.commands.measuring.measure import Measurement, Plan
 from fractional_gpu.commands.measuring.study import LEAST_ROUNDS, Sample, Setting
 from fractional_gpu.commands.measuring.tenants import DisturbedError, NoSpareRoomError, TenantError
-from fractional_gpu.commands.terminal.text import CommandError
+from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.protocol.errors import NoRoomError
 from fractional_gpu.protocol.status import HostStatus
 from tests.commands.pictures import a_host
@@ -134,3 +134,11 @@ def test_the_shares_are_those_on_offer_or_asked_for(
     world = cast("BrokerClient", World(lambda *_: None, offered))
     study = Measurement(plan, world, tmp_path, lambda _: None).study
     assert {one.fraction_milli for one in study.settings} == fractions
+
+
+def test_a_share_that_is_not_on_offer_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    world = cast("BrokerClient", World(lambda *_: None))
+    with pytest.raises(
+        UsageError, match=r"--fractions has 1/5, but pool 'default' offers 1, 1/2, 1/4; choose of these"
+    ):
+        Measurement(replace(PLAN, fractions_milli=[250, 200]), world, tmp_path, lambda _: None)

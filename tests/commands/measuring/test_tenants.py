@@ -8,7 +8,7 @@ from msgspec import structs
 
 from fractional_gpu.commands.measuring.tenants import Tenant, disturbance, leases_to_suspend, no_spare_room, others_work
 from fractional_gpu.jupyter.kernel_lease import KernelLease
-from fractional_gpu.protocol.status import HostStatus, LeaseStatus
+from fractional_gpu.protocol.status import HostStatus, LeaseStatus, Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
 from tests.support.statuses import changed
 
@@ -65,6 +65,14 @@ def test_other_leases_disturb_when_they_wait(tenant: Tenant, changes: dict[str, 
     assert disturbance(host(OURS, changed(LEASE, **changes)), [tenant], "gpu-0", "default") == said
 
 
+def test_a_device_that_is_lost_disturbs(tenant: Tenant) -> None:
+    assert disturbance(host(OURS, lost=True), [tenant], "gpu-0", "default") == "the device was lost"
+    assert disturbance(host(OURS, device_id="gpu-1"), [tenant], "gpu-0", "default") == "the device was lost"
+
+
+STRANGER = Stranger(pid=7, user="eve", used_mib=5)
+
+
 @pytest.mark.parametrize(
     ("changes", "used_milli", "neighbours", "said"),
     [
@@ -84,6 +92,11 @@ def test_others_disturb_when_they_work_as_the_device_counts_or_else_as_their_cel
 ) -> None:
     status = host(OURS, changed(LEASE, **changes))
     assert others_work(status, [tenant], "gpu-0", used_milli, neighbours) == said
+
+
+def test_a_process_without_a_lease_is_named_where_no_lease_can_have_worked(tenant: Tenant) -> None:
+    said = others_work(host(OURS, strangers=[STRANGER]), [tenant], "gpu-0", 300)
+    assert said == "a process without a lease worked on the device"
 
 
 def test_a_tenant_that_left_its_device_disturbs(tenant: Tenant) -> None:
