@@ -129,7 +129,7 @@ class StartReservations:
         self._changes.withdraw_ticket(lease)  # of one that waited to grow
         self._books.set_reservation(lease, ())
         # Else its owner's next lease, which has used nothing either, would be served first, again and again.
-        self._books.accounts.fall_behind(lease, self._books.now_ms)
+        self._books.accounts.fall_behind(lease)
         self._changes.change_state(
             lease,
             Cause.LAPSED,

@@ -34,7 +34,6 @@ from fractional_gpu.core.place import (
     room_milli,
     spreads,
 )
-from fractional_gpu.core.state.accounts import lease_time_ms, owner_time_ms
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Lease, OccupancyKind, Reason
 from fractional_gpu.core.units import format_memory
@@ -159,11 +158,10 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
     """Return the virtual time of the first by which the two compare, the milli-GPU it grows by, and the weight that divides them."""
-    now_ms = books.now_ms
     if lease.spec.owner == other.spec.owner:
-        return lease_time_ms(lease, now_ms), lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
+        return lease.time_ms, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)
-    return owner_time_ms(account, now_ms), account.busy_milli, max(1, account.weight)
+    return account.time_ms, account.busy_milli, account.weight
 
 
 # -- when the next cell comes ------------------------------------------------------------------------------------------

@@ -11,13 +11,12 @@ Accounts of owners without leases are kept for as long as they differ from an em
 
 from collections.abc import Callable
 
-from fractional_gpu.core.model import LeaseSpec, LeaseState
-from fractional_gpu.core.state.leases import Account, Lease
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.state.leases import UNIT, Account, Lease
 
 _MOST_FORMER = 4096
 _DAY_MS = 86_400_000
 _PAUSE_MS = 10_000
-_UNIT = 100  # the usual weight
 
 
 class Accounts:
@@ -60,7 +59,6 @@ class Accounts:
             if not group.leases:
                 del self._groups[spec.pool, spec.group]
         if not owner.leases:
-            _settle(owner, now_ms)
             self._forget_former(now_ms)
 
     def _forget_former(self, now_ms: int) -> None:
@@ -72,19 +70,21 @@ class Accounts:
 
     def _equals_empty(self, pool: str, account: Account, now_ms: int) -> bool:
         is_pinned = account.pinned_ms and now_ms - account.pinned_at_ms < _DAY_MS  # a budget is back after a day
-        return not is_pinned and _virtual_ms(account.usage, account.weight) <= self._floors.get(pool, 0)
-
-    def resize(self, lease: Lease, spec: LeaseSpec, now_ms: int) -> None:
-        """Give the lease another size."""
-        _settle(self.of(lease), now_ms)
-        _settle_lease(lease, now_ms)
-        lease.spec = spec
+        return not is_pinned and account.time_ms <= self._floors.get(pool, 0)
 
     # -- shares ----------------------------------------------------------------------------------------------------------
 
-    def share(self, lease: Lease, now_ms: int) -> tuple[int, int]:
+    def advance(self, passed_ms: int) -> None:
+        """Let time pass."""
+        for account in self._owners.values():
+            for lease in account.contenders.values():
+                if lease.meter.is_running:
+                    account.usage += lease.milli * passed_ms
+                    lease.meter.usage += lease.milli * passed_ms
+
+    def share(self, lease: Lease) -> tuple[int, int]:
         """Return the virtual time of the lease's owner and its own."""
-        return owner_time_ms(self.of(lease), now_ms), lease_time_ms(lease, now_ms)
+        return self.of(lease).time_ms, lease.time_ms
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
         """Return the sums of the weights of the owners that contend in the lease's pool, and of its owner's leases that do.
@@ -111,21 +111,17 @@ class Accounts:
         account = self.of(lease)
         if contends and lease.lease_id not in account.contenders:
             self._start_contending(lease, account, now_ms)
-        if metered != lease.meter.is_running:
-            _settle(account, now_ms)
-            _settle_lease(lease, now_ms)
-            lease.meter.is_running, lease.meter.as_of_ms = metered, now_ms
+        lease.meter.is_running = metered
         if not contends and lease.lease_id in account.contenders:
             self._stop_contending(lease, account, now_ms)
 
-    def fall_behind(self, lease: Lease, now_ms: int) -> None:
+    def fall_behind(self, lease: Lease) -> None:
         """Put the lease's owner behind all others that contend in the pool: it had its turn, and no process came."""
         if not self._shares_by_time(lease):
             return
         account = self.of(lease)
         others = (one for one in self._contending(lease.spec.pool) if one is not account)
-        last_ms = max((owner_time_ms(one, now_ms) for one in others), default=-1)
-        _settle(account, now_ms)
+        last_ms = max((one.time_ms for one in others), default=-1)
         account.usage = max(account.usage, _usage(last_ms + 1, account.weight))
 
     def _contending(self, pool: str) -> list[Account]:
@@ -134,36 +130,34 @@ class Accounts:
 
     def _start_contending(self, lease: Lease, account: Account, now_ms: int) -> None:
         if not account.contenders:
-            _settle(account, now_ms)
-            floor = self._raise_floor(lease.spec.pool, now_ms)
+            floor = self._raise_floor(lease.spec.pool)
             if _was_absent(account.idle_since_ms, now_ms):
                 account.usage = max(account.usage, _usage(floor, account.weight))
         # The same among the owner's own leases: a lease that was absent starts at the least virtual time of the others.
-        self._raise_own_floor(account, now_ms)
+        self._raise_own_floor(account)
         if _was_absent(lease.meter.idle_since_ms, now_ms):
             lease.meter.usage = max(lease.meter.usage, _usage(account.floor, lease.spec.weight))
         account.contenders[lease.lease_id] = lease
 
     def _stop_contending(self, lease: Lease, account: Account, now_ms: int) -> None:
-        self._raise_own_floor(account, now_ms)
+        self._raise_own_floor(account)
         lease.meter.idle_since_ms = now_ms
         if len(account.contenders) == 1:
-            _settle(account, now_ms)
             account.idle_since_ms = now_ms
-            self._raise_floor(lease.spec.pool, now_ms)
+            self._raise_floor(lease.spec.pool)
         del account.contenders[lease.lease_id]
 
-    def _raise_floor(self, pool: str, now_ms: int) -> int:
+    def _raise_floor(self, pool: str) -> int:
         """Raise the floor of a pool's owners to the least virtual time of those that contend, and return it.
 
         It never falls: else an owner could gain by pausing while others pause.
         """
-        least_ms = min((owner_time_ms(account, now_ms) for account in self._contending(pool)), default=0)
+        least_ms = min((account.time_ms for account in self._contending(pool)), default=0)
         self._floors[pool] = max(self._floors.get(pool, 0), least_ms)
         return self._floors[pool]
 
-    def _raise_own_floor(self, account: Account, now_ms: int) -> None:
-        others = [lease_time_ms(other, now_ms) for other in account.contenders.values()]
+    def _raise_own_floor(self, account: Account) -> None:
+        others = [other.time_ms for other in account.contenders.values()]
         account.floor = max(account.floor, min(others, default=0))
 
 
@@ -171,35 +165,6 @@ def _was_absent(since_ms: int | None, now_ms: int) -> bool:
     return since_ms is None or now_ms - since_ms > _PAUSE_MS
 
 
-def _virtual_ms(usage: int, weight: int) -> int:
-    """Return the virtual time of a usage in milli-GPU milliseconds."""
-    return usage * _UNIT // max(1, weight)
-
-
 def _usage(virtual_ms: int, weight: int) -> int:
     """Return the least usage whose virtual time is this."""
-    return -(-virtual_ms * max(1, weight) // _UNIT)
-
-
-def owner_time_ms(account: Account, now_ms: int) -> int:
-    """Return the virtual time of an owner, by which the leases of different owners compare."""
-    usage = account.usage + account.busy_milli * max(0, now_ms - account.usage_as_of_ms)
-    return _virtual_ms(usage, account.weight)
-
-
-def lease_time_ms(lease: Lease, now_ms: int) -> int:
-    """Return the virtual time of a lease, by which it compares with others of its owner."""
-    meter = lease.meter
-    usage = meter.usage + (lease.milli * max(0, now_ms - meter.as_of_ms) if meter.is_running else 0)
-    return _virtual_ms(usage, lease.spec.weight)
-
-
-def _settle(account: Account, now_ms: int) -> None:
-    account.usage += account.busy_milli * max(0, now_ms - account.usage_as_of_ms)
-    account.usage_as_of_ms = now_ms
-
-
-def _settle_lease(lease: Lease, now_ms: int) -> None:
-    if lease.meter.is_running:
-        lease.meter.usage += lease.milli * (now_ms - lease.meter.as_of_ms)
-        lease.meter.as_of_ms = now_ms
+    return -(-virtual_ms * max(1, weight) // UNIT)

@@ -170,7 +170,7 @@ class Books:
 
     def resize(self, lease: Lease, spec: LeaseSpec) -> None:
         """Give a lease another size; what it holds does not change."""
-        self.accounts.resize(lease, spec, self.now_ms)
+        lease.spec = spec
         lease.size_mib = self.reserve_mib(lease, spec)
         self.refresh(lease)
 
@@ -222,7 +222,10 @@ class Books:
     def advance(self, now_ms: int) -> None:
         """Let time pass. Nothing has changed since the last event, so what lasts is added up here."""
         passed_ms, self.now_ms = now_ms - self.now_ms, now_ms
-        for lease in self.in_state(LeaseState.RESIDENT) if passed_ms else ():
+        if not passed_ms:
+            return
+        self.accounts.advance(passed_ms)
+        for lease in self.in_state(LeaseState.RESIDENT):
             if lease.occupancy is OccupancyKind.BUSY:
                 lease.worked_ms += passed_ms
             else:
@@ -254,7 +257,7 @@ class Books:
 
     def share(self, lease: Lease) -> tuple[int, int]:
         """Return the virtual time of the lease's owner and its own."""
-        return self.accounts.share(lease, self.now_ms)
+        return self.accounts.share(lease)
 
     # -- pools and devices -----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ HOST_MARGIN_PARTS = 16
 """One part in so many of its use is added to that."""
 _FIRST_PAUSE_MS = 1_000
 _MOST_DOUBLINGS = 16
+UNIT = 100  # the usual weight
 _RESTING_PARTS = 4  # kernels that idle between cells are busy about a quarter of the time, in published traces
 _FULL_MILLI = 900  # thousandths of a device that its busy leases use together when they leave none, about
 _SAME_TIME_MILLI = 1050  # what samples of all its busy leases add up to at most, about, if they are of the same time
@@ -93,7 +94,6 @@ class Account:
     leases: dict[str, "Lease"] = field(default_factory=dict)
     weight: int = 100
     usage: int = 0  # milli-GPU times milliseconds that its leases were busy on a device (see `Accounts`)
-    usage_as_of_ms: int = 0
     contenders: dict[str, "Lease"] = field(default_factory=dict)  # leases that are busy on a device, or wait for one
     floor: int = 0  # least virtual time of a lease that contends again after a pause
     idle_since_ms: int | None = None  # none of its leases contends since then
@@ -114,6 +114,11 @@ class Account:
         return sum(lease.milli for lease in self.leases.values() if lease.held_mib)
 
     @property
+    def time_ms(self) -> int:
+        """Its virtual time, by which the leases of different owners compare."""
+        return self.usage * UNIT // self.weight
+
+    @property
     def busy_milli(self) -> int:
         """What is busy on a device now, milli-GPU. A lease whose meter runs contends."""
         return sum(lease.milli for lease in self.contenders.values() if lease.meter.is_running)
@@ -125,7 +130,6 @@ class UsageMeter:
 
     usage: int = 0  # milli-GPU times milliseconds that the lease was busy on a device
     is_running: bool = False  # it is busy on a device now
-    as_of_ms: int = 0  # time for which `usage` is right, while the meter runs
     idle_since_ms: int | None = None  # the lease does not contend since then
 
 
@@ -340,6 +344,11 @@ class Lease:
     def milli(self) -> int:
         """What limits and shares count it as, milli-GPU."""
         return self.spec.fraction_milli * self.spec.devices
+
+    @property
+    def time_ms(self) -> int:
+        """Its virtual time, by which it compares with others of its owner."""
+        return self.meter.usage * UNIT // max(1, self.spec.weight)
 
     @property
     def bound_ids(self) -> tuple[str, ...]:
