@@ -166,9 +166,12 @@ class QueuePass:
         for lease in self._overdue:
             if lease.waits_for_room:
                 self._keep_waiting(lease, ticket_of(lease), allowed_devices(books, lease))
-        for lease in self._promised:  # a lease that leaves would often precede the ticket again, and take the room back
+        for lease in waiting:
             if lease.ticket is not None and books.shares_by_time(lease):
-                lease.ticket.is_due = True
+                # A promise ends when another ticket has taken the room; while no channel is free, the pass did not look that far.
+                stands = lease.ticket.wait is not None and lease.ticket.wait.code == "wait.making-room"
+                stands |= not self._changes.channel_free
+                lease.ticket.is_promised = stands and (lease.ticket.is_promised or lease in self._promised)
         self._choose_openings()
         for lease in waiting:
             if lease.ticket is not None:
@@ -187,7 +190,7 @@ class QueuePass:
         books = self._books
         for lease in self._line:
             ticket, pool = ticket_of(lease), books.policy(lease)
-            if ticket.is_due or not pool.preempt_equals or lease.spec.pool not in books.pools:
+            if ticket.waited_long or not pool.preempt_equals or lease.spec.pool not in books.pools:
                 continue  # without its pool a ticket waits for the pool's configuration, not for other leases
             # The estimate is renewed only when its time has come: shares, and with them the patience, change.
             if ticket.due_ms <= books.now_ms:
@@ -195,7 +198,7 @@ class QueuePass:
             if ticket.due_ms > books.now_ms:
                 self._books.recheck_at(ticket.due_ms)
             else:
-                ticket.is_due = True
+                ticket.waited_long = True
                 ticket.passed_over = max(ticket.passed_over, pool.max_passed_over)
 
     # -- one ticket ------------------------------------------------------------------------------------------------------

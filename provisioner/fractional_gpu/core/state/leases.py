@@ -78,12 +78,20 @@ class Ticket:
     after_suspend: "Ticket | None" = None  # restored if the lease is suspended while it waits to grow
     preempted: bool = False  # filed for a busy lease that was preempted: withdrawn only when the lease ends
     due_ms: int = 0  # estimate of when the ticket becomes due; 0: not computed yet
-    is_due: bool = False  # it precedes the other tickets of its priority, in a pool that shares by virtual time
+    waited_long: bool = False  # for longer than its share explains, in a pool that shares by virtual time
+    is_promised: bool = (
+        False  # in such a pool: busy leases leave for it, which would often precede it again and take the room back
+    )
     expected: WaitSpan | None = None  # the wait, as forecast when the ticket was filed
     shown: ShownForecast | None = None
     reason: str = "wait.new"  # code that the lease's story has of this wait
     wait: Reason | None = None  # why the last pass left it waiting; None: for room
     saves_ms: int = 0  # how long the saves take that idle leases were begun to leave by for it, as expected
+
+    @property
+    def is_due(self) -> bool:
+        """It precedes the other tickets of its priority."""
+        return self.waited_long or self.is_promised
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
