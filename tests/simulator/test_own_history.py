@@ -48,7 +48,8 @@ def test_the_record_run_again_gives_the_same_waits_within_the_stated_error(
     assert again["gpu_cells"] == pytest.approx(figures["gpu_cells"], rel=0.01)
     assert again["recorded"]["mean_error_s"] < 0.3
     assert again["wait_s"]["p95"] == pytest.approx(figures["wait_s"]["p95"], rel=0.2)
-    assert again["waited_percent"] == pytest.approx(figures["waited_percent"], abs=3)
+    # How many cells wait at all depends on which kernels happen to be idle on a device: over five seeds it differs by 1 to 5 points.
+    assert again["waited_percent"] == pytest.approx(figures["waited_percent"], abs=6)
 
 
 def test_other_devices_give_other_waits(
