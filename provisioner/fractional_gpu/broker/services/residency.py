@@ -34,6 +34,7 @@ _LONGEST_LOOK_S = 30.0  # a waiting cell learns what has changed with time alone
 PATIENCE_S = 30.0
 _IDLE_PATIENCE_S = 10.0  # a requested suspend or move waits this long for the kernel to become idle, and to stay so
 _AGAIN_S = 0.3
+_QUIET_S = 0.25
 _UNWRITTEN = Progress(
     kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
 )
@@ -158,8 +159,7 @@ class Residency:
         try:
             while True:
                 if view.state is LeaseState.RESIDENT:
-                    self._broker.sync_busy_state(kernel)
-                    await kernel.until(lambda: not kernel.busy, until_s - time.monotonic())
+                    await self._quiet(kernel, until_s)
                     # It may have left the device in the meantime.
                     if view_of(self._broker, kernel).state is LeaseState.RESIDENT:
                         if request not in kernel.requests.suspends:
@@ -223,6 +223,16 @@ class Residency:
                 last = progress
         if last.kind != ProgressKind.GRANTED:
             raise ConflictError(last.sentence, reason=last.reason)
+
+    async def _quiet(self, kernel: Kernel, until_s: float) -> None:
+        """Wait until the kernel has handled no message for a moment: JupyterLab's debugger asks for the variables after each cell."""
+        while (left_s := until_s - time.monotonic()) > 0:
+            self._broker.sync_busy_state(kernel)
+            await kernel.until(lambda: not kernel.busy, left_s)
+            quiet_s = (now_ms() - view_of(self._broker, kernel).last_active_ms) / 1000
+            if quiet_s >= _QUIET_S:
+                return
+            await kernel.until(lambda: kernel.busy, min(left_s, _QUIET_S - quiet_s))
 
     async def move(self, kernel: Kernel, device_id: str | None) -> LeaseStatus:
         """Return when the idle kernel is on the device (None:
