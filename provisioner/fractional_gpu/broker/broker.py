@@ -104,14 +104,14 @@ class Broker:
         files: LeaseFiles | None = None,
         context_sizes: ContextSizes | None = None,
     ) -> None:
-        """`devices`: those that it manages, by id. `files`: for the second records. `context_sizes`: as learned before."""
+        """`devices`: the managed ones, by id. `files`: the second records. `context_sizes`: as learned earlier."""
         self.arbiter = arbiter
         self.monitor = monitor
         self.writer = writer
         self.deadlines = DeadlineClock.of(writer.ledger)
         self.metrics = Metrics(arbiter)
         self.kernels: dict[str, Kernel] = {}
-        self.lost: Mapping[str, ProcessIdentity] = {}  # living kernels, by a lease of which there is no record
+        self.lost: Mapping[str, ProcessIdentity] = {}  # living kernels whose lease has no record, by lease
         self.metering = Metering(arbiter, writer, self.kernels)
         self.habits = ShareHabits(arbiter, writer, self.kernels)
         self.turns = Turns(arbiter, writer)
@@ -124,8 +124,8 @@ class Broker:
         self.last_use_s = time.monotonic()
         self.stopping = False
         self.used_mib: dict[str, int] = {}  # by device, as last measured
-        self.host_deadline_ms: int | None = None  # the host goes away then, says a cloud's notice, as by `now_ms`
-        self.changes = 0  # state changes so far: a measurement that one overtook is stale
+        self.host_deadline_ms: int | None = None  # when the host goes away, by a cloud's notice; `now_ms` time
+        self.changes = 0  # state changes so far: each makes a running measurement stale
         self.history = History(writer)
         self.records = LeaseRecords(self, files)
         self.end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease
@@ -134,8 +134,8 @@ class Broker:
         self._inspector = swaps.inspector
         self.scans = swaps.inspector.scans
         self.costs = Costs()
-        self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
-        self._places: dict[str, int | None] = {}  # in the queue, when it was last looked at
+        self._tickets: tuple[int, dict[str, TicketView]] | None = None  # time, and all tickets
+        self._places: dict[str, int | None] = {}  # places in the queue at the last look
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
         self.gpu_activity = GpuActivity(self)
         self.enforcement = Enforcement(self)
@@ -148,7 +148,7 @@ class Broker:
         self.operations = Operations(self, swaps)
 
     def dispatch(self, event: Event) -> list[Effect]:
-        """Hand an event to the arbiter, carry out the effects that it returns, and return them, for callers that wait for one."""
+        """Hand an event to the arbiter, then carry out and return its effects, for callers that wait for one."""
         point = self._failpoint(event) if files.enabled() else ""
         files.reach(f"{point}.before")
         effects = self.arbiter.handle(event)
@@ -157,7 +157,7 @@ class Broker:
         for effect in effects:
             self._carry_out(effect)
         if isinstance(event, Tick):
-            self._wake_queue()  # with time alone, a ticket may have overtaken another one
+            self._wake_queue()  # tickets may overtake each other just by waiting
         self.metering.saw(event, effects)
         self.turns.saw(event, effects)
         self.arbiter.run_deferred_work()
@@ -170,7 +170,7 @@ class Broker:
         return effects
 
     def ask(self, event: PinRequested | MoveRequested, about: str) -> Declined | None:
-        """Dispatch a request that the arbiter answers at once; return its refusal, None if there is none."""
+        """Dispatch a request that the arbiter answers at once; return its refusal, if any."""
         for effect in self.dispatch(event):
             if isinstance(effect, Declined) and (effect.lease_id, effect.about) == (event.lease_id, about):
                 return effect
@@ -227,7 +227,7 @@ class Broker:
             if change.new is LeaseState.RESIDENT:
                 kernel.checkpoint.homes = view.device_ids
                 if kernel.launch.command:
-                    # No message says that it continues: it counts as busy until the counters show that it is quiet.
+                    # No message says that it continues: it counts as busy until the counters are quiet.
                     kernel.gpu_work.clear()
                     asyncio.get_running_loop().call_soon(self.sync_busy_state, kernel)
             self.history.note(view)
@@ -242,7 +242,7 @@ class Broker:
                 if self.records.may_use(kernel):
                     self.open_gate(kernel)
             case CloseGate():
-                # Its next cell asks first. If no extension is connected, IOPub says when a cell begins (`sync_busy_state`).
+                # Its next cell asks first. Without an extension, IOPub says when a cell begins (`sync_busy_state`).
                 if kernel.link is not None:
                     kernel.link.send(GateVerb.PREEMPT)
                 return
@@ -273,7 +273,7 @@ class Broker:
 
     @staticmethod
     def announce_deadline(kernel: Kernel, sentence: str) -> None:
-        """Tell the user of a kernel, in the notebook, or of a command, that its GPU or host goes away, or that it stays after all."""
+        """Tell the user of a kernel or a command that its GPU or host goes away, or stays after all."""
         if kernel.link is not None:
             kernel.link.send(GateVerb.NOTICE, sentence=sentence, urgent=True, topic="deadline")
         elif kernel.launch.command:
@@ -281,13 +281,13 @@ class Broker:
             kernel.notify()
 
     def open_gate(self, kernel: Kernel) -> None:
-        """Let the kernel's cells run if it may use its devices, and its gate is not closed for others that wait."""
+        """Let the kernel's cells run if it may use its devices and its gate is not closed for waiting kernels."""
         device_ids, view = self.records.may_use(kernel), self.arbiter.lease(kernel.lease_id)
         if device_ids and kernel.link is not None and view is not None and not view.gate_closed:
             kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
 
     def _cell_began(self, kernel: Kernel) -> None:
-        """Handle a cell that began though the gate is closed: nothing guards the cells, the command came too late, or a grant undid it."""
+        """Handle a cell that began behind a closed gate: it has no guard, the command came too late, or a grant undid it."""
         if kernel.link is not None:
             kernel.link.send(GateVerb.PREEMPT)
         elif kernel.requests.waiters == 0:
@@ -321,7 +321,7 @@ class Broker:
     def _trouble_changed(self) -> None:
         if not self.writer.trouble and not self.stopping:
             for kernel in self.kernels.values():
-                self.records.save(kernel, limit=True)  # it may not have been written, and its cell may wait for that
+                self.records.save(kernel, limit=True)  # the record may be unwritten, with a cell waiting for it
         self._wake_queue()
         self.note_change()
 
@@ -394,7 +394,7 @@ class Broker:
         return self.costs.of_user(kernel.uid)
 
     def _context_for(self, kernel: Kernel, identity: ProcessIdentity) -> zmq.asyncio.Context | None:
-        """Return the context that reaches the kernel's sockets; None, with a line in its story, if the broker may not listen there."""
+        """Return the context that reaches the kernel's sockets, or None, noted in its story, if the broker may not listen."""
         try:
             return self._networks.context_for(kernel.lease_id, identity)
         except PermissionError as error:
@@ -410,7 +410,7 @@ class Broker:
         kernel.watch_runner(partial(self._runner_ended, kernel))
 
     def _runner_ended(self, kernel: Kernel) -> None:
-        """Keep a command whose runner has ended on its device, or bring it back: no process would say any more that it needs it."""
+        """Keep a command without its runner on its device, or bring it back: nothing else would request the device for it."""
         kernel.end_runner()
         sentence = "`jupyter gpu run` has ended, its command has not: it stays on the GPU until it ends"
         log.warning("lease %s: %s", kernel.lease_id[:8], sentence)
@@ -424,7 +424,7 @@ class Broker:
             self.request_on_behalf(kernel)
 
     def process_gone(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """Handle that the kernel's process ended or is about to be replaced: its memory is free once no process of it is left."""
+        """Handle the end or imminent replacement of the kernel's process. Its memory is free once all its processes are gone."""
         if kernel.identity != identity:
             return
         log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)
@@ -447,7 +447,7 @@ class Broker:
         kernel.notify()
 
     def end_burst(self, kernel: Kernel) -> None:
-        """Give a lease whose process ended within a burst its size back: the kernel can no longer request it."""
+        """Restore the lease's size if its process ended during a burst: the kernel can no longer request it."""
         if kernel.requests.size_before_burst is not None:
             own_size, kernel.requests.size_before_burst = kernel.requests.size_before_burst, None
             self.dispatch(replace(own_size, at_ms=now_ms()))
@@ -468,7 +468,7 @@ class Broker:
         self.writer.submit(partial(self.writer.ledger.record, lease_id, wall_ms(), reason, sentence))
 
     def sync_busy_state(self, kernel: Kernel) -> None:
-        """Report to the arbiter whether the kernel is busy, and request the GPU for one that cannot do so itself."""
+        """Tell the arbiter whether the kernel is busy, and request the GPU if the kernel cannot do so itself."""
         view = self.arbiter.lease(kernel.lease_id)
         if view is None or view.state in (LeaseState.UNATTACHED, LeaseState.ENDED):
             return
@@ -479,8 +479,8 @@ class Broker:
             kernel.told_cell, kernel.measurement.is_fresh = by_cell, False
             self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=busy, by_cell=by_cell))
             kernel.notify()
-        # A cell that waits at its gate has a ticket by its own request. One that meets no gate, or was preempted, cannot ask: the broker
-        # files the ticket for it, and withdraws it when the cell has ended without the GPU.
+        # A cell at a closed gate requested its own ticket. A cell without a gate, or a preempted one, cannot: the broker files the ticket
+        # for it, and withdraws it if the cell ends without the GPU.
         executing = kernel.executing
         if not executing:
             kernel.cell.executing_since_s = None
@@ -511,7 +511,7 @@ class Broker:
             )
 
     def set_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
-        """A process that a signal or a debugger stopped stays on its device; its story and waiting leases get the reason."""
+        """Record that a signal or a debugger stopped the process, which stays on its device, or that it continues."""
         identity = kernel.identity
         if identity is None or stopped == bool(kernel.stopped):
             return
@@ -530,7 +530,7 @@ class Broker:
             self.dispatch(LeasesMeasured(at_ms=now_ms(), measurements=(one,)))
 
     def request_on_behalf(self, kernel: Kernel) -> None:
-        """File a ticket on behalf of a kernel that cannot request the GPU, or did not."""
+        """File a ticket for a kernel that cannot request the GPU, or did not."""
         view = self.arbiter.lease(kernel.lease_id)
         if view is None or view.revoked or kernel.cell.ticket_by_broker:
             return
@@ -540,14 +540,14 @@ class Broker:
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
     def ticket(self, lease_id: str) -> TicketView | None:
-        """Return the lease's place in the queue. One look at the queue serves all callers between two events, or for a second."""
+        """Return the lease's place in the queue. All callers between two events, or within a second, share one look."""
         at_ms = now_ms()
         if self._tickets is None or at_ms - self._tickets[0] > _TICKETS_MS:
             pools = self.arbiter.pools()
             self._tickets = at_ms, {one.lease_id: one for pool in pools for one in self.arbiter.tickets(pool, at_ms)}
             before, self._places = self._places, {one.lease_id: one.position for one in self._tickets[1].values()}
             if before != self._places:
-                self._wake_queue()  # cells that were told their places earlier: else two would be at the same place
+                self._wake_queue()  # tell all waiting cells, or two would show the same place
         return self._tickets[1].get(lease_id)
 
     def roots(self) -> list[ProcessIdentity]:

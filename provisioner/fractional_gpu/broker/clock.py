@@ -35,9 +35,9 @@ async def within(seconds: float, event: asyncio.Event) -> bool:
 
 
 class DeadlineClock:
-    """The clock of pins and unconfirmed seats, whose ends must survive a restart of the broker and a reboot.
+    """The clock for the deadlines of pins and unconfirmed seats. It survives broker restarts and reboots.
 
-    Milliseconds since 1970, but setting the wall clock must not end a pin. So it is the time since boot plus a start, measured by the wall
+    Milliseconds since 1970, but setting the wall clock must not end a pin: it is the time since boot plus a start, taken from the wall
     clock once for each boot and kept in the ledger. `start_ms`: its value at boot; `since_boot`: nanoseconds.
     """
 
@@ -49,7 +49,7 @@ class DeadlineClock:
     def of(
         cls, ledger: Ledger, wall: Callable[[], int] = wall_ms, since_boot: Callable[[], int] = since_boot_ns
     ) -> Self:
-        """Return the clock of this boot: the ledger's, or else a new one, which is saved. Raises LedgerError."""
+        """Return this boot's clock from the ledger, or save and return a new one. Raises LedgerError."""
         boot = boot_id()
         try:
             kept = json.loads(ledger.kept(_DEADLINE_CLOCK) or "{}")
@@ -71,7 +71,7 @@ class DeadlineClock:
 # Rate limits: a bucket of tokens for each key, refilled with time.
 
 
-_KEPT = 1024  # buckets; beyond that full ones are forgotten, which changes nothing
+_KEPT = 1024  # buckets; beyond that, full ones are dropped, which changes nothing
 
 
 class TokenBucket:
@@ -84,7 +84,7 @@ class TokenBucket:
         self._buckets: dict[Hashable, tuple[float, float]] = {}  # key -> (tokens left, at that time)
 
     def take(self, key: Hashable) -> float:
-        """Take a token and return 0; if there is none, return in how many seconds there will be one."""
+        """Take a token and return 0, or return the seconds until one is available."""
         now_s = self._clock()
         left = self._left(self._buckets.get(key, (self._burst, now_s)), now_s)
         if left < 1:

@@ -1,4 +1,4 @@
-"""What users cost the broker: one budget for everything that a user sends, so that no user can keep it from the others.
+"""What users cost the broker: one budget for everything that a user sends, so that no user can monopolize it.
 
 - An account is a seat, if a token or a control group proves one, else a user. It pays for processor time on the loop (`metered`) and in
   threads (`lanes.PAYER`), for each request, message and byte. Elapsed time costs nothing: a slow machine makes no account overdrawn.
@@ -19,9 +19,9 @@ from fractional_gpu.protocol.limits import COST_BURST_S, COST_RESERVE_S, COST_SH
 T = TypeVar("T")
 
 _MOST_DEBT_S: Final = 5.0
-_TURNS: Final = 2  # in one round of the loop
-_PAUSE_S: Final = 0.002  # from one turn of an overdrawn account to the next: by then the first has been charged
-_KEPT: Final = 1024  # accounts; beyond that those with a full balance are forgotten, which changes nothing
+_TURNS: Final = 2  # in one pass of the loop
+_PAUSE_S: Final = 0.002  # between two turns of an overdrawn account: by then the first has been charged
+_KEPT: Final = 1024  # accounts; beyond that, full balances are forgotten, which changes nothing
 
 
 class Account:
@@ -44,7 +44,7 @@ class Account:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._reserved: deque[asyncio.Future[None]] = deque()
         self._paused: list[Callable[[], None]] = []
-        self._turns = 0  # in this round of the loop
+        self._turns = 0  # in this pass of the loop
         self._timer: asyncio.Handle | None = None
 
     @property
@@ -60,7 +60,7 @@ class Account:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the reserve is spent, so that nothing of the account is read. Must be cheap: each read asks it."""
+        """Whether the reserve is spent, so that nothing more is read. Each read checks this: keep it cheap."""
         return self._left < 0 and not self._exempt and self.left_s <= -COST_RESERVE_S
 
     @property
@@ -89,7 +89,7 @@ class Account:
         self._turns = 0
 
     async def turn(self, *, reserved: bool = False) -> None:
-        """Return when something may be done for the account. Cancelled: the place in the queue is given up."""
+        """Wait for the account's turn. Cancellation gives up the place in the queue."""
         if self.take_turn(reserved=reserved):
             return
         turn = asyncio.get_running_loop().create_future()
@@ -119,7 +119,7 @@ class Account:
             self._timer = loop.call_later(max(_PAUSE_S, debt_s / self.share), self._wake)
 
     def _wake(self) -> None:
-        """Give one that waits its turn, if the balance allows it, and look again later."""
+        """Wake one waiter if the balance allows it, and look again later."""
         self._timer = None
         self._crowd.discard(self)
         if not self.is_spent:
@@ -164,7 +164,7 @@ class Costs:
 
 
 class _Metered:
-    """Runs a coroutine as `await` does, and charges the processor time of each of its steps."""
+    """Runs a coroutine as `await` does, and charges the processor time of each step."""
 
     def __init__(self, work: Coroutine[Any, Any, T], charge: Callable[[float], None]) -> None:
         self._work = work
@@ -183,11 +183,11 @@ class _Metered:
             thrown = None
             try:
                 yield waits_for
-            except BaseException as error:  # noqa: BLE001 - the awaited call failed, or it is cancelled: the work decides
+            except BaseException as error:  # noqa: BLE001 - the work handles the failure or cancellation
                 thrown = error
 
 
 async def metered(work: Coroutine[Any, Any, T], charge: Callable[[float], None]) -> T:
-    """Return what the work returns, and charge the processor time of its steps on the loop. Cancellation cancels the work."""
+    """Return the work's result, and charge the processor time of its steps. Cancellation cancels the work."""
     result: T = await _Metered(work, charge)
     return result

@@ -1,6 +1,6 @@
 """Threads for blocking work, a pool for each kind: users' requests take no thread from swaps.
 
-The rest (samples, files, forecasts) runs in the loop's default executor, and no request causes it.
+Work that no request causes (samples, files, forecasts) runs in the loop's default executor.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 PAYER: Final[ContextVar[Callable[[float], None] | None]] = ContextVar("payer", default=None)
-"""What is charged, in seconds of processor time, for blocking work of the running task; None: nothing."""
+"""Charges the running task's blocking work, in seconds of processor time; None: free."""
 
 
 class Lane:
-    """A pool of `count` threads. `start` it before the broker serves: later the system may have no thread left."""
+    """A pool of `count` threads. `start` it before the broker serves: later the system may be out of threads."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count = count
@@ -37,7 +37,7 @@ class Lane:
         return self._threads
 
     async def run(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what `act` returns, and charge its processor time. Cancelled: `act` continues."""
+        """Return what `act` returns, and charge its processor time. If cancelled, `act` continues."""
         loop, charge = asyncio.get_running_loop(), PAYER.get()
 
         def work() -> T:

@@ -1,4 +1,4 @@
-"""Counts for Prometheus, as things happen: every event and effect of the arbiter passes here.
+"""Metrics for Prometheus. Every event and effect of the arbiter passes through here.
 
 - `COUNTED` names every metric here, `metrics_routes.BOOK_METRICS` those read from the books at each scrape; docs/metrics.md is generated.
 - Labels come from the configuration and from sets in the code, never from users, leases, kernels or paths. Metrics with users in their
@@ -83,18 +83,18 @@ COUNTED = (
 
 
 class Metrics:
-    """One broker's counters; for its loop. `registry` is for everyone, `full_registry` for administrators and the configured address."""
+    """One broker's counters, used on its loop. `registry` is for everyone, `full_registry` for administrators and the TCP address."""
 
     def __init__(self, arbiter: Arbiter) -> None:
         self.registry = CollectorRegistry()
         self.full_registry = CollectorRegistry()
         self.full_registry.register(self.registry)
-        # The pool's, as it is now; None: it has none.
+        # The pool's present target, if any.
         self.wait_target_ms: Callable[[str], int | None] = lambda _pool: None
         self._arbiter = arbiter
         self._metrics: dict[str, Any] = {metric.name: self._create(metric) for metric in COUNTED}
         self._pools: dict[str, str] = {}  # by lease
-        self._wanted_s: dict[str, float] = {}  # by lease: since when it waits
+        self._wanted_s: dict[str, float] = {}  # by lease: when its wait began
         self._swaps: dict[int, tuple[float, str, int]] = {}  # by operation: when it began, its kind, MiB
         self._effects: dict[type[Effect], Callable[[Any, float], None]] = {
             LeaseAdmitted: lambda effect, _: self._count("leases_admitted", pool=self._pool_of(effect.lease_id)),
@@ -116,7 +116,7 @@ class Metrics:
             self._of("cap_breaches", action=action.value)
 
     def saw(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Count an event and the effects that the arbiter returned. Costs a dictionary lookup for each."""
+        """Count an event and its effects, at a dictionary lookup each."""
         now_s = time.monotonic()
         match event:
             case Wanted(lease_id=lease_id):

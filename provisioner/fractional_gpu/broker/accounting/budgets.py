@@ -1,8 +1,8 @@
-"""Counts what users and groups spend, warns them, and applies their pools' `over_budget` when a budget is used up.
+"""Counts what users and groups spend, warns them, and applies a pool's `over_budget` once a budget is used up.
 
-- Use spends a budget; nothing is reserved of it. When a group's budget is used up, all its users are treated alike.
+- Use spends a budget; nothing is reserved. When a group's budget is used up, all its users are affected.
 - The meter reports once a minute, so a budget may be exceeded by a minute's use.
-- No kernel is ended and no state is lost: kernels get another priority, or seats and kernels are refused, until something is left again.
+- No kernel is ended and no state is lost: kernels change priority, or new kernels and seats are refused, until the budget has room again.
 """
 
 import logging
@@ -68,7 +68,7 @@ def end_of(budget: Budget, now_s: int) -> int | None:
     return _local(begin.tm_year, begin.tm_mon, begin.tm_mday + (7 if budget.window is WindowKind.WEEK else 1))
 
 
-def _local(year: int, month: int, day: int) -> int:  # midnight; days and months outside of their range count on
+def _local(year: int, month: int, day: int) -> int:  # midnight; days and months out of range carry over
     return int(time.mktime((year, month, day, 0, 0, 0, 0, 0, -1)))
 
 
@@ -77,7 +77,7 @@ def party_of(spec: LeaseSpec) -> Party:
 
 
 class BudgetKeeper:
-    """The budgets of one broker; for its loop. `terms` returns a pool's; `wall` milliseconds since 1970."""
+    """One broker's budgets, used on its loop. `terms` returns a pool's terms; `wall`, ms since 1970."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class BudgetKeeper:
         self._warn(kernel, warned[0] if warned else None)
 
     def _warn(self, kernel: Kernel, state: BudgetState | None) -> None:
-        """Show a notice in the notebook, once for each window and again when the budget is used up."""
+        """Show a notice in the notebook once per window, and again when the budget is used up."""
         key = None if state is None else (state.budget.text, end_of(state.budget, self._now_s()), state.is_used_up)
         if key != kernel.budget_told:
             kernel.budget_told = key
@@ -169,7 +169,7 @@ class BudgetKeeper:
         return next((one for one in mine if one in named), mine[0] if mine and "*" in named else "")
 
     def states(self, party: Party) -> list[BudgetState]:
-        """Return the budgets that a lease of this party counts for, the one of which the largest part is spent first."""
+        """Return the budgets that this party's leases count against, the most spent (as a share) first."""
         now_s, found = self._now_s(), []
         for index, budget in enumerate(self._spending.budgets):
             if (subject := budget.subject(party)) is not None:
@@ -200,7 +200,7 @@ class BudgetKeeper:
         ]
 
     async def extend(self, subject: Subject, budgets: Iterable[Budget], amount: int, until_s: int | None) -> None:
-        """Add an amount until then, or until each budget resets. Raises LedgerError: then nothing was added. Cancelled: it is added."""
+        """Add an amount until `until_s`, or until each budget resets. On LedgerError nothing is added. If cancelled, it is added."""
         now_s = self._now_s()
         more = [
             Extra(subject, one.text, amount, until_s or end_of(one, now_s) or now_s + one.rolling_s) for one in budgets

@@ -1,8 +1,8 @@
 """The meter's figures as counters for Prometheus: by pool, and by user and pool if the administrator enables that.
 
-- A scrape makes the meter count until that moment, but writes nothing. Counters begin at 0 with the broker, and include the time between
-  two brokers that this one's meter counts.
-- Counted in whole units of the meter (milli-GPU milliseconds and the like), and converted at the scrape: rounding never adds up.
+- A scrape brings the meter up to date, but writes nothing. Counters start at 0 with the broker, and include any gap between
+  brokers that its meter counts.
+- Counts are whole units of the meter (such as milli-GPU milliseconds), converted at the scrape: rounding never adds up.
 - Users' names are personal data: `users` is a separate collector, for administrators and the configured address only.
 """
 
@@ -20,21 +20,21 @@ from fractional_gpu.broker.accounting.metering import Metering
 from fractional_gpu.broker.metrics import PREFIX, Metric
 from fractional_gpu.core.metering.usage import ACCOUNTS, UsageRow
 
-_MOST_USERS: Final = 256  # in each pool; the others are added up as `other`
+_MOST_USERS: Final = 256  # per pool; all further users are summed as `other`
 _SHARE_S: Final = 1_000_000  # a whole device for a second, in milli-GPU milliseconds
 _OTHER: Final = ("", "other")
 
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """A counter, which figure of the meter it counts, and how many of the meter's units are one of the counter's."""
+    """A counter, the meter's figure that it counts, and how many of the meter's units make one of its own."""
 
     name: str
     help: str
     field: str
     per_unit: float
     in_money: bool = False  # it has a currency
-    of_leases: bool = True  # of leases alone, so by user, too; else also what no lease had
+    of_leases: bool = True  # counts only leases, so also by user; else unleased use, too
 
     def of(self, row: UsageRow) -> int:
         figure: int = getattr(row.usage, self.field)
@@ -76,10 +76,10 @@ _Sums = defaultdict[str, Counter[tuple[str, ...]]]  # by the metric's name and i
 
 
 class UsageCounters:
-    """The counters of one broker's meter; for its loop. `pools` are without users' names, `users` with them."""
+    """The counters of one broker's meter, used on its loop. `pools` has no user names, `users` does."""
 
     def __init__(self, metering: Metering, pools: Callable[[], Iterable[str]]) -> None:
-        """`pools`: the names of the pools that are configured. They have their counters before anything is counted."""
+        """`pools`: the configured pools' names, which have counters before anything is counted."""
         self._metering = metering
         self._pools = pools
         self._users: dict[str, set[tuple[str, str]]] = {}  # by pool: the users with a label

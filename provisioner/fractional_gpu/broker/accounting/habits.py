@@ -1,8 +1,8 @@
-"""Records notebooks' and seats' use of their shares by day, and advises on it. The decisions are in `core.forecasts.advice`.
+"""Records how notebooks and seats use their shares, by day, and gives the advice that `core.forecasts.advice` decides.
 
-- Leases are read with each sample of the devices, every second or two while kernels live; a peak between two samples is not seen.
-- Days are written whole, once a minute, and kept for `WINDOW_DAYS`. A broker that is killed loses at most a minute.
-- Advice is worked out once a minute for each notebook at most. When it was first given is written down, so that it can be followed up.
+- Leases are read with each device sample, every second or two while kernels live; peaks between samples are missed.
+- Days are written whole, once a minute, and kept for `WINDOW_DAYS`. A killed broker loses at most a minute.
+- Advice is computed at most once a minute per notebook. The time it was first given is recorded, for following up.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _DAY_MS: Final = 86_400_000
 _FRESH_MS: Final = 60_000
 _AT_ONCE: Final = 20  # notebooks, some milliseconds
-_ANY_FRACTIONS: Final = (125, 250, 500, 750, 1000)  # of a pool that gives any
+_ANY_FRACTIONS: Final = (125, 250, 500, 750, 1000)  # of a pool that gives advice
 _NOTHING: Final[Mapping[str, int]] = {}
 
 
@@ -46,7 +46,7 @@ class _LastAdvice:
 
 
 class ShareHabits:
-    """The habits of one broker's notebooks; for its loop. `kernels`: every living lease's, by lease."""
+    """The habits of one broker's notebooks, used on its loop. `kernels`: the living ones, by lease."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ShareHabits:
         wall: Callable[[], int] = wall_ms,
     ) -> None:
         self.recorder = UseRecorder()
-        self.seat_share: Callable[[str], Share | None] = lambda _seat: None  # set by what knows seats
+        self.seat_share: Callable[[str], Share | None] = lambda _seat: None  # set by the code for seats
         self._arbiter = arbiter
         self._writer = writer
         self._kernels = kernels
@@ -74,7 +74,7 @@ class ShareHabits:
         self._given = ledger.given_advice()
 
     def sampled(self, utilisation: Mapping[str, int] = _NOTHING) -> None:
-        """Record leases' sizes at a sample. `utilisation`: of leases that ran a cell all the time, thousandths of a device."""
+        """Record leases' sizes at a sample. `utilisation`: thousandths of a device, for leases that ran one cell throughout."""
         holders: dict[str, HabitKey] = {}
         seats: dict[str, tuple[LeaseSpec, list[Sample]]] = {}
         for lease_id in self._kernels:
@@ -109,7 +109,7 @@ class ShareHabits:
         return self._advice(self._key(view), _share(view)) if view.spec.devices == 1 else None
 
     def of_seats(self, pool: str, owner: str) -> ShareAdvice | None:
-        """Return the advice for the servers of a hub's user, by the share that they had last; None: no record."""
+        """Return advice for a hub user's servers, based on their last share; None: no record."""
         key = HabitKey(pool, owner, True, HabitKind.SEAT, "")
         days = self.recorder.days(key)
         return self._advice(key, days[-1].share) if days else None
@@ -117,10 +117,7 @@ class ShareHabits:
     async def of_notebooks(
         self, pool: str | None, owner: str | None, *, seated: bool | None = None
     ) -> list[ShareAdvice]:
-        """Return all useful advice (`owner`, `pool` None:
-
-        of all). A hub has thousands of notebooks, so other tasks get their turn in between.
-        """
+        """Return all useful advice (`owner`, `pool` None: any). Yields to other tasks: a hub has thousands of notebooks."""
         keys = [
             key
             for key in sorted(self.recorder.keys())
@@ -131,7 +128,7 @@ class ShareHabits:
         ]
         found = []
         for number, key in enumerate(keys, 1):
-            if days := self.recorder.days(key):  # empty if they were forgotten in between
+            if days := self.recorder.days(key):  # empty if forgotten in between
                 advice = self._advice(key, days[-1].share)
                 if advice is not None and advice.sentence:
                     found.append(advice)
@@ -151,7 +148,7 @@ class ShareHabits:
     def _worked_out(self, key: HabitKey, share: Share) -> ShareAdvice | None:
         pool = self._arbiter.pools().get(key.pool)
         if pool is None or pool.sharing is Sharing.MIG:
-            return None  # an instance is whole
+            return None  # an instance is indivisible
         bounded = pool.sharing is Sharing.MPS
         offers = offered_shares(self._arbiter, pool)
         days = self.recorder.days(key)
@@ -159,7 +156,7 @@ class ShareHabits:
         if advice.verdict in (Verdict.SMALLER, Verdict.LARGER):
             given = Given(day=self._today(), before_milli=share.milli, milli=advice.risk.share.milli)
             before = self._given.get(key)
-            if before is None or replace(before, day=given.day) != given:  # it was not suggested already
+            if before is None or replace(before, day=given.day) != given:  # not suggested earlier
                 self._given[key] = given
                 self._writer.submit(partial(self._writer.ledger.save_given_advice, key, given))
         return _message(key, advice)
@@ -189,7 +186,7 @@ def _share(view: LeaseView) -> Share:
 
 
 def _sample(view: LeaseView, use_milli: int | None) -> Sample:
-    """Return a lease's sizes. Memory of several devices is their mean; use that was not measured is taken from what was learnt."""
+    """Return a lease's sizes. Memory is the mean over its devices; unmeasured use falls back to the learned demand."""
     count = max(1, view.spec.devices)
     learnt = view.demand_milli or None
     return Sample(_share(view), -(-view.used_mib // count), view.busy, use_milli if use_milli is not None else learnt)

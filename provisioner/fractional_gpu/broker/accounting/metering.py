@@ -1,9 +1,9 @@
 """Feeds the meter with leases' events and devices' energy, and writes its figures to the ledger every minute.
 
-- A broker that is killed loses the figures since its last write: at most a minute, or ten while no lease lives.
-- The next broker counts the gap for leases that survived it, in the state in which it found them and not as busy. A lease that ended in
-  the gap is counted until the last write. The devices' own counters have the energy of the gap, which is divided in the same way.
-- Nothing is counted between the last write before a reboot and the first broker after it: no kernel survives one.
+- A killed broker loses the figures since its last write: at most a minute, or ten while no lease lives.
+- The next broker counts the gap for leases that survived it, as idle in the state in which it finds them. A lease that ended in
+  the gap counts until the last write. The devices' own counters give the energy of the gap, which is divided the same way.
+- Nothing is counted from the last write before a reboot to the first broker after it: no kernel survives.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _WRITE_S: Final = 60.0
 _LEAST_TURN_MS: Final = 100
-_REST_WRITES: Final = 10  # while no lease lives, only one write in this many is done
+_REST_WRITES: Final = 10  # without leases, only one in this many writes is done
 _MOVED = {
     (LeaseState.SUSPENDING, LeaseState.SUSPENDED),
     (LeaseState.RESUMING, LeaseState.RESIDENT),
@@ -44,7 +44,7 @@ _MOVED = {
 
 
 def local_time(number: int) -> LocalTime:
-    """Return a quarter of an hour, counted from 1970, in the machine's local time."""
+    """Convert a number of quarter hours since 1970 to the machine's local time."""
     at_s = number * SLICE_MS // 1000
     local = time.localtime(at_s)
     minute = (local.tm_wday * 24 + local.tm_hour) * 60 + local.tm_min
@@ -52,7 +52,7 @@ def local_time(number: int) -> LocalTime:
 
 
 class _State(msgspec.Struct, frozen=True, kw_only=True):
-    """What a meter leaves to the next one. Energy in mJ, draws in mW, the time of the last write in milliseconds since boot."""
+    """What a meter leaves to the next one. Energy in mJ, power in mW, time of the last write in ms since boot."""
 
     boot_id: str = ""
     written_ms: int = 0
@@ -68,7 +68,7 @@ class Clocks:
 
 
 class Metering:
-    """The meter of one broker; for its loop. `kernels`: every living lease's, by lease."""
+    """One broker's meter, used on its loop. `kernels`: the living ones, by lease."""
 
     def __init__(
         self, arbiter: Arbiter, writer: LedgerWriter, kernels: Mapping[str, Kernel], clocks: Clocks | None = None
@@ -79,13 +79,13 @@ class Metering:
         self._kernels = kernels
         self._clocks = clocks or Clocks()
         self._began_ms = self._clocks.now()
-        self._boot_id = boot_id()  # read once: later the broker may have no descriptor left
-        self._saved_mib: dict[str, int] = {}  # of leases that are suspended
+        self._boot_id = boot_id()  # read once: later the broker may be out of descriptors
+        self._saved_mib: dict[str, int] = {}  # of suspended leases
         self._writes = 0
         self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # called with each write's figures
 
     def begin(self, ledger: Ledger, tariffs: Mapping[str, Tariff]) -> None:
-        """Continue from the previous broker's last write, once devices and pools are known. Raises LedgerError."""
+        """Resume from the previous broker's last write, once devices and pools are known. Raises LedgerError."""
         state = _read_state(ledger)
         same_boot = state.boot_id == self._boot_id
         if same_boot:
@@ -115,7 +115,7 @@ class Metering:
             self._observe(lease_id, self._clocks.now())
 
     def read_energy(self, sensors: Mapping[str, DeviceSensors], utilisation: Mapping[str, int]) -> None:
-        """Divide the energy since the last sample. Leases whose cells were too short for a measured `utilisation` count as learnt."""
+        """Divide the energy since the last sample. Leases too briefly busy for a measured `utilisation` use the learned one."""
         at_ms, wall_ms = self._clocks.now(), self._clocks.wall()
         learnt = {view.spec.lease_id: view.demand_milli for view in self._arbiter.leases() if view.demand_milli}
         work = learnt | dict(utilisation)
@@ -141,7 +141,7 @@ class Metering:
             self._saved_mib[lease_id] = holding.host_mib
 
     def _recovered(self, lease_id: str) -> None:
-        """Count a lease of an earlier broker from its last write on, or from the lease's beginning if that was later."""
+        """Count an earlier broker's lease from that broker's last write, or from its own start if later."""
         if lease_id in self._kernels and not self.meter.knows(lease_id):
             age_ms = max(0, self._clocks.wall() - self._kernels[lease_id].created_ms)
             self._observe(lease_id, max(self._began_ms, self._clocks.now() - age_ms), busy=False)
@@ -157,7 +157,7 @@ class Metering:
         return self._clocks.wall() - (self._clocks.now() - at_ms)
 
     def uncollected(self) -> Iterable[UsageRow]:
-        """Return the figures that the followers do not have yet: read them at once, do not keep them."""
+        """Return the figures that followers lack so far. Read them at once: they change."""
         return self.meter.rows(self._clocks.now(), self._clocks.wall())
 
     async def run(self) -> None:
@@ -171,7 +171,7 @@ class Metering:
             self.write()
 
     def write(self) -> asyncio.Future[None]:
-        """Write the figures since the last write. The future is done when they are on the disk."""
+        """Write the figures since the last write. The future is done once they are on disk."""
         fresh = self.meter.take(self._clocks.now(), self._clocks.wall())
         for follower in self.followers:
             follower(fresh)
@@ -194,7 +194,7 @@ def _read_state(ledger: Ledger) -> _State:
 
 
 class Turns:
-    """Records leases' turns for `jupyter gpu simulate --from-ledger`; those under `_LEAST_TURN_MS`, wait included, use no GPU: left out."""
+    """Records leases' turns for `jupyter gpu simulate --from-ledger`, except those under `_LEAST_TURN_MS`, wait included."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class Turns:
             self._recorder.saw(event.at_ms, lease_id, holding, asks=asks, busy=waits, use_milli=use)
 
     def write(self) -> None:
-        shift = self._wall() - self._now()  # from the arbiter's clock to dates
+        shift = self._wall() - self._now()  # from the arbiter's clock to wall time
         fresh, self._recorder.turns = self._recorder.turns, []
         rows = [
             replace(one, asked_ms=one.asked_ms + shift, begun_ms=one.begun_ms + shift, ended_ms=one.ended_ms + shift)

@@ -1,8 +1,8 @@
-"""Sums of what leases used, for the peers that may see them.
+"""Sums of leases' use, for the peers that may see them.
 
-- Users see their own figures and, if `usage_visible` allows it, the sums of each user of their group or of every user, but no names of
+- Users see their own figures and, if `usage_visible` allows it, the sums of each user of their group or of all users, but never names of
   others' notebooks. Administrators see everything.
-- A hub's user and a user of the machine with the same name are two: their figures are kept apart.
+- A hub's user and the machine's user of the same name are two people: their figures are kept apart.
 """
 
 import time
@@ -19,14 +19,14 @@ from fractional_gpu.config.carbon import Carbon
 from fractional_gpu.protocol.accounts import UsageEntry
 from fractional_gpu.reports.sums import TIMES, columns_for, summed
 
-_FRESH_S: Final = 5.0  # figures for a reader are at most so old
+_FRESH_S: Final = 5.0  # the maximum age of a reader's figures
 _HIDDEN: Final = "You may not see these figures: c.GPUBroker.usage_visible says whose figures users see."
 _PRIVATE: Final = frozenset({"notebook", "lease"})
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Who asks. Not an administrator: the user, whether of a hub, and the group that they use the GPUs by (empty: none)."""
+    """Who asks: an administrator, or a user, whether of a hub, and the group they use GPUs through (empty: none)."""
 
     administrator: bool = False
     owner: str = ""
@@ -36,7 +36,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class ReportQuery:
-    """What to sum, by what, over which hours (seconds since 1970), and of which user, group, pool, device or lease only."""
+    """What to sum, grouped by what, over which hours (seconds since 1970), and limited to which user, group, pool and so on."""
 
     by: tuple[str, ...]
     since_s: int
@@ -62,7 +62,7 @@ class UsageReports:
         return self.visible
 
     async def answer(self, reader: Reader, question: ReportQuery) -> tuple[list[UsageEntry], Carbon | None, str]:
-        """Return sums, carbon intensity, and a note about missing figures. Raises LedgerError. Cancelled: due figures are still written."""
+        """Return sums, carbon intensity and a note on missing figures. Raises LedgerError. If cancelled, due figures are still written."""
         await self._refresh()
         own = self._own(reader, self.scope(reader, question.by))
         if any(question.only.get(name, value) != value for name, value in own.items()):
@@ -82,12 +82,12 @@ class UsageReports:
             rows = self._writer.ledger.metered(columns, question.since_s, question.until_s, only)
             return summed(rows, question.by, found.mg if found is not None else None)
 
-        # A year of a busy host is hundreds of thousands of rows: they are added up as they are read, and neither on the loop, which
-        # kernels wait for, nor where grants are written.
+        # A busy host's year has hundreds of thousands of rows: they are summed while read, neither on the loop, which kernels
+        # wait for, nor in the thread that writes grants.
         return await self._writer.read_aside(read), found, note
 
     async def _refresh(self) -> None:
-        """Write new figures, unless that has just been done: readers cannot keep the disk busy."""
+        """Write new figures, unless just done: readers must not keep the disk busy."""
         if time.monotonic() - self._fresh_s >= _FRESH_S:
             self._fresh_s = time.monotonic()
             self._metering.write()

@@ -1,7 +1,7 @@
-"""Serves every route of `protocol.routes`: who asks, whether they may, the request's decoding, the audit log, and the form of answers.
+"""Serves every route of `protocol.routes`: identifies and authorizes the peer, decodes the request, audits and answers it.
 
-The peer's uid and pid come from the operating system (SO_PEERCRED), so a client cannot claim others. Decoding is strict: what a newer
-client sends beyond this version is an error with both versions, never silently ignored.
+The peer's uid and pid come from the operating system (SO_PEERCRED), so a client cannot forge them. Decoding is strict: a field that only
+newer clients know is an error that names both versions, never ignored.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ Reply = TypeVar("Reply", bound=msgspec.Struct)
 _CAUSE = re.compile(r"[\w`% ]{1,60}", re.ASCII)
 _KEEP_ALIVE = msgspec.json.encode(GateCommand()) + b"\n"
 
-LOG_LINES_PER_S, LOG_LINES_BURST = 1.0, 100.0  # in the log, of one user's refused requests
+LOG_LINES_PER_S, LOG_LINES_BURST = 1.0, 100.0  # log lines about one user's refused requests
 
 
 @dataclass(slots=True)
@@ -61,12 +61,12 @@ class HandlerContext:
     service: LeaseService
     socket_path: str
     statuses: StatusStream
-    hears: bool  # the operating system knows whether a peer has read the data
+    hears: bool  # the system can tell whether a peer has read the data
     log_lines: TokenBucket
 
 
 class Call(Generic[Request]):
-    """One request, as the function that serves its route gets it. `about`: the lease, seat, device or pool that its path names."""
+    """One request, as passed to the function that serves its route. `about`: the lease, seat, device or pool in its path."""
 
     kernel: Kernel  # on a lease's routes: the peer may use it
 
@@ -182,7 +182,7 @@ class Handler(web.RequestHandler):
             except NotFoundError:
                 if route is not routes.RELEASE:
                     raise
-                self.reply(Done())  # a second release is no error
+                self.reply(Done())  # a second release is not an error
                 return
         if route.who == ADMIN and not self.peer.admin:
             raise ForbiddenError(
@@ -208,7 +208,7 @@ class Handler(web.RequestHandler):
             reply = _SERVED[route].function(call)
             if inspect.isawaitable(reply):
                 reply = await reply
-        # Not before the outcome is in the audit log.
+        # Only once the outcome is in the audit log.
         if isinstance(reply, Text):
             self.reply_with(*reply)
         else:
@@ -228,7 +228,7 @@ class Handler(web.RequestHandler):
             await self.write_line(last)
 
     def _audited(self, route: Route[Any, Any], call: Call[Any]) -> AbstractAsyncContextManager[AuditedAction | None]:
-        """Write an administrator's action and its outcome to the audit log, except on own leases what any user can do."""
+        """Audit an administrator's action and its outcome, except what any user may do to their own leases."""
         if not route.audited or not self.peer.admin or (described := _SERVED[route].describe(call)) is None:
             return nullcontext()
         target, parameters = described
@@ -263,7 +263,7 @@ class Handler(web.RequestHandler):
         close_if_unread(self.stream, self.finish(body), TAKEN_S)
 
     async def write_line(self, message: object) -> None:
-        """Write one line of a stream. Raises StreamClosedError if the peer disconnects or does not read it in time."""
+        """Write one line of a stream. Raises StreamClosedError if the peer disconnects or reads too slowly."""
         self._reach("line")
         self._writes = True
         self.write(msgspec.json.encode(message) + b"\n")
@@ -277,7 +277,7 @@ class Handler(web.RequestHandler):
             self._writes = False
 
     def keep_alive(self) -> bool:
-        """Write an empty command, unless a line is being written: this flush would replace its future, which would never be done."""
+        """Write an empty command, unless a line is being written: a second flush would orphan the first one's future."""
         if self._writes or self.stream.closed() or self.stream.writing():
             return False
         self.write(_KEEP_ALIVE)
@@ -285,7 +285,7 @@ class Handler(web.RequestHandler):
         return True
 
     def is_read(self) -> bool | None:
-        """Whether the peer has read everything that was written; None if the operating system cannot tell."""
+        """Whether the peer has read everything we wrote; None if the operating system cannot tell."""
         if not self.shared.hears or self.stream.socket is None:
             return None
         return not (self.stream.writing() or unread(self.stream.socket))

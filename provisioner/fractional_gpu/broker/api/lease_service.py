@@ -72,7 +72,7 @@ from fractional_gpu.protocol.status import KernelFacts, LeaseStatus
 
 log = logging.getLogger(__name__)
 
-_START_PATIENCE_S, _START_PAUSE_S = 10.0, 0.2  # how long a new lease waits for other kernels of its user to start
+_START_PATIENCE_S, _START_PAUSE_S = 10.0, 0.2  # how long a new lease waits while the user's other kernels start
 _LONGEST_REASON = 300
 _MEASURE_PATIENCE_S = 2.0  # for a sample before an answer
 
@@ -96,7 +96,7 @@ class LeaseService:
         self._refreshing: set[asyncio.Task[None]] = set()
 
     async def measure_now(self) -> None:
-        """Sample the devices before an answer, for `_MEASURE_PATIENCE_S` at most: the driver may answer late."""
+        """Sample the devices before an answer. Wait at most `_MEASURE_PATIENCE_S` for a slow driver."""
         if self.refresh is not None:
             task = asyncio.create_task(self.refresh())
             self._refreshing.add(task)
@@ -104,10 +104,10 @@ class LeaseService:
             await asyncio.wait({task}, timeout=_MEASURE_PATIENCE_S)
 
     async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
-        """Return the lease's kernel if the peer may control it. Routes that are `own` need the lease's token.
+        """Return the lease's kernel if the peer may control it. `own` routes need the lease's token.
 
-        A process without a token, because the file is gone, is recognized by its place in the kernel's process tree. To its own kernel a
-        lease that is being evicted, or lives only for processes left behind, is over. Raises NotFoundError, UnauthorizedError,
+        A process whose token file is gone is recognized by its place in the kernel's process tree. To its own kernel, a lease
+        is over once it is being evicted, or lives only for processes left behind. Raises NotFoundError, UnauthorizedError,
         ForbiddenError, and ConflictError for a kernel whose record was lost.
         """
         if own and lease_id in self.broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
@@ -138,14 +138,14 @@ class LeaseService:
         return kernel.requests.evictions > 0 or (kernel.ending.released and own)
 
     def _may_see(self, peer: Peer, kernel: Kernel) -> bool:
-        """Whether the lease is the peer's. For a lease of a hub's seat the uid is not enough: containers share uids."""
+        """Whether the lease is the peer's. A hub seat's lease takes more than the uid: containers share uids."""
         if peer.admin or peer.credentials.uid != kernel.uid:
             return peer.admin
         view = self.broker.arbiter.lease(kernel.lease_id)
         return peer.token is not None or view is None or not view.spec.seat
 
     def _is_of(self, peer: Peer, kernel: Kernel, *, or_parent: bool = False) -> bool:
-        """Whether the peer is a process of this kernel, not of another kernel below it. `or_parent`: or the process that started it."""
+        """Whether the peer is a process of this kernel, not of a kernel below it. `or_parent`: or the kernel's parent."""
         identity, pid = kernel.identity, peer.credentials.pid
         if identity is None or peer.credentials.uid != kernel.uid:
             return False
@@ -156,10 +156,9 @@ class LeaseService:
             return False
 
     def _is_token_of(self, peer: Peer, token: str, kernel: Kernel, *, own: bool) -> bool:
-        """Whether it is the lease's token or, unless the route is `own`, a token of the seat that the lease draws on."""
+        """Whether it is the lease's token or, unless the route is `own`, the token of the lease's seat."""
         digest = token_digest(token)
-        # A lease that was restored without any record has no digest yet: accept the token that a process of the kernel, or the process
-        # that started it, shows first.
+        # A lease restored without a record has no digest yet: accept the first token from a process of the kernel or its parent.
         if not kernel.token_sha256 and self._is_of(peer, kernel, or_parent=True):
             kernel.token_sha256 = digest
             self.broker.records.save(kernel)
@@ -187,7 +186,7 @@ class LeaseService:
             launch=Launch(server=server_of(peer), command=request.kind == COMMAND),
         )
         broker.kernels[spec.lease_id] = kernel
-        # A command is attached before it runs, and waits then, with its place and its reason (`acquire`).
+        # A command is attached before it runs, and waits then (`acquire`), with its place and the reason.
         reserves = not spec.gated and request.kind != COMMAND
         event = LeaseRequested(at_ms=now_ms(), spec=spec, needs_reservation=reserves)
         for effect in broker.dispatch(event):
@@ -234,7 +233,7 @@ class LeaseService:
             )
 
     async def _let_others_start(self, peer: Peer, request: LeaseRequest) -> None:
-        """Wait a moment if the only reason for a refusal is that other kernels of the user start, as when a session is restored."""
+        """Wait a moment if only the user's other starting kernels cause a refusal, as when a session is restored."""
         arbiter, deadline_s = self.broker.arbiter, time.monotonic() + _START_PATIENCE_S
         while time.monotonic() < deadline_s:
             refused = arbiter.refusal(self.seats.draws.apply_terms(peer, request, lease_spec(arbiter, peer, request)))
@@ -243,7 +242,7 @@ class LeaseService:
             await asyncio.sleep(_START_PAUSE_S)
 
     async def _reserve_now(self, kernel: Kernel, wait_ms: int) -> str:
-        """Return the device of a kernel that needs its reservation before it starts; wait `wait_ms` for it, a minute at most."""
+        """Wait up to `wait_ms`, at most a minute, for a kernel's reservation before it starts. Return its device."""
         limit_ms = max(0, min(wait_ms, 60_000))
         try:
             async with asyncio.timeout(limit_ms / 1000):
@@ -273,8 +272,8 @@ class LeaseService:
     async def evict(self, peer: Peer, kernel: Kernel, request: EvictRequest) -> None:
         """End the kernel's processes and its lease: the only action that loses a kernel's state on purpose.
 
-        Raises BadRequestError without `confirm`, and ConflictError if a process does not end, which keeps the lease. Jupyter may start a
-        new kernel before the last process has ended: it gets another lease. Cancelled: signalled processes end, and the lease stays.
+        Raises BadRequestError without `confirm`. If a process does not end, raises ConflictError and keeps the lease. Jupyter may start a
+        new kernel before that: it gets another lease. Cancelled: signalled processes end, and the lease stays.
         """
         if not request.confirm:
             raise BadRequestError(
@@ -309,7 +308,7 @@ class LeaseService:
         )
         kernel.launch.command, kernel.launch.served = request.kind == COMMAND, request.served
         if kernel.identity is None:
-            # What a command will run waits for its grant.
+            # A command's program waits for the grant.
             gated = kernel.launch.command or view_of(self.broker, kernel).spec.gated
             self.broker.dispatch(Attached(at_ms=now_ms(), lease_id=kernel.lease_id, gated=gated))
             try:
@@ -345,8 +344,8 @@ class LeaseService:
         return json.dumps(request.connection)
 
     def _check_reservation(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """Check that a process without a gate has its reservation. Raises NoRoomError: it must not run without."""
-        # A reservation that an earlier broker made for a lease without a process ended with that broker: request it again.
+        """Raise NoRoomError if a process without a gate has no reservation: it must not run without one."""
+        # A reservation for a lease without a process ends with the broker that made it: request it again.
         self.broker.request_on_behalf(kernel)
         view = view_of(self.broker, kernel)
         elsewhere = bool(kernel.launch.started_on) and view.device_ids != kernel.launch.started_on
@@ -360,14 +359,14 @@ class LeaseService:
     async def detach(self, kernel: Kernel) -> None:
         """Take the ended process from the lease.
 
-        Returns when the processes that it left behind are known; cancelled, the search continues.
+        Returns once any processes left behind are known. If cancelled, the search continues.
         """
         if kernel.identity is not None and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)
         await self.broker.survivors.settled(kernel)
 
     def connect_gate(self, kernel: Kernel, hello: GateHello) -> GateLink:
-        """Accept the extension's line; it replaces an older one. Sends the gate the command that fits the lease's state."""
+        """Accept the extension's stream, replacing an older one, and send the gate the command for the lease's state."""
         link = kernel.connect_gate(time.monotonic(), hello.inputs)
         view = view_of(self.broker, kernel)
         if not hello.open:

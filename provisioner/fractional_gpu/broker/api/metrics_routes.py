@@ -1,7 +1,7 @@
 """The metrics for Prometheus: on the broker's socket, and by TCP if an administrator configured an address.
 
-Any process that may connect to the socket may call `GET /v1/metrics`, any host that reaches the address `GET /metrics`. Both return
-totals without user names. With `c.GPUBroker.metrics_users` the address and administrators on the socket get sums by user, too.
+Any process that can connect to the socket may call `GET /v1/metrics`, and any host that reaches the address `GET /metrics`. Both return
+totals without user names. `c.GPUBroker.metrics_users` adds sums by user, for the address and for administrators.
 """
 
 import logging
@@ -29,7 +29,7 @@ from fractional_gpu.core.model import LeaseState
 log = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 16
-_SECONDS = 10.0  # a request, and a pause between two on a connection
+_SECONDS = 10.0  # per request, and per pause between requests
 _MOST_BYTES = 8 * 1024
 _MIB = 2**20
 _DEVICE = ("device", "pool")
@@ -74,7 +74,7 @@ BOOK_METRICS = (
 
 
 def register_collectors(service: LeaseService, server: Server) -> None:
-    """Add the books, the meter and the broker's process to its registry, and users to the full one if configured."""
+    """Add the books, the meter and the process to the broker's registry, and users to the full one if configured."""
     metrics, counters, terms = service.broker.metrics, service.broker.usage_counters, service.seats.forecasts.hub
     metrics.wait_target_ms = lambda pool: terms(pool).wait_target
     metrics.registry.register(BooksCollector(service, server.connections))

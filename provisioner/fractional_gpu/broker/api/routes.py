@@ -1,4 +1,4 @@
-"""What answers each route, and the server with all of them. Who may ask, and the audit log, are in the table and in `handler`."""
+"""The function behind each route, and the server with all routes. The route table and `handler` say who may ask."""
 
 import logging
 import os

@@ -1,10 +1,10 @@
 """The HTTP server below the routes: what a connection may send, and when it is read.
 
-A request is judged by its head: a refused one (too large, unknown length, account long overdrawn) gets a reply at once, and its body is
-never read. The request's account (`cost.Account`) waits for its turn and pays before the body is read; once even its reserve is spent,
-nothing is read from its connections. A user has few connections, and more for each lease with a process; one beyond waits a moment, gets
-one reply and is closed. An administrator still gets a descriptor when users have used up theirs. Whatever makes no progress within its time
-is closed.
+A request is judged by its head: if refused (too large, unknown length, account long overdrawn), it gets a reply at once, and its body is
+never read. The request's account (`cost.Account`) waits for its turn and pays before the body is read; once its reserve is spent, nothing
+is read from its connections. A user has few connections, and more for each lease with a process; an extra one waits a moment, gets
+one reply and is closed. Administrators still get a descriptor when users have used up theirs. Connections that make no progress in time
+are closed.
 """
 
 import asyncio
@@ -61,12 +61,12 @@ from fractional_gpu.protocol.limits import (
 from fractional_gpu.protocol.routes import ROUTES, Route
 
 log = logging.getLogger(__name__)
-DISCARDED_HEADER_BYTES = 4 * MAX_HEADER_BYTES  # larger ones: the connection is closed without a reply
-READ_AT_ONCE = 16 * 1024  # bytes of a connection that waits for its turn are kept
+DISCARDED_HEADER_BYTES = 4 * MAX_HEADER_BYTES  # beyond this the connection is closed without a reply
+READ_AT_ONCE = 16 * 1024  # bytes buffered for a connection that waits for its turn
 _WARNINGS_PER_S = 1 / 60  # log lines about one user's connections
 _PAUSE_S = 0.5
-_READS_AT_ONCE = 16  # in one round of the loop; IOStream reads while there is more, even a byte at a time
-_ACCEPTED_AT_ONCE = 8  # connections in one turn of the loop, so that a flood of them keeps no other work waiting
+_READS_AT_ONCE = 16  # in one pass of the loop; IOStream reads on while there is data, even a byte at a time
+_ACCEPTED_AT_ONCE = 8  # connections in one pass of the loop, so that a flood of them delays no other work
 _LONGEST_NUMBER = 18  # digits
 
 
@@ -84,7 +84,7 @@ def is_admin(sock: socket.socket, credentials: PeerCredentials, group: int | Non
 
 
 def bearer(headers: httputil.HTTPHeaders) -> str | None:
-    """Return the token of a request, "" if its Authorization header has another form, None without one."""
+    """Return the request's token, "" if its Authorization header has another form, or None without one."""
     authorization = headers.get("Authorization")
     if authorization is None:
         return None
@@ -106,7 +106,7 @@ def find_route(method: str, path: str) -> tuple[Route[Any, Any] | None, str]:
 
 
 class Payers:
-    """Who pays for a request: a seat, if the request's token or the peer's control group proves one, else the peer's user."""
+    """Decides who pays for a request: the seat proven by its token or the peer's control group, else the peer's user."""
 
     def __init__(self, broker: Broker, seats: Seats) -> None:
         self._broker = broker
@@ -152,7 +152,7 @@ class Payers:
 
 
 def close_if_unread(stream: iostream.IOStream, taken: "asyncio.Future[None]", seconds: float) -> None:
-    """Cut off a peer that does not read its reply in time; else the reply would stay in memory."""
+    """Cut off a peer that does not read its reply in time, to free the reply's memory."""
 
     def close() -> None:
         if not taken.done():
@@ -163,7 +163,7 @@ def close_if_unread(stream: iostream.IOStream, taken: "asyncio.Future[None]", se
 
 
 class MeteredStream(iostream.IOStream):
-    """A connection whose reading is charged to its account, and which is not read while the account's reserve is spent."""
+    """A connection that charges its account for reading, and is not read while the account's reserve is spent."""
 
     def __init__(
         self,
@@ -178,11 +178,11 @@ class MeteredStream(iostream.IOStream):
         self.credentials = credentials
         self.admin = admin
         self.opened_by = account
-        self.account = account  # of the present request, or the last one
-        self._reads = 0  # in this turn of the loop
+        self.account = account  # of the current or last request
+        self._reads = 0  # in this pass of the loop
 
     def read_from_fd(self, buf: bytearray | memoryview) -> int | None:
-        """Read, as IOStream does; nothing is there to be read while the account is spent, or after some reads in one turn of the loop."""
+        """Read as IOStream does, or nothing while the account is spent or after `_READS_AT_ONCE` reads in one pass of the loop."""
         self._reads += 1
         if self._reads > _READS_AT_ONCE or self.account.is_spent:
             return None
@@ -190,7 +190,7 @@ class MeteredStream(iostream.IOStream):
 
     def _handle_events(self, fd: int | Any, events: int) -> None:  # noqa: ANN401 - tornado's own
         if self.account.is_spent:
-            # Unread data keeps the descriptor readable, and the loop would report it in each round.
+            # Unread data keeps the descriptor readable, and the loop would report it in each pass.
             self.io_loop.update_handler(fd, 0)
             self.account.when_recovered(self._listen_again)
             return
@@ -322,7 +322,7 @@ class Server(HTTPServer):
         super().initialize(*args, **kwargs)
 
     def _handle_connection(self, connection: socket.socket, address: Any) -> None:  # noqa: ANN401 - tornado's own
-        """Take a connection, or refuse it. A user with too many opens the next as soon as one is refused: that must cost little."""
+        """Take or refuse a connection. Refusing must be cheap: a user with too many retries as soon as one is refused."""
         try:
             credentials = peer_credentials(connection)
             admin = is_admin(connection, credentials, self._admin_gid)
@@ -355,7 +355,7 @@ class Server(HTTPServer):
         account.charge(COST_CONNECTION_S)
 
     async def _refuse_later(self, connection: socket.socket, account: Account, most: int) -> None:
-        """Refuse a connection after a while, when it is its account's turn: after a quick refusal another one would come at once."""
+        """Refuse a connection at its account's turn, after a pause: a quick refusal would only bring the next attempt."""
         try:
             await asyncio.sleep(COST_WAIT_S)
             await account.turn()
@@ -404,10 +404,10 @@ class Server(HTTPServer):
 
 
 class PausingListener(socket.socket):
-    """Pauses for `_PAUSE_S` without a free descriptor. Else the loop calls again at once and fails again: a full core, a full log."""
+    """Pauses for `_PAUSE_S` if no descriptor is free. Otherwise the loop would retry at once, and fill a core and the log."""
 
     _paused: object | None = None
-    _accepted = 0  # in this turn of the loop
+    _accepted = 0  # in this pass of the loop
 
     @classmethod
     def of(cls, listener: socket.socket) -> Self:
@@ -416,7 +416,7 @@ class PausingListener(socket.socket):
         return pausing
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises BlockingIOError when others' turn has come; and pauses when there is no descriptor for it."""
+        """Accept a connection. Raises BlockingIOError after enough in a row, or if no descriptor is free, and then pauses."""
         if self._accepted == _ACCEPTED_AT_ONCE:
             self._accepted = 0
             raise BlockingIOError(errno.EAGAIN, "enough for one turn")
@@ -442,7 +442,7 @@ class PausingListener(socket.socket):
 
 
 def drain_claim_queries(claim: NameClaim) -> None:
-    """Discard processes' queries about the claim's holder: the system answers them only while the backlog has room."""
+    """Discard queries about the claim's holder: the system answers them only while the backlog has room."""
     loop = asyncio.get_running_loop()
 
     def drain() -> None:

@@ -1,8 +1,8 @@
-"""Protects saved state while host memory is short: leases come back early, as far as devices have room, and the killer spares kernels.
+"""Protects saved state while host memory is short: leases resume early if devices have room, and the killer spares kernels.
 
-What was saved from a device lies in the memory of the kernel's own process: it counts against the machine and against every control group
-above that process. The arbiter gets two things: the budget of all saved state, which is less than what is saved already when the machine
-itself is short, and each suspended lease whose own control group is. A group is read the more rarely the more room it has.
+State saved from a device lies in the kernel's own process: it counts against the machine and against every control group
+above that process. The arbiter gets the budget for all saved state, which falls below the present amount when the machine
+is short, and the suspended leases whose own control group is short. The more room a group has, the less often it is read.
 """
 
 import asyncio
@@ -36,33 +36,33 @@ from fractional_gpu.host.process import ProcessIdentity, identify, is_alive, sca
 if TYPE_CHECKING:
     from fractional_gpu.broker.broker import Broker
 
-KEPT_FREE_PARTS: Final = 50  # 2 % of the machine's memory stay free in addition to the headroom
+KEPT_FREE_PARTS: Final = 50  # 2 % of the machine's memory stay free beyond the headroom
 _KEPT_FREE_LEAST_MIB: Final = 256
-# What processes take of the room in their control group within a second, at most and about: one thread alone fills a GiB or two.
+# Roughly the most that processes take from their control group's room within a second: one thread fills a GiB or two.
 _FILLED_MIB_S: Final = 8192.0
-_LONGEST_S: Final = 10.0  # until a group is read again, however much room it has
+_LONGEST_S: Final = 10.0  # the longest time between two reads of a group
 
 
 def host_budget_mib(
     configured_mib: int, total_mib: int, saved_mib: int, room: Callable[[], Headroom] = system_headroom
 ) -> int:
-    """Return the budget of saved state, as configured but leaving the machine some room; below `saved_mib`, the rest should go back."""
+    """Return the configured budget of saved state, reduced to leave the machine room. If below `saved_mib`, the excess should go back."""
     kept_free_mib = max(_KEPT_FREE_LEAST_MIB, total_mib // KEPT_FREE_PARTS)
     return max(0, min(configured_mib, saved_mib + room().mib - kept_free_mib))
 
 
 class HostMemoryPressure:
-    """Finds leases whose own control groups have no room left. `room(pid)` returns what one process may still take, for tests."""
+    """Finds leases whose own control groups have no room left. `room(pid)`, for tests, returns a process's remaining room."""
 
     def __init__(
         self, room: Callable[[int], Headroom] | None = None, system: Callable[[], Headroom] = system_headroom
     ) -> None:
         self._room = room
         self._system = system
-        self._rooms: dict[str, tuple[int, float]] = {}  # leases not to be read yet: pid, and until when
+        self._rooms: dict[str, tuple[int, float]] = {}  # when to read each lease again, with its pid
 
     def __call__(self, pids: Mapping[str, int], now_s: float) -> set[str]:
-        """Return leases (with their kernels' pids) under memory pressure; none if the whole machine has no room.
+        """Return which leases (given with pids) are under memory pressure; none if the whole machine has no room.
 
         Raises OSError, ValueError.
         """
@@ -73,7 +73,7 @@ class HostMemoryPressure:
             for lease_id, known in self._rooms.items()
             if pids.get(lease_id) == known[0] and now_s < known[1]
         }
-        room = self._room or LimitReader().headroom  # most kernels share a control group, which is read once
+        room = self._room or LimitReader().headroom  # most kernels share a control group: read it once
         pressed = set()
         for lease_id, pid in pids.items():
             if lease_id in self._rooms:
@@ -81,29 +81,29 @@ class HostMemoryPressure:
             try:
                 left_mib = room(pid).mib
             except (OSError, ValueError):
-                continue  # it ended, or its groups cannot be read: that makes a suspend refuse, and is no pressure
+                continue  # it ended, or its groups are unreadable: suspends refuse then, but this is no pressure
             if left_mib == 0:
                 pressed.add(lease_id)
             self._rooms[lease_id] = pid, now_s + min(_LONGEST_S, left_mib / _FILLED_MIB_S)
         return pressed
 
 
-# Keeps the system's out-of-memory killer from choosing a kernel because of its saved state, which makes it look like the biggest process.
+# Keeps the out-of-memory killer from choosing a kernel whose saved state makes it look like the biggest process.
 #
-# - While a lease has saved state, its processes' `oom_score_adj` is lowered by that state's share of the memory that would be full first
+# - While a lease has saved state, its processes' `oom_score_adj` is lowered by that state's share of the memory that fills up first
 #   (its smallest control group, or the machine). Other memory still counts.
-# - Root with CAP_SYS_RESOURCE may do this; any other broker only as far as the kernels' adjustment was raised before.
-# - The old value is written to a file first, so that the next broker can restore it if this one is killed.
+# - This takes root with CAP_SYS_RESOURCE; other brokers can only undo an earlier raise of the kernels' adjustment.
+# - The old value is written to a file first, so that the next broker can restore it if this one dies.
 # - It is restored once the state is on a device again. New processes of the kernel inherit it. So that no user collects
-#   protected processes, every half minute and at the end they are set back, too. Only values below 0 count, which users cannot set
-#   themselves, and not root's processes, whose services have such values.
+#   protected processes, they are reset, too, every half minute and at the end: only values below 0, which users cannot set
+#   themselves, and never root's processes, whose services have such values.
 
 
 log = logging.getLogger(__name__)
 
 _OWN_ADJUSTMENT: Final = -500
-_OWN_NICENESS: Final = -10  # computing programs of users share what the broker leaves
-"""For the broker and its worker: the killer takes them after all users' processes, and before vital services."""
+_OWN_NICENESS: Final = -10  # users' computations share what the broker leaves
+"""For the broker and its worker: the killer takes them after all users' processes but before vital services."""
 _SWEEP_S: Final = 30.0
 _SHORTEST_S: Final = 0.05
 _SAVED: Final = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
@@ -114,7 +114,7 @@ Wanted = Mapping[str, tuple[int, Mapping[ProcessIdentity, int]]]
 
 @dataclass(frozen=True, slots=True)
 class LoweredProcess:
-    """A process whose adjustment was lowered: from what, for how much saved state, to which values, and since which tick after boot."""
+    """A process whose adjustment was lowered from `was` to the values `given`. `since` is in clock ticks since boot."""
 
     identity: ProcessIdentity
     lease_id: str
@@ -126,7 +126,7 @@ class LoweredProcess:
 
     @property
     def is_inherited_visibly(self) -> bool:
-        """Whether a process with one of its values, which its user started since, must have inherited it."""
+        """Whether a newer process of its user that has one of its values must have inherited it."""
         return self.uid != 0 and any(value < 0 for value in self.given)
 
 
@@ -135,12 +135,12 @@ class OomProtection:
         self._broker = broker
         self._record = record
         self._lowered: dict[ProcessIdentity, LoweredProcess] = {}
-        self._not_permitted: set[ProcessIdentity] = set()  # processes whose adjustment may not be lowered at all
+        self._not_permitted: set[ProcessIdentity] = set()  # processes whose adjustment we may not lower
         self._reported = False
         self._swept_s = -math.inf
 
     async def run(self) -> None:
-        """Follow the leases' states until cancelled. Cancellation leaves adjustments as they are: kernels outlive the broker."""
+        """Follow the leases' states until cancelled, then leave the adjustments: kernels outlive the broker."""
         self._read()
         seen = -1
         while True:
@@ -161,7 +161,7 @@ class OomProtection:
         found = {}
         for kernel, view in self._broker.views():
             if view.state in _SAVED and kernel.identity is not None:
-                # Only the sum is known of an earlier broker's suspend, and only the use of one that has just begun.
+                # An earlier broker's suspend has only a known sum; a new suspend, only the use.
                 rest = {kernel.identity: max(view.saved_mib, view.used_mib)}
                 found[kernel.lease_id] = kernel.uid, dict(kernel.checkpoint.sizes) or rest
         return found
@@ -178,7 +178,7 @@ class OomProtection:
         self._not_permitted &= {identity for _, processes in wanted.values() for identity in processes}
         for lease_id, (uid, processes) in wanted.items():
             for identity, saved_mib in processes.items():
-                with suppress(ProcessLookupError, PermissionError):  # it ended, or is not to be touched by our user
+                with suppress(ProcessLookupError, PermissionError):  # it ended, or our user may not touch it
                     self._protect(lease_id, uid, identity, saved_mib)
 
     def _is_due(self) -> bool:
@@ -195,7 +195,7 @@ class OomProtection:
         # Since boot, the unit of processes' start times.
         ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
         since, given = (ticks, ()) if before is None else (before.since, before.given)
-        # The old value must be on the disk before it is changed: a broker that is killed here leaves the next one to put it back.
+        # Write the old value to disk before changing it: if this broker is killed here, the next one restores it.
         one = LoweredProcess(identity, lease_id, uid, was=was, saved_mib=saved_mib, given=(*given, target), since=since)
         self._write({**self._lowered, identity: one})
         if before is not None:
@@ -217,7 +217,7 @@ class OomProtection:
 
     def _sweep(self) -> None:
         self._swept_s = time.monotonic()
-        # A child has its parent's adjustment as of the fork: it, too, would be spared when memory runs out.
+        # A child inherits its parent's adjustment at the fork, and would be spared, too.
         inherited = [one for one in self._lowered.values() if one.is_inherited_visibly]
         snapshot = scan() if inherited else None
         for one in inherited:
@@ -236,7 +236,7 @@ class OomProtection:
         replace_file(self._record, msgspec.json.encode(list(lowered.values())))
 
     def _read(self) -> None:
-        """Take over an earlier broker's changes. An unreadable record is ignored: they cannot be undone."""
+        """Take over an earlier broker's changes. An unreadable record is ignored: nothing can be undone."""
         try:
             found = msgspec.json.decode(self._record.read_bytes(), type=list[LoweredProcess])
         except FileNotFoundError:
@@ -251,7 +251,7 @@ class OomProtection:
 
 
 def protect_this_process() -> None:
-    """Let this process, and those that it starts, compute before users' processes, and be killed after them, as far as is permitted."""
+    """As far as permitted, let this process and its children run before users' processes, and be killed after them."""
     me = os.getpid()
     with suppress(PermissionError):  # of a user's own broker
         os.setpriority(os.PRIO_PROCESS, me, min(_OWN_NICENESS, os.getpriority(os.PRIO_PROCESS, me)))

@@ -1,7 +1,7 @@
 """Periodic sampler of device usage, host memory and unresponsive kernels.
 
-A sample is read in a thread, and evaluated on the loop only if no lease has changed state since: otherwise what is on the devices would be
-charged to leases that have left them, or come since.
+A sample is read in a thread, and evaluated on the loop only if no lease has changed state since: otherwise it would charge
+memory to leases that have left their devices, or just arrived.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ _BUSY_INTERVAL_S = 2.0
 _QUIET_INTERVAL_S = 10.0
 _STEP_S = 0.5
 _REFRESH_PAUSE_S = 0.25  # between two samples for readers
-_ATTEMPTS = 3  # at one sample, while changes overtake it
-_MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
-_LONG_MOMENT_S = 10.0  # the same for one without a context whose extension is connected: as a rule it requests the GPU
-_SILENCE_S = 2.5 * PULSE_S  # the Python of an extension that was silent for this long does not run
-_LOOK_S = 5.0  # from one look at the gates to the next; time beyond (a driver answers late) is no silence of theirs
-_HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
+_ATTEMPTS = 3  # per sample, while state changes overtake it
+_MOMENT_S = 1.0  # a suspended kernel that is busy with anything for longer gets a ticket
+_LONG_MOMENT_S = 10.0  # the same without a context, if the extension is connected: it usually requests the GPU
+_SILENCE_S = 2.5 * PULSE_S  # an extension that is silent for longer is not running Python
+_LOOK_S = 5.0  # between two looks at the gates; more (a slow driver) does not count as their silence
+_HOST_STEP_MIB = 256  # smaller host budget changes are not worth an event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class _Sample:
 
 
 class Sampler:
-    """Samples one broker's devices and kernels. `host_budget(saved_mib)` returns what suspended state may take in all, MiB."""
+    """Samples one broker's devices and kernels. `host_budget(saved_mib)` returns the MiB that all suspended state may take."""
 
     def __init__(self, broker: Broker, devices: dict[str, DeviceSpec], host_budget: Callable[[int], int]) -> None:
         self._broker = broker
@@ -87,7 +87,7 @@ class Sampler:
             await self._pause(anything_changed)
 
     async def _pause(self, anything_changed: asyncio.Event) -> None:
-        """Wait until the next look: a moment while anything happens, for a kernel may soon need a ticket; at rest until the next sample."""
+        """Wait until the next look: briefly while anything happens, as a kernel may soon need a ticket; at rest, until the next sample."""
         cell_runs = any(kernel.cell.executing_since_s is not None for kernel in self._broker.kernels.values())
         if not cell_runs and not await within(_BUSY_INTERVAL_S, anything_changed):
             return
@@ -96,7 +96,7 @@ class Sampler:
     async def refresh(self) -> None:
         """Sample for a reader.
 
-        Simultaneous requests share a sample, and the next comes after a pause: readers cannot keep the broker busy.
+        Concurrent requests share a sample, and a pause follows: readers cannot keep the broker busy.
         """
         asked_s = time.monotonic()
         async with self._sampling:
@@ -105,7 +105,7 @@ class Sampler:
                 await self._sample_if_possible()
 
     async def _sample_if_possible(self) -> None:
-        """Sample once. On a machine that is short of descriptors or memory, or whose /proc says nothing, the next follows in its turn."""
+        """Sample once. If descriptors or memory are short, or /proc is unreadable, skip to the next regular sample."""
         self._begun_s = time.monotonic()
         try:
             await self.sample()
@@ -115,8 +115,8 @@ class Sampler:
     async def sample(self) -> None:
         """Report changes to the arbiter. Drop a reading that a state change overtook, at most twice in a row.
 
-        Otherwise a user who changes a lease without end would blind the broker. The third reading counts, except for leases that changed
-        during it. Memory that they freed counts as a stranger's until the next sample, so no lease is let in too early.
+        Without that limit, a user who keeps changing a lease would blind the broker. The third reading counts, except for leases that
+        changed during it. Memory they freed counts as a stranger's until the next sample, so no lease is let in too early.
         """
         self._report_host_budget()
         for left in reversed(range(_ATTEMPTS)):
@@ -140,7 +140,7 @@ class Sampler:
         }
 
     def _read(self, known: set[int], saved: dict[str, int], utilisation: Reading) -> _Sample:
-        """In a thread: read every device; scan /proc only if a process other than a kernel itself uses one."""
+        """Blocks. Read every device, and scan /proc only if a process other than a kernel itself uses one."""
         uses: dict[str, DeviceUse | None] = {}
         lost: dict[str, str] = {}
         for device_id in self._devices:
@@ -163,7 +163,7 @@ class Sampler:
     def _sensors(self, device_id: str) -> DeviceSensors:
         try:
             return self._broker.monitor.sensors(device_id)
-        except GPUError as error:  # whether it is lost is seen where its memory is read
+        except GPUError as error:  # the memory reading detects a lost device
             log.debug("the sensors of device %s could not be read: %s", device_id, error)
             return DeviceSensors()
 
@@ -193,7 +193,7 @@ class Sampler:
         self._report_leases([one for one in broker.kernels.values() if one in unchanged], used, utilisation)
         broker.habits.sampled(utilisation)
         self._note_processes(sample.uses, owners)
-        # After the leases' own use: what that grew by is covered by their reservations now, and is no stranger's.
+        # After the leases' own use: their reservations now cover its growth, so it is no stranger's.
         for device_id, use in sample.uses.items():
             if use is not None:
                 charged = sum(process.used_mib for process in use.processes)
@@ -229,7 +229,7 @@ class Sampler:
                 self._broker.survivors.refresh(kernel, mine)
 
     def _covered(self, device_id: str, on_device: dict[tuple[str, str], int]) -> int:
-        """Return what leases use within their reservations. Use beyond counts as a stranger's, because no reservation covers it."""
+        """Return leases' use within their reservations. No reservation covers the rest, so it counts as a stranger's."""
         covered = 0
         for (lease_id, device), mib in on_device.items():
             view = self._broker.arbiter.lease(lease_id) if device == device_id and lease_id else None
@@ -238,9 +238,9 @@ class Sampler:
         return covered
 
     def _hold_unused(self, kernel: Kernel, view: LeaseView, *, uses: bool) -> None:
-        """Count a cell as idle that has held its room unused for the pool's `max_unused_hold`, until it uses the GPU.
+        """Count a cell as idle once its room was unused for the pool's `max_unused_hold`, until it uses the GPU.
 
-        If the room is another kernel's by then, its use counts as a stranger's until its ticket is served.
+        If another kernel has the room by then, the cell's use counts as a stranger's until its ticket is served.
         """
         cell, pool = kernel.cell, self._broker.arbiter.pools().get(view.spec.pool)
         if kernel.iopub is None or kernel.link is None or pool is None:
@@ -259,7 +259,7 @@ class Sampler:
     def _report_leases(
         self, kernels: list[Kernel], used: dict[str, dict[str, int]], utilisation: dict[str, int]
     ) -> None:
-        """Report all leases' news in one event, so that the arbiter serves the queue once for each sample."""
+        """Report all leases' news in one event, so that the arbiter serves the queue once per sample."""
         measurements, measured = [], []
         for kernel in kernels:
             known, lease_id = kernel.measurement, kernel.lease_id
@@ -276,7 +276,7 @@ class Sampler:
             measured.append((kernel, view, used_mib))
             changed = not (known.is_fresh and view.is_measured) or view.used_mib != used_mib
             known.is_fresh = True
-            # Where its reservation follows its use, the arbiter expects more growth until it gets a measurement without growth.
+            # If reservations follow use, the arbiter expects more growth until a measurement shows none.
             if changed or known.grew or util_milli is not None:
                 known.grew = used_mib > view.used_mib and self._broker.reserves_by_use(view.spec.pool)
                 measurements.append(Measurement(lease_id=lease_id, used_mib=used_mib, util_milli=util_milli))
@@ -327,7 +327,7 @@ class Sampler:
                 kernel.link.look(now_s, OPEN_LINE_S if is_open else PULSE_S)
 
     def check_stopped(self) -> None:
-        """Find stopped kernels on a device while others wait: they cannot make room until they continue."""
+        """Find stopped kernels on a device that others wait for: they cannot make room until they continue."""
         waited_for = any(
             kernel.requests.waiters or kernel.cell.ticket_by_broker for kernel in self._broker.kernels.values()
         )
@@ -336,13 +336,13 @@ class Sampler:
                 self._broker.set_stopped(kernel, stopped=_is_held_up(kernel))
 
     def request_for_silent(self) -> None:
-        """File a ticket for a kernel that needs the GPU and cannot request it: otherwise it would stay blocked, or unreserved, for ever."""
+        """File a ticket for each kernel that needs the GPU but cannot request it, and would stay blocked or unreserved forever."""
         now_s = time.monotonic()
         for kernel in list(self._broker.kernels.values()):
             link, since_s = kernel.link, kernel.cell.executing_since_s
             silent = link is not None and now_s - link.last_pulse_s > _SILENCE_S
             if kernel.requests.waiters or (since_s is None and not silent):
-                continue  # almost every kernel, almost always
+                continue  # the usual case
             view = self._broker.arbiter.lease(kernel.lease_id)
             if view is None:
                 continue
@@ -357,7 +357,7 @@ class Sampler:
     def _needs_ticket(kernel: Kernel, view: LeaseView, busy_s: float, *, silent: bool) -> bool:
         link = kernel.link
         if view.state is LeaseState.NO_CONTEXT:
-            # The extension that should have requested the GPU never came (it may have failed to load), or cannot reach the broker.
+            # The extension should have requested the GPU, but failed to load or cannot reach the broker.
             if link is None or link.mute:
                 return busy_s > _MOMENT_S
             return busy_s > _LONG_MOMENT_S and not link.exempt
@@ -369,8 +369,8 @@ class Sampler:
 
 
 def _is_held_up(kernel: Kernel) -> bool:
-    """Whether the process is stopped or debugged: it is not stuck, and needs no GPU until it continues."""
+    """Whether the process is stopped or debugged. It is not stuck, and needs no GPU until it continues."""
     try:
         return kernel.identity is not None and read_stat(kernel.identity.pid).stopped_or_traced
-    except OSError:  # it ended, or this cannot be seen
+    except OSError:  # it ended, or is unreadable
         return False

@@ -1,9 +1,9 @@
-"""How much of its devices each lease uses while it runs a cell, from the devices' counts.
+"""How much of its devices each lease uses while it runs a cell, as the devices count it.
 
-A figure is the mean since the last sample, for a lease that ran one cell all the time; the period starts late enough after the cell's
-beginning to leave out the time before (`settle_us`). None for cells that wait for input, work outside cells, unreadable messages, and
-processes that the device does not list. It is the sum over the lease's processes, the mean over its devices. If a device reports nothing by
-process (or computes through the MPS server), its total counts if the lease is the only one that computes there.
+A figure is the mean since the last sample, for a lease that ran one cell throughout; the period starts late enough after the cell
+began to leave out earlier use (`settle_us`). There is no figure for cells that wait for input, work outside cells, unreadable messages,
+or processes that the device does not list. It sums the lease's processes and averages its devices. If a device reports nothing per
+process (or uses the MPS server), its total counts if only this lease computes there.
 """
 
 import logging
@@ -21,13 +21,13 @@ from fractional_gpu.host.clock import since_boot_us
 
 log = logging.getLogger(__name__)
 
-_SHORTEST_US = 1_000_000  # no period is shorter
-_SETTLE_US = 1_000_000  # of a device that was not read yet
+_SHORTEST_US = 1_000_000  # the shortest period
+_SETTLE_US = 1_000_000  # for a device not read yet
 _WHOLE = 1000
 
 
 _Beginning = tuple[float, float, int]
-"""The beginning of a message, of the lease's last grant and of its stay on the device: of two cells, one differs."""
+"""When the message, the lease's last grant and its stay on the device began: at least one differs between two cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,17 @@ class UtilisationMeter:
 
     @staticmethod
     def read(monitor: Monitor, reading: Reading) -> None:
-        """Read the devices on which cells run. In a thread."""
+        """Read the devices on which cells run. Blocks."""
         for device_id, start_us in {one for cell in reading.cells.values() for one in cell.devices.items()}:
             try:
                 reading.devices[device_id, start_us] = monitor.utilisation(device_id, start_us)
-            except GPUError as error:  # whether it is lost is seen where its memory is read
+            except GPUError as error:  # the memory reading detects a lost device
                 log.debug("the utilisation of device %s could not be read: %s", device_id, error)
 
     def evaluate(
         self, reading: Reading, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]
     ) -> dict[str, int]:
-        """Return the utilisation of each lease whose cell still runs, thousandths. On the loop, with the same sample's uses and owners."""
+        """Return the utilisation (thousandths) of each lease whose cell still runs. Call it on the loop with the same sample's data."""
         found: dict[str, int] = {}
         for kernel, view in self._broker.views():
             cell = reading.cells.get(kernel.lease_id)

@@ -1,9 +1,9 @@
 """Ends a broker whose event loop is blocked, with the stacks of all its threads in the log.
 
-A thread hands the loop a callback and waits until it has run. The end is like a SIGKILL: the next client or the supervisor starts a broker.
+A thread hands the loop a callback and waits for it to run. The broker dies as by SIGKILL: the next client or the supervisor starts another.
 Only time in which this thread ran counts: a stopped broker (SIGSTOP, a frozen control group, sleep) was not blocked, nor is one under a
-debugger. If the loop continues while its stacks are written, the broker stays. Native code that keeps the interpreter's lock stops this
-thread as well, so it is not noticed.
+debugger. If the loop continues while the stacks are being written, the broker lives on. Native code that holds the GIL also stops this
+thread, so it goes unnoticed.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from fractional_gpu.host.threads import start
 
 EXIT_HUNG = 70  # the exit status of a broker that ended itself; systemd's Restart=on-failure starts it again
 _LONGEST_TICK_S = 2.0
-_TICKS = 10  # at least, in the limit
+_TICKS = 10  # the least number of ticks within the limit
 _DEBUGGERS = frozenset({"pdb", "pydevd", "debugpy"})
 
 
@@ -30,7 +30,7 @@ _DEBUGGERS = frozenset({"pdb", "pydevd", "debugpy"})
 def watchdog(
     limit_ms: int | None, *, end: Callable[[int], None] = os._exit, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[None]:
-    """Watch the running loop during the block. `limit_ms` None: no limit. `end` is called with the exit status."""
+    """Watch the running loop within the block. `limit_ms`: None for no limit. `end` is called with the exit status."""
     if limit_ms is None:
         yield
         return
@@ -57,7 +57,7 @@ def _watch(
     answered = _probe(loop)
     while not over.wait(tick_s):
         now_s = clock()
-        # This thread was stopped, or got no processor, in what a tick took beyond two ticks; so was the loop.
+        # In any time beyond two ticks, this thread, and so the loop, was stopped or got no processor.
         passed_s, looked_s = min(now_s - looked_s, 2 * tick_s), now_s
         if answered.is_set():
             still_s, answered = 0.0, _probe(loop)
@@ -90,13 +90,13 @@ def _is_debugged() -> bool:
 
 
 def _write_stacks(still_s: float) -> None:
-    """Write every thread's stack into the log, without Python's logging, whose lock the blocked thread may hold."""
+    """Write every thread's stack to the log, bypassing Python's logging, whose lock the blocked thread may hold."""
     _write(
         f"the event loop has stood still for {still_s:.0f} s: the broker ends itself, and restarts when it is needed; no kernel "
         "loses anything by that. What its threads did, the most recent call first:"
     )
     for descriptor in _log_descriptors():
-        # Written in C, it allocates nothing: no lock that the blocked thread holds can block it.
+        # It is C and allocates nothing: no lock of the blocked thread can block it.
         faulthandler.dump_traceback(descriptor, all_threads=True)
 
 
@@ -113,6 +113,6 @@ def _log_descriptors() -> list[int]:
     found = []
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler):
-            with suppress(OSError, ValueError, AttributeError):  # a stream that is closed, none, or no file
+            with suppress(OSError, ValueError, AttributeError):  # a closed stream, none, or not a file
                 found.append(handler.stream.fileno())
     return found

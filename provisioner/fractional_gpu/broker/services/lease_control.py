@@ -29,13 +29,13 @@ _LINES = 200
 _LONGEST_SIGN_MS = 600_000
 _SIGNS = frozenset(str(sign) for sign in Sign if sign is not Sign.RHYTHM)  # the arbiter finds a rhythm itself
 _POINTS = 1000
-_MOST_AGE_S = 1.0  # of the processes' list: questions do not add up to a pass each
+_MOST_AGE_S = 1.0  # of the process list, so that questions can share one scan
 LONGEST_DEADLINE_MS = 7 * 86_400_000
-"""A device that goes away later than that is not drained yet."""
+"""A device that goes away later than this is not drained yet."""
 
 
 async def begin_drain(broker: Broker, device_id: str, *, evict_busy: bool, deadline_in_ms: int | None) -> None:
-    """Drain a device, through restarts too. Raises LedgerError. Cancelled: the arbiter may not know yet what the ledger has."""
+    """Drain a device, even across restarts. Raises LedgerError. If cancelled, the ledger may have it before the arbiter."""
     at_ms = now_ms()
     deadline_ms = 0 if deadline_in_ms is None else broker.deadlines.now_ms() + deadline_in_ms
     write = partial(broker.writer.ledger.set_drained, device_id, evict_busy=evict_busy, deadline_ms=deadline_ms)
@@ -87,9 +87,9 @@ class LeaseControl:
         return full_lease_status(self._broker, kernel)
 
     async def resize(self, kernel: Kernel, request: ResizeRequest) -> LeaseStatus:
-        """Change the size; wait for room if it grows.
+        """Change the size, waiting for room to grow.
 
-        Raises ConflictError if it stays. Cancelled: it stays, unless it has changed already.
+        Raises ConflictError if it stays. If cancelled, it stays unless it has changed already.
         """
         event = self._wanted(kernel, request)
         if self._has(kernel, event):
@@ -103,13 +103,13 @@ class LeaseControl:
             self._stay(kernel)
         mine = kernel.requests.resize = Request()
         own_size = kernel.requests.size_before_burst
-        if request.burst:  # before the new size, so that the ledger never has that one alone
+        if request.burst:  # first, so that the ledger never has the burst size alone
             kernel.requests.size_before_burst = own_size or self._size_now(kernel)
         wait_s = max(0.0, min(request.wait_ms / 1000, MAX_WAIT_S))
         try:
             self._broker.dispatch(event)
             await kernel.until(lambda: self._resized(kernel, event, mine), wait_s)
-            if not self._has(kernel, event):  # a swap that is under way may give it the new size
+            if not self._has(kernel, event):  # a running swap may give it the new size
                 await kernel.until(lambda: view_of(self._broker, kernel).state not in _MOVING)
             if not self._has(kernel, event):
                 ticket = self._broker.ticket(kernel.lease_id)
@@ -192,7 +192,7 @@ class LeaseControl:
                 self._stay(kernel)
 
     def _stay(self, kernel: Kernel) -> None:
-        """Withdraw the waiting request, with a newer one for the present size: the arbiter uses the newest."""
+        """Withdraw the waiting request by requesting the present size: the arbiter uses the newest request."""
         kernel.requests.resize = None
         self._broker.dispatch(self._size_now(kernel))
         kernel.notify()
@@ -260,7 +260,7 @@ class LeaseControl:
 
 
 async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: int) -> int | None:
-    """Return others' mean use of the first lease's only device lately; None: unknown. `kernels` are no others, nor are ended processes."""
+    """Return others' recent mean use of the first lease's only device, if known. `kernels` and ended processes do not count."""
     view = broker.arbiter.lease(kernels[0].lease_id)
     if view is None or view.device_id is None or len(view.device_ids) > 1:
         return None
@@ -276,17 +276,17 @@ async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: i
         for member in [kernel.identity, *members_of(kernel, kernel.identity, snapshot, roots)]
     }
     there = [one for one in use.processes if one.kind is not ProcessKind.GRAPHICS]
-    # The MPS server's processes compute in the server's name: nothing tells theirs from one another.
+    # MPS clients compute in the server's name: their use cannot be told apart.
     if utilisation.by_pid is None or any(one.kind is ProcessKind.MPS for one in there):
         return None
     return sum(utilisation.by_pid.get(one.pid, 0) for one in there if one.pid not in ours)
 
 
 def _read(broker: Broker, device_id: str, since_us: int) -> tuple[DeviceUse, DeviceUtilisation, Snapshot] | None:
-    """In a thread. None: the device cannot be read, or reports nothing."""
+    """Blocks. None: the device cannot be read, or reports nothing."""
     try:
         use, utilisation = broker.monitor.use(device_id), broker.monitor.utilisation(device_id, since_us)
-    except GPUError as error:  # whether it is lost is seen where its memory is sampled
+    except GPUError as error:  # the memory sampler detects a lost device
         log.debug("what processes use of device %s could not be read: %s", device_id, error)
         return None
     return None if utilisation is None else (use, utilisation, broker.scans.take(_MOST_AGE_S))

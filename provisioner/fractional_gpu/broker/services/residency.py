@@ -1,6 +1,6 @@
-"""How a lease comes to its device and leaves it on request: acquire, suspend, resume, move; and how all its processes are ended.
+"""How a lease gets and leaves its device on request (acquire, suspend, resume, move), and how all its processes are ended.
 
-`acquire` files a ticket and follows it until the grant: a cell waits in it, and shows its user why. A grant is sent only when the ledger
+`acquire` files a ticket and follows it until the grant, while the cell shows its user why it waits. A grant is sent only once the ledger
 has the reservation; otherwise the next broker could give the same memory to another kernel.
 """
 
@@ -30,7 +30,7 @@ from fractional_gpu.protocol.messages import AcquireRequest, LeaseNews, Progress
 from fractional_gpu.protocol.status import LeaseStatus
 
 _QUEUE_PAUSE_S = 0.1
-_LONGEST_LOOK_S = 30.0  # a waiting cell learns what has changed with time alone
+_LONGEST_LOOK_S = 30.0  # a waiting cell's status is refreshed this often
 PATIENCE_S = 30.0
 _IDLE_PATIENCE_S = 10.0  # a requested suspend or move waits this long for the kernel to become idle, and to stay so
 _AGAIN_S = 0.3
@@ -51,7 +51,7 @@ class Residency:
     async def acquire(
         self, kernel: Kernel, request: AcquireRequest, *, urgent: bool = False
     ) -> AsyncGenerator[Progress, None]:
-        """Yield why the kernel waits, then `granted` or `refused`. Closing it withdraws the ticket, or ends the use with `hold`."""
+        """Yield why the kernel waits, then `granted` or `refused`. Closing withdraws the ticket; with `hold`, it ends the use."""
         broker = self._broker
         patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
         deadline_s = time.monotonic() + patience_s
@@ -61,7 +61,7 @@ class Residency:
             if not request.watch:
                 view = broker.arbiter.lease(kernel.lease_id)
                 if view is not None and not view.busy and kernel.busy:
-                    # Before its ticket is filed: a busy kernel is no victim.
+                    # Before the ticket is filed: busy kernels are no victims.
                     broker.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=True))
                 broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
             told: Progress | None = None
@@ -70,20 +70,20 @@ class Residency:
                 change, queue = kernel.change(), broker.queue_changed
                 progress = self._progress(kernel, deadline_s)
                 if request.watch and kernel.cell.unused:
-                    return  # its cell waits for nothing
+                    return  # its cell does not wait
                 if progress is not None and _is_news(progress, told, int((time.monotonic() - told_s) * 1000)):
                     yield progress
                     told, told_s = progress, time.monotonic()
                 if progress is not None and progress.kind in ends:
                     return
                 await _any_of(change, queue, min(_look_again_s(told), max(0.0, deadline_s - time.monotonic())))
-                if not change.is_set():  # only the queue moved: do not wake a hundred waiting cells at each step
+                if not change.is_set():  # only the queue moved: do not wake a hundred cells at each step
                     await _any_of(change, change, min(_QUEUE_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
         finally:
             kernel.requests.waiters -= not request.watch
             view = None if request.watch else broker.arbiter.lease(kernel.lease_id)
             if kernel.requests.waiters == 0 and view is not None:
-                # Keep a ticket that the broker filed because the kernel is blocked: another request needs it.
+                # Keep a ticket that the broker filed for a blocked kernel: another request needs it.
                 waits = view.state is not LeaseState.RESIDENT or view.at_gate
                 if waits and not kernel.cell.ticket_by_broker:
                     interrupted = time.monotonic() < deadline_s
@@ -116,9 +116,9 @@ class Residency:
             return Progress(
                 kind=ProgressKind.REFUSED, reason="timeout", sentence=f"no GPU within the time allowed: {sentence}"
             )
-        if self._broker.writer.trouble:  # no grant and no suspend before it is in the ledger
+        if self._broker.writer.trouble:  # grants and suspends wait for the ledger
             reason, sentence, expected = "ledger", self._broker.writer.trouble, None
-        # The restore runs, so only time is needed. The reservation is in the ledger before the grant, not yet here.
+        # The restore runs and only needs time. The ledger gets the reservation before the grant, perhaps not yet.
         pool = self._broker.arbiter.pools().get(view.spec.pool) if view.state is LeaseState.RESUMING else None
         overlap = pool is not None and pool.overlap_resume
         is_behind_busy = reason == "wait.busy-neighbour"
@@ -150,7 +150,7 @@ class Residency:
             await change.wait()
 
     async def suspend(self, kernel: Kernel, by: str) -> LeaseStatus:
-        """Return when it is suspended. Raises ConflictError. Cancelled: a suspend that has begun continues; another does not begin."""
+        """Return once the kernel is suspended. Raises ConflictError. If cancelled, only a suspend that has begun continues."""
         view = view_of(self._broker, kernel)
         if view.state in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
             return full_lease_status(self._broker, kernel)
@@ -165,12 +165,12 @@ class Residency:
                         if request not in kernel.requests.suspends:
                             kernel.requests.suspends.append(request)
                         self._broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
-                # The suspend may have to wait for the swap channel: until then the lease is still resident, with the request pending.
+                # While the suspend waits for the swap channel, the lease stays resident, with the request pending.
                 await kernel.until(lambda: request.declined is not None or self._settled(kernel))
                 view = view_of(self._broker, kernel)
                 if request.declined is not None or view.reason != "suspend.aborted" or time.monotonic() >= until_s:
                     break
-                await asyncio.sleep(_AGAIN_S)  # a message came in between: a debugger asked for the variables, say
+                await asyncio.sleep(_AGAIN_S)  # a message intervened, such as a debugger's request for variables
         finally:
             kernel.requests.suspend_waiters -= 1
             if request in kernel.requests.suspends:
@@ -185,17 +185,17 @@ class Residency:
         return full_lease_status(self._broker, kernel)
 
     async def resume(self, kernel: Kernel, *, if_blocked: bool = False) -> LeaseStatus:
-        """Return when it is resident. Raises ConflictError. Cancelled: the ticket is withdrawn. `if_blocked`: only during a GPU call."""
+        """Return once it is resident. Raises ConflictError. Cancelling withdraws the ticket. `if_blocked`: only during a GPU call."""
         view = view_of(self._broker, kernel)
         if if_blocked:
-            # It does something, or may, for which it did not ask for the GPU.
+            # It may be doing something that did not request the GPU.
             blocked = kernel.handles_message and not self._broker.arbiter.waits(kernel.lease_id)
             if view.state is LeaseState.SUSPENDED and blocked:
                 await self._resume_blocked(kernel)
             return full_lease_status(self._broker, kernel)
         if view.state is LeaseState.UNATTACHED:
             raise ConflictError("the lease has no running kernel; nothing to resume", reason="no-process")
-        if view.gate_closed:  # it is resident; its gate is closed only so that its next cell asks
+        if view.gate_closed:  # resident: its gate is closed only so that its next cell asks
             return full_lease_status(self._broker, kernel)
         await self._acquired(kernel)
         return full_lease_status(self._broker, kernel)
@@ -216,7 +216,7 @@ class Residency:
 
     async def _acquired(self, kernel: Kernel) -> None:
         last = Progress(kind=ProgressKind.REFUSED)
-        # Something executes and no cell waits at the gate: the kernel may be in a CUDA call, which ignores interrupts.
+        # Something executes, but not at the gate: the kernel may be in a CUDA call, which ignores interrupts.
         blocked = kernel.cell.executing_since_s is not None and kernel.requests.waiters == 0
         async with aclosing(self.acquire(kernel, AcquireRequest(), urgent=blocked)) as stream:
             async for progress in stream:
@@ -225,7 +225,7 @@ class Residency:
             raise ConflictError(last.sentence, reason=last.reason)
 
     async def _quiet(self, kernel: Kernel, until_s: float) -> None:
-        """Wait until the kernel has handled no message for a moment: JupyterLab's debugger asks for the variables after each cell."""
+        """Wait until the kernel is quiet for `_QUIET_S`: JupyterLab's debugger asks for the variables after each cell."""
         while (left_s := until_s - time.monotonic()) > 0:
             self._broker.sync_busy_state(kernel)
             await kernel.until(lambda: not kernel.busy, left_s)
@@ -235,10 +235,7 @@ class Residency:
             await kernel.until(lambda: kernel.busy, min(left_s, _QUIET_S - quiet_s))
 
     async def move(self, kernel: Kernel, device_id: str | None) -> LeaseStatus:
-        """Return when the idle kernel is on the device (None:
-
-        any other). Raises ConflictError. Cancelled: a move that has begun continues.
-        """
+        """Return once the idle kernel is on the device (None: any other). Raises ConflictError. Cancelling never stops a begun move."""
         kernel.requests.suspend_waiters += 1  # an explicit request: only a running cell prevents it
         try:
             self._broker.sync_busy_state(kernel)
@@ -259,7 +256,7 @@ class Residency:
         return full_lease_status(self._broker, kernel)
 
     async def _begin_move(self, kernel: Kernel, device_id: str | None) -> None:
-        """Begin the move at once, or while another kernel's swap is under way for `PATIENCE_S`. Raises ConflictError."""
+        """Begin the move, waiting up to `PATIENCE_S` for another kernel's swap. Raises ConflictError."""
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             event = MoveRequested(at_ms=now_ms(), lease_id=kernel.lease_id, device_id=device_id)
@@ -269,7 +266,7 @@ class Residency:
             left_s = deadline_s - time.monotonic()
             if declined.reason != BUSY_CHANNEL or left_s <= 0:
                 raise ConflictError(declined.sentence, reason=declined.reason)
-            # Take the event after the request: the request itself has set the one before.
+            # Take the event after the request, which itself sets the earlier one.
             await within(left_s, self._broker.anything_changed)
 
     def _settled(self, kernel: Kernel) -> bool:
@@ -278,9 +275,9 @@ class Residency:
 
 
 async def end_tree(broker: Broker, kernel: Kernel) -> None:
-    """End the kernel's tree, reading it again until none is left. Raises ConflictError. Cancelled: signalled processes end.
+    """End the kernel's process tree, rereading until it is empty. Raises ConflictError. If cancelled, signalled processes end.
 
-    Each process is identified by its start time and signalled through its pidfd, so a reused pid is never hit.
+    Processes are identified by start time and signalled by pidfd, so a reused pid is never hit.
     """
     root = kernel.identity
 
@@ -303,7 +300,7 @@ def _over(view: LeaseView | None) -> Progress:
 
 
 def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
-    """Whether to send the waiting cell this progress: not if it differs little from what the cell counts down itself."""
+    """Whether this progress differs enough from what the waiting cell already counts down to be sent."""
     if told is None:
         return True
     for name in ("expected_ms", "turn_ms"):
@@ -316,7 +313,7 @@ def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
 
 
 def _look_again_s(told: Progress | None) -> float:
-    """Return when to check a waiting cell's progress again without any event: when its wait was expected to end."""
+    """Return when to check on a waiting cell without an event: at the expected end of its wait."""
     if told is None or told.expected_ms is None:
         return _LONGEST_LOOK_S
     return min(_LONGEST_LOOK_S, max(1.0, told.expected_ms / 1000))

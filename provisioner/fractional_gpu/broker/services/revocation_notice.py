@@ -1,9 +1,9 @@
-"""Follows a notice that this host goes away (`c.GPUBroker.revocation_notice`): a file, or a cloud's metadata URL.
+"""Watches for a notice that this host goes away (`c.GPUBroker.revocation_notice`): a file, or a cloud's metadata URL.
 
-On a notice all devices are drained by its deadline, and users are told to save to disk: the host's memory goes as well. When it disappears,
-the devices that were drained for it are given back, also by a later broker. An unreadable source says nothing either way. A file's
-existence is the notice. A URL: 404 means no notice (AWS), 200 a notice, unless the text is `FALSE` (Google) or JSON with an empty list of
-`Events` (Azure). The deadline is `time` (AWS), the earliest `NotBefore` (Azure), or else `c.GPUBroker.revocation_deadline` later.
+On a notice, all devices are drained by its deadline, and users are told to save to disk: the host's memory is lost, too. If it disappears,
+the devices that were drained for it are undrained, even by a later broker. An unreadable source says nothing either way. A file's
+existence is the notice. For a URL, 404 means no notice (AWS), 200 a notice, unless the text is `FALSE` (Google) or JSON with an empty
+`Events` list (Azure). The deadline is `time` (AWS), the earliest `NotBefore` (Azure), or `c.GPUBroker.revocation_deadline` from now.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 _PERIOD_S = 2.0
 _TIMEOUT_S = 1.5
 _MOST_BYTES = 65_536
-_KEPT = "revocation_notice"  # in the ledger: the devices that were drained for a notice, and their earlier state
-_MOVED_MS = 1_000  # a deadline that moves by less is the same
+_KEPT = "revocation_notice"  # ledger key: the devices drained for a notice, and their earlier state
+_MOVED_MS = 1_000  # smaller changes of a deadline are ignored
 _LEAVES = frozenset({"Preempt", "Terminate", "Redeploy", "Reboot"})  # Azure's events after which the memory is lost
 _METADATA = {"Metadata-Flavor": "Google", "Metadata": "true"}
 _AWS_PREFIX = "/latest/"
@@ -38,13 +38,13 @@ _AWS_PREFIX = "/latest/"
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """This host goes away. `deadline_ms`: when, wall-clock ms; None: the notice does not say."""
+    """This host goes away. `deadline_ms`: when (wall-clock ms), if the notice says."""
 
     deadline_ms: int | None = None
 
 
 class UnreadableNoticeError(Exception):
-    """The source says neither that there is a notice nor that there is none: a sentence."""
+    """The source does not say whether there is a notice. The message is a sentence."""
 
 
 def read_notice(source: Path | str) -> Notice | None:
@@ -70,13 +70,13 @@ def parse_notice(text: str) -> Notice | None:
 
 
 def _moment_ms(text: object) -> int | None:
-    """Return a time as wall-clock ms: ISO 8601 (AWS) or an HTTP date (Azure); None for anything else."""
+    """Parse an ISO 8601 time (AWS) or an HTTP date (Azure) as wall-clock ms; None for anything else."""
     if not isinstance(text, str):
         return None
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
         try:
             at = parse(text)
-        except (ValueError, OverflowError):  # OverflowError: a number that is no part of any date
+        except (ValueError, OverflowError):  # OverflowError: a number out of any date's range
             continue
         return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000)
     return None
@@ -95,7 +95,7 @@ def _read_file(path: Path) -> str | None:
 def _read_url(url: SplitResult) -> str | None:
     headers = dict(_METADATA)
     try:
-        if url.path.startswith(_AWS_PREFIX):  # AWS may demand a token; if it does not know tokens, none is needed
+        if url.path.startswith(_AWS_PREFIX):  # AWS may require a token; a server without tokens needs none
             asked = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
             status, token = _ask(url, "PUT", "/latest/api/token", asked)
             if status == http.HTTPStatus.OK and token.isascii() and token.isprintable():
@@ -121,7 +121,7 @@ def _ask(url: SplitResult, method: str, target: str, headers: Mapping[str, str])
 
 
 class RevocationNotice:
-    """Tells users of the notice; with `drains` drains all devices. `default_ms`: the time left if a notice names none."""
+    """Tells users of the notice and, with `drains`, drains all devices. `default_ms`: the time left if it names none."""
 
     def __init__(
         self,
@@ -137,13 +137,13 @@ class RevocationNotice:
         self._default_ms = default_ms
         self._drains = drains
         self._read = read
-        self._deadline_ms: int | None = None  # wall-clock ms, of the notice that is followed
+        self._deadline_ms: int | None = None  # wall-clock ms, of the current notice
         self._must_drain = False  # the devices are not drained yet
         self._drained: dict[str, bool | None] | None = None  # as in the ledger; None: not read yet
         self._problem = ""
 
     async def run(self) -> None:
-        """Follow the source until cancelled. If the ledger cannot be written, the next look tries again."""
+        """Watch the source until cancelled. A look that cannot write the ledger is retried."""
         while True:
             try:
                 await self.look()
@@ -152,7 +152,7 @@ class RevocationNotice:
             await asyncio.sleep(_PERIOD_S)
 
     async def look(self) -> None:
-        """Read the source once and act on it. Raises LedgerError. Cancelled: the next look continues, in the next broker too."""
+        """Read the source once and act on it. Raises LedgerError. If cancelled, the next look or broker continues."""
         try:
             notice = await asyncio.to_thread(self._read, self._source)
         except UnreadableNoticeError as error:
@@ -202,7 +202,7 @@ class RevocationNotice:
         self._problem = problem
 
     async def _remembered(self) -> dict[str, bool | None]:
-        """Return the devices that were drained for a notice: whether busy kernels had to leave each before; None: it was not drained."""
+        """Return each device drained for a notice, with its earlier `evict_busy`, or None if it was not drained before."""
         if self._drained is None:
             text = await self._broker.writer.read(partial(self._broker.writer.ledger.kept, _KEPT))
             try:
@@ -220,7 +220,7 @@ class RevocationNotice:
         broker = self._broker
         evicting = await broker.writer.read(broker.writer.ledger.drained)
         names = [view.device_id for view in broker.arbiter.devices() if view.device_id in broker.devices]
-        # Record first what must be undone: a broker that dies in between then gives back too much rather than too little.
+        # Record first what to undo: a broker that dies in between then undrains too much rather than too little.
         await self._remember({name: before.get(name, evicting.get(name)) for name in names})
         for name in names:
             await begin_drain(broker, name, evict_busy=bool(evicting.get(name)), deadline_in_ms=left_ms)

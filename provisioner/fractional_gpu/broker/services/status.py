@@ -29,7 +29,7 @@ HAD_ITS_TURN = "this kernel had its turn on the device; others waited before thi
 """Why a cell waits at its kernel's closed gate (`wait.turn`)."""
 
 _MINUTE_MS = 60_000
-# What a device's status has of the arbiter's view as it is.
+# Fields copied from the arbiter's view of a device.
 _OF_VIEW = {field.name for field in fields(DeviceView)} & set(DeviceStatus.__struct_fields__) - {"pool"}
 
 
@@ -120,7 +120,7 @@ def revoked_sentence(view: LeaseView) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Who asks for a status: a user by uid (None: one who may see all), or the holder of a seat's token, with the seat's owner."""
+    """Who asks for a status: a uid (None: may see everything), or the holder of a seat's token, with the seat's owner."""
 
     uid: int | None = None
     seat: str | None = None
@@ -130,7 +130,7 @@ class Viewer:
         if self.seat is not None:
             own = bool(self.owner) and view.revoked and view.spec.owner == self.owner
             return view.spec.seat == self.seat or own
-        # The uid is not enough for a seat's lease: containers share uids.
+        # For a seat's lease, the uid is not enough: containers share uids.
         return self.uid is None or (uid == self.uid and not view.spec.seat)
 
 
@@ -195,22 +195,22 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
 
 # `GET /v1/events`: sends subscribers the host's status, at once and after each change.
 #
-# - One task computes it for all, at most every `RATE_S` (less often if computing takes long). A slow subscriber gets fewer, newer lines;
+# - One task computes it for all, at most every `RATE_S` (less often if computing takes long). Slow subscribers get fewer, newer lines;
 #   lines are never queued.
-# - Ages and the rest of a pin change with time alone and cause no line; the time before a deadline causes one in coarse steps.
-# - Later lines hold the devices and leases that differ from the line before, and always pinned leases and deadlines, because clients count
+# - Ages and the remaining time of pins cause no line; the time left before a deadline causes one in coarse steps.
+# - Later lines have the devices and leases that changed, and always pinned leases and deadlines, because clients count
 #   down from when they receive them.
 
 
 RATE_S = 0.2
-_SHARE = 20  # computing statuses takes a twentieth of the broker's time at most, however many leases and subscribers there are
+_SHARE = 20  # statuses take at most a twentieth of the broker's time, however many leases and subscribers it has
 _RUNNING = frozenset({"now_ms", "host_goes_away_in_ms"})  # fields that change with time alone
 _lasting_fields = attrgetter(*(name for name in LeaseStatus.__struct_fields__ if name not in _RUNNING))
 _MINUTE_S, _STEP_S = 60, 5
 
 
 def coarse_s(left_ms: int | None) -> int | None:
-    """Return the time before a deadline, in steps of a minute, or of 5 s in the last two minutes; 0: it has passed."""
+    """Round the time before a deadline to minutes, or to 5 s in the last two minutes; 0: it has passed."""
     if left_ms is None:
         return None
     step_s = _MINUTE_S if left_ms > 2 * _MINUTE_MS else _STEP_S
@@ -250,7 +250,7 @@ class StatusStream:
         self._subscribers = 0
         self._sampling: asyncio.Task[None] | None = None
         self._latest: HostStatus | None = None
-        self._took_s = 0.0  # to compute the last edition, for all subscribers so far
+        self._took_s = 0.0  # spent on the last edition, for all subscribers so far
         self._lasting: _LastStatus | None = None  # of the latest
         self._edition = 0  # how often `_lasting` changed
         self._changed = asyncio.Event()  # replaced with each edition
@@ -258,7 +258,7 @@ class StatusStream:
     async def follow(self, viewer: Viewer) -> AsyncGenerator[HostStatus | HostChange | None, None]:
         """Yield what the viewer may see, then each change, and None after `PULSE_S` without one.
 
-        The last one that closes ends the sampling.
+        The last subscriber to leave ends the sampling.
         """
         self._subscribers += 1
         if self._sampling is None:
@@ -299,7 +299,7 @@ class StatusStream:
             self._took_s = time.monotonic() - begun_s
             await asyncio.sleep(RATE_S)  # let the subscribers get their lines
             await asyncio.sleep(max(0.0, _SHARE * self._took_s - RATE_S))
-            # No event announces what changes with time alone, such as a shrinking forecast: sample now and then without one.
+            # Some changes come with time alone, such as a shrinking forecast: sample now and then without an event.
             ends = self._latest.goes_away_in_ms or any(device.goes_away_in_ms for device in self._latest.devices)
             await within(_STEP_S / 2 if ends else PULSE_S, changed)
 
