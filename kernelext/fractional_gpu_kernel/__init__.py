@@ -2,9 +2,9 @@
 
 `python -m fractional_gpu_kernel ipykernel_launcher ...` starts a kernel with it. Rules:
 
-- Loading costs a few milliseconds (the rest is imported later, in a thread), a cell at an open gate microseconds.
+- Loading takes milliseconds (a thread imports the rest later). An open gate delays a cell by microseconds.
 - A kernel on the GPU works without a broker; a kernel that needs the GPU and has no broker starts one.
-- A forked child of the kernel inherits memory, not the lease: there the gate is inert.
+- A forked child inherits the kernel's memory but not its lease: its gate is inert.
 """
 
 import os
@@ -29,7 +29,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def load_ipython_extension(ipython: "Any") -> None:  # noqa: ANN401 - IPython is untyped
-    """Load into a shell; IPython calls this. A second call changes nothing."""
+    """Load the extension into a shell, once. IPython calls this."""
     if id(ipython) in _loaded:
         return
     # Here, because a Jupyter server imports this package for its server extension and is no kernel.
@@ -48,7 +48,7 @@ def load_ipython_extension(ipython: "Any") -> None:  # noqa: ANN401 - IPython is
 
 
 def unload_ipython_extension(ipython: "Any") -> None:  # noqa: ANN401 - as above
-    """Restore the shell. The lease stays: the broker sees a kernel without the extension."""
+    """Restore the shell. The kernel keeps its lease, as one without the extension."""
     extension = _loaded.pop(id(ipython), None)
     if extension is not None:
         extension.unload()

@@ -1,7 +1,7 @@
 """`python -m fractional_gpu_kernel MODULE ...` runs ipykernel's MODULE as `python -m MODULE ...` does, with our extension loaded first.
 
-No trait is set: a list of extensions on the command line would replace a user's or a site's. `sys.path`, `sys.argv` and `__main__` are as
-MODULE would have them.
+This sets no trait: a list of extensions on the command line would replace a user's or a site's. MODULE sees its usual `sys.path`,
+`sys.argv` and `__main__`.
 """
 
 import sys

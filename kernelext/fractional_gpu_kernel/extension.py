@@ -1,4 +1,4 @@
-"""The extension of a kernel that has a lease: makes its parts, connects them, and installs them into the shell."""
+"""The extension for a kernel with a lease: makes its parts, connects them, and installs them in the shell."""
 
 import os
 from collections.abc import Mapping
@@ -62,12 +62,12 @@ class LeasedKernel:
         self.inputs.become_inert()
 
     def take_size(self, environment: Mapping[str, str]) -> None:
-        """Another size: later imports read it from the environment, loaded frameworks are limited on the main loop."""
+        """Apply a new size: later imports read the environment, loaded frameworks are limited on the main loop."""
         self.gate.bind(environment)
         self.on_main_loop(self._apply_limit)
 
     def _apply_limit(self) -> None:
-        """Limit loaded frameworks. A lower limit waits while a cell runs: at `await` the loop runs beneath it."""
+        """Limit loaded frameworks. A lower limit waits while a cell runs, even at an `await`."""
         if self.limits.is_stale and not (self.limits.is_lowered and self.gate.is_running):
             self.limits.refresh()
 
@@ -75,11 +75,11 @@ class LeasedKernel:
         return self.gate.is_busy or self.gate.is_exempt or bool(self.inputs.waiting)
 
     def has_gui_loop(self) -> bool:
-        """Whether the main thread runs a GUI event loop (`%gui`) between cells, which keeps callbacks of the main loop waiting."""
+        """Whether the main thread runs a GUI event loop (`%gui`) between cells, which delays the main loop's callbacks."""
         return getattr(getattr(self.shell, "kernel", None), "eventloop", None) is not None
 
     def on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped
-        """Pass a callback to the main loop; False if that does not run (a terminal, or an older ipykernel's GUI event loop)."""
+        """Call back on the main loop; return False if it does not run (in a terminal, or an older ipykernel's GUI loop)."""
         kernel: Any = getattr(self.shell, "kernel", None)
         loop = getattr(kernel, "io_loop", None)
         shell_channel: Any = getattr(kernel, "shell_channel_thread", None)

@@ -6,9 +6,9 @@
         train(batch)
         tick()
 
-It does nothing outside a measurement, and needs only the standard library. Other languages: if JUPYTER_GPU_MEASURE is set, append the
-line `NANOSECONDS UNITS` to that file in one write, with the time of CLOCK_MONOTONIC when the work was done. Wait for asynchronous work on
-the device first, or the times are when it was submitted.
+It does nothing outside a measurement, and needs only the standard library. Other languages: if JUPYTER_GPU_MEASURE is set, append the line
+`NANOSECONDS UNITS` to that file in one write, with the time of CLOCK_MONOTONIC when the work was done. Wait for asynchronous work on the
+device first, or the time is that of its submission.
 """
 
 import os

@@ -1,16 +1,16 @@
-"""Memory limits of frameworks' allocators, what those hold, giving caches back, and what prevents a checkpoint.
+"""Limits framework allocators, measures and empties them, and finds what prevents a checkpoint.
 
 A lease's cap includes the CUDA context. A framework limits only its allocator, so its limit is the cap minus the context, whose measured
 size the broker sends with each grant. The broker sees allocations beyond these limits.
 
-- JAX and CuPy read environment variables, set at load and at each grant unless the user has set them. JAX refuses both of its names
-  together, and reads its limit only once: a change needs a restart of the kernel.
-- TensorFlow gets only its variable for growing as needed: its call for a limit excludes `set_memory_growth`, which many notebooks call.
-- torch's `set_per_process_memory_fraction` would initialise CUDA, so it is queued for CUDA's initialisation. Child processes get a
-  variable, if the installed torch reads it. accelerate, transformers and vLLM ask torch for the device's size, and get the limit.
-- In older releases of torch that call creates a context on the device, and may leave that device current. So the current device is limited
+- JAX and CuPy read environment variables, set at load and at each grant unless the user has set them. JAX accepts only one of its two
+  names, and reads its limit only once: a change needs a kernel restart.
+- TensorFlow gets only its variable to grow as needed: a limit would rule out `set_memory_growth`, which many notebooks call.
+- torch's `set_per_process_memory_fraction` would initialise CUDA, so it is queued until torch does. Child processes get a variable if the
+  installed torch reads it. accelerate, transformers and vLLM ask torch for the device's size, and get the limit.
+- In older torch releases that call creates a context on the device, and may leave the device current. So the current device is limited
   first, and others after their first allocation, or immediately if the first limit created no context.
-- A changed limit reaches loaded torch and CuPy on the main loop while no cell runs, or before the next cell.
+- Loaded torch and CuPy get a changed limit on the main loop while no cell runs, or before the next cell.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class ImportHooks:
         self._callbacks: dict[str, list[Callback]] = {}
 
     def after(self, name: str, callback: Callback) -> None:
-        """Call back in the importing thread whenever module `name` has been executed; now, too, if it is loaded."""
+        """Call back in the importing thread after module `name` is executed, and now if it is loaded."""
         module = sys.modules.get(name)
         if module is not None and not is_half_imported(module):
             callback(module)
@@ -55,7 +55,7 @@ class ImportHooks:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a watched module from the finders after this one, with a callback in it."""
+        """Return a watched module's spec from the finders after this one, with a callback added."""
         if name not in self._callbacks:
             return None
         for finder in list(sys.meta_path):
@@ -94,7 +94,7 @@ class Call(NamedTuple):
 
 
 def note_calls(call: Call, report: Callable[[str], None]) -> None:
-    """Call `report` with the sentence before each call that counts, in its thread. Missing functions are skipped."""
+    """Before each call that counts, `report` the sentence in the same thread. Skips missing functions."""
     for name in call.modules:
         owner: Any = sys.modules.get(name)
         *parents, function = call.function.split(".")
@@ -147,7 +147,7 @@ CONTEXT_MIB = (
 
 
 def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
-    """Return a framework's share of a cap, MiB: the cap minus the context, but at least half (a quarter) of it."""
+    """Return a framework's MiB of a cap: all but the context, at least half (a quarter if that is large)."""
     least = cap_mib // 2 if context_mib <= CONTEXT_MIB else cap_mib // 4
     return max(cap_mib - max(context_mib, CONTEXT_MIB), least, 1)
 
@@ -158,7 +158,7 @@ class TorchLimits:
         self._others: set[int] = set()  # devices without a limit, unused when the others were limited
 
     def apply(self, torch: Any, mib: int) -> None:  # noqa: ANN401 - torch is not ours to import
-        """Limit the devices in use to `mib` each; the current device stays. Raises RuntimeError from CUDA."""
+        """Limit each device in use to `mib`, keeping the current device. Raises CUDA's RuntimeError."""
         cuda = torch.cuda
         devices = set(range(cuda.device_count()))
         if not devices:
@@ -210,7 +210,7 @@ class MemoryLimits:
         self.hooks.after(_JAX_READS.package, lambda _: note_calls(_JAX_READS, lambda _: self._hint()))
 
     def bind(self, environment: Mapping[str, str]) -> None:
-        """Take the variables of a grant, except those that an environment cannot hold, and update the hints."""
+        """Take a grant's variables, except any that an environment cannot hold, and update the hints."""
         for name, value in environment.items():
             if name and "=" not in name and "\0" not in name + value:
                 self._environment[name] = value
@@ -219,7 +219,7 @@ class MemoryLimits:
 
     @property
     def is_stale(self) -> bool:
-        """Whether loaded frameworks have another limit than the current one, or torch uses a device without one."""
+        """Whether loaded frameworks have an outdated limit, or torch uses a device without one."""
         return self._applied_mib != self._limit_mib or self._torch.is_stale()
 
     @property
@@ -229,7 +229,7 @@ class MemoryLimits:
         return bool(limit and ((self._applied_mib and self._applied_mib > limit) or self._torch.is_stale()))
 
     def torch_imported(self, torch: ModuleType) -> None:
-        """Limit torch when it initialises CUDA, or now if it has."""
+        """Limit torch now, or when it initialises CUDA."""
         cuda = getattr(torch, "cuda", None)
         when_initialised = getattr(cuda, "_lazy_call", None)
         if cuda is None:
@@ -243,7 +243,7 @@ class MemoryLimits:
             self._applied_mib = 0  # stale: checked again before each cell
 
     def refresh(self) -> None:
-        """Apply a changed limit, in the thread that runs cells. If CUDA fails, cells still run and `is_stale` stays."""
+        """Apply a changed limit, in the cells' thread. If CUDA fails, cells still run and `is_stale` stays true."""
         try:
             is_applied = self._limit_loaded()
         except (RuntimeError, AttributeError):  # CUDA's errors; a module that is still being imported
@@ -325,7 +325,7 @@ class MemoryLimits:
                 self._environment.pop(name, None)
 
     def _with_torch_fraction(self, fraction: str) -> dict[str, str]:
-        """Return the user's settings for torch's allocator; child processes get the fraction unless they have one."""
+        """Return the user's torch allocator settings, with the fraction unless the user has set one."""
         before, self._torch_setting = self._torch_setting, f"{_TORCH_FRACTION}:{fraction}"
         settings = {
             name: [one for one in self._environment.get(name, "").split(",") if one not in ("", before)]
@@ -353,7 +353,7 @@ def _positive(text: str | None) -> int | None:
 
 
 def reserved_mib() -> int | None:
-    """Return what the allocators of torch, CuPy and JAX hold, MiB; None if there may be more. Raises no CUDA errors."""
+    """Return the MiB that torch, CuPy and JAX allocators hold, or None if unknown. Raises no CUDA errors."""
     if any(name in sys.modules for name in _UNCOUNTED):
         return None
     try:
@@ -377,13 +377,13 @@ def _torch_bytes(cuda: Any, index: int) -> int:  # noqa: ANN401 - as above
 
 
 def _has_context(torch: Any, index: int) -> bool:  # noqa: ANN401 - as above
-    """Whether the process has a context on the device; in doubt, yes."""
+    """Whether the process has a context on the device; True if unknown."""
     has_context = getattr(getattr(torch, "_C", None), "_cuda_hasPrimaryContext", None)
     return has_context is None or bool(has_context(index))
 
 
 def _cupy_reserved() -> int | None:
-    """CuPy counts on the current device. An empty pool counts as unknown: CuPy does not show whether it uses CUDA."""
+    """Return the current device's bytes; None if the pool is empty, as CuPy does not show whether it uses CUDA."""
     cupy = sys.modules.get("cupy")
     if cupy is None or is_half_imported(cupy):
         return None
@@ -413,7 +413,7 @@ TIME_LIMIT_S = 8.0  # less than a broker waits for the answer
 
 
 def free_caches() -> str:
-    """Collect garbage and empty caching allocators; returns what was done, for the broker's log. Raises no CUDA errors."""
+    """Collect garbage and empty caching allocators. Return what was done, for the broker's log. Raises no CUDA errors."""
     done = []
     if not _HOLDERS.isdisjoint(sys.modules):
         gc.collect()
@@ -438,9 +438,9 @@ def free_caches() -> str:
 def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limit_s: float = TIME_LIMIT_S) -> None:
     """Run `free_caches` on the main loop, and call `answer(word, detail)` once, from any thread. Never blocks.
 
-    The words: "done"; "managed" if the process cannot be saved at all; "busy" if the main loop was not free in time. While a cell waits for
-    input, nothing is freed, and a suspend may continue. The same holds if the callback is late in a kernel with a GUI event loop, which may
-    show a dialog while the kernel idles.
+    The words: "done"; "managed" if the process cannot be saved; "busy" if the main loop was not free in time. While a cell waits for input,
+    nothing is freed and the suspend may continue. The same holds if the callback is late in a kernel with a GUI event loop, which may show
+    a dialog while the kernel idles.
     """
 
     def leave(why: str) -> None:
@@ -587,7 +587,7 @@ PROFILERS = (
 
 
 class CheckpointBlockers:
-    """Watches one process. `report` gets one sentence, in the thread of the first such call."""
+    """Watches one process. The first blocking call reports a sentence, in its own thread."""
 
     def __init__(self, report: Callable[[str], None], hooks: ImportHooks | None = None) -> None:
         self._report = report
@@ -599,7 +599,7 @@ class CheckpointBlockers:
             self.hooks.after(call.package, lambda _module, call=call: note_calls(call, self._note))  # type: ignore[misc]
 
     def reason(self) -> str:
-        """Return why the process cannot be checkpointed, a sentence, or "". Calls frameworks: only on the idle main loop."""
+        """Return a sentence why the process cannot be checkpointed, or "". Call it only on the idle main loop."""
         if self.seen:
             return self.seen
         for find in (_rmm, _torch, _fbgemm, _unified, injected):

@@ -1,6 +1,6 @@
 """The extension of a kernel without a lease: `%gpu` prints why there is none, and a notice says so once.
 
-Notebooks for kernels with a share run here: `%gpu` lines print why they do nothing, and `%%gpu` and `%%cpu` act as comments.
+Notebooks written for a share work here: `%gpu` lines print why they do nothing, and `%%gpu` and `%%cpu` act as comments.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ class UnleasedKernel:
         self._registrations.undo()
 
     def become_inert(self) -> None:
-        """A forked child needs nothing undone."""
+        """A forked child has nothing to undo."""
 
     def gpu(self, line: str) -> None:
         del line  # every command has the same answer

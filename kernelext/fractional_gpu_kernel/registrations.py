@@ -1,7 +1,7 @@
-"""What the extension has registered in an IPython shell, and its removal.
+"""Registers the extension's parts in an IPython shell, and removes them.
 
-`undo` restores what ours replaced, and leaves what users and other extensions registered: if ours was replaced, nothing changes, and if it
-was wrapped, the wrapper stays (our function below must then pass calls through).
+`undo` restores what we replaced, and leaves what users and other extensions registered. If they replaced our function, nothing changes; if
+they wrapped it, the wrapper stays (and our function must pass calls through).
 """
 
 from collections.abc import Callable, MutableMapping
@@ -35,14 +35,14 @@ class Registrations:
         self._undo.append(lambda: items.remove(item) if item in items else None)
 
     def method(self, owner: object, name: str, function: Callable[..., Any]) -> None:
-        """Set a method of this object; removed, its class's method shows again."""
+        """Set a method on this object. Removing it uncovers the class's method."""
         own = vars(owner)
         before = own.get(name, _MISSING)
         setattr(owner, name, function)
         self._undo.append(lambda: _put_back(own, name, function, before))
 
     def undo(self) -> None:
-        """Remove what is still ours, last first. A second call changes nothing."""
+        """Remove what is still ours, last first. Idempotent."""
         while self._undo:
             self._undo.pop()()
 

@@ -1,11 +1,11 @@
 """The lease of this kernel, how it reaches its broker, and what a failed call means.
 
-The environment is read once, at load: a cell that changes `os.environ` does not move the kernel to another broker. The token is read from
-its file at each connection. If the file was deleted, the last token counts, and the file is restored for other programs (such as the next
+The environment is read once, at load, so a cell cannot move the kernel to another broker by changing `os.environ`. Each connection reads
+the token from its file. If the file was deleted, the last token is used, and the file restored for other programs (such as the next
 server).
 
-A cell may change its process in any way: replace functions of the standard library, use up descriptors, change the user. Such failures are
-`LOCAL_FAILURES`: restarting the broker or the kernel would not help.
+A cell can break its own process: replace standard library functions, use up descriptors, change the user. The resulting errors are
+`LOCAL_FAILURES`: restarting broker or kernel does not help.
 """
 
 import os
@@ -40,13 +40,13 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         return Settings(lease_id, socket_path, token_file)
 
     def connect(self, timeout_s: float = 30.0) -> "BrokerClient":
-        """Return a client with the lease's token, without sending anything. Without a token the broker identifies the process."""
+        """Return a client with the lease's token; nothing is sent yet. Without a token the broker identifies the process."""
         from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415 - costs time that a starting kernel does not have
 
         return BrokerClient(self.socket_path, token=self._token(), timeout_s=timeout_s)
 
     def revive(self) -> None:
-        """Start the broker if none serves. Raises BrokerUnavailableError, with reason "timeout" if it does not answer."""
+        """Start the broker if none runs. Raises BrokerUnavailableError, with reason "timeout" if it does not answer."""
         from fractional_gpu.client.discovery import ensure_broker  # noqa: PLC0415 - as above
         from fractional_gpu.client.http import ANSWER_S  # noqa: PLC0415 - as above
 
@@ -54,7 +54,7 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         ensure_broker(self.socket_path, token=token, timeout_s=_REVIVE_TIMEOUT_S, answer_s=ANSWER_S).close()
 
     def restore_token_file(self) -> None:
-        """Restore the token's file if it was deleted. Only while the lease is alive: its end removes the file."""
+        """Restore a deleted token file. Call only while the lease lives: its end removes the file."""
         token = _last_read.get(self.token_file)
         if token is None or os.path.lexists(self.token_file):
             return
@@ -96,7 +96,7 @@ _LOCAL_REASONS = frozenset({"no-descriptor", "no-access"})
 
 
 def is_local(error: Exception) -> bool:
-    """Whether the cause is in this process, which cannot reach the broker."""
+    """Whether the call failed because of this process, not the broker."""
     return getattr(error, "reason", None) in _LOCAL_REASONS or isinstance(error, LOCAL_FAILURES)
 
 

@@ -1,15 +1,15 @@
-"""Waiting for the GPU: one ticket for a kernel, however many of its cells wait, and the first grant after a start.
+"""Waiting for the GPU: one ticket per kernel, however many cells wait, and the first grant after a start.
 
 Two threads take part in a wait:
 
-- The thread that will run the cell (`Acquirer.wait_for_gpu`) blocks on a queue of notes, never on a socket, so that it can be
-  interrupted: on the main thread SIGINT puts a note into the queue. Subshells' threads get no signals; they wait for the broker's answer.
-- The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and puts each line into every queue. The first waiting cell
-  starts it, later ones join, and when the last one leaves, its connection is closed, which withdraws the ticket.
+- The thread that will run the cell (`Acquirer.wait_for_gpu`) blocks on a queue of notes, never on a socket, so that it can be interrupted:
+  on the main thread SIGINT puts a note into the queue. Subshell threads get no signals and wait for the broker's answer.
+- The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and puts each line into every queue. The first waiting cell starts
+  it, later ones join, and the last to leave closes the connection, which withdraws the ticket.
 
 If a call breaks or fails, the broker is restarted and the call repeated; after `MAX_FRUITLESS` breaks in a row without a line, the cell is
 refused. A process that can make no more calls (`is_local`) waits while the broker's commands still arrive: the broker sees a busy kernel
-without a ticket, files one for it, and opens the gate in its turn.
+without a ticket, files one and opens the gate when its turn comes.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ _THREAD_ENDED = "The thread that asks the GPU broker ended unexpectedly; the ker
 
 
 class RefusedError(Exception):
-    """The GPU will not come; the text says why and what to do."""
+    """The GPU was refused; the text says why and what to do."""
 
 
 Waiter = SimpleQueue["str | RefusedError | Progress"]
@@ -94,7 +94,7 @@ class Acquirer:
         self._ticket: _Ticket | None = None
 
     def wait_for_gpu(self, line: LiveLine | None, mark: object | None = None) -> None:
-        """Wait until the gate is open, and enter `mark` as running in the same step. `line` None: show nothing.
+        """Wait until the gate is open, and enter `mark` as running in the same step. Without `line`, show nothing.
 
         Raises RefusedError or KeyboardInterrupt. After an interrupt `mark` may have entered: the caller removes it.
         """
@@ -149,7 +149,7 @@ class Acquirer:
         ticket.withdraw()
 
     def become_inert(self) -> None:
-        """In a forked child: forget everything without touching the parent's connections."""
+        """In a forked child, forget all without touching the parent's connections."""
         self._lock = threading.Lock()  # another thread of the parent may have held it
         self._waiters = []
         self._ticket = None
@@ -332,7 +332,7 @@ class LoopWatch:
 
 
 def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:
-    """Show the broker's lines until the gate opens (False), or until the cell may run although it is shut (True).
+    """Show the broker's lines. Return False when the gate opens, True when the cell may run at a shut gate.
 
     Raises RefusedError and KeyboardInterrupt.
     """
@@ -366,7 +366,7 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
 
 @contextlib.contextmanager
 def interrupts_to(waiter: "SimpleQueue[Any]") -> Iterator[None]:
-    """Let SIGINT put INTERRUPTED into the queue, and raise KeyboardInterrupt at the end if it came. Only on the main thread."""
+    """Let SIGINT put INTERRUPTED into the queue, and later raise KeyboardInterrupt. Only on the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -467,7 +467,7 @@ def _not_yet() -> None:
 
 
 def _answer() -> int:
-    """Return CUDA's error number for a count of devices; 0 if the driver is not loaded."""
+    """Return the error number of CUDA's device count, or 0 if no driver is loaded."""
     if not any(name.startswith("libcuda.so.") for name in mapped_files()):
         return 0
     import ctypes  # noqa: PLC0415 - off the kernel's start

@@ -2,9 +2,9 @@
 
 Two daemon threads start a moment after the kernel, so that they do not slow its start:
 
-- `gpu-gate` reads the stream of commands and obeys at once what needs no round trip.
-- `gpu-answers` sends the answers on a second connection, and a pulse every `PULSE_S` seconds while the gate is shut: it proves that
-  Python runs, to a broker that cannot see whether its stream is read.
+- `gpu-gate` reads the commands and obeys at once those that need no round trip.
+- `gpu-answers` sends the answers on a second connection, and a pulse every `PULSE_S` seconds while the gate is shut. It proves that Python
+  runs; an open stream does not.
 
 A broken stream is reopened with growing pauses, whatever a cell did to this process (`settings.LOCAL_FAILURES`); a command that cannot be
 obeyed is answered with "busy". The channel never starts a broker: a waiting cell does.
@@ -58,14 +58,14 @@ class BrokerChannel:
             client.close()
 
     def report_exempt(self, on: bool) -> None:
-        """Report that a cell without the GPU starts or has ended: for such cells the broker files no ticket."""
+        """Report that a cell without the GPU has started or ended: the broker files no ticket for it."""
         if not on and not self._gate.is_exempt:
             self._answers.put((0, "done", ""))
         elif on:
             self._repeat_exempt()
 
     def _repeat_exempt(self) -> None:
-        """Report that only cells without the GPU run. At an open gate no ticket is needed, so nothing is sent."""
+        """Report that only cells without the GPU run. At an open gate, which needs no ticket, send nothing."""
         if self._gate.is_exempt and not self._gate.is_open:
             self._answers.put((0, "exempt", ""))
 

@@ -1,15 +1,13 @@
-"""The gate of a kernel: may cells run, does one run, and does a cell need the GPU? State under one lock, without I/O.
+"""A kernel's gate: whether cells may run, whether one runs, and whether it needs the GPU. One lock, no I/O.
 
 Each operation is one step under the lock, so that a cell cannot overtake an answer to the broker:
 
-    open              binds the process to its device, and lets waiting cells enter
-    close             shuts the gate; answers "busy" and changes nothing if a cell runs or waits
-    preempt           shuts the gate although cells run: their GPU calls block until the kernel's state is back
-    enter, leave      a cell that enters the open gate runs until it leaves
-    exempt, leave     a cell that needs no GPU ignores the gate, and never keeps it open
-    start_waiting,    a waiting cell counts as busy from the start, and enters in the step that ends its wait: no `close` comes between
-    stop_waiting
-    pause, go_on      a cell that waits for input does not count as running, and enters again with the input
+    open              binds the process to its device, and lets waiting cells enter close             shuts the gate; answers "busy" and
+    changes nothing if a cell runs or waits preempt           shuts the gate although cells run: their GPU calls block until the kernel's
+    state is back enter, leave      a cell that enters the open gate runs until it leaves exempt, leave     a cell that needs no GPU ignores
+    the gate, and never keeps it open start_waiting,    a waiting cell counts as busy from the start, and enters in the step that ends its
+    wait: no `close` can intervene stop_waiting pause, go_on      a cell that waits for input does not count as running, and enters again
+    with the input
 
 The gate is shut until the first grant. If the pool lets a cell overlap with its kernel's resume, the cell enters the shut gate. In a forked
 child the gate is inert (always open).
@@ -22,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 
 class Gate:
-    """The gate of one kernel. `binders` get the variables that bind the process to its device before the gate opens.
+    """One kernel's gate. Before it opens, `binders` get the variables that bind the process to its device.
 
     `is_open` and `is_inert` (this process is a forked child without a lease) are read-only.
     """
@@ -41,7 +39,7 @@ class Gate:
 
     @property
     def is_shut_again(self) -> bool:
-        """Whether the gate is shut after having been open: the kernel may have state on the GPU."""
+        """Whether the gate was open and is shut now: the kernel may have state on the GPU."""
         return self._was_open and not self.is_open
 
     @property
@@ -77,7 +75,7 @@ class Gate:
             self._paused.discard(mark)
 
     def start_waiting(self, on_open: Callable[[], None]) -> None:
-        """`on_open` is called at each opening, from any thread, with the lock held: it must only leave a note."""
+        """Call `on_open` at each opening, from any thread and under the lock: it must only leave a note."""
         with self._lock:
             self._waiting.append(on_open)
             if self.is_open:
@@ -93,7 +91,7 @@ class Gate:
             return may_enter
 
     def pause(self, marks: Iterable[object]) -> list[object]:
-        """These cells wait for input. Returns the marks that were running, in order."""
+        """Pause these cells for input. Return the marks that were running, in order."""
         with self._lock:
             paused = [mark for mark in marks if mark in self._running]
             self._running.difference_update(paused)
@@ -133,10 +131,10 @@ class Gate:
                 self._bind(environment)
 
     def open(self, environment: Mapping[str, str], still_wanted: Callable[[], bool] | None = None) -> bool:
-        """Bind the process to its device and let cells run; returns whether it did.
+        """Bind the process to its device and let cells run. Return whether it did.
 
-        A grant comes on another connection than the commands. It passes `still_wanted`, because a late grant must not open a gate that
-        has been shut since.
+        Grants and commands come on different connections. Grants pass `still_wanted`, because a late grant must not open a gate that has
+        been shut since.
         """
         with self._lock:
             if self.is_inert or (still_wanted is not None and not still_wanted()):
@@ -152,7 +150,7 @@ class Gate:
             bind(environment)
 
     def become_inert(self) -> None:
-        """In a forked child. The lock is replaced: another thread of the parent may have held it."""
+        """For a forked child: replace the lock, which another thread of the parent may have held."""
         self._lock = threading.Lock()
         self.is_inert = True
         self.is_open = True
@@ -194,7 +192,7 @@ def needs_gpu(transformed: str) -> bool:
 
 
 def _is_own_magic(node: ast.expr) -> bool:
-    """Whether the expression is only `get_ipython().run_line_magic('gpu', TEXT)`, help about it, or a measurement."""
+    """Whether the expression is only `get_ipython().run_line_magic('gpu', TEXT)`, help for it, or a measurement."""
     match node:
         case ast.Call(
             func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"), args=[], keywords=[]), attr=attr),
@@ -227,7 +225,7 @@ def is_measure(line: str) -> bool:
 def make_cell_transform(
     cell_magic: LinesTransform, leading_empty_lines: LinesTransform, *, measures: bool = True
 ) -> LinesTransform:
-    """Return the line transformation that turns a leading `%%cpu` or `%%gpu ...` into its comment.
+    """Return the line transformation that turns a leading `%%cpu` or `%%gpu ...` into a comment.
 
     It calls IPython's `cell_magic` for the lines below, which may begin with another cell magic. `measures`: keep `%%gpu measure`.
     """

@@ -1,12 +1,12 @@
 """Where cells meet the gate: when they begin, when they end, and when they wait for input.
 
-The guard wraps the shell's `run_cell_async`, which every cell passes exactly once. IPython's events would not do: `post_execute` fires for
-blank cells without `pre_execute`, and an exception in `pre_execute` does not stop the cell. Messages to widgets do not pass there; for
-them `pre_execute` waits. Their callbacks cannot be stopped: after a refusal they run without the GPU.
+The guard wraps the shell's `run_cell_async`, which runs once for every cell. IPython's events would not do: `post_execute` fires for blank
+cells without `pre_execute`, and an exception in `pre_execute` does not stop the cell. Widget messages bypass the wrapper; for them
+`pre_execute` waits. Their callbacks cannot be stopped: after a refusal they run without the GPU.
 
-While a cell waits for input (`InputRequests`), its kernel counts as idle and may be suspended. When the answer comes and the gate has been
-shut, the cell waits as it did at first. An interrupt lets the cell continue at once, because it ends: further calls of the GPU block until
-the broker has noticed it. A prompt in a thread of the user's does not pause the cell.
+While a cell waits for input (`InputRequests`), its kernel counts as idle and may be suspended. If the gate is shut when the answer comes,
+the cell waits again. An interrupt lets the cell continue at once, because it is ending; its GPU calls block until the broker notices it. A
+prompt in a user's thread does not pause the cell.
 """
 
 import functools
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RunningCell(NamedTuple):
-    """The cell around a piece of code: its mark and those of outer cells (none without the GPU), and its thread."""
+    """The cell that runs some code: its mark and its outer cells' (none without the GPU), and its thread."""
 
     marks: tuple[object, ...]
     thread_id: int
@@ -164,7 +164,7 @@ class InputRequests:
         return list(dict.fromkeys(self._asking.values()))
 
     def install(self) -> None:
-        """Only in a Jupyter kernel: in a terminal, no other kernel waits for this one."""
+        """Only in a Jupyter kernel: no other kernel waits for one in a terminal."""
         kernel = getattr(self._shell, "kernel", None)
         for name in ("raw_input", "getpass"):
             original = getattr(kernel, name, None)

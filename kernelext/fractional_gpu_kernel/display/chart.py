@@ -28,7 +28,7 @@ _LIMIT = {"stroke": "currentColor", "stroke_opacity": ".7", "stroke_dasharray": 
 
 
 class Column(NamedTuple):
-    """A period: the most MiB, and the state that lasted longest."""
+    """A period: its peak MiB, and its longest-lasting state."""
 
     used_mib: int
     saved_mib: int
@@ -36,7 +36,7 @@ class Column(NamedTuple):
 
 
 def columns(points: Sequence[UsagePoint], since_ms: int, until_ms: int, count: int) -> list[Column]:
-    """Cut [`since_ms`, `until_ms`) into `count` columns. `points` are in order of time; each holds until the next one."""
+    """Cut [`since_ms`, `until_ms`) into `count` columns. `points` are in time order; each holds until the next."""
     width = max(1, until_ms - since_ms) / count
     used, saved = [0] * count, [0] * count
     lasted: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
@@ -55,7 +55,7 @@ def columns(points: Sequence[UsagePoint], since_ms: int, until_ms: int, count: i
 
 
 class HistoryView(View):
-    """A lease over time, up to now; only the last `last_ms` if given."""
+    """A lease's history up to now, or only its last `last_ms`."""
 
     def __init__(self, history: History, last_ms: int | None = None, now_ms: int | None = None) -> None:
         self._points = history.points
@@ -134,7 +134,7 @@ def _x(index: int) -> float:
 
 
 def _area(shares: Sequence[float]) -> str:
-    """Return the path of a stepped area. Stretches without memory are left out: no line lies on the axis."""
+    """Return the path of a stepped area. Periods without memory draw no line on the axis."""
     steps, base = "", f"{_FRAME.y(0):.0f}"
     is_open = False
     for index, share in enumerate([*shares, 0]):

@@ -1,6 +1,6 @@
 """`%gpu cost`: what this kernel and its user used, and what it costs, as HTML and as plain text.
 
-Without prices it shows GPU hours: one is a whole GPU for an hour, or half of one for two hours.
+Without prices it shows GPU hours: one is a whole GPU for an hour, or half a GPU for two hours.
 """
 
 from collections.abc import Callable, Sequence

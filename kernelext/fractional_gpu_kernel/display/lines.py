@@ -20,7 +20,7 @@ SIMULATED = "JUPYTER_GPU_SIMULATED_DIR"
 
 
 class View:
-    """What a cell shows: its `repr` in plain text, and the same in HTML."""
+    """A cell's output as plain text (its `repr`) and as HTML."""
 
     def html(self) -> str:
         raise NotImplementedError
@@ -47,7 +47,7 @@ class Sentence(View):
 
 
 class LiveLine:
-    """A line of output that changes in place, from any thread. It belongs to the cell that shows it first."""
+    """A line of output that any thread can update in place. It belongs to the cell that first shows it."""
 
     def __init__(self, shell: Any) -> None:  # noqa: ANN401 - IPython's shells are untyped
         self._shell = shell
@@ -60,13 +60,13 @@ class LiveLine:
             publish(self._shell, Sentence(text), display_id=self._display_id, update=update)
 
     def blank(self) -> None:
-        """Replace the line by an empty one, and keep other output above it."""
+        """Empty the line, keeping other output above it."""
         if self._shown is not None:
             self._shown = None
             publish(self._shell, None, display_id=self._display_id, update=True)
 
     def remove(self) -> None:
-        """Clear the cell's output, for a cell that has not run and has only this line."""
+        """Clear the output of a cell that has not run and shows only this line."""
         if self._shown is not None:
             self._shown = None
             self._shell.display_pub.clear_output(wait=False)
@@ -112,7 +112,7 @@ def _as_no_result(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def rendered(error: BaseException) -> BaseException:
-    """Make IPython show the error as one sentence: its stack has only frames of this extension."""
+    """Make IPython show the error as one sentence, because its stack has only our frames."""
     error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
     return error
 
@@ -127,7 +127,7 @@ _NEXT = {  # by the reason of the wait
 
 
 def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted: bool = False) -> str:
-    """Return the line of a waiting cell. `preempted`: it is running. `age_s`: time since the broker sent `progress`."""
+    """Return a waiting cell's line. `preempted`: the cell is running. `age_s`: time since the broker sent `progress`."""
     from fractional_gpu.core.units import format_rough  # noqa: PLC0415 - off the kernel's start
 
     facts = [f"place {progress.position} in the queue"] if progress.position is not None else []
@@ -172,14 +172,13 @@ def _left(forecast: "Progress | Span", passed_ms: int) -> str:
 
 
 class Notices:
-    """Sentences for the user, from the broker and the extension; from any thread.
+    """Shows sentences from the broker and the extension. Thread-safe.
 
-    Before the first cell a notice is kept and shown once above its output. While a cell runs, it is kept and shown below it, or at once
-    if it is urgent (the GPU goes away). While the kernel idles, it is shown at once below the last cell and blanked when the next one
-    begins.
+    A notice before the first cell appears above that cell's output. A notice during a cell appears when the cell ends, or at once if urgent
+    (the GPU goes away). While the kernel idles, a notice appears below the last cell until the next cell begins.
 
-    Only cells in the history count: the user does not see the output of others (`%%capture`, `run_cell`). Subshells run cells
-    concurrently: the kernel idles when the last one has ended, and an urgent notice goes to the cell that began last.
+    Only cells in the history count: users do not see the output of others (`%%capture`, `run_cell`). Subshells run cells concurrently: the
+    kernel idles once the last one ends, and urgent notices go to the cell that began last.
     """
 
     def __init__(self, shell: Any, first: str = "") -> None:  # noqa: ANN401 - IPython is untyped
@@ -197,7 +196,7 @@ class Notices:
         registrations.callback("post_run_cell", self._after_cell)
 
     def add(self, sentence: str, topic: str = "") -> None:
-        """Show or keep a sentence. With a `topic` it replaces an earlier one that is kept or below the last cell."""
+        """Show or queue a sentence. It replaces one with the same `topic`, queued or below the last cell."""
         if not sentence:
             return
         key = topic or sentence
@@ -222,7 +221,7 @@ class Notices:
         self.add(sentence, topic)
 
     def line_in_cell(self) -> CellLine | None:
-        """Return a line below the cell that began last, until it ends; None if none runs."""
+        """Return a line below the cell that began last, or None if no cell runs."""
         with self._lock:
             if not self._running:
                 return None
@@ -260,6 +259,6 @@ class Notices:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Errors of publishing in a process without descriptors. ZeroMQ is loaded in every Jupyter kernel."""
+    """Errors from publishing without free descriptors. Every Jupyter kernel has loaded ZeroMQ."""
     zmq = sys.modules.get("zmq")
     return (OSError, RuntimeError) if zmq is None else (OSError, RuntimeError, zmq.ZMQError)

@@ -1,4 +1,4 @@
-"""Displays of `%gpu`'s commands: this kernel, the machine, the story. Each as HTML and as plain text with the same content."""
+"""Displays for `%gpu`: this kernel, the machine, what happened. Each as HTML and as plain text with the same content."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ def box(title: str, *parts: str, note: str = "") -> str:
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Return a table of HTML cells. Without `head` (texts), the first cell of a row names it."""
+    """Return a table of HTML cells. Without `head` (texts), each row's first cell heads it."""
     lines = []
     if head:
         style = f"{_CELL};font-weight:400;{_MUTED}"
@@ -46,7 +46,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
 
 
 def bar(parts: Iterable[tuple[int, str]], whole: int, label: str) -> str:
-    """Return a horizontal bar of (size, colour) parts; `label` says the same to a screen reader."""
+    """Return a horizontal bar of (size, colour) parts; `label` is for screen readers."""
     pieces = []
     left = 100.0
     for size, colour in parts:
@@ -60,7 +60,7 @@ def bar(parts: Iterable[tuple[int, str]], whole: int, label: str) -> str:
 
 
 def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> str:
-    """Return the bar as text; `parts` are (size, sign). Every part above 0 has at least one sign."""
+    """Return the bar as text, from (size, character) parts. Parts above 0 get at least one."""
     signs = ""
     total = 0
     for size, sign in parts:
@@ -138,7 +138,7 @@ class StatusView(View):
 
 
 class TopView(View):
-    """The machine's devices and their leases: this user's by name, the others as one sum."""
+    """The machine's devices and leases: this user's by name, all others as one sum."""
 
     def __init__(self, host: HostStatus, own: str) -> None:
         self._host = host

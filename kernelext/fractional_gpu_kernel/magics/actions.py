@@ -1,11 +1,11 @@
 """What `%gpu`'s commands do, including resizing by `%gpu` and `%%gpu`.
 
-A command is answered within its cell, except if the kernel must be idle: `suspend`, `release` and `resize --later` are requested when the
+Commands are answered within their cell, unless they need an idle kernel: `suspend`, `release` and `resize --later` are requested after the
 cell has ended (`broker_call.AfterCell`).
 
 `%gpu pin always` is renewed until the pool refuses (`StandingPin`). Each pin is short, so that a kernel that ends wastes little of its
-user's budget. While the broker does not answer, it suspends no kernel, and the renewal is retried; a refusal ends the renewals and is shown
-at the next cell.
+user's budget. A broker that does not answer suspends no kernel, so the renewal is retried. A refusal ends the renewals and is shown at the
+next cell.
 """
 
 import argparse
@@ -70,7 +70,7 @@ class Resizer:
     def change(
         self, milli: int | None, memory_mib: int | None, line: LiveLine | None, wait_ms: int = _WAIT_MS
     ) -> LeaseStatus:
-        """Resize the lease and wait for it. Raises FractionalGPUError or KeyboardInterrupt: then nothing has changed."""
+        """Resize the lease and wait for it. Raises FractionalGPUError or KeyboardInterrupt, and then changes nothing."""
         status = self._resize(ResizeRequest(fraction_milli=milli, memory_mib=memory_mib, wait_ms=wait_ms), line)
         with self._lock:
             if self._own is not None:  # later bursts return to this share
@@ -120,7 +120,7 @@ class Resizer:
         self._take(_limit_mib(status))
 
     def end(self, mark: object, *, silent: bool) -> None:
-        """When a cell ends, give back what no other burst needs, and what is owed. Raises no error of the broker."""
+        """After a cell, give back what no other burst needs and what is owed. Raises no broker errors."""
         with self._lock:
             had_burst = self._bursts.pop(mark, None) is not None
             is_owed = self._own is not None and (had_burst or not self._bursts)
@@ -128,7 +128,7 @@ class Resizer:
             self._give_back(shows=had_burst and not silent)
 
     def _give_back(self, *, shows: bool) -> None:
-        """Return to the largest share still requested; show a failure. After an interrupt it stays owed."""
+        """Return to the largest share still requested; show a failure. An interrupt leaves it owed."""
         with self._lock:
             own = self._own
             if own is None:
@@ -168,7 +168,7 @@ class Resizer:
 
 
 def _limit_mib(status: LeaseStatus) -> int:
-    """Return what the kernel may use now: what is reserved for it (a pool may adapt that to its use), else its cap."""
+    """Return the MiB the kernel may use now: its reservation (which a pool may adapt to its use), else its cap."""
     return status.lease.reserved_mib or status.spec.reserve_mib
 
 

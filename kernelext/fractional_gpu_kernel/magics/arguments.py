@@ -1,4 +1,4 @@
-"""`%gpu`'s arguments: one table of commands, from which parser, help and completion are made. An error is one sentence."""
+"""`%gpu`'s arguments: one table of commands, for the parser, the help and completion. An error is one sentence."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ _SPANS = ("10m", "1h", "1d")
 
 
 class Argument(NamedTuple):
-    """An argument, or an option (with dashes). `values` are proposals; `kind` names those that are made on demand."""
+    """An argument, or an option (with dashes). `values` complete it; `kind` names completions made on demand."""
 
     name: str
     metavar: str
@@ -310,7 +310,7 @@ class Completer:
         self._read_s = -_KEEP_S
 
     def complete(self, line: str) -> tuple[str, list[str]] | None:
-        """Return the fragment before the cursor (the end of `line`) and its completions; None: not our line."""
+        """Return the fragment before the cursor (the end of `line`) and its completions; None for other lines."""
         match = _LINE.fullmatch(line)
         if match is None:
             return None

@@ -1,12 +1,12 @@
 """Calls to the broker from `%gpu`: immediately, or when the cell has ended.
 
 Immediately (`call_broker`): a separate thread makes the call, and the cell's thread waits on a queue, so that an interrupt works at any
-moment. It closes the connection, and the broker withdraws what it has not started. A broker that does not answer is reported within 5 s:
-on the live line if there is one, else as an error.
+time. It closes the connection, and the broker withdraws what it has not started. A broker that does not answer is reported within 5 s: on
+the live line if there is one, else as an error.
 
 When the cell has ended (`AfterCell`): a broker suspends or moves only an idle kernel. So the command leaves a note, a thread makes the call
-when the cell has ended and its event loop has continued, and the result replaces the note. A subshell has a separate loop: its command does
-not wait for the main shell, whose cell may be at a breakpoint. Of two contradicting commands the later one counts.
+when the cell has ended and its event loop has continued, and the result replaces the note. A subshell has its own loop, so its command does
+not wait for the main shell, whose cell may be at a breakpoint. The later of two contradictory commands wins.
 """
 
 import asyncio
@@ -157,9 +157,9 @@ class AfterCell:
         self._newest: dict[str, _DeferredRequest] = {}
 
     def request(self, kind: str, *calls: Call, note: str, failed: str, command: str) -> None:
-        """Show `note`, and make the calls when the cell has ended. The last one's sentence, or `failed` and why, replaces the note.
+        """Show `note`, and make the calls when the cell has ended. The last call's sentence, or `failed` and why, replaces the note.
 
-        An earlier request of this kind is withdrawn.
+        Withdraws an earlier request of this kind.
         """
         self.withdraw(kind, command)
         self._newest[kind] = _DeferredRequest(

@@ -6,7 +6,7 @@ JOB is a JSON file: `setup`, a list of names and sources, `cell`, a source, and 
 transforms it.
 
 - The setup runs once, then the cell repeatedly. Each run but the first, a warm-up, is a unit of work, reported by `measure.tick` after
-  torch and CuPy have finished what was submitted. A cell that calls `tick` counts its own units.
+  torch and CuPy have finished their work. A cell that calls `tick` counts its own units.
 - With `from_start` setup and cell run once: the process is the unit of work.
 - Output is dropped, except errors. `get_ipython()` works, with `%gpu` magics that do nothing.
 """
@@ -89,7 +89,7 @@ def _run(code: CodeType, module: ModuleType, loop: "asyncio.Runner") -> None:
 
 
 def _wait_for_device() -> None:
-    """Wait until torch and CuPy have finished what was submitted to the device."""
+    """Wait until torch and CuPy have finished their work on the device."""
     torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""`%gpu`, `%%gpu` and `%%cpu` as IPython knows them. `actions` does the work; it is imported for the first one.
+"""`%gpu`, `%%gpu` and `%%cpu` as IPython knows them. `actions` does the work, and is imported at first use.
 
 A cell of `%gpu` lines never waits for the GPU and never counts as running, so the gate can be shut beneath it.
 """

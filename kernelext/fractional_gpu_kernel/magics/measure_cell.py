@@ -58,8 +58,8 @@ class MeasurementView(View):
 def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, cell: str) -> None:  # noqa: ANN401 - IPython is untyped
     """Measure the cell's code, show progress, then the result.
 
-    Raises ArgumentsError, RefusedError if nothing could be measured, SyntaxError, and KeyboardInterrupt after an interrupt, when everything
-    has ended and the result so far is shown.
+    Raises ArgumentsError, RefusedError if nothing could be measured, or SyntaxError. An interrupt raises KeyboardInterrupt once all has
+    ended and the result so far is shown.
     """
     job = {
         "setup": _setup(shell, arguments.setup),
@@ -138,7 +138,7 @@ class _Measurement:
         self._status = 0
 
     def run(self) -> None:
-        """Return when everything has ended, also after an interrupt; a second interrupt kills it."""
+        """Run until everything has ended, even after an interrupt; a second one kills it."""
         self._line.show("The measurement begins. Interrupt the kernel to stop it; what is known by then is shown.")
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "measure", *self._options],

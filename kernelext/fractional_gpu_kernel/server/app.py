@@ -250,7 +250,7 @@ class FractionalGPUApp(ExtensionApp):
         return state(self._status, set(self.serverapp.kernel_manager.list_kernel_ids()))
 
     def lease_of(self, kernel_id: str) -> LeaseStatus:
-        """Return the lease of a kernel of this server. Raises NotFoundError, or ConflictError if it has none."""
+        """Return the kernel's lease. Raises NotFoundError, or ConflictError if the kernel has none."""
         if not self._is_ours(kernel_id):
             raise NotFoundError("this server has no such kernel; it may have been shut down", reason="unknown-kernel")
         leases = self._status.leases if self._status is not None else []
@@ -260,7 +260,7 @@ class FractionalGPUApp(ExtensionApp):
         raise ConflictError(f"this kernel has no GPU lease now; to get one {RESTART}", reason="no-lease")
 
     def token_of(self, kernel_id: str) -> str | None:
-        """Return the lease's token if the kernel's provisioner has it, else the token of this server's seat. Raises FractionalGPUError."""
+        """Return the lease's token if the kernel's provisioner has it, else this server's seat token. Raises FractionalGPUError."""
         token: str | None = getattr(self._provisioner(kernel_id), "gpu_token", None)
         seat = own_seat() if token is None else None
         return token if seat is None else seat.token
@@ -278,7 +278,7 @@ class FractionalGPUApp(ExtensionApp):
         self._emit_state()
 
     def _lost(self, error: FractionalGPUError) -> None:
-        """No status now. A new broker sends no signal, so `follow` keeps looking for one."""
+        """Clear the status. A new broker sends no signal, so `follow` keeps trying."""
         if error.reason not in {"no-broker", "hung-up"} and str(error) != self._complaint:
             self._complaint = str(error)
             log.info("GPU status: %s", error)
@@ -293,7 +293,7 @@ class FractionalGPUApp(ExtensionApp):
             self.serverapp.event_logger.emit(schema_id=STATE_ID, data=now)
 
     async def _kernel_acted(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ANN401, ARG002 - jupyter_events' signature
-        """A kernel started, restarted or ended: update the set of this server's kernels, and show its notice."""
+        """Update the list when a kernel starts, restarts or ends, and show the kernel's notice."""
         kernel_id, action = data.get("kernel_id", ""), data["action"]
         if action == "start" and data.get("status") == "success":
             for _ in range(_LISTING_STEPS):  # the kernel manager lists it a moment after this event
