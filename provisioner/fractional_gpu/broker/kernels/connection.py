@@ -2,8 +2,8 @@
 
 The broker connects to a kernel's sockets with its own rights, so it connects only where no other user can have put them:
 
-- A UNIX socket: in a folder that the kernel's user owns and no other user can write to, below folders where no other user can exchange it.
-- A TCP port: on a loopback address (also of a kernel that listens on all addresses), and none of those that system services listen on.
+- A UNIX socket: in a folder that the kernel's user owns and no other user can write to, below folders where no other user can replace it.
+- A TCP port: on a loopback address (also of a kernel that listens on all addresses), but no port that a system service listens on.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ def connection_from_json(info: object) -> Connection:
 
 
 def check_endpoints(connection: Connection, uid: int, pid: int) -> None:
-    """Check the endpoints of a kernel with this user and pid. Blocks (folders may lie on a network). Raises ValueError, one sentence."""
+    """Check the endpoints of a kernel with this user and pid. Blocks (folders may be on a network). Raises ValueError, one sentence."""
     for endpoint in (connection.iopub, connection.shell):
         transport, _, address = endpoint.partition("://")
         if transport == "ipc":
@@ -105,7 +105,7 @@ def check_endpoints(connection: Connection, uid: int, pid: int) -> None:
 def _check_folder(folder: Path, uid: int) -> None:
     why = ""
     try:
-        # What the path leads to now. If another user than the owner and root could lead it elsewhere, it is refused below.
+        # The path's present target. If anyone but the owner or root could redirect it, it is refused below.
         real = Path(os.path.realpath(folder, strict=True))
         own = real.stat()
         if not stat.S_ISDIR(own.st_mode) or own.st_uid != uid:
@@ -207,10 +207,10 @@ class GateLink:
         self.closed = False
         self.mute = False  # the last command got no answer in time, and nothing came from the extension since
         self.detail = ""  # of the last answer
-        self.reserved_mib: int | None = None  # the frameworks' memory at the last answer, if that says so
+        self.reserved_mib: int | None = None  # the frameworks' memory in the last answer, if given
         self.stream: Any = None  # once it carries anything: the route, which has `keep_alive` and `is_read`
         self._line_s = now_s  # when the last keep-alive was written, or last seen unread
-        self._on_its_way = False  # that keep-alive has not been seen to be read
+        self._on_its_way = False  # that keep-alive was not yet seen to be read
         self._numbers = itertools.count(1)
         self._queue: asyncio.Queue[GateCommand | None] = asyncio.Queue(_QUEUE)
         self._answers: dict[int, asyncio.Future[str]] = {}
@@ -229,7 +229,7 @@ class GateLink:
         self._put(GateCommand(verb=verb, sentence=sentence, environment=environment, urgent=urgent, topic=topic))
 
     async def ask(self, verb: GateVerb, timeout_s: float) -> str:
-        """Send a command and return the extension's word, or "" if none came in time or the line broke. Cancellation drops the answer."""
+        """Send a command and return the extension's answer, or "" if none came in time or the line broke. Ignores it if cancelled."""
         if self.closed:
             return ""
         self.reserved_mib = None  # an older answer's
@@ -247,7 +247,7 @@ class GateLink:
             del self._answers[number]
 
     def take(self, answer: GateAnswer, now_s: float) -> None:
-        """Note an answer or a pulse; late and unknown numbers are ignored."""
+        """Note an answer or a pulse; ignore late and unknown numbers."""
         self.last_pulse_s = now_s
         self.mute = False
         if answer.number == 0:
@@ -281,7 +281,7 @@ class GateLink:
         return not self.closed and self._queue.empty() and self.stream is not None and self.stream.is_read() is True
 
     def forgive(self, seconds: float, now_s: float) -> None:
-        """Do not count the last seconds as silence: the line was not looked at, or the process was stopped and could not read."""
+        """Do not count the last seconds as silence: nobody checked the line, or the stopped process could not read."""
         self.last_pulse_s = min(now_s, self.last_pulse_s + seconds)
         self._line_s = min(now_s, self._line_s + seconds)
 

@@ -30,7 +30,7 @@ class ContextSizes:
     """Estimates by the device's name, MiB. Each kernel counts once, with its largest size."""
 
     version: Literal[2] = 2
-    seen: dict[str, dict[str, ContextSize]] = field(default_factory=dict)  # by device and kernel, the last ones last
+    seen: dict[str, dict[str, ContextSize]] = field(default_factory=dict)  # by device and kernel, the newest last
 
     def saw(self, device_name: str, kernel: str, size: ContextSize, cap_mib: int) -> bool:
         """Count a kernel's size; return whether the estimate for its user has changed."""
@@ -47,7 +47,7 @@ class ContextSizes:
         return self.estimate_mib(device_name, size.uid) != before
 
     def estimate_mib(self, device_name: str, uid: int) -> int:
-        """Return the size of a context of this user on a device of this name, MiB; at least `FLOOR_MIB`."""
+        """Return the estimated context size for this user and device, MiB; at least `FLOOR_MIB`."""
         sizes = self.seen.get(device_name, {}).values()
         all_users = sorted(size.mib for size in sizes)
         quartile = all_users[-(-len(all_users) * 3 // 4) - 1] if all_users else 0

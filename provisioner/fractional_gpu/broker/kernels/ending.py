@@ -1,7 +1,7 @@
 """Ends processes, each identified exactly, and explains an eviction to the kernel that follows.
 
-- A process is identified by its start time and signalled through its pidfd: SIGTERM first, SIGKILL after a grace. The caller lists the
-  remaining processes again and again, since they may start others while they end.
+- A process is identified by its start time and signalled through its pidfd: SIGTERM first, SIGKILL after a grace. The caller keeps
+  listing the remaining processes, since they may start others while they end.
 - Jupyter restarts an evicted kernel under the same id with another lease. The sentence (who ended the earlier kernel, when and why) waits
   in memory for that lease, for the last `_MOST` evictions.
 """
@@ -30,9 +30,9 @@ _LONGEST_WHY: Final = 300  # characters
 
 
 async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]], what: str) -> None:
-    """Return when `left` returns no process any more; it is named in errors by `what`. Cancelled: signalled ones still end.
+    """End processes until `left` returns none. Errors name them by `what`. If cancelled, signalled processes still end.
 
-    Raises ConflictError for one that may not be signalled, or does not end.
+    Raises ConflictError if one may not be signalled or does not end.
     """
     deadline_s = time.monotonic() + GRACE_S
     number, found = signal.SIGTERM, await left()
@@ -53,7 +53,7 @@ async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]]
 async def wait_for_end(
     processes: Sequence[ProcessIdentity], patience_s: float, number: signal.Signals | None = None
 ) -> None:
-    """Wait for exactly these; with `number`, signal them first. Raises ConflictError for one that we may not signal."""
+    """Wait for these processes; with `number`, signal them first. Raises ConflictError if we may not signal one."""
     pidfds: dict[int, asyncio.Event] = {}
     loop = asyncio.get_running_loop()
     try:

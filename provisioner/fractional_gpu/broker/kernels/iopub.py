@@ -4,7 +4,7 @@
   parent message ids, never a flag.
 - Doubt counts as busy: IOPub can lose messages, and a late subscriber gets no current state. Doubt ends when the kernel has answered a
   `kernel_info` request on its shell channel *and* the request's idle status came over IOPub. A kernel that stays busy without a message
-  gets the same request on each busy shell, ever more rarely, as probes take the user's time; an answer clears the shell's earlier messages.
+  gets this request on each busy shell, ever more rarely, since probes take the user's time; an answer clears the shell's earlier messages.
 - While the user's account is overdrawn no message is read, and the watch is in doubt. It subscribes only to the topic of the kernel's first
   status, so output stays in the kernel; a frame over `_LONGEST_FRAME` breaks the connection.
 """
@@ -47,10 +47,10 @@ _BROKEN = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _DELIMITER = b"<IDS|MSG>"
-_MAIN = ""  # the shell that is no subshell
-# In doubt, a probe without an answer is sent again after this long, and then after twice as long each time.
+_MAIN = ""  # the main shell
+# In doubt, an unanswered probe is sent again after this long; the pause then doubles each time.
 _PROBE_PATIENCE_S = 0.5
-_SILENCE_S = 60.0  # busy without a message for this long: probe, and then after twice as long each time
+_SILENCE_S = 60.0  # busy without a message for this long: probe; the pause then doubles each time
 _LONGEST_PATIENCE_S = 3600.0
 _MOST_BUSY = 10_000  # parents that are kept; with more, the watch is in doubt again
 _LONGEST_ID = 200
@@ -78,7 +78,7 @@ class _Status(msgspec.Struct):
 
 _NO_PARENT = _Header()
 _decode_header = msgspec.json.Decoder(_Header).decode
-_decode_parent = msgspec.json.Decoder(_Header | None).decode  # null: xeus kernels send it with what no request caused
+_decode_parent = msgspec.json.Decoder(_Header | None).decode  # null: xeus kernels send it without a request
 _decode_status = msgspec.json.Decoder(_Status).decode
 
 
@@ -92,9 +92,9 @@ def _try_rarely(socket: zmq.asyncio.Socket) -> None:
 
 
 class IOPubWatch:
-    """Watches one kernel, at the account's cost. `busy` counts doubt; `executing`: a message is known to be handled.
+    """Watches one kernel, at the account's cost. `busy` includes doubt; `executing`: it surely handles a message.
 
-    `changed()` is called on the loop; before it `signed(sign)`, for a message that only a person at work sends.
+    Calls `changed()` on the loop, after `signed(sign)` for a message that only a person at work sends.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class IOPubWatch:
 
     @property
     def runs_cell(self) -> bool:
-        """Whether a cell is being run, or may be: not only a completion, a tooltip, or a message of a widget or debugger."""
+        """Whether a cell runs or may run, not only a completion, a tooltip, or a widget's or debugger's message."""
         return not self.is_certain or not self._cells.isdisjoint(self._busy)
 
     @property
@@ -170,7 +170,7 @@ class IOPubWatch:
         return socket
 
     async def _next(self, socket: zmq.asyncio.Socket) -> list[bytes]:
-        """Wait for a message, and charge it. Other tasks get their turn first, even if one is there. Cancelled: no message is lost."""
+        """Wait for a message and charge it, after yielding to other tasks. If cancelled, no message is lost."""
         await asyncio.sleep(0)
         if self._account.left_s <= 0:
             self._lose_certainty()
@@ -206,10 +206,10 @@ class IOPubWatch:
             self._topic = topic
 
     async def _keep_line(self) -> None:
-        """Follow the IOPub connection, and connect again after a growing pause when it broke; the watch is in doubt then.
+        """Follow the IOPub connection. When it breaks, mark the watch in doubt and reconnect after a growing pause.
 
-        ZeroMQ retries a refused connection ever more rarely, one that is accepted and closed ten times a second, and one that too long a
-        frame broke not at all: so disconnect and connect here.
+        ZeroMQ retries a refused connection ever more rarely, and one that is accepted and closed ten times a second. It never retries one
+        that too long a frame broke. So disconnect and connect here.
         """
         pause_s = _REJOIN_S
         joined_s: float | None = None
@@ -235,7 +235,7 @@ class IOPubWatch:
             self._iopub.connect(self._connection.iopub)
 
     def _join_shell(self) -> None:
-        """Connect to the shell channel once IOPub is connected: the kernel listens then, and a probe is of use."""
+        """Connect to the shell channel once IOPub is connected: the kernel listens then, so a probe is useful."""
         if self._shell_joined:
             self._shell.disconnect(self._connection.shell)
             self._rejoined = True  # a probe may have been lost: send another one
@@ -244,7 +244,7 @@ class IOPubWatch:
         self._shell.connect(self._connection.shell)
 
     def _take(self, frames: list[bytes]) -> Sign | None:
-        """Evaluate one IOPub message; return the sign that it is. What is too long, malformed or not signed with the key is ignored."""
+        """Process one IOPub message and return its sign, if any. Ignore one that is too long, malformed or wrongly signed."""
         with suppress(ValueError, msgspec.DecodeError, RecursionError):
             signature, *parts = frames[frames.index(_DELIMITER) + 1 :][:5]
             if sum(map(len, parts)) > _LONGEST_STATUS:
@@ -282,7 +282,7 @@ class IOPubWatch:
             self.is_certain, self._doubt_since_s = False, time.monotonic()
 
     def _clear_shell(self, shell: str) -> None:
-        # A shell answers in order: all that it did when it was probed is over.
+        # A shell answers in order: it has finished all before the probe.
         self._busy = {msg_id: by for msg_id, by in self._busy.items() if by != shell}
         self._cells.intersection_update(self._busy)
         self._probes = {msg_id: asked for msg_id, asked in self._probes.items() if asked != shell}

@@ -47,7 +47,7 @@ class Survivor:
 class CheckpointState:
     """The state of the kernel's checkpoints. The swap changes it, and the broker when the lease gets a device."""
 
-    homes: tuple[str, ...] = ()  # the devices on which its processes last had their memory: what a checkpoint is of
+    homes: tuple[str, ...] = ()  # the devices that last held its processes' memory: where a checkpoint comes from
     sizes: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that the last suspend was to save
     needs_driver: bool = False  # found in the middle of a swap, or saved, while the driver could not be asked
 
@@ -68,7 +68,7 @@ class Ending:
     survivors: tuple[Survivor, ...] = ()  # the kernel has ended, and these of its processes have device memory
     root: ProcessIdentity | None = None  # the last process that was the kernel itself
     released: bool = False  # its kernel has ended for good: the lease ends with the processes left behind
-    reason: str = "released"  # of the lease's end then
+    reason: str = "released"  # why the lease ends
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Measurement:
     is_fresh: bool = False  # made since a cell began or ended
     grew: bool = False  # more than before, if the lease's reservation follows its use
     seen_on: frozenset[str] = frozenset()  # the devices on which its processes had memory
-    has_used: bool = False  # a command's had memory on any, at any time
+    has_used: bool = False  # a command's processes ever had memory
     users_on_disk: frozenset[ProcessIdentity] = frozenset()  # processes that used a device and are in the ledger
 
     def devices_to_read(self, device_ids: Iterable[str]) -> list[str]:
@@ -90,7 +90,7 @@ class DiskState:
     """What the ledger knows of the lease for certain. Changed by `LeaseRecords`."""
 
     reserved: tuple[str, ...] = ()  # the devices on which the ledger holds a reservation
-    unreserved_saves: int = 0  # how often the ledger was to note that there is none
+    unreserved_saves: int = 0  # saves that record no reservation
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -98,11 +98,11 @@ class PendingRequests:
     """What clients wait for. Changed by the services that take the requests."""
 
     waiters: int = 0  # acquisitions under way
-    blocked_resumes: int = 0  # of these, those that end when the process handles nothing any more
+    blocked_resumes: int = 0  # of these, those that end once the process handles nothing
     suspends: list[Request] = field(default_factory=list)  # that the arbiter has not answered yet
     suspend_waiters: int = 0  # clients who wait for its suspend: then only its messages make it busy
-    resize: Request | None = None  # the request for another size that waits
-    seat_size: tuple[int, int] = (0, 0)  # fraction and memory, MiB, that the waiting resize requests from its seat
+    resize: Request | None = None  # the waiting request for another size
+    seat_size: tuple[int, int] = (0, 0)  # fraction and MiB that the waiting resize requests from its seat
     size_before_burst: ResizeRequested | None = (
         None  # the size that the lease returns to if the process ends in a burst
     )
@@ -123,7 +123,7 @@ class CellState:
 class GpuWork:
     """Work on the GPU without a running cell. Changed by `GpuActivity`. Times in microseconds since boot."""
 
-    idle_us: int | None = None  # since when the kernel is idle by its messages; None: it is not
+    idle_us: int | None = None  # when it became idle by its messages; None: it is not
     last_us: int = 0  # when its processes were last seen at work since then; 0: not yet
     working: bool = False  # they are at work, or it is not known yet
 
@@ -133,7 +133,7 @@ class GpuWork:
 
 @dataclass(eq=False, kw_only=True)
 class Kernel:
-    """One lease's process, its connections, and what each part keeps about it: rebuilt from the ledger, /proc and the driver at a start."""
+    """One lease's process, its connections, and what each part keeps about it: rebuilt from the ledger, /proc and the driver at startup."""
 
     lease_id: str
     uid: int
@@ -146,19 +146,19 @@ class Kernel:
     members: frozenset[ProcessIdentity] = frozenset()  # processes in the kernel's tree other than the kernel itself
     connection: str = field(default="", repr=False)  # the checked connection contents, JSON
     iopub: IOPubWatch | None = None
-    signs: dict[Sign, int] = field(default_factory=dict)  # of a coming cell: when each may be told again, ms
+    signs: dict[Sign, int] = field(default_factory=dict)  # of a coming cell: when each may be sent again, ms
     told_cell: bool = False  # the arbiter was told that a cell runs, and not yet that the kernel is idle
     link: GateLink | None = None
     taken_over: bool = False  # its seat took it over from an earlier server, which started its kernel
-    notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects
-    budget: str = ""  # that most of a budget it counts for is spent, or all, a sentence
+    notices: list[str] = field(default_factory=list)  # for the next extension that connects
+    budget: str = ""  # a sentence: most or all of a budget it counts for is spent
     budget_used_up: bool = False
     budget_told: object = (
         None  # the budget that its notebook was notified about, its window, and whether it was used up
     )
-    unsaveable: str = ""  # why its process cannot be checkpointed, as its extension knows, a sentence
+    unsaveable: str = ""  # its extension's sentence on why its process cannot be checkpointed
     unheard: str = ""  # why the broker cannot listen to its messages, a sentence; empty: it can
-    stopped: str = ""  # that its process is stopped, and what to do, a sentence; empty: it runs
+    stopped: str = ""  # a sentence: its process is stopped, and what to do; empty: it runs
     launch: Launch = field(default_factory=Launch)
     checkpoint: CheckpointState = field(default_factory=CheckpointState)
     ending: Ending = field(default_factory=Ending)
@@ -190,7 +190,7 @@ class Kernel:
                     await change.wait()
 
     async def until_linked(self, patience_s: float) -> None:
-        """Wait, but not longer than the patience, for an extension that is expected and not there (yet)."""
+        """Wait up to `patience_s` for an extension that is expected but not yet connected."""
         await self.until(lambda: not self.gated or self.link is not None, patience_s)
 
     def watch_process(self, identity: ProcessIdentity, exited: Callable[[], None]) -> None:
@@ -201,7 +201,7 @@ class Kernel:
         asyncio.get_running_loop().add_reader(pidfd, exited)
 
     def watch_runner(self, exited: Callable[[], None]) -> None:
-        """Call `exited` on the loop when the command's runner ends, or at once; one that the broker cannot see counts as alive."""
+        """Call `exited` on the loop once the command's runner has ended. A runner that the broker cannot see counts as alive."""
         self._forget_runner()
         if self.launch.server is None:
             return
@@ -290,7 +290,7 @@ class Kernel:
 
     @property
     def _uses_no_gpu(self) -> bool:
-        """Whether all that is being handled waits for input, or holds room unused. A kernel in doubt may handle more."""
+        """Whether every message handled waits for input or holds room unused. A kernel in doubt may handle more."""
         idle = self.cell.unused | (self.link.inputs if self.link is not None else frozenset())
         if not idle or self.iopub is None or not self.iopub.executing:
             return False
@@ -305,7 +305,7 @@ def _unwatch(pidfd: int | None) -> None:
 
 # What each kind of sharing puts into its kernels' environment.
 #
-# - `time-slice`: no client of an MPS daemon that the host may run: such clients cannot be checkpointed.
+# - `time-slice`: not a client of the host's MPS daemon, if any: MPS clients cannot be checkpointed.
 # - `mps`: the thread percentage is the fraction (a cap, not a reservation); the pinned memory limit is the cap, by the UUID of each device
 #   that the kernel sees: the number of a hidden device would lift all limits.
 # - `mig`: the kernel may use the whole instance, whatever its fraction.
@@ -316,7 +316,7 @@ _MIG = "MIG-"
 
 
 def sharing_environment(pool: PoolSpec, spec: LeaseSpec, limit_mib: int, held: Sequence[DeviceView]) -> dict[str, str]:
-    """Return what binds a kernel to its share. `limit_mib`: its cap on each device; `held`: the devices that it has so far."""
+    """Return the variables that limit a kernel to its share. `limit_mib`: cap per device; `held`: its devices so far."""
     if pool.sharing is Sharing.MPS:
         limits = ",".join(f"{device.device_id}={limit_mib}M" for device in held)
         memory = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limits} if limits else {}
@@ -339,7 +339,7 @@ def launch_environment(pool: PoolSpec, spec: LeaseSpec) -> dict[str, str]:
 
 
 def remove_books(lease_id: str) -> None:
-    """Remove the bookkeeping file of HAMi-core for a lease that is over, if there is one and we may."""
+    """Remove HAMi-core's bookkeeping file for an ended lease, if it exists and we may."""
     with suppress(PermissionError):
         _books(lease_id).unlink(missing_ok=True)
 

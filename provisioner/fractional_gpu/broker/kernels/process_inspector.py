@@ -1,6 +1,6 @@
 """The current truth about kernels, from the operating system, the driver and the devices.
 
-A `HostSnapshot` is one pass over /proc and one reading of each device concerned. Several questions share one; certainty needs a new one. A
+A `HostSnapshot` is one pass over /proc and one reading of each device concerned. Questions can share one; certainty needs a new one. A
 CUDA process that no device counts holds at most the memory that devices charge to no process, if they are known to count the pids visible
 here; else its size is unknown. A process that forked from a CUDA process without executing a program inherited a context that it cannot
 use: the driver's answers about it say nothing. The driver has no time limit for a stopped process, so it is not asked.
@@ -22,7 +22,7 @@ from fractional_gpu.host.process import ProcessIdentity, Snapshot, holds_open, i
 
 LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
 ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)
-FRESH_S = 0.25  # processes that were read longer ago than this are read again, even for a first look
+FRESH_S = 0.25  # processes read longer ago than this are read again, even for a first look
 NOMINAL_MIB = 64
 """The least that a CUDA process counts for that no device counts, MiB."""
 
@@ -133,7 +133,7 @@ class ProcessInspector:
         return self._tree_below(kernel, kernel.identity, host.processes)
 
     def _tree_below(self, kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot) -> list[ProcessIdentity]:
-        # A kernel that starts a broker is above it until it serves. The broker's checkpoint worker is a CUDA process, and none of
+        # A kernel that starts a broker is above it until it serves. The broker's checkpoint worker is a CUDA process, but not
         # the kernel's.
         return members_of(kernel, root, processes, [*self.roots(), self._own])
 
@@ -177,10 +177,7 @@ class ProcessInspector:
     async def memory_use(
         self, kernel: Kernel, host: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, int], list[ProcessIdentity]]:
-        """Return each CUDA process's MiB (0:
-
-        unknown), and the processes that inherited a context. Raises GPUError, also for saved memory.
-        """
+        """Return each CUDA process's MiB (0: unknown) and the ones with an inherited context. Raises GPUError, also if any are saved."""
         states, heirs = await self.states(kernel, host)
         for identity, state in states.items():
             if state not in (ProcessState.RUNNING, ProcessState.LOCKED):
@@ -242,7 +239,7 @@ class ProcessInspector:
 def members_of(
     kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot, apart: Collection[ProcessIdentity]
 ) -> list[ProcessIdentity]:
-    """Return the kernel's processes, without those below `apart`. One that was once in its tree stays, wherever its parents went."""
+    """Return the kernel's processes, without those below `apart`. A process once in its tree stays, even after reparenting."""
     tree = processes.tree(root, kernel.lease_id, uid=kernel.uid, apart=apart, also=kernel.members)
     kernel.members = frozenset(tree) - {root}
     return tree
@@ -250,7 +247,7 @@ def members_of(
 
 @contextmanager
 def _shortage_as_gpu_error() -> Iterator[None]:
-    # A lack of descriptors or memory is a step that failed, and that can be rolled back.
+    # A lack of descriptors or memory is a failed step, which can be rolled back.
     try:
         yield
     except OSError as error:

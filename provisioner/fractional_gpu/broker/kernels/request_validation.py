@@ -26,7 +26,7 @@ from fractional_gpu.protocol.messages import COMMAND, KERNEL, AttachRequest, Lea
 _TOKEN_VARIABLE = "JUPYTER_GPU_TOKEN_FILE"  # noqa: S105 - a variable's name
 _LONGEST_PATH = 1024
 _EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show its environment yet
-_EXEC_PAUSE_S = 0.01  # from the first look at it to the second; then twice as long each time
+_EXEC_PAUSE_S = 0.01  # pause before the second look; then it doubles each time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,7 @@ def server_of(peer: Peer) -> ProcessIdentity | None:
 
 
 def token_file_of(identity: ProcessIdentity) -> str:
-    """Return the path of the token's file as the process's environment names it, "" if it names none that could be used. Blocks."""
+    """Return the token file's path from the process's environment, or "" if it names no usable one. Blocks."""
     try:
         path = environment_value(identity.pid, _TOKEN_VARIABLE) or ""
     except (ProcessLookupError, PermissionError):

@@ -5,7 +5,7 @@
 - Refused attempts of other users are in the broker's log, so they cannot fill this one.
 - Each line is ASCII and bounded, and JSON escapes control characters. A token is never a parameter.
 - The file is private (0600) and opened for each line, so that external rotation works. Full or old files are renamed and later removed. A
-  line that a full disk cut short is truncated away.
+  line cut short by a full disk is removed.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class AuditedAction:
 
 
 def is_of_another_user(peer: Peer, kernel: Kernel, view: LeaseView) -> bool:
-    """Whether the peer is an administrator and the lease another user's. A seat's lease is, unless the peer has a token of it."""
+    """Whether the peer is an administrator and the lease another user's. A seat's lease is, unless the peer has its token."""
     if peer.acting_for is not None or peer.credentials.uid != kernel.uid:
         return peer.admin
     return peer.admin and peer.token is None and bool(view.spec.seat)
@@ -101,14 +101,14 @@ class AuditLog:
     async def act(
         self, what: str, target: str, peer: Peer, parameters: Mapping[str, Any]
     ) -> AsyncIterator[AuditedAction]:
-        """Write the request of an action before the block, and its outcome after it; cancelled or disconnected: `withdrawn`.
+        """Log an action before the block, and its outcome after it; if cancelled or disconnected, `withdrawn`.
 
         Raises InternalBrokerError if the log cannot be written: before the block, which then does not run, or after it.
         """
         act = AuditedAction(what=what, target=target, peer=peer, parameters=parameters)
         try:
             await self._write_outcome(act, "asked", f"{what} was not done")
-        except asyncio.CancelledError:  # the line is written nevertheless, and the action is not done
+        except asyncio.CancelledError:  # the line is still written, but the action is not done
             await self._write_failed(act, "withdrawn")
             raise
         try:
@@ -142,12 +142,12 @@ class AuditLog:
             log.warning("old files of the audit log %s could not be removed: %s", self.path, error)
 
     def close(self) -> None:
-        """Wait for the lines being written. An action that ends later is still written, but on the loop."""
+        """Wait for the lines being written. Later outcomes are still written, but on the loop."""
         self._closed = True
         self._thread.shutdown()
 
     async def _write_failed(self, act: AuditedAction, outcome: str) -> None:
-        """Write the outcome of an action that failed; a failure to write it is only logged, since the first error matters."""
+        """Write the outcome of an action that failed; only log a failure to write it, since the first error matters."""
         try:
             await self._write_outcome(act, outcome, f"{act.what} ended ({outcome})")
         except InternalBrokerError as error:
@@ -175,7 +175,7 @@ class AuditLog:
     # In the thread
 
     def _write(self, line: bytes) -> None:
-        """Append a line and synchronize it with the disk; an empty line only tests whether that is possible. Raises OSError."""
+        """Append a line and sync it to disk; an empty line only tests whether that is possible. Raises OSError."""
         self._rotate(len(line))
         new = not self.path.exists()
         descriptor = open_own(self.path, _FLAGS)

@@ -45,7 +45,7 @@ def lease_folder(socket: str, *, simulated: bool) -> Path:
 
 
 class LeaseFiles:
-    """Writes the second records of one broker; for its loop. `check_above` raises if another user could replace a folder above."""
+    """Writes one broker's second records, on its loop. `check_above` raises if another user could replace a folder above."""
 
     def __init__(self, folder: Path, check_above: Callable[[], object] = lambda: None) -> None:
         self.folder = folder
@@ -170,7 +170,7 @@ def _read_all(folder: Path, suffix: str, kind: type[T]) -> list[tuple[str, T]]:
 
 
 def remove_lease_file(folder: Path, lease_id: str) -> None:
-    """Remove the record of a lease that has ended; the next start meets one that cannot be removed."""
+    """Remove an ended lease's record. If that fails, the next start finds it again."""
     with suppress(OSError):
         (folder / f"{lease_id}{_LEASE}").unlink()
 
@@ -195,7 +195,7 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def remove_token_file(lease_id: str, path: str, uid: int) -> None:
-    """Remove the token's file of this user's ended lease; ignores other names. Blocks while its filesystem does."""
+    """Remove the token file of this user's ended lease; ignore other names. Blocks while its filesystem does."""
     file = PurePath(path)
     if not (file.name.startswith(lease_id) and file.name.endswith(_SUFFIX)):
         return

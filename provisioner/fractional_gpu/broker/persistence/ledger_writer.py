@@ -1,4 +1,4 @@
-"""Writes the ledger (leases, stories, forecasts) in a thread, in order. Writes that are submitted during one transaction form the next one.
+"""Writes the ledger (leases, stories, forecasts) in a thread, in order. Writes submitted during one transaction form the next.
 
 A commit waits for the disk, so grouping keeps a burst of events from waiting once for each.
 """
@@ -77,10 +77,10 @@ class LedgerWriter:
         self._wrote, self._trouble_changed = wrote, trouble_changed
 
     def submit(self, act: Callable[[], None], *, again: bool = False) -> asyncio.Future[None]:
-        """Write soon, after everything submitted before. The future is done when the write is on the disk. Failures are logged.
+        """Write soon, after all earlier writes. The future is done when the write is on disk. Failures are logged.
 
-        With `again`, a write that fails (the disk is full) is repeated before all later writes, until it succeeds or fails though others
-        can be written. Its future has failed by then.
+        With `again`, a failed write (the disk is full) is repeated before all later writes, until it succeeds or fails while others
+        succeed. Its future fails the first time.
         """
         done = self._enqueue(act, again=again)
         done.add_done_callback(_log_failure)
@@ -91,21 +91,21 @@ class LedgerWriter:
         await asyncio.shield(self._enqueue(act))
 
     async def flushed(self) -> None:
-        """Return when everything submitted before is on the disk. Raises LedgerError if nothing can be written."""
+        """Return when all earlier writes are on disk. Raises LedgerError if nothing can be written."""
         await self.run(_nothing)
 
     async def read(self, act: Callable[[], T]) -> T:
-        """Return what `act` reads, after everything submitted before is on the disk. Raises LedgerError."""
+        """Return what `act` reads, once all earlier writes are on disk. Raises LedgerError."""
         await self.flushed()
         return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
     async def read_aside(self, act: Callable[[], T]) -> T:
-        """Return what `act` reads with `Ledger.metered`, as `read` does, but parallel to the writes; one such read at a time."""
+        """Like `read`, but in parallel to the writes; `act` uses `Ledger.metered`. One such read at a time."""
         await self.flushed()
         return await asyncio.get_running_loop().run_in_executor(self._aside, act)
 
     async def prune(self, now_ms: int) -> None:
-        """Delete old rows, and more history above `limit_bytes`; little in one transaction, so that no write waits long."""
+        """Delete old rows, and more history above `limit_bytes`, in small transactions so that no write waits long."""
         more = True
 
         def prune(history_ms: int, accounts_ms: int) -> None:
@@ -208,10 +208,9 @@ class LedgerWriter:
             self._enqueue(partial(self.ledger.keep, "last-look", "")).add_done_callback(_seen)
 
     def _write(self, acts: list[Callable[[], None]]) -> list[LedgerError | None]:
-        """Write all in one transaction; return how each failed. Raises LedgerError if nothing can be written.
+        """Write all in one transaction; return their errors. Raises LedgerError if nothing can be written.
 
-        One that fails is left out of the next attempt: a write that always fails, and is repeated before all others, would make them fail
-        for ever.
+        The next attempt leaves out a failed write: repeated before all others, it would make them fail forever.
         """
         failures: list[LedgerError | None] = [None] * len(acts)
         first: LedgerError | None = None
@@ -250,7 +249,7 @@ def _run(acts: list[Callable[[], None]], failures: list[LedgerError | None]) -> 
 
 
 def _retentions() -> Iterator[tuple[int, int]]:
-    """Yield how long to keep history and what leases used: less and less history, and once that is an hour, less of the other."""
+    """Yield retention times in ms for history and for what leases used: first history shrinks to an hour, then the other."""
     history_ms, accounts_ms = HISTORY_MS, ACCOUNTS_MS
     while history_ms > _LEAST_KEPT_MS:
         history_ms = history_ms * 3 // 4
@@ -290,7 +289,7 @@ def _seen(done: asyncio.Future[None]) -> None:
 
 
 def _nothing() -> None:
-    """Do nothing, in the order of the writes."""
+    """Do nothing, in order with the writes."""
 
 
 def _log_failure(done: asyncio.Future[None]) -> None:
@@ -344,7 +343,7 @@ class LeaseRecords:
     ) -> None:
         if done.cancelled() or done.exception() or self._broker.kernels.get(kernel.lease_id) is not kernel:
             return  # what could not be written is saved again when that is possible (`Broker._trouble_changed`)
-        # Writes are done in their order. If a save without a reservation followed this one, the reservation is over already.
+        # Writes keep their order. If a save without a reservation followed this one, the reservation has already ended.
         is_latest = unreserved_saves == kernel.on_disk.unreserved_saves
         if device_ids and device_ids != kernel.on_disk.reserved and is_latest:
             kernel.on_disk.reserved = device_ids
@@ -354,7 +353,7 @@ class LeaseRecords:
             kernel.link.send(GateVerb.LIMIT, environment=self._broker.environment(kernel.lease_id, device_ids))
 
     def may_use(self, kernel: Kernel) -> tuple[str, ...]:
-        """Return the devices that the kernel may use now: it is resident, and the ledger has its reservation. There may be none."""
+        """Return the devices that a resident kernel may use now: those with its reservation in the ledger. There may be none."""
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state is not LeaseState.RESIDENT or view.device_ids != kernel.on_disk.reserved:
             return ()
@@ -370,7 +369,7 @@ class LeaseRecords:
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None:
             return None
-        # The arbiter learns what was saved at the suspend's end. A broker that dies before leaves the sizes that it was to save.
+        # The arbiter learns what was saved at the suspend's end. A broker that dies earlier leaves the planned sizes.
         saving_mib = kernel.checkpoint.total_mib if view.state in _MAY_BE_SAVED else 0
         pin_left_ms = view.pinned_until_ms - now_ms()
         return LeaseRecord(
@@ -490,7 +489,7 @@ def _read(ledger: Ledger, name: str, kind: type[T]) -> T | None:
 
 
 def read_learnt(text: str, kind: type[T]) -> T:
-    """Return what was saved. Raises ValueError for anything else: a damaged file must not influence decisions."""
+    """Return what was saved. Raises ValueError if it is invalid: a damaged file must not influence decisions."""
     value = json.loads(text)
     _check_numbers(value)
     return msgspec.convert(value, kind)

@@ -1,10 +1,10 @@
 """The broker as a process: one per socket, started by the first program that needs it.
 
-- A file lock next to the socket: of two processes that start a broker at the same time, one serves and the other finds it.
+- A file lock next to the socket: of two processes that start a broker at the same time, one serves and the other uses it.
 - Claims on devices, names in the abstract socket namespace: brokers of different sockets or users do not manage the same device.
 - `broker.json` next to the socket: how to start this broker again after a crash.
 
-`restarting.start_detached` starts a broker in the background. That process, and one that executes itself again (`repair`), begins with
+`restarting.start_detached` starts a broker in the background. That process, like one that restarts itself (`repair`), begins with
 `run_options`.
 """
 
@@ -69,7 +69,7 @@ def run_broker(options: BrokerOptions) -> int:
 
 
 def run_options(argument: str) -> int:
-    """Serve in a process that another broker or `start_detached` made. `argument`: JSON of the options, and the descriptor to report to."""
+    """Serve in a process started by another broker or `start_detached`. `argument`: JSON of the options and the descriptor to report to."""
     given = json.loads(argument)
     ready_fd = given.pop("ready_fd", None)
     options = BrokerOptions(**given)
@@ -86,7 +86,7 @@ def run_options(argument: str) -> int:
 
 
 def _shed_inheritance() -> None:
-    """Undo what the program that happened to start this broker for all kernels has set for itself. `doctor` reports what had to stay."""
+    """Undo settings inherited from the program that started this broker. `doctor` reports those that could not be undone."""
     os.umask(0o022)
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these two
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -170,7 +170,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
 
 
 def _execute_again(options: BrokerOptions, claim: int, socket: str) -> str:
-    """Replace this process by a new start of the same broker, which keeps the claim of the socket's name. Returns why that failed."""
+    """Restart this broker in the same process, keeping its claim on the socket's name. Return why that failed."""
     environment = dict(os.environ)
     if claim >= 0:
         os.set_inheritable(claim, True)
@@ -183,7 +183,7 @@ def _execute_again(options: BrokerOptions, claim: int, socket: str) -> str:
 
 
 def _kept_claim() -> NameClaim | None:
-    """Return the claim that this process kept when it executed itself again."""
+    """Return the claim that this process kept when it restarted itself."""
     descriptor = os.environ.pop(_CLAIM_VARIABLE, None)
     if descriptor is None:
         return None
@@ -193,7 +193,7 @@ def _kept_claim() -> NameClaim | None:
 
 
 def _retried(act: Callable[[], T], busy: type[Exception]) -> T:
-    """Return what `act` returns. Retry for a moment: a broker that was just killed releases its lock first, and its claims later."""
+    """Call `act`, retrying briefly if busy: a killed broker releases its lock before its claims."""
     deadline = time.monotonic() + _LETTING_GO_S
     while True:
         try:
@@ -219,11 +219,11 @@ def _overrides(options: BrokerOptions) -> dict[str, object]:
 def _take_turn(
     lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_s: float, kept: NameClaim | None = None
 ) -> NameClaim | str | None:
-    """Return the claim of the socket's name if this process should serve, or "" (reported to `ready`) if another broker serves.
+    """Return the claim on the socket's name if this process should serve, or "" (and tell `ready`) if another broker serves.
 
-    None: serve, but another user's process holds the claim. Another string: why no broker serves. A process with the lock or the claim is
-    starting, serves, or is stopping; then it is this process's turn. A broker with the claim but without the lock has lost its files: it
-    executes itself again with the claim that it `kept` and needs the lock, so give it up.
+    None: serve, although another user's process holds the claim. Any other string: why no broker serves. Whoever holds the lock or the
+    claim is starting, serving or stopping; after it stops, this process serves. A broker with the claim but without the lock has lost its
+    files: it will restart with its `kept` claim and needs the lock, so release it.
     """
     deadline = time.monotonic() + patience_s
     while True:

@@ -1,11 +1,11 @@
 """The driver of a starting broker: its backend, and the checkpoint worker, which is retried until the driver works or refuses for good.
 
 - NOT_SUPPORTED and NOT_PERMITTED are final. Any other failure may be temporary (a fabric manager that is still starting, a worker that
-  dies): the next attempt follows after a second, then after twice as long each time, up to a minute.
+  dies): the next attempt follows after one second, and the pause doubles up to a minute.
 - Until then the broker serves without suspending. `Swaps.off` and the devices' `why_not` hold the reason and the time of the next attempt.
 - After a success both are cleared, leases whose state only the driver knows are examined, and the self-test runs. If the first attempt
   succeeds, the self-test runs before the API answers.
-- While an earlier broker's worker still runs an operation, the first attempt waits for its end.
+- While an earlier broker's worker still runs an operation, the first attempt waits.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _SELF_TEST_S: Final = 20.0
 
 class DriverStart:
     def __init__(self, worker: WorkerLink, specs: MutableMapping[str, DeviceSpec]) -> None:
-        self.off = ""  # the reason why nothing can be suspended now, a sentence; empty: no reason is known
+        self.off = ""  # a sentence on why nothing can be suspended now; empty: no known reason
         self._worker = worker
         self._specs = specs
         self._as_found = dict(specs)
@@ -73,7 +73,7 @@ class DriverStart:
         await asyncio.Event().wait()  # a service of the broker: its end would end the broker
 
     async def try_checkpoint(self, broker: Broker, swaps: Swaps) -> None:
-        """Run the self-test on NVIDIA's devices if the driver works. At the start this comes before the API: a kernel waits for it."""
+        """Run the self-test on NVIDIA's devices if the driver works. At startup it delays the API: a kernel waits for it."""
         if self._pending or self.off or broker.monitor.kind != NVIDIA:
             return
         try:
@@ -109,7 +109,7 @@ class DriverStart:
         return f"checkpointing was tried on a process of our own: {outcome}"
 
     async def _is_alone(self) -> bool:
-        """Wait a moment for the worker of a killed broker to end, and return whether it has. It completes an operation without a broker."""
+        """Wait briefly for a killed broker's worker to end, and return whether it has. It finishes its operation first."""
         try:
             async with asyncio.timeout(_ORPHAN_PATIENCE_S):
                 await self._worker.wait_for_previous_worker()
@@ -167,7 +167,7 @@ class DriverStart:
             broker.operations.look_now()  # what only the driver knows can be found out from now on
 
     def _tell(self, broker: Broker, device_id: str, why_not: str) -> None:
-        """Set a device's reason. A lost device gets it when it is back: the event would call it found."""
+        """Set a device's reason, but a lost one's only once it is back: the event would mark it found."""
         spec = self._specs[device_id] = replace(self._specs[device_id], why_not=why_not)
         view = next((one for one in broker.arbiter.devices() if one.device_id == device_id), None)
         if view is None or not view.lost:

@@ -15,13 +15,13 @@ from typing import Final
 from fractional_gpu.core.units import plural
 from fractional_gpu.host.files import open_own
 
-_AT_ONCE: Final = 3  # equal lines that are written one by one
-_PERIOD_S: Final = 60.0  # equal ones after that: one line for each such period
+_AT_ONCE: Final = 3  # equal lines to write one by one
+_PERIOD_S: Final = 60.0  # then equal lines share one line per period
 _KEPT: Final = 256  # different lines that are remembered
 
 
 class RepeatFilter(logging.Filter):
-    """Passes `_AT_ONCE` equal lines, and then one a minute with their number. `clock` returns monotonic seconds."""
+    """Passes `_AT_ONCE` equal lines, then one a minute with a count. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 Cleaners empty runtime folders, and users delete what looks like leftovers. Once a second the broker checks that its files' names still
 refer to the files that it made. If not, it finishes the swap under way, writes the deleted ledger, which is still open, to another file
 (`Ledger.write_out`) and executes itself; it keeps its claim of the socket's name, so no second broker starts. While a folder is not private
-to this user it does nothing. If the socket's whole folder is gone, a broker without leases and seats ends, unless `idle_exit` is "never".
+to this user it does nothing. If the socket's whole folder is gone, a broker without leases or seats ends, unless `idle_exit` is "never".
 """
 
 import asyncio
@@ -29,14 +29,14 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class BrokerLock:
-    """The lock next to the socket: its holder is the socket's broker, or about to be."""
+    """The lock next to the socket, held by the socket's present or next broker."""
 
     def __init__(self, socket: str) -> None:
         self._path = Path(f"{socket}.lock")
         self._descriptor = self._open()
 
     def take(self, *, wait: bool = False) -> bool:
-        # A lock on a file that lost the name would exclude no other broker: the next one locks the file that has it now.
+        # A lock on a file that lost its name excludes nobody: the next broker locks the file that has the name now.
         if file_identity(self._path) != file_identity(self._descriptor):
             os.close(self._descriptor)
             self._descriptor = self._open()
@@ -71,7 +71,7 @@ class Repair:
         paths = (self._socket, Path(f"{socket}.lock"), restart_file(socket), spare_restart_file(socket))
         self._made = {path: made for path in paths if (made := file_identity(path))}
         self._log = self._socket.with_name("broker.log")
-        self._has_log = file_identity(self._log) is not None  # it has other files when it is full: only its name counts
+        self._has_log = file_identity(self._log) is not None  # the log rotates: only its name counts
 
     async def run(self) -> None:
         pause_s = _LOOK_S
@@ -91,7 +91,7 @@ class Repair:
                 if str(error) != self._said:
                     self._said = str(error)
                     log.error("%s was deleted or replaced and cannot be restored: %s; retrying", gone, error)  # noqa: TRY400 - no defect of ours
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # a whole ledger is not written to a full disk each second
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # do not write a whole ledger to a full disk each second
                 continue
             log.warning("%s was deleted or replaced: the broker executes itself again to make its files", gone)
             self.is_due = True

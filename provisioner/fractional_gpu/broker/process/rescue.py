@@ -1,9 +1,9 @@
-"""The last resort: brings suspended kernels back without a broker, with its lock, claims and turn of the checkpoint worker.
+"""The last resort: brings suspended kernels back without a broker, holding a broker's lock, claims and worker turn.
 
-The driver's answer is the truth, as in a recovery; half-done work is undone first. A restore without room kills its process: the saved size
-(from the ledger or the second record) must be free; without one, the device must be empty, and all devices if the device is unknown.
-Kernels that cannot be brought back stay saved. A kernel without a record gets one, so that the next broker takes it back: with the smallest
-fraction that holds its use, or a whole device if the size is unknown.
+As in recovery, the driver's answer decides, and half-done work is undone first. A restore without room kills its process, so the saved
+size (from the ledger or the second record) must be free. If it is unknown, the device must be empty; if the device is unknown, all must.
+Kernels that cannot be brought back stay saved. A kernel without a record gets one for the next broker: with the smallest fraction that
+holds its use, or a whole device if the size is unknown.
 """
 
 import asyncio
@@ -46,14 +46,14 @@ from fractional_gpu.protocol.errors import ConflictError
 from fractional_gpu.protocol.limits import MAX_LEASES_PER_UID
 from fractional_gpu.protocol.status import KernelFacts
 
-_ORPHAN_PATIENCE_S = 60.0  # an operation that a killed broker's worker has begun is let finish
-_DEFAULT_MILLI = 250  # of a kernel that has nothing on a device
+_ORPHAN_PATIENCE_S = 60.0  # how long a killed broker's worker may take to finish
+_DEFAULT_MILLI = 250  # of a kernel without device memory
 _TOLD = ("config_file", "simulate", "state_dir", "worker_socket")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescued:
-    """`outcome`: restored, running, saved, no-room, failed or unknown. Saved: without room; now with a record for the next broker."""
+    """`outcome`: restored, running, saved, no-room, failed or unknown. Saved: no room, but the next broker has a record."""
 
     lease_id: str
     label: str
@@ -84,7 +84,7 @@ class _FoundKernel:
 
 
 def rescue(options: BrokerOptions) -> Rescue:
-    """Bring back what can be. Blocks. Raises ConflictError if a broker serves, and configuration, device and system errors."""
+    """Restore the kernels. Blocks. Raises ConflictError if a broker serves, and configuration, device and system errors."""
     socket = options.socket or socket_path()
     options = _with_last_options(replace(options, socket=socket))
     with ExitStack() as stack:
@@ -146,7 +146,7 @@ def _take_place(socket: str, stack: ExitStack) -> None:
 
 
 def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_FoundKernel]:
-    """Find kernels by the ledger, by second records, and (of every user for root, else our own) by their environment."""
+    """Find kernels in the ledger, in second records and by their environment (every user's for root, else our own)."""
     records = [*(ledger.live_leases() if ledger else []), *living_records(files, ledger)]
     found = [
         _FoundKernel(
@@ -210,7 +210,7 @@ class _Rescuer:
     without_memory: Counter[int] = field(default_factory=Counter)  # by user
 
     async def rescue(self, one: _FoundKernel) -> Rescued | None:
-        """Bring one kernel back and write its record, if that was lost; None: its process has ended. Raises GPUError, OSError."""
+        """Bring one kernel back and write its record if it was lost; None: its process has ended. Raises GPUError, OSError."""
         kernel = one.kernel
         truth = await self.swaps.truth(kernel, one.device_id, one.saved_mib or 0)
         if truth is None:
@@ -238,7 +238,7 @@ class _Rescuer:
     async def bring_back(self, one: _FoundKernel) -> tuple[str, str]:
         monitor, devices = self.backend.monitor, self.backend.devices
         device_id = one.device_id
-        # A kernel whose device is unknown finds its own: safe is the only device, or, where all are empty, any.
+        # If the device is unknown, use the only device, or any if all are empty: the kernel finds its own.
         if device_id is None and (
             len(devices) == 1 or not any(monitor.use(one.device_id).processes for one in devices)
         ):
@@ -293,7 +293,7 @@ class _Rescuer:
             reserve_mib = max(whole_mib * milli // 1000, used_mib)
         state = LeaseState.SUSPENDED if is_saved else LeaseState.RESIDENT if used_mib else LeaseState.NO_CONTEXT
         if state is LeaseState.NO_CONTEXT:
-            # Of two processes that carry one lease, the one with memory counts, and then the older one.
+            # If two processes carry one lease, the one with memory wins, then the older one.
             self.without_memory[account_uid(one.uid)] += 1
             if one.lease_id in self.written or self.without_memory[account_uid(one.uid)] > MAX_LEASES_PER_UID:
                 return False

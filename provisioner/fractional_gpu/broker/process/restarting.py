@@ -32,15 +32,15 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPU
 log = logging.getLogger(__name__)
 _COMMAND = (sys.executable, "-P", "-m", "fractional_gpu.broker")
 
-# What decides where the broker finds its code, its configuration and its folders, and what its devices are. `broker.json` keeps these only:
-# the environment of a starter has secrets, such as JUPYTER_TOKEN.
+# These decide where the broker finds its code, configuration, folders and devices. `broker.json` keeps only these: the starter's
+# environment has secrets, such as JUPYTER_TOKEN.
 KEPT_VARIABLES = (
     "JUPYTER_CONFIG_DIR", "JUPYTER_CONFIG_PATH", "JUPYTER_DATA_DIR", "JUPYTER_GPU_SIMULATE", "JUPYTER_NO_CONFIG",
     "JUPYTER_PLATFORM_DIRS", "JUPYTER_PREFER_ENV_PATH", "JUPYTER_RUNTIME_DIR",
     "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONPATH", "PYTHONUSERBASE",
     "XDG_CONFIG_DIRS", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME",
 )  # fmt: skip
-# What a broker does not take from the kernel, the server or the command that starts it, besides what changes CUDA's driver.
+# What a broker does not inherit from the kernel, server or command that starts it, besides what changes CUDA's driver.
 NOT_INHERITED = {
     "JUPYTER_GPU_CLAIM", "JUPYTER_GPU_LEASE", "JUPYTER_GPU_TOKEN_FILE", "JUPYTER_GPU_NOTICE", "JUPYTER_GPU_SEAT_FILE", "JUPYTER_GPU_KIND",
     "JUPYTER_GPU_MEMORY_FRACTION", "JUPYTER_GPU_MEMORY_MIB", "JUPYTER_GPU_DEVICE_MIB", "JUPYTER_GPU_CONTEXT_MIB",
@@ -57,7 +57,7 @@ class BrokerOptions:
     idle_exit: str | None = None
     state_dir: str | None = None
     log_level: str | None = None
-    settings: str | None = None  # JSON: settings by their names, which win over the files
+    settings: str | None = None  # JSON object of settings, which override the files
     service: bool = False  # it serves all users of the machine, has no idle end, and runs outside jobs and pods
     stand_by: bool = False  # if another broker serves, wait for its end and serve then
     worker_socket: str | None = None  # of the service that starts the checkpoint worker; None: the broker starts it
@@ -88,8 +88,7 @@ def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in KEPT_VARIABLES if name in environment}
 
 
-# A kernel's first start waits for what follows, so it imports little. The new broker reports through a pipe that one serves, or what went
-# wrong.
+# A kernel's first start waits for the code below, so it imports little. The new broker reports success or its error through a pipe.
 
 
 def resolved(options: BrokerOptions) -> BrokerOptions:
@@ -107,7 +106,7 @@ def resolved(options: BrokerOptions) -> BrokerOptions:
 
 
 def start_detached(options: BrokerOptions) -> int:
-    """Start a broker and return 0 once one serves on the socket; else 1, and stderr says why there is none."""
+    """Start a broker. Return 0 once one serves on the socket, or 1 after printing why none does to stderr."""
     try:
         options = resolved(options)
         socket = options.socket or ""
@@ -118,7 +117,7 @@ def start_detached(options: BrokerOptions) -> int:
     except OSError as error:
         return _failed(cannot_run(options.socket or "its socket", error))
     if said == "ready":
-        process.returncode = 0  # it runs on: without one, Popen would warn about a process that still does
+        process.returncode = 0  # it runs on: without this, Popen would warn that it does
         return 0
     process.wait()
     where = Path(socket).with_name("broker.err")

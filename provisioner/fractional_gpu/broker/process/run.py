@@ -88,7 +88,7 @@ def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]
 def configuration(
     settings: Settings, everything: Sequence[DeviceSpec], managed: Iterable[DeviceSpec], *, host_budget_mib: int
 ) -> Iterator[Event]:
-    """Yield the source of the arbiter's devices, pools and host memory budget. `everything`: all of the machine."""
+    """Yield the events for the arbiter's devices, pools and host budget. `everything`: the machine's devices."""
     at_ms = now_ms()
     for spec in managed:
         yield DeviceSeen(at_ms=at_ms, device=spec)
@@ -100,7 +100,7 @@ def configuration(
 
 @dataclass(kw_only=True)
 class BrokerRun:
-    """One life of a broker. Once it serves, `serves` is called, and `ready` is closed: the process that started it waits for that."""
+    """One life of a broker. Once it serves, it calls `serves` and closes `ready`, for which its starter waits."""
 
     settings: Settings
     backend: Backend
@@ -123,7 +123,7 @@ class BrokerRun:
     async def main(self) -> None:
         """Serve until SIGTERM, SIGINT, idle exit, or a deleted file.
 
-        Raises OSError if threads cannot be started: later work never lacks one.
+        Raises OSError if its threads cannot be started: it starts all of them.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -154,7 +154,7 @@ class BrokerRun:
         return bool(self.broker.kernels or self.service.seats.live() or lost_sentence(self.broker.lost))
 
     async def _make_parts(self, end: AsyncExitStack) -> list[Coroutine[Any, Any, object]]:
-        """Restore leases and seats; return the tasks that run while the broker serves: it ends when one of them ends or fails."""
+        """Restore leases and seats; return the broker's tasks. The broker ends when one of them ends or fails."""
         settings, ledger = self.settings, self.ledger
         ACCOUNTS.unknown = settings.account_of_unknown_uids
         specs = {spec.device_id: spec for spec in self.specs}

@@ -1,4 +1,4 @@
-"""Living kernels whose leases the ledger does not know: it can be deleted, moved or replaced by an older copy.
+"""Living kernels whose leases the ledger lacks, because it was deleted, moved or replaced by an older copy.
 
 Each kernel has its lease's id and its broker's socket in its environment, and a second record may be in a file (`lease_files`). The ledger
 wins. A record counts if its process lives, belongs to the named user, and carries the lease; without one the kernel is only listed, and
@@ -48,7 +48,7 @@ _LEASE_ID: Final = re.compile(r"[0-9a-zA-Z_-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carrier:
-    """The oldest process of a user that carries a lease's id: by all appearances the root of its kernel's tree."""
+    """The oldest process of a user that carries a lease's id, presumably the root of its kernel's tree."""
 
     lease_id: str
     uid: int
@@ -70,7 +70,7 @@ class Command:
 def carriers(uid: int | None, socket: str | None = None) -> list[Carrier]:
     """Return the oldest process of each lease and user, oldest first. Blocks. Raises OSError.
 
-    With `socket`, only processes started for the broker there, even if an older one carries the same id for another.
+    With `socket`, ignore processes started for other brokers, even older ones with the same lease id.
     """
     snapshot = scan(LEASE_VARIABLE, None if uid is None else {uid})
     oldest: dict[tuple[str, int], Carrier] = {}
@@ -117,7 +117,7 @@ def command_of(one: Carrier) -> Command:
     except OSError:
         return Command()
     if kind == COMMAND:
-        # Whether it serves is not known: idle ones shall not stay for ever.
+        # Whether it serves is unknown: idle ones must not stay forever.
         connection = command_connection(served=True)
         return Command(connection=connection, is_kernel=True, label=printable(PurePath(words[0]).name)[:MAX_NAME])
     paths = [path for word in words if (path := word.rpartition("=")[2]).endswith(".json")]
@@ -134,7 +134,7 @@ def command_of(one: Carrier) -> Command:
 
 
 def _connection(path: str, uid: int, pid: int) -> str:
-    """Return the connection file's text if it is one, and the user's own; else ""."""
+    """Return the file's text if it is the user's own connection file, else ""."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
     except (OSError, ValueError):
@@ -153,7 +153,7 @@ def _connection(path: str, uid: int, pid: int) -> str:
 
 
 def lost_kernels(uid: int | None, socket: str, ledger: Ledger, known: Collection[str]) -> dict[str, ProcessIdentity]:
-    """Return this socket's living kernels that neither the ledger nor a record (`known`) knows. Blocks. Raises OSError, LedgerError."""
+    """Return this socket's living kernels that are neither in the ledger nor in `known`. Blocks. Raises OSError, LedgerError."""
     return {
         one.lease_id: one.identity
         for one in carriers(uid, socket)
@@ -187,7 +187,7 @@ def living_records(folder: Path, ledger: Ledger | None) -> list[LeaseRecord]:
 
 
 def take_records(folder: Path, ledger: Ledger) -> list[LeaseRecord]:
-    """Return what `living_records` returns, and remove the files of leases that are over. Blocks. Raises LedgerError."""
+    """Return the `living_records` and remove the files of ended leases. Blocks. Raises LedgerError."""
     found = living_records(folder, ledger)
     kept = {record.spec.lease_id for record in (*found, *ledger.live_leases())}
     for record in read_lease_files(folder):

@@ -1,7 +1,7 @@
 """A broker's first work: find out what happened to the previous broker's leases.
 
-Nothing is replayed. For each lease of the ledger, /proc says whether its process lives and the driver says what it is. Half-done work is
-finished forward or undone, whichever is safe, and a lease about which that cannot be known is quarantined.
+Nothing is replayed. For each lease in the ledger, /proc says whether its process lives and the driver its state. Half-done work is
+finished or undone, whichever is safe, and a lease in an unknown state is quarantined.
 """
 
 import logging
@@ -64,8 +64,8 @@ async def _examine(broker: Broker, swaps: Swaps, record: LeaseRecord, host: Host
     left = await _find_left(broker, kernel, record, host)
     kernel.checkpoint.needs_driver = bool(swaps.inspector.off) and record.state in _IN_A_SWAP
     if kernel.checkpoint.needs_driver and kernel.identity is not None:
-        # While the driver cannot be asked, use the devices' counters instead. They count a locked process, or a tree of which a
-        # part is saved, as one that runs: called resident, it would stay locked for good. What was in a swap waits for the driver.
+        # While the driver cannot be asked, use the devices' counters instead. They count a locked process or a
+        # half-saved tree as running: marked resident, it would stay locked for good. A lease found in a swap waits for the driver.
         truth = None
     else:
         truth = await swaps.truth(kernel, record.device_id, record.saved_mib, host)
@@ -107,7 +107,7 @@ def _introduce(broker: Broker, found: _FoundLease) -> None:
 
 
 async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: HostSnapshot | None) -> list[Survivor]:
-    """Return the processes with device memory that an ended kernel left behind. The first one now represents it."""
+    """Return the processes with device memory that an ended kernel left. The first becomes `kernel.identity`."""
     if kernel.identity is not None or record.state not in _WITH_MEMORY or host is None:
         return []
     kernel.ending.root = root = record.identity
@@ -121,12 +121,12 @@ async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: 
 
 
 def _follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
-    """Watch a process that was found, even if its messages cannot be heard. One that is gone has ended."""
+    """Watch the found process, even if its messages cannot be heard. If it is gone, the kernel ended."""
     try:
         try:
             broker.follow(kernel, identity, connection)
         except (ValueError, zmq.ZMQError) as error:
-            # Another broker took what this one does not, or there is no socket left.
+            # This broker refuses the connection, or there is no socket left.
             log.warning("lease %s: its kernel cannot be heard and counts as busy: %s", kernel.lease_id[:8], error)
             kernel.watch_process(identity, partial(broker.process_gone, kernel, identity))
             kernel.connection = connection
@@ -155,7 +155,7 @@ def kernel_of(record: LeaseRecord) -> Kernel:
 
 def _believe(record: LeaseRecord, truth: Truth | None) -> tuple[LeaseState, str | None, int]:
     if truth is None or truth.state is LeaseState.QUARANTINED:
-        # The ledger has every reservation before a kernel makes use of it: a reservation that it does not have does not exist.
+        # The ledger gets every reservation before a kernel uses it: a reservation that is not there does not exist.
         return LeaseState.QUARANTINED, record.device_id if record.state in HOLDING else None, record.saved_mib
     if truth.state is LeaseState.NO_CONTEXT and record.state in HOLDING and record.device_id is not None:
         # It had a reservation and its gate may be open: it may create a context at any moment, so the reservation stays.

@@ -44,7 +44,7 @@ _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 @dataclass(slots=True)
 class _StrangerToEnd:
-    """A stranger to end: since when it is there, whether it got SIGTERM, and whether the broker's user may signal it."""
+    """A stranger to end: when it was first seen, whether it got SIGTERM, and whether the broker's user may signal it."""
 
     since_s: float
     terminated: bool = False
@@ -197,7 +197,7 @@ class ContextLearner:
         await asyncio.gather(*asking, return_exceptions=True)
 
     async def _ask(self, kernel: Kernel) -> None:
-        """Have caches given back as soon as the kernel is idle, then compare. Cancellation stops it at any moment."""
+        """Have the kernel free its caches once it is idle, then compare. Can be cancelled at any moment."""
         while True:
             change = kernel.change()
             if kernel.busy:
@@ -217,7 +217,7 @@ class ContextLearner:
         try:
             use = await asyncio.to_thread(self._broker.monitor.use, device_ids[0])
         except GPUError:
-            return False  # the next breach, or a suspend, repeats the chance
+            return False  # the next breach or suspend is another chance
         if kernel.in_use or kernel.identity is None or kernel.link is not link:
             return False  # the device counted a later moment than the answer's
         used_mib = sum(one.used_mib for one in use.processes if one.pid == kernel.identity.pid)
@@ -276,7 +276,7 @@ class GpuActivity:
         self._looks = False  # until `run`, no kernel counts as working: no look would ever end that
 
     def see(self, kernel: Kernel, view: LeaseView) -> None:
-        """Note whether the kernel is in use by its messages. To be called before its `busy` is read."""
+        """Note whether its messages show the kernel in use. Call this before reading its `busy`."""
         if kernel.in_use or kernel.identity is None:
             kernel.gpu_work.clear()
         elif kernel.gpu_work.idle_us is None:
@@ -300,7 +300,7 @@ class GpuActivity:
                 await asyncio.sleep(_SHORTEST_S)
 
     async def is_quiet(self, kernel: Kernel) -> bool:
-        """Whether no device has seen work of the lease for `UNANSWERED_QUIET_S`; True without reports, False if one cannot be read."""
+        """Whether no device saw the lease work for `UNANSWERED_QUIET_S`; True without reports, False if one cannot be read."""
         view, identity = self._broker.arbiter.lease(kernel.lease_id), kernel.identity
         if view is None or identity is None:
             return False

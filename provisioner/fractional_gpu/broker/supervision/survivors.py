@@ -1,9 +1,9 @@
-"""Processes and device memory that are left when a kernel has ended, and what killed the kernel.
+"""Processes and device memory left when a kernel ends, and what killed the kernel.
 
 - A lease's room is free when no process of the kernel's tree has device memory, on a device or saved on the host, and the devices no longer
   count it: the driver frees memory only after a process has ended. Unknown is not free.
 - While processes with device memory are left, the lease continues: it keeps its memory and its turns, counts for its owner, and is resumed
-  if it was suspended. A new kernel of the lease takes it over. Processes that end with their kernel get `_MOMENT_S` for it.
+  if it was suspended. A new kernel of the lease takes it over. Processes that end with their kernel have `_MOMENT_S` to.
 - Memory that a device still counts after `FREED_S`, and charges to no process, counts as a stranger's.
 - `after_kernel: "end"` ends what is left, but only processes whose identity and user match and that were seen in the tree.
 """
@@ -51,7 +51,7 @@ _EVERY_S: Final = 1.0
 
 
 def has_lost_server(kernel: Kernel) -> bool:
-    """Return whether the lease's server is known and has ended. A server that cannot be looked at now, or never, counts as alive."""
+    """Return whether the lease's server is known and has ended. A server that cannot be checked counts as alive."""
     try:
         return kernel.launch.server is not None and not is_alive(kernel.launch.server)
     except OSError:  # not readable, or the broker is short of descriptors
@@ -112,13 +112,13 @@ class Survivors:
     def __init__(self, broker: "Broker", inspector: ProcessInspector) -> None:
         self.uncounted_mib: dict[str, int] = {}  # by device: memory at rest that it charges to no process
         self.unfreed: dict[str, int] = {}  # the same for devices that did not free what an ended process had
-        self.sampled = asyncio.Event()  # set with the arbiter's next sample of the devices; then there is a new one
+        self.sampled = asyncio.Event()  # set by the arbiter's next sample of the devices, then replaced
         self._broker = broker
         self._inspector = inspector
         self._ends: set[asyncio.Task[None]] = set()
 
     def kernel_ended(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
-        """Handle the end or replacement of the kernel's process, which is no longer followed: give its room away once it is free."""
+        """Give an ended or replaced kernel process's room away once it is free. The process is no longer followed."""
         if not kernel.ending.survivors:
             kernel.ending.root = root
         if kernel.ending.task is None:
@@ -129,7 +129,7 @@ class Survivors:
                 self._free(kernel)
 
     async def release(self, kernel: Kernel, reason: str = "released") -> None:
-        """End the lease, at once or when what its kernel left behind ends. Returns when it is known which. Cancelled: the end continues."""
+        """End the lease, now or when its kernel's last processes end. Return once it is known which. If cancelled, the end continues."""
         if not kernel.ending.released:
             kernel.ending.released, kernel.ending.reason = True, reason
         kernel.notify()
@@ -157,7 +157,7 @@ class Survivors:
                 except (GPUError, OSError) as error:
                     log.warning("lease %s: what its kernel left cannot be seen yet: %s", kernel.lease_id[:8], error)
                     await asyncio.sleep(pause_s)
-                    # The devices have their time to free memory from the first look on that says anything.
+                    # The devices' time to free memory starts with the first successful look.
                     begun_s, pause_s = time.monotonic(), min(2 * pause_s, _LONGEST_PAUSE_S)
                     continue
                 if is_free:
@@ -169,7 +169,7 @@ class Survivors:
         self._free(kernel)
 
     async def _settle_now(self, kernel: Kernel, root: ProcessIdentity | None, begun_s: float) -> bool | None:
-        """Return True if the room is free, False if the lease continues with what is left, None: look again. Raises GPUError or OSError."""
+        """Return True if the room is free, False if processes keep the lease, None to look again. Raises GPUError or OSError."""
         left, unfreed = await self._look(kernel, root)
         passed_s = time.monotonic() - begun_s
         if left and passed_s < _MOMENT_S:
@@ -203,7 +203,7 @@ class Survivors:
 
     def _is_freed(self, device_id: str, use: DeviceUse, pids: set[int]) -> bool:
         if any(one.pid in pids for one in use.processes):
-            return False  # the processes have ended, or they would be left
+            return False  # they have ended, but are still counted
         known_mib = self.uncounted_mib.get(device_id)
         return known_mib is None or uncounted_mib(use) <= known_mib + _SLACK_MIB
 
@@ -220,7 +220,7 @@ class Survivors:
         await within(_SAMPLED_S, self.sampled)
 
     def unfreed_mib(self, device_id: str, use: DeviceUse) -> int:
-        """Return what the device still counts of processes that ended long ago; while no kernel ends, remember what is normal there."""
+        """Return the MiB still counted for processes that ended long ago; while no kernel is ending, note the normal level."""
         mib = uncounted_mib(use)
         if device_id in self.unfreed:
             beyond_mib = mib - self.unfreed[device_id]
@@ -236,7 +236,7 @@ class Survivors:
         self.sampled = asyncio.Event()
 
     def keep(self, kernel: Kernel, left: list[Survivor]) -> bool:
-        """Continue the lease with what is left; False if its first process has ended. Raises OSError if it cannot be watched."""
+        """Let these processes keep the lease; False if the first has ended. Raises OSError if it cannot be watched."""
         first = left[0].identity
         try:
             kernel.watch_process(first, partial(self._broker.process_gone, kernel, first))
@@ -255,7 +255,7 @@ class Survivors:
         return True
 
     def refresh(self, kernel: Kernel, used_mib: Mapping[int, int]) -> None:
-        """Evaluate a sample (MiB by pid): look again if other processes of an ended kernel have memory than those that are known."""
+        """Evaluate a sample (MiB by pid): look again if the set of an ended kernel's processes with memory changed."""
         view = self._view(kernel)
         if kernel.ending.task is not None or view is None or view.state is not LeaseState.RESIDENT:
             return
@@ -279,7 +279,7 @@ class Survivors:
             self._broker.exited(kernel)
 
     async def end(self, kernel: Kernel) -> None:
-        """End what the kernel left behind, and return when its room is free. Raises ConflictError. Cancelled: the end continues."""
+        """End the kernel's last processes; return when its room is free. Raises ConflictError. If cancelled, the end continues."""
         await self.settled(kernel)
         if not kernel.ending.survivors:
             raise ConflictError(
@@ -420,7 +420,7 @@ class OomKills:
             log.debug("the out-of-memory counter of process %d cannot be read: %s", pid, error)
 
     def look(self, pids: Collection[int], now_s: float) -> None:
-        """Note which kernels live (by pid), and which kills are so old that they account for none."""
+        """Note which kernels live (by pid), and which kills are too old to explain an end."""
         self._files = {pid: file for pid, file in self._files.items() if pid in pids}
         for pid in set(pids) - self._files.keys():
             self.follow(pid, now_s)

@@ -2,8 +2,8 @@
 
 The driver promises nothing about a process whose checkpoint failed, so known obstacles are looked for first.
 
-- NCCL: communicators within one machine map segments in /dev/shm, which can be found. Invisible are a collective with a process outside
-  the kernel's tree, and one without shared memory (`NCCL_SHM_DISABLE=1`).
+- NCCL: communicators within one machine map segments in /dev/shm, which can be found. Collectives with processes outside the
+  kernel's tree, or without shared memory (`NCCL_SHM_DISABLE=1`), stay invisible.
 - Injected profilers and debuggers are found by their libraries, and by the variable that makes the driver load one. `libcupti` proves
   nothing: torch and JAX always link it. The extension finds profilers that the kernel itself starts.
 """
@@ -34,7 +34,7 @@ _INJECTION = "CUDA_INJECTION64_PATH"
 async def why_not_checkpointable(
     arbiter: Arbiter, kernel: Kernel, processes: Collection[ProcessIdentity], host: HostSnapshot
 ) -> str:
-    """Return why these CUDA processes of the kernel cannot be checkpointed, a sentence; empty if nothing speaks against it."""
+    """Return a sentence on why these CUDA processes of the kernel cannot be checkpointed, or "" if nothing is known."""
     view = arbiter.lease(kernel.lease_id)
     if view is not None and view.unsuspendable_reason:
         return view.unsuspendable_reason

@@ -1,7 +1,7 @@
 """Runs the arbiter's decisions that take time: suspends, resumes, shrinks, and second looks at leases in an unknown state.
 
-- Each begins with its intent on the disk (the lease's record, whose state says that it is being suspended or resumed), and each is
-  answered by an event, whatever happens: an operation without an answer would hold the swap channel for ever.
+- Each first writes its intent to disk (a lease record whose state says that it is being suspended or resumed), and each ends with an
+  event, whatever happens: an operation without one would hold the swap channel forever.
 - An operation that has begun is finished before the broker ends. A look at a quarantined lease is dropped: the next broker looks anyway.
 """
 
@@ -111,7 +111,7 @@ class Operations:
                 self._broker.suspend_finished(kernel)  # it may have become busy
 
     def _reserve(self, effect: Suspend, need_mib: int) -> int:
-        """Ask the arbiter for this much host memory for the suspend; return what is then reserved for it, MiB."""
+        """Ask the arbiter to reserve host memory for the suspend; return the MiB that are then reserved."""
         self._broker.dispatch(
             HostMemoryNeeded(
                 at_ms=now_ms(),
@@ -166,7 +166,7 @@ class Operations:
             )
 
     async def _look_again(self, effect: LookAgain) -> None:
-        """Look until the truth is known or the lease has moved on. A process that failed is reported once, and looked at again."""
+        """Look until the truth is known or the lease has moved on. A failed process is reported once and looked at again."""
         reported = ""
         for attempt in count():
             await within(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)], self._look_now)
@@ -203,7 +203,7 @@ class Operations:
             reported = truth.sentence
 
     async def _write_down(self, kernel: Kernel, phase: str) -> None:
-        """Record the lease and what will be saved before the phase starts. Raises LedgerError: then it does not start."""
+        """Record the lease and what will be saved. Raises LedgerError: then the phase must not start."""
         log.debug("lease %s: %s", kernel.lease_id[:8], phase)
         await self._broker.records.write(kernel)
 

@@ -69,10 +69,10 @@ SHRINK_TIMEOUT_S = 10.0
 _HOST_MARGIN_MIB = 64
 _UNLOCKED = (ProcessState.RUNNING, ProcessState.NO_CONTEXT, ProcessState.GONE)
 _LONGEST_REASON = 300
-_MUTE_GATE_S = 0.25  # how long a gate may take to answer that did not answer the last time
-_BETWEEN_CELLS_S = 1.0  # how long a kernel without a context may take to come to the end of its cell
+_MUTE_GATE_S = 0.25  # how long a gate may take that did not answer last time
+_BETWEEN_CELLS_S = 1.0  # how long a kernel without a context may take to finish its cell
 _LOOK_S = 0.02
-_DEAF_S = 5.0  # a process whose connections broke this long ago, and that answers nothing, is no kernel any more
+_DEAF_S = 5.0  # a silent process whose connections broke this long ago is no longer a kernel
 
 IsQuiet = Callable[[Kernel], Awaitable[bool]]
 """Returns whether the devices have seen no work of a kernel for long enough to call it idle, though its extension does not say so."""
@@ -124,9 +124,9 @@ class Suspension:
     async def suspend(
         self, kernel: Kernel, effect: Suspend, journal: Journal, reserve: Reserve | None = None
     ) -> Suspended:
-        """Return the outcome, MiB and a sentence. The MiB are the saved ones or, if too little was reserved, the needed ones.
+        """Return the outcome, the MiB saved (or needed, if too little was reserved), and a sentence.
 
-        `reserve` is asked if the effect reserves too little on the host. Cancellation may leave locks behind: only at the broker's end.
+        Calls `reserve` if the effect reserves too little host memory. Cancel only when the broker ends: locks may stay behind.
         """
         reserve = reserve or (lambda _mib: effect.host_mib)
         locked: list[ProcessIdentity] = []
@@ -135,7 +135,7 @@ class Suspension:
             use = await self._prepare(kernel, effect, reserve)
             if use is None:
                 return SuspendOutcome.NOTHING_TO_SAVE, 0, "the kernel has no CUDA context: nothing had to be saved"
-            # The journal is written before each step that a broker which dies in it leaves half done: the next one knows what to undo.
+            # The journal is written before each step that a dying broker would leave half done: the next one knows what to undo.
             await journal("locking")
             empty = await self._lock_all(use, locked)
             use = await self._check_locked(kernel, effect, locked, empty, reserve)
@@ -147,7 +147,7 @@ class Suspension:
             sentence = f"it could not be written down: {error}"
             return await self._roll_back(locked, SuspendOutcome.ABORTED, sentence)
         except GPUError as error:
-            asked = error.code is not GPUErrorCode.TARGET_STOPPED  # of a stopped process the driver was not asked
+            asked = error.code is not GPUErrorCode.TARGET_STOPPED  # the driver was not asked if it was stopped
             sentence = f"the driver refused before anything was saved: {error}" if asked else str(error)
             return await self._roll_back(locked, before_checkpoint(error.code), sentence)
         except OSError as error:
@@ -156,9 +156,9 @@ class Suspension:
         return await self._checkpoint_all(locked, kernel.checkpoint.total_mib)
 
     async def _prepare(self, kernel: Kernel, effect: Suspend, reserve: Reserve) -> dict[ProcessIdentity, int] | None:
-        """Return the CUDA processes to be locked with their MiB; None: nothing to save. Raises StepError, GPUError and OSError."""
+        """Return the CUDA processes to lock and their MiB; None: nothing to save. Raises StepError, GPUError and OSError."""
         _check_not_stopped(kernel)
-        # A preempted kernel is busy, and one whose next cell waits at its gate waits with its main loop: neither can shrink.
+        # A preempted kernel is busy, and a cell that waits at the gate blocks the main loop: neither can shrink.
         is_busy = effect.preempt or effect.between_cells or bool(kernel.cell.unused)
         gate = await (self._shut_gate(kernel, effect) if is_busy else self._close_gate(kernel))
         shrinks = gate.answers and not is_busy and not self._inspector.off
@@ -172,7 +172,7 @@ class Suspension:
             )
         if kernel.cell.unused:
             raise StepError(SuspendOutcome.REFUSED, "its cell uses the GPU by now")
-        # Reasons that last come before those that pass: a kernel that can never be saved is not tried again and again.
+        # Check permanent obstacles before passing ones: a kernel that can never be saved is not tried again.
         why = self._inspector.off
         if not why and self._check is not None:
             why = await self._check(kernel, use, host)
@@ -215,7 +215,7 @@ class Suspension:
         return Gate(shut=link is not None and link.was_read())
 
     async def _shut_gate(self, kernel: Kernel, effect: Suspend) -> Gate:
-        """Have the next cell ask before it runs, if the kernel has an extension. A busy kernel is no reason to stop.
+        """Make the next cell ask before it runs, if the kernel has an extension. Go on even if the kernel is busy.
 
         An extension that does not answer (the cell may hold the interpreter) obeys later; until then a running cell blocks in CUDA. Raises
         StepError if the kernel should be between two cells, but runs one in another of its shells.
@@ -232,7 +232,7 @@ class Suspension:
         return Gate(shut=True, answers=bool(word))
 
     async def _comes_between_cells(self, kernel: Kernel) -> bool:
-        """Return whether a busy kernel, whose gate was shut, ends its cell in a moment: from then on no cell creates a context."""
+        """Return whether a busy kernel soon ends its cell. Its gate is shut, so no later cell creates a context."""
         until_s = time.monotonic() + _BETWEEN_CELLS_S
         while time.monotonic() < until_s and kernel.link is not None:
             if kernel.requests.waiters > 0 or not kernel.in_use:
@@ -244,7 +244,7 @@ class Suspension:
     async def _first_snapshot(
         self, kernel: Kernel, effect: Suspend, *, shrinks: bool
     ) -> tuple[StepError | None, HostSnapshot]:
-        """Return what speaks against saving, and a snapshot read while the kernel shrinks (devices afterwards). Raises GPUError."""
+        """Return the obstacle to saving and a snapshot: /proc read while the kernel shrinks, devices after. Raises GPUError."""
         device_ids = kernel.measurement.devices_to_read(effect.device_ids)
         if not shrinks:
             return None, await self._inspector.take(device_ids)
@@ -254,10 +254,10 @@ class Suspension:
     async def _use(
         self, kernel: Kernel, effect: Suspend, host: HostSnapshot, gate: Gate
     ) -> tuple[dict[ProcessIdentity, int], Sequence[ProcessIdentity], bool]:
-        """Return what `ProcessInspector.memory_use` does, and whether no cell runs that could create a context now."""
+        """Return the result of `ProcessInspector.memory_use`, and whether no running cell could create a context."""
         use, heirs = await self._inspector.memory_use(kernel, host)
         if effect.preempt:
-            # A busy kernel without a context gives its room back if it comes to the end of a cell in a moment.
+            # A busy kernel without a context gives its room back if its cell ends soon.
             between_cells = False
             if not use and gate.answers and await self._comes_between_cells(kernel):
                 between_cells = True
@@ -273,7 +273,7 @@ class Suspension:
     async def _lock_all(
         self, use: Mapping[ProcessIdentity, int], locked: list[ProcessIdentity]
     ) -> set[ProcessIdentity]:
-        """Lock the processes; return those that the driver does not know although it lists them. `locked` gets each before its call."""
+        """Lock the processes, adding each to `locked` first; return those that the driver lists but does not know."""
         empty = set()
         for identity in use:
             locked.append(identity)
@@ -297,7 +297,7 @@ class Suspension:
         empty: Collection[ProcessIdentity],
         reserve: Reserve,
     ) -> dict[ProcessIdentity, int]:
-        """Return the locked processes' use. Raises StepError if the kernel changed before it was locked."""
+        """Return the locked processes' MiB. Raises StepError if the kernel changed before it was locked."""
         check = _check_alive if effect.preempt or effect.between_cells else _check_idle
         check(kernel)
         host = await self._inspector.take(kernel.measurement.devices_to_read(effect.device_ids))
@@ -330,8 +330,8 @@ class Suspension:
     async def _roll_back(
         self, locked: Sequence[ProcessIdentity], outcome: SuspendOutcome, sentence: str, need_mib: int = 0
     ) -> Suspended:
-        """Unlock what is locked and return the outcome; UNKNOWN (quarantine) if a process is not known to run again."""
-        # In reverse order of the locks: the way back passes through the same states as the way there.
+        """Unlock the processes and return the outcome, or UNKNOWN (quarantine) if one may stay locked."""
+        # In reverse order of locking: the way back passes through the same states.
         for identity in reversed(locked):
             try:
                 if await self._worker.state(identity) is ProcessState.LOCKED:
@@ -360,7 +360,7 @@ class Suspension:
 
 
 async def _shrink(kernel: Kernel) -> StepError | None:
-    """Have cached memory freed on the idle main loop; return the obstacles to saving the rest."""
+    """Have the idle main loop free cached memory; return the obstacle to saving the rest."""
     if kernel.link is None:
         return StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
     word = await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S)
@@ -383,7 +383,7 @@ def _check_not_stopped(kernel: Kernel) -> None:
 
 def _check_heirs(heirs: Sequence[ProcessIdentity]) -> None:
     if heirs:
-        # A restore beneath such a process is reported to fail, which would lose the kernel's state.
+        # Restores of a process with such a child are reported to fail, losing the kernel's state.
         raise StepError(
             SuspendOutcome.REFUSED,
             f"process {heirs[0].pid} was forked by the kernel after it began to use CUDA (as workers of a DataLoader or of "
@@ -403,7 +403,7 @@ def _check_places(use: Mapping[ProcessIdentity, int], host: HostSnapshot, effect
 
 
 def _check_reserved(use: Mapping[ProcessIdentity, int], effect: Suspend, reserve: Reserve) -> None:
-    """Have the arbiter reserve what would be saved beyond its estimate. Raises StepError if the host has not that much left."""
+    """Have the arbiter reserve memory beyond its estimate if needed. Raises StepError if the host has too little left."""
     need_mib = sum(use.values())
     if need_mib <= effect.host_mib:
         return

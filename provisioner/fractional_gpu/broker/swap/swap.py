@@ -3,7 +3,7 @@
 - The driver says what is true; the ledger only says what was meant. If the driver cannot checkpoint at all (`off`), only the devices'
   counts are known.
 - `truth` finds a kernel's real state after a broker's start and for quarantined leases. Half-done work is finished or undone, whichever is
-  safe. Everything else stays as it is, and unknown.
+  safe. Any other state is left alone and unknown.
 - Only the devices concerned are read: the lease's own, and others on which its processes were seen.
 """
 
@@ -32,7 +32,7 @@ _MAY_BE_COMPLETED = {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessStat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """What a kernel really is: unattached, unarmed, resident or suspended; quarantined if the driver says that a process failed."""
+    """A kernel's real state: unattached, unarmed, resident or suspended; quarantined if the driver says that a process failed."""
 
     state: LeaseState
     device_id: str | None = None
@@ -41,7 +41,7 @@ class Truth:
 
 
 class Swaps:
-    """Carries out one operation at a time with the checkpoint worker; `off` is why none can be.
+    """Runs one operation at a time with the checkpoint worker; `off` says why it cannot.
 
     `overhead_mib` is kept free of leases on each device: a restore leaves this margin. `check`: whether a kernel can be checkpointed.
     """
@@ -64,17 +64,17 @@ class Swaps:
         self.suspend = self._suspension.suspend
 
     def connect(self, *, roots: Callable[[], list[ProcessIdentity]], is_quiet: IsQuiet | None = None) -> None:
-        """Connect to what knows all kernels, once. `roots`: a kernel that another started has its own lease. `is_quiet` None: quiet."""
+        """Set the callbacks for all kernels. `roots`: a kernel started by another has its own lease. `is_quiet` None: quiet."""
         self.inspector.roots = roots
         self._suspension.is_quiet = is_quiet
 
     async def glance(self) -> None:
-        """Read the processes for a `resume` that follows. If that fails, the resume reads them again and says what is wrong."""
+        """Scan the processes for the next `resume`. If that fails, the resume scans again and reports the error."""
         with suppress(GPUError):
             await self.inspector.scan_processes()
 
     async def shrink(self, kernel: Kernel) -> int | None:
-        """Have an idle kernel give cached memory back; return its use then, None if it could not. Cancellation leaves it to the kernel."""
+        """Have an idle kernel free cached memory; return the MiB it still uses, or None on failure. The kernel goes on if cancelled."""
         if kernel.link is None or kernel.busy or await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S) != "done":
             return None
         try:
@@ -84,7 +84,7 @@ class Swaps:
             return None
 
     async def resume(self, kernel: Kernel, effect: Resume, saved_mib: int) -> tuple[ResumeOutcome, str]:
-        """Return the outcome and a sentence. Cancellation may leave a half-done resume: only at the broker's end."""
+        """Return the outcome and a sentence. Cancel only when the broker ends: the resume may stay half done."""
         if self.inspector.off:
             return ResumeOutcome.NOT_STARTED, f"what is saved cannot be brought back now: {self.inspector.off}"
         device_ids = effect.device_ids
@@ -135,9 +135,9 @@ class Swaps:
     def _lacking_room(
         self, host: HostSnapshot, device_ids: Sequence[str], saved_mib: int, reserve_mib: int, pids: Collection[int]
     ) -> str:
-        """Return a sentence about the first device without room for what is saved of these processes, or "". Raises GPUError.
+        """Return a sentence about the first device without room for these processes' saved memory, or "". Raises GPUError.
 
-        How saved memory divides between devices is unknown: each must have room for all of it, or be as free as what is reserved there. A
+        How saved memory divides between devices is unknown: each must have room for all of it, or for what is reserved there. A
         device that no other process uses needs no margin: it will never have more room.
         """
         need_mib = saved_mib if len(device_ids) == 1 else min(saved_mib, reserve_mib)
@@ -177,7 +177,7 @@ class Swaps:
     async def truth(
         self, kernel: Kernel, device_id: str | None, saved_mib: int, host: HostSnapshot | None = None
     ) -> Truth | None:
-        """Find out the state; finish or undo half-done work if safe. None: still unknown. The arguments are from the lease's record."""
+        """Return the real state, or None if unknown; finish or undo half-done work if safe. Arguments come from the lease's record."""
         try:
             if kernel.identity is None or not is_alive(kernel.identity):
                 # What its process left behind may have to be found out first.
@@ -235,11 +235,11 @@ class Swaps:
         device_id: str | None,
         saved_mib: int,
     ) -> None:
-        """Bring all processes of a tree back of which only some are saved, if the devices have the room for certain. Raises GPUError."""
+        """Restore the rest of a partly saved process tree, if the devices certainly have room. Raises GPUError."""
         homes = kernel.checkpoint.homes or ((device_id,) if device_id is not None else ())
         if not set(states.values()) <= _MAY_BE_COMPLETED or not homes:
             return
-        # What was free a moment ago may hold another kernel's memory, which was brought back since.
+        # Another kernel that was brought back since may now use the room that was free.
         host = await self.inspector.take()
         # The rest goes where the others are: they may have been on the way to another device.
         there = self._where(kernel, host)
@@ -259,7 +259,7 @@ class Swaps:
         await self._restore(saved, locked, moves_between(homes, targets))
 
     def _where(self, kernel: Kernel, host: HostSnapshot) -> str | None:
-        """Return the device that holds most of the kernel's memory; of a kernel with several devices, its first one."""
+        """Return the device that holds most of the kernel's memory, or its first device if it has several."""
         found = host.homes({identity.pid for identity in self.inspector.tree(kernel, host)})
         if len(kernel.checkpoint.homes) > 1 and set(found) <= set(kernel.checkpoint.homes):
             return kernel.checkpoint.homes[0]
@@ -267,7 +267,7 @@ class Swaps:
 
 
 def moves_between(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str] | None:
-    """Return the device to which the memory of each device goes; None if all of it stays where it was."""
+    """Map each old device to its new one, or return None if nothing moves."""
     moves = dict(zip(homes, targets, strict=False))
     return moves if any(old != new for old, new in moves.items()) else None
 
@@ -275,10 +275,9 @@ def moves_between(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str
 def _rest_mib(
     kernel: Kernel, host: HostSnapshot, states: Mapping[ProcessIdentity, ProcessState], saved_mib: int
 ) -> int:
-    """Return what the saved processes of a half-saved tree need on its devices; 0: unknown.
+    """Return the MiB that the saved processes of a half-saved tree need; 0: unknown.
 
-    A later broker knows only the sum, and subtracts the locked processes, which have not changed, but not running ones, which may have
-    grown.
+    A later broker knows only the sum. It subtracts locked processes, which have not changed, but not running ones, which may have grown.
     """
     if kernel.checkpoint.sizes:
         saved = [
