@@ -4,8 +4,8 @@
 clock (time arrives on the event), does no I/O, and counts in integers; the same events give the same effects, bit for bit.
 
 Operations (suspend, resume) take time. They are effects with an operation id and the lease's generation, and come back as events with the
-same two; a result whose lease has moved on frees its swap channel, and nothing more. Events about leases that do not exist (any more) are
-ignored, because the driver's view is always a little out of date. An event that cannot be true raises ValueError before anything changes.
+same two; an outdated result frees its swap channel, and nothing more. Events about leases that do not exist (any more) are ignored, because
+the driver's view is always a little out of date. An event that cannot be true raises ValueError before anything changes.
 """
 
 from collections import Counter
@@ -83,7 +83,7 @@ _WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
 
 class Arbiter:
-    """See the module. `check` asserts law 1 for granted devices; `forecasts`: an earlier arbiter's, to continue from."""
+    """See the module. `check` asserts law 1 for granted devices; `forecasts` are those of an earlier arbiter."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Arbiter:
         self._views: dict[str, LeaseView] = {}  # built since the last event
 
     def handle(self, event: Event) -> list[Effect]:
-        """Take an event in and return what is to be done, in order. Raises ValueError or TypeError for an impossible event."""
+        """Handle an event and return its effects, in order. Raises ValueError or TypeError for an impossible event."""
         self.run_deferred_work()
         self._deferred_work_done = False
         self._views.clear()
@@ -120,15 +120,15 @@ class Arbiter:
     def run_deferred_work(self) -> None:
         """Forecast the waits and cells that began in the last event.
 
-        None of this changes what that event decided, so a driver calls it once the effects are on their way. Otherwise the next `handle`
-        does it first; decisions are the same either way.
+        This changes nothing that the event decided, so a driver calls it after sending the effects. Otherwise the next `handle` does it
+        first; decisions are the same either way.
         """
         if not self._deferred_work_done:
             self._deferred_work_done = True
             self._changes.forecast_recorder.run_deferred_work()
 
     def _set_wake(self, *, anew: bool) -> None:
-        """Ask for a tick if the time of the next one changed; `anew`: a tick used it up, however early it came."""
+        """Ask for the next tick if its time changed, or (`anew`) if a tick used up the last request."""
         wake_ms = self._scheduler.wake_ms()
         if wake_ms != self._wake_ms or (anew and wake_ms is not None):
             self._wake_ms = wake_ms
@@ -255,7 +255,7 @@ class Arbiter:
         return None if lease is None else self._view(lease)
 
     def leases(self) -> list[LeaseView]:
-        """Return every living lease, oldest first. Views are kept until the next event."""
+        """Return every living lease, oldest first. Cached until the next event."""
         return [self._view(lease) for lease in self._books.leases.values()]
 
     def _view(self, lease: Lease) -> LeaseView:
@@ -265,7 +265,7 @@ class Arbiter:
         return view
 
     def holding(self, lease_id: str) -> Holding | None:
-        """Return what the meter counts of a lease from now on; None if nothing."""
+        """Return what the meter counts of a lease from now on, or None."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else _holding(lease)
 
@@ -276,27 +276,27 @@ class Arbiter:
         return next((view for view in views if view.lease_id == lease_id), None)
 
     def waits(self, lease_id: str) -> bool:
-        """Return whether the lease has a ticket. `ticket` works out the whole queue."""
+        """Return whether the lease has a ticket, without computing the queue."""
         lease = self._books.leases.get(lease_id)
         return lease is not None and lease.ticket is not None
 
     def tickets(self, pool: str, at_ms: int | None = None) -> list[TicketView]:
-        """Return a pool's queue in order, as of `at_ms`, or else of the last event."""
+        """Return a pool's queue in order, as of `at_ms` or the last event."""
         with self._as_of(at_ms):
             return _ticket_views(self._books, pool, self._changes.forecast_recorder)
 
     def slowdown(self, lease_id: str) -> Slowdown:
-        """Return how much neighbours slow the lease's cell down, or would where it waits to go: an estimate."""
+        """Estimate how much neighbours slow the lease's cell down, or would on the device it waits for."""
         lease = self._books.leases.get(lease_id)
         return Slowdown() if lease is None else describe_slowdown(self._books, lease)
 
     def turns_end_ms(self, lease_id: str) -> int | None:
-        """Return when the turns of busy leases have made room for the waiting one; None: time alone does not bring that about."""
+        """Return when busy leases will have had their turns and make room for the lease; None if time alone makes none."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else turns_end_ms(self._books, lease)
 
     def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
-        """Return how long the lease's next cell still waits at its closed gate, as of `at_ms`; None if it does not wait there."""
+        """Return how much longer the lease's next cell waits at its closed gate, as of `at_ms`, or None if none waits."""
         lease = self._books.leases.get(lease_id)
         if lease is None:
             return None
@@ -315,7 +315,7 @@ class Arbiter:
 
     @contextmanager
     def _as_of(self, at_ms: int | None) -> Iterator[None]:
-        """Read the books as of a time after the last event; None: of that event."""
+        """Read the books as of `at_ms`, or of the last event if it is None."""
         event_ms = self._books.now_ms
         self._books.now_ms = max(event_ms, at_ms or 0)
         try:
@@ -334,7 +334,7 @@ class Arbiter:
 
     @property
     def forecasts(self) -> Forecasts:
-        """What was learnt, and how accurate the forecasts were."""
+        """What the arbiter has learnt, and its accuracy."""
         return self._changes.forecast_recorder.forecasts
 
     def pools(self) -> dict[str, PoolSpec]:
@@ -342,12 +342,12 @@ class Arbiter:
 
     @property
     def host_budget_mib(self) -> int:
-        """Host memory that suspended state may take in all."""
+        """Host memory for all suspended state, MiB."""
         return self._books.host_budget_mib
 
     @property
     def host_left_mib(self) -> int:
-        """What saved state may still take of the budget, less what is reserved for suspends under way, MiB; may be negative."""
+        """The host memory neither used by saved state nor reserved for suspends under way, MiB; may be negative."""
         return self._books.host_left_mib
 
     @property
@@ -410,10 +410,10 @@ def _lost_because(books: Books, lease: Lease) -> str:
 
 
 def _holding(lease: Lease) -> Holding | None:
-    """Return what the meter counts; None: the lease has no process, so nothing counts, even if room is reserved for its start.
+    """Return what the meter counts, or None if the lease has no process, even if room is reserved for its start.
 
-    It holds its devices while it has a reservation there, so also during swaps. It is busy while a cell, or what an ended kernel left
-    behind, may run on them: not while it is swapped, not while its truth is unknown, and not while its cell waits at a closed gate.
+    The lease holds its devices while it has a reservation there, including during swaps. It is busy while a cell, or a process that
+    outlived its kernel, may run on them: not while it is swapped or quarantined, or its cell waits at a closed gate.
     """
     spec, held = lease.spec, lease.held_mib > 0
     if lease.state in _WITHOUT_PROCESS:

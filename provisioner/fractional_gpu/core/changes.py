@@ -1,7 +1,7 @@
 """The only place where a lease's state or its ticket changes: each change goes into the books and becomes effects.
 
-First states and what ends with them, then the queue and gates, then swaps. `transitions` says which changes are legal; `lifecycle` decides
-on them by events, `scheduler` by the queue.
+States come first, then the queue and gates, then swaps. `transitions` says which changes are legal; `lifecycle` makes them for events,
+`scheduler` for the queue.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ _FIRST = 1 << 60  # far before any place in the queue
 
 
 class Changes:
-    """The books, the time, the operations under way, and the effects of the event in hand."""
+    """The books, the time, the operations under way, and the effects of the current event."""
 
     def __init__(self, *, parallel_swaps: int, forecasts: Forecasts | None = None) -> None:
         self.books = Books(forecasts)
@@ -55,11 +55,11 @@ class Changes:
 
     @property
     def now_ms(self) -> int:
-        """The time of the event in hand."""
+        """The time of the current event."""
         return self.books.now_ms
 
     def take_effects(self) -> list[Effect]:
-        """Return what the event led to, in order."""
+        """Return the event's effects, in order."""
         for pool in sorted(self.requeued):
             self.effects.append(TicketsChanged(pool=pool))
         self.requeued.clear()
@@ -69,7 +69,7 @@ class Changes:
     # -- states ------------------------------------------------------------------------------------------------------------------
 
     def change_state(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Move the lease as the table says. Raises IllegalTransitionError."""
+        """Change the lease's state. Raises IllegalTransitionError."""
         old = lease.state
         new = next_state(old, cause)
         lease.since_ms, lease.shrink.is_requested = self.now_ms, False  # an answer to an earlier request is ignored
@@ -126,7 +126,7 @@ class Changes:
         self.effects.append(granted)
 
     def restart_expiry(self, lease: Lease) -> None:
-        """Give a lease without a process its whole time to live from now on."""
+        """Restart the time to live of a lease without a process."""
         lease.expires_ms = self.now_ms + self.books.policy(lease).unattached_ttl_ms
 
     def release_everything(self, lease: Lease) -> None:
@@ -160,7 +160,7 @@ class Changes:
         self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
-        """Keep all that a lease of unknown state may hold, and have the driver find the truth."""
+        """Keep all that a lease in doubt may hold, and ask the driver what is true."""
         lease.target_ids = ()
         self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
@@ -170,7 +170,7 @@ class Changes:
     def file_ticket(
         self, lease: Lease, *, before_start: bool = False, urgent: bool = False, preempted: bool = False
     ) -> None:
-        """Give the lease a place in the queue, or make the place it has a better one. A revoked lease gets none."""
+        """Give the lease a place in the queue, or a better one than it has. A revoked lease gets none."""
         if lease.revoked:
             return
         old = lease.ticket
@@ -197,20 +197,20 @@ class Changes:
         self.requeued.add(lease.spec.pool)
 
     def new_ticket(self, *, first: bool = False) -> Ticket:
-        """Return a ticket with the next place, or with one before all others of its priority."""
+        """Return a ticket in the last place, or (`first`) the first place of its priority."""
         order = self._next_order - _FIRST if first else self._next_order
         ticket = Ticket(order=order, asked_ms=self.now_ms)
         self._next_order += 1
         return ticket
 
     def close_gate(self, lease: Lease) -> None:
-        """Have a resident lease's next cell ask before it runs."""
+        """Make a resident lease's next cell ask first."""
         if not lease.gate.closed:
             self.books.set_gate(lease, closed=True)
             self.effects.append(CloseGate(lease_id=lease.lease_id))
 
     def wait_at_gate(self, lease: Lease) -> None:
-        """Give the next cell of a lease whose gate is closed its place in the queue. No cell runs until it is let in."""
+        """Queue the next cell of a lease whose gate is closed. No cell runs until that cell is let in."""
         self.books.set_gate(lease, closed=True, next_cell=lease.gate.ticket or self.new_ticket())
 
     def open_gate(self, lease: Lease) -> None:
@@ -225,7 +225,7 @@ class Changes:
         lease.target_ids = ()
 
     def record_wait_reason(self, lease: Lease, wait: Reason) -> None:
-        """Write a reason to wait into the lease's story if its code is new, unless the line of the lease's state says the same."""
+        """Record why a ticket waits in the lease's story, if the code is new and the line of its state says something else."""
         ticket = lease.ticket
         if ticket is not None and ticket.reason != wait.code:
             ticket.reason = wait.code
@@ -237,11 +237,11 @@ class Changes:
 
     @property
     def channel_free(self) -> bool:
-        """Whether an operation may begin. Channels that are kept for leases on a device that goes away are not free for others."""
+        """Whether an operation may begin. Channels kept for leases on a departing device are not free for others."""
         return len(self.operations) < self.parallel_swaps - self.kept_channels
 
     def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:
-        """Reserve room for a ticket: a saved lease is resumed, any other one becomes resident at once."""
+        """Reserve room for a ticket: a saved lease is resumed, any other becomes resident at once."""
         waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
         lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
         own_mib = lease.unreserved_mib
@@ -268,7 +268,7 @@ class Changes:
         self.emit_granted(lease)
 
     def become_resident(self, lease: Lease) -> None:
-        """Start the idle time of a lease that becomes resident; it is not suspended before it has had a chance to run."""
+        """Start the idle time of a lease that becomes resident, so that it gets a chance to run before a suspend."""
         lease.last_active_ms, lease.is_measured = self.now_ms, False
         lease.has_run = lease.busy or lease.came_early
         lease.home_ids, lease.rhythm_ms = (), None
@@ -299,7 +299,7 @@ class Changes:
         )
 
     def ask_to_shrink(self, lease: Lease) -> bool:
-        """Ask an idle lease to give its caches back, once while it is idle; return whether its answer is still to come."""
+        """Ask an idle lease for its caches, once per idle period. Return whether its answer is still pending."""
         able = lease.state is LeaseState.RESIDENT and not lease.busy and lease.spec.gated and not lease.is_unsuspendable
         if able and lease.shrink.succeeded is None and not lease.shrink.is_requested:
             lease.shrink.is_requested = True
@@ -307,7 +307,7 @@ class Changes:
         return able and lease.shrink.is_requested
 
     def begin_suspend(self, lease: Lease, reason: str, sentence: str, *, beneficiary: Lease | None = None) -> None:
-        """Begin a suspend; a busy lease is preempted, for `beneficiary`. Raises ValueError unless the host has `host_need_mib` left."""
+        """Begin a suspend, preempting a busy lease for `beneficiary`. Raises ValueError unless the host has `host_need_mib` left."""
         left_mib, need_mib = self.books.host_left_mib, lease.host_need_mib
         if need_mib > left_mib:
             raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory, {left_mib} MiB are left")
@@ -339,14 +339,14 @@ class Changes:
             lease.ticket.after_suspend = lease.ticket.after_suspend or next_cell
 
     def _new_operation(self, lease: Lease, kind: str) -> Operation:
-        """Take a swap channel for the lease. The operation has the lease's generation, which has grown already."""
+        """Take a swap channel for the lease. The operation gets its generation, incremented before."""
         operation = Operation(self._next_operation, lease.lease_id, kind, lease.generation, self.now_ms)
         self._next_operation += 1
         self.operations[operation.operation_id] = lease.operation = operation
         return operation
 
     def finish_operation(self, reported: Operation) -> tuple[Lease, int] | None:
-        """Free the swap channel of a finished operation; return its lease and how long it took, ms. None if it is stale or unknown."""
+        """Free a finished operation's swap channel. Return its lease and duration, ms, or None if it is stale or unknown."""
         operation = self.operations.get(reported.operation_id)
         known = operation == reported
         if known:

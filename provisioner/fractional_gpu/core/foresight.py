@@ -1,15 +1,15 @@
 """What is done for a suspended lease before a cell asks for it: signs of cells, early resumes, relief of host memory.
 
-**Expectations.** Front ends and the kernel send signs that a cell is near; the lease's own rhythm is one, too. When a cell comes, all signs
-of the lease were right; when their time is over, all were wrong. That is learnt for each lease and kind of sign. A lease whose user asked
-for its suspend waits for a cell; signs do not bring it back.
+**Expectations.** Front ends and the kernel send signs that a cell is near; the lease's own rhythm is another. If a cell comes in time, all
+signs of the lease were right, otherwise wrong. This is learnt for each lease and kind of sign. A lease whose user asked for its suspend
+waits for a cell; signs do not bring it back.
 
-**Early resumes** take only what tickets leave: one begins while no ticket waits in the pool and a swap channel is free, and is predicted
-to take no longer than `foresight_swap_ms`. A lease that came back early leaves for a ticket at once. Without free room, idle leases that
-are expected later leave in a pool that displaces, if that saves more waiting than it costs. What early swaps move without a cell that
-follows is bounded for each device and hour (`foresight_vain_mib`), so signs that deceive cost no more than that.
+**Early resumes** take only what tickets leave: one begins while no ticket waits in the pool and a swap channel is free, if it should take
+no longer than `foresight_swap_ms`. A lease that came back early leaves for a ticket at once. Without free room, in a pool that displaces,
+idle leases that are expected later leave if that saves more waiting than it costs. What early swaps move in vain is bounded per device and
+hour (`foresight_vain_mib`), so misleading signs cost no more than that.
 
-**Relief.** While host memory is short and no ticket waits, saved leases come back, for no more than is lacking.
+**Relief.** While host memory is short and no ticket waits, saved leases come back until it suffices.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -39,7 +39,7 @@ _SIGNS = {
 
 
 class Expectations:
-    """Takes signs, and what became of them."""
+    """Records signs and their outcomes."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -63,14 +63,14 @@ class Expectations:
         known.milli = milli[known.best]
 
     def _may_expect(self, lease: Lease) -> bool:
-        """Return whether a sign means anything now. A suspended kernel that is busy without a ticket handles a completion or the like."""
+        """Return whether a sign means anything now. A suspended kernel that is busy without a ticket is completing code, say."""
         runs = lease.busy and lease.state is not LeaseState.SUSPENDED
         if runs or lease.ticket is not None or lease.left_behind or lease.revoked or lease.sent_away:
             return False
         return self._books.policy(lease).foresight is not Foresight.OFF
 
     def came_true(self, lease: Lease) -> None:
-        """Note that a cell of the lease came, or asks to: what was moved for it was not in vain."""
+        """Note that a cell of the lease came or asks to run: no swap for it was in vain."""
         if lease.came_early:
             lease.came_early = False
             for device in self._books.devices.values():
@@ -178,7 +178,7 @@ def _displace(changes: Changes, lease: Lease, devices: tuple[str, ...], capacity
 
 
 def _leaving(books: Books, lease: Lease, device_id: str, capacity: Capacity) -> tuple[Lease, ...] | None:
-    """Return the idle leases of a device that would make room; None where there are not enough, or one of them may not."""
+    """Return the idle leases to suspend on the device, or None if they would not free enough or may not leave."""
     short_mib = lease.need_mib - capacity.total_mib(device_id)
     if short_mib <= 0:
         return None  # what leaves already suffices: the resume follows
@@ -191,7 +191,7 @@ def _leaving(books: Books, lease: Lease, device_id: str, capacity: Capacity) -> 
 
 
 def _stays(books: Books, other: Lease, lease: Lease) -> bool:
-    """Return whether another lease makes no room for this one; its pool may be another one, whose device was this one's home before."""
+    """Return whether `other` makes no room for the lease. Their pools may differ: the lease's home may have changed pools."""
     pool = books.policy(other)
     if pool.foresight is not Foresight.DISPLACE or _is_sooner(books, other, lease):
         return True
@@ -199,13 +199,13 @@ def _stays(books: Books, other: Lease, lease: Lease) -> bool:
 
 
 def _is_sooner(books: Books, other: Lease, lease: Lease) -> bool:
-    """Return whether the other lease is expected to run before the expectation of this one lapses."""
+    """Return whether `other` is expected to run before the lease's expectation lapses."""
     until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
     return is_expected(books, other) or books.now_ms + next_cell_in_ms(books, other) <= until_ms
 
 
 def _regret(books: Books, victim: Lease, lease: Lease) -> int:
-    """Return what the victim is expected to lose: the ms of its swaps times the thousandths of their likelihood."""
+    """Return the victim's expected loss: the ms of its swaps times their likelihood in thousandths."""
     until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
     milli = books.forecasts.chance_milli(victim.lease_id, books.now_ms, until_ms - books.now_ms)
     return milli * swap_ms(books, victim)
@@ -219,7 +219,7 @@ def _resume_ms(books: Books, lease: Lease) -> int:
 
 
 def _may_stake(books: Books, device_id: str, lease: Lease, victims: tuple[Lease, ...]) -> bool:
-    """Return whether the swaps for the lease stay within what may be moved in vain to and from the device."""
+    """Return whether the swaps for the lease stay within the device's limit on moves in vain."""
     device, from_ms = books.devices[device_id], books.now_ms - _HOUR_MS
     while device.stakes and device.stakes[0].at_ms <= from_ms:
         del device.stakes[0]

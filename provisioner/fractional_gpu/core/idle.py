@@ -5,12 +5,12 @@ room has cost as much as coming back will cost. This is the ski-rental problem: 
 twice what the better choice would have cost.
 
 - Coming back costs the time of its resume.
-- Holding costs the time that other cells lose by it, as learnt (`HoldCosts`): for how long tickets waited until idle leases were saved for
-  them, spread over the memory that idle leases of the pool held in the meantime. It counts `_LOST_COUNTS` times.
+- Holding costs the time that other cells lose, as learnt (`HoldCosts`): how long tickets waited for idle leases to be saved, spread over
+  the memory that idle leases of the pool held in the meantime. It counts `_LOST_COUNTS` times.
 - A pool may also name a price for holding a device (`hold_price`), next to the price of waiting (`wait_price`).
 
-While holding costs nothing, no lease leaves: a ticket that needs the room takes it anyway. What leaves takes host memory, which tickets may
-need for other leases, so no lease leaves in this way if more than half of host memory would be in use.
+While holding costs nothing, no lease leaves: a ticket that needs the room takes it anyway. Saved leases take host memory, which tickets may
+need for others, so no lease leaves this way if more than half of host memory would be in use.
 """
 
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ _LOST_COUNTS = 10
 
 
 def idle_due_ms(books: Books, lease: Lease) -> int | None:
-    """Return when an idle lease is suspended though no ticket needs its room; None: never, or nothing can be saved."""
+    """Return when to suspend an idle lease though no ticket needs its room; None if never or if it cannot be saved."""
     if lease.busy or lease.gate.ticket is not None or lease.state is not LeaseState.RESIDENT:
         return None
     pool = books.policy(lease)
@@ -58,7 +58,7 @@ def _spares_host_memory(books: Books, lease: Lease) -> bool:
 
 
 def suspend_idle(changes: "Changes") -> bool:
-    """Suspend the leases that have idled for long enough. Returns whether room had been kept for one of them to grow in place."""
+    """Suspend leases that have idled long enough. Return whether room had been kept for one of them to grow in place."""
     books, kept = changes.books, False
     for lease in books.in_state(LeaseState.RESIDENT):
         if not changes.channel_free:
@@ -84,7 +84,7 @@ def _neighbours_leave_for(lease: Lease) -> bool:
 
 
 def await_idle_suspend(changes: "Changes", lease: Lease) -> None:
-    """Ask for a decision when the lease has idled for long enough. Its kernel is warned once before, if its pool says so."""
+    """Ask for a decision when the lease has idled long enough. Warn its kernel once before, if its pool says so."""
     books, now_ms = changes.books, changes.now_ms
     due_ms = idle_due_ms(books, lease)
     if due_ms is None or due_ms <= now_ms:  # if it is over, a channel or host memory is lacking, and an event follows
@@ -104,7 +104,7 @@ def await_idle_suspend(changes: "Changes", lease: Lease) -> None:
 
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return after how long in this gap the lease leaves; None while holding costs nothing."""
+    """Return how long into this gap the lease leaves, or None while holding is free."""
     # Kept for the gap: a later forecast of the resume would move the time, and the warning of it, for nothing.
     key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli, books.forecasts.hold_rate(pool.name))
     if lease.leaves[1:] != key:
@@ -125,12 +125,12 @@ def _swap_ms(books: Books, kind: str, lease: Lease) -> int:
 
 
 def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:
-    """Note that an idle lease is about to be saved for a ticket, which waits for that."""
+    """Note that a ticket waits for an idle lease that is about to be saved."""
     ticket.saves_ms += _swap_ms(books, SUSPEND, lease)
 
 
 def learn_cost(books: Books, lease: Lease, ticket: Ticket | None) -> None:
-    """Learn what idle leases cost from a lease that has got room, for its ticket if it had one."""
+    """Learn what idle leases cost from a lease that got room, by its ticket if it had one."""
     pool = lease.spec.pool
     # One lease that has left spares a ticket for N devices about one N-th of its wait.
     lost_ms = ticket.saves_ms // lease.count if ticket is not None else 0

@@ -1,4 +1,4 @@
-"""What is always true of the books (the laws that hold at one moment), recomputed from scratch."""
+"""What is always true of the books (the laws that hold at any moment), recomputed from scratch."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ class InvariantError(AssertionError):
 
 
 def check_devices(books: Books, device_ids: set[str]) -> None:
-    """Law 1, cheaply, for the devices an event granted room on. Raises InvariantError."""
+    """Check law 1 on the devices where an event granted room. Raises InvariantError."""
     for device_id in device_ids:
         device = books.devices[device_id]
         if device.free_mib < 0:
@@ -81,7 +81,7 @@ def _reservation(books: Books, lease: Lease) -> Iterator[str]:
 
 
 def _least_mib(books: Books, lease: Lease) -> int:
-    """Return what a lease holds at least on each of its devices: its cap, or its guaranteed memory."""
+    """Return the least that a lease holds on each of its devices: its cap or its guaranteed memory."""
     spec = lease.spec
     if books.reserves_cap(lease) or spec.request_mib is None:
         return spec.reserve_mib
@@ -112,7 +112,7 @@ def _waiting(lease: Lease) -> Iterator[str]:
 
 
 def _rights(lease: Lease) -> Iterator[str]:
-    """What a lease whose kernel has ended, or whose seat has, may not have."""
+    """What a lease may not have after its kernel or its seat has ended."""
     state = lease.state
     if lease.left_behind:
         if state is LeaseState.UNATTACHED or not lease.busy or lease.pinned_until_ms:

@@ -1,11 +1,11 @@
 """A lease's life: it is requested, starts, is attached; it wants the GPU, runs, rests, and ends.
 
 `Lifecycle` has one method per event. `StartReservations` bounds what leases without a process hold or ask for, because nothing proves that
-such a process ever comes (admission checks how many of them an owner may have):
+the process ever comes (admission checks how many of them an owner may have):
 
-- Of the leases of one owner (a user, or the hub's user of a seat), as many hold or queue for room as take `unattached_share` of the pool's
-  memory, and at least one. It is only one while such leases alone keep out a ticket of another owner. The others are `parked`: they have no
-  ticket, and file one when an earlier lease has its process, ends or loses its room, behind what other owners have filed in the meantime.
+- The leases of one owner (a user, or the hub's user of a seat) hold or queue for at most `unattached_share` of the pool's memory, but at
+  least one does. Only one does while such leases alone keep out another owner's ticket. The rest are `parked`: they file a ticket when an
+  earlier lease has its process, ends or loses its room, behind what other owners have filed meanwhile.
 - Room is kept for `unattached_hold_ms`. After that it goes to a ticket that needs it. While no ticket waits in the pool the lease keeps
   the room: a kernel that starts slowly on an idle machine loses nothing.
 
@@ -51,7 +51,7 @@ class StartReservations:
             self._changes.file_ticket(lease, before_start=True, urgent=urgent)
 
     def file_parked(self) -> None:
-        """File tickets of parked leases, in the order of asking, as far as what their owners hold and ask for allows."""
+        """File tickets for parked leases in the order they asked, as far as their owners' holdings and tickets allow."""
         if not self._books.parked:
             return
         taken_mib = self._taken_mib()
@@ -76,13 +76,13 @@ class StartReservations:
         return taken
 
     def _may_have_more(self, lease: Lease, mib: int) -> bool:
-        """Return whether an owner that has some room already may have so much in all."""
+        """Return whether an owner that already has room may have `mib` in all."""
         pool = self._books.policy(lease)
         share_mib = pool_mib(self._books, pool) * pool.unattached_share_milli // 1000
         return mib <= share_mib and not self._keep_out_others(lease)
 
     def _keep_out_others(self, lease: Lease) -> bool:
-        """Return whether only leases without a process keep out a ticket of another owner, which more of them could pass one by one."""
+        """Return whether only leases without a process keep out another owner's ticket, which more of them could overtake."""
         starting: dict[str, int] = {}
         for other in self._books.in_state(LeaseState.UNATTACHED):
             for device_id in other.occupied_ids:
@@ -99,7 +99,7 @@ class StartReservations:
     def reclaim_lapsed(self, *, first: bool = False) -> bool:
         """Free room whose hold is over, in pools where a ticket waits for room. Returns whether any was freed.
 
-        `first`: before the queue is served, only for tickets that fit nowhere now. Else a lease might be suspended for them in vain.
+        `first`: before the queue is served, free it only for tickets that fit nowhere, or leases might be suspended in vain.
         """
         freed = False
         for lease in self._books.in_state(LeaseState.UNATTACHED):
@@ -262,7 +262,7 @@ class Lifecycle:
             self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
 
     def unwanted(self, lease: Lease, *, interrupted: bool = False) -> None:
-        """Withdraw the ticket, unless a preempted cell, a claim to grow or a left process waits."""
+        """Withdraw the ticket, unless a preempted cell, growth or a left-behind process waits."""
         ticket = lease.ticket
         self._books.set_let_in(lease, let_in=False)
         self._books.parked.pop(lease.lease_id, None)
@@ -280,7 +280,7 @@ class Lifecycle:
         self._changes.withdraw_ticket(lease)
 
     def busy_changed(self, lease: Lease, *, busy: bool, by_cell: bool) -> None:
-        """Note that the kernel began or ended to run something, perhaps a cell."""
+        """Note that the kernel began or stopped running something."""
         if lease.state is LeaseState.UNATTACHED or lease.left_behind:
             return
         if busy and by_cell:  # perhaps behind a completion that made it busy already
@@ -332,7 +332,7 @@ class Lifecycle:
             lease.suspend_requested_by = by  # served at once, or declined with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
-        """Note whether the process can be checkpointed. If it can again, failed suspends delay the next one no longer."""
+        """Note whether the process can be checkpointed. If it can again, past failures no longer delay a suspend."""
         if lease.why_not and not why_not:
             lease.retries.forget_suspends()
         lease.why_not = why_not

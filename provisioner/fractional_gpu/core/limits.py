@@ -1,10 +1,10 @@
 """Whether a new lease can be admitted, and what one user or group may have.
 
-- **Admission** (`refusal`): what can never be served, or exceeds a limit or what the pool may promise, is refused at once, with what there
-  is and what to do.
-- **Limits of a user or group.** The number of leases, and the sum of their fractions, are checked at admission. The sum of the fractions
-  that are on devices at a time makes a ticket wait (`over_limit`). Such a ticket does not block others and is not passed over by them; idle
-  leases of the same user (or group) leave for it.
+- **Admission** (`refusal`): what can never be served, or exceeds a limit or the pool's promises, is refused at once, saying what there is
+  and what to do.
+- **Limits of a user or group.** The number of leases, and the sum of their fractions, are checked at admission. The sum of the fractions on
+  devices at a time makes a ticket wait (`over_limit`). That ticket does not block others and is not passed over by them; idle leases of the
+  same user (or group) leave for it.
 - **Priorities** and **pins**: a pin keeps an idle lease on its device, and is paid from its owner's daily budget.
 """
 
@@ -95,7 +95,7 @@ def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None
 def share_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
 ) -> Reason | None:
-    """Return why a new lease, or another size instead of `instead_of`, is more than its user, group or pool may have; None: it is not."""
+    """Return why a new lease, or one that replaces `instead_of`, is more than its user, group or pool may have, or None."""
     by_limit = _limit_refusal(books, pool, spec, instead_of)
     return by_limit or _oversubscription_refusal(books, pool, spec, instead_of)
 
@@ -130,7 +130,7 @@ def _limit_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec, instead_of: Le
 def _oversubscription_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, instead_of: LeaseSpec | None
 ) -> Reason | None:
-    """Return a refusal if the pool may not promise so much more memory."""
+    """Return a refusal if the pool may not promise that much memory."""
     before = _guaranteed_mib(instead_of) if instead_of is not None else 0
     there = [lease.spec for lease in books.leases.values() if lease.spec.pool == pool.name and not lease.revoked]
     promised, asked = sum(map(_guaranteed_mib, there)) - before, _guaranteed_mib(spec)
@@ -154,7 +154,7 @@ def _oversubscription_refusal(
 
 
 def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    """Return a refusal if the owner's leases without a process are as many, or were promised as much, as the pool allows."""
+    """Return a refusal if the owner's leases without a process reach the pool's limit on their number or promises."""
     there = [lease.spec for lease in _without_process(books, pool) if lease.spec.owner == spec.owner]
     remedy = "wait until these kernels have started, or shut down those that do not start"
     if len(there) >= pool.unattached_leases:
@@ -177,7 +177,7 @@ def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason
 
 
 def _guaranteed_mib(spec: LeaseSpec) -> int:
-    """Return what a lease is promised on all its devices: what it requests, which is never more than its cap; of several, its cap."""
+    """Return what a lease is promised on all its devices: its request, at most its cap; on several devices, its cap."""
     if spec.devices > 1 or spec.request_mib is None:
         return spec.reserve_mib * spec.devices
     return min(spec.request_mib, spec.reserve_mib)
@@ -239,7 +239,7 @@ def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, 
 
 
 def victims_of_same_user(books: Books, lease: Lease, milli: int) -> tuple[Lease, ...] | None:
-    """Return idle leases of the same user (group) that may leave and bring the lease within its limits by that; None: too few."""
+    """Return idle leases of the same user (group) that can leave to bring the lease within its limits; None if too few."""
     chosen: dict[str, Lease] = {}
     for _, account, excess, _ in _exceeded_limits(books, lease, milli):
         leaving = [
@@ -262,7 +262,7 @@ def victims_of_same_user(books: Books, lease: Lease, milli: int) -> tuple[Lease,
 
 # -- priorities and pins -----------------------------------------------------------------------------------------------
 def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence: str) -> None:
-    """Give the lease another priority for now, or its own one again (None)."""
+    """Give the lease another priority for now, or (None) its own again."""
     own = lease.spec.priority if lease.spec.own_priority is None else lease.spec.own_priority
     wanted = own if priority is None else priority
     spec = replace(lease.spec, priority=wanted, own_priority=None if wanted == own else own)
@@ -317,7 +317,7 @@ def _pin_refusal(changes: Changes, lease: Lease, duration_ms: int) -> Reason | N
 
 
 def unpin(changes: Changes, lease: Lease, by: str) -> None:
-    """End the pin at a request, which is answered even if there is none."""
+    """End the pin on request; answer even if there is none."""
     if lease.pinned_until_ms:
         end_pin(changes, lease, f"its pin ended because of {by}")
     else:
@@ -333,7 +333,7 @@ def end_pin(changes: Changes, lease: Lease, sentence: str, reason: str = "pin.en
 
 
 def set_pin(changes: Changes, lease: Lease, until_ms: int) -> None:
-    """Set the end of the pin (0: there is none), without an effect; the budget pays for what is still to come."""
+    """Set the end of the pin (0: none), without an effect; the budget pays for the time that is left."""
     account, now_ms = changes.books.accounts.of(lease), changes.now_ms
     spent_ms = _spent_ms(changes.books, account, changes.books.policy(lease)) - _left_ms(changes.books, lease)
     account.pinned_ms, account.pinned_at_ms = max(0, spent_ms) + max(0, until_ms - now_ms), now_ms
@@ -346,7 +346,7 @@ def _left_ms(books: Books, lease: Lease) -> int:
 
 
 def _spent_ms(books: Books, account: Account, pool: PoolSpec) -> int:
-    """Return what is used up of the budget now."""
+    """Return how much of the budget is spent."""
     passed_ms = books.now_ms - account.pinned_at_ms
     back_ms = passed_ms if pool.pin_budget_ms is None else pool.pin_budget_ms * passed_ms // _DAY_MS
     return max(0, account.pinned_ms - back_ms)

@@ -1,6 +1,6 @@
 """The data types of the arbiter. Integers only: memory in MiB, fractions in milli-GPU, time in milliseconds.
 
-No behaviour is here; the decisions are in `arbiter`, the legal transitions in `transitions`.
+They have no behaviour; the decisions are in `arbiter`, legal transitions in `transitions`.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ FOUND_FAILED = "found.failed"
 
 
 class ReserveBy(StrEnum):
-    """What a resident lease's reservation is made of."""
+    """What determines a resident lease's reservation."""
 
     CAP = "cap"  # its whole cap (limit)
     USE = "use"  # what it uses plus headroom, never under its request and never over its cap
@@ -67,7 +67,7 @@ class Foresight(StrEnum):
 
 
 class Sign(StrEnum):
-    """What an expectation of a cell is read from. How often each kind was right is learnt; the values are on the wire."""
+    """Why a cell is expected. The arbiter learns how often each kind was right; the values are on the wire."""
 
     FOCUS = "focus"  # the notebook was opened, or came to the front
     SCROLL = "scroll"
@@ -212,7 +212,7 @@ class LeaseSpec:
     uid: int | None = None  # the machine's user that it belongs to, who may count for another owner; None: a seat's
 
     def is_same_user(self, other: "LeaseSpec") -> bool:
-        """Whether both belong to one user, so that each may be named to the other. An owner may have several."""
+        """Whether both belong to one user, who may know both by name. An owner may have several users."""
         return (self.owner, self.uid) == (other.owner, other.uid)
 
 
@@ -257,7 +257,7 @@ class LeaseView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """How many times as long as alone a lease's cell takes, thousandths, and why, for people; empty: it is not slowed down."""
+    """How long a lease's cell takes, thousandths of its time alone, and why, for people; empty: it is not slowed down."""
 
     milli: int = 1000
     low_milli: int = 1000  # the bounds that four of five cells lie between
@@ -292,7 +292,7 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueDelay:
-    """How long the tickets of a pool have waited. `over_bound`: how many of them longer than the pool's turns explain."""
+    """How long a pool's tickets have waited. `over_bound`: how many waited longer than the pool's turns explain."""
 
     longest_ms: int = 0  # of the one that has waited longest
     over_bound: int = 0

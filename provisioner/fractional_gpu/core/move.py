@@ -1,16 +1,16 @@
-"""Moving a lease to another device: it is suspended, and resumed at once on its target, on which room is kept until then.
+"""Moving a lease to another device: it is suspended, and resumed at once on its target, where room is kept until then.
 
 A lease moves if
 
 - an administrator requests it (`move_on_request`): at once or not at all;
 - it is idle and can grow elsewhere (`move_to_grow`);
-- it makes room for a ticket and fits elsewhere, too (`move_aside`); a busy one only if idle leases cannot make room, in a pool that moves
-  busy ones (`plan_busy_move`);
+- it makes room for a ticket and fits elsewhere, too (`move_aside`); if idle leases cannot make room, busy ones may, in a pool that moves
+  them (`plan_busy_move`);
 - it is busy, and neighbours leave it more compute elsewhere (`relieve_compute`);
-- it is idle, and its device becomes empty by that (`empty_devices`).
+- it is idle, and the moves empty its device (`empty_devices`).
 
-A lease on its way has a ticket from the beginning, before all others of its priority. If its target cannot have it after all (a process
-without a lease took the memory, the device was lost), it is a suspended lease with a ticket like any other.
+A moving lease has a ticket from the start, before all others of its priority. If its target cannot take it after all (a process without a
+lease took the memory, the device was lost), it is a suspended lease with a ticket like any other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ from fractional_gpu.core.words import name_for
 
 
 def kept_mib(lease: Lease) -> int:
-    """Return what is kept for a lease on its way, on each of its targets, MiB."""
+    """Return the MiB kept for a moving lease on each of its targets."""
     grows = lease.ticket.resize_to if lease.ticket is not None else None
     return max(lease.need_mib, grows.reserve_mib if grows is not None else 0)
 
@@ -68,7 +68,7 @@ class Migrations:
         return self._move(lease, need_mib, "move.grow", f"it goes where {format_memory(need_mib)} are free for it")
 
     def move_aside(self, victim: Lease, lease: Lease) -> bool:
-        """Move a lease that makes room to a device where it fits now; an idle one only if the beneficiary needs no resume itself."""
+        """Move a lease that makes room to a device where it fits now; an idle lease only if the beneficiary needs no resume."""
         if not _may_go(self._books, victim):
             return False
         if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
@@ -138,7 +138,7 @@ BUSY_CHANNEL = "swap-channel"
 def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Reason | None:
     """Begin a requested move. Returns why the lease stays, or None. The caller has checked that it can be suspended at all.
 
-    It takes no room that is kept for leases on their way or is being made for a ticket.
+    It takes no room that is kept for moving leases or being made for a ticket.
     """
     refused = REVOKED if lease.revoked else _not_movable(changes, lease)
     if refused is not None:
@@ -238,8 +238,8 @@ class _Move:
 def relieve_compute(changes: Changes) -> None:
     """Move busy leases off devices whose busy leases slow each other down, while no ticket waits and swap channels are free.
 
-    Each time the move that gains most begins, or the first suspend that makes room for it. That move follows when the idle leases have
-    left, if it still gains enough.
+    Begin the move that gains most, or the first suspend that makes room for it. The move follows when the idle leases have left, if it
+    still gains enough.
     """
     books = changes.books
     while not books.waiting and changes.channel_free:
@@ -270,7 +270,7 @@ def _needs_on(books: Books, device: Device) -> _Needs:
 
 
 def _lost_ms(needs: Iterable[tuple[int, int]]) -> int:
-    """Return what the cells of leases with such needs lose together on one device, ms."""
+    """Return the ms that cells of leases with these needs lose together on one device."""
     needs = list(needs)
     longer_milli = stretch_milli(milli for milli, _ in needs) - WHOLE_MILLI
     return sum(work for _, work in needs) * longer_milli // (WHOLE_MILLI * WHOLE_MILLI)
@@ -319,7 +319,7 @@ def _moves_of(books: Books, lease: Lease, needs: dict[str, _Needs]) -> Iterable[
 
 
 def _with_room_made(books: Books, lease: Lease, device_id: str, gain_ms: int, choice: DeviceChoice) -> Iterable[_Move]:
-    """Yield the move to a device where idle leases leave first, if what it gains is enough for their swaps as well."""
+    """Yield the move to a device where idle leases leave first, if its gain also pays for their swaps."""
     there, host_mib = books.devices[device_id], books.host_left_mib - lease.host_need_mib
     short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
     if short_mib <= 0:
@@ -343,9 +343,8 @@ QUIET_MS = 60_000
 def empty_devices(changes: Changes) -> None:
     """Begin the next move that empties a device, in each pool with `empty_devices`, while swap channels are free.
 
-    The idle leases of a device move to fuller ones of its kind, so that none moves back, if all of them can: a partly emptied device is
-    worth nothing. Only leases move that have been idle for a while, are not expected, and take no longer than the pool allows for early
-    swaps.
+    The idle leases of a device move to fuller devices of its kind, so that none moves back, but only if all can: half-emptying it gains
+    nothing. Only leases move that have been idle for a while, are not expected, and take no longer than the pool allows for early swaps.
     """
     books = changes.books
     for pool in books.pools.values():
@@ -379,7 +378,7 @@ def _may_be_packed(books: Books, lease: Lease, pool: PoolSpec) -> bool:
 
 
 def _first_move(books: Books, leases: Iterable[Lease], device: Device) -> tuple[Lease, str] | None:
-    """Return the first move of those that empty a device; None if not all of its leases have a place elsewhere."""
+    """Return the first of the moves that empty a device, or None if some lease there has no place elsewhere."""
     free_mib, moves = dict[str, int](), list[tuple[Lease, str]]()
     for lease in sorted(leases, key=lambda one: (-one.held_mib, one.number)):
         for device_id in other_devices(books, lease):

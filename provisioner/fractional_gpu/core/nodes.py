@@ -4,12 +4,12 @@ The engine gives away what its count leaves next to what is in use by its own bo
 
     what is in use by its books + what the pool's forecast admits - what is given away already and has no seat yet
 
-Seats of others (a hub, a user of the machine) are not in the books; what they hold is missing from what is admitted. If the books say less
-than the seats (Slurm forgets part when its configuration is read again), the books still count, as the engine gives away by them.
+Seats of others (a hub, a user of the machine) are not in the books; what they hold reduces what is admitted. If the books say less than the
+seats (Slurm forgets some when it rereads its configuration), the books still count, because the engine follows them.
 
-Slurm refuses a job that asks for more than the count of any node, and holds one that waits already, for good. So the count is never
-below `least_milli`, the largest share on offer: one job may then start that is not admitted, within what the pool may promise. Without a
-broker the last count stays for a while, since a broker restarts within seconds; then only what is in use remains.
+Slurm refuses a job that asks for more than any node's count, and holds a waiting job for good. So the count is never below `least_milli`,
+the largest share on offer: one job may then start unadmitted, within what the pool may promise. Without a broker the last count stays for a
+while, since a broker restarts within seconds; then only what is in use remains.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 def count_of(*, seated_milli: int, admissible_milli: int, in_use_milli: int, least_milli: int = 0) -> int:
     """Return the engine's count, milli-GPU, at least `least_milli`.
 
-    `seated_milli`: by seats of the engine's jobs; `admissible_milli`: next to all seats; `in_use_milli`: by the engine's own books.
+    `seated_milli`: held by its jobs' seats; `admissible_milli`: free beside all seats; `in_use_milli`: by the engine's own books.
     """
     unseated = max(0, in_use_milli - seated_milli)
     return max(least_milli, in_use_milli + max(0, admissible_milli - unseated))
@@ -35,7 +35,7 @@ def count_without_broker(
 
 
 def rounded_wait_ms(wait_ms: int) -> int:
-    """Return the wait in steps of 1, 2 and 5 times a power of ten, rounded up, from 100 ms on: small changes are no news."""
+    """Round the wait up to 1, 2 or 5 times a power of ten, at least 100 ms, to hide small changes."""
     if wait_ms <= 0:
         return 0
     step = 100
@@ -47,7 +47,7 @@ def rounded_wait_ms(wait_ms: int) -> int:
 
 
 def rounded_memory_mib(mib: int) -> int:
-    """Return the size rounded down to a sixteenth of its largest power of two, for the same reason."""
+    """Round the size down to a sixteenth of its largest power of two, to hide small changes."""
     if mib < 16:
         return max(0, mib)
     step = 1 << (mib.bit_length() - 5)
@@ -69,7 +69,7 @@ class PacingRules:
 
 
 def spread(number: int, bound: int) -> int:
-    """Return a number of 0..bound that neighbouring numbers share by chance only (splitmix64: core has no `random`)."""
+    """Hash a number into 0..bound so that neighbouring numbers scatter (splitmix64: core has no `random`)."""
     mixed = (number * 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -79,12 +79,12 @@ def spread(number: int, bound: int) -> int:
 class Pacing(Generic[State]):
     """When a node agent writes its state: a cluster has hundreds of agents and one controller.
 
-    Only a state that differs from what the engine has is written, after a random part of `jitter_ms`, so that agents that saw the same
-    event do not write together, and not before `floor_ms` after the last attempt. Further changes do not postpone the write; it takes the
-    latest state. A failed write is repeated after twice as long each time, up to `longest_retry_ms`, with jitter.
+    An agent writes only a state that differs from the engine's, after a random part of `jitter_ms`, so that agents that saw the same event
+    do not write together, and at least `floor_ms` after its last attempt. Further changes do not postpone the write; it takes the latest
+    state. Failed writes are repeated after pauses that double up to `longest_retry_ms`, with jitter.
 
-    While writes succeed, a wanted state that lasts is written within `floor_ms + jitter_ms` of its first appearance. Times are
-    milliseconds of any clock that does not go back. `seed`: agents with different ones spread their writes.
+    While writes succeed, a wanted state that lasts is written within `floor_ms + jitter_ms` of its first appearance. Times are milliseconds
+    of any clock that does not go back. `seed`: different seeds spread the agents' writes.
     """
 
     def __init__(self, rules: PacingRules, seed: int) -> None:
@@ -102,18 +102,18 @@ class Pacing(Generic[State]):
         self._plan(now_ms)
 
     def saw(self, now_ms: int, state: State | None) -> None:
-        """Take note of what the engine has now (None: unknown): another agent, an administrator or a restart may have changed it."""
+        """Note what the engine has now (None: unknown): another agent, an administrator or a restart may have changed it."""
         self._known = state
         self._plan(now_ms)
 
     def due(self, now_ms: int) -> State | None:
-        """Return the state to write now, None if there is none. The caller then calls `written` or `failed`."""
+        """Return the state to write now, or None. The caller then calls `written` or `failed`."""
         if self._due_ms is None or now_ms < self._due_ms:
             return None
         return self._wanted
 
     def next_ms(self) -> int | None:
-        """Return when the next write is due, None if none is."""
+        """Return when the next write is due, or None."""
         return self._due_ms
 
     def written(self, now_ms: int, state: State) -> None:
@@ -122,7 +122,7 @@ class Pacing(Generic[State]):
         self._plan(now_ms)
 
     def failed(self, now_ms: int) -> None:
-        """Take note of a write that failed; what the engine has is unknown then."""
+        """Note a failed write, after which the engine's state is unknown."""
         self._known, self._attempt_ms, self._due_ms = None, now_ms, None
         self._failures += 1
         self._plan(now_ms)

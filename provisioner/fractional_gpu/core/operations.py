@@ -1,6 +1,6 @@
 """What became of suspends and resumes, and what is true of leases after a restart or in doubt.
 
-**Suspends and resumes** end well, are rolled back and tried again after a pause, or leave their lease in quarantine.
+**Suspends and resumes** succeed, are rolled back and retried after a pause, or leave their lease in quarantine.
 
 **A restart.** A new broker replays nothing. It asks /proc and the driver what is true of each lease in the ledger, and reports that in one
 `LeaseRecovered` (`recovered`): no process, a process without a context, resident, suspended, or not known yet. The lease then holds what it
@@ -89,7 +89,7 @@ class OperationResults:
             self._books.set_host_memory(lease, reserved_mib=event.need_mib)
 
     def _roll_back(self, lease: Lease, outcome: SuspendOutcome, sentence: str) -> None:
-        """Keep a lease on its devices that could not be suspended; try again after a pause, a long one if it cannot be saved at all."""
+        """Keep a lease that could not be suspended on its devices; retry after a pause, a long one if it cannot be saved at all."""
         retries, wait_ms = lease.retries, self._books.policy(lease).retry_refused_ms
         if outcome is SuspendOutcome.IMPOSSIBLE:
             lease.why_not = sentence
@@ -193,7 +193,7 @@ class OperationResults:
             self._leave_devices(lease, *told)
 
     def _settle_found(self, lease: Lease, state: LeaseState, device_ids: tuple[str, ...], saved_mib: int) -> None:
-        """Record what a lease that was found in this state holds, even beyond what is free. What it certainly held stays held."""
+        """Record what a lease found in this state holds, even beyond what is free. What it certainly held stays held."""
         held_mib = max(lease.need_mib, lease.held_mib, lease.spec.reserve_mib)
         keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
         holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
@@ -219,7 +219,7 @@ class OperationResults:
         self._resizer.claim_missing(lease)
 
     def _leave_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Change the state of a lease that is on no device any more: a claim to grow is met, and a preempted cell gets a ticket."""
+        """Change the state of a lease that has left its devices: a claim to grow is met, and a preempted cell gets a ticket."""
         changes, ticket = self._changes, lease.ticket
         claim = ticket.resize_to if ticket is not None else None
         if ticket is not None and claim is not None:  # on no device, it needs no room to grow

@@ -98,14 +98,14 @@ def spreads(books: Books, lease: Lease) -> bool:
 
 
 def room_milli(books: Books, newcomer: Lease) -> int:
-    """Return what neighbours may need of a device, thousandths, so that all stays within the bound of the newcomer's pool."""
+    """Return how much of a device neighbours may need, thousandths, within the bound of the newcomer's pool."""
     return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
 
 
 def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
     """Return how full of busy leases the device would be for a newcomer: less is better; `FULL` and up: beyond its pool's bound.
 
-    `room_milli`: what is left to neighbours; `leaving` make room for it.
+    `room_milli`: what neighbours may need; `leaving` make room.
     """
     busy_milli, resting_milli = device.sums.wanted_milli, device.sums.resting_milli
     for lease in leaving:
@@ -117,7 +117,7 @@ def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> 
 
 
 def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the least full of the devices (id, and anything), in order. `places` is not empty."""
+    """Return the least full places (id, any value), in order. `places` is not empty."""
     room, devices = room_milli(books, newcomer), books.devices
     ranks = [fullness(devices[device_id], room) for device_id, _ in places]
     return [place for rank, place in zip(ranks, places, strict=True) if rank == min(ranks)]
@@ -147,7 +147,7 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """Orders devices for leases that need `need_mib` on each of theirs, by how little they fragment the free memory.
+    """Orders devices for leases that need `need_mib` on each device, by how little they fragment the free memory.
 
     Free memory that no lease can use is as good as gone: 30 GiB serve one ask for 20 GiB, three for 10 GiB, and none for 40 GiB. The
     fragmentation by a lease on a device is what the device could give to the asks of its pool before (`forecasts.sizes`), less what it
@@ -181,11 +181,11 @@ class DeviceChoice:
         return tuple(device_id for device_id, _ in best) if best is not None else None
 
     def rank(self, place: Place) -> tuple[int, int]:
-        """Return what orders devices: the least comes first."""
+        """Return a device's sort key: the least comes first."""
         return self.fragmentation((place,)), place[1]
 
     def fragmentation(self, places: Sequence[Place]) -> int:
-        """Return what is no longer usable once the lease has these devices (of one kind, and it fits): MiB times the weight of the asks."""
+        """Return the memory no longer usable once the lease has these devices (of one kind, where it fits): MiB times asks."""
         mix, need_mib = self.mix, self.need_mib
         fragmentation = sum([mix.usable(free_mib) - mix.usable(free_mib - need_mib) for _, free_mib in places])
         for mib, devices, weight in mix.several:
@@ -199,5 +199,5 @@ class DeviceChoice:
 
 
 def device_choice(books: Books, lease: Lease, need_mib: int, everywhere: Sequence[Place]) -> DeviceChoice:
-    """Return what orders devices for a lease, by what its pool is asked for. `everywhere`: all devices that it may go to."""
+    """Return the ranking of devices for a lease, by its pool's asks. `everywhere`: all devices that it may go to."""
     return DeviceChoice(books.forecasts.asks(lease.spec.pool), need_mib, everywhere, books.kind_of)

@@ -1,4 +1,4 @@
-"""Advice about shares: which of the shares on offer suffices for what a notebook used, and how often it would have been too small.
+"""Advice about shares: which share on offer suffices for what a notebook used, and how often it would have been too small.
 
 **Memory.** A share fits if each day's peak, with a margin, is within its memory. The margin is a twentieth, or the growth expected in two
 weeks if that is more. A day on which the share was full counts as short for that share and all smaller ones, and as unknown for larger
@@ -10,8 +10,8 @@ cell that needs n times its share takes n times as long.
 
 **Suggestions.** Advice changes nothing. A smaller share is suggested if it would have been short on no day of at least a week. A larger
 share is suggested if the present one was full on a day, if growth exceeds it, or (with MPS) if it slows cells down. After a full day it has
-at least twice the memory, and at least what `predicted_peak_mib` expects. Days with a share that was advised are counted separately, and a
-day on which that share was full rules it out.
+at least twice the memory, and at least what `predicted_peak_mib` expects. Days with an advised share are counted separately, and one day on
+which it was full rules it out.
 """
 
 from collections import Counter
@@ -75,7 +75,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowUp:
-    """The days since advice was taken, with the share that it named."""
+    """The days with an advised share since its owner took it."""
 
     given: Given
     days: int
@@ -169,7 +169,7 @@ def _choose(
 
 
 def is_short(share: Share, day: ShareDay) -> bool:
-    """Return whether the share would have been short of memory on that day, as far as is known."""
+    """Return whether the share would have been short of memory that day, as far as known."""
     return day.peak_mib > share.memory_mib or (day.is_full and share.memory_mib <= day.share.memory_mib)
 
 
@@ -199,7 +199,7 @@ def _risk(share: Share, days: Sequence[ShareDay], use: Sequence[tuple[int, int]]
 
 
 def _peaks(days: Sequence[ShareDay]) -> dict[int, Peak]:
-    """Return each day's peak, with whichever share it was highest."""
+    """Return each day's highest peak over all shares."""
     found: dict[int, Peak] = {}
     for one in days:
         peak = Peak(one.peak_mib, not one.is_full)
@@ -212,7 +212,7 @@ _PRIOR_SCALE = 0.5  # a peak e times larger is e squared times rarer
 
 
 def predicted_peak_mib(peaks: Sequence[Peak], days: int) -> float:
-    """Return the MiB that the largest peak of the next `days` days exceeds with a probability of one half.
+    """Return the median of the largest peak in the next `days` days, MiB.
 
     The model: days are independent, and above their median the logarithms of peaks fall off exponentially, as most tails do on a short
     stretch (Pareto). The scale of the tail is the sum of all excesses over the number of peaks that were seen in full (Hill 1975; Beirlant
@@ -229,7 +229,7 @@ def predicted_peak_mib(peaks: Sequence[Peak], days: int) -> float:
 
 
 def _growth_milli(peaks: Mapping[int, Peak]) -> int:
-    """Return by how much the peaks will have grown in `HORIZON_DAYS`, thousandths of the largest; 0: they do not grow, or too few days.
+    """Return how much the peaks will grow in `HORIZON_DAYS`, thousandths of the largest; 0 without growth or enough days.
 
     The median of the slopes between all pairs of days (Theil 1950, Sen 1968), if the test of Mann (1945) and Kendall finds a trend at 1 %.
     """
@@ -247,7 +247,7 @@ def _growth_milli(peaks: Mapping[int, Peak]) -> int:
 
 
 def _followed(days: Sequence[ShareDay], given: Given | None) -> FollowUp | None:
-    """Return how the advised share did; None: the advice was not taken."""
+    """Return how the advised share did, or None if nobody took it."""
     since = [one for one in days if given is not None and one.day >= given.day and one.share.milli == given.milli]
     if given is None or not since:
         return None
@@ -261,7 +261,7 @@ def _followed(days: Sequence[ShareDay], given: Given | None) -> FollowUp | None:
 
 
 def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
-    """Return the used parts of a device and for how long: (thousandths, ms). A bin counts with its upper end."""
+    """Return pairs of the part of a device used, thousandths, and ms. A bin counts as its upper end."""
     sums = Counter[int]()
     for one in days:
         sums.update(one.use)
@@ -269,7 +269,7 @@ def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
 
 
 def _mean(parts: Sequence[tuple[int, int]]) -> int:
-    """Return the mean of (value, ms), weighted by the ms; 0 without any."""
+    """Return the mean value, weighted by ms; 0 if there are none."""
     whole_ms = sum(ms for _, ms in parts)
     return sum(value * ms for value, ms in parts) // whole_ms if whole_ms else 0
 
@@ -287,7 +287,7 @@ _WORTH_A_WORD_MILLI = 1_005  # smaller slowdowns are not mentioned
 
 
 def sentence(advice: Advice) -> str:
-    """Return the advice as sentences, without the last full stop; empty: there is none, and nothing to follow up."""
+    """Return the advice as sentences, without the last full stop; empty if there is nothing to say."""
     parts = []
     if advice.verdict in (Verdict.SMALLER, Verdict.LARGER):
         why = "would suffice" if advice.verdict is Verdict.SMALLER else "is suggested"
@@ -306,7 +306,7 @@ def sentence(advice: Advice) -> str:
 
 
 def brief(advice: Advice) -> str:
-    """Return the advice in few words, such as `1/4 GPU would have been enough on 12 of 12 days`; empty: there is none."""
+    """Return brief advice, such as `1/4 GPU would have been enough on 12 of 12 days`, or an empty string."""
     risk = advice.risk
     if advice.verdict is Verdict.SMALLER:
         return f"{_share(risk)} would have been enough on {risk.days - risk.short_days} of {plural(risk.days, 'day')}"

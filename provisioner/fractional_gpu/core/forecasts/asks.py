@@ -34,7 +34,7 @@ class AskMix:
         self.several = [(mib, devices, weight) for (mib, devices), weight in sizes if devices > 1]
 
     def usable(self, free_mib: int) -> int:
-        """Return how much of a device's free memory asks for one device can use, MiB times their number."""
+        """Return how much of a device's free memory asks for one device can use, in MiB times asks."""
         return sum([free_mib // mib * mib * weight for mib, weight in self._singles if mib <= free_mib])
 
 

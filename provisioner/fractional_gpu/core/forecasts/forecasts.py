@@ -1,14 +1,14 @@
 """What the arbiter learns about swaps, cells, gaps between cells, waits and demands, and the forecasts for the next ones.
 
-A forecast is the median of the last outcomes of its kind; what people see has bounds, which a `Band` corrects. Decisions use expected
-values, which bounds do not move. One exception: saving kernels before a device goes away uses bounds, because too short a time loses state
+A forecast is the median of the last outcomes of its kind. Forecasts shown to people have bounds, which a `Band` corrects. Decisions use
+expected values. One exception: saving kernels before a device goes away uses bounds, because too short a forecast loses state
 (`widest_swap_span`).
 
 - Swaps: a line through the last swaps of a kind on a type of device.
 - Cells and gaps: a lease's last ones, mixed with a few typical ones of all leases.
-- Waits: `queue_wait` computes them from the queue; here they are corrected by the last waits of that kind and length.
+- Waits: `queue_wait` computes them from the queue; the last waits of that kind and length correct them here.
 - Slowdowns by busy neighbours: the model of contention, corrected by the last cells.
-- Demands, and how often a sign of a coming cell is right: means that decay, for each lease; a new lease starts from the mean of all.
+- Demands, and how often a sign of a coming cell is right: decaying means for each lease; a new lease starts from the mean of all.
 - What cells lose because idle leases hold memory (`HoldCosts`), and what leases ask for (`AskMix`).
 
 Memory is bounded: a lease costs a few kilobytes from its first cell until `forget`. Times are the arbiter's, in ms; there is no clock here.
@@ -62,7 +62,7 @@ _FIRST_SIZES_MIB = (0, 8192)  # of the two swaps with published times
 
 
 def _line(first: tuple[float, float], swaps: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Return the fixed ms and the ms a MiB of such swaps, (MiB, ms); neither is negative."""
+    """Fit (MiB, ms) swaps: return the fixed ms and the ms per MiB, neither negative."""
     fixed, slope = first
     if not swaps:
         return first
@@ -92,7 +92,7 @@ _GAPS_S = (12, 26, 39, 53, 75, 105, 135, 165, 218, 293, 368, 443, 893, 1_718, 3_
 
 @dataclass
 class Durations:
-    """The last durations, ms: of each lease, and of all."""
+    """The last durations, ms, of each lease and of all."""
 
     common: list[int]
     own: dict[str, list[int]] = field(default_factory=dict)
@@ -154,7 +154,7 @@ _SHORTEST_WINDOW_MS = 20_000
 
 @dataclass(slots=True)
 class Mean:
-    """A mean, thousandths: at first of all samples, later with weights that decay. The first value counts twice."""
+    """A mean, thousandths: at first of all samples, later with decaying weights. The first value counts twice."""
 
     value: float
     count: int = 2
@@ -169,7 +169,7 @@ _OWN_SAMPLES, _COMMON_SAMPLES = 16, 256  # after which weights decay
 
 @dataclass(slots=True)
 class Means:
-    """Means for each lease, and common ones (of a pool, or a kind of sign) that a new lease starts from."""
+    """A mean for each lease, and common ones (by pool or kind of sign) that new leases start from."""
 
     first_milli: int
     own: dict[str, Mean] = field(default_factory=dict)
@@ -200,13 +200,13 @@ class HoldCosts:
     held: int = _FIRST_HELD  # MiB times ms
 
     def learn(self, lost_ms: int, held: int) -> None:
-        """Learn what a cell lost, and the MiB times ms that idle leases held since the cell before it."""
+        """Learn what a cell lost, and the MiB times ms that idle leases held since the previous cell."""
         self.lost += lost_ms * _STEP - -(-self.lost // _HOLD_CELLS)  # rounded up: in the end nothing is left
         self.held += held - self.held // _HOLD_CELLS
 
     @property
     def rate(self) -> int:
-        """The loss for each MiB and ms, times 1 << RATE_BITS. It is rounded down to its three highest bits, so that it seldom changes."""
+        """The loss per MiB and ms, times 1 << RATE_BITS, rounded down to its three highest bits so that it seldom changes."""
         rate = (self.lost << RATE_BITS) // (_STEP * self.held) if self.held else 0
         low = max(0, rate.bit_length() - 3)
         return rate >> low << low
@@ -233,7 +233,7 @@ _FIRST_SLOWDOWNS = (0.8, 0.9, 1.0, 1.0, 1.0, 1.0, 1.1, 1.2)
 
 
 class Company(NamedTuple):
-    """The neighbours that a cell began with, and the forecast of the slowdown."""
+    """A cell's neighbours when it began, and the slowdown forecast then."""
 
     device_name: str
     others: int
@@ -254,7 +254,7 @@ class WaitSpan(Span):
 
 @dataclass(slots=True)
 class _Times:
-    """When a lease's cell began, or its last one ended; the other is None."""
+    """When a lease's cell began, or its last one ended; one is None."""
 
     began_ms: int | None = None
     ended_ms: int | None = None
@@ -308,7 +308,7 @@ class Forecasts:
     def _judge(
         self, kind: str, name: str, span: Span, happened: int, *, lease_id: str = "", stated: Span | None = None
     ) -> None:
-        """Compare a forecast with its outcome, and learn its bounds. `stated`: the forecast that was shown, if it was another."""
+        """Compare a forecast with its outcome, and learn its bounds. `stated`: the forecast that was shown, if different."""
         happened = max(0, happened)
         stated = stated or self._stated(kind, name, span)
         self.accuracy.setdefault(kind, Accuracy()).compare(stated, happened)
@@ -320,7 +320,7 @@ class Forecasts:
         return kept(self.bands, f"{kind} {name}", Band)
 
     def _corrected(self, name: str, first: Sequence[float], basis: int) -> Span:
-        """Return a computed value, corrected by the ratios of the last outcomes to computed values."""
+        """Correct a computed value by the ratios of the last outcomes to their computed values."""
         ratios = sorted(self.ratios.get(name, first))
         low, expected, high = (max(0.0, quantile(ratios, part) * (basis + EVEN) - EVEN) for part in (0.1, 0.5, 0.9))
         return _span(expected, low, high)
@@ -354,21 +354,21 @@ class Forecasts:
         return self._stated(kind, device_name, self._swap_span(kind, device_name, mib))
 
     def widest_swap_span(self, kind: str, device_name: str, mib: int) -> Span:
-        """Return the same, with bounds at least as wide as the first ones, for saves that lose state if they are too late."""
+        """Return `swap_span` with bounds at least as wide as the initial ones, for saves that lose state if too late."""
         first, stated = self._swap_span(kind, device_name, mib), self.swap_span(kind, device_name, mib)
         return _span(stated.expected_ms, min(first.low_ms, stated.low_ms), max(first.high_ms, stated.high_ms))
 
     # -- cells and gaps ------------------------------------------------------------------------------------------------
 
     def cell_began(self, lease_id: str, at_ms: int, device_name: str = "") -> None:
-        """Note that a cell of the lease began, which ends the gap before it. Called again after a wait, the cell restarts."""
+        """Note that a cell of the lease began, which ends the gap before it. A second call after a wait restarts it."""
         times = self._times.setdefault(lease_id, _Times())
         if times.ended_ms is not None:
             self.gaps.add(lease_id, max(0, at_ms - times.ended_ms))
         times.began_ms, times.ended_ms, times.device_name = at_ms, None, device_name
 
     def cell_ended(self, lease_id: str, at_ms: int) -> None:
-        """Note that the lease is idle. The cell is compared with two forecasts: at its start, and after half of the time expected then."""
+        """Note that the lease is idle. Compare its cell with two forecasts: at its start, and after half the time expected then."""
         times = self._times.get(lease_id)
         if times is None or times.began_ms is None:
             return
@@ -418,7 +418,7 @@ class Forecasts:
         return None
 
     def _idle_ms(self, lease_id: str, now_ms: int) -> int | None:
-        """Return for how long the lease has been idle; 0 if it never ran a cell; None while one runs."""
+        """Return how long the lease has been idle: 0 if it never ran a cell, None while one runs."""
         times = self._times.get(lease_id)
         if times is None:
             return 0
@@ -427,12 +427,12 @@ class Forecasts:
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait_span(self, kind: str, basis_ms: int) -> WaitSpan:
-        """Return a wait that was computed as `basis_ms`, corrected by the last waits of the kind and about that length."""
+        """Correct a wait that was computed as `basis_ms` by the last waits of its kind and about its length."""
         span = self._stated(WAIT, kind, self._corrected(_wait_class(kind, basis_ms), _FIRST_WAITS, basis_ms))
         return WaitSpan(**asdict(span), kind=kind, basis_ms=basis_ms)
 
     def wait_ended(self, expected: WaitSpan, waited_ms: int, *, given_up: bool = False) -> None:
-        """Learn from a wait. One that was given up counts only if it had exceeded its forecast: else forecasts would stay too short."""
+        """Learn from a wait. An abandoned wait counts only if it exceeded its forecast; otherwise its length is unknown."""
         name = _wait_class(expected.kind, expected.basis_ms)
         span = self._corrected(name, _FIRST_WAITS, expected.basis_ms)
         if not given_up:
@@ -506,11 +506,11 @@ class Forecasts:
         self.signs.learn(f"{sign} {lease_id}", sign, 1000 if true else 0)
 
     def hold_cost(self, pool: str, mib: int, wait: int) -> int:
-        """Return what an idle lease with this much memory costs the pool's cells in a ms, if a ms of waiting costs `wait`."""
+        """Return what an idle lease with this much memory costs the pool's cells per ms, if a ms of waiting costs `wait`."""
         return mib * wait * self.hold_rate(pool) >> RATE_BITS
 
     def hold_rate(self, pool: str) -> int:
-        """Return the factor in `hold_cost` that is learnt."""
+        """Return the learnt factor in `hold_cost`."""
         known = self.holds.get(pool)
         return 0 if known is None else known.rate
 
@@ -527,7 +527,7 @@ class Forecasts:
 
 
 def _wait_class(kind: str, basis_ms: int) -> str:
-    """Return the class of a wait: its kind, and its length in steps of four times, from a quarter of a second on."""
+    """Return the class of a wait: its kind, and its length in powers of four from a quarter of a second on."""
     return f"{kind} {min(15, (basis_ms >> 8).bit_length() + 1 >> 1)}"
 
 

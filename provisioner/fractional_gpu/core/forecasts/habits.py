@@ -1,8 +1,8 @@
 """The record of what notebooks and seats used of their shares, by day. Advice about shares is made from it.
 
 A `ShareDay` is one day of one notebook (or of one hub server's seat) with one share: its peak of device memory, for how long it held memory
-on a device, for how long it ran cells, and which part of the device it used then. `UseRecorder.observe` gets samples; peaks between two
-samples are missed.
+on a device, for how long it ran cells, and how much of the device they used. `UseRecorder.observe` gets samples; peaks between two samples
+are missed.
 
 Integers only: memory in MiB on each device, times in milliseconds, shares and use in thousandths of a device, days since 1970 (UTC).
 """
@@ -20,7 +20,7 @@ _LONGEST_SAMPLE_MS = 60_000  # after a longer gap between samples, the time betw
 
 
 class HabitKind(StrEnum):
-    """What a record is of. The values are in ledgers."""
+    """A record's subject. The values are in ledgers."""
 
     NOTEBOOK = "notebook"
     SEAT = "seat"  # all kernels of one hub server together
@@ -71,7 +71,7 @@ class Sample(NamedTuple):
 
 
 class UseRecorder:
-    """Keeps the days of all notebooks and seats, and which of them have changed since they were last taken."""
+    """Keeps the days of all notebooks and seats, and which changed since the last `take_changed`."""
 
     def __init__(self) -> None:
         self._days: dict[HabitKey, dict[tuple[int, Share], ShareDay]] = {}
@@ -90,7 +90,7 @@ class UseRecorder:
         return key._replace(label="")
 
     def observe(self, at_ms: int, day: int, holder: str, key: HabitKey, sample: Sample | None) -> None:
-        """Record a sample (None: no memory on a device, or ended). The time since the last sample counts for that one."""
+        """Record a sample (None: ended, or no device memory). The time before it counts for the previous sample."""
         last_ms, last = self._last.pop(holder, (at_ms, None))
         if last is not None and 0 < at_ms - last_ms <= _LONGEST_SAMPLE_MS:
             now = last if sample is None or sample.share != last.share else sample
@@ -124,7 +124,7 @@ class UseRecorder:
                 del self._days[key]
 
     def take_changed(self) -> list[tuple[HabitKey, ShareDay]]:
-        """Return the days that changed since the last call, whole."""
+        """Return in full the days changed since the last call."""
         changed, self._changed = self._changed, {}
         return [(key, one) for (key, _, _), one in changed.items()]
 

@@ -37,13 +37,13 @@ def quantile(ordered: Sequence[float], part: float) -> float:
 
 
 def add_last(window: list[_Item], outcome: _Item, most: int) -> None:
-    """Add an outcome to the last `most` ones."""
+    """Add an outcome; keep the last `most`."""
     window.append(outcome)
     del window[:-most]
 
 
 def kept(known: dict[str, _Item], name: str, make: Callable[[], _Item]) -> _Item:
-    """Return the entry of the name. A new name gets a new entry, and replaces the oldest if there are too many."""
+    """Return a name's entry. A new name gets a new entry, which replaces the oldest if there are too many."""
     if name not in known:
         if len(known) >= _MOST_NAMES:
             del known[next(iter(known))]
@@ -101,7 +101,7 @@ class Band:
         self.high.learn(missed=happened > stated.high_ms, at_expected=stated.high_ms == span.expected_ms)
 
     def outlasted(self, span: Span, lasted: int) -> None:
-        """Learn from a wait that was given up: a miss if it had exceeded the bound; otherwise the outcome is unknown."""
+        """Learn from an abandoned wait: a miss if it exceeded the bound; otherwise the outcome is unknown."""
         if lasted > self.spread(span).high_ms:
             self.high.learn(missed=True, at_expected=False)
 

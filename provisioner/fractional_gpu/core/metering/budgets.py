@@ -1,7 +1,7 @@
 """Budgets: how much a user or a group may use within a window of time, what they spent, and what is left.
 
-Pure. Who spent what is added up in buckets of a minute for the last two hours and of an hour before, so a window's beginning counts to that
-precision. A budget that is used up ends nothing: the pool says whether its owner's kernels wait for others, and whether new ones start.
+Pure. Spending is added up by the minute for the last two hours and by the hour before that, so a window's start has that precision. A
+used-up budget ends nothing: the pool says whether its owner's kernels wait for others, and whether new ones start.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ class Unit(StrEnum):
 
 
 class Consequence(StrEnum):
-    """What follows in a pool when a budget is used up. Never the end of a kernel."""
+    """What a pool does when a budget is used up. It never ends a kernel."""
 
     LOWER_PRIORITY = "lower-priority"  # one below its own
     WHEN_FREE = "when-free"  # served only while no other ticket waits
@@ -37,19 +37,19 @@ class Consequence(StrEnum):
 
 
 class Subject(NamedTuple):
-    """Who has a budget. A hub's user and a user of the machine with the same name are two, each with a separate budget."""
+    """Who has a budget. A hub's user and a user of the machine with the same name have separate budgets."""
 
     kind: str  # "user" or "group"
     name: str
     account: str = ""  # of a user: `ACCOUNTS`; empty: of a group, or (of what was added) each of the two users
 
     def includes(self, other: "Subject") -> bool:
-        """Whether what holds for this one holds for the other one, too."""
+        """Whether this subject covers the other one."""
         return self[:2] == other[:2] and self.account in {"", other.account}
 
 
 class WindowKind(StrEnum):
-    """Over which time a budget runs. Days, weeks (from Monday) and months follow the machine's local time."""
+    """The period of a budget. Days, weeks (from Monday) and months follow the machine's local time."""
 
     DAY = "day"
     WEEK = "week"
@@ -72,7 +72,7 @@ class Budget:
     text: str = ""  # as configured, for people: `40 GPU hours per month`
 
     def subject(self, party: Party) -> Subject | None:
-        """Return whose budget a lease of this party counts for; None: it counts for no budget."""
+        """Return whose budget a lease of this party is charged to, or None."""
         name = party.owner if self.kind == "user" else party.group
         counts = name and self.name in {"*", name} and (not self.pools or party.pool in self.pools)
         if not counts:
@@ -92,7 +92,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """What an administrator added to a subject's budget of this text, until then (seconds since 1970)."""
+    """What an administrator added to a subject's budget until `until_s` (seconds since 1970)."""
 
     subject: Subject
     budget: str  # its text
@@ -112,7 +112,7 @@ class BudgetState:
 
     @property
     def left(self) -> int:
-        """What is left; 0 if more than all of it is spent."""
+        """What is left; 0 if it is overspent."""
         return max(0, self.amount - self.spent)
 
     @property
@@ -126,7 +126,7 @@ class BudgetState:
 
 @dataclass(slots=True)
 class Spending:
-    """What the subjects of some budgets spent, and what was added to them."""
+    """What the subjects of some budgets spent, and what they got extra."""
 
     budgets: tuple[Budget, ...]
     extras: list[Extra] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Spending:
     _grid_s: int = 0  # where local hours begin within UTC hours
 
     def add(self, rows: Iterable[UsageRow], now_s: int | None = None) -> None:
-        """Count figures. `now_s`: they were counted within the last minute; None: they come from the ledger, by hour."""
+        """Add figures. `now_s`: they are from the last minute; None: they are the ledger's hourly figures."""
         for row in rows:
             bucket = row.key.hour_s
             self._grid_s = bucket % _HOUR_S
@@ -150,7 +150,7 @@ class Spending:
             self._fold(now_s)
 
     def _fold(self, now_s: int) -> None:
-        """Make hours of minutes that are old enough; hours, of which there may be thousands, stay as they are."""
+        """Merge old minutes into hours without touching the existing hours, which may be thousands."""
         before_s, grid_s = now_s - _MINUTES_FOR_S, self._grid_s
         for buckets in self._spent.values():
             for at_s in [one for one in buckets if one < before_s and (one - grid_s) % _HOUR_S]:
@@ -167,7 +167,7 @@ class Spending:
         self.extras = [one for one in self.extras if one.until_s > before_s]
 
     def subjects(self, parties: Iterable[Party]) -> list[tuple[int, Subject]]:
-        """Return the budgets, by index, and subjects that these parties or past figures have, sorted."""
+        """Return the sorted pairs of budget index and subject for these parties and past figures."""
         found = set(self._spent)
         for party in parties:
             for index, budget in enumerate(self.budgets):
@@ -189,7 +189,7 @@ class Spending:
 
 
 def penalty(own_priority: int, consequences: Iterable[Consequence]) -> int | None:
-    """Return the priority of a lease whose budget is used up, by its pool's terms; None: its own one."""
+    """Return the priority of a lease whose budget is used up, by its pool's terms; None: its own."""
     which = set(consequences)
     if Consequence.WHEN_FREE in which:
         return LAST_PRIORITY

@@ -1,15 +1,15 @@
-"""The meter: it learns what each lease is from a moment on, and what each device's energy counter says, and adds up what follows.
+"""The meter: it is told what each lease holds and what each device's energy counter reads, and adds up the usage.
 
-Pure, in integers, with time on every call. Broker and simulator drive the same meter. It keeps figures by hour, lease and device until they
-are taken (`take`), which is when the broker writes them down.
+Pure, in integers, with time on every call. Broker and simulator drive the same meter. It keeps figures by hour, lease and device until the
+broker takes them (`take`) and writes them down.
 
 **Time.** `at_ms` is a clock that never goes back; `wall_ms` is the wall clock at the same moment and decides only to which hour a stretch
-of time belongs. If the wall clock is set, hours may have more or less than an hour, and the sums stay what they were.
+of time belongs. If the wall clock is set, hours may be longer or shorter than an hour; the sums do not change.
 
-**Energy.** Between two readings of a device's counter, what is above the idle draw goes to the leases that ran cells there, by their part
-of the work (busy time times the utilisation that was measured, or times their share where none was), and the idle draw to those that hold
-the device, by their part of its time. What no lease held, or what was drawn above the idle draw while none ran a cell, is the pool's. The
-parts of each reading add up to it.
+**Energy.** Between two readings of a device's counter, energy above the idle draw goes to the leases that ran cells there, by their part of
+the work (busy time times measured utilisation, or times their share if unmeasured). The idle draw goes to the leases that hold the device,
+by their part of its time. The pool gets the rest: idle draw while no lease held it, and energy above it while no cell ran. The parts of
+each reading add up to it.
 
 The division of a device's energy by utilisation with the idle power shared among tenants follows what energy accounting of virtual
 machines does (Kansal et al., "Virtual Machine Power Metering and Provisioning", SoCC 2010); docs/costs.md compares it with two others.
@@ -33,7 +33,7 @@ _FREE = Tariff()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a lease is from one moment on. Memory in MiB, over all its devices."""
+    """A lease as it is from a moment on. Memory in MiB, over all its devices."""
 
     party: Party
     milli: int  # its share of each of its devices
@@ -52,7 +52,7 @@ class Holding:
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease and up to when it is counted. `carry`: fractions of a thousandth that were not booked yet, by amount."""
+    """A lease, and until when it was counted. `carry`: fractions of a thousandth not booked yet, by amount."""
 
     holding: Holding
     since_ms: int
@@ -109,13 +109,13 @@ class Meter:
     ) -> None:
         """Count a new device's time for the pool from now on.
 
-        `idle_mw`: its idle draw as an earlier meter learnt it. `counter_mj`: what that one last read; the next reading includes the time
-        in between.
+        `idle_mw`: the idle draw an earlier meter learnt. `counter_mj`: what that meter last read; the next reading includes the time in
+        between.
         """
         self._devices[device_id] = _Device(pool, at_ms, at_ms, counter_mj, idle_mw)
 
     def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding | None) -> None:
-        """Take note of what the lease is from now on; None: it counts no more. The same again only counts the time until now."""
+        """Note what the lease is from now on; None: it no longer counts. An unchanged holding only counts the time until now."""
         lease = self._leases.get(lease_id)
         if lease is None:
             if holding is None:
@@ -139,7 +139,7 @@ class Meter:
         return lease_id in self._leases
 
     def moved(self, wall_ms: int, lease_id: str, mib: int) -> None:
-        """Count what a suspend or a resume of the lease has moved, MiB."""
+        """Count the MiB that a suspend or resume of the lease moved."""
         lease = self._leases.get(lease_id)
         if lease is not None and mib:
             hour_s, _ = self._local(wall_ms)
@@ -158,8 +158,8 @@ class Meter:
     ) -> int:
         """Divide what the device drew since the last reading, and return it, mJ.
 
-        `counter_mj`: its counter; of a device that has none, `power_mw` (its draw now) times the time counts. `quiet`: nothing ran there.
-        `utilisation`: what each lease used of it while it ran cells, thousandths; a lease that is not in it counts with its share.
+        `counter_mj`: its counter; without one, `power_mw` (its draw now) times the time counts. `quiet`: nothing ran there. `utilisation`:
+        how much of it each lease used while running cells, thousandths; other leases count with their share.
         """
         device = self._devices[device_id]
         if counter_mj is None and device.counter_mj is not None:
@@ -193,7 +193,7 @@ class Meter:
     # -- time ------------------------------------------------------------------------------------------------------------
 
     def _count(self, lease_id: str, lease: _Lease, at_ms: int, wall_ms: int) -> None:
-        """Count the lease's time until now, quarter of an hour by quarter of an hour."""
+        """Count the lease's time until now, by quarter hours."""
         passed_ms = at_ms - lease.since_ms
         if passed_ms <= 0:
             return
@@ -230,7 +230,7 @@ class Meter:
         self._charge(lease, first, minute, passed_ms)
 
     def _charge(self, lease: _Lease, usage: Usage, minute: int, passed_ms: int) -> None:
-        """Book the amounts for this time, whole thousandths; what is left of one is carried over."""
+        """Book the amounts for this time in whole thousandths, and carry the rest over."""
         holding = lease.holding
         tariff = self._tariffs.get(holding.party.pool, _FREE)
         held, suspended = bool(holding.devices), holding.suspended
@@ -252,7 +252,7 @@ class Meter:
     # -- devices -----------------------------------------------------------------------------------------------------------
 
     def _advance(self, device_id: str, at_ms: int, wall_ms: int) -> None:
-        """Divide the device's time until now among its holders, quarter of an hour by quarter."""
+        """Divide the device's time until now among its holders, by quarter hours."""
         device = self._devices[device_id]
         for begin_wall_ms, passed_ms in _pieces(device.since_ms, at_ms, wall_ms):
             hour_s, _ = self._local(begin_wall_ms)
@@ -306,7 +306,7 @@ class Meter:
         return {device_id: one.idle_mw for device_id, one in self._devices.items() if one.idle_mw is not None}
 
     def counters(self) -> dict[str, int]:
-        """Return what the counter of each device that has one said when it was last read, mJ."""
+        """Return the last counter reading of each device that has a counter, mJ."""
         return {device_id: one.counter_mj for device_id, one in self._devices.items() if one.counter_mj is not None}
 
     # -- rows ------------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class Meter:
 
 
 def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]]:
-    """Yield the quarters of an hour until now, `wall_ms`: where each begins on the wall clock, and how much of it there is."""
+    """Yield the quarter hours until `wall_ms` (now): when each begins on the wall clock, and the ms counted in it."""
     while begin_ms < at_ms:
         begin_wall_ms = wall_ms - (at_ms - begin_ms)
         passed_ms = min(at_ms - begin_ms, SLICE_MS - begin_wall_ms % SLICE_MS)
@@ -336,7 +336,7 @@ def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]
 
 
 def _drawn(before_mj: int | None, counter_mj: int | None, power_mw: int | None, passed_ms: int) -> int:
-    """Return what a device drew since its counter said `before_mj`, mJ; without a counter, by its draw now."""
+    """Return what a device drew since its counter read `before_mj`, mJ; without a counter, by its draw now."""
     by_power = max(0, power_mw or 0) * max(0, passed_ms) // 1000
     if counter_mj is None:
         return by_power

@@ -1,4 +1,4 @@
-"""What a pool charges: the price of a device hour by the time of the week, and for which time of a lease it is charged.
+"""What a pool charges: the price of a device hour by the time of the week, and which time of a lease is charged.
 
 The price at the time of use counts: a later change of the pool's price changes no earlier charge.
 """
@@ -53,7 +53,7 @@ class PriceBand:
 
     @property
     def hours(self) -> str:
-        """The times, such as `Mon-Fri 08:00-18:00, Sat 10:00-14:00`: neighbouring days with the same times as one."""
+        """The times, such as `Mon-Fri 08:00-18:00, Sat 10:00-14:00`: neighbouring days are merged if equal."""
         runs: list[tuple[int, int, int, int]] = []  # first and last day, minute of the day, minutes
         for start, end in sorted(self.spans, key=lambda span: (span[0] % _DAY, span[1] - span[0], span[0])):
             day, minute = divmod(start, _DAY)
@@ -75,7 +75,7 @@ def _clock(minute: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tariff:
-    """What a pool charges. Prices: of a whole device for an hour, thousandths of the currency's unit."""
+    """What a pool charges. Prices are for an hour of a device, thousandths of the currency's unit."""
 
     currency: str = ""  # empty: nothing is charged, time is counted alone
     price_milli: int = 0
@@ -88,7 +88,7 @@ class Tariff:
         return next((band.price_milli for band in self.bands if band.covers(minute)), self.price_milli)
 
     def charged_milli(self, *, held: bool, busy: bool, suspended: bool) -> int:
-        """Return which part of the time in such a state is charged, thousandths."""
+        """Return which part of the time in this state is charged, thousandths."""
         match self.basis:
             case Basis.RESERVED:
                 return 1000 - self.credit_milli if suspended else 1000

@@ -1,8 +1,8 @@
 """The turns of leases on their devices: when each cell asked for its device, when it ran there, and until when.
 
-A turn begins when the lease runs on its device as the meter counts it, so after its wait and its resume, and ends with the
-cell or when the lease has to leave. A cell that is preempted is two turns: the second one asks when the first one ends, and continues it.
-Cells that follow each other without a pause may be one turn. Pure; `at_ms` never goes back.
+A turn begins when the lease runs on its device as the meter counts it, after its wait and its resume. It ends with the cell or when the
+lease has to leave. A preempted cell is two turns: the second asks when the first ends, and continues it. Cells that follow each other
+without a pause may be one turn. Pure; `at_ms` never goes back.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class TurnRecorder:
     def saw(
         self, at_ms: int, lease_id: str, holding: Holding | None, *, asks: bool = False, busy: bool, use_milli: int = 0
     ) -> None:
-        """Take note of a lease after an event that `asks` for the device; `busy`: a cell runs or waits; `use_milli`: as learnt."""
+        """Note a lease after an event, which `asks` for the device or not; `busy`: a cell runs or waits; `use_milli`: learnt."""
         if asks and lease_id not in self._begun:
             self._asked.setdefault(lease_id, at_ms)
         if holding is not None and holding.working:

@@ -1,12 +1,12 @@
-"""The figures of the meter: what one lease used of one device, or of none, within an hour; and how such figures are added up.
+"""The meter's figures: what one lease used of one device, or of none, within an hour, and how to add them up.
 
 All are integers, and all are sums: the hourly figures of a day, a user or a pool add up exactly to its figures.
 
-- Times (`..._ms`) are times of the lease: for one with several devices they are counted once, with its first device.
+- Times (`..._ms`) are times of the lease. With several devices they are counted once, for the first device.
 - Shares (`..._share`) are those times multiplied by the lease's share, in milli-GPU milliseconds, and counted for each of its devices.
 - `reserved`: while the lease has a process, whatever its state; `held`: while it has a reservation on a device (swaps included);
   `busy`: while it holds a device and runs a cell; `suspended`: while its state lies in host memory.
-- `occupied_us`: the device's time, divided among the leases that hold it by their shares; the time in which none holds it is the pool's. So
+- `occupied_us`: the device's time, divided among the leases that hold it by their shares; while none holds it, the time is the pool's. So
   for each device the figures of all leases and of the pool add up to the time that passed.
 """
 
@@ -23,7 +23,7 @@ ACCOUNTS = ("machine", "hub")
 
 
 class UsageKey(NamedTuple):
-    """Whose figures they are, and of when."""
+    """Whose figures, and of which hour."""
 
     hour_s: int  # the beginning of the hour of local time, seconds since 1970
     lease_id: str  # empty: the pool's, of what no lease held
