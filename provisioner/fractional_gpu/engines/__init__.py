@@ -1,1 +1,1 @@
-"""Clusters' engines: the node agent that gives Slurm and Kubernetes the broker's numbers, and what makes a job's allocation a seat."""
+"""Slurm and Kubernetes: the node agent that reports the broker's capacity to them, and the code that turns allocations into seats."""

@@ -1,6 +1,6 @@
-"""A job's figures from the broker's meter, for its AdminComment in Slurm: what its kernels used, in GPU hours, energy and money.
+"""A job's usage by the broker's meter, for its AdminComment in Slurm: GPU hours, energy and cost of its kernels.
 
-Slurm takes a comment on a running job; after its end only the accounting database (slurmdbd) does.
+Slurm itself takes comments on running jobs only; for ended jobs the accounting database (slurmdbd) does.
 """
 
 import time
@@ -34,7 +34,7 @@ def note_leases(client: SeatClient, figures: dict[Job, JobFigures], seats: Mappi
 
 
 def sentences_of(client: SeatClient, jobs: Mapping[Job, JobFigures]) -> dict[Job, str]:
-    """Return the comment about each job or pod. One question for each user. Raises FractionalGPUError."""
+    """Return each job's or pod's comment. Sends one request per user. Raises FractionalGPUError."""
     sums: dict[Job, dict[str, Usage]] = {job: {} for job in jobs}
     for owner in sorted({one.owner for one in jobs.values()}):
         of = {lease: job for job, one in jobs.items() if one.owner == owner for lease in one.leases}

@@ -1,12 +1,12 @@
-"""The node agent: reads what the broker could still give, and writes it into the engine as counts and a summary.
+"""The node agent: asks the broker how much it could still grant, and writes that into the engine as counts and a summary.
 
-1. It asks the broker (every second or two); the answer gives the wanted counts (`core.nodes`).
-2. It reads the node's record now and then, and before each write, and writes again what differs: `scontrol reconfigure`, a restarted
-   controller and an administrator all set counts back.
-3. It writes when the pace allows: the engine sees a change at most once in `floor_ms`, a read once in `look_ms`, from each agent.
+1. It asks the broker every second or two, and computes the wanted counts from the answer (`core.nodes`).
+2. It reads the node's record now and then, and before each write, and rewrites counts that differ: `scontrol reconfigure`, a
+   restarted controller and administrators all reset them.
+3. It limits its pace: each agent writes at most once per `floor_ms`, and reads at most once per `look_ms`.
 
-If the broker does not answer, the last count stays for `patience_ms`, then it is lowered to what is in use. If the controller does not
-answer, the agent tries again ever more rarely. The agent starts and ends nothing; when it ends, the counts stay.
+If the broker does not answer, the last count stays for `patience_ms`, then drops to what is in use. If the controller does not
+answer, the agent retries less and less often. The agent starts and ends no jobs; when it ends, the counts stay.
 """
 
 import time
@@ -41,9 +41,9 @@ _WHOLE = 1000  # milli-GPU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRules:
-    """Times in milliseconds, and the engine's name for the thousandths of each pool.
+    """Times in milliseconds, and the engine's name for each pool's thousandths.
 
-    `asked`: the names by which jobs ask for them, if they are others; by pool.
+    `asked`: by pool, the names that jobs use, if they differ.
     """
 
     counts: Mapping[str, str] = field(default_factory=lambda: {"default": "jgpu"})
@@ -51,15 +51,15 @@ class AgentRules:
     pacing: PacingRules = field(default_factory=PacingRules)
     look_ms: int = 30_000  # how often the engine's record is read
     heartbeat_ms: int = 300_000  # how often an unchanged summary is rewritten
-    refuses_beyond: bool = True  # the engine refuses a request that no node's count covers; else it waits
+    refuses_beyond: bool = True  # the engine refuses requests beyond every node's count; else they wait
     patience_ms: int = 120_000  # how long the last count stays without a broker
 
 
 class Agent:
-    """The agent of one node. `connect` returns a client of the broker; `is_ours`: whether a seat is one of the engine's jobs.
+    """The agent of one node. `connect` returns a client of the broker; `is_ours`: whether a seat belongs to a job here.
 
-    `say` gets a line for the log, once for each change. `after_look` is called after each good observation, at most once in `look_ms`, with
-    the client: for the engine's other needs of the broker.
+    `say` gets one log line per change. `after_look` gets the client after the broker has answered, about every third of `look_ms`:
+    it does the engine's other work with the broker.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Agent:
         self._wall_s = wall_s
         self._pacing: Pacing[NodeWrite] = Pacing(rules.pacing, seed)
         self._seed = seed
-        self._capacity: Capacity | None = None  # as the broker said last
+        self._capacity: Capacity | None = None  # the broker's last answer
         self._seats: list[SeatStatus] = []
         self._silent_since_ms: int | None = None
         self._kept_ms: int | None = None
@@ -96,11 +96,11 @@ class Agent:
         self._written: NodeSummary | None = None  # what was written last, ...
         self._written_ms = 0  # ... and when
         self._next: NodeSummary | None = None  # what the next write publishes
-        self._counts: Mapping[str, int] = {}  # that were written last
+        self._counts: Mapping[str, int] = {}  # written last
         self._said: dict[str, str] = {}
 
     def step(self) -> int:
-        """Do what is due, and return after how many milliseconds something may be due again (the broker aside)."""
+        """Do what is due, and return how many milliseconds to wait for the next read or write of the engine."""
         now = self._clock_ms()
         try:
             self._ask_broker(now)
@@ -182,7 +182,7 @@ class Agent:
         return {name: min(count, record.most.get(name, count)) for name, count in counts.items()}
 
     def _least(self, pool: PoolCapacity | None) -> int:
-        """Return the largest share on offer if the engine refuses what no count covers, else 0. milli-GPU."""
+        """Return the largest share on offer (milli-GPU) if the engine refuses requests beyond its counts, else 0."""
         if not self._rules.refuses_beyond:
             return 0
         return max(pool.fractions_milli) if pool is not None and pool.fractions_milli else _WHOLE
@@ -217,13 +217,13 @@ class Agent:
         return True
 
     def _write(self, now: int) -> None:
-        """Read the record again, since what is in use bounds the count, and write."""
+        """Read the record again, since the count depends on use, and write."""
         if not self._look(now) or (record := self._record) is None:
             self._pacing.failed(now)
             return
         wanted = self._wanted(now, record)
         self._pacing.want(now, wanted)
-        if self._pacing.next_ms() is None:  # another has written the same, or the change is gone
+        if self._pacing.next_ms() is None:  # someone wrote the same, or the change is gone
             return
         try:
             self._engine.write_node(wanted, record)
@@ -241,7 +241,7 @@ class Agent:
         self._written, self._written_ms = self._next, now
 
     def _tell(self, about: str, what: str) -> None:
-        """Log a change: not what was said last about this. An empty text says that a trouble is over."""
+        """Log a message unless it repeats the last one on the subject. "" means the problem is over."""
         if self._said.get(about, "") == what:
             return
         if what:
@@ -256,7 +256,7 @@ def _shown(counts: Mapping[str, int]) -> str:
 
 
 def summary_of(capacity: Capacity, counts: Mapping[str, str], at_s: int) -> NodeSummary:
-    """Return what is published of the pools that the engine counts, in steps so coarse that small changes are no news.
+    """Return the public summary of the pools that the engine counts, rounded so that small changes do not show.
 
     `counts`: the name by which jobs ask for each pool's thousandths.
     """

@@ -8,7 +8,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 
 
 class EngineError(FractionalGPUError):
-    """The engine refuses, or its answer makes no sense; asking again helps only after an administrator's change."""
+    """The engine refused, or its answer makes no sense. Retrying helps only after an administrator's change."""
 
     code: ClassVar[str] = "engine"
     status: ClassVar[int] = 502
@@ -23,25 +23,25 @@ class EngineUnavailableError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """A node as the engine reports it. Counts are in the engine's units, by their names there."""
+    """A node as the engine reports it. Counts are in the engine's units, by the engine's names."""
 
-    counts: Mapping[str, int]  # what it may give away
-    in_use: Mapping[str, int]  # what it has given away, by its books
-    most: Mapping[str, int]  # what the count may be set to
+    counts: Mapping[str, int]  # what it may allocate
+    in_use: Mapping[str, int]  # what the engine has allocated
+    most: Mapping[str, int]  # the highest allowed count
     text: str = ""  # all resources of the node, as the engine writes them
     summary: str = ""  # what an agent has published
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeWrite:
-    """Counts by the engine's names, and the summary's text. Equal writes are the same state."""
+    """Counts by the engine's names, and the summary's text. Equal writes mean equal state."""
 
     counts: Mapping[str, int] = field(default_factory=dict)
     summary: str = ""
 
 
 class Engine(Protocol):
-    """An engine, for one node. Calls block for some seconds at most. Raises EngineUnavailableError or EngineError."""
+    """An engine, for one node. Calls block for a few seconds at most. Raises EngineUnavailableError or EngineError."""
 
     def read_node(self) -> NodeRecord:
         """Return the node's record."""

@@ -1,8 +1,8 @@
-"""The files that Slurm's and systemd's configuration name on a node, and the changes of Slurm's own files. Pure text.
+"""The files that a node needs for Slurm and systemd, and the changes to Slurm's own files. Only makes text.
 
-slurm.conf is the same on all nodes, and Slurm drains a node that lacks the Prolog or Epilog that it names. So it names the wrapper, which
-is on every node and calls the site's own script, and ours if this node has it. Ours have a time limit around our command and always exit
-with 0. The task's prolog is plain POSIX shell: it runs before each task, as the user, and must cost nothing.
+slurm.conf is the same on all nodes, and Slurm drains a node that lacks the named Prolog or Epilog. So it names a wrapper, which every
+node has: the wrapper calls the site's own script, and ours if the node has it. Ours run our command with a time limit and always exit
+with 0. The task prolog is plain POSIX shell: it runs as the user before each task, so it must be fast.
 """
 
 import shlex
@@ -100,15 +100,15 @@ WantedBy=multi-user.target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFiles:
-    """The input. `command`: how `jupyter gpu` is run; `words`: its options that agent, Prolog and Epilog share.
+    """The input. `command` runs `jupyter gpu`; `words`: options shared by agent, Prolog and Epilog.
 
-    `slurm_bin`: where Slurm's commands are, if not on the usual path; `partitions`: the only ones whose jobs may have shares, if given.
+    `slurm_bin`: the folder of Slurm's commands, if not on the usual path; `partitions`: if given, only their jobs may have shares.
     """
 
     command: Sequence[str]
     seats: Path
     words: Sequence[str] = ()
-    node: str = ""  # the node's name in Slurm; empty: its host's
+    node: str = ""  # the node's name in Slurm; empty: hostname
     counts: Mapping[str, str] = field(default_factory=lambda: {"default": "jgpu"})  # by pool
     slurm_bin: str = ""
     partitions: Sequence[str] = ()
@@ -119,10 +119,10 @@ class NodeFiles:
 
 
 def install_files(files: NodeFiles) -> dict[str, str]:
-    """Return each file's text, by its name in the folder of the installation. All but the unit must be executable."""
+    """Return each file's text, by its name in the installation's folder. All but the unit must be executable."""
     run = [*files.command, "node"]
     agent = [*run, "agent", "--engine", "slurm", *(["--node", files.node] if files.node else []), *files.words]
-    # Jobs of other partitions cost no Python and no question to the controller, nor does the end of a job without files here.
+    # Jobs of other partitions start no Python and ask the controller nothing; nor does the end of a job without files here.
     ours = "|".join(shlex.quote(name) for name in files.partitions)
     others = f"case $SLURM_JOB_PARTITION in {ours}) ;; *) exit 0 ;; esac\n" if ours else ""
     unknown = f"[ -e {shlex.quote(str(files.seats))}/job-$SLURM_JOB_ID.env ] || exit 0\n"
@@ -168,9 +168,9 @@ def change_site(
 ) -> None:
     """Change a site's files so that the nodes on the line of `node` in slurm.conf give shares. Raises EngineError.
 
-    `names_of` lists the nodes of an expression. `devices`: of each node, None: as slurm.conf says; `promise`: how many times they may be
-    promised (the pools' `oversubscription`), which bounds what the agent can open. Until it opens more, also after a restart, a node takes
-    what its devices have without sharing.
+    `names_of` expands a node expression. `devices`: how many per node (None: as in slurm.conf). `promise`: how many times each may be
+    promised (the pools' `oversubscription`), which limits what the agent can open. Until the agent opens more, also after a restart, a
+    node takes only what its devices hold.
     """
     conf, gres, cgroup = confs
     for name in SCRIPTS:
@@ -210,7 +210,7 @@ def change_site(
 def _change_gres(
     gres: ConfigFile, ours: Mapping[str, int], where: str, others: str, names_of: Callable[[str], list[str]]
 ) -> None:
-    """Give the nodes `where` the counts `ours` instead of whole GPUs, which `others` keep. Raises EngineError."""
+    """Give the nodes `where` the counts `ours` instead of whole GPUs; `others` keep GPUs. Raises EngineError."""
     form = "NodeName={} Name={} Count={} Flags=CountOnly"
     wanted = {key: form.format(where, key.replace(":", " Type="), amount) for key, amount in ours.items()}
     names = {key.partition(":")[0] for key in ours}
@@ -232,9 +232,9 @@ def _change_gres(
 
 
 def _writable(folder: Path) -> str:
-    """Return the lines by which the agent may write below a folder.
+    """Return the unit's lines that let the agent write in a folder.
 
-    Below /run systemd makes it: a folder that the broker's unit made after the agent's start would stay read-only for the agent.
+    Below /run systemd creates it: a folder that the broker creates after the agent starts would be read-only for the agent.
     """
     below = folder.relative_to(_RUN) if folder.is_relative_to(_RUN) else Path()
     if not below.parts:

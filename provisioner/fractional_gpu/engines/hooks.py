@@ -1,8 +1,8 @@
 """Slurm's Prolog and Epilog on a node: a job's allocation becomes a seat, and the seat ends with the job. They run as root.
 
-Slurm drains a node whose Prolog or Epilog fails, so neither raises for a broker, a controller or a disk: errors go to the log, and to the
-job's output. A job waits for its Prolog for some ten seconds (BatchStartTimeout): `CONTROLLER_S` are for the controller, `BROKER_S` for the
-broker; the agent registers later what took longer. Neither starts a broker: it would end with the job's control group.
+Slurm drains a node whose Prolog or Epilog fails, so neither fails when the broker, controller or disk does: errors go to the log and the
+job's output. A job waits about ten seconds for its Prolog (BatchStartTimeout): the controller gets `CONTROLLER_S`, the broker `BROKER_S`.
+If that is too short, the agent registers the seat later. Neither starts a broker: it would end with the job.
 """
 
 import re
@@ -32,9 +32,9 @@ _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)", re.MULTILINE)
 class HookSettings:
     """What Prolog, Epilog and agent agree on.
 
-    `pools`: the pool of each count, by its name in Slurm; `shard_pool`: the pool of shards, empty: shards are left alone. `has_groups`:
-    Slurm gives each job separate control groups (`proctrack/cgroup`). `short_memory`: what becomes of a share whose data the job's memory
-    cannot hold.
+    `pools`: the pool of each count, by the count's name in Slurm. `shard_pool`: the pool of shards (empty: ignore shards). `has_groups`:
+    Slurm gives each job its own control groups (`proctrack/cgroup`). `short_memory`: what to do if the job's memory cannot hold its
+    share's data.
     """
 
     socket: str
@@ -73,7 +73,7 @@ def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[
 
 
 def end(settings: HookSettings, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
-    """End the seat of the ended job, and remove its files. A broker that cannot be reached ends it automatically."""
+    """End the ended job's seat and remove its files. A broker out of reach ends the seat by itself."""
     files = SeatFiles(settings.folder)
     try:
         number = job_number(environment.get("SLURM_JOB_ID", ""))
@@ -146,7 +146,7 @@ def _register(
 
 @contextmanager
 def _client(settings: HookSettings) -> Iterator[SeatClient]:
-    """All calls end within `broker_s`: the usual limit of a wait for a seat is too long here."""
+    """All calls end within `broker_s`, since the usual wait for a seat is too long here."""
     with SeatClient(settings.socket, timeout_s=settings.broker_s) as client:
         timer = threading.Timer(settings.broker_s, client.close)
         timer.daemon = True
@@ -158,7 +158,7 @@ def _client(settings: HookSettings) -> Iterator[SeatClient]:
 
 
 def _device(settings: HookSettings, index: int) -> str:
-    """Return the UUID of the device whose file is `/dev/nvidiaINDEX`, to which Slurm pinned a job. Raises FractionalGPUError."""
+    """Return the UUID of the device `/dev/nvidiaINDEX`, to which Slurm pinned a job. Raises FractionalGPUError."""
     for folder in sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else ():
         text = (folder / "information").read_text(errors="replace")
         minor, uuid = _MINOR.search(text), _UUID.search(text)

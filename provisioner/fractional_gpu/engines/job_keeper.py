@@ -1,9 +1,9 @@
-"""What the node agent does for Slurm's jobs in addition to the counts: missed seats, abandoned seats, and figures for accounting.
+"""What the node agent does for Slurm's jobs besides the counts: missing seats, abandoned seats, and figures for accounting.
 
-A running job whose Prolog could not register its seat gets it as soon as the broker answers. A seat whose job has ended, by Slurm's word,
-ends: its Epilog did not run. A job's figures go into its AdminComment, at most once in `comment_ms`; the last ones into the accounting
-database, which learns of the end some time later, and may be down or out of reach: they wait up to `ended_ms`. Slurm is asked for the
-node's jobs only if a seat is missing or seats are a while old.
+If a job's Prolog could not register its seat, the agent does so as soon as the broker answers. If Slurm says that a job has ended but
+its Epilog did not run, the agent ends the seat. It writes a job's figures into the AdminComment, at most once per `comment_ms`, and the
+last ones into the accounting database. That learns of the job's end later and may be down, so they wait up to `ended_ms`. The agent
+lists the node's jobs only if a seat is missing or some seats are old enough.
 """
 
 import time
@@ -21,7 +21,7 @@ from fractional_gpu.protocol.status import SeatStatus
 __all__ = ["JobKeeper", "KeeperRules"]
 
 _MS = 1_000_000  # nanoseconds
-_AT_ONCE = 8  # jobs whose last figures are written in one look: each takes half a second
+_AT_ONCE = 8  # last figures to write in one look: each job takes half a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class JobKeeper:
         self._figures: dict[int, JobFigures] = {}
         self._accounted: bool | None = None  # whether ended jobs can be commented on; None: not asked yet
         self._last: dict[int, _LastFigures] = {}  # of ended jobs
-        self._accounting_ms = 0  # from when on the accounting database is asked again
+        self._accounting_ms = 0  # when to ask the accounting database again
         self._said = ""
         self._said_of_accounting = ""
 
@@ -122,7 +122,7 @@ class JobKeeper:
                 self._last[job] = _LastFigures(text=text, due_ms=now, end_ms=now + self._rules.ended_ms)
 
     def _write_last_figures(self, now: int, seats: list[SeatStatus], comment_ms: int) -> None:
-        """Write what is due into the accounting database. Its troubles are logged once, and stop nothing else."""
+        """Write due figures into the accounting database. Logs a failure once, and never raises it."""
         runs = {job_of(seat) for seat in seats}  # a job that was requeued may run again
         self._last = {job: last for job, last in self._last.items() if job not in runs and now < last.end_ms}
         due = sorted((last.due_ms, job) for job, last in self._last.items() if now >= last.due_ms)

@@ -1,13 +1,13 @@
-"""The seat of a Slurm job on this node: the job's allocation, registered at the node's broker.
+"""The seat of a Slurm job on this node: the job's allocation, registered with the node's broker.
 
 Files in the folder of seats (mode 0711, root's; `/run/jupyter-gpu/seats`), for job N:
 
-- `job-N.json`: the seat with its token, for the job's user alone (0600). Kernels of the job read it.
-- `job-N.env`: for the job's tasks, `NAME=value` or `print TEXT` a line, for all to read. It names the seat's file even before that exists.
-- `job-N.wanted`: the request, for root alone, until the job ends. With it the agent registers a seat that the Prolog could not, and again
-  one that a broker without its ledger has forgotten.
+- `job-N.json`: the seat with its token, readable by the job's user alone (0600). The job's kernels read it.
+- `job-N.env`: lines `NAME=value` or `print TEXT` for the job's tasks, readable by all. It names the seat's file even before that exists.
+- `job-N.wanted`: the request, readable by root alone, until the job ends. The agent uses it to register a seat that the Prolog could not
+  register, or that the broker forgot with its ledger.
 
-A share is a whole job's on one node: each task of an array and each part of a heterogeneous job is a job, and a job of several nodes has a
+A share belongs to a whole job on one node. Each array task and each part of a heterogeneous job is a job; a job on several nodes has a
 seat on each.
 """
 
@@ -47,9 +47,9 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSeat:
-    """A job's entitlement on this node. `devices`: the UUIDs of the only devices it may use; None: any of the pool.
+    """A job's entitlement on this node. `devices`: UUIDs of the devices it may use, or None for any in the pool.
 
-    `memory_mib`: what it has of the node's memory, None: no limit; `fits`: a share whose data this cannot hold becomes a smaller one.
+    `memory_mib`: the job's memory limit on the node, if any; `fits`: shrink the share if that memory cannot hold its data.
     """
 
     job_id: int
@@ -63,7 +63,7 @@ class JobSeat:
     fits: bool = True
 
     def request(self) -> SeatRequest:
-        """Return the request for the seat, which the broker grants without a forecast: Slurm has decided."""
+        """Return a request that the broker grants without a forecast, since Slurm has decided."""
         return SeatRequest(
             owner=self.user,
             pool=self.pool,
@@ -82,14 +82,14 @@ def job_of(seat: SeatStatus) -> int | None:
     if seat.workload is not None:
         return int(seat.workload.id) if seat.workload.engine == SLURM and seat.workload.id.isdecimal() else None
     number = seat.server.removeprefix(_SERVER)
-    # A hub's user may give a server such a name; but a hub's seats name the hub, and are not admitted by an engine.
+    # A hub's user may give a server this name, but a hub's seats name the hub and are not admitted by an engine.
     return int(number) if seat.admitted and not seat.hub and seat.server != number and number.isdecimal() else None
 
 
 def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the pool and the thousandths that a job asked for by a count; None: it asked for none.
+    """Return the pool and the thousandths that a job asked for, or None if it asked for no share.
 
-    `pools`: the pool of each count, by its name in Slurm. Raises EngineError for a share that no seat can have.
+    `pools`: the pool of each count, by the count's name in Slurm. Raises EngineError for a share that no seat can have.
     """
     asked = {key: milli for key, milli in job.gres.items() if key.partition(":")[0] in pools and milli > 0}
     if not asked:
@@ -114,7 +114,7 @@ def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | N
 
 
 def share_of_shards(job: SlurmJob, node_gres: str, indexes: Sequence[int]) -> int | None:
-    """Return a job's shards in thousandths of one GPU; None: it has none.
+    """Return a job's shards in thousandths of one GPU, or None.
 
     `node_gres` says how many shards a GPU has; `indexes`: the GPUs that Slurm chose. Raises EngineError.
     """
@@ -154,11 +154,11 @@ class SeatFiles:
         return self.folder / f"job-{job_id}.{kind}"
 
     def register(self, client: SeatClient, wanted: JobSeat) -> tuple[JobSeat, list[str]]:
-        """Take the job's seat, write its file, and return the seat, with warnings.
+        """Take the job's seat, write its file, and return the seat and warnings.
 
-        A kernel that the job's memory cannot hold while it idles would keep its room on the GPU. The job's control group does not exist
-        yet, so what the job asked Slurm for counts. Raises NoRoomError if the broker refuses, BadRequestError if the memory is too small,
-        other FractionalGPUErrors, and OSError.
+        If the job's memory cannot hold an idle kernel's data, the kernel would stay on the GPU. The job's control group does not exist
+        yet, so this checks the memory requested of Slurm. Raises NoRoomError if the broker refuses, BadRequestError if the memory is too
+        small, other FractionalGPUErrors, and OSError.
         """
         for line in client.take_seat(wanted.request()):
             if line.kind == ProgressKind.REFUSED:
@@ -217,7 +217,7 @@ class SeatFiles:
     def write_refusal(self, job_id: int, socket: str, line: str) -> None:
         try:
             self._write_environment(job_id, [f"JUPYTER_GPU_SOCKET={socket}", "CUDA_VISIBLE_DEVICES="], [line])
-        except OSError:  # a disk that is full has room for a name: the task's prolog says what an empty file means
+        except OSError:  # a full disk still has room for a name: the task prolog explains an empty file
             self._path(job_id, "env").touch()
             self._path(job_id, "env").chmod(0o644)
 
@@ -228,7 +228,7 @@ class SeatFiles:
 
     @contextmanager
     def writing_wanted(self, wanted: JobSeat) -> Iterator[None]:
-        """Keep the request; during the block no other process registers it (`claimed`). Raises OSError."""
+        """Write the request, and keep other processes from registering it during the block. Raises OSError."""
 
         def lock(descriptor: int) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -242,7 +242,7 @@ class SeatFiles:
 
     @contextmanager
     def claimed(self, job_id: int) -> Iterator[bool]:
-        """Yield whether this process alone may register the job's request during the block: its Prolog does not at the moment."""
+        """Yield whether this process may register the job's request during the block: if so, no other does."""
         with ExitStack() as stack:
             try:
                 descriptor = os.open(self._path(job_id, "wanted"), _READ)
@@ -254,7 +254,7 @@ class SeatFiles:
             yield free
 
     def wanted(self) -> Iterator[JobSeat]:
-        """Yield the requests of jobs that have not ended by their Epilog."""
+        """Yield the requests of jobs whose Epilog has not run."""
         with suppress(FileNotFoundError):
             for name in sorted(os.listdir(self.folder)):  # noqa: PTH208 - names only
                 if _WANTED.fullmatch(name) and (found := self._read_wanted(self.folder / name)) is not None:
@@ -268,7 +268,7 @@ class SeatFiles:
                     return None
                 return JobSeat(**json.loads(file.read(_LONGEST)))
         except (OSError, ValueError, TypeError):
-            return None  # it has been removed, or is none of ours
+            return None  # it was removed, or is not ours
 
     def knows(self, job_id: int) -> bool:
         return any(self._path(job_id, kind).exists() for kind in _KINDS)

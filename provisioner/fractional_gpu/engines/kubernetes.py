@@ -1,9 +1,9 @@
-"""Kubernetes' API by `kubernetes_asyncio`: requests and their errors, for agents and hubs, and the engine of one node.
+"""Kubernetes' API through `kubernetes_asyncio`: requests and errors, for agents and hubs, and the engine of one node.
 
-Only the fields of `protocol.pods` are read and checked: the client's own models take milliseconds for each pod. The agent patches the
-node's *status* only (extended resources and an annotation), so it can neither taint nor cordon. Pods are listed once and then watched from
-the list's version on; a version that has expired (410) begins with a list. Failures are repeated after twice as long each time, up to a
-minute; until then the known pods stay.
+Only the fields in `protocol.pods` are parsed and checked: the client's own models take milliseconds per pod. The agent patches only the
+node's *status* (extended resources and an annotation), so it can neither taint nor cordon. It lists pods once, then watches them from the
+list's version; if that version expires (410), it lists again. It retries failures with pauses that double up to a minute, and keeps the
+known pods meanwhile.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ Item = TypeVar("Item")
 
 _ANSWER_S: Final = 10.0  # of one request
 _RAW: Final[Mapping[str, Any]] = {"_preload_content": False, "_request_timeout": _ANSWER_S}
-_WATCH_S: Final = 300  # the server ends a watch then; up to twice as long, so that agents do not begin together
+_WATCH_S: Final = 300  # when the server ends a watch; up to twice as long, so that agents spread out
 _PAGE: Final = 250  # objects
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 60.0
 _SHORT_S: Final = 5.0
 _LONGEST_TEXT: Final = 300
 _UNUSABLE: Final = (400, 404, 405, 415, 422)  # repeating the request changes nothing
-# The client reads a file of another form without checking it: an empty one, for instance, is a TypeError.
+# The client does not check the file's form: an empty file, for instance, raises TypeError.
 _NO_SETTINGS: Final = (ConfigException, OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError)
 
 RIGHTS: Final = [
@@ -68,7 +68,7 @@ class _Refusal(Struct):
 
 
 async def configuration(kubeconfig: str | None, *, in_pod: bool, remedy: str) -> client.Configuration:
-    """Return how to reach the API server: as a pod's service account, else by a file of kubectl. Raises EngineError."""
+    """Return how to reach the API server: a pod's service account, or a kubeconfig file. Raises EngineError."""
     found = client.Configuration()
     try:
         if in_pod:
@@ -120,7 +120,7 @@ def _failure(status: int, said: str, what: str, right: str) -> EngineError:
 async def listed(
     call: Callable[..., Awaitable[Any]], kind: type[Page[Item]], what: str, right: str, **selectors: str
 ) -> tuple[list[Item], str]:
-    """Return all objects of a list, which comes in pages, and its version. Raises EngineError."""
+    """Read all pages of a list; return its objects and version. Raises EngineError."""
     found: list[Item] = []
     more = None
     while True:
@@ -139,10 +139,10 @@ def _use(verb: str, resource: str) -> tuple[str, str]:
 
 
 class KubernetesEngine:
-    """The engine of one node, as `engine.Engine`, and the node's pods. Use it as a context. `say` gets lines for the log.
+    """The `engine.Engine` of one node, and the node's pods. A context manager. `say` gets lines for the log.
 
-    Counts are thousandths of these pools, by the name of the extended resource; -1 if the node does not have it yet. The client runs on an
-    event loop in a thread; methods block for some seconds at most.
+    Counts are thousandths by extended resource, -1 if the node does not have the resource yet. The client runs on an event loop in a
+    thread; methods block for a few seconds at most.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class KubernetesEngine:
                 self._report(str(error))
             except Exception as error:  # noqa: BLE001 - the client's own for what is no event, and the connection's
                 self._report(f"the watch of this node's pods broke: {str(error) or type(error).__name__}")
-            # A watch that ends as soon as it began, again and again, is a failure without an error.
+            # A watch that keeps ending right after it began is a failure without an error.
             failures = failures + 1 if clock() - begun_s < _SHORT_S else 0
             if failures:
                 pause_s = min(self._first_pause_s * 2.0 ** min(failures - 1, 16), _LONGEST_PAUSE_S)
@@ -276,7 +276,7 @@ class KubernetesEngine:
         self._run(ask(self._api.patch_node_status(self._node, body, **_RAW), Node, *_use("patch", "nodes/status")))
 
     def annotate_pod(self, pod: Pod, annotations: Mapping[str, str]) -> None:
-        """Blocks. Raises EngineError; a pod that is gone is no error."""
+        """Blocks. Raises EngineError. Ignores pods that are gone."""
         about = pod.metadata
         body = {"metadata": {"uid": about.uid, "annotations": dict(annotations)}}
         patch = self._api.patch_namespaced_pod_status(about.name, about.namespace, body, **_RAW)

@@ -1,9 +1,9 @@
-"""The seats of the pods on this node: a pod's share of a GPU, registered at the node's broker.
+"""The seats of the pods on this node: a pod's share of a GPU, registered with the node's broker.
 
-The pod's extended resource is its share: the scheduler has counted it, and annotations are checked against it. A seat is for the pod's UID;
-its kernels need no token, as the broker finds their pod by the control group. A seat ends with its pod, but not before the pods have been
-listed: a missing pod may only be unknown. Pods come from any user of the cluster, so a pod's stated owner is believed only in a hub's
-namespaces; elsewhere it is `NAMESPACE/POD`. Pools have terms by the groups `kubernetes` and `kubernetes:NAMESPACE`.
+The pod's extended resource is its share: the scheduler has counted it, and annotations are checked against it. A seat is for the pod's UID.
+Its kernels need no token: the broker finds their pod by the control group. A seat ends with its pod, but only once the pods have been
+listed. Any user of the cluster can create pods, so a pod's stated owner is trusted only in a hub's namespaces; elsewhere the owner is
+`NAMESPACE/POD`. Pools set terms for the groups `kubernetes` and `kubernetes:NAMESPACE`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -28,7 +28,7 @@ _TTL_MS: Final = 60_000
 def is_ours(pod: Pod) -> bool:
     try:
         asks = bool(pods.shares_of(pod.spec))
-    except ValueError:  # what it asks for cannot be read: its seat is refused with the reason
+    except ValueError:  # its request cannot be parsed: its seat is refused with the reason
         asks = True
     return asks or pods.POOL in pod.annotations or pods.FRACTION in pod.annotations
 
@@ -80,10 +80,10 @@ def _share(pod: Pod) -> tuple[str, int]:
 
 
 class PodSeats:
-    """Keeps the broker's seats as the pods of this node are, and annotates each pod with its seat and its use.
+    """Keeps the broker's seats in step with this node's pods, and annotates each pod with its seat and usage.
 
-    `say` gets a line for the log, once for each change; `hub_namespaces`: where pods state their owner. `annotate(pod, annotations)` raises
-    EngineError; without the right it is tried once, and logged once.
+    `say` gets one log line per change. Pods in `hub_namespaces` may state their owner. `annotate(pod, annotations)` raises EngineError;
+    if it lacks the right, it is tried and logged only once.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PodSeats:
         self._figures: dict[str, JobFigures] = {}
 
     def keep(self, found: Iterable[Pod] | None) -> None:
-        """Take and end seats such that each pod that asks for a share has one. `found`: None while the pods are unknown.
+        """Take and end seats so that each pod that asks for a share has one. `found`: None while the pods are unknown.
 
         Raises FractionalGPUError if the broker does not answer.
         """

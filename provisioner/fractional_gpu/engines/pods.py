@@ -1,8 +1,8 @@
-"""Kubernetes' pods and nodes as they are read, and the words of our domain there, `fractional-gpu.jupyter.org`.
+"""The fields that we read of Kubernetes' pods and nodes, and our names there, below `fractional-gpu.jupyter.org`.
 
-An extended resource decides: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU of that pool. Annotations only explain:
-`.../pool` and `.../fraction` must agree with the resource; `.../owner` and `.../server` are believed in a hub's namespaces; the agent
-writes `.../seat`, `.../usage`, and `.../summary` of nodes (`protocol.nodes`), if it may.
+The extended resource decides: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU in that pool. Annotations only explain:
+`.../pool` and `.../fraction` must agree with the resource; `.../owner` and `.../server` are trusted in a hub's namespaces. The agent
+writes `.../seat` and `.../usage`, and `.../summary` on nodes (`protocol.nodes`), if it may.
 """
 
 import re
@@ -40,7 +40,7 @@ def pool_of(resource: str) -> str | None:
 
 
 def whole_quantity(text: object) -> int:
-    """Return a quantity of an extended resource, which is whole: the API server writes 2000 as `2k`. Raises ValueError."""
+    """Parse the whole quantity of an extended resource: the API server writes 2000 as `2k`. Raises ValueError."""
     if type(text) is int:
         return text
     found = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
@@ -84,7 +84,7 @@ class PodStatus(Struct, rename="camel"):
 
 
 class Pod(Struct):
-    """A pod of the API. Unread fields, such as its environment, are not kept."""
+    """A pod. Fields that we do not use, such as its environment, are dropped."""
 
     metadata: Metadata
     spec: PodSpec = field(default_factory=PodSpec)
@@ -133,7 +133,7 @@ class Node(Struct):
 def shares_of(spec: PodSpec) -> dict[str, int]:
     """Return the thousandths that a pod's spec asks for, by pool, as the scheduler counts them. Raises ValueError.
 
-    The containers run together, with the init containers that stay; the other init containers run before, one at a time.
+    Containers run together with the sidecars (init containers that stay); other init containers run before, one at a time.
     """
     together, before = Counter[str](), Counter[str]()
     for container in spec.init_containers or ():

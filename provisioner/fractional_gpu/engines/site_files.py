@@ -1,7 +1,7 @@
-"""Slurm's configuration as a site has it (slurm.conf with its includes, gres.conf, cgroup.conf), and changes of it as a diff.
+"""A site's Slurm configuration (slurm.conf with its includes, gres.conf, cgroup.conf), and changes to it as a diff.
 
-Slurm takes the last line of a key that is given twice, without a warning. So an existing key is changed in its line, never added. Nothing
-is written here: `diff` is for `patch`, which also takes it back (`patch -R`), byte for byte.
+If a key is given twice, Slurm silently takes the last line. So an existing key is changed in its line, never added. Nothing is written
+here: `patch` applies the diff, and `patch -R` reverts it byte for byte.
 """
 
 import difflib
@@ -44,7 +44,7 @@ class ConfigFile:
         self._read(path)
 
     def _read(self, path: Path) -> None:
-        # Without translation of line ends: a diff that is taken back must restore the same bytes.
+        # Line ends are kept: reverting the diff must restore the same bytes.
         text = path.read_bytes().decode(errors="surrogateescape") if path.exists() else ""
         self._texts[path], self._edits[path] = text, []
         begin = end = 0
@@ -60,7 +60,7 @@ class ConfigFile:
             begin = end
 
     def of_key(self, key: str) -> list[Setting]:
-        """Return the lines that set a key of the whole cluster, of which Slurm takes the last one, or that are records (NodeName)."""
+        """Return a key's lines: settings of the whole cluster, of which the last applies, or records (NodeName)."""
         of_records = bool(_RECORD.match(f"{key}="))
         return [one for one in self.settings if one.value(key) and of_records == bool(_RECORD.match(one.text))]
 

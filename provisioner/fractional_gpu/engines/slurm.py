@@ -1,14 +1,14 @@
 """Slurm's commands: `scontrol`, `squeue`, and for ended jobs `sacct` and `sacctmgr`, of 22.05 and newer.
 
-- Users control names of jobs, comments and paths, line breaks included, and `scontrol show job` prints them before what we look for. So a
-  job is read by `squeue` with named columns that have no user's text; nothing goes through a shell.
+- Users choose job names, comments and paths, line breaks included, and `scontrol show job` prints them before the fields we need. So
+  jobs are read through `squeue`, with named columns that hold no user's text. Nothing goes through a shell.
 - A pool's thousandths are one count-only GRES with two types, `jgpu:open:N,jgpu:closed:M`. Jobs ask for the open type, and the agent moves
-  thousandths between the two. Their sum must stay what gres.conf says: a node registers again about every half hour, and slurmctld drains
+  thousandths between the two. Their sum must stay as in gres.conf: a node registers again about every half hour, and slurmctld drains
   it if jobs use a GRES whose sum has changed ("count changed and jobs are using them").
-- Tasks of an array and parts of a heterogeneous job are named as users see them (`12_3`, `12+1`): the last task's number is the array's
-  own, the first part's the whole job's, and an update of it changes all.
+- Array tasks and parts of a heterogeneous job are named as users see them (`12_3`, `12+1`). The last task has the array's own number and
+  the first part the whole job's: updating that number would change all of them.
 - In a federation `squeue` may show other clusters' jobs (REVOKED, without resources): `--local` asks this cluster alone.
-- Every call ends within `timeout_s`: these commands wait for a daemon that is down.
+- Every call ends within `timeout_s`: the commands themselves wait for a daemon that is down.
 """
 
 import os
@@ -28,7 +28,7 @@ _CONF = "/etc/slurm/slurm.conf"
 TIMEOUT_S = 10.0
 _SEPARATOR = "|"
 _COLUMNS = ("JobID", "UserID", "UserName", "State", "tres-per-node", "JobArrayID", "tres-alloc", "NumNodes")
-_ACCOUNTED = "JobIDRaw,JobID,End,AdminComment"  # the last one may have separators, and line breaks
+_ACCOUNTED = "JobIDRaw,JobID,End,AdminComment"  # the last may contain separators and line breaks
 JOB_ID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 _JOB_NAME = re.compile(r"[1-9][0-9]{0,9}(?:_[0-9]{1,9}|\+[0-9]{1,9})?", re.ASCII)
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
@@ -46,7 +46,7 @@ _MEMORY = re.compile(r"(?:^|,)mem=(\d+(?:\.\d+)?)([KMGT]?)")
 _FIELD = re.compile(r"(\S+?)=(.*?)(?= \S+?=|\s*$)")
 _ERROR = re.compile(r"^(?:sbatch|squeue|scancel|scontrol|sacct|sacctmgr): error: ", re.MULTILINE)
 NO_JOB, _NO_LONGER = "Invalid job id", "already finished"
-# Only these mean that the request itself is at fault; any other failure (munge, the network, sudo) may pass.
+# Only these mean that the request itself is wrong; other failures (munge, the network, sudo) may pass.
 _FAULTS = (
     *("Batch job submission failed", "Invalid", "Unrecognized", "denied", "is not a valid"),
     _NO_LONGER,
@@ -72,9 +72,9 @@ ENDED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """A job on a node: what its allocation has of each GRES on each of its nodes, by name.
+    """A job on a node. `gres`: how much of each GRES it has on each of its nodes, by name.
 
-    `name`: its number for users, such as `12_3` for a task of the array 12; `memory_mib`: what it has of each node's memory, None: unknown.
+    `name`: its number as users see it, such as `12_3` for a task of array 12; `memory_mib`: its memory on each node, None: unknown.
     """
 
     job_id: int
@@ -136,7 +136,7 @@ class Slurm:
         self._timeout_s = timeout_s
 
     def read_node(self) -> NodeRecord:
-        """Return what jobs may have of each GRES with an open and a closed type, what they have, and the summary in `Extra`."""
+        """Return how much of each GRES with open and closed types jobs may have and do have, and the summary in `Extra`."""
         record = self.fields()
         there, used = parse_gres(record.get("Gres", "")), parse_gres(record.get("GresUsed", ""))
         names = sorted(name[: -len(OPEN) - 1] for name in there if name.endswith(f":{OPEN}"))
@@ -159,8 +159,8 @@ class Slurm:
     def write_node(self, write: NodeWrite, record: NodeRecord) -> None:
         """Write the counts and the summary.
 
-        An update names all GRES of the node: those that it leaves out can no longer be allocated. Slurm refuses any that names shards, so a
-        node with shards has no counts of ours.
+        The update names all GRES of the node: any left out could no longer be allocated. Slurm refuses updates that name shards, so a
+        node with shards cannot have our counts.
         """
         words = [f"nodename={self.node}"]
         if write.counts:
@@ -208,9 +208,9 @@ class Slurm:
         return True
 
     def comment_in_accounting(self, job_id: int, text: str) -> bool:
-        """Set an ended job's AdminComment in the accounting database, unless it has another's.
+        """Set an ended job's AdminComment in the accounting database, unless it has a foreign one.
 
-        Returns False if the database does not know of the job's end yet: what slurmctld reports then replaces the comment.
+        Returns False if the database has not seen the job's end yet: slurmctld's report would replace the comment.
         """
         rows = [line.split(_SEPARATOR, 3) for line in self._accounted(job_id).splitlines()]
         # The number of an array, or of a heterogeneous job, names all its parts here, too.
@@ -218,7 +218,7 @@ class Slurm:
         if row is None or row[2] in ("", "Unknown"):
             return False
         _, name, _, there = row
-        # `sacctmgr` makes capital letters small, in another's text as well.
+        # `sacctmgr` turns text into lower case, including foreign text.
         shown = _shown(text.replace('"', "?"))
         if there.lower() != shown.lower() and (not there or there.startswith(_COMMENT_OF_OURS)):
             self.call("sacctmgr", "-i", "modify", "job", "where", f"jobid={name}", "set", f'admincomment="{shown}"')
@@ -228,7 +228,7 @@ class Slurm:
         return self.call("sacct", "--local", "-X", "-n", "-P", f"--jobs={job_id}", f"--format={_ACCOUNTED}")
 
     def ask_accounting(self) -> None:
-        """Ask the accounting database for nothing: it answers if this returns."""
+        """Check that the accounting database answers."""
         self._accounted(1)
 
     def config(self) -> dict[str, str]:
@@ -240,7 +240,7 @@ class Slurm:
         return found
 
     def conf(self) -> Path:
-        """Return the site's slurm.conf: what SLURM_CONF names, else the usual one, else what the controller says."""
+        """Return the path of slurm.conf: SLURM_CONF, else the usual one, else the controller's answer."""
         path = Path(os.environ.get("SLURM_CONF") or _CONF)
         if not path.exists():
             with suppress(EngineError):
@@ -286,7 +286,7 @@ def failed(command: str, said: str, code: int) -> EngineError:
 
 
 def fields_of(record: str) -> dict[str, str]:
-    """Return the fields of a record in one line; of equal names the first, which is Slurm's own."""
+    """Return the fields of a one-line record; of repeated names the first, which is Slurm's own."""
     found: dict[str, str] = {}
     for name, value in _FIELD.findall(record):
         found.setdefault(name, value.strip())
@@ -308,7 +308,7 @@ def _job(line: str) -> SlurmJob:
     try:
         return SlurmJob(
             job_id=job_number(words[0]),
-            name=words[5] if _JOB_NAME.fullmatch(words[5]) else words[0],  # `12_[4-9]`: tasks that wait
+            name=words[5] if _JOB_NAME.fullmatch(words[5]) else words[0],  # `12_[4-9]`: waiting tasks
             uid=int(words[1]),
             user=words[2],
             state=words[3],
@@ -327,7 +327,7 @@ def _memory_mib(allocated: str, nodes: str) -> int | None:
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment without variables that change what Slurm's commands print."""
+    """Return our environment without variables that change the output of Slurm's commands."""
     path = os.environ.get("PATH", os.defpath)
     environment = {"PATH": f"{path}:/usr/local/sbin:/usr/sbin:/sbin", "LC_ALL": "C"}
     if conf := os.environ.get("SLURM_CONF"):

@@ -1,8 +1,8 @@
-"""Tries a checkpoint and a restore on a process of this package: only a real CUDA process shows what the driver permits here.
+"""Tries a checkpoint and a restore on our own child process: only a real CUDA process shows what the driver permits here.
 
-For the doctor and a starting broker. No other process is touched, each step has a time limit, and the child (`probe_process`) is killed in
-the end. The result has the monitor's counts for the child: a broker whose devices do not count memory under the pids that it sees cannot
-know what a suspend needs.
+For the doctor and a starting broker. It touches no other process, limits the time of each step, and kills the child (`probe_process`) at
+the end. The result includes the memory that the monitor counts for the child: if devices do not count memory under the pids that the
+broker sees, it cannot know what a suspend needs.
 """
 
 import asyncio
@@ -34,20 +34,20 @@ class TrialResult:
     """Memory in MiB, phases in microseconds. `wrong` is a sentence about the failure, empty after a success."""
 
     phases_us: dict[str, int] = field(default_factory=dict)
-    before_mib: int | None = None  # None: the device did not count the process
-    left_mib: int | None = None  # counted for the process while it was checkpointed
+    before_mib: int | None = None  # None: the device did not count it
+    left_mib: int | None = None  # the process's memory while it was checkpointed
     wrong: str = ""
-    code: GPUErrorCode | None = None  # of the device operation that failed
+    code: GPUErrorCode | None = None  # of the failed device operation
     not_tried: str = ""  # a sentence, if there was no trial
 
 
 async def try_checkpoint(
     worker: WorkerLink, monitor: Monitor, device_id: str, *, exempt_pids: set[int] | None = None
 ) -> TrialResult:
-    """Takes seconds, with a driver that hangs minutes. Cancellation kills the probe process.
+    """Takes seconds, or minutes if the driver hangs. Cancellation kills the probe process.
 
-    `exempt_pids` has the probe process's pid while it lives. Failures of a driver, a full device, a missing permission or a short machine
-    are results and not raised.
+    `exempt_pids` has the probe process's pid while it lives. A driver's failure, a full device, a missing permission and a lack of host
+    memory are returned, not raised.
     """
     result = TrialResult()
     try:
@@ -57,7 +57,7 @@ async def try_checkpoint(
         result.wrong, result.code = str(error), error.code
     except TimeoutError:
         result.wrong = "the process did not answer in time"
-    except (OSError, RuntimeError) as error:  # RuntimeError: also if no thread can watch the process
+    except (OSError, RuntimeError) as error:  # RuntimeError: also if no thread can watch it
         result.wrong = str(error)
     return result
 
@@ -79,7 +79,7 @@ async def _move_out_and_back(
     result.phases_us["unlock"] = await worker.unlock(identity)
     if process.stdin is None:
         raise RuntimeError("the process has no standard input")
-    process.stdin.write(b"\n")  # it compares its memory with what it wrote
+    process.stdin.write(b"\n")  # it checks its memory's contents
     answer = await _read_line(process, _ANSWER_S)
     if answer != "intact":
         raise RuntimeError(f"its memory was not the same afterwards ({answer or 'it ended'})")

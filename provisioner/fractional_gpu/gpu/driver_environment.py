@@ -1,10 +1,10 @@
-"""The environment in which the checkpoint worker and the probe process start CUDA's driver.
+"""The environment in which the checkpoint worker and the probe process start the CUDA driver.
 
-A broker inherits variables that change the driver from a notebook's kernel, a job or a container. The worker gets none of them: `CUDA_*`
-(visible devices, MPS, injected libraries, HAMi-core's limits), profilers, with which the driver does not checkpoint (`NVTX_INJECTION*`,
+A broker may inherit variables that change the driver from a kernel, a job or a container. The worker gets none of them: `CUDA_*` (visible
+devices, MPS, injected libraries, HAMi-core's limits), profilers, under which the driver does not checkpoint (`NVTX_INJECTION*`,
 `NSYS_*`, `CUPTI_*`), and preloaded libraries (`LD_PRELOAD`, `LD_AUDIT`).
 
-A process is also a client of MPS if a control daemon serves the default folder. The driver continues without MPS if it cannot connect, so
+A process also becomes an MPS client if a control daemon serves the default folder. The driver does without MPS if it cannot connect, so
 `CUDA_MPS_PIPE_DIRECTORY` names a folder that cannot exist: nothing can be created in /proc.
 """
 
@@ -26,7 +26,7 @@ def cleaned(environment: Mapping[str, str], *, keep: Mapping[str, str] | None = 
 
 
 def clean(environment: MutableMapping[str, str], *, keep: tuple[str, ...] = ()) -> None:
-    """Clean this process's environment before the driver starts. A library that is preloaded already stays: only `cleaned` keeps it out."""
+    """Clean this process's environment before the driver starts. Libraries already preloaded stay: only `cleaned` keeps them out."""
     for name in [name for name in environment if _affects_driver(name) and name not in keep]:
         del environment[name]
     environment.update(NO_MPS)

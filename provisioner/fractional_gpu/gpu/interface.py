@@ -1,7 +1,7 @@
-"""The boundary to devices: the operations that the broker needs of a GPU of any kind.
+"""The boundary to devices: what the broker needs any kind of GPU to do.
 
-Two halves: a `Monitor` (quick reads, used by the broker) and a `Checkpointer` (drives other processes' CUDA state, used by the
-checkpoint worker alone). The NVIDIA and the simulated implementation behave alike, including their error codes.
+It has two halves: a `Monitor` (quick reads, used by the broker) and a `Checkpointer` (controls other processes' CUDA state, used only by
+the checkpoint worker). The NVIDIA and the simulated implementation behave alike, including their error codes.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class GPUErrorCode(StrEnum):
-    """Driver errors that decide what happens next, with CUDA's numbers."""
+    """Driver errors that callers handle, with CUDA's numbers."""
 
     OUT_OF_MEMORY = "out-of-memory"  # 2
     NOT_INITIALIZED = "not-initialized"  # 3: not a CUDA process
@@ -20,7 +20,7 @@ class GPUErrorCode(StrEnum):
     NOT_READY = "not-ready"  # 600: lock timed out, process still running
     NOT_PERMITTED = "not-permitted"  # 800
     NOT_SUPPORTED = "not-supported"  # 801
-    SYSTEM_NOT_READY = "system-not-ready"  # 802: a service of the driver still starts (an HGX host's fabric manager)
+    SYSTEM_NOT_READY = "system-not-ready"  # 802: a driver service is still starting (an HGX host's fabric manager)
     NO_SUCH_PROCESS = "no-such-process"
     WRONG_IDENTITY = "wrong-identity"  # the pid is alive but is another process
     NO_SUCH_DEVICE = "no-such-device"
@@ -28,12 +28,12 @@ class GPUErrorCode(StrEnum):
     TARGET_STOPPED = "target-stopped"  # the process is stopped (SIGSTOP) or held by a debugger, and cannot answer
     WORKER_HUNG = "worker-hung"  # the worker did not answer in time and was replaced
     WORKER_DIED = "worker-died"
-    WORKER_BUSY = "worker-busy"  # the worker of an earlier broker still runs; nothing was done
+    WORKER_BUSY = "worker-busy"  # an earlier broker's worker is still running; nothing was done
     UNKNOWN = "unknown"
 
 
 class GPUError(Exception):
-    """A device operation failed. `code` decides, the message explains."""
+    """A device operation failed. `code` is for programs, the message for people."""
 
     def __init__(self, code: GPUErrorCode, message: str) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class GPUError(Exception):
 
 
 class ProcessState(StrEnum):
-    """CUDA's checkpoint state of a process, and states that CUDA does not enumerate."""
+    """A process's checkpoint state: CUDA's states, and some of our own."""
 
     NO_CONTEXT = "no-context"  # not a CUDA process (or none yet)
     RUNNING = "running"  # 0
@@ -65,7 +65,7 @@ class DeviceInfo:
     simulated: bool
     checkpointable: bool
     why_not: str = ""  # a sentence; empty if checkpointable
-    why_no_move: str = ""  # why its saved state cannot be restored on another device, a sentence; empty: it can
+    why_no_move: str = ""  # why saved state cannot move to another device, a sentence; empty: it can
 
 
 class ProcessKind(StrEnum):
@@ -73,7 +73,7 @@ class ProcessKind(StrEnum):
 
     COMPUTE = "compute"
     MPS = "mps"  # computes through the MPS server
-    GRAPHICS = "graphics"  # draws, and does not compute
+    GRAPHICS = "graphics"  # graphics only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """The memory in use on a device now, MiB; `memory_mib` is the memory that processes can have in all."""
+    """The memory in use on a device now, MiB; `memory_mib` is the total available to processes."""
 
     device_id: str
     memory_mib: int
@@ -97,32 +97,32 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceActivity:
-    """Which processes worked on a device. Times in microseconds since boot, so that setting the wall clock does not change them."""
+    """Which processes worked on a device. Times in microseconds since boot: setting the wall clock does not change them."""
 
-    known_until_us: int  # work up to then is reported
-    settle_us: int  # for this long after its end, work may be reported as still running
-    worked_us: Mapping[int, int]  # by pid: the last time at which it worked
+    known_until_us: int  # reports work up to then
+    settle_us: int  # work may be reported as running for this long after its end
+    worked_us: Mapping[int, int]  # by pid: when it last worked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUtilisation:
-    """How much of a device was in use over a period: means, thousandths of the device. Times in microseconds since boot."""
+    """How much of a device was in use on average, in thousandths of the device. Times in microseconds since boot."""
 
-    since_us: int  # the period as far as it is known; the next one begins where it ends
+    since_us: int  # the period that is known; the next one begins at its end
     until_us: int
-    settle_us: int  # a figure may include so much of the time before its period
-    by_pid: Mapping[int, int] | None = None  # a process that is not in it used nothing; None: not known by process
-    device_milli: int | None = None  # of all processes, or of the last moments only; None: not known
+    settle_us: int  # figures may include this much time before the period
+    by_pid: Mapping[int, int] | None = None  # missing processes used nothing; None: not known by process
+    device_milli: int | None = None  # of all processes, maybe only in the last moments; None: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSensors:
-    """Other readings of a device; None: the device does not report it. Power and energy are a whole device's."""
+    """Other readings of a device, None if it does not report them. Power and energy are the whole device's."""
 
-    busy_percent: int | None = None  # of the last moments in which anything ran
+    busy_percent: int | None = None  # in the last second or less
     temperature_c: int | None = None
     power_mw: int | None = None  # now, or in the last second
-    energy_mj: int | None = None  # drawn since the driver was loaded, or the simulated host was made
+    energy_mj: int | None = None  # used since the driver loaded (simulated: the monitor opened)
 
 
 class Monitor(Protocol):
@@ -130,44 +130,44 @@ class Monitor(Protocol):
 
     @property
     def kind(self) -> str:
-        """`simulated`, `nvidia`, or the name of another package's kind. Of `simulated` ones every screen says so."""
+        """`simulated`, `nvidia`, or another package's kind. Every screen says if devices are `simulated`."""
 
     def devices(self) -> list[DeviceInfo]:
-        """Return the devices; an empty list is an ordinary result. Raises GPUError."""
+        """Return the devices, if any. Raises GPUError."""
 
     def use(self, device_id: str) -> DeviceUse:
         """Return which processes use the device. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
-        """Return which processes worked on the device since then; None if it does not report that. Raises GPUError."""
+        """Return which processes worked on the device since `since_us`, or None if unreported. Raises GPUError."""
 
     def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation | None:
-        """Return how much of the device each process used since then; None if the device does not report it. Raises GPUError.
+        """Return how much of the device each process used since `since_us`, or None if unreported. Raises GPUError.
 
-        Pass the `until_us` of the answer before, for a period that follows on it.
+        For consecutive periods, pass the previous answer's `until_us`.
         """
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return utilisation, temperature, power and energy, as far as the device reports them. Raises GPUError."""
+        """Return whatever the device reports of utilisation, temperature, power and energy. Raises GPUError."""
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
-        """Return the environment variables a kernel needs to see this device (None: no device yet, but it may get one)."""
+        """Return the variables that a kernel needs to see this device (None: it may get one later)."""
 
     def close(self) -> None:
         """Release everything."""
 
 
 class Checkpointer(Protocol):
-    """Drives the CUDA state of other processes. Every call blocks; only the checkpoint worker makes them, one at a time."""
+    """Controls other processes' CUDA state. Every call blocks; only the checkpoint worker makes them, one at a time."""
 
     def state(self, pid: int) -> ProcessState:
         """Return the driver's state of the process. Raises GPUError."""
 
     def lock(self, pid: int, timeout_ms: int) -> None:
-        """RUNNING -> LOCKED. Raises GPUError NOT_READY when work did not drain in time (still RUNNING)."""
+        """RUNNING -> LOCKED. Raises GPUError NOT_READY if work did not drain in time (still RUNNING)."""
 
     def checkpoint(self, pid: int) -> None:
-        """LOCKED -> CHECKPOINTED: device memory moves to host memory. Raises GPUError; the process may then be unsound."""
+        """LOCKED -> CHECKPOINTED: device memory moves to host memory. Raises GPUError; then the process may be broken."""
 
     def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
         """CHECKPOINTED -> LOCKED; `moves` maps old to new device ids. Out of memory here is fatal to the process."""

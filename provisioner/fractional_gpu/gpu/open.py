@@ -1,6 +1,6 @@
 """Opens devices by the name of their backend: `nvidia`, `simulated:DIRECTORY`, or `kind:NAME` of another package.
 
-Another package offers a kind of device by an entry point of the group `fractional_gpu.devices` with the kind's name, which leads to a
+Another package adds a kind of device with an entry point in the group `fractional_gpu.devices`: its name is the kind's, its target a
 `DeviceKind`. Only the named backend is imported.
 """
 
@@ -15,22 +15,22 @@ _KIND: Final = "kind:"
 
 
 class DeviceKind(Protocol):
-    """The target of another package's entry point: a module, class or object with these two functions."""
+    """The target of a package's entry point: a module, class or object with these two functions."""
 
     def open_monitor(self) -> Monitor:
-        """Return what reads the devices, for the broker. Raises GPUError."""
+        """Open the devices for reading, in the broker. Raises GPUError."""
 
     def open_checkpointer(self) -> Checkpointer:
-        """Return what saves and restores other processes' state, for the checkpoint worker alone. Raises GPUError."""
+        """Open the devices for saving and restoring, in the checkpoint worker only. Raises GPUError."""
 
 
 def backend_name(device_kind: str) -> str:
-    """Return the backend for the setting `device_kind`; "" and `nvidia` are NVIDIA's devices."""
+    """Return the backend for the setting `device_kind`; "" and `nvidia` mean NVIDIA devices."""
     return NVIDIA if device_kind in ("", NVIDIA) else f"{_KIND}{device_kind}"
 
 
 def open_monitor(backend: str) -> Monitor:
-    """Raises GPUError: NOT_SUPPORTED for an unknown name, else why it cannot be opened."""
+    """Raises GPUError: NOT_SUPPORTED for an unknown name, others if opening fails."""
     if backend.startswith(_SIMULATED):
         from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor  # noqa: PLC0415 (see above)
 

@@ -1,10 +1,10 @@
-"""A child process with a little device memory, on which checkpoints are tried (see `checkpoint_trial`).
+"""A child process with a little device memory, for trying checkpoints (see `checkpoint_trial`).
 
 python -P -m fractional_gpu.gpu.probe_process nvidia|simulated
 
-It prints `ready` when its memory is filled, or one line that begins with `failed`. For each line on standard input it reads its memory
-back and prints `intact` or `changed`; it ends with its standard input. In between it makes no CUDA call, so a lock does not block it.
-Variables that change the driver are removed: the trial is about the machine, not about the environment of the broker.
+It prints `ready` when it has filled its memory, or one line that begins with `failed`. For each line on standard input it reads its
+memory back and prints `intact` or `changed`; it exits at end of input. In between it makes no CUDA call, so a lock does not block it.
+It drops variables that change the driver: the trial is about the machine, not the broker's environment.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _PATTERN: Final = b"\xa5\x5a\x3c\xc3"
 
 
 def main(arguments: list[str]) -> int:
-    """Return 1 without device memory, 2 for invalid arguments."""
+    """Return 1 if it gets no device memory, 2 for bad arguments."""
     opened = {"nvidia": hold_nvidia, "simulated": hold_simulated}.get(arguments[0] if len(arguments) == 1 else "")
     if opened is None:
         sys.stderr.write("usage: python -P -m fractional_gpu.gpu.probe_process nvidia|simulated\n")

@@ -1,13 +1,13 @@
-"""The checkpoint worker: the only process that drives other processes' CUDA state.
+"""The checkpoint worker: the only process that controls other processes' CUDA state.
 
     python -P -m fractional_gpu.gpu.worker --backend nvidia python -P -m fractional_gpu.gpu.worker --backend simulated:DIRECTORY
 
-Standard input is a SEQPACKET socket, a JSON object a packet, one operation at a time. The first message is `{protocol}`, or
+Standard input is a SEQPACKET socket with one JSON object per packet, one operation at a time. The first message is `{protocol}`, or
 `{error: {code, message}}` if the backend cannot be opened. A request is `{op, target: {boot_id, pid, start_time}, ...}`; `lock` has
-`timeout_ms`, `restore` may have `moves`. A reply is `{state, elapsed_us}` or `{error: {code, message}}`. The target's identity is checked
-immediately before the operation: its pid may belong to another process by now. It ends with its standard input, after the current
-operation, or at a request's `deadline_s`, for a worker whose broker was killed. SIGINT and SIGTERM are ignored: a terminal or a service
-manager sends them to a whole group. Few imports: a call that waits for a restarted worker waits for them.
+`timeout_ms`, `restore` may have `moves`. A reply is `{state, elapsed_us}` or `{error: {code, message}}`. The worker checks the target's
+identity right before the operation: its pid may belong to another process by now. When the socket closes, it finishes the operation and
+exits; a request's `deadline_s` ends a worker whose broker was killed. It ignores SIGINT and SIGTERM: a terminal or a service manager sends
+them to a whole group. It imports little: calls wait for a restarted worker's imports.
 """
 
 import json
@@ -35,8 +35,8 @@ def main(arguments: list[str]) -> int:
         return 2
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process even within a call of the driver
-    os.dup2(2, 1)  # a driver's library may print
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process even within a driver call
+    os.dup2(2, 1)  # driver libraries may print
     try:
         backend = open_checkpointer(arguments[1])
     except GPUError as error:
@@ -66,7 +66,7 @@ def _answer(backend: Checkpointer, packet: bytes) -> dict[str, Any]:
     except GPUError as error:
         return error_fields(error)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        # A defect of the broker, not of the driver: reply with it, and serve the next request.
+        # A bug in the broker, not in the driver: report it, and serve the next request.
         sentence = f"the checkpoint worker cannot serve the request: {error!r}"
         return error_fields(GPUError(GPUErrorCode.UNKNOWN, sentence))
     return {"state": state, "elapsed_us": elapsed_us}
@@ -106,7 +106,7 @@ def _perform(backend: Checkpointer, request: dict[str, Any]) -> tuple[ProcessSta
 
 
 def _lives(target: ProcessIdentity) -> bool:
-    """Whether exactly this process lives. Raises GPUError WRONG_IDENTITY if another one has its pid."""
+    """Whether the process is alive. Raises GPUError WRONG_IDENTITY if another has its pid."""
     try:
         found = identify(target.pid)
     except ProcessLookupError:

@@ -1,13 +1,13 @@
 """The broker's end of the checkpoint worker: claims it, starts it, sends it requests, replaces it.
 
-- Calls are served one at a time, first come, first served, each with a deadline from the moment the worker begins with it. On expiry the
-  worker is killed and the call raises GPUError WORKER_HUNG; if the worker dies, or any other failure, WORKER_DIED. The result of the
-  operation is then unknown: read the target's state. The next call starts a new worker.
-- Cancelling a waiting call withdraws it. Cancelling one that has begun only stops the waiting: the operation continues, and calls behind it
-  wait for it as before.
-- A worker is replaced if its driver fails without a known reason on two targets in a row, and on `renew` (Xid, reset, sleep): the driver
+- Calls are served one at a time, in order, each with a deadline that counts from when the worker begins it. On expiry the worker is
+  killed and the call raises GPUError WORKER_HUNG; if the worker dies or anything else fails, WORKER_DIED. The operation's result is then
+  unknown: read the target's state. The next call starts a new worker.
+- Cancelling a waiting call withdraws it. Cancelling a call that has begun only stops the waiting: the operation continues, and later
+  calls still wait for it.
+- A worker is replaced if its driver fails for unknown reasons on two targets in a row, and on `renew` (Xid, reset, sleep): the driver
   may be broken in that process alone.
-- With a claim, calls raise GPUError WORKER_BUSY while the worker of an earlier broker still runs.
+- With a claim, calls raise GPUError WORKER_BUSY while an earlier broker's worker is still running.
 - The worker runs in a separate session, so an interrupt at the terminal does not reach it.
 """
 
@@ -33,16 +33,16 @@ from fractional_gpu.host.files import open_own
 from fractional_gpu.host.process import ProcessIdentity
 
 # The claim is a lock on a file whose descriptor every worker inherits, so it is free when the broker *and* its workers have ended: two
-# workers never act on one process. The file is never removed, and has the last broker's pid for people. Because cleaners delete files,
-# and the lock with them, the claim is also a name in the abstract namespace, held in the same way. Any user can take that name: if
-# another user (not root) has it, the lock alone counts.
+# workers never act on one process. The file is never removed; it holds the last broker's pid for people. Since cleaners may delete
+# the file with its lock, the claim is also a name in the abstract namespace, held in the same way. Any user can take that name: if
+# another user (not root) has it, only the lock counts.
 
 
 _POLL_S: Final = 0.05
 
 
 class WorkerClaim:
-    """The claim of one broker. Opens the file, and makes it if need be; takes nothing yet. Raises OSError."""
+    """A broker's claim. Opens or creates the file, but takes nothing yet. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class WorkerClaim:
         return (self._descriptor,) if self._name is None else (self._descriptor, self._name.fileno())
 
     def take(self) -> bool:
-        """Take the claim if it is free; return whether it is held now. Never blocks. Raises OSError if this filesystem has no locks."""
+        """Take the claim if it is free; return whether we hold it. Never blocks. Raises OSError if the filesystem has no locks."""
         if not self._held:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,18 +70,18 @@ class WorkerClaim:
         return True
 
     def _take_name(self) -> bool:
-        """Return False if a worker of an earlier broker may be alive that holds the name."""
+        """Return False if an earlier broker's worker may still hold the name."""
         digest = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()[:32]
         found = NameClaim.take(b"\0jupyter-gpu-worker-" + digest.encode("ascii"))
         if isinstance(found, NameClaim):
             self._name = found
             return True
-        # Each query stays in the holder's queue, and a full queue hides who the holder is: so the first answer counts.
+        # Each query stays in the holder's queue, and a full queue hides the holder: so the first answer counts.
         self._waits_for_name = self._waits_for_name or found[1] in (0, os.geteuid())
         return not self._waits_for_name
 
     async def wait(self) -> None:
-        """Return when the claim is held. Raises as `take`. Cancellation leaves it as it is."""
+        """Wait until we hold the claim. Raises as `take`. Cancellation leaves it as it is."""
         while not self.take():  # noqa: ASYNC110 - another process frees it
             await asyncio.sleep(_POLL_S)
 
@@ -101,16 +101,16 @@ class WorkerClaim:
 log = logging.getLogger(__name__)
 
 START_S: Final = 60.0  # initialising a driver takes seconds
-_STATE_S: Final = 30.0  # a driver that is at work in the process answers only afterwards
+_STATE_S: Final = 30.0  # a driver busy in the process answers only afterwards
 _KILL_S: Final = 5.0
-_ALONE_S: Final = 2.0  # a worker whose broker is gone ends itself so much later than a living broker would kill it
+_ALONE_S: Final = 2.0  # a worker whose broker is gone ends itself this long after a live broker would kill it
 
 
 class WorkerLink:
     """One worker for one backend (`nvidia` or `simulated:DIRECTORY`). The caller closes `claim`, after the link.
 
-    `answer_s` limits quick operations (unlock), and a lock beyond its own timeout; `start_s` the opening of the backend. `service`: the
-    socket of the service that starts the worker, in another container; it needs a claim.
+    `answer_s` limits quick operations (unlock), and a lock beyond its own timeout; `start_s` limits opening the backend. `service`: the
+    socket of a service in another container that starts the worker; it needs a claim.
     """
 
     def __init__(
@@ -133,10 +133,10 @@ class WorkerLink:
         self._start_s = start_s
         self._worker: Worker | None = None
         self._unkillable: Worker | None = None
-        self._turn = asyncio.Lock()  # held by the operation in hand
+        self._turn = asyncio.Lock()  # held by the current operation
         self._operation: asyncio.Task[Reply] | None = None
         self._closing = False
-        # targets on which the driver failed for no known reason, without a success between
+        # targets on which the driver failed for unknown reasons since its last success
         self._unexplained: set[ProcessIdentity | None] = set()
         self._is_stale = False
 
@@ -149,11 +149,11 @@ class WorkerLink:
             await self._claim.wait()
 
     async def start(self) -> None:
-        """Return when the worker's backend is open. Raises GPUError. Cancellation stops the waiting; the worker is kept."""
+        """Wait until the worker's backend is open. Raises GPUError. Cancellation stops the waiting; the worker stays."""
         await self._call("ping", None, self._answer_s)
 
     async def state(self, target: ProcessIdentity) -> ProcessState:
-        """GONE when there is no such process. Raises GPUError."""
+        """Return GONE if the process has ended. Raises GPUError."""
         reply = await self._call("state", target, max(_STATE_S, self._answer_s))
         try:
             return ProcessState(reply.state or "")
@@ -176,7 +176,7 @@ class WorkerLink:
         return (await self._call("unlock", target, self._answer_s)).elapsed_us
 
     def renew(self) -> None:
-        """Have the next call served by a new worker: this one's view of the driver may be out of date."""
+        """Serve the next call with a new worker: this one's view of the driver may be out of date."""
         self._is_stale = True
 
     async def close(self) -> None:
@@ -315,7 +315,7 @@ class WorkerLink:
         worker.channel.close()
 
     async def _end(self, worker: Worker) -> None:
-        """Let the worker end normally, so that its exit status means something; kill it if it does not."""
+        """Let the worker exit normally, so that its exit status means something, or else kill it."""
         worker.channel.close()
         if not await worker.wait(self._answer_s):
             await self._kill()

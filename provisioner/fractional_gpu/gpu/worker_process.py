@@ -1,8 +1,8 @@
-"""A running checkpoint worker, which this process or a service in another container (`worker_service`) started.
+"""A running checkpoint worker, started by this process or by a service in another container (`worker_service`).
 
-Every message is one JSON object in one packet of a SEQPACKET socket. A worker has ended when its pidfd says so, also a service's, which
-passes it on. Only its service can kill such a worker: if the service is gone, it counts as one that cannot be killed. The service's socket
-belongs to root or to this process's user, by the kernel's word. Connecting is repeated for some seconds: the container may be restarting.
+Every message is one JSON object in one packet of a SEQPACKET socket. A worker's pidfd tells when it has ended; a service passes its
+worker's pidfd on. Only the service can kill its worker: if the service is gone, nobody can. By the kernel's credentials, the service
+must run as root or as this process's user. Connecting is retried for some seconds: the container may be restarting.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _Message = TypeVar("_Message")
 
 
 class Request(msgspec.Struct):
-    """A broker's request to the service, with the descriptors of its claim. `pid`: its own, as it sees it."""
+    """A broker's request to the service, sent with its claim's descriptors. `pid`: the broker's own view of its pid."""
 
     backend: str
     pid: int
@@ -37,13 +37,13 @@ class Request(msgspec.Struct):
 
 class Reply(msgspec.Struct):
     protocol: int = 0  # the worker's first message
-    pid: int = 0  # the service has started it; its channel and its pidfd come with the message
+    pid: int = 0  # the service has started it; the message carries its channel and pidfd
     state: str | None = None
     elapsed_us: int = 0
     error: dict[str, str] | None = None
 
     def failure(self) -> GPUError | None:
-        """Return the error in the reply; a code of another version is UNKNOWN."""
+        """Return the reply's error; unknown codes become UNKNOWN."""
         if self.error is None:
             return None
         code = self.error.get("code", "")
@@ -52,7 +52,7 @@ class Reply(msgspec.Struct):
 
 
 class Worker:
-    """A started worker. `channel` has its requests and replies. Made in a running event loop."""
+    """A started worker. `channel` carries requests and replies. Create it in a running event loop."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Worker:
 
     @classmethod
     def start(cls, python: str, backend: str, descriptors: Sequence[int]) -> tuple["Worker", socket.socket]:
-        """Return a worker that inherits the descriptors, and its end of the channel, which the caller closes. Raises GPUError."""
+        """Start a worker that inherits the descriptors. The caller closes the worker's end of the channel. Raises GPUError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             process = subprocess.Popen(
@@ -95,7 +95,7 @@ class Worker:
         return self._watch.done()
 
     async def wait(self, limit_s: float | None = None) -> bool:
-        """Wait for its end, and return whether it has ended. Cancellation only stops the waiting."""
+        """Wait for the worker's end; return whether it has ended. Cancelling stops only the waiting."""
         await asyncio.wait([self._watch], timeout=limit_s)
         return self.has_ended
 
@@ -118,9 +118,9 @@ class Worker:
 
 
 async def connect(path: str, backend: str, descriptors: Sequence[int], *, patience_s: float) -> Worker:
-    """Have the service at the path start a worker for `backend` that inherits the descriptors.
+    """Ask the service at `path` to start a worker for `backend` that inherits the descriptors.
 
-    Raises GPUError: WORKER_DIED if no service answers within `patience_s`, else as the service refuses. Cancellation gives up the
+    Raises GPUError: WORKER_DIED if no service answers within `patience_s`, else the service's error. Cancellation closes the
     connection, and the worker ends.
     """
     problem = "it does not reply to the request for a worker"
@@ -173,7 +173,7 @@ def trusted_pid(connection: socket.socket) -> int:
 
 
 async def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Message, list[int]]:
-    """Return the next message and its descriptors, which the caller closes. Raises GPUError for other messages, and OSError."""
+    """Return the next message and its descriptors, which the caller closes. Raises OSError, or GPUError for other messages."""
     await readable(connection.fileno())
     data, descriptors, flags, _ = socket.recv_fds(connection, MAX_MESSAGE, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
@@ -187,7 +187,7 @@ async def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Mes
 def parse(data: bytes, kind: type[_Message], flags: int = 0) -> _Message:
     if not data:
         raise ConnectionResetError(errno.ECONNRESET, "the peer has closed the connection")
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):  # dropped descriptors may be the claim
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):  # dropped descriptors may hold the claim
         problem: object = f"it has at most {MAX_MESSAGE} bytes and {MAX_DESCRIPTORS} descriptors"
     else:
         try:

@@ -2,9 +2,9 @@
 
 jupyter gpu node worker --socket PATH
 
-For containers: only this one needs privileges. The broker's can neither start the worker nor kill it; it requests both here. A
-connection is one worker. The first message has the descriptors of the broker's claim (SCM_RIGHTS), which the worker inherits; the
-supervisor takes the lock itself, so a message without a free claim starts nothing. The reply has the broker's end of the channel and
+For containers: only this one needs privileges. The broker's can neither start nor kill the worker, so it asks the service. A
+connection is one worker. The first message carries the broker's claim's descriptors (SCM_RIGHTS), which the worker inherits; the
+supervisor takes the lock itself, so a message without a free claim starts nothing. The reply carries the broker's end of the channel and
 the worker's pidfd. Anything later on the connection means "kill the worker"; its end does not: the worker finishes its operation. The
 peer is root or this process's user, as the kernel reports it, and sees the same pids. On SIGTERM the worker finishes its operation
 first; it ignores the signal itself.
@@ -40,14 +40,14 @@ SIMULATED: Final = "simulated"
 
 
 class WorkerService:
-    """The supervisor. `kind`: of the device, or `simulated` for the simulated ones of the connecting broker."""
+    """The supervisor. `kind`: the device kind; `simulated` means the connecting broker's simulated devices."""
 
     def __init__(self, path: str, kind: str = "nvidia", *, python: str = sys.executable) -> None:
         self.path = path
         self._kind = kind
         self._python = python
         self._worker: Worker | None = None
-        self._channel: socket.socket | None = None  # the worker's end, to end it in order
+        self._channel: socket.socket | None = None  # the worker's end, for an orderly end
         self._starting = asyncio.Lock()
         self._stop = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -68,7 +68,7 @@ class WorkerService:
                 await self._finish()
 
     async def _finish(self) -> None:
-        """Let the worker end after its operation, which has a deadline, and close every connection."""
+        """Let the worker finish its operation, which has a deadline, and close all connections."""
         if self._channel is not None:
             self._channel.shutdown(socket.SHUT_RD)
         try:
@@ -86,7 +86,7 @@ class WorkerService:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # short of descriptors or memory: the worker and waiting peers continue
+            except OSError as error:  # out of descriptors or memory: the worker and waiting peers go on
                 log.warning("no connection to %s can be accepted now: %s", self.path, error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
@@ -134,7 +134,7 @@ class WorkerService:
 
     async def _start(self, connection: socket.socket, backend: str, descriptors: list[int], pid: int) -> Worker:
         _take_claim(descriptors)
-        # A worker's claim is free before this process knows of its end.
+        # A worker's claim is free before this process sees its end.
         if self._worker is not None and not await self._worker.wait(_REAP_S):
             raise GPUError(
                 GPUErrorCode.WORKER_BUSY,
@@ -145,7 +145,7 @@ class WorkerService:
         worker, channel = Worker.start(self._python, backend, descriptors)
         self._worker, self._channel = worker, channel
         log.info("the checkpoint worker is process %d, for the broker %d", worker.pid, pid)
-        with worker.channel as theirs:  # whose only copy is the broker's then
+        with worker.channel as theirs:  # then only the broker has a copy
             _send(connection, msgspec.json.encode(Reply(pid=worker.pid)), theirs.fileno(), worker.pidfd)
         return worker
 
@@ -170,9 +170,9 @@ async def _kill_on_request(connection: socket.socket, worker: Worker) -> None:
 
 
 def listen(path: str) -> socket.socket:
-    """Return a listening socket of mode 0600, instead of one that no process serves. Raises OSError.
+    """Return a listening socket of mode 0600, replacing one that no process serves. Raises OSError.
 
-    The folder, made if missing, must belong to this user and be writable by no other: else another user could put a socket there.
+    Creates the folder if needed. It must be this user's and writable by no other, who could put a socket there.
     """
     folder = Path(path).absolute().parent
     with contextlib.suppress(FileExistsError):
@@ -196,9 +196,7 @@ def listen(path: str) -> socket.socket:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
             try:
                 asker.connect(path)
-            except (
-                ConnectionRefusedError
-            ):  # a killed service left it; nothing listens, so nothing is taken from another
+            except ConnectionRefusedError:  # a killed service left it; nothing listens on it
                 Path(path).unlink()
             else:
                 raise OSError(errno.EADDRINUSE, "another checkpoint worker's service listens there; end it first", path)
@@ -206,7 +204,7 @@ def listen(path: str) -> socket.socket:
     try:
         listener.bind(path)
         Path(path).chmod(0o600)
-        listener.listen(_BACKLOG)  # before that no process can connect
+        listener.listen(_BACKLOG)  # no process can connect before
     except OSError:
         listener.close()
         raise
@@ -214,7 +212,7 @@ def listen(path: str) -> socket.socket:
 
 
 def _take_claim(descriptors: list[int]) -> None:
-    """Lock the claim whose descriptors came, so that it is held whatever the sender did. Raises GPUError."""
+    """Lock the claim by its descriptors, whether or not the sender has. Raises GPUError."""
     if not descriptors:
         raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker sent no claim, so two workers could act on one process")
     if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):
@@ -230,7 +228,7 @@ def _take_claim(descriptors: list[int]) -> None:
 
 
 def _send(connection: socket.socket, message: bytes, *descriptors: int) -> None:
-    """A peer that is gone, or that reads nothing, gets no message."""
+    """Send, unless the peer is gone or does not read."""
     with contextlib.suppress(OSError):
         socket.send_fds(connection, [message], descriptors)
 

@@ -1,9 +1,9 @@
-"""Drives other processes' CUDA state through the driver's checkpoint calls.
+"""Controls other processes' CUDA state through the driver's checkpoint calls.
 
 - Run it in a separate process with a cleaned environment (`driver_environment`): a call may hang, and a move must name every device.
-- The driver is asked only about processes that have its library mapped: about others each release answers differently.
-- A thread's number is refused, an ended process is NO_SUCH_PROCESS. Only the caller, who holds a pidfd, can ensure the right process.
-- A lock always has a time limit: without one the driver waits for ever.
+- It asks the driver only about processes that map the driver's library: for others the answer depends on the release.
+- It refuses thread ids and reports ended processes as NO_SUCH_PROCESS. Only the caller, with a pidfd, can ensure the right process.
+- A lock always has a time limit: without one the driver waits forever.
 """
 
 import importlib
@@ -45,7 +45,7 @@ _CODES: Final[Mapping[int, GPUErrorCode]] = {
     800: GPUErrorCode.NOT_PERMITTED,
     801: GPUErrorCode.NOT_SUPPORTED,
     802: GPUErrorCode.SYSTEM_NOT_READY,
-    803: GPUErrorCode.NOT_SUPPORTED,  # library and kernel module of the driver do not match
+    803: GPUErrorCode.NOT_SUPPORTED,  # the driver's library and kernel module do not match
     804: GPUErrorCode.NOT_SUPPORTED,  # forward compatibility is not available on this device
 }
 
@@ -99,7 +99,7 @@ class NvidiaCheckpointer:
         driver_environment.clean(os.environ)
         self._driver = _load() if driver is None else driver
         missing = next((call for call in _CALLS if not hasattr(self._driver, call)), "")
-        if missing:  # with lock and checkpoint but without restore, saved state would be lost
+        if missing:  # with checkpoint but without restore, saved state would be lost
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
                 f"the installed cuda-bindings have no {missing}, 12.8 or newer is needed (not 13.0.0 or 13.0.1): "
@@ -135,7 +135,7 @@ class NvidiaCheckpointer:
         try:
             result, state = self._ask("cuCheckpointProcessGetState", pid)
         except _UnknownAnswerError:
-            # After a failed call, bindings 12.8.0 take whatever the state's memory holds for an enumeration member, and fail.
+            # After a failed call, bindings 12.8.0 convert uninitialised memory to an enumeration member, and fail.
             return ProcessState.NO_CONTEXT if self._is_unknown_to_cuda(pid) else ProcessState.UNKNOWN
         if result == _SUCCESS:
             return _STATES.get(state, ProcessState.UNKNOWN) if isinstance(state, int) else ProcessState.UNKNOWN
@@ -158,10 +158,10 @@ class NvidiaCheckpointer:
         self._do("checkpoint", "cuCheckpointProcessCheckpoint", pid, None)
 
     def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
-        """CHECKPOINTED -> LOCKED, from old devices to new ones in `moves`.
+        """CHECKPOINTED -> LOCKED; `moves` maps old to new devices.
 
-        Raises GPUError: OUT_OF_MEMORY is fatal to the process; after NO_SUCH_DEVICE and NOT_SUPPORTED it is still CHECKPOINTED. ValueError
-        for two devices that move to one.
+        Raises GPUError: OUT_OF_MEMORY is fatal to the process; after NO_SUCH_DEVICE and NOT_SUPPORTED it is still CHECKPOINTED. Raises
+        ValueError if two devices move to one.
         """
         moving = {_plain(old): _plain(new) for old, new in (moves or {}).items() if _plain(old) != _plain(new)}
         self._do("restore", "cuCheckpointProcessRestore", pid, self._pairs(moving) if moving else None)
@@ -175,7 +175,7 @@ class NvidiaCheckpointer:
         reason = self.why_cannot_move
         if reason:
             raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"cannot move a process to another device: {reason}")
-        # The driver wants a pair for every device that it sees, so those that take no part are paired with themselves.
+        # The driver wants a pair for every device that it sees, so devices that do not move map to themselves.
         seen = self._devices()
         for device in (*moving, *moving.values()):
             if device not in seen:
@@ -220,7 +220,7 @@ class NvidiaCheckpointer:
         try:
             answer = getattr(self._driver, call)(*arguments)
         except (ValueError, KeyError) as error:
-            # The bindings convert numbers to enumeration members, and a newer driver has more numbers: ValueError. Bindings from
+            # The bindings convert numbers to enumeration members. A newer driver has more numbers: ValueError. Bindings from
             # 12.9 to 13.1 look results up in a dictionary: KeyError.
             raise _UnknownAnswerError(f"{call} gave an answer that this version does not know ({error})") from error
         except RuntimeError as error:
@@ -241,11 +241,11 @@ class NvidiaCheckpointer:
         code = _CODES.get(result, GPUErrorCode.UNKNOWN)
         message = f"cannot {phase} the CUDA state of process {pid}: {self._name(result)}"
         if code is GPUErrorCode.OPERATING_SYSTEM:
-            _await_end(pid)  # the driver may lose a killed process before the system has ended it
+            _await_end(pid)  # the driver may forget a killed process before it has exited
         try:
             _check(pid)
         except GPUError as error:
-            # It has ended: that explains the failure better than the driver's result.
+            # The process's end explains the failure better than the driver's result.
             return GPUError(error.code, f"{message}; {error}")
         hint = _HINTS.get((phase, code)) or _GENERAL_HINTS.get(code)
         return GPUError(code, f"{message}: {hint}" if hint else message)
@@ -281,14 +281,14 @@ def _check(pid: int) -> None:
 
 
 def _maps_driver(pid: int) -> bool:
-    """Whether the driver's library is mapped, without which a process has no CUDA state; True if that cannot be read."""
+    """Whether a process maps the driver's library, without which it has no CUDA state; True if unreadable."""
     return maps(pid, lambda path: path.rpartition("/")[2].startswith("libcuda.so"), unreadable=True)
 
 
 def _await_end(pid: int) -> None:
     try:
         descriptor = os.pidfd_open(pid)
-    except OSError:  # it ended; or there is no free descriptor, and the check is made without waiting
+    except OSError:  # it ended; or no descriptor is free, so check without waiting
         return
     try:
         watched = select.poll()
@@ -304,7 +304,7 @@ def _plain(device_id: str) -> str:
 
 
 def _permutation(moving: Mapping[str, str], devices: Iterable[str]) -> dict[str, str]:
-    """Complete `moving` to a one-to-one mapping of all devices: a device that is moved onto gets a vacated one."""
+    """Extend `moving` to a permutation of all devices: a target that does not move itself maps to a vacated device."""
     still = [device for device in devices if device not in moving]
     taken = set(moving.values())
     displaced = [device for device in still if device in taken]

@@ -1,11 +1,11 @@
 """Reads NVIDIA devices through NVML. Never creates a CUDA context, needs no privileges.
 
-No library, no driver or no device is an ordinary result: `devices()` is empty, `why_none` says why, and each call tries again, so a driver
-that is loaded later is found. A lost device is not in `devices()`, and `use()` of it raises DEVICE_LOST. Of a device in MIG mode the
-instances are listed, without activity, power and energy: NVML does not document them there. The driver's own reserve counts neither as
-memory nor as used.
+A missing library, driver or device is no error: `devices()` is empty, `why_none` says why, and each call tries again, so it finds a driver
+that is loaded later. `devices()` leaves out lost devices, and `use()` raises DEVICE_LOST for them. For a device in MIG mode it lists the
+instances, without activity, power and energy: NVML does not document these there. The driver's reserve counts neither as memory nor as
+use.
 
-The hard thing is the driver's samples: each covers up to a second that ends with it, so work may look busy for a while after its end.
+The hard part is the driver's samples: each covers up to a second before its stamp, so work may look busy for a while after its end.
 """
 
 import importlib
@@ -68,25 +68,25 @@ _WHY_NONE: Final[Mapping[int, str]] = {
     _NO_PERMISSION: "the device files /dev/nvidia* may not be opened: add this user to the group that owns them",
 }
 
-# Devices with these errors are left out. NOT_SUPPORTED comes from one that shares the system's memory: without a size it has no fractions.
+# Leave out devices with these errors. NOT_SUPPORTED means that it shares the system's memory: without a size there are no fractions.
 _LEFT_OUT: Final = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION, _NOT_SUPPORTED})
 
 _CHIP: Final = 0  # NVML_TEMPERATURE_GPU, the sensor of the chip
 _SAMPLE_LATE_US: Final = 250_000  # the driver may publish a sample this late
 _SETTLE_US: Final = 1_000_000  # the longest period of a sample
-_AHEAD_US: Final = 1_000_000  # a later stamp is an error: its process would look busy until then
+_AHEAD_US: Final = 1_000_000  # a later stamp is wrong: the process would look busy until then
 _FULL: Final = 100  # percent: NVML is known to report up to 37,100 %
-_AT_WORK: Final = 10  # percent: such a device has processes that work
+_AT_WORK: Final = 10  # percent: the device has working processes
 _NO_SAMPLES: Final = frozenset({_SUCCESS, _NOT_FOUND})  # pynvml raises an error with the code of success
 _READS: Final = 3
-_MIG: Final = "MIG-"  # an instance's id begins so
+_MIG: Final = "MIG-"  # prefix of an instance's id
 _ON_MIG: Final = "it is a MIG instance, on which the driver cannot checkpoint"
 
 _UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH})
 
 
 class _Sample(NamedTuple):
-    """Use of a device in a period that ended at `stamp_us` of the wall clock; `rates` in percent, compute first."""
+    """A process's use of a device up to `stamp_us` on the wall clock; `rates` in percent, compute first."""
 
     pid: int
     stamp_us: int
@@ -112,8 +112,8 @@ class NvidiaMonitor:
         self._clock = WallClock() if clock is None else clock
         self._steps = 0  # how often the wall clock was set
         self._steps_known: dict[str, int] = {}  # by device: `_steps` at its last reading
-        self._steps_measured: dict[str, int] = {}  # the same, at the last reading of utilisation
-        # By device: pid and stamp of the samples around the last step. They may be of the old or the new clock, so they never count.
+        self._steps_measured: dict[str, int] = {}  # the same, for readings of utilisation
+        # By device: pid and stamp of the samples around the last step. Either clock may have stamped them, so they never count.
         self._ambiguous: dict[str, set[tuple[int, int]]] = {}
         self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
         self._bindings = bindings
@@ -121,9 +121,7 @@ class NvidiaMonitor:
         self._started = False
         self._handles: dict[str, object] = {}  # by device id; replaced at each shutdown
         self.why_none = ""  # why the last `devices()` was empty, a sentence
-        self.warnings: tuple[
-            str, ...
-        ] = ()  # sentences about the driver and the devices that the last `devices()` found
+        self.warnings: tuple[str, ...] = ()  # sentences about the driver and devices from the last `devices()`
         self._why_no_move = ""
 
     def devices(self) -> list[DeviceInfo]:
@@ -155,7 +153,7 @@ class NvidiaMonitor:
             return self._read(device_id, partial(self._use, device_id))
 
     def _use(self, device_id: str, handle: object) -> DeviceUse:
-        # An administrator may switch the mode on while no process uses the device. NVML then still answers for the whole device.
+        # An administrator may turn MIG on while no process uses the device. NVML then still answers for the whole device.
         if not device_id.startswith(_MIG) and self._has_mig_instances(handle):
             raise GPUError(
                 GPUErrorCode.NO_SUCH_DEVICE,
@@ -167,7 +165,7 @@ class NvidiaMonitor:
         for kind, processes in self._processes(handle):
             for process in processes:
                 pid = _process_of(process.pid)
-                # A process that computes and draws is in both lists, each time with all of its memory: not to be added up.
+                # A process that computes and draws is in both lists, each with all its memory: do not add them up.
                 known = [one for one in (by_pid.get(pid), process.usedGpuMemory) if one is not None]
                 by_pid[pid] = max(known, default=None)
                 kinds.setdefault(pid, kind)
@@ -229,15 +227,15 @@ class NvidiaMonitor:
         )
 
     def _was_set(self, device_id: str, known: dict[str, int]) -> bool:
-        """Whether the wall clock was set since the device's last reading; `known`: `_steps` at such a reading, by device."""
+        """Whether the wall clock was set since the device's last reading; `known`: `_steps` at that reading, by device."""
         if self._clock.stepped_us():
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps
 
     def _samples(self, since_us: int, handle: object) -> list[_Sample] | None:
-        """Return the samples of listed processes that the driver stamped since then, by the wall clock; None if there cannot be any.
+        """Return the listed processes' samples since `since_us` on the wall clock, or None if the device gives none.
 
-        In a pid namespace samples keep the host's pids: hence only listed processes count.
+        In a pid namespace samples have the host's pids, so only listed processes count.
         """
         try:
             samples = self._read_samples(since_us, handle)
@@ -259,7 +257,7 @@ class NvidiaMonitor:
         return [sample for sample in found if sample.pid in listed]
 
     def _read_samples(self, since_us: int, handle: object) -> list[Any]:
-        # pynvml asks for the number of samples, then for the samples, and fails if more came in between: read again.
+        # pynvml asks for the number of samples, then for the samples, and fails if more arrive in between: retry.
         for _ in range(_READS - 1):
             try:
                 return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
@@ -271,7 +269,7 @@ class NvidiaMonitor:
         return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        # Power is the mean of the last second since Ampere (on GA100 of the moment); energy, since Volta, counts from the driver's start.
+        # Since Ampere, power is the last second's mean (on GA100 the current value). Since Volta, energy counts from the driver's start.
         self._must_start(device_id)
         with self._translated(f"reading the sensors of device {device_id}"):
             return self._read(device_id, partial(self._sensors, device_id))
@@ -286,12 +284,12 @@ class NvidiaMonitor:
         )
 
     def _busy_percent(self, handle: object) -> int | None:
-        """Return in how much of its last second, or less, the device worked; None if it reports that not or not sanely."""
+        """Return the percentage of the last second, or less, that the device worked; None if not reported sanely."""
         rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
         return int(rates.gpu) if rates is not None and 0 <= int(rates.gpu) <= _FULL else None
 
     def _read(self, device_id: str, read: Callable[[object], T]) -> T:
-        """Call `read` with the device's kept handle, and on an error again with a fresh one, so that errors are about the device now."""
+        """Call `read` with the device's cached handle, and on an error with a fresh one: the old one may be out of date."""
         handles = self._handles
         kept = handles.get(device_id)
         if kept is not None:
@@ -385,7 +383,7 @@ class NvidiaMonitor:
         return int(memory.total), int(memory.used)
 
     def _processes(self, handle: object) -> Iterator[tuple[ProcessKind, list[Any]]]:
-        """Yield the processes by kind, the kind that decides first: clients of MPS are also in the list of compute processes."""
+        """Yield the processes by kind, the deciding kind first: MPS clients are also listed as compute processes."""
         yield ProcessKind.MPS, self._optional("nvmlDeviceGetMPSComputeRunningProcesses", handle) or []
         yield ProcessKind.COMPUTE, list(self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
         yield ProcessKind.GRAPHICS, self._optional("nvmlDeviceGetGraphicsRunningProcesses", handle) or []
@@ -400,7 +398,7 @@ class NvidiaMonitor:
 
 
 def _process_of(number: int) -> int:
-    """Return the process of a number that may be a thread's: drivers before 575.57 name the thread that made the context."""
+    """Return the process of a pid or thread id: drivers before 575.57 name the thread that made the context."""
     try:
         return thread_group(number)
     except (ProcessLookupError, PermissionError, ValueError):
@@ -415,7 +413,7 @@ def _means(samples: Iterable[_Sample]) -> dict[int, int]:
 
 
 def _shares(by_pid: Mapping[int, int | None], kinds: Mapping[int, ProcessKind], used: int) -> tuple[ProcessUse, ...]:
-    # In some virtual machines and containers NVML reports no figure: these processes share the rest, exact for one, a guess for more.
+    # In some virtual machines and containers NVML reports no figures: such processes share the rest. That is exact for one of them.
     unknown = sum(one is None for one in by_pid.values())
     rest = max(0, used - sum(one for one in by_pid.values() if one is not None))
     guess = rest // unknown if unknown else 0

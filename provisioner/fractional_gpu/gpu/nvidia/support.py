@@ -1,8 +1,7 @@
-"""Which releases of NVIDIA's driver and bindings this project can work with, as tables and sentences.
+"""Which releases of NVIDIA's driver and bindings this project supports, as tables and sentences.
 
-The checkpoint calls came with driver 570 (CUDA 12.8), moving to another device with 580 (CUDA 13.0). Releases that are reported to lose a
-kernel's state are refused, and so are machines other than x86-64, where few drivers checkpoint. Releases that are reported to hang get a
-warning.
+Driver 570 (CUDA 12.8) brought the checkpoint calls, 580 (CUDA 13.0) moving to another device. We refuse releases reported to lose a
+kernel's state, and machines other than x86-64, where few drivers checkpoint. We warn of releases reported to hang.
 """
 
 import platform
@@ -20,8 +19,8 @@ _FIRST_DRIVER: Final = 570
 _FIRST_BINDINGS: Final = (12, 8)
 _FIRST_MOVING_DRIVER: Final = 580
 _FIRST_MOVING_BINDINGS: Final = 13
-_NO_MOVE: Final = frozenset({"13.3.0"})  # a release that lacks the arguments of a restore
-_NO_RESTORE: Final = frozenset({"13.0.0", "13.0.1"})  # releases of the bindings that checkpoint and cannot restore
+_NO_MOVE: Final = frozenset({"13.3.0"})  # lacks the arguments of a restore
+_NO_RESTORE: Final = frozenset({"13.0.0", "13.0.1"})  # bindings that can checkpoint but not restore
 
 # A release matches its own version and its patches: "610.57" matches "610.57" and "610.57.02".
 _REFUSED: Final = {
@@ -48,7 +47,7 @@ def sharing_advice(index: int) -> str:
 
 
 def driver_refusal(version: str, *, machine: str | None = None) -> str:
-    """Return why this driver cannot be trusted with checkpoints on this kind of machine (`platform.machine()`), or ""."""
+    """Return why this driver cannot be trusted to checkpoint on this machine type (`platform.machine()`), or ""."""
     machine = platform.machine() if machine is None else machine
     if machine not in _MACHINES:
         return f"NVIDIA's driver does not checkpoint on most machines of the kind {machine}: use an x86-64 one"
@@ -69,14 +68,14 @@ def driver_warnings(version: str) -> tuple[str, ...]:
 
 
 def moving_refusal(version: str) -> str:
-    """Return why this driver or these bindings cannot restore onto another device, by their releases, or ""."""
+    """Return why this release of the driver or bindings cannot restore onto another device, or ""."""
     major = re.match(r"\d+", version)
     if major is None or int(major[0]) < _FIRST_MOVING_DRIVER:
         return f"the NVIDIA driver {version} restores kernels on their own device only: install {_FIRST_MOVING_DRIVER} or newer"
     try:
         bindings = metadata.version("cuda-bindings")
     except metadata.PackageNotFoundError:
-        return ""  # then nothing is suspended, for which `why_no_bindings` has the sentence
+        return ""  # then nothing is suspended, and `why_no_bindings` says why
     numbers = re.match(r"\d+", bindings)
     if numbers is None or int(numbers[0]) < _FIRST_MOVING_BINDINGS or bindings in _NO_MOVE:
         return f"cuda-bindings {bindings} restores kernels on their own device only: {INSTALL_BINDINGS} --upgrade"
@@ -84,7 +83,7 @@ def moving_refusal(version: str) -> str:
 
 
 def why_no_bindings() -> str:
-    """Return why the CUDA bindings cannot be used and what to do, or "". Does not import them."""
+    """Say why the CUDA bindings cannot be used and what to do, or "". Does not import them."""
     try:
         version = metadata.version("cuda-bindings")
     except metadata.PackageNotFoundError:

@@ -1,15 +1,15 @@
-"""The simulated GPU: for tests, demonstrations and trying out.
+"""The simulated GPU, for tests, demonstrations and trying things out.
 
-There is no server that can die: every process works directly on the host's folder.
+No server can die: every process works directly on the host's folder.
 
-- `host.sqlite`: the devices, and how much each process holds. One transaction per change, so a kill leaves the old state or the new one.
+- `host.sqlite`: the devices, and how much each process holds. One transaction per change, so a kill leaves the old or the new state.
 - `memory/PROCESS/N.device`: the real bytes of an allocation on the device, `N.saved` while checkpointed. `PROCESS` is pid, start time and
   boot, so a reused pid is another process.
-- `memory/PROCESS/gate`: a byte that lets the process's calls pass or holds them, and a file lock of the calls in flight.
-- `memory/PROCESS/operation`: locked by the process that moves this one. If it is free while an operation is half done, that process died,
+- `memory/PROCESS/gate`: a byte that lets the process's calls pass or holds them, and a file lock for calls in flight.
+- `memory/PROCESS/operation`: locked by whoever moves this process. If it is unlocked while an operation is half done, the mover died,
   and the next reader undoes the operation.
-- `memory/PROCESS/work` and `load`: when its work ends, and what it uses and has used of the device.
+- `memory/PROCESS/work` and `load`: when its work ends, and how much of the device it uses and has used.
 
-If root's broker serves users, the host is shared: `store` has the rules. `store`, `processes`, `context` and `cuda` are the notebook's side
-and need only the standard library and the folder `host`. Saved bytes are in files, so unlike with the real driver not in resident memory.
+If root's broker serves users, they share the host: `store` has the rules. `store`, `processes`, `context` and `cuda` run in notebooks
+and need only the standard library and the package `host`. Saved bytes are in files, not in resident memory as with the real driver.
 """

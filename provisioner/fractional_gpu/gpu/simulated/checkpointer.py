@@ -1,8 +1,8 @@
-"""Drives other processes' simulated CUDA state: the `Checkpointer` of the simulated host.
+"""Controls other processes' simulated CUDA state: the `Checkpointer` of the simulated host.
 
-States and error codes are the driver's. A restore without room is OUT_OF_MEMORY, and the process has failed for good: later restores give
-OPERATING_SYSTEM, other operations ILLEGAL_STATE. A failure that is not simulated (no room in the folder) is OPERATING_SYSTEM and leaves the
-process as it was. Bytes are copied, then the change is committed, then the source is emptied: so `settle` can undo a killed operation.
+States and error codes are the driver's. A restore without room raises OUT_OF_MEMORY, and the process has failed for good: later restores
+raise OPERATING_SYSTEM, other operations ILLEGAL_STATE. A real failure (no room in the folder) raises OPERATING_SYSTEM and leaves the
+process as it was. An operation copies the bytes, commits, then empties the source, so `settle` can undo it if it is killed.
 """
 
 import errno
@@ -40,7 +40,7 @@ NEEDS: Final = {
     "restore": ProcessState.CHECKPOINTED,
     "unlock": ProcessState.LOCKED,
 }
-_TURN_S: Final = 5.0  # an operation waits so long for another one on the same process
+_TURN_S: Final = 5.0  # how long an operation waits for another on the same process
 _CHUNK: Final = 8 << 20
 _SLICES_PER_S: Final = 50
 
@@ -96,7 +96,7 @@ class SimulatedCheckpointer:
             try:
                 gate = read_gate(self._store.process_folder(key))
             except FileNotFoundError:
-                return ProcessState.NO_CONTEXT  # it ended its context just now
+                return ProcessState.NO_CONTEXT  # it has just ended its context
             return ProcessState.LOCKED if gate == CLOSED else ProcessState.RUNNING
         return {
             "saving": ProcessState.CHECKPOINTING,
@@ -135,7 +135,7 @@ class SimulatedCheckpointer:
                 self._refuse(operation, pid, self._state_of(key))
                 act(process)
         except FileNotFoundError:
-            # Its folder is gone: it died or ended its context during the operation.
+            # The folder is gone: the process died or ended its context meanwhile.
             self._refuse(operation, pid, self._state(pid))
             raise
 
@@ -158,7 +158,7 @@ class SimulatedCheckpointer:
             self._copy_all(process.key, "device", "saved", mib_s, charged_to=job)
             self._change(process.key, "phase='saving'", "phase='saved'")
         finally:
-            # Empties the device files after the commit, removes the copies if there was none.
+            # After a commit, empties the device files; otherwise removes the copies.
             settle(self._store, process.key)
 
     def _bring_back(self, process: Process, moves: Mapping[str, str]) -> None:
@@ -193,7 +193,7 @@ class SimulatedCheckpointer:
         return target
 
     def _reserve(self, process: Process, target: Device) -> None:
-        """Reserve the room on the target, or mark the process as failed for good: the driver gives no second chance."""
+        """Reserve room on the target, or mark the process as failed for good, as the driver does."""
         reap(self._store)
         with self._store.transaction() as db:
             used = int(db.execute(HELD, (target.device_id,)).fetchone()[0])
@@ -228,9 +228,9 @@ def _check_changed(db: sqlite3.Connection, key: str, rows: int) -> None:
 
 
 def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int | None = None) -> None:
-    """Copy the bytes, holes as holes, at no more than `mib_s` MiB/s of the whole size (0: at full speed).
+    """Copy the bytes, keeping holes, at up to `mib_s` MiB/s of the whole size (0: at full speed).
 
-    `charged_to`: the process whose control group is charged; None: this process's.
+    `charged_to`: charge this process's control group; None: charge ours.
     """
     began, chunk = time.monotonic(), _CHUNK
     if mib_s:
@@ -260,7 +260,7 @@ def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int 
 
 
 def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield where data begins and ends. Each hole is searched for once: the search visits every page before it."""
+    """Yield where data begins and ends. Looks for each hole once: the search visits every page before it."""
     hole = 0
     while hole < size:
         try:

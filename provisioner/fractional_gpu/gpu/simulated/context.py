@@ -1,8 +1,8 @@
-"""A simulated process: its gate, its context and its allocations, admitted exactly. Standard library only.
+"""A simulated process: its gate, context and allocations. Standard library only.
 
-Contexts and allocations on a device never exceed its memory: each is admitted in the transaction that records it. Before a refusal, the
-memory of dead processes is released. A process under a cap (JUPYTER_GPU_MEMORY_MIB) shares it with all processes of its lease
-(JUPYTER_GPU_LEASE) on its device. An allocation that the machine could not fill with real bytes is refused at once.
+Contexts and allocations on a device never exceed its memory: each is admitted in the transaction that records it. Before refusing one,
+the process releases dead processes' memory. A process shares its cap (JUPYTER_GPU_MEMORY_MIB) with all processes of its lease
+(JUPYTER_GPU_LEASE) on the device. An allocation that the machine could not back with real bytes is refused at once.
 """
 
 import fcntl
@@ -41,8 +41,8 @@ from fractional_gpu.gpu.simulated.processes import (
 from fractional_gpu.gpu.simulated.store import MIB, Device, SimulatedHostError, Store
 
 # The gate: a call in flight holds a shared lock on the gate's file. A lock operation first sets the byte to WANTED, so that no new call
-# begins, then waits for the exclusive lock. The kernel drops the lock of a killed process. A file lock has no count, so threads inside
-# are counted here; if an interrupt takes a thread out uncounted, its next call corrects the count.
+# begins, then waits for the exclusive lock. The kernel drops a killed process's lock. A file lock has no count, so the threads inside
+# are counted here; if an interrupt skips a thread's countdown, its next call corrects the count.
 
 
 _FIRST_POLL_S: Final = 0.001
@@ -60,7 +60,7 @@ class SimulatedOutOfMemory(SimulatedCudaError, MemoryError):  # noqa: N818 (name
 
 
 class Gate:
-    """The caller's side, one for each process with a context."""
+    """The caller's side; each process with a context has one."""
 
     def __init__(self, store: Store, key: str, *, uninterruptible: bool) -> None:
         self._store = store
@@ -68,13 +68,13 @@ class Gate:
         self._uninterruptible = uninterruptible
         self._file = os.open(store.process_folder(key) / "gate", os.O_RDONLY | os.O_CLOEXEC)
         self._mutex = threading.Lock()
-        self._inside: set[int] = set()  # threads with a call in flight; the file lock is held while there is one
+        self._inside: set[int] = set()  # threads with a call in flight; if there are any, we hold the file lock
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Be a call in flight; waits while the process is locked or checkpointed. Not nested in one thread.
+        """Make a call; waits while the process is locked or checkpointed. Do not nest in a thread.
 
-        Raises SimulatedCudaError when the process failed, KeyboardInterrupt while waiting in the main thread.
+        Raises SimulatedCudaError if the process failed, or KeyboardInterrupt while waiting in the main thread.
         """
         thread = threading.get_ident()
         try:
@@ -85,7 +85,7 @@ class Gate:
                     raise _interrupted() from None
             yield
         finally:
-            # An interrupt can come at the very entry of `_leave`. A lock that stays by mistake would block every suspend: leave again.
+            # An interrupt can come right as `_leave` begins. A lock left behind would block every suspend: leave again.
             try:
                 self._leave(thread)
             except KeyboardInterrupt:
@@ -94,7 +94,7 @@ class Gate:
 
     @contextmanager
     def call_now(self) -> Iterator[bool]:
-        """Be a call in flight if that needs no waiting (for finalizers, which may run in the middle of a call)."""
+        """Make a call if it need not wait (for finalizers, which may run in the middle of a call)."""
         thread = threading.get_ident()
         if self._mutex.locked() or thread in self._inside:
             yield False
@@ -116,7 +116,7 @@ class Gate:
                     fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     return False
-                # Look again under the lock: the gate may have been closed, and the closer's lock released, in between.
+                # Look again under the lock: someone may have closed the gate and released the lock in between.
                 if os.pread(self._file, 1, 0) != OPEN:
                     fcntl.flock(self._file, fcntl.LOCK_UN)
                     return False
@@ -157,7 +157,7 @@ class Gate:
             pause = min(_LAST_POLL_S, pause * 1.5)
 
     def _look(self) -> None:
-        """Raise if the process failed; undo a lock operation whose process died."""
+        """Raise if the process failed; undo a lock operation if its process died."""
         _living(self._store, self._key)
         if os.pread(self._file, 1, 0) == WANTED:
             settle_if_abandoned(self._store, self._key)
@@ -173,16 +173,16 @@ def _living(store: Store, key: str) -> Process:
 
 
 def _interrupted() -> KeyboardInterrupt:
-    """Return a KeyboardInterrupt that IPython shows as one sentence: the stack would be this module's."""
+    """Return a KeyboardInterrupt that IPython shows as one sentence, without this module's stack."""
     error = KeyboardInterrupt("interrupted while it waited for the GPU; the cell ended at this call")
     error._render_traceback_ = lambda: [f"KeyboardInterrupt: {error}"]  # type: ignore[attr-defined]
     return error
 
 
 def shut_gate(store: Store, key: str, timeout_s: float) -> bool:
-    """Hold new calls and wait for those in flight; False leaves the gate open. The caller holds the operation lock.
+    """Hold new calls and wait for those in flight; on False the gate stays open. The caller holds the operation lock.
 
-    Raises FileNotFoundError when the process was reaped.
+    Raises FileNotFoundError if the process was reaped.
     """
     folder = store.process_folder(key)
     shut = False
@@ -208,7 +208,7 @@ class _NoRoom(Exception):  # noqa: N818 (a signal between two functions here: re
 
 
 def memory_cap_bytes() -> int | None:
-    """Return the cap of this process's tree now: it may grow while the process runs."""
+    """Return this process tree's current cap, which may grow during the run."""
     text = os.environ.get("JUPYTER_GPU_MEMORY_MIB", "")
     if not text:
         return None
@@ -229,7 +229,7 @@ def _environment() -> tuple[str, str]:
             "no simulated GPU yet: JUPYTER_GPU_SIMULATED_DEVICE is not set; it comes with the grant of a GPU, "
             "before a cell that may use one"
         )
-    return directory, device.split(",")[0]  # as in CUDA, a process begins on the first of several
+    return directory, device.split(",")[0]  # as in CUDA, a process starts on the first device
 
 
 class Context:
@@ -274,7 +274,7 @@ class Context:
         folder = self.folder
         folder.mkdir(mode=0o700)
         if self.store.shared:
-            folder.chmod(0o711)  # others find the file with what this process's work uses, by its name
+            folder.chmod(0o711)  # others find this process's use in the file of this name
         (folder / "operation").touch(mode=0o600)
         (folder / "gate").touch(mode=0o600)
         (folder / "gate").write_bytes(OPEN)
@@ -289,7 +289,7 @@ class Context:
         return self.store.device(_living(self.store, self.key).device)
 
     def memory_info(self) -> tuple[int, int]:
-        """Return free and total bytes of the device, without regard to the process's own cap."""
+        """Return the device's free and total bytes, regardless of the process's own cap."""
         device = self.device()
         total = device.memory_mib * MIB
         return total - int(self.store.query(HELD, device.device_id)[0][0]), total
@@ -319,7 +319,7 @@ class Context:
         return added
 
     def free(self, numbers: list[int]) -> None:
-        """Numbers that are freed already are ignored. The caller is inside the gate."""
+        """Ignores numbers that are already free. The caller is inside the gate."""
         for number in numbers:
             with self.store.transaction() as db:
                 row = db.execute(
@@ -341,7 +341,7 @@ class Context:
     def working(self, seconds: float | None = None, milli: int = WHOLE) -> Iterator[Piece]:
         """Count as working on the device during the block. The caller is inside the gate.
 
-        `seconds`: what it takes alone, if known; `milli`: what it uses of the device, thousandths.
+        `seconds`: how long it takes alone, if known; `milli`: thousandths of the device it uses.
         """
         piece = self.load.begin(seconds, milli, _living(self.store, self.key).device)
         try:
@@ -353,14 +353,14 @@ class Context:
         self.load.share_again(_living(self.store, self.key).device)
 
     def destroy(self) -> None:
-        """Release everything, unless an operation moves it now (then it is reaped later)."""
+        """Release everything, unless an operation is moving it (then it is reaped later)."""
         try:
             self.load.close()  # before it is booked
             with operation_lock(self.folder) as mine:
                 if mine:
                     forget(self.store, [self.key])
         except FileNotFoundError:
-            return  # the whole host was removed, and with it this context
+            return  # the host was removed, and this context with it
         finally:
             self.gate.close()
             self.store.close()
@@ -411,11 +411,11 @@ class Context:
 
     def _check_host(self, n_bytes: int) -> None:
         available = self.store.available_bytes()
-        # A quick and too cautious check first, because every allocation makes it.
+        # First a quick, overcautious check, since every allocation makes it.
         if n_bytes + int(self.store.query("SELECT COALESCE(SUM(bytes), 0) FROM processes")[0][0]) <= available:
             return
         declared = int(self.store.query("SELECT COALESCE(SUM(bytes), 0) FROM allocations")[0][0])
-        # Files have holes until they are written: only what is declared and not yet written still needs room.
+        # Files have holes until they are written: only declared bytes that are not yet written need room.
         written = sum(file.stat().st_blocks * 512 for file in self.store.memory.glob("*/*.device"))
         if n_bytes + max(0, declared - written) > available:
             raise SimulatedOutOfMemory(

@@ -6,10 +6,10 @@ with cuda.allocate(64 << 20) as buffer:
     cuda.launch(0.5, utilisation=0.3)
     print(buffer.read(6), cuda.memory_info())
 
-The first use makes the process's context, on the device JUPYTER_GPU_SIMULATED_DEVICE in JUPYTER_GPU_SIMULATED_DIR. A forked child makes
+The first use creates the process's context, on the device JUPYTER_GPU_SIMULATED_DEVICE in JUPYTER_GPU_SIMULATED_DIR. A forked child has
 its own, and cannot use its parent's buffers. Every call blocks while the process is locked or checkpointed; KeyboardInterrupt ends the
 wait in the main thread, unless JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE=1 (as if blocked in the driver). Calls raise SimulatedCudaError
-when the device or the process failed, SimulatedOutOfMemory when there is no room.
+if the device or the process failed, SimulatedOutOfMemory if there is no room.
 """
 
 import atexit
@@ -44,7 +44,7 @@ _SLICE_S: Final = 0.05
 
 _lock = threading.Lock()
 _context: Context | None = None
-# Contexts of the parent process: after a fork its open database may not even be closed here.
+# Contexts of the parent process: after a fork we may not even close its open database.
 _parents: list[Context] = []
 
 
@@ -71,22 +71,22 @@ class Buffer:
     def __del__(self) -> None:
         context, number = self._context, self._number
         if number is None or context is not _context:
-            return  # freed, or of a context that ended, or of the parent process
-        # Never wait: garbage is collected at any point, also in the middle of another call.
+            return  # freed, or its context ended, or it is the parent process's
+        # Never wait: garbage collection may run at any point, even during another call.
         context.discarded.append(number)
         with context.gate.call_now() as inside:
             if inside and context.store.free_for_finalizer():
                 context.free_discarded()
 
     def write(self, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        """Copy `data` (anything with the buffer protocol) to the device. Raises ValueError when it does not fit."""
+        """Copy `data` (anything with the buffer protocol) to the device. Raises ValueError if it does not fit."""
         view = memoryview(data).cast("B")
         self._check_range(len(view), offset)
         with self._mine().gate.call():
             self._write(view, offset)
 
     def read(self, n_bytes: int | None = None, offset: int = 0) -> bytes:
-        """Copy `n_bytes` (default: all from `offset`) from the device. Raises ValueError outside of the buffer."""
+        """Copy `n_bytes` (default: all from `offset`) from the device. Raises ValueError beyond the buffer."""
         length = self.n_bytes - offset if n_bytes is None else n_bytes
         self._check_range(length, offset)
         with self._mine().gate.call(), self._path().open("rb") as file:
@@ -97,7 +97,7 @@ class Buffer:
         return data
 
     def fill(self, pattern: bytes) -> None:
-        """Fill the whole buffer with repetitions of `pattern`, as one call."""
+        """Fill the whole buffer with repeats of `pattern`, in one call."""
         if not pattern:
             raise ValueError("cannot fill with an empty pattern; give at least one byte")
         block = pattern * max(1, min(_CHUNK, self.n_bytes) // len(pattern))
@@ -173,8 +173,8 @@ def allocate(n_bytes: int) -> Buffer:
 def launch(seconds: float, utilisation: float = 1.0) -> None:
     """Keep the device busy and wait: for `seconds` if nothing else runs there, longer next to other work.
 
-    `utilisation` is the part of the device that it uses. Work that uses more than a whole device together slows each other
-    down (`load`). The process cannot be locked before the work is done.
+    `utilisation` is the fraction of the device it uses. If pieces of work use more than the whole device together, they slow
+    each other down (`load`). The process cannot be locked before its work is done.
     """
     if not seconds >= 0:
         raise ValueError(f"cannot launch work for {seconds!r} seconds; give a number, 0 or more")
@@ -190,7 +190,7 @@ def launch(seconds: float, utilisation: float = 1.0) -> None:
 
 
 def memory_info() -> tuple[int, int]:
-    """Return (free, total) bytes of the device, as CUDA does: the use of all processes counts, this process's cap does not."""
+    """Return (free, total) bytes of the device, as CUDA does: all processes' use counts, this process's cap does not."""
     context = _current()
     with context.gate.call():
         context.free_discarded()
@@ -198,7 +198,7 @@ def memory_info() -> tuple[int, int]:
 
 
 def reset() -> None:
-    """Destroy this process's context and all it holds; buffers become invalid. Does nothing without a context."""
+    """Destroy this process's context and buffers, if it has a context."""
     global _context
     with _lock:
         context, _context = _context, None

@@ -1,9 +1,9 @@
-"""Which control group a shared host's bytes are charged to: device memory to the host, saved memory to the process's job.
+"""Which control group pays for a shared host's bytes: the host for device memory, the process's job for saved memory.
 
-The kernel charges a memory file's pages to the group that first touches them, which would be the wrong one: the notebook fills its device's
-memory, root's worker writes the saved copy. So a process that allocates sends the file's descriptor to a thread of the broker, which
-reserves the pages (without an answer the process is charged). Before a save, a helper in the process's group reserves the copy's pages: if
-the group has no room, the kernel kills the helper, and the process stays as it was. `reserve` needs the standard library only.
+The kernel charges a memory file's pages to the group that first touches them. That would be the wrong one: the notebook fills its device
+memory, root's worker writes the saved copy. So an allocating process sends the file's descriptor to a thread of the broker, which
+reserves the pages (if it does not answer, the process is charged). Before a save, a helper in the process's group reserves the copy's
+pages: if the group has no room, the kernel kills the helper, and the process stays as it was. `reserve` needs only the standard library.
 """
 
 import errno
@@ -22,17 +22,14 @@ from fractional_gpu.host.peers import peer_credentials
 
 _DONE: Final = b"reserved"
 _MOST_ERROR: Final = 300
-_ANSWER_S: Final = 60.0  # reserving takes about a second for each 2 GiB
+_ANSWER_S: Final = 60.0  # reserving takes about a second per 2 GiB
 _REQUEST_S: Final = 5.0
 _MOST_AT_ONCE: Final = 32
-_PAUSE_S: Final = 0.5  # without a free descriptor
+_PAUSE_S: Final = 0.5  # when no descriptor is free
 
 
 def reserve(directory: Path, path: Path) -> None:
-    """Have the pages of a file of this process's device memory charged to the host. Raises OSError if there is no room.
-
-    Does nothing if no server answers.
-    """
+    """Charge a file of this process's device memory to the host, if a server answers. Raises OSError if full."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(_ANSWER_S)
         try:
@@ -52,10 +49,10 @@ def reserve(directory: Path, path: Path) -> None:
 
 
 class DeviceMemoryServer:
-    """Reserves device memory for a shared host's users, in separate threads. Trusts no client: takes only the peer's own plain files."""
+    """Reserves device memory for a shared host's users, in threads. Trusts no client: accepts only the peer's own plain files."""
 
     def __init__(self, directory: Path) -> None:
-        # Open while the service runs: users cannot create the files that SQLite keeps next to the books during a connection.
+        # Open while the service runs: users cannot create the files that SQLite needs next to an open database.
         self._store = Store(directory)
         self._most = max((device.memory_mib for device in self._store.devices()), default=0) * MIB
         self._device = directory.stat().st_dev
@@ -81,7 +78,7 @@ class DeviceMemoryServer:
         self._store.close()
 
     def _serve(self) -> None:
-        # A waiting `accept` would hold a descriptor, and one without a free descriptor must not end this service.
+        # A waiting `accept` would hold a descriptor, and failing for lack of one must not end this service.
         ready = select.poll()
         ready.register(self._listener, select.POLLIN)
         while not self._ended.is_set():
@@ -102,7 +99,7 @@ class DeviceMemoryServer:
 
     def _answer(self, peer: socket.socket) -> None:
         try:
-            with peer, suppress(OSError):  # a peer that went away
+            with peer, suppress(OSError):  # the peer went away
                 peer.settimeout(_REQUEST_S)
                 _, files, _, _ = socket.recv_fds(peer, 1, 1)
                 try:
@@ -138,11 +135,11 @@ for part in sys.argv[3:]:
     start, end = map(int, part.split("-"))
     os.posix_fallocate(int(sys.argv[2]), start, end - start)
 """
-_MOST_PARTS: Final = 1000  # extents in one command line; more are joined
+_MOST_PARTS: Final = 1000  # extents per command line; beyond that, join them
 
 
 def charge(pid: int, file: int, extents: list[tuple[int, int]]) -> None:
-    """Reserve these parts of a file as memory of the process's control group. Raises OSError if the group has no room."""
+    """Reserve parts of a file, charged to the process's control group. Raises OSError if the group has no room."""
     import subprocess  # noqa: PLC0415 - notebooks import this module
     import sys  # noqa: PLC0415
 
@@ -166,7 +163,7 @@ def charge(pid: int, file: int, extents: list[tuple[int, int]]) -> None:
 
 def _memory_group(pid: int) -> Path | None:
     groups = memory_groups(pid)
-    for version in (1, 2):  # with version 1's memory controller, version 2 has none
+    for version in (1, 2):  # if version 1 has the memory controller, version 2 does not
         if folders := groups.get(version):
             return folders[0]
     return None

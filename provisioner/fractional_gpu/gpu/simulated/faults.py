@@ -1,8 +1,9 @@
 """Injected faults of the simulated hardware: what goes wrong, how often and for which process.
 
-A fault applies to one operation (lock, checkpoint, restore, unlock, state), of one process or of any, `times` times (None: until it is
-removed); the oldest strikes. `fail:CODE` raises that error and does nothing; `slow:MS` waits before, `late:MS` after the operation; `lie`
-(for state `lie:STATE`) succeeds and does nothing; `hang` and `late` wait before or after it until the fault is removed.
+A fault affects one operation (lock, checkpoint, restore, unlock, state) of one process or of any, `times` times (None: until it is
+removed). If several match, the oldest strikes. `fail:CODE` raises that error and does nothing; `slow:MS` waits before the operation,
+`late:MS` after it; `lie` (`lie:STATE` for state) succeeds and does nothing; `hang` waits before it, and plain `late` after it, until the
+fault is removed.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Creates and changes simulated hosts: devices, settings, lost devices. For brokers, commands and tests.
 
-Devices can be replaced only while no process uses the host. A shared host's books and folders of memory are writable by all, each process's
-folder is its user's. The processes on a lost device have failed, and their device memory is gone; saved memory is untouched.
+Devices can be replaced only while no process uses the host. All users can write a shared host's database and memory folder; each process's
+folder is its user's. When a device is lost, its processes fail and their device memory is gone; saved memory stays.
 """
 
 import os
@@ -53,9 +53,9 @@ def parse_devices(text: str) -> list[int]:
 
 
 def choose_directory(name: str) -> Path:
-    """Return the folder for a host of this name: in memory if there is enough (1 GiB), else in the temporary folder.
+    """Return the folder for a host of this name: in memory if 1 GiB is free, else in the temporary folder.
 
-    The same name gives the same folder while that exists. `name` is letters, digits, `-`, `_` and `.`.
+    A name keeps its folder while the folder exists. `name` may have letters, digits, `-`, `_` and `.`.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
         raise SimulatedHostError(
@@ -76,9 +76,8 @@ def choose_directory(name: str) -> Path:
 def create(directory: str | Path, devices: str, *, shared: bool = False) -> SimulatedHost:
     """Create a simulated host, or open an existing one. `devices` as for `parse_devices`.
 
-    `shared`: other users' processes use it too; then it is root's, who alone checkpoints and tidies up after them. Raises
-    SimulatedHostError for devices that are not allowed, a folder that other users may write to, and when processes use a host with other
-    devices.
+    `shared`: other users' processes use it too; then it belongs to root, who alone checkpoints and cleans up. Raises SimulatedHostError
+    for invalid devices, a folder that other users may write to, or if processes use a host with other devices.
     """
     sizes = parse_devices(devices)
     path = Path(directory).absolute()
@@ -95,7 +94,7 @@ def create(directory: str | Path, devices: str, *, shared: bool = False) -> Simu
             db.execute("INSERT OR IGNORE INTO meta VALUES ('version', ?)", (str(VERSION),))
             present = [row[0] for row in db.execute("SELECT memory_mib FROM devices ORDER BY idx")]
             living = [row[0] for row in db.execute("SELECT pid FROM processes")]
-            # The keys of living processes were made for the pid namespace that it has.
+            # Live processes' keys are for its current pid namespace.
             verb = "INSERT OR IGNORE" if living else "INSERT OR REPLACE"
             db.execute(verb + " INTO meta VALUES ('namespace', ?)", (own_namespace(),))
             if present != sizes:
@@ -127,7 +126,7 @@ def destroy(directory: str | Path) -> None:
 
 
 def lose_device(directory: str | Path, device_id: str) -> None:
-    """Make the device fall off the bus: its memory is gone, and its processes have failed for good."""
+    """Make the device fall off the bus: it loses its memory, and its processes have failed for good."""
     fatal = f"the simulated device {device_id} was lost, and what this process held on it: restart the kernel"
     with closing(Store(directory)) as store:
         store.device(device_id)
@@ -150,7 +149,7 @@ def return_device(directory: str | Path, device_id: str) -> None:
 
 
 def _own(path: Path) -> None:
-    """Create the folder, or make sure that it is this user's: another user could plant one in a shared temporary folder."""
+    """Create the folder, or check that this user owns it: others could plant one in a shared temporary folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -163,7 +162,7 @@ def _own(path: Path) -> None:
 
 
 def _open_to_users(path: Path) -> None:
-    """Let all users into the folder and its books. SQLite gives the files next to its database the database's mode."""
+    """Let all users write the folder and its database. SQLite gives its other files the database's mode."""
     path.chmod(0o755)
     file = os.open(path / DATABASE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.fchmod(file, 0o666)

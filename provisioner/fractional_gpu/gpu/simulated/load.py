@@ -1,10 +1,10 @@
 """Work on the simulated devices: how much each process uses of its device, and how pieces of work slow each other down.
 
-Pieces that together use at most the whole device do not slow each other down. Beyond that, one that uses u takes 1 - u + u * k times as
-long: only what it does on the device is stretched. k is the number for which the uses, each u / (1 - u + u * k), add up to the whole
-device, as in `core.time_slicing`, which a notebook cannot import. Each process publishes its pieces' use and a ring of running totals, like
-a driver's samples; the last total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill the ring. Work published with
-an end in the past is over: its process was killed or stopped.
+Pieces that together use at most the whole device do not slow each other down. Beyond that, a piece that uses u takes 1 - u + u * k times
+as long: only its work on the device is stretched. k makes the uses, each u / (1 - u + u * k), add up to the whole device, as in
+`core.time_slicing`, which a notebook cannot import. Each process publishes its pieces' use and a ring of running totals, like a driver's
+samples. The last total is overwritten until it is `_STEP_NS` old, so that short pieces do not fill the ring. Published work whose end is
+past is over: its process was killed or stopped.
 """
 
 import os
@@ -22,11 +22,11 @@ from fractional_gpu.host.clock import since_boot_ns
 
 WHOLE: Final = 1000  # a device, thousandths
 
-_LOAD: Final = "pieces"  # a version of the file without the uses of single pieces has another name
+_LOAD: Final = "pieces"  # the file's earlier version, without single pieces' uses, had another name
 _PIECES: Final = 32
-# Totals written, the current use as slowed down, and what each piece uses alone, thousandths
+# Totals written, the current use when slowed down, and each piece's use alone, thousandths
 _HEADER: Final = struct.Struct(f"<QQ{_PIECES}H")
-_TOTAL: Final = struct.Struct("<QQ")  # nanoseconds since boot, and nanoseconds of a whole device used until then
+_TOTAL: Final = struct.Struct("<QQ")  # nanoseconds since boot, and whole-device nanoseconds used until then
 _TOTALS: Final = 256
 _STEP_NS: Final = 25_000_000
 _PRECISION: Final = 1e-6
@@ -35,11 +35,11 @@ _BYTES: Final = _HEADER.size + _TOTALS * _TOTAL.size
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """A piece of work: what it uses, thousandths, and what is left of the time that it takes alone (None: unknown)."""
+    """A piece of work: its use of the device, thousandths, and how long it still takes alone (None: unknown)."""
 
     milli: int
     left_ns: int | None
-    stretch_milli: int = WHOLE  # how much longer than alone it takes now
+    stretch_milli: int = WHOLE  # how much longer it takes now than alone
 
     @property
     def left_s(self) -> float:
@@ -50,7 +50,7 @@ class Piece:
         return 0 if self.left_ns == 0 else self.milli
 
     def advance(self, ns: int) -> int:
-        """Let time pass; return the piece's use of the device, nanoseconds of a whole one."""
+        """Let time pass; return the piece's use, in whole-device nanoseconds."""
         done_ns = ns * WHOLE // self.stretch_milli
         if self.left_ns is not None:
             done_ns = min(done_ns, self.left_ns)
@@ -74,18 +74,18 @@ class Load:
         self._key = key
         self._folder = store.process_folder(key)
         self._file = os.open(self._folder / _LOAD, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if store.shared:  # others' work is slowed down by this one's
+        if store.shared:  # this process's work slows others' down
             os.fchmod(self._file, 0o644)
         self._mutex = threading.Lock()
         self._pieces: list[Piece] = []
-        self._at_ns = since_boot_ns()  # up to here everything is counted
+        self._at_ns = since_boot_ns()  # everything up to here is counted
         self._used_ns = 0
-        self._number = 0  # of the running total that is written now
-        self._kept_ns = 0  # when the total before it was written for the last time
+        self._number = 0  # of the current running total
+        self._kept_ns = 0  # when the previous total was last written
         self._write(self._at_ns)
 
     def begin(self, seconds: float | None, milli: int, device_id: str) -> Piece:
-        """`seconds`: what it takes alone, None: unknown. End it with `end`, done or not."""
+        """`seconds`: how long it takes alone, if known. Call `end`, done or not."""
         with self._mutex:
             self._count()
             piece = Piece(milli, None if seconds is None else int(seconds * 1e9))
@@ -153,9 +153,9 @@ class Load:
 
 
 def used_milli(store: Store, process: Process, since_ns: int, now_ns: int) -> int:
-    """Return the process's use of its device since then, thousandths; 0 if it has ended.
+    """Return the process's use of its device since `since_ns`, thousandths; 0 if it has ended.
 
-    Nothing is known of the time before the oldest total: then the figure is of the time since.
+    The time before the oldest total is unknown and left out.
     """
     found = _read(store, process)
     if found is None:
@@ -202,7 +202,7 @@ def _read(store: Store, process: Process, *, totals: bool = True) -> _LoadRecord
         data = os.read(file, _BYTES if totals else _HEADER.size)
     finally:
         os.close(file)
-    if len(data) < _HEADER.size:  # it is being made
+    if len(data) < _HEADER.size:  # being created
         return None
     written = list(_TOTAL.iter_unpack(data[_HEADER.size : len(data) - (len(data) - _HEADER.size) % _TOTAL.size]))
     if totals and not written:

@@ -33,10 +33,10 @@ from fractional_gpu.gpu.simulated.processes import (
 from fractional_gpu.gpu.simulated.store import MIB, NoSuchDeviceError, SimulatedHostError, Store
 from fractional_gpu.host.clock import since_boot_us
 
-_SETTLE_US: Final = 100_000  # a thread between two pieces of work begins the next one within this time
+_SETTLE_US: Final = 100_000  # a thread begins its next piece of work within this time
 _RECENT_US: Final = 1_000_000
-_IDLE_MW: Final = 75_000  # what a device draws at all times; this and the next one are about an H200's
-_PEAK_MW: Final = 700_000  # what it draws when all of it is used
+_IDLE_MW: Final = 75_000  # a device's idle power; this and the next figure are roughly an H200's
+_PEAK_MW: Final = 700_000  # its power when fully used
 _REAP_S: Final = 10.0
 
 UNABLE: Final = "the simulated driver was told that it cannot checkpoint"
@@ -76,7 +76,7 @@ class SimulatedMonitor:
         self._opened_us = since_boot_us()
         self._drawn: dict[
             str, tuple[int, int]
-        ] = {}  # by device: when its energy was counted last, and how much it was, microjoules
+        ] = {}  # by device: when its energy was last counted, and the count, microjoules
 
     @translated
     def devices(self) -> list[DeviceInfo]:
@@ -121,9 +121,9 @@ class SimulatedMonitor:
 
     @translated
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return how busy the device was in the last second, its power, and its energy since this monitor was opened; no temperature.
+        """Return the last second's use, the power, and the energy since this monitor was opened; no temperature.
 
-        Energy is counted when it is read: what a process used between its last reading and its end is left out. Raises GPUError.
+        Energy is counted when read: what a process uses between the last reading and its end is left out. Raises GPUError.
         """
         self._check(device_id)
         now_us = since_boot_us()
@@ -168,7 +168,7 @@ class SimulatedMonitor:
         )
 
     def _reap(self, holding: list[Process]) -> bool:
-        """Reap dead processes if one of these is dead, and every 10 s in any case; return whether that was done."""
+        """Reap dead processes if one of these is dead, and at least every 10 s; return whether it did."""
         now_s = time.monotonic()
         due = now_s - self._reaped_s >= _REAP_S
         if due or any(is_dead(self._store, process.key, _recorded_pid(process.key)) for process in holding):

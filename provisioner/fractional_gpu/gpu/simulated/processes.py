@@ -1,10 +1,10 @@
 """Processes of the simulated host: which are alive, what they hold, and the clean-up after dead ones.
 
-A process is pid, start time and boot, as one text; a zombie is dead. In a separate pid namespace it knows only its inner pid, so its key
-names the namespace, and only a process that sees it judges it dead. `phase` says where its bytes are: `device`; `saving` and `saved`;
-`restoring`; `failed`. The commit of a move comes after its last byte, so a killed move is undone by resetting the phase, without copying.
-While `saving` the device still holds the bytes, while `restoring` the target already does. The next reader books what dead processes have
-used, deletes their rows and moves their folders aside, in one transaction.
+A process's key is pid, start time and boot; a zombie is dead. In a separate pid namespace a process knows only its inner pid, so its key
+names the namespace, and only processes that can see it judge whether it is dead. `phase` says where its bytes are: `device`; `saving` and
+`saved`; `restoring`; `failed`. A move commits after its last byte, so resetting the phase undoes a killed move, without copying. While
+`saving`, the device still counts the bytes; while `restoring`, the target already does. The next reader records what dead processes used,
+deletes their rows and moves their folders aside, in one transaction.
 """
 
 import fcntl
@@ -23,8 +23,10 @@ from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store, own_na
 from fractional_gpu.host.process import boot_id, parse_stat, read_file, read_of, read_stat
 
 OPEN: Final = b"O"  # calls pass
-WORK: Final = "work"  # a file of the process; its modification time is the time since boot at which its work on the device ends or ended
-WANTED: Final = b"W"  # a lock waits for the calls in flight; new ones are held
+WORK: Final = (
+    "work"  # a file of the process; its modification time says when its work on the device ends or ended, since boot
+)
+WANTED: Final = b"W"  # a lock waits for calls in flight; new calls are held
 CLOSED: Final = b"C"  # locked, checkpointed or failed: held calls read why
 # With one plain placeholder: Python 3.14 takes no sequence for numbered ones.
 ON_DEVICE: Final = "? = CASE WHEN phase IN ('device', 'saving') THEN device WHEN phase = 'restoring' THEN target END"
@@ -87,13 +89,13 @@ def is_dead(store: Store, key: str, pid: int) -> bool:
     if (within or home) != own:
         return own == home and visible_pid(key, pid) == 0
     if _shown_as() != os.getpid():
-        return False  # /proc is another namespace's: it shows other processes under these pids
+        return False  # /proc is another namespace's: there these pids are other processes
     found = current_key(pid)
     return found is None or found != key.partition(_WITHIN)[0]
 
 
 def visible_pid(key: str, pid: int) -> int:
-    """Return the pid that a recorded process has in /proc here; 0 in a namespace that cannot be seen."""
+    """Return a recorded process's pid in our /proc, or 0 if we cannot see its namespace."""
     if key.partition(_WITHIN)[2] in ("", own_namespace()):
         return pid
     known = _visible.get(key)
@@ -108,7 +110,7 @@ def visible_pid(key: str, pid: int) -> int:
 
 
 def _namespace(pid: int) -> str:
-    """Return the name of a process's pid namespace; our own if it cannot be read."""
+    """Return the name of a process's pid namespace, or of ours if it cannot be read."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")[5:-1]  # noqa: PTH115
     except OSError:
@@ -142,15 +144,15 @@ def users_of(store: Store, device_id: str) -> list[Process]:
 
 
 def open_file(folder: Path, name: str, flags: int) -> int:
-    """Open a file in a process's folder; a new one gets mode 0600. Raises FileNotFoundError when the process was reaped.
+    """Open a file in a process's folder; a new one gets mode 0600. Raises FileNotFoundError if the process was reaped.
 
-    The folder is the process's, and this one may be root: no link is followed, and PermissionError is raised unless the file is plain, has
-    one name, and is the folder's owner's or this user's. Do not pass flags that change the file at once (O_TRUNC).
+    The other process controls the folder, and we may be root: follow no link, and raise PermissionError unless the file is plain, has one
+    name, and belongs to the folder's owner or this user. Do not pass flags that change the file at once (O_TRUNC).
     """
     there = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         owner = os.fstat(there).st_uid
-        # Relative to the opened folder: the process may replace the path by a link to another's at any moment.
+        # Relative to the opened folder: the process may replace the path with a link at any moment.
         file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=there)
     finally:
         os.close(there)
@@ -189,7 +191,7 @@ def _remove(folder: Path, names: list[str]) -> None:
 
 
 def _empty(folder: Path, names: list[str]) -> None:
-    """Give the memory of these files back; the files stay, the next restore writes into them."""
+    """Free these files' memory; the files stay, since the next restore writes into them."""
     for name in names:
         with opened(folder, name, os.O_WRONLY) as file:
             os.ftruncate(file, 0)
@@ -201,7 +203,7 @@ def read_gate(folder: Path) -> bytes:
 
 
 def write_gate(folder: Path, value: bytes) -> None:
-    """Write in place: the file is also the lock of the calls in flight. Raises FileNotFoundError."""
+    """Write in place: calls in flight lock the file. Raises FileNotFoundError."""
     with opened(folder, "gate", os.O_WRONLY) as descriptor:
         os.pwrite(descriptor, value, 0)
 
@@ -212,14 +214,14 @@ def open_gate(store: Store, key: str) -> None:
     write_gate(folder, OPEN)
     process = find_process(store, key)
     if process is not None and process.phase == "failed":
-        write_gate(folder, CLOSED)  # its device was lost in between: calls must read the reason
+        write_gate(folder, CLOSED)  # its device was lost meanwhile: calls must read the reason
 
 
 @contextmanager
 def operation_lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
-    """Hold the right to change a process's checkpoint state; yields False if another operation kept it for `timeout_s`.
+    """Hold the lock on a process's checkpoint state; yields False if another operation holds it for `timeout_s`.
 
-    Raises FileNotFoundError when the process was reaped. The kernel releases the lock when the holder dies.
+    Raises FileNotFoundError if the process was reaped. The kernel releases the lock when the holder dies.
     """
     with opened(folder, "operation", os.O_RDONLY) as descriptor:
         yield lock_file(descriptor, fcntl.LOCK_EX, timeout_s)
@@ -239,9 +241,9 @@ def lock_file(descriptor: int, kind: int, timeout_s: float) -> bool:
 
 
 def settle(store: Store, key: str) -> None:
-    """Undo a killed operation. The caller holds the operation lock, so the process that began it is dead."""
+    """Undo a killed operation. The caller holds the operation lock, so the operation's process is dead."""
     folder = store.process_folder(key)
-    # First the phase, then the files: a kill in between leaves copies that a later `settle` removes, never a phase without its bytes.
+    # First the phase, then the files: a kill in between leaves copies for a later `settle` to remove, never a phase without its bytes.
     with store.transaction() as db:
         db.execute("UPDATE processes SET phase='device' WHERE key=? AND phase='saving'", (key,))
         db.execute("UPDATE processes SET phase='saved', target=NULL WHERE key=? AND phase='restoring'", (key,))
@@ -267,7 +269,7 @@ def forget(store: Store, keys: list[str]) -> None:
         for key in keys:
             db.execute("DELETE FROM allocations WHERE process=?", (key,))
             db.execute("DELETE FROM processes WHERE key=?", (key,))
-        # Folders are made inside a transaction that records their owner, so one without a row here has none.
+        # Folders are made in the transaction that records their owner, so a folder without a row has none.
         known = {row[0] for row in db.execute("SELECT key FROM processes")}
         for folder in store.memory.iterdir():
             if folder.name not in known and store.may_tidy(folder):
@@ -287,7 +289,7 @@ def empty_trash(store: Store) -> None:
 
 
 def reap(store: Store) -> None:
-    # Root may release what any process holds, others only their own; of a folder that is gone, root.
+    # Root may release any process's memory, others their own; if the folder is gone, only root may.
     everything = os.geteuid() == 0 or not store.shared
     recorded = store.query("SELECT key, pid FROM processes")
     dead = [

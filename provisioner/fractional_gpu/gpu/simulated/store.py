@@ -1,9 +1,9 @@
-"""A simulated host's folder and its database; `processes` are those in it. Standard library only: notebooks import it.
+"""A simulated host's folder and database; `processes` handles those in it. Standard library only: notebooks import it.
 
-Everything that processes must agree on changes in one short transaction, in which no bytes move and nothing is waited for. A connection
-never crosses a fork (SQLite forbids it): the child opens its own. A shared host is root's. Its books are writable by all, so users are
-guarded against mistakes there, not against attack; memory is readable by its owner and root only. Root opens only plain files of that user
-in a user's folder (`processes.open_file`), follows no link, and alone tidies up after others.
+Everything that processes must agree on changes in one short transaction, which moves no bytes and never waits. A connection never
+crosses a fork (SQLite forbids it): the child opens its own. A shared host belongs to root. All users can write its database, which
+protects them from mistakes but not from attacks; only the owner and root can read memory. In a user's folder, root opens only that
+user's plain files (`processes.open_file`), and follows no link. Only root cleans up after others.
 """
 
 import json
@@ -24,7 +24,7 @@ from fractional_gpu.host.memory import LimitReader, system_headroom
 MIB: Final = 1 << 20
 VERSION: Final = 1
 DATABASE: Final = "host.sqlite"
-SOCKET: Final = "memory.sock"  # of a shared host: see `device_memory`
+SOCKET: Final = "memory.sock"  # for shared hosts: see `device_memory`
 _KEY: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z@-]{0,99}")
 _BUSY_S: Final = 60.0
 _LEFT: Final = 128 * MIB  # of a file system
@@ -63,7 +63,7 @@ class Settings:
     restore_mib_s: int = 0
     latency_ms: int = 0
     context_mib: int = 32
-    checkpointable: int = 1  # 0: as a driver that is too old, on every device
+    checkpointable: int = 1  # 0: like a driver that is too old, on every device
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -97,7 +97,7 @@ class Store:
             self._db = sqlite3.connect(
                 self.directory / DATABASE, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
-            # No fsync: the folder does not outlive the machine, and SQLite survives a killed process without it.
+            # No fsync: the folder does not outlive the machine, and killed processes do SQLite no harm.
             self._db.execute("PRAGMA synchronous=OFF")
             if create:
                 self._db.execute("PRAGMA journal_mode=WAL").fetchone()
@@ -120,7 +120,7 @@ class Store:
         """Hold the host's write lock: commits at the end, rolls back on any exception. Never nested."""
         with self._mutex:
             try:
-                # Inside the try, because an interrupt right after BEGIN must not leave the whole host locked.
+                # Inside the try: an interrupt right after BEGIN must not leave the host locked.
                 self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
                 self._db.execute("COMMIT")
@@ -138,13 +138,13 @@ class Store:
         return bool(self.memory.stat().st_mode & stat.S_IWOTH)
 
     def may_tidy(self, entry: Path) -> bool:
-        """Whether this process may move or remove another's folder. A folder that is gone needs no tidying."""
+        """Whether this process may move or remove another's folder: not if the folder is gone."""
         with suppress(FileNotFoundError):
             return os.geteuid() in (0, entry.lstat().st_uid)
         return False
 
     def free_for_finalizer(self) -> bool:
-        """Whether a transaction could start in this thread now (a finalizer may run inside another one)."""
+        """Whether this thread could start a transaction now (a finalizer may run inside one)."""
         return not self._mutex.locked()
 
     def devices(self) -> list[Device]:
@@ -186,22 +186,20 @@ class Store:
             self._db.close()
 
     def available_bytes(self) -> int:
-        """Return how many more bytes fit into the folder, which may be memory with limits.
+        """Return how many more bytes fit into the folder, which may be limited memory.
 
-        A simulated device may be declared larger than the machine's memory; its contents may not be. On a shared host the host is charged.
+        A simulated device may be larger than the machine's memory, but its contents may not. A shared host may use all of it.
         """
         status = os.statvfs(self.directory)
         free = status.f_bavail * status.f_frsize - _LEFT
         if in_memory(self.directory):
-            with suppress(OSError, ValueError):  # a limit that cannot be read is none
+            with suppress(OSError, ValueError):  # an unreadable limit is no limit
                 room = system_headroom() if self.shared else LimitReader().headroom(os.getpid())
                 free = min(free, room.mib * MIB)
         return free
 
     def process_folder(self, key: str) -> Path:
-        if not _KEY.fullmatch(
-            key
-        ):  # the books of a shared host can be written by all: no path outside of it may come from them
+        if not _KEY.fullmatch(key):  # all users can write a shared host's database: allow no path outside the host
             raise SimulatedHostError(
                 f"the books of {self.directory} name a process {key[:80]!r}, which cannot be: {_AFRESH}"
             )
