@@ -1,1 +1,1 @@
-"""Slurm and Kubernetes: the node agent that reports the broker's capacity to them, and the code that turns allocations into seats."""
+"""Clusters' engines: the node agent that gives Slurm and Kubernetes the broker's numbers, and what makes a job's allocation a seat."""

@@ -1,1 +1,1 @@
-"""The boundary to devices: one interface for NVIDIA's and simulated GPUs, and the checkpoint worker."""
+"""The boundary to devices: one interface, NVIDIA's devices, the simulated GPU, and the checkpoint worker."""

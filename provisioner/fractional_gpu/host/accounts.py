@@ -1,8 +1,8 @@
 """Which user is charged for a process: one person may run processes with many uids.
 
-A subordinate uid (rootless containers) counts for its owner by /etc/subuid; other sources of such ranges (sssd) are not read. A uid without
-a passwd entry counts for itself, or for one account that the administrator sets. This is for limits, shares, budgets and rates. Permissions
-never follow it: the real uid decides who may see or steer a lease.
+A subordinate uid (rootless containers) is charged to its owner in /etc/subuid; other sources of subordinate uids (sssd) are not read. A
+uid without a passwd entry is charged to itself, or to one account that the administrator sets. Limits, shares, budgets and rates use
+this; permissions do not: the real uid decides who may see or control a lease.
 """
 
 import pwd
@@ -13,7 +13,7 @@ from pathlib import Path
 
 _RANGE = re.compile(r"^([^:#\n][^:\n]*):(\d{1,10}):(\d{1,10})$", re.ASCII | re.MULTILINE)
 _FRESH_S = 60.0
-_MOST = 10_000  # uids that are remembered: one user may have 65,536
+_MOST = 10_000  # cached uids: one user may have 65,536
 
 
 class Accounts:
@@ -22,7 +22,7 @@ class Accounts:
     def __init__(
         self, file: Path = Path("/etc/subuid"), unknown: int | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.unknown = unknown  # the uid that is charged for uids without a user; None: each of them itself
+        self.unknown = unknown  # the uid charged for uids without a user; None: each its own
         self._file, self._now, self._stale_s = file, now, 0.0
         self._ranges: list[tuple[str, int, int]] = []
         self._known: dict[int, int] = {}
@@ -54,7 +54,7 @@ class Accounts:
 def _uid_in(lookup: Callable[..., pwd.struct_passwd], key: object) -> int | None:
     try:
         return lookup(key).pw_uid
-    except (KeyError, ValueError):  # there is none, or its name has a NUL
+    except (KeyError, ValueError):  # no entry, or the name has a NUL
         return None
 
 

@@ -1,8 +1,8 @@
 """A host-wide claim of a device, which ends with its holder: a listening UNIX socket in the abstract namespace.
 
-The kernel allows one per name and removes it when the holder ends in any way; no cleaner can remove it before. A refused claimant reads the
-credentials of the process that claimed: claim in the process that stays. The namespace belongs to the network namespace: give a device to
-only one of the containers that have separate networks. A claim prevents mistakes, not attacks; the refusal names the holder's user.
+The kernel allows one socket per name and removes it however the holder ends; no cleaner can remove it earlier. A refused claimant sees the
+credentials of the process that made the claim, so a process that stays should. The namespace is per network namespace: if containers have
+separate networks, give a device to one of them only. Claims prevent mistakes, not attacks; the refusal names the holder's user.
 """
 
 import contextlib
@@ -43,13 +43,13 @@ class NameClaim:
         return holder(address) if listener is None else NameClaim(listener)
 
     def fileno(self) -> int:
-        """Return the listener's descriptor: it is readable while a claimant's query is in the queue; then call `drain`."""
+        """Return the listener's descriptor: when it is readable, a claimant's query is queued, so call `drain`."""
         return self._listener.fileno()
 
     def drain(self) -> int:
-        """Drop up to 64 queries of claimants, and return how many there were. Never blocks.
+        """Drop up to 64 claimants' queries, and return how many. Never blocks.
 
-        A full queue hides the holder from the next claimant. Raises OSError when no descriptor is free; then call it later.
+        A full queue hides the holder from the next claimant. Raises OSError if no descriptor is free: retry later.
         """
         dropped = 0
         with contextlib.suppress(BlockingIOError):
@@ -102,7 +102,7 @@ def _address(device_id: str) -> bytes:
 
 
 def holder(address: bytes) -> tuple[int | None, int | None]:
-    """Return pid and uid of the listener at the address; (None, None) if there is none or its queue is full."""
+    """Return the pid and uid of the listener at the address, or (None, None) if none or its queue is full."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asker:
         try:
             asker.connect(address)

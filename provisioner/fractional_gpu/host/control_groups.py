@@ -1,8 +1,8 @@
-"""Where hierarchies of control groups are mounted, with the host's paths, also for a process in a separate control group namespace.
+"""Where control group hierarchies are mounted, with the host's paths, even in a separate control group namespace.
 
-In a container such a process sees the groups above its own as `/..`, once for each level: another pod's group is `/../../podUID/...`. What
-is in between has no name. So its own group is looked for once in the whole hierarchy (a mounted host path), by the inode of its folder;
-with that every path is one of the host again.
+In such a namespace a container sees the groups above its own as `/..`, once per level: another pod's group is `/../../podUID/...`. The
+levels in between have no names. So we look for our own group once in the whole hierarchy (a mounted host path), by its folder's inode;
+from that we know every group's path on the host.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ ROOT = PurePosixPath("/")
 
 
 class Mount(NamedTuple):
-    """A part of a hierarchy. `root`: its host's path; `own`: the path of this process's group, if a namespace hides it."""
+    """A part of a hierarchy. `root`: its path on the host; `own`: this process's group, if a namespace hides it."""
 
     version: int
     controllers: frozenset[str]  # with version 1
@@ -25,7 +25,7 @@ class Mount(NamedTuple):
     own: PurePosixPath | None = None
 
     def folder(self, group: PurePosixPath) -> Path | None:
-        """Return the folder of a group, whether it exists or not; None if this part of the hierarchy does not show it."""
+        """Return a group's folder, existing or not; None if this part of the hierarchy does not show it."""
         shown = ".." not in group.parts and group.is_relative_to(self.root)
         return self.point / group.relative_to(self.root) if shown else None
 
@@ -54,14 +54,14 @@ def mounts(*, proc: Path = PROC) -> list[Mount]:
 
 
 def levels_up(root: PurePosixPath) -> int:
-    """Return how many levels above its own a process sees this root, if that is all that the path says; 0 for any other path."""
+    """Return how many levels up a root like `/../..` is from the process's own group; 0 for any other path."""
     names = root.parts[1:]
     return len(names) if names and set(names) == {".."} else 0
 
 
 @cache
 def _own_group(whole: Path, levels: int, device: int, inode: int) -> PurePosixPath | None:
-    """Return the host's path of the group with this folder, `levels` below the folder where the whole hierarchy is mounted."""
+    """Return the host's path of the group whose folder has this inode, `levels` below the hierarchy's mount `whole`."""
     for folder in whole.glob("/".join(["*"] * levels)):
         try:
             status = folder.stat()
@@ -73,7 +73,7 @@ def _own_group(whole: Path, levels: int, device: int, inode: int) -> PurePosixPa
 
 
 def absolute(path: PurePosixPath, own: PurePosixPath) -> PurePosixPath:
-    """Return the host's path of a group that a process of the group `own` sees as `path`."""
+    """Return the host's path of a group that a process in the group `own` sees as `path`."""
     names = path.parts[1:]
     ups = next((number for number, name in enumerate(names) if name != ".."), len(names))
     above = [own, *own.parents, *[ROOT] * ups][ups]

@@ -1,7 +1,7 @@
-"""Replacing a small file in one step, the folder for temporary files, mounts, and the points where tests make writes fail.
+"""Replacing small files atomically, the temporary folder, mounts, and the points where tests make writes fail.
 
 Standard library only. New content is written to another file, synced (fsync), and renamed over the old one; then the folder is synced.
-After a kill, a full disk or a power failure the file has the old content or the new one, never a mixture.
+After a kill, a full disk or a power failure the file has the old content or the new, never a mixture.
 """
 
 import errno
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - what callers put there is checked to be theirs
-_EVERY_UID = "4294967295"  # the number of uids in the map of the machine's initial user namespace
+_EVERY_UID = "4294967295"  # the number of uids in the initial user namespace's map
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -31,19 +31,19 @@ class MountLine(NamedTuple):
 
 def mount_table(file: Path) -> list[MountLine]:
     found = []
-    for line in os.fsdecode(file.read_bytes()).split("\n"):  # a path may have characters at which `splitlines` splits
+    for line in os.fsdecode(file.read_bytes()).split("\n"):  # paths may have characters at which `splitlines` splits
         before, separator, after = line.partition(" - ")
         fields = before.split(" ")
         if separator and len(fields) >= 5:
             kind, _source, options = (*after.split(" ", 2), "", "")[:3]
-            # Blanks and the like are octal.
+            # Blanks etc. are octal.
             root, point = (_OCTAL.sub(lambda match: chr(int(match[1], 8)), field) for field in fields[3:5])
             found.append(MountLine(root, Path(point), kind, options))
     return found
 
 
 def temporary_folder() -> Path:
-    """Return the folder of Python's `tempfile`, without writing: on a full disk `tempfile` would choose another one."""
+    """Return the folder that `tempfile` uses, without writing: on a full disk `tempfile` would choose another."""
     named = (os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
     folders = [Path(folder).absolute() for folder in (*named, *_TEMPORARY) if folder]
     usable = (folder for folder in folders if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
@@ -51,7 +51,7 @@ def temporary_folder() -> Path:
 
 
 def file_identity(file: Path | int) -> tuple[int, int] | None:
-    """Return device and inode of a path (links not followed) or a descriptor; None if it cannot be seen."""
+    """Return the device and inode of a path (links not followed) or descriptor; None if hidden or missing."""
     try:
         status = os.fstat(file) if isinstance(file, int) else file.lstat()
     except OSError:
@@ -60,7 +60,7 @@ def file_identity(file: Path | int) -> tuple[int, int] | None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make the folder, and missing parents, for this user alone (0700), as Jupyter relies on that. Raises OSError."""
+    """Create the folder and missing parents for this user alone (0700), as Jupyter expects. Raises OSError."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except FileNotFoundError:
@@ -71,14 +71,14 @@ def make_private_folder(folder: Path) -> None:
 
 
 def foreign_above(folder: Path) -> tuple[Path, int] | None:
-    """Return the first folder above this one, links resolved, that is neither this user's nor root's, and its owner."""
+    """Return the first parent folder, links resolved, that is neither this user's nor root's, and its owner."""
     trusted = {os.geteuid(), 0}
     with suppress(OSError, ValueError):
         if _EVERY_UID not in Path("/proc/self/uid_map").read_text().split():
-            # A user namespace: root of the machine has no uid here. Its files show the overflow uid, which no user has.
+            # A user namespace: the machine's root has no uid here. Its files show the overflow uid, which no user has.
             trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
     for one in Path(os.path.realpath(folder)).parents:
-        with suppress(OSError):  # missing, or below a folder without access: whose that is shows further up
+        with suppress(OSError):  # missing, or in a folder without access: a parent shows its owner
             if (uid := one.stat().st_uid) not in trusted:
                 return one, uid
     return None
@@ -87,7 +87,7 @@ def foreign_above(folder: Path) -> tuple[Path, int] | None:
 def open_own(path: Path | str, flags: int) -> int:
     """Open a private file (0600) of this user; `flags` as for `os.open`, without O_TRUNC.
 
-    Raises OSError, and changes nothing, for a link, another user's file, and one with a hard link: writing there may change another file.
+    Raises OSError, and changes nothing, for a link, another user's file, or a second hard link: writing could change another file.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     status = os.fstat(descriptor)
@@ -109,10 +109,10 @@ def open_own(path: Path | str, flags: int) -> int:
 def replace_file(
     path: Path, content: bytes, *, prepare: Callable[[int], None] | None = None, keep: bool = False
 ) -> int:
-    """Write a private file (0600), which replaces the one at `path`, if any; a link there is replaced, not followed.
+    """Write a private file (0600) at `path`, replacing any file there; a link there is replaced, not followed.
 
-    `prepare` gets the descriptor of the new file before it takes the name: to lock it, or to change its owner. Returns the open descriptor
-    if `keep` is set, else -1. Raises OSError, and then the old file is as it was.
+    `prepare` gets the new file's descriptor before the rename, to lock it or to change its owner. Returns the open descriptor if `keep` is
+    set, else -1. Raises OSError and leaves the old file unchanged.
     """
     fresh = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
     descriptor = os.open(fresh, _FLAGS, 0o600)
@@ -120,7 +120,7 @@ def replace_file(
         write_all(descriptor, content)
         if prepare is not None:
             prepare(descriptor)
-        os.fsync(descriptor)  # before the rename: after a power failure the name could lead to an empty file
+        os.fsync(descriptor)  # before the rename: after a power failure the file could be empty
         fresh.rename(path)
     except BaseException:
         os.close(descriptor)
@@ -130,7 +130,7 @@ def replace_file(
     if not keep:
         os.close(descriptor)
         descriptor = -1
-    with suppress(OSError):  # the file is in place; without the sync it may be lost in a power failure
+    with suppress(OSError):  # the file is in place; without the sync a power failure may lose it
         sync_folder(path.parent)
     return descriptor
 
@@ -150,9 +150,9 @@ def sync_folder(folder: Path) -> None:
 
 
 # Points before and after each step that changes the world, the books or the ledger, at which a test may kill this process, block a
-# thread, or have a write fail. Off unless `JUPYTER_GPU_FAILPOINTS` names a file at the start: then `reach` costs one comparison. The file
-# has one line: a point, the number of the time it is reached, and `kill`, `hang` or `fail`. It is removed first, so that a restarted
-# process lives on. Reached points are appended to the path with `.reached`, which counts over all processes.
+# thread, or make a write fail. Off unless `JUPYTER_GPU_FAILPOINTS` names a file at the start; off, `reach` costs one comparison. The file
+# has one line: a point, which time it is reached, and `kill`, `hang` or `fail`. It is removed first, so that a restarted process
+# survives. Reached points are appended to the path with `.reached`, which counts over all processes.
 
 
 VARIABLE = "JUPYTER_GPU_FAILPOINTS"
@@ -160,17 +160,17 @@ _file = os.environ.get(VARIABLE)
 
 
 def enabled() -> bool:
-    """For callers whose names of points cost something to make."""
+    """For callers to whom a point's name costs time."""
     return _file is not None
 
 
 def reach(name: str) -> bool:
-    """Die or hang here if the file says so; return True if this step should fail. Raises OSError if it cannot be used."""
+    """Die or hang here if the file says so; return True if this step should fail. Raises OSError if unusable."""
     if _file is None:
         return False
     record = os.open(f"{_file}.reached", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(record, fcntl.LOCK_EX)  # one process at a time, so that each time has its own number
+        fcntl.flock(record, fcntl.LOCK_EX)  # one process at a time, so that each has its own number
         os.write(record, f"{name}\n".encode())
         times = os.pread(record, os.fstat(record).st_size, 0).split(b"\n").count(name.encode())
         path = Path(_file)
@@ -191,7 +191,7 @@ def reach(name: str) -> bool:
 
 
 def _parsed(line: bytes) -> tuple[str, int, str]:
-    """Raises OSError for a malformed line: such a test would test nothing."""
+    """Raises OSError for a malformed line, which would test nothing."""
     words = line.decode("ascii", "replace").split()
     if len(words) != 3 or not re.fullmatch("[0-9]{1,9}", words[1]) or words[2] not in ("kill", "hang", "fail"):
         raise OSError(errno.EINVAL, f"a failpoint is `NAME TIME kill`, `... hang` or `... fail`, not {line[:200]!r}")

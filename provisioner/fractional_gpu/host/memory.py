@@ -1,11 +1,11 @@
-"""Host memory: how much a process may still take, and which process the system's killer takes first.
+"""Host memory: how much a process may still take, and which process the out-of-memory killer takes first.
 
-- Saved device memory is in the process's own memory: it counts against every control group above that process. Processes that take memory
-  together share the room of each limit: their needs are added up, limit by limit.
-- The headroom is the least of the system's available memory and the room below each limit, less a margin: a process that fills its limit to
-  the last byte is killed by its next allocation. Inactive file cache does not count as used, and swap not as room.
-- Control groups of version 1 and 2 are read, also side by side. If the group's path is not visible, the limit of the mounted part counts. A
-  limit that cannot be read is an error, never "no limit".
+- Saved device memory is in the process's own memory: it counts against every control group above the process. If processes take memory
+  together, their needs are added up limit by limit.
+- The headroom is the smallest of the system's available memory and the room below each limit, less a margin: a process at its limit would
+  be killed by its next allocation. Inactive file cache does not count as used, nor swap as room.
+- Control groups of version 1 and 2 are read, even side by side. If the group's path is hidden, the mounted part's limit applies. An
+  unreadable limit is an error, never "no limit".
 """
 
 import os
@@ -22,12 +22,12 @@ from fractional_gpu.host.control_groups import Mount, absolute, mounts
 from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, lines_of, read_of
 
 _MIB: Final = 1024 * 1024
-_MARGIN_PARTS: Final = 50  # 2 %: page tables, and what the process allocates during the save
+_MARGIN_PARTS: Final = 50  # 2 %: page tables, and allocations during the save
 _MARGIN_LEAST_MIB: Final = 64
 
 
 class _Files(NamedTuple):
-    limits: tuple[str, ...]  # the first one is never exceeded
+    limits: tuple[str, ...]  # never exceed the first
     used: str
     reclaimable: str  # in memory.stat
 
@@ -35,7 +35,7 @@ class _Files(NamedTuple):
 _FILES: Final = {
     # "No limit" is a number near 2^63 here, above the system's memory.
     1: _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
-    # Past memory.high a process is throttled until it hardly moves: that is a limit too.
+    # Past memory.high the kernel throttles a process almost to a halt, so it is a limit too.
     2: _Files(("memory.max", "memory.high"), "memory.current", "inactive_file"),
 }
 
@@ -69,7 +69,7 @@ def _meminfo(name: str, proc: Path) -> int:
 
 
 def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
-    """Return the limit that is short by most, for needs in MiB by pid; None if every limit has the room. Raises as `headroom`."""
+    """Return the limit that lacks most for these needs (MiB by pid), or None if none lacks any. Raises as `headroom`."""
     return LimitReader(proc=proc).shortage(needs)
 
 
@@ -103,7 +103,7 @@ class LimitReader:
         return worst if worst is not None and worst.need_mib > worst.left_mib else None
 
     def _limits(self, pid: int) -> dict[Path | None, Headroom]:
-        """Return the room below each limit by the folder of its control group; None is the system itself."""
+        """Return the room below each limit, by control group folder; None is the system itself."""
         groups = read_of(pid, "cgroup", proc=self._proc)
         if groups not in self._found:
             found: dict[Path | None, Headroom] = {None: self._system}
@@ -114,12 +114,12 @@ class LimitReader:
 
 
 def memory_groups(pid: int, *, proc: Path = PROC) -> dict[int, list[Path]]:
-    """Return the folders of the groups that may account the process's memory, by version, upwards. Raises ProcessLookupError, OSError."""
+    """Return by version, upwards, the groups' folders that may count the process's memory. Raises ProcessLookupError, OSError."""
     return _folders(read_of(pid, "cgroup", proc=proc), mounts(proc=proc))
 
 
 def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
-    """Return the smallest limit of the process's control groups, else the machine's memory with swap. Raises as `memory_groups`."""
+    """Return the smallest limit of the process's control groups, or the machine's memory with swap. Raises as `memory_groups`."""
     total = _meminfo("MemTotal", proc) + _meminfo("SwapTotal", proc)
     limits = [Headroom(total // _MIB, "the system's memory")]
     for version, folders in memory_groups(pid, proc=proc).items():
@@ -140,7 +140,7 @@ def group_limit(group: str, *, proc: Path = PROC) -> Headroom | None:
 
 
 def group_used_mib(group: str, *, proc: Path = PROC) -> int:
-    """Return what the group's processes use, without reclaimable caches; 0 if it is not counted. Raises OSError."""
+    """Return the group's use without reclaimable caches; 0 if it is not counted. Raises OSError."""
     used = [_used(mount.version, folder) or 0 for mount, folder in _folders_of(group, proc)]
     return max(used, default=0) // _MIB
 
@@ -167,7 +167,7 @@ def _room(limit: int, left: int, name: str) -> Headroom:
 
 
 def _folders(groups: bytes, everywhere: list[Mount]) -> dict[int, list[Path]]:
-    """Return the folders of the control groups in a /proc/PID/cgroup that may account memory, and of their parents."""
+    """Return the folders of a /proc/PID/cgroup's groups that may count memory, and of their parents."""
     found: dict[int, list[Path]] = {}
     for line in lines_of(groups):
         number, controllers, seen = line.split(":", 2)
@@ -184,7 +184,7 @@ def _folders(groups: bytes, everywhere: list[Mount]) -> dict[int, list[Path]]:
 
 
 def _upwards(mount: Mount, folder: Path | None) -> list[Path]:
-    """Return the visible folders from the group's up to the mount; always at least the mount itself."""
+    """Return the visible folders from the group up to the mount, at least the mount."""
     if folder is None:
         return [mount.point]
     return [one for one in (folder, *folder.parents) if one.is_relative_to(mount.point)]
@@ -205,7 +205,7 @@ def _used(version: int, folder: Path) -> int | None:
 
 
 def _limit_of(folder: Path, limit: int) -> str:
-    # Users choose the names of groups, and these get into messages.
+    # Users choose group names, which appear in messages.
     name = "".join(one if one.isprintable() else "?" for one in str(folder))
     return f"the memory limit of control group {name} ({limit // _MIB} MiB)"
 
@@ -234,16 +234,16 @@ def _counted(file: Path, name: str) -> int:
     return 0
 
 
-# The system's out-of-memory killer takes the process with the most memory, swap included, plus its adjustment in thousandths of the
-# memory that is full (the machine's, or a control group's); -1000 exempts a process. A user may lower the adjustment of own processes
-# down to the value that a privileged process set last (else 0). That floor cannot be read, only found by trying.
+# The out-of-memory killer takes the process with the most memory, swap included, plus its adjustment in thousandths of the
+# memory that is full (the machine's, or a control group's); -1000 exempts a process. Users may lower their processes' adjustment
+# to the value that a privileged process last set (else 0). This floor cannot be read, only found by trying.
 
 
 KERNEL_MESSAGES: Final = Path("/dev/kmsg")
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"  # a constant of the kernel
 _LONGEST_MESSAGE: Final = 8192
 
-LEAST: Final = -900  # a control group in which every process is exempt would hang instead of losing one
+LEAST: Final = -900  # if every process were exempt, a control group would hang instead of losing one
 _COUNTER: Final = {1: "memory.oom_control", 2: "memory.events"}
 
 
@@ -256,7 +256,7 @@ def lower(identity: ProcessIdentity, target: int) -> int:
     with _opened(identity) as file:
         # The floor cannot be read: bisect between the lowest value that was allowed and the highest that was refused.
         allowed = adjustment(identity.pid)
-        refused = target - 1  # the target itself has not been tried
+        refused = target - 1  # the target itself is untried
         while allowed - refused > 1:
             value = target if refused < target else (allowed + refused) // 2
             if _permitted(file, value):
@@ -267,13 +267,13 @@ def lower(identity: ProcessIdentity, target: int) -> int:
 
 
 def put_back(identity: ProcessIdentity, value: int) -> None:
-    """Raise the adjustment to the value if it is lower, and the floor if permitted. Raises ProcessLookupError, OSError."""
+    """Raise the adjustment to at least the value, and the floor if permitted. Raises ProcessLookupError, OSError."""
     with _opened(identity) as file:
         os.write(file, b"%d" % max(value, adjustment(identity.pid)))
 
 
 def kill_counter(pid: int, *, proc: Path = PROC) -> Path:
-    """Return the file that counts the kills in the process's control group, else in the system. Raises ProcessLookupError, OSError."""
+    """Return the file that counts kills in the process's control group, or the system's. Raises ProcessLookupError, OSError."""
     for version, folders in memory_groups(pid, proc=proc).items():
         file = folders[0] / _COUNTER[version]
         if file.exists():
@@ -282,12 +282,12 @@ def kill_counter(pid: int, *, proc: Path = PROC) -> Path:
 
 
 def kill_count(counter: Path) -> int:
-    """Return how many processes the killer has ended, 0 if the kernel is too old to count. Raises OSError, ValueError."""
+    """Return how many processes were killed, 0 if the kernel is too old to count. Raises OSError, ValueError."""
     return _counted(counter, "oom_kill")
 
 
 def was_killed(identity: ProcessIdentity, *, messages: Path = KERNEL_MESSAGES) -> bool | None:
-    """Whether the system's log says that the killer ended this process; None in a container, or if it cannot be read."""
+    """Whether the kernel log says that the killer ended this process; None in a container, or if it is unreadable."""
     if (PROC / "self/ns/pid").readlink().name != _FIRST_PID_NAMESPACE:
         return None
     try:
@@ -306,7 +306,7 @@ def _messages(messages: Path) -> list[tuple[int, str]]:
         while True:
             try:
                 record = os.read(log, _LONGEST_MESSAGE)
-            except BrokenPipeError:  # it was overwritten: the next one is read
+            except BrokenPipeError:  # overwritten: read the next
                 continue
             except BlockingIOError:
                 return found

@@ -1,7 +1,7 @@
-"""Processes in other namespaces: which pid a process means, and work in another network namespace.
+"""Processes in other namespaces: which process a pid means there, and work in another network namespace.
 
-A socket's peer is reported by the pid that it has here (SO_PEERCRED), but a pid in a message counts in the peer's own pid namespace
-(`NSpid` in /proc/PID/status has both). Open a namespace before you identify its process: the pid may be reused, the descriptor cannot.
+SO_PEERCRED reports a socket peer's pid in our namespace, but a pid in a message belongs to the peer's namespace (`NSpid` in
+/proc/PID/status has both). Open a namespace before you identify its process: the pid may be reused, the descriptor cannot.
 Never resolve a path below another process's root (/proc/PID/root): a link there that begins with `/` leads into the caller's own files.
 """
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _CLONE_NEWNET: Final = 0x40000000
 _NS_GET_PARENT: Final = 0xB702
-_DEEPEST: Final = 32  # pid namespaces within each other; Linux allows as many
+_DEEPEST: Final = 32  # nested pid namespaces; Linux's limit
 
 NamespaceId = tuple[int, int]
 """Device and inode of a namespace's file."""
@@ -40,12 +40,12 @@ def own_namespace(kind: str, *, proc: Path = PROC) -> NamespaceId:
 
 
 def nested_pids(pid: int, *, proc: Path = PROC) -> list[int]:
-    """Return the process's pids, from the namespace of /proc to its own. Raises ProcessLookupError."""
+    """Return the process's pids, from /proc's namespace to its own. Raises ProcessLookupError."""
     return [int(one) for one in status_field(read_of(pid, "status", proc=proc), b"NSpid").split()]
 
 
 def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:
-    """Return the pid here of the process with `pid` in the pid namespace of `peer`. Raises ProcessLookupError, PermissionError."""
+    """Return our pid of the process with `pid` in the pid namespace of `peer`. Raises ProcessLookupError, PermissionError."""
     theirs = namespace_of(peer, "pid", proc=proc)
     if theirs == own_namespace("pid", proc=proc):
         return pid
@@ -53,7 +53,7 @@ def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:
 
 
 def own_identity(pid: int, identify: Callable[[int], ProcessIdentity], *, proc: Path = PROC) -> ProcessIdentity:
-    """Return the identity by its pid here, if /proc is of an outer namespace (`unshare --pid` alone) and shows another.
+    """Identify a process by our pid, even if /proc shows an outer namespace's pids (`unshare --pid` alone).
 
     Raises as `identify`, which reads the process that /proc shows under a pid.
     """
@@ -71,7 +71,7 @@ def own_identity(pid: int, identify: Callable[[int], ProcessIdentity], *, proc: 
 def _find(pid: int, namespace: NamespaceId, depth: int, proc: Path) -> int:
     for name in os.listdir(proc):  # noqa: PTH208 - names are enough
         if name.isascii() and name.isdigit():
-            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it ended, or is out of sight
+            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it ended or is hidden
                 pids = nested_pids(int(name), proc=proc)
                 if (
                     len(pids) >= depth
@@ -98,10 +98,10 @@ def _is_within(pid: int, namespace: NamespaceId, up: int) -> bool:
 
 
 def shows_same_folder(pid: int, path: Path, *, proc: Path = PROC) -> bool:
-    """Whether the path leads the process to our folder, without a link through foreign mounts. Raises OSError."""
+    """Whether the process finds our folder at this path, without links through foreign mounts. Raises OSError."""
     if namespace_of(pid, "mnt", proc=proc) == own_namespace("mnt", proc=proc):
         return True
-    # Step by step: a link below its root would be followed from ours.
+    # Step by step: a link below its root would lead from our root.
     folder = os.open(proc / str(pid) / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in path.parts[1:]:
@@ -114,7 +114,7 @@ def shows_same_folder(pid: int, path: Path, *, proc: Path = PROC) -> bool:
 
 
 def open_network(identity: ProcessIdentity, *, proc: Path = PROC) -> tuple[int, NamespaceId] | None:
-    """Return a new descriptor of the process's network namespace, and its id; None: ours. Raises ProcessLookupError, PermissionError."""
+    """Open the process's network namespace; return descriptor and id, None if ours. Raises ProcessLookupError, PermissionError."""
     try:
         descriptor = os.open(proc / str(identity.pid) / "ns" / "net", os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
@@ -132,7 +132,7 @@ def open_network(identity: ProcessIdentity, *, proc: Path = PROC) -> tuple[int, 
 
 
 def in_network(descriptor: int, work: Callable[[], T]) -> T:
-    """Run `work` in a separate thread within the network namespace; threads that it starts stay there.
+    """Run `work` in a separate thread in the network namespace; threads that it starts stay there.
 
     Raises PermissionError without CAP_SYS_ADMIN here and over that namespace, OSError, and what `work` raises.
     """
@@ -141,7 +141,7 @@ def in_network(descriptor: int, work: Callable[[], T]) -> T:
         _enter(descriptor)
         return work()
 
-    # Never in a pool's thread: it would stay in that namespace, and later work would connect to the wrong loopback interface.
+    # Never in a pool's thread: it would stay in the namespace, and later work would use the wrong loopback interface.
     with StartedThreads(1, "in-network") as thread:  # it ends with the block
         return thread.submit(run).result()
 

@@ -1,7 +1,7 @@
-"""The peer of a UNIX socket: its credentials, from the kernel, and whether it reads what was written.
+"""A UNIX socket's peer: its credentials, from the kernel, and whether it reads what was written.
 
-Pid, uid and gid are of the moment when the peer connected (or, for a listening peer, listened). The pid may belong to another process by
-now, so it is a hint until the process is identified.
+Pid, uid and gid date from when the peer connected (or, for a listening peer, listened). The pid may belong to another process by now,
+so it is a hint until the process is identified.
 """
 
 import errno
@@ -13,12 +13,12 @@ from typing import Final, NamedTuple
 
 _UCRED: Final = struct.Struct("iII")
 _INT: Final = struct.Struct("i")
-_SO_PEERGROUPS: Final = 59  # not among the names of Python's socket module
-_GROUPS_BYTES: Final = 1024  # the most that Python's getsockopt takes: 256 groups
+_SO_PEERGROUPS: Final = 59  # missing from Python's socket module
+_GROUPS_BYTES: Final = 1024  # Python's limit for getsockopt: 256 groups
 
 
 class PeerCredentials(NamedTuple):
-    """`pid` is 0 when the peer is in a pid namespace that is not visible here."""
+    """`pid` is 0 if the peer's pid namespace is not visible here."""
 
     pid: int
     uid: int
@@ -37,7 +37,7 @@ def peer_credentials(sock: socket.socket) -> PeerCredentials:
 
 
 def peer_groups(sock: socket.socket) -> frozenset[int]:
-    """Return the peer's groups when it connected; only the primary one if there are more than 256. Raises as `peer_credentials`."""
+    """Return the peer's groups at connection, or just the primary one if more than 256. Raises as `peer_credentials`."""
     gid = peer_credentials(sock).gid
     try:
         raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
@@ -49,7 +49,7 @@ def peer_groups(sock: socket.socket) -> frozenset[int]:
 
 
 def unread(sock: socket.socket) -> bool:
-    """Whether the peer has not read all that was written. A thread blocked in a read takes it without running any code."""
+    """Whether the peer has yet to read something. A thread blocked in a read takes data without running code."""
     n_bytes: int = _INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0]
     return n_bytes > 0
 

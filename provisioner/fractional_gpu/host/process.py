@@ -1,9 +1,9 @@
-"""Processes: their identity, the tree that belongs to a kernel, and ipykernel's command line.
+"""Processes: their identity, a kernel's process tree, and ipykernel's command line.
 
 - An identity is (boot id, pid, start time). Before an operation on a pid, open its pidfd and check the identity again: from then on the pid
   cannot be reused. Only thread-group leaders have one: /proc also has a folder for each thread id.
-- A zombie is dead, unless it exited before its threads, which keep its memory. Nothing is guessed: PermissionError is passed on.
-- A process chooses the size of its environment, command line and mappings, up to gigabytes (PR_SET_MM). Read them with `pieces` only, which
+- A zombie is dead, unless it exited before its threads, which keep its memory. PermissionError is passed on: we do not guess.
+- A process chooses the size of its environment, command line and mappings, up to gigabytes (PR_SET_MM). Read them only with `pieces`, which
   stops after 8 MiB, and never on an event loop.
 """
 
@@ -23,8 +23,8 @@ _HELD_UP_STATES: Final = frozenset("Tt")
 _AT_ONCE: Final = 1 << 16  # bytes
 MOST_BYTES: Final = 8 << 20
 """What is read at most of a file in /proc whose size a process chooses."""
-_MOST_BYTES_PER_UID: Final = 8 * MOST_BYTES  # of environments in one scan
-_LONGEST_ENTRY: Final = 1 << 17  # bytes; Linux allows no longer argument or variable at an exec
+_MOST_BYTES_PER_UID: Final = 8 * MOST_BYTES  # of environments per scan
+_LONGEST_ENTRY: Final = 1 << 17  # bytes; Linux's limit for an argument or variable
 _MOST_DESCRIPTORS: Final = 1 << 16
 _PF_FORKNOEXEC: Final = 0x00000040
 _PF_KTHREAD: Final = 0x00200000
@@ -61,7 +61,7 @@ class ProcessStat:
     ppid: int
     session: int
     kernel_thread: bool
-    forked: bool  # forked without an exec since: it shares the files that its parent had open
+    forked: bool  # forked without an exec since: it shares its parent's open files
     threads: int
     start_time: int
 
@@ -76,7 +76,7 @@ class ProcessStat:
 
 def parse_stat(raw: bytes) -> ProcessStat:
     try:
-        # comm may hold spaces and parentheses: it ends at the last ")".
+        # comm may contain spaces and parentheses: it ends at the last ")".
         start, end = raw.index(b"("), raw.rindex(b")")
         fields = raw[end + 1 :].split()
         return ProcessStat(
@@ -120,7 +120,7 @@ def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
 
 
 def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
-    """Whether exactly this incarnation runs: same boot, same start time, no zombie. Raises PermissionError."""
+    """Whether this incarnation runs: same boot, same start time, no zombie. Raises PermissionError."""
     try:
         stat = read_stat(identity.pid, proc=proc)
     except ProcessLookupError:
@@ -129,12 +129,12 @@ def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
 
 
 def owner_uid(pid: int, *, proc: Path = PROC) -> int:
-    """Return the real uid, also if /proc/PID is root's because the process may not be traced. Raises ProcessLookupError."""
+    """Return the real uid, even if the process may not be traced and /proc/PID is root's. Raises ProcessLookupError."""
     return parse_uid(read_of(pid, "status", proc=proc))
 
 
 def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
-    """Return the environment the process was started with; it can overwrite it. Blocks. Raises ProcessLookupError, PermissionError."""
+    """Return the process's initial environment, which it can overwrite. Blocks. Raises ProcessLookupError, PermissionError."""
     found: dict[str, str] = {}
     for entry in _of_process(entries(f"{proc}/{pid}/environ"), pid):
         name, separator, value = entry.partition(b"=")
@@ -170,7 +170,7 @@ def kill_marked(name: str, value: str) -> list[int]:
     killed = []
     for pid in [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]:
         with suppress(OSError):  # it has exited, or is another user's
-            # Opened before the environment is read: from then on the signal cannot reach another process with this pid.
+            # Opened before reading the environment: from then on the signal cannot reach another process with this pid.
             descriptor = os.pidfd_open(pid)
             try:
                 if environment_value(pid, name) == value:
@@ -182,11 +182,11 @@ def kill_marked(name: str, value: str) -> list[int]:
 
 
 def read_file(path: str, folder: int | None = None) -> bytes:
-    """Read a file in a folder by its descriptor. A suspend reads dozens: no object is made but the bytes. Raises OSError."""
+    """Read a file, in the folder with this descriptor if any. Fast: a suspend reads dozens. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         whole = part = os.read(descriptor, _AT_ONCE)
-        while len(part) == _AT_ONCE:  # a read of such a file fills the buffer unless the file ends
+        while len(part) == _AT_ONCE:  # these reads fill the buffer unless the file ends
             part = os.read(descriptor, _AT_ONCE)
             whole += part
         return whole
@@ -195,7 +195,7 @@ def read_file(path: str, folder: int | None = None) -> bytes:
 
 
 def pieces(path: str, folder: int | None = None) -> Iterator[bytes]:
-    """Yield a file in /proc whose size a process chooses as it is read: `MOST_BYTES` at most. Blocks. Raises OSError."""
+    """Yield a /proc file whose size a process chooses, piece by piece up to `MOST_BYTES`. Blocks. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         left = MOST_BYTES
@@ -207,7 +207,7 @@ def pieces(path: str, folder: int | None = None) -> Iterator[bytes]:
 
 
 def entries(path: str, separator: bytes = b"\0") -> Iterator[bytes]:
-    """Yield the parts of such a file. Entries that are too long are cut. Blocks. Raises OSError."""
+    """Yield the entries of such a file, cutting long ones. Blocks. Raises OSError."""
     rest = b""
     for piece in pieces(path):
         *whole, rest = (rest + piece).split(separator)
@@ -237,7 +237,7 @@ def _of_process(found: Iterator[bytes], pid: int) -> Iterator[bytes]:
 
 
 def lines_of(content: bytes) -> list[str]:
-    """Only a line feed ends a line, unlike for `str.splitlines`: users choose names in files of /proc."""
+    """Split at line feeds only, unlike `str.splitlines`: users choose names in /proc files."""
     return [os.fsdecode(line) for line in content.split(b"\n") if line]
 
 
@@ -253,7 +253,7 @@ def thread_group(pid: int, *, proc: Path = PROC) -> int:
 
 
 def status_field(status: bytes, name: bytes) -> bytes:
-    # A process chooses its own name, and the kernel escapes only line feeds in it. splitlines() also splits at other characters.
+    # A process chooses its name, and the kernel escapes only its line feeds. splitlines() also splits at other characters.
     for line in status.split(b"\n"):
         key, _, value = line.partition(b":")
         if key == name and value.strip():
@@ -261,10 +261,10 @@ def status_field(status: bytes, name: bytes) -> bytes:
     raise ValueError(f"/proc/PID/status has no field {name.decode()}: {status[:200]!r}")
 
 
-# A kernel's tree is the root, its descendants, the members of the sessions that any of them leads, and processes of the root's user with
-# the marker (the lease's id) in the environment they were started with; and the same again for each of these. A process once seen in a
-# tree belongs to it for good: it still has the memory that was reserved for its kernel. One that starts during a pass may be missed: scan
-# again for certainty. A process is read through a descriptor of its folder in /proc: facts of two that had the same pid are never mixed.
+# A kernel's tree is the root, its descendants, the members of any session they lead, and processes of the root's user that were
+# started with the marker (the lease's id) in their environment; and so on for each of these. A process once seen in a tree belongs
+# to it for good: it still has memory that was reserved for the kernel. A pass may miss processes that start during it: scan again for
+# certainty. A process is read through a descriptor of its /proc folder, which never mixes two processes that had the same pid.
 
 
 _DEEPEST = 64  # generations
@@ -302,14 +302,14 @@ class Snapshot:
         return self._by_pid[identity.pid].uid if identity in self else None
 
     def runs_own_program(self, identity: ProcessIdentity) -> bool:
-        """Whether it has executed a program since it was forked, so that it shares no memory with its parent."""
+        """Whether the process has called exec since its fork, so that it shares no memory with its parent."""
         return identity in self and not self._by_pid[identity.pid].forked
 
     def stopped_or_traced(self, identity: ProcessIdentity) -> bool:
         return identity in self and self._by_pid[identity.pid].stopped_or_traced
 
     def forked_from(self, identity: ProcessIdentity) -> list[ProcessIdentity]:
-        """Return the processes whose memory and files this one inherited by forking, nearest first, up to one that has exited."""
+        """Return the ancestors whose memory and files the process inherited by forks, nearest first, up to one that has exited."""
         ancestors: list[ProcessIdentity] = []
         process = self._by_pid[identity.pid] if identity in self else None
         while process is not None and process.forked:
@@ -323,7 +323,7 @@ class Snapshot:
         return self._by_pid[pid].marker if pid in self._by_pid else None
 
     def marked(self, uid: int | None = None) -> dict[str, list[ProcessIdentity]]:
-        """Return the processes with a marker by its value, oldest first; of one user only if `uid` is given."""
+        """Return marked processes by marker value, oldest first; only the user's if `uid` is given."""
         return {
             value: sorted(
                 (process.identity for process in members), key=lambda identity: (identity.start_time, identity.pid)
@@ -348,11 +348,11 @@ class Snapshot:
         apart: Collection[ProcessIdentity] = (),
         also: Collection[ProcessIdentity] = (),
     ) -> list[ProcessIdentity]:
-        """Return the tree of `root` (None: of `marker` and `also` alone), oldest first.
+        """Return the tree of `root` (None: of only `marker` and `also`), oldest first.
 
-        Of a root that has exited, whose pid may be another process's now, marked processes and members of its session count if they belong
-        to `uid` (None: the living root's user). `apart` are the roots of other trees, left out with what is only below them. `also` were
-        seen in this tree before, and belong to it in any case.
+        If the root has exited, another process may have its pid, so marked processes and its session's members count only if they belong to
+        `uid` (None: the live root's user). `apart`: the roots of other trees, left out with all that is only below them. `also`: processes
+        seen in this tree before, which always belong to it.
         """
         if root is not None and root.boot_id != self._boot:
             return []
@@ -365,7 +365,7 @@ class Snapshot:
             queue += [process for process in self._below.get(root.pid, []) if process.uid == uid]
         if marker is not None:
             queue += [process for process in self._marked.get(marker, []) if process.uid == uid]
-        stop = apart if isinstance(apart, frozenset) else frozenset(apart)  # a frozen set serves the trees of all roots
+        stop = apart if isinstance(apart, frozenset) else frozenset(apart)  # callers reuse a frozen set for all roots
         found: set[ProcessIdentity] = set()
         while queue:
             process = queue.pop()
@@ -376,7 +376,7 @@ class Snapshot:
 
 
 def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> bool:
-    """Whether the process is `root` or descends from it without passing one of `others`. Raises PermissionError."""
+    """Whether the process is `root`, or descends from it but not through `others`. Raises PermissionError."""
     for _ in range(_DEEPEST):
         if pid == root.pid:
             return is_alive(root)
@@ -390,17 +390,17 @@ def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> b
 
 
 def scan(marker_name: str | None = None, uids: Collection[int] | None = None, *, proc: Path = PROC) -> Snapshot:
-    """Read all processes, and the variable `marker_name` of these users' (None: all users'). Blocks. Raises OSError."""
+    """Read all processes, and these users' variable `marker_name` (None: all users'). Blocks. Raises OSError."""
     boot = boot_id(proc=proc)
     pids = [int(name) for name in os.listdir(proc) if name.isascii() and name.isdigit()]  # noqa: PTH208
-    # Every suspend and resume waits for a pass: no objects for paths and files, and one read per file.
+    # Every suspend and resume waits for this: no objects for paths and files, and one read per file.
     markers = None if marker_name is None else _Markers(os.fsencode(marker_name), uids)
     seen = (_look(pid, boot, markers, f"{proc}/{pid}") for pid in pids)
     return Snapshot(boot, (process for process in seen if process is not None))
 
 
 class _Markers:
-    """Reads a variable of processes' environments during one scan, within a limit for each user."""
+    """Reads a variable from processes' environments in one scan, within a limit per user."""
 
     def __init__(self, name: bytes, uids: Collection[int] | None) -> None:
         self._name = name
@@ -440,14 +440,14 @@ def _look(pid: int, boot: str, markers: _Markers | None, path: str) -> _ProcessE
     return _ProcessEntry(identity, stat.ppid, stat.session, uid, value, stat.stopped_or_traced, stat.forked)
 
 
-# A process's mapped and open files. A removed file counts under its old path; an unreadable process has none.
+# A process's mapped and open files. A removed file keeps its old path; an unreadable process has none.
 
 
 _DELETED: Final = " (deleted)"
 
 
 def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, proc: Path = PROC) -> bool:
-    """Whether the process has a file mapped whose path fits; `unreadable` if that cannot be read. Blocks."""
+    """Whether the process maps a file whose path matches; `unreadable` if that is unknown. Blocks."""
     try:
         return any(fits(path) for line in entries(f"{proc}/{pid}/maps", b"\n") if (path := _path(os.fsdecode(line))))
     except PermissionError:
@@ -457,7 +457,7 @@ def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, pro
 
 
 def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
-    """Whether the process has a file open whose path fits; True beyond 65,536 descriptors. Blocks."""
+    """Whether the process has a file open whose path matches; True beyond 65,536 descriptors. Blocks."""
     folder = f"{proc}/{pid}/fd"
     try:
         with os.scandir(folder) as found:
@@ -468,7 +468,7 @@ def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> b
         try:
             path = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - a process may have thousands
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # closed in between
+            continue  # closed meanwhile
         if fits(path.removesuffix(_DELETED)):
             return True
     return len(names) == _MOST_DESCRIPTORS
@@ -479,16 +479,16 @@ def _path(line: str) -> str:
     return fields[5].removesuffix(_DELETED) if len(fields) == 6 else ""
 
 
-# How a command line starts ipykernel: in kernelspecs, and of living processes if the ledger is lost.
+# How a command line starts ipykernel: in kernelspecs, or in live processes if the ledger is lost.
 
 
-EXTENSION: Final = "fractional_gpu_kernel"  # `-m EXTENSION MODULE` is `-m MODULE` with our extension
+EXTENSION: Final = "fractional_gpu_kernel"  # `-m EXTENSION MODULE` adds our extension to `-m MODULE`
 _IPYKERNEL: Final = ("ipykernel_launcher", "ipykernel", EXTENSION)
 _OPTIONS_WITH_VALUE: Final = frozenset({"-X", "-W"})
 
 
 def find_ipykernel(argv: Sequence[str]) -> int | None:
-    """Return the position of the `-m` by which Python starts ipykernel; None for any other program."""
+    """Return the position of the `-m` that starts ipykernel, or None if another program runs."""
     position = 1
     while position < len(argv) and argv[position].startswith("-"):
         if argv[position] == "-m":

@@ -1,7 +1,7 @@
-"""Threads that start before they are needed: a user's limit of processes also counts threads, and can be reached at any later moment.
+"""Threads that start before they are needed: a user's process limit also counts threads, and may be reached at any later time.
 
-A pool of the standard library starts a thread when work comes. If the system then refuses one, the caller gets RuntimeError, and the
-queued work may still be done later.
+The standard library's pool starts a thread when work arrives. If the system refuses the thread, the caller gets RuntimeError, yet the
+queued work may run later.
 """
 
 import errno
@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class StartedThreads(ThreadPoolExecutor):
-    """A pool whose `count` threads run from the start: work never lacks one. Raises OSError if they cannot."""
+    """A pool whose `count` threads all start at once, so work never lacks one. Raises OSError if they cannot."""
 
     def __init__(self, count: int, name: str) -> None:
         super().__init__(max_workers=count, thread_name_prefix=name)
         all_there = threading.Event()
         try:
             for _ in range(count):
-                self.submit(all_there.wait)  # none is free before all are there, so each takes a new one
+                self.submit(all_there.wait)  # none is free before all have started, so each needs a new one
         except RuntimeError as error:
             self.shutdown(wait=False)
             raise _shortage(error) from error

@@ -1,7 +1,7 @@
-"""How a main thread that waits notices a signal: a pipe that the system's handler writes to.
+"""How a waiting main thread notices a signal: a pipe that the C-level handler writes to.
 
-A handler in Python runs between two steps, so one that comes just before a blocking call is not seen until that call ends. The pipe is
-readable from the moment of the signal on, and `select` returns for it.
+A Python handler runs between two instructions, so a signal just before a blocking call is not seen until the call ends. The pipe becomes
+readable as soon as the signal comes, so `select` returns.
 """
 
 import os
@@ -15,7 +15,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 @contextmanager
 def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
-    """Have these handlers during the block. For the main thread."""
+    """Use these handlers in the block. For the main thread."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -40,7 +40,7 @@ def signal_pipe() -> Iterator[int]:
 
 
 def drain(source: int) -> None:
-    """Empty the pipe, so that only the next signal makes it readable."""
+    """Empty the pipe, so that only a new signal makes it readable."""
     with suppress(BlockingIOError):
         while os.read(source, 4096):
             pass

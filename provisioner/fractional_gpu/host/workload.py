@@ -1,9 +1,9 @@
-"""The Slurm job or the Kubernetes pod that a process belongs to, by its control group, and that group's memory limit and life.
+"""The Slurm job or Kubernetes pod that a process belongs to, by its control group, and the group's memory limit and existence.
 
-Only root and the engine's daemons move processes into these groups, and a process cannot leave its own: the group is the proof. Paths count
-from the hierarchy's root: a deeper name, in a group delegated to a user, proves nothing. Known are Slurm's groups of version 1
-(`/slurm/uid_1000/job_12/step_0`, or `/slurm_NODE/...`) and 2 (`/system.slice/slurmstepd.scope/job_12/...`), and the groups of Kubernetes by
-systemd's and by cgroupfs' driver, also within kind. A reader in a separate cgroup namespace sees the groups above its own as `/..`.
+Only root and the engine's daemons move processes into these groups, and a process cannot leave its own, so the group is proof. Paths start
+at the hierarchy's root: the same name deeper down, in a group delegated to a user, proves nothing. We know Slurm's groups of version 1
+(`/slurm/uid_1000/job_12/step_0`, or `/slurm_NODE/...`) and 2 (`/system.slice/slurmstepd.scope/job_12/...`), and Kubernetes' groups by the
+systemd and cgroupfs drivers, also within kind. A reader in a separate cgroup namespace sees the groups above its own as `/..`.
 """
 
 import re
@@ -30,7 +30,7 @@ _POD: Final = re.compile(
     rf"|(?:/kubelet)?/kubepods(?:/burstable|/besteffort)?/pod({_UID})(?=/|$)",
     re.ASCII,
 )
-# The same as seen from a neighbouring group: the names that both have in common are left out.
+# The same as seen from a neighbouring group: without the names that both share.
 _POD_OF_NEIGHBOUR: Final = re.compile(
     r"(?:/(?:kubelet-)?kubepods\.slice)?(?:/(?:kubelet-)?kubepods-(?:burstable|besteffort)\.slice)?"
     rf"/(?:kubelet-)?kubepods(?:-burstable|-besteffort)?-pod({_UID})\.slice(?=/|$)"
@@ -56,7 +56,7 @@ BASE_MIB: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A job or pod. `group`: the path of its control group, below the hierarchy's root as the reader sees it."""
+    """A job or pod. `group`: its control group's path from the hierarchy's root, as the reader sees it."""
 
     engine: str  # SLURM or KUBERNETES
     id: str  # the job's number, or the pod's UID with dashes
@@ -72,7 +72,7 @@ def workload_name(engine: str, workload_id: str) -> str:
 
 
 def parse_workload(cgroup: bytes) -> Workload | None:
-    """Parse /proc/PID/cgroup; None if it names no workload, or if its hierarchies contradict each other."""
+    """Parse /proc/PID/cgroup; None if it names no workload or its hierarchies contradict each other."""
     found: dict[str, Workload] = {}
     for line in lines_of(cgroup):
         path = line.split(":", 2)[-1]
@@ -86,7 +86,7 @@ def workload_of(pid: int, *, proc: Path = PROC) -> Workload | None:
 
 
 def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
-    """Return the name of our job or pod, "" for none. If the groups are hidden, the engines' variables decide. Never raises."""
+    """Return our job's or pod's name, or "". If the groups are hidden, uses the engines' variables. Never raises."""
     try:
         found = parse_workload((proc / "self" / "cgroup").read_bytes())
     except OSError:
@@ -99,7 +99,7 @@ def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
 
 
 def serves_whole_host(*, proc: Path = PROC) -> bool:
-    """Whether this process sees more than its own pod: process 1 is in another control group. Raises OSError."""
+    """Whether this process sees beyond its pod, as process 1 is in another control group. Raises OSError."""
     return (proc / "1" / "cgroup").read_bytes() != (proc / "self" / "cgroup").read_bytes()
 
 
@@ -131,14 +131,14 @@ def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
 
 
 def group_exists(group: str, *, proc: Path = PROC) -> bool | None:
-    """Whether a hierarchy has this group; None if no mount here could show it. Raises OSError."""
+    """Whether a hierarchy has this group, or None if no mount could show it. Raises OSError."""
     folders = [mount.folder(PurePosixPath(group)) for mount in mounts(proc=proc)]
     shown = [folder.is_dir() for folder in folders if folder is not None]
     return any(shown) if shown else None
 
 
 def memory_warning(engine: str, group: str, cap_mib: int, *, proc: Path = PROC) -> str:
-    """Return why the group cannot hold a suspended kernel with `cap_mib` of device memory, or "". Raises OSError, ValueError."""
+    """Say why the group cannot hold a suspended kernel with `cap_mib` of device memory, or "". Raises OSError, ValueError."""
     limit = group_limit(group, proc=proc)
     base_mib = max(BASE_MIB, group_used_mib(group, proc=proc))
     if limit is None or limit.mib >= base_mib + cap_mib:
