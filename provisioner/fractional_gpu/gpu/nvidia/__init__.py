@@ -1,1 +1,1 @@
-"""NVIDIA devices: `monitor` reads them through NVML, `checkpointer` asks the driver to checkpoint, `support` lists releases."""
+"""NVIDIA's devices: `monitor` reads them through NVML, `checkpointer` drives processes through the driver, `support` has the releases."""

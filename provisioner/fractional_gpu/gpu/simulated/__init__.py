@@ -1,4 +1,4 @@
-"""The simulated GPU, for tests, demonstrations and trying things out.
+"""The simulated GPU: for tests, demonstrations and trying out.
 
 No server can die: every process works directly on the host's folder.
 
