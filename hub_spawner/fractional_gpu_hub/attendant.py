@@ -1,8 +1,8 @@
-"""Runs the broker as a service of the hub, and stops it only after the hub has gone.
+"""Runs the broker as a service of the hub, and stops it only when the hub is gone.
 
-JupyterHub stops its services before its users' servers, and a server gives its seat back when it has ended: the broker must outlive the
-service. So on SIGTERM this process ends at once, as the hub expects, and leaves a child that stops the broker when the hub's process has
-ended, or after `LINGER_S`. It runs as a file and imports the standard library only, because it stays in memory with the hub.
+JupyterHub stops its services before its users' servers, but a server's seat is given back after it ends: the broker must outlive the
+service. So on SIGTERM this process ends at once, as the hub expects, and leaves a child that stops the broker when the hub ends, or after
+`LINGER_S`. It runs as a script and imports only the standard library, because it stays in memory with the hub.
 """
 
 import os

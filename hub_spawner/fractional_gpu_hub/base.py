@@ -1,4 +1,4 @@
-"""What every spawner with a choice of GPU has: the user's options, the spawn page, and the progress of a start.
+"""What all spawners with a choice of GPU share: the user's options, the spawn page, and the start's progress.
 
 Two subclasses get the GPU in different ways:
 
@@ -62,11 +62,11 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         raise NotImplementedError
 
     async def gpu_take(self, choice: Choice) -> None:
-        """Get what was chosen, or note it for `gpu_prepare`. Raises the error that stops the spawn; cancelled, it takes nothing."""
+        """Get what was chosen, or note it for `gpu_prepare`. Raises the error that stops the spawn. If cancelled, take nothing."""
         raise NotImplementedError
 
     async def gpu_prepare(self) -> None:
-        """Adapt the spawner's settings to the choice. Called right before the server starts, also without a GPU."""
+        """Adapt the spawner's settings to the choice. Called just before the server starts, even without a GPU."""
 
     def _gpu_hub(self) -> str:
         return str(getattr(self.hub, "api_url", ""))
@@ -123,9 +123,9 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
             raise spawn_error(str(error), reason="gpu-options") from None
 
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
-        """Return pool and thousandths. What the user left out is chosen to fit the rest, close to the defaults.
+        """Return the pool and thousandths. What the user left out is made to fit, close to the defaults.
 
-        Without a choice, or if nothing fits it, the defaults apply, whose refusal says what is on offer. Raises the error that stops the
+        Without a choice, or if nothing fits, the defaults apply; their refusal says what is on offer. Raises the error that stops the
         spawn.
         """
         pool, milli = choice.pool or offers.default_pool, choice.fraction_milli or offers.default_fraction_milli
@@ -203,7 +203,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
 
 
 def free_fractions(offers: Offers, *, without: bool = False) -> str:
-    """Return a sentence with what is free now, or "". `without`: a server without a GPU is one of the choices."""
+    """Return a sentence with what is free now, or "". `without`: the user may choose to have no GPU."""
     free = [
         f"{format_fraction(one.fraction_milli)} GPU of pool {pool.pool}"
         for pool in offers.pools

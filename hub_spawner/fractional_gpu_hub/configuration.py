@@ -1,11 +1,11 @@
-"""Sets a hub up from `jupyterhub_config.py`: pools, the broker as a managed service, the spawner.
+"""Sets up a hub from `jupyterhub_config.py`: pools, the broker as a managed service, the spawner.
 
     from fractional_gpu_hub import configure
     configure(c, spawner="fractional-gpu-local", pools={"default": {"fractions": ["1/4", "1/2"], "wait_bound": "10%"}})
 
-Mistakes stop the hub at its start, with the key, the value and what is allowed. A hub that runs as root serves every user of the machine
-on `/run/jupyter-gpu/broker.sock` and keeps its ledger in `/var/lib/jupyter-gpu`; any other hub uses its user's Jupyter folders. If a
-system broker is running, the hub uses that one, and pools are configured in its file.
+Mistakes stop the hub at startup, naming key, value and what is allowed. A hub that runs as root serves every user of the machine on
+`/run/jupyter-gpu/broker.sock` and keeps its ledger in `/var/lib/jupyter-gpu`; any other hub uses its user's Jupyter folders. If a system
+broker is running, the hub uses it, and its file configures the pools.
 """
 
 import json
@@ -53,11 +53,11 @@ def configure(
     simulate: str | None = None,
     **settings: Any,  # noqa: ANN401 - every setting has its own type
 ) -> None:
-    """Set the hub up.
+    """Set up the hub.
 
-    `spawner` is one of `SPAWNERS`, the registered name of another one with the mixin, or such a class; `pools` and other `settings` are for
-    the broker (as in `jupyter_gpu_config.py`, whose values they replace); `broker` is `managed` (the hub runs it), `system` (it is running)
-    or `auto`; `socket` is where it serves; `simulate` replaces the hardware, as in `2x80GiB`. Raises ConfigError.
+    `spawner` is one of `SPAWNERS`, the registered name of another spawner with the mixin, or its class; `pools` and other `settings`
+    configure the broker (and override `jupyter_gpu_config.py`); `broker` is `managed` (the hub runs it), `system` (it is running) or
+    `auto`; `socket` is where it serves; `simulate` replaces the hardware, as in `2x80GiB`. Raises ConfigError.
     """
     kind = _registered(spawner) if isinstance(spawner, str) else spawner
     if issubclass(kind, EngineGPUMixin):
@@ -137,7 +137,7 @@ def _answers(path: str) -> bool:
 
 
 def _is_system_service(path: str) -> bool:
-    """Whether a broker serves there that an earlier run of this hub did not start."""
+    """Whether a broker serves at `path` that this hub did not start earlier."""
     if path != SYSTEM_SOCKET or not _answers(path):
         return False
     try:

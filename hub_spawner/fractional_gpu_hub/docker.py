@@ -1,10 +1,10 @@
 """Servers as Docker containers of this machine, on top of `dockerspawner`.
 
-- Each user's containers run with a separate uid (`gpu_first_uid` plus the hub's number of the user): the uid keeps users from each
-  other's leases, and the broker treats root in a container as root.
-- The broker, as root on the machine, knows kernels by their pids there, and connects to them on the container's loopback interface.
+- Each user's containers run with a separate uid (`gpu_first_uid` plus the user's number in the hub), which keeps users from each other's
+  leases. The broker treats root in a container as root.
+- The broker runs as root on the machine, knows kernels by their pids there, and connects over the container's loopback interface.
 - A container gets the broker's socket and the seat's file, read-only, and the GPUs.
-- A container ends with its server: if it were reused, it would have the environment of an earlier seat.
+- A container ends with its server: a reused one would have the environment of an earlier seat.
 """
 
 import inspect
@@ -97,7 +97,7 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
             self.port = random_port()  # an administrator's choice: all containers share the machine's ports
 
     def _shares_network(self) -> bool:
-        """Whether an administrator gives the containers the machine's network; evaluated settings only."""
+        """Whether the containers use the machine's network. Call it once the settings are evaluated."""
         return bool(self.extra_host_config.get("network_mode", self.network_name) == "host")
 
     async def _evaluated(self, value: Any) -> dict[str, Any]:  # noqa: ANN401 - a dictionary, or a callable that returns one

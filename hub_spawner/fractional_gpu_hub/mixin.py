@@ -1,7 +1,7 @@
 """Fractions of a GPU for any JupyterHub spawner: `class S(FractionalGPUMixin, AnySpawner): ...`.
 
 - A server with a GPU takes a seat at the broker before its process starts, and gives it back however it ends.
-- A new seat expires unless it is confirmed, which happens when the hub's database holds it: a hub that dies before leaves no seat.
+- A new seat expires unless confirmed, which happens once the hub's database holds it: a hub that dies earlier leaves no seat.
 - The server gets the path of a private file with the seat's token, never the token itself.
 """
 
@@ -96,7 +96,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return int(self.gpu_wait) + _SERVER_START_S
 
     def gpu_user_ids(self) -> tuple[int, int] | None:
-        """Return uid and gid of the server's processes; None: the hub's own."""
+        """Return uid and gid for the server's processes, None for the hub's."""
         return None
 
     def gpu_seat_path(self, file: Path) -> str:
@@ -107,7 +107,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return self.gpu_socket
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the uid that may use the seat; None: any process with its token."""
+        """Return the uid that may use the seat, None if the token suffices."""
         ids = self.gpu_user_ids()
         return os.getuid() if ids is None else ids[0]
 
@@ -214,7 +214,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
             ) from error
 
     async def poll(self) -> int | None:
-        """Poll the server, and confirm its seat once the hub has saved it. A later poll retries what fails."""
+        """Poll the server, and confirm its seat once the hub has saved it. A later poll retries a failure."""
         status: int | None = await super().poll()
         if status is None and self._gpu_seat is not None and not self._gpu_confirmed and self._gpu_is_saved():
             await self._gpu_confirm()
@@ -263,7 +263,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the seat. The hub that saved it may have died before it confirmed it."""
+        """Restore the seat. The hub that saved it may have died before confirming it."""
         super().load_state(state)
         seat = state.get(_STATE)
         if isinstance(seat, dict) and isinstance(seat.get("seat_id"), str) and isinstance(seat.get("file"), str):

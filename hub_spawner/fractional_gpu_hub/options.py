@@ -1,8 +1,8 @@
 """The choice of a GPU for a new server: the spawn page's form, and the options that come from it or from the REST API.
 
-`user_options` has `pool`, `fraction` (1/4, 0.25 or 250m; `none`: a server without a GPU) and `memory` (20GiB); missing ones get defaults,
-unknown ones belong to other code. Users can send anything, so everything is checked here. The form is plain HTML without a script, and
-sends one field, `gpu`, with `POOL/THOUSANDTHS` or `none`.
+`user_options` has `pool`, `fraction` (1/4, 0.25 or 250m; `none`: a server without a GPU) and `memory` (20GiB); omitted ones get defaults,
+others belong to other code. Users can send anything, so everything is checked here. The form is plain HTML without a script, and sends one
+field, `gpu`, with `POOL/THOUSANDTHS` or `none`.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ def parse_options(options: object) -> Choice:
 
 
 def options_of_form(form: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return the user options of the form's field, or of a link's `opt-gpu`. Raises OptionsError."""
+    """Return the user options in the form's field or a link's `opt-gpu`. Raises OptionsError."""
     chosen = form.get(FIELD)
     if not chosen:
         return {key: values[0] for key in KEYS if (values := form.get(key))}

@@ -1,11 +1,11 @@
 """The hub's side of seats: calls to the broker, the servers' seat files, leftover seats, and how a spawn ends.
 
-Calls run in threads and are retried while a managed broker restarts. A seat is taken under the server's name, so that a second request
-after a broken connection gets the same seat.
+Calls run in threads and are retried while a managed broker restarts. A seat is taken under the server's name, so that a retry after a
+broken connection gets the same seat.
 
-If hub and broker are killed together, the hub's database is lost, or the broker does not answer when a server ends, a seat is left that
-nothing else would end. So each hub gives leftover seats back at its start and every minute (`Reconciler`): only seats that this hub took
-(identified by its API's address), and only if the server is not starting, stopping or running with this very seat.
+A seat is left over if hub and broker are killed together, the hub's database is lost, or the broker does not answer when a server ends. So
+each hub gives leftover seats back at startup and every minute (`Reconciler`): only seats that it took itself (identified by its API's
+address), and only if the server is not starting, stopping or running with that seat.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ def spawn_error_of(error: FractionalGPUError) -> web.HTTPError:
 
 
 class ProgressLog:
-    """Progress events of successive starts. Viewers may come at any time; each sees a start from its beginning."""
+    """Progress events of successive starts. Viewers may join at any time and see a start from its beginning."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -159,9 +159,9 @@ _running: dict[str, "Reconciler"] = {}
 
 
 def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
-    """Create the folder of the seat files. `shared`: users with separate uids must pass through it to their files.
+    """Create the folder of the seat files. `shared`: users with separate uids reach their files through it.
 
-    An existing folder stays as its administrator set it up. Raises OSError, or the error that stops the spawn if users cannot pass.
+    An existing folder keeps its mode. Raises OSError, or the error that stops the spawn if users cannot pass through.
     """
     try:
         folder.mkdir(mode=0o700, parents=True)
@@ -178,7 +178,7 @@ def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
 
 
 class Reconciler:
-    """Gives back leftover seats of one hub at one broker. Runs on the hub's loop."""
+    """Gives one hub's leftover seats back to one broker. Runs on the hub's loop."""
 
     def __init__(self, app: Any, socket: str) -> None:  # noqa: ANN401 - JupyterHub is untyped
         self._app = app

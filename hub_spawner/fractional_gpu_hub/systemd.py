@@ -26,13 +26,13 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
         return False  # PrivateDevices would hide the GPUs
 
     def gpu_user_ids(self) -> tuple[int, int] | None:
-        """Return the ids of the unit's user; None for a dynamic user: root hands it the file as a credential."""
+        """Return the ids of the unit's user; None for a dynamic user, who gets the file as a credential."""
         if self.dynamic_users:
             return None
         return ids_of_user(self._expand_user_vars(self.username_template))
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the uid that may use the seat; None for a dynamic user, whose uid is not known yet: any process with the token may."""
+        """Return the uid that may use the seat. None for a dynamic user, whose uid is unknown yet: any process with the token may."""
         ids = self.gpu_user_ids()
         return None if ids is None else ids[0]
 

@@ -2,8 +2,8 @@
 
 TLJH finds it by the entry point `tljh`. The section `fractional_gpu` of TLJH's config.yaml has the arguments of `configure`.
 
-TLJH's hub runs in a unit without devices (`PrivateDevices`), so it cannot manage the broker: that gets a separate unit. Servers run as
-system users that TLJH creates at their first start; the spawner here creates them earlier, because a seat belongs to a uid.
+TLJH's hub runs in a unit without devices (`PrivateDevices`), so it cannot manage the broker, which gets its own unit. Servers run as system
+users that TLJH creates at their first start; our spawner creates them earlier, because a seat belongs to a uid.
 """
 
 import json
@@ -60,7 +60,7 @@ def tljh_custom_jupyterhub_config(c: Config) -> None:
 def tljh_post_install() -> None:
     """Write the broker's configuration and unit, start it, and install the kernels for the users.
 
-    Raises ConfigError for a wrong section, CalledProcessError if systemd or the installation of kernels fails.
+    Raises ConfigError for a wrong section, CalledProcessError if systemd or installing the kernels fails.
     """
     from tljh.config import USER_ENV_PREFIX  # noqa: PLC0415 - TLJH's own; there only
 
@@ -82,7 +82,7 @@ def tljh_post_install() -> None:
 
 
 def _requirement(extras: str) -> str:
-    """Return this package from where it was installed: a file, a repository, or this version from an index."""
+    """Return a requirement for this package from its origin: a file, a repository, or an index."""
     origin = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
     url, vcs = origin.get("url"), origin.get("vcs_info")
     if vcs:

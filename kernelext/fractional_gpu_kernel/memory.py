@@ -599,7 +599,7 @@ class CheckpointBlockers:
             self.hooks.after(call.package, lambda _module, call=call: note_calls(call, self._note))  # type: ignore[misc]
 
     def reason(self) -> str:
-        """Return a sentence why the process cannot be checkpointed, or "". Call it only on the idle main loop."""
+        """Return in a sentence why the process cannot be checkpointed, or "". Call it only on the idle main loop."""
         if self.seen:
             return self.seen
         for find in (_rmm, _torch, _fbgemm, _unified, injected):

@@ -1,10 +1,10 @@
 """Servers as Kubernetes pods: the choice of a GPU becomes an extended resource, on top of `jupyterhub-kubespawner`.
 
-- The pod requests `fractional-gpu.jupyter.org/POOL` (thousandths of a GPU) and memory for the server and all that can be saved of its
-  share. The scheduler counts the share, the node's agent registers it as a seat, and the node's broker chooses the device.
-- The pod is completed here after `kubespawner` and its profiles, so no profile and no `extra_pod_config` adds a share or a privilege.
+- The pod requests `fractional-gpu.jupyter.org/POOL` (thousandths of a GPU) and memory for the server and saved GPU memory. The scheduler
+  counts the share, the node's agent registers it as a seat, and the node's broker chooses the device.
+- This module completes the pod after `kubespawner`, so no profile and no `extra_pod_config` can add a share or a privilege.
 - A pod with a share has no privileges: no root, no added capability, no host namespace. A setting that grants one stops the spawn.
-- The folder of the broker's socket is mounted read-only. No secret is: the broker identifies the pod by its control group.
+- The folder of the broker's socket is mounted read-only, without secrets: the broker identifies pods by their control group.
 - Each user's pods run with a separate uid, by which the broker keeps users from each other's leases.
 """
 
@@ -121,7 +121,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         return await super().get_options_form()
 
     def gpu_choice(self, options: object) -> Choice:
-        """Return what was chosen, or the choice of the profile. Raises the error that stops the spawn."""
+        """Return the user's choice, or the profile's. Raises the error that stops the spawn."""
         if not self.gpu_in_profiles:
             return super().gpu_choice(options)
         return super().gpu_choice(options_of_form({"gpu": [str(self.gpu_profile)]}))
@@ -134,7 +134,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         return await super().start()
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield the events of the pod while it starts, with the scheduler's refusal of a share in plain words."""
+        """Yield the pod's events while it starts, with the scheduler's refusal of a share in plain words."""
         async with contextlib.aclosing(KubeSpawner.progress(self)) as events:
             async for event in events:
                 message = str(event.get("message", ""))
@@ -224,7 +224,7 @@ def _give_environment(server: Any, has: Allocation, socket: str) -> None:  # noq
 
 
 def _restrict(pod: Any, uid: int | None) -> None:  # noqa: ANN401 - V1Pod
-    """Apply Kubernetes' standard `restricted`, except for the host path, so that the server can gain no privileges."""
+    """Apply Kubernetes' `restricted` standard, except for the host path, so that the server gains no privileges."""
     context = dict(pod.spec.containers[0].security_context or {})  # kubespawner makes it of configuration: a mapping
     context["allowPrivilegeEscalation"] = False
     context["runAsNonRoot"] = True
@@ -267,7 +267,7 @@ def _is_of_the_node(path: str) -> bool:
 
 
 def _field(found: Any, *names: str) -> Any:  # noqa: ANN401 - a model of the client, or a mapping of a configuration
-    """Return the first of these fields that is set. Configurations have mappings instead of models of the client."""
+    """Return the first of these fields that is set. Configurations have mappings instead of the client's models."""
     for name in names:
         value = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
         if value is not None:

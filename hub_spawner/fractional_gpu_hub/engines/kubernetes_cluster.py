@@ -2,7 +2,7 @@
 
 - Two lists: the nodes with the spawner's labels, and the server pods of the hub's namespace. Nothing is watched or written, so the hub's
   service account needs only `list` of both.
-- A pod's user is the annotation of `kubespawner`: anyone who may create pods in the namespace can set it.
+- A pod's user is `kubespawner`'s annotation, which anyone who may create pods in the namespace can set.
 - The hub starts the service's process with a clean environment: `service.configuration` passes on what it needs.
 """
 

@@ -1,9 +1,9 @@
 """What the nodes of a cluster offer a user, from the summaries that the nodes' agents publish.
 
-- A node gives a share at once if its agent called that much admissible, the engine may start jobs there, and the summary is fresh.
-- A summary that is older than `stale_after_s` is still shown, with its age, but nothing on that node counts as free.
+- A share is free on a node if its agent reports it admissible, the engine may start jobs there, and the summary is fresh.
+- A summary older than `stale_after_s` is still shown, with its age, but nothing on its node counts as free.
 - A pool's wait is the shortest forecast among its nodes that are up: the engine takes the first one that admits the job.
-- The default share is the smallest free one, else the smallest.
+- The default share is the smallest free one, or the smallest of all.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class NodePool(PoolSummary, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """`state`: the engine's word. `problem`: why the node published nothing readable or takes nothing, a sentence."""
+    """`state`: the engine's word. `problem`: why its summary is unreadable or it takes nothing, in a sentence."""
 
     name: str
     state: str
@@ -48,7 +48,7 @@ Node = TypeVar("Node", bound=ClusterNode)
 
 
 class NodeReader(Generic[Node]):
-    """Reads the nodes for all callers: simultaneous ones share one reading, and later ones reuse it for a while."""
+    """Reads the nodes for all callers. Concurrent callers share one reading; later ones reuse it for a while."""
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, list[Node]]]) -> None:
         self._ask = ask
@@ -80,7 +80,7 @@ class Terms:
     stale_after_s: float
 
     def age_s(self, node: NodePool) -> float:
-        """Return the age of a summary, seconds; 0 if the node's clock runs ahead."""
+        """Return a summary's age in seconds, 0 if the node's clock is ahead."""
         return max(0.0, self.now_s - node.at_s)
 
     def is_stale(self, node: NodePool) -> bool:
@@ -88,9 +88,9 @@ class Terms:
 
 
 def pools_of_text(node: str, text: str | None, why_not: str) -> tuple[list[NodePool], str]:
-    """Return the published pools of a node, and what is wrong there, a sentence or "".
+    """Return a node's published pools, and a sentence about a problem there, or "".
 
-    `why_not`: why the engine starts nothing there, a word or two, or "".
+    `why_not`: why the engine starts nothing there, in a word or two, or "".
     """
     if text is None:
         return [], NO_AGENT
@@ -212,9 +212,9 @@ def _default(offers: Sequence[ClusterPoolOffer]) -> tuple[str, int]:
 
 
 def host_memory_mib(nodes: Iterable[NodePool], pool: str, milli: int, *, base_mib: int) -> int:
-    """Return the host memory to request, MiB: `base_mib` and all that can be saved of the share's GPU memory.
+    """Return the MiB of host memory to request: `base_mib` plus all GPU memory the share may have to save.
 
-    A job's memory limit includes what is saved of its kernels. The engine chooses the node, so the largest cap among the nodes decides.
+    A job's memory limit includes its kernels' saved memory. The engine chooses the node, so the largest cap of all nodes decides.
     """
     return base_mib + max((node.memory_mib(milli) for node in nodes if node.name == pool), default=0)
 

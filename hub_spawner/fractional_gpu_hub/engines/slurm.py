@@ -1,13 +1,13 @@
 """Servers as Slurm jobs: the choice of a GPU becomes a job's request, on top of `batchspawner`.
 
-- The request is `--gres=COUNT:N` (thousandths of a GPU, or shards), `--mem` (for the server and all that can be saved of its share) and
-  `--partition`. Slurm and the node's broker choose node and device.
-- Values from users and the hub's database become words of `sbatch`'s command line, or variables: never shell text, and in the batch script
-  they are quoted. User options are not available to the script's template.
-- A job's name is `jupyter-` and a hash of hub, user and server. A job whose number was never saved is found by it, and cancelled at a stop
+- The request is `--gres=COUNT:N` (thousandths of a GPU, or shards), `--mem` (for the server and saved GPU memory) and `--partition`. Slurm
+  and the node's broker choose node and device.
+- Values from users and the hub's database become arguments of `sbatch`, or variables, never shell text; the batch script quotes them. The
+  script's template cannot use user options.
+- A job's name is `jupyter-` and a hash of hub, user and server. By it we find a job whose number was never saved, and cancel it at a stop
   or before the next start.
-- A server has ended only if Slurm says that its job has: a controller, an authentication or a `sudo` that fails proves nothing.
-- A server's token may set the server's port at the hub: `batchspawner` would let it set every attribute, including commands.
+- A server has ended only if Slurm says that its job has: a failing controller, authentication or `sudo` proves nothing.
+- A server's token may only set the server's port: `batchspawner` would let it set any attribute, including commands.
 """
 
 import asyncio
@@ -179,7 +179,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return next(counts, "jgpu:open")
 
     def gpu_request(self, allocation: Allocation | None) -> list[str]:
-        """Return the options of `sbatch` that request the share, or a server without one."""
+        """Return the `sbatch` options for the share, or for a server without one."""
         if allocation is None:
             words = [f"--mem={parse_memory_mib(self.gpu_base_memory)}M"]
             return [*words, *([f"--partition={self.req_partition}"] if self.req_partition else [])]
@@ -200,7 +200,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return name
 
     def _gpu_prefix(self) -> list[str]:
-        """Return the words before each command that acts for the user, such as `sudo -E -u NAME`."""
+        """Return the prefix of commands that act for the user, such as `sudo -E -u NAME`."""
         values = {"username": self._gpu_checked_name(), "homedir": self.req_homedir}
         return [format_template(word, **values) for word in shlex.split(self.exec_prefix)]
 
@@ -251,7 +251,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     async def submit_batch_script(self) -> str:
         """Submit the job, and save its number at once. Raises the error that stops the spawn.
 
-        Cancelled while Slurm answers, the job may exist: a stop, or the next start, finds it by its name.
+        If this is cancelled, the job may exist: a stop, or the next start, finds it by its name.
         """
         environment = {name: str(value) for name, value in self.get_env().items()}
         words = [*self._gpu_prefix(), *self.gpu_sbatch(environment)]
@@ -302,7 +302,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return spawn_error(ended_sentence(job, job.job_id if job is not None else self.job_id), reason="slurm-job")
 
     async def _gpu_until_ended(self) -> None:
-        """Return when a started job has ended: batchspawner would wait for the server's port without asking Slurm."""
+        """Wait until a started job ends: batchspawner would wait for the server's port without asking Slurm."""
         while True:
             await asyncio.sleep(self.startup_poll_interval)
             if self._gpu_job is not None and self._gpu_job.runs and await self.query_job_status() == JobStatus.NOTFOUND:
@@ -370,7 +370,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     async def stop(self, now: bool = False) -> None:
         """Cancel the job. Unless `now`, wait until Slurm says that it has ended, or for `gpu_stop_wait`.
 
-        Raises EngineError if Slurm refuses. Cancelled: the job is being cancelled all the same.
+        Raises EngineError if Slurm refuses. The job is cancelled even if this call is.
         """
         await self.cancel_batch_job()
         end_s = time.monotonic() + self.gpu_stop_wait
@@ -413,7 +413,7 @@ _later: set["asyncio.Task[None]"] = set()
 
 
 def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> None:
-    """Cancel a job when Slurm answers. If the hub ends first, the server's next start cancels it."""
+    """Cancel a job once Slurm answers. If the hub ends first, the server's next start cancels it."""
 
     async def cancel_it() -> None:
         pause_s, longest_s = _RETRY_S
@@ -455,7 +455,7 @@ class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
 
 
 def _guard_route() -> None:
-    """Replace batchspawner's handler, which sets any attribute of the spawner that it is sent."""
+    """Replace batchspawner's handler, which lets a request set any spawner attribute."""
     for index, (route, handler) in enumerate(default_handlers):
         if handler is BatchSpawnerAPIHandler:
             default_handlers[index] = (route, _PortHandler)

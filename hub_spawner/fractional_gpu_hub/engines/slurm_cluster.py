@@ -19,7 +19,7 @@ async def read() -> Cluster:
 
 
 def cluster_of(found: list[SlurmNode], text: str, mark: str) -> Cluster:
-    """Return the cluster with the servers of hubs. Each line of `text` starts with `mark` and has the columns.
+    """Return the cluster with the hubs' servers. Each job in `text` starts with `mark`, then the columns.
 
     A job's name comes last, because its user chose it: it may contain separators and line breaks, but not this call's random mark.
     """

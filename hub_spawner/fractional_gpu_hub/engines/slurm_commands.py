@@ -1,7 +1,7 @@
-"""Slurm's commands as the hub uses them, and what they print: nodes, jobs, reasons.
+"""Runs Slurm's commands and reads what they print: nodes, jobs, reasons.
 
 - Arguments are a list, never shell text. Columns that users write (names of jobs, comments) are read only if they come last.
-- A controller that does not answer raises `EngineUnavailableError`, a refusal `EngineError`: only Slurm's answer ends a job.
+- A controller that does not answer raises `EngineUnavailableError`, a refusal `EngineError`: only Slurm can end a job.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class SlurmNode(ClusterNode):
 
 
 def _why_not(state: str) -> str:
-    """Return why Slurm starts no job on a node, a word or "". A star after a state: the node does not answer."""
+    """Return, in a word, why Slurm starts no job on a node, or "". A star after a state: no answer."""
     if state.endswith("*"):
         return "not answering"
     flags = state.rstrip("~#!%$@^-").split("+")
@@ -77,7 +77,7 @@ def _why_not(state: str) -> str:
 
 
 async def run(*words: str, stdin: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """Run a command and return what it printed. Raises EngineError. Cancelled: the command is killed."""
+    """Run a command and return its output. Raises EngineError. Cancellation kills the command."""
     if environment is None:  # the hub's, without variables that change the output
         kept = [name for name in os.environ if not name.startswith(("SQUEUE_", "SINFO_", "SCONTROL_"))]
         environment = {**{name: os.environ[name] for name in kept}, "LC_ALL": "C"}
@@ -115,7 +115,7 @@ def job_id_of(text: str) -> str:
 
 
 def parse_job(text: str, job_id: str) -> JobState | None:
-    """Return the job from lines of `JOB_COLUMNS`; None: Slurm no longer knows it. Raises EngineUnavailableError for other lines."""
+    """Return the job from lines of `JOB_COLUMNS`; None if Slurm has forgotten it. Raises EngineUnavailableError for other lines."""
     for line in text.splitlines():
         parts = line.strip().split(SEPARATOR, JOB_COLUMNS.count(SEPARATOR))
         if len(parts) <= JOB_COLUMNS.count(SEPARATOR):
@@ -130,7 +130,7 @@ def parse_job(text: str, job_id: str) -> JobState | None:
 
 
 async def job_state(prefix: Sequence[str], job_id: str) -> JobState | None:
-    """Return a job's state; None: Slurm no longer knows it. Raises EngineUnavailableError."""
+    """Return a job's state; None if Slurm has forgotten it. Raises EngineUnavailableError."""
     command = [*prefix, "squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={JOB_COLUMNS}"]
     try:
         return parse_job(await run(*command), job_id)
@@ -146,7 +146,7 @@ async def jobs_named(prefix: Sequence[str], name: str, user: str) -> list[str]:
 
 
 async def cancel(prefix: Sequence[str], job_id: str) -> None:
-    """Cancel a job; one that has ended is no error. Raises EngineError."""
+    """Cancel a job, which may have ended. Raises EngineError."""
     try:
         await run(*prefix, "scancel", job_id)
     except EngineError as error:

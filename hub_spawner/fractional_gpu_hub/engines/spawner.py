@@ -2,8 +2,8 @@
 
 - The engine chooses the node, which registers the allocation as a seat at its own broker. The hub calls no broker.
 - Offers come from the summaries that the nodes' agents publish at the engine. They are the last known state, not promises.
-- `gpu_take` turns a choice into an `Allocation`; a spawner's `gpu_prepare` turns that into the engine's request. No other user option
-  gets there.
+- `gpu_take` turns a choice into an `Allocation`; a spawner's `gpu_prepare` turns it into the engine's request. No other user option enters
+  it.
 - While the engine queues the request, `gpu_queue` reports why, and until when.
 """
 
@@ -32,7 +32,7 @@ _QUEUED, _MOST = 10, 60  # the progress bar while the engine queues the request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """A request to the engine: thousandths of a device, its GPU memory cap, and host memory for server and saved state (MiB)."""
+    """A request to the engine: thousandths of a device, MiB of GPU memory, and MiB of host memory (server and saved state)."""
 
     pool: str
     fraction_milli: int
@@ -170,7 +170,7 @@ class EngineGPUMixin(GPUChoiceMixin):
         return started
 
     async def _gpu_follow_queue(self) -> None:
-        """Show the engine's reasons. The start does not depend on them: a failure is only logged."""
+        """Show the engine's reasons. Only log a failure: the start does not depend on them."""
         try:
             async with contextlib.aclosing(self.gpu_queue()) as sentences:
                 async for sentence in sentences:

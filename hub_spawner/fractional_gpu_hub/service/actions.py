@@ -36,7 +36,7 @@ class Actions:
         self._running: Counter[str] = Counter()
 
     async def act(self, viewer: Viewer, kind: str, name: str, action: str, body: bytes) -> Any:  # noqa: ANN401 - JSON
-        """Carry out an action and return the broker's answer. Raises FractionalGPUError. Cancelled: what only waits is withdrawn."""
+        """Carry out an action and return the broker's answer. Raises FractionalGPUError. Cancellation withdraws a waiting action."""
         known = _ACTIONS[kind].get(action)
         if known is None:
             allowed = ", ".join(_ACTIONS[kind])
@@ -108,7 +108,7 @@ class _Release(Struct):
 
 
 def _summary(lease: LeaseStatus) -> dict[str, Any]:
-    """The answer after an action on a kernel, without anything about its neighbours."""
+    """Return the answer to an action on a kernel, with nothing about its neighbours."""
     return {
         "lease_id": lease.lease_id,
         "state": lease.state,

@@ -1,7 +1,7 @@
 """The service's process and routes: the web application on the hub's socket.
 
-The environment has the service's address and the hub's API, which identifies users. The process ends with SIGTERM, and when the hub that
-started it is gone: the next hub starts another one.
+The environment has the service's address and the hub's API, which identifies users. The process ends on SIGTERM, or when the hub that
+started it is gone: the next hub starts its own.
 """
 
 import asyncio
@@ -239,7 +239,7 @@ class _Events(_BaseHandler):
     async def _taken(self) -> None:
         """Send what was written. Raises StreamClosedError if the browser disconnects or does not read it in time.
 
-        Otherwise a stopped browser, or a broken line, would occupy one of its user's streams forever.
+        Otherwise a stopped browser or a broken link would hold one of its user's streams forever.
         """
         try:
             async with asyncio.timeout(TAKEN_S):

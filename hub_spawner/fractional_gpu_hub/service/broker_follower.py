@@ -1,8 +1,8 @@
 """The broker's latest status for all pages (one connection, one copy), and the page while the hub starts.
 
 - While the broker is away, the last snapshot stays, with a sentence that says why.
-- The broker's stream has no seats and pools. They are requested after each change, at most every `SEATS_S`, and every `REFRESH_S`.
-- A page takes `changed` before it reads `snapshot`, then waits for it: so it misses no change.
+- The broker's stream has no seats or pools. They are requested after each change, at most every `SEATS_S`, and every `REFRESH_S`.
+- A page takes `changed` before it reads `snapshot`, then waits for it, to miss no change.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _CALL_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The last status (None before the first line). `problem`: why it is out of date, a sentence; "": it is current."""
+    """The last status (None before the first line). `problem`: why it is out of date, a sentence, or ""."""
 
     status: HostStatus | None = None
     seats: SeatList = field(default_factory=SeatList)
@@ -57,7 +57,7 @@ class BrokerFollower:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def refresh_soon(self) -> None:
-        """Request seats and pools now: an action of this service changed something."""
+        """Request seats and pools now, because this service has changed something."""
         self._stale.set()
 
     def _take_status(self, status: HostStatus) -> None:

@@ -1,7 +1,7 @@
-"""The page of a cluster: every node as its agent publishes it, and on which nodes users' servers run.
+"""A cluster's page: every node as its agent publishes it, and the nodes that run users' servers.
 
 - The engine is asked every `EVERY_S` while a page is open, and `LINGER_S` longer.
-- A user sees the sums of every node and their own servers; administrators see all servers. Users have the same names at engine and hub.
+- Users see every node's sums and their own servers; administrators see all servers. Engine and hub use the same user names.
 - If a node's summary is old or the engine does not answer, the page shows the last figures and their age.
 """
 
@@ -38,7 +38,7 @@ class ClusterServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """All nodes with an agent, all servers, and the number of `others`: nodes without an agent."""
+    """All nodes with an agent, all servers, and the number of nodes without an agent (`others`)."""
 
     nodes: Sequence[ClusterNode] = ()
     servers: Sequence[ClusterServer] = ()
@@ -47,7 +47,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
-    """The cluster as last read. `problem`: why there is nothing newer, a sentence, or ""."""
+    """The cluster as last read. `problem`: why it is outdated, a sentence, or ""."""
 
     cluster: Cluster = field(default_factory=Cluster)
     problem: str = "the cluster has not answered yet"

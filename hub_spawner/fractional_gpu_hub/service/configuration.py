@@ -1,7 +1,7 @@
 """Adds the page to `jupyterhub_config.py`: a managed service, two scopes, and the roles that hold them.
 
 Users with `custom:fractional-gpu:read` (all, unless `everybody` is False) see the machine's sizes and their own kernels, and suspend,
-resume and pin these. Users with `custom:fractional-gpu:admin` see and control everything; only named users and groups get that scope, not
+resume and pin them. Users with `custom:fractional-gpu:admin` see and control everything; only named users and groups get that scope, not
 the hub's administrators.
 """
 
@@ -59,9 +59,9 @@ def add_page(
     """Add the page at `/services/NAME/`.
 
     `admins` and `admin_groups` (users and groups of the hub) control everything; `everybody`: all users see their own kernels; `socket` is
-    the broker's (default: as for `configure`); the hub's proxy reaches the service at `host` and `port` (the hub's pod's address if the
-    proxy runs in another); `cluster`, `slurm` or `kubernetes`: the page shows that engine's nodes and servers instead of one broker's
-    devices. With `kubernetes`, call it after the spawner's settings, which have namespace and labels. Raises ConfigError.
+    the broker's (default: as for `configure`); the hub's proxy reaches the service at `host` and `port` (the hub pod's address if the proxy
+    has its own pod); `cluster`, `slurm` or `kubernetes`: the page shows that engine's nodes and servers instead of one broker's devices.
+    With `kubernetes`, call it after setting the spawner's namespace and labels. Raises ConfigError.
     """
     for key, value in (("admins", admins), ("admin_groups", admin_groups)):
         if isinstance(value, str):
@@ -112,7 +112,7 @@ def add_page(
 
 
 def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
-    """Give all users their scopes; return the further roles that this needs."""
+    """Give all users their scopes. Return the extra roles that this needs."""
     # Imported here: the service's process, for which the hub waits, does not need the hub's application.
     from jupyterhub.app import JupyterHub  # noqa: PLC0415
     from jupyterhub.roles import get_default_roles  # noqa: PLC0415
@@ -132,7 +132,7 @@ def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
 
 
 def _environment(c: Config, cluster: str) -> dict[str, str]:
-    """Return the variables that the service needs to reach the cluster: the hub starts it without its own. Raises ConfigError."""
+    """Return the variables that the service needs to reach the cluster: the hub passes none on. Raises ConfigError."""
     found = {name: os.environ[name] for name in _KEPT.get(cluster, ()) if name in os.environ}
     if cluster != "kubernetes":
         return found

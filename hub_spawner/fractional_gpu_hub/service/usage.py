@@ -1,12 +1,12 @@
 """What leases used, for the pages "My usage" and "Usage": queries to the broker, and the parts of the pages.
 
-To the broker this process is an administrator, who may read everything. So the rules are kept here:
+To the broker this process is an administrator, who may read everything. This module keeps the rules:
 
-- A user's figures are requested by name among the users of the hub (`seated`): the machine may have another user of the same name.
-  Entries of other names are dropped, whatever the broker answers.
-- Of others, a user sees what the broker's setting `usage_visible` allows: nothing, the sums per user of the viewer's groups, or of all
-  users. Never their notebooks' names. An unknown setting allows nothing.
-- A user sees advice on their own notebooks, and the budgets of themselves and their groups. Administrators see everything.
+- A user's figures are requested by name among the hub's users (`seated`): the machine may have another user with that name. Entries with
+  other names are dropped, whatever the broker says.
+- The broker's setting `usage_visible` says what a user sees of others: nothing, or sums per user, for the viewer's groups or for everyone;
+  never notebook names. An unknown setting allows nothing.
+- Users see advice on their own notebooks, and their own and their groups' budgets. Administrators see everything.
 """
 
 import platform
@@ -54,7 +54,7 @@ _DAY_S: Final = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageQuery:
-    """A page's query: the time (seconds since 1970) and how it was written, and what figures of all users are summed by."""
+    """A page's query: the time (seconds since 1970, and as typed), and how all users' figures are grouped."""
 
     since_s: int
     until_s: int

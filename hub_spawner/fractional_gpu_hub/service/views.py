@@ -1,7 +1,7 @@
 """What a user may see, as the page and the API show it: sizes with units, reasons as sentences. Pure functions.
 
-A user sees their own seats and kernels, and of all others only sums per device; administrators see all. A kernel belongs to the user of
-its seat. A kernel without a seat belongs to a user of the machine, who may have the same name as another user of the hub.
+Users see their own seats and kernels, and only each device's sums for all others; administrators see all. A kernel belongs to its seat's
+user. A kernel without a seat belongs to a user of the machine, who may share a name with another hub user.
 """
 
 import json
@@ -244,7 +244,7 @@ def _pools(snapshot: Snapshot, viewer: Viewer) -> list[dict[str, Any]]:
 
 
 class Setting(NamedTuple):
-    """A key in the page's editor of pools. `default` and `example` are as typed; `choices` are a list's."""
+    """A key in the page's pool editor. `default` and `example` are as typed; `choices` are for lists."""
 
     key: str
     help: str
