@@ -190,11 +190,11 @@ def _endpoint(transport: str, ip: str, info: dict[str, Any], field: str) -> str:
 # takes a step of Python (`BrokerClient.gate`). If the broker cannot see that, a request every few seconds, the pulse, shows the same.
 
 
-# From one keep-alive to the next while the gate is open: no decision depends on it then.
+# Between keep-alives while the gate is open: no decision depends on them then.
 OPEN_LINE_S: Final = 3 * PULSE_S
 _RESERVED: Final = re.compile(r"\breserved_mib=(\d{1,9})\b", re.ASCII)
 _MOST_INPUTS = 64
-_QUEUE = 64  # commands that the extension has not read; when it is full, the line is given up
+_QUEUE = 64  # commands that the extension has not read; with more, the line is given up
 
 
 class GateLink:
@@ -210,7 +210,7 @@ class GateLink:
         self.reserved_mib: int | None = None  # the frameworks' memory in the last answer, if given
         self.stream: Any = None  # once it carries anything: the route, which has `keep_alive` and `is_read`
         self._line_s = now_s  # when the last keep-alive was written, or last seen unread
-        self._on_its_way = False  # that keep-alive was not yet seen to be read
+        self._on_its_way = False  # the last keep-alive may still be unread
         self._numbers = itertools.count(1)
         self._queue: asyncio.Queue[GateCommand | None] = asyncio.Queue(_QUEUE)
         self._answers: dict[int, asyncio.Future[str]] = {}
@@ -270,7 +270,7 @@ class GateLink:
             read = self.stream.is_read()
             if read is False:
                 self._line_s = now_s
-                return  # no further keep-alive until this one is read: its silence is what counts
+                return  # no further keep-alive until this one is read: the silence counts
             if read:
                 self.last_pulse_s = max(self.last_pulse_s, self._line_s)
             self._on_its_way = False

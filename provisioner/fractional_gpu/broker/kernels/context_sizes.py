@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 FLOOR_MIB = 512  # the estimate until larger contexts were seen
 MOST_MIB = 4096
 KERNELS = 32
-_STEP_MIB = 32  # estimates are rounded up to multiples, so that they seldom change
+_STEP_MIB = 32  # estimates are multiples of this, so they seldom change
 _DEVICES = 64
 
 

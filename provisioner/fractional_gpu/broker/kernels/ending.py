@@ -23,7 +23,7 @@ from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import ConflictError
 
 GRACE_S: Final = 5.0
-EVICTED: Final = "evicted"  # the reason of the lease's end, and of the line in its successor's story
+EVICTED: Final = "evicted"  # why the lease ended, also in its successor's story
 _ROUNDS: Final = 20
 _MOST: Final = 1000
 _LONGEST_WHY: Final = 300  # characters

@@ -37,7 +37,7 @@ USES = frozenset(
 )
 """Parent message types that may run the user's code or touch a tensor."""
 SIGNS = {"complete_request": Sign.COMPLETION, "inspect_request": Sign.INSPECTION, "comm_msg": Sign.WIDGET}
-"""Those that say that a person is at work in the notebook, so that a cell is likely to come."""
+"""Types that show a person at work in the notebook, so that a cell is likely to come."""
 
 _JOINED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _BROKEN = (
@@ -52,17 +52,17 @@ _MAIN = ""  # the main shell
 _PROBE_PATIENCE_S = 0.5
 _SILENCE_S = 60.0  # busy without a message for this long: probe; the pause then doubles each time
 _LONGEST_PATIENCE_S = 3600.0
-_MOST_BUSY = 10_000  # parents that are kept; with more, the watch is in doubt again
+_MOST_BUSY = 10_000  # parents to keep; with more, the watch is in doubt again
 _LONGEST_ID = 200
 _LONGEST_STATUS = 2**16  # bytes; a status has two headers and a word
 _LONGEST_FRAME = 2**17  # bytes
 _MOST_WAITING = 4  # messages
 _STATUS_TOPIC = re.compile(rb"status|kernel(?:_core)?\.[^.]{1,200}\.status")
-_REJOIN_S, _LONGEST_REJOIN_S = 0.2, 30.0  # pauses after a connection that broke: the next one is twice as long ...
+_REJOIN_S, _LONGEST_REJOIN_S = 0.2, 30.0  # pauses after a connection that broke: each is twice the last ...
 _LASTING_S = 10.0  # ... unless the connection lasted for this long
 _START_S = 30.0  # a starting kernel listens by then; until then attempts follow quickly, so that its first messages are received
 _START_RETRY_S = 0.05
-_RETRY_S, _LONGEST_RETRY_S = 0.1, 15.0  # between attempts that are refused after that: ever more rarely
+_RETRY_S, _LONGEST_RETRY_S = 0.1, 15.0  # pause between attempts refused after that; it grows
 _SHELL_RETRY_S = 2.0
 
 
@@ -87,7 +87,7 @@ def _ms(seconds: float) -> int:
 
 
 def _try_rarely(socket: zmq.asyncio.Socket) -> None:
-    # For what is connected from now on.
+    # For connections from now on.
     socket.reconnect_ivl, socket.reconnect_ivl_max = _ms(_RETRY_S), _ms(_LONGEST_RETRY_S)
 
 
@@ -201,7 +201,7 @@ class IOPubWatch:
 
     def _subscribe(self, topic: bytes) -> None:
         if topic != self._topic:
-            self._iopub.subscribe(topic)  # before the other one ends: nothing is missed
+            self._iopub.subscribe(topic)  # before the old one ends: nothing is missed
             self._iopub.unsubscribe(self._topic)
             self._topic = topic
 

@@ -1,4 +1,4 @@
-"""What the broker keeps in memory about each lease, next to the arbiter's view: the process, its connections, and the parts' notes.
+"""What the broker keeps in memory about each lease, besides the arbiter's view: the process, its connections, and the parts' notes.
 
 A `Kernel` holds one small object for each part of the broker that keeps something about it. Only the part that the object's docstring names
 changes the object; all others read it.
@@ -87,7 +87,7 @@ class Measurement:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class DiskState:
-    """What the ledger knows of the lease for certain. Changed by `LeaseRecords`."""
+    """What the ledger surely holds of the lease. Changed by `LeaseRecords`."""
 
     reserved: tuple[str, ...] = ()  # the devices on which the ledger holds a reservation
     unreserved_saves: int = 0  # saves that record no reservation
@@ -149,7 +149,7 @@ class Kernel:
     signs: dict[Sign, int] = field(default_factory=dict)  # of a coming cell: when each may be sent again, ms
     told_cell: bool = False  # the arbiter was told that a cell runs, and not yet that the kernel is idle
     link: GateLink | None = None
-    taken_over: bool = False  # its seat took it over from an earlier server, which started its kernel
+    taken_over: bool = False  # its seat took it over from the server that started its kernel
     notices: list[str] = field(default_factory=list)  # for the next extension that connects
     budget: str = ""  # a sentence: most or all of a budget it counts for is spent
     budget_used_up: bool = False

@@ -3,7 +3,7 @@
 A `HostSnapshot` is one pass over /proc and one reading of each device concerned. Questions can share one; certainty needs a new one. A
 CUDA process that no device counts holds at most the memory that devices charge to no process, if they are known to count the pids visible
 here; else its size is unknown. A process that forked from a CUDA process without executing a program inherited a context that it cannot
-use: the driver's answers about it say nothing. The driver has no time limit for a stopped process, so it is not asked.
+use: the driver's answers about it say nothing. The driver is not asked about a stopped process: it would never answer.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
 ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)
 FRESH_S = 0.25  # processes read longer ago than this are read again, even for a first look
 NOMINAL_MIB = 64
-"""The least that a CUDA process counts for that no device counts, MiB."""
+"""The minimum MiB assumed for a CUDA process that no device counts."""
 
 # A worker that fails says nothing about the process in question.
 _WORKERS = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WORKER_BUSY)
@@ -107,7 +107,7 @@ class ProcessInspector:
     async def take(self, device_ids: Sequence[str] | None = None, *, max_age_s: float = 0.0) -> HostSnapshot:
         """Return a snapshot of the machine and of these devices (None: all), in which /proc may be `max_age_s` old. Raises GPUError."""
         with _shortage_as_gpu_error():
-            # One waits for the system and the other for the driver: side by side.
+            # The scan waits for the system, the reading for the driver.
             found, uses = await asyncio.gather(SWAPS.run(self.scans.take, max_age_s), SWAPS.run(self._uses, device_ids))
             return HostSnapshot(processes=found, uses=uses)
 
@@ -157,9 +157,9 @@ class ProcessInspector:
         return found
 
     async def _has_cuda(self, kernel: Kernel, host: HostSnapshot, identity: ProcessIdentity) -> bool:
-        """Ask the driver; True for a stopped process, which would not answer. Raises GPUError.
+        """Ask the driver; return True for a stopped process, which cannot answer. Raises GPUError.
 
-        If the saved processes are known, an error about another that runs its parent's program says nothing: it inherited a context.
+        If the saved processes are known, ignore an error about another that runs its parent's program: it inherited a context.
         """
         if host.processes.stopped_or_traced(identity):
             return True
@@ -209,7 +209,7 @@ class ProcessInspector:
                 if error.code not in ENDED:  # leave out a process that has just ended
                     failed[identity] = error
         cuda = {identity for identity, state in states.items() if state not in _NO_CUDA}
-        # A saved, locked or half-way process certainly has its own context. Any other may have inherited one.
+        # A saved, locked or half-way process has its own context. Any other may have inherited one.
         doubtful = [one for one, state in states.items() if state in (ProcessState.RUNNING, ProcessState.NO_CONTEXT)]
         heirs = [
             one

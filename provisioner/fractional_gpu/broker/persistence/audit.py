@@ -1,4 +1,4 @@
-"""The audit log of administrators' actions: who requested what, and its outcome.
+"""The audit log of administrators' actions: who requested what, and the outcome.
 
 - One JSON line when an action is requested, and one with its outcome before the reply; each is on the disk (fsync) first. If the first
   line fails, the action is refused (reason `audit-log`), unless `audit_required` is off. If the second fails, the reply is an error.

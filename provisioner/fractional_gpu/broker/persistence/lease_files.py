@@ -35,7 +35,7 @@ _SEAT: Final = ".seat"
 _SUFFIX: Final = ".token"
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME: Final = re.compile(r"([0-9a-zA-Z_-]{1,64})(\.json|\.seat)", re.ASCII)
-# O_NONBLOCK: opening a pipe of this name would wait for a writer, for ever.
+# O_NONBLOCK: opening a pipe of this name would wait for a writer forever.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 

@@ -342,7 +342,7 @@ class LeaseRecords:
         done: asyncio.Future[None],
     ) -> None:
         if done.cancelled() or done.exception() or self._broker.kernels.get(kernel.lease_id) is not kernel:
-            return  # what could not be written is saved again when that is possible (`Broker._trouble_changed`)
+            return  # `Broker._trouble_changed` saves it again once writing works
         # Writes keep their order. If a save without a reservation followed this one, the reservation has already ended.
         is_latest = unreserved_saves == kernel.on_disk.unreserved_saves
         if device_ids and device_ids != kernel.on_disk.reserved and is_latest:

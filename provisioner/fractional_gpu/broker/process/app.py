@@ -56,7 +56,7 @@ _OTHER_PATIENCE_S = 30.0
 _LETTING_GO_S = 1.0
 _RETRY_S = 0.05
 _OPEN_FILES = 65536
-_CLAIM_VARIABLE = "JUPYTER_GPU_CLAIM"  # the descriptor of the claim that a broker keeps when it executes itself again
+_CLAIM_VARIABLE = "JUPYTER_GPU_CLAIM"  # the descriptor of the claim that a restarting broker keeps
 _SOON = "1s"  # how long a broker whose folder was deleted stays after its last lease
 
 
@@ -97,7 +97,7 @@ def _shed_inheritance() -> None:
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (hard, hard))
     with suppress(PermissionError):
-        os.sched_setaffinity(0, range(8192))  # the system takes those that may be used
+        os.sched_setaffinity(0, range(8192))  # the system picks the allowed ones
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 

@@ -1,4 +1,4 @@
-"""The driver of a starting broker: its backend, and the checkpoint worker, which is retried until the driver works or refuses for good.
+"""The driver of a starting broker: its backend, and the checkpoint worker, which is retried until the driver works or finally refuses.
 
 - NOT_SUPPORTED and NOT_PERMITTED are final. Any other failure may be temporary (a fabric manager that is still starting, a worker that
   dies): the next attempt follows after one second, and the pause doubles up to a minute.
@@ -164,7 +164,7 @@ class DriverStart:
             if before and lease.unsuspendable_reason == before:
                 broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id))
         if not self.off:
-            broker.operations.look_now()  # what only the driver knows can be found out from now on
+            broker.operations.look_now()  # from now on the driver can be asked
 
     def _tell(self, broker: Broker, device_id: str, why_not: str) -> None:
         """Set a device's reason, but a lost one's only once it is back: the event would mark it found."""
@@ -182,7 +182,7 @@ _WITHOUT: Final = (
 
 
 class BackendError(Exception):
-    """There are no devices to manage; the message says why and what to do."""
+    """No devices to manage; the message says why and what to do."""
 
 
 class NoDeviceError(BackendError):

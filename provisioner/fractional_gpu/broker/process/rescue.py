@@ -80,7 +80,7 @@ class _FoundKernel:
     label: str
     device_id: str | None
     saved_mib: int | None
-    carrier: Carrier | None = None  # of a kernel of which there is no record
+    carrier: Carrier | None = None  # of a kernel without a record
 
 
 def rescue(options: BrokerOptions) -> Rescue:
@@ -108,7 +108,7 @@ def rescue(options: BrokerOptions) -> Rescue:
         turn = WorkerClaim(Path(f"{socket}.worker"))
         worker = WorkerLink(backend.name, claim=turn, service=options.worker_socket)
         kernels = asyncio.run(_rescue_all(settings, backend, found, ledger, worker=worker, turn=turn, files=files))
-        if ledger is None and opening.exists(path):  # no broker starts with that one
+        if ledger is None and opening.exists(path):  # no broker can start with it
             kernels = [replace(one, outcome="no-room") if one.outcome == "saved" else one for one in kernels]
     return Rescue(ledger=str(path), problem=problem, kernels=kernels)
 
@@ -123,7 +123,7 @@ def _with_last_options(options: BrokerOptions) -> BrokerOptions:
             name: str(told[name]) for name in _TOLD if name in told and getattr(options, name) is None
         }
     except (ValueError, TypeError):
-        return options  # started by something else than our own broker
+        return options  # not started by our own broker
     return replace(options, **said)
 
 

@@ -1,9 +1,9 @@
-"""Compares the devices' counts per process with the broker's records: enforces caps and claims, and sees use.
+"""Compares the devices' counts per process with the broker's records to enforce caps and note use.
 
 - A lease over its cap (the arbiter decides when that is a breach): its notebook gets a notice; if the pool says `kill`, its processes that
   use a device are killed at once.
 - Processes on a managed device without a lease are shown. If the pool says `refuse`, they get SIGTERM after `PATIENCE_S`, and SIGKILL
-  after as long again. Display programs, NVIDIA's servers, and processes that carry a living lease's id are left alone.
+  after as long again. Display programs, NVIDIA's servers and processes with a living lease's id are left alone.
 - A process is known by its start time and signalled through its pidfd, never by its pid alone.
 """
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 5.0
 Owner = tuple[str, ProcessIdentity]
-"""The lease that a process belongs to, and which process it was when that was seen."""
+"""A process's lease, and the process's identity when that was seen."""
 _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 
@@ -205,7 +205,7 @@ class ContextLearner:
                 continue
             link, device_ids = kernel.link, self._broker.records.may_use(kernel)
             if link is None or not device_ids:
-                return  # it ended, or is being suspended, from which the same is learned
+                return  # it ended, or is being suspended, which teaches the same
             word = await link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S)
             if word != "busy":  # a cell began before the main loop came to it
                 break

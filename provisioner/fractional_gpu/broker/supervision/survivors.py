@@ -5,7 +5,7 @@
 - While processes with device memory are left, the lease continues: it keeps its memory and its turns, counts for its owner, and is resumed
   if it was suspended. A new kernel of the lease takes it over. Processes that end with their kernel have `_MOMENT_S` to.
 - Memory that a device still counts after `FREED_S`, and charges to no process, counts as a stranger's.
-- `after_kernel: "end"` ends what is left, but only processes whose identity and user match and that were seen in the tree.
+- `after_kernel: "end"` ends what is left, but only processes seen in the tree whose identity and user match.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 # - The server is the process that asked for the lease or, later, the one that attached the kernel. A server that takes over a kernel
 #   attaches it again.
 # - If kernel and server have ended, the lease ends at once. While the server lives it is kept for `unattached_ttl`.
-# - If nothing was attached and the server has ended, it may have started a process before. The lease ends when no process carries its id.
+# - If nothing was attached and the server has ended, it may have started a process first. The lease ends when no process carries its id.
 # - An unknown server (in another pid namespace, or of a lease without a record) ends nothing.
 
 
 ABANDONED: Final = "abandoned"
-"""The reason of a lease's end in its story and in the counters."""
+"""Why a lease ended, in its story and in the counters."""
 _EVERY_S: Final = 1.0
 
 
@@ -111,7 +111,7 @@ _IN_A_SWAP: Final = frozenset(
 class Survivors:
     def __init__(self, broker: "Broker", inspector: ProcessInspector) -> None:
         self.uncounted_mib: dict[str, int] = {}  # by device: memory at rest that it charges to no process
-        self.unfreed: dict[str, int] = {}  # the same for devices that did not free what an ended process had
+        self.unfreed: dict[str, int] = {}  # the same, for devices that did not free an ended process
         self.sampled = asyncio.Event()  # set by the arbiter's next sample of the devices, then replaced
         self._broker = broker
         self._inspector = inspector
@@ -313,7 +313,7 @@ class Survivors:
                 await end_processes(left, "process {pid}, which the kernel left behind,")
             except ConflictError as error:
                 log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
-            except OSError as error:  # short of descriptors: nothing else would end them
+            except OSError as error:  # short of descriptors: only a retry would end them
                 log.warning("lease %s: what its kernel left cannot be ended yet: %s", kernel.lease_id[:8], error)
                 await asyncio.sleep(_LONGEST_PAUSE_S)
                 continue

@@ -1,6 +1,6 @@
 """Can this kernel be checkpointed at all? Checked once its gate is shut, before anything is locked.
 
-The driver promises nothing about a process whose checkpoint failed, so known obstacles are looked for first.
+The driver promises nothing about a process whose checkpoint failed, so look for known obstacles first.
 
 - NCCL: communicators within one machine map segments in /dev/shm, which can be found. Collectives with processes outside the
   kernel's tree, or without shared memory (`NCCL_SHM_DISABLE=1`), stay invisible.

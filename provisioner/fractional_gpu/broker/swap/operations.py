@@ -166,7 +166,7 @@ class Operations:
             )
 
     async def _look_again(self, effect: LookAgain) -> None:
-        """Look until the truth is known or the lease has moved on. A failed process is reported once and looked at again."""
+        """Look until the state is known or the lease moves on. A failed process is reported once and looked at again."""
         reported = ""
         for attempt in count():
             await within(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)], self._look_now)

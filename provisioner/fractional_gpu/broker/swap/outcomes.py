@@ -1,8 +1,8 @@
 """What a driver's error means for the lease: a table by phase, which `docs/driver-errors.md` shows.
 
 - Before the checkpoint nothing can be lost: the suspend is tried again soon (ABORTED), later (REFUSED) or never (IMPOSSIBLE).
-- A failed checkpoint may leave the process unsound: it is not tried again, even if the driver reports that everything is still where it
-  was. Without that report the outcome is UNKNOWN.
+- A failed checkpoint may leave the process unsound: it is not tried again, even if the driver reports that nothing
+  moved. Without that report the outcome is UNKNOWN.
 - A failed restore leaves the lease saved only if the driver reports that everything is still saved. A restore without room is fatal, so
   after an out-of-memory error that report is not enough: the outcome is UNKNOWN, and the lease is examined again.
 """

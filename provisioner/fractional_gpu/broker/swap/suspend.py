@@ -3,8 +3,8 @@
 1. Close the gate, check that the kernel is idle, have it free cached memory, and take a snapshot of the machine.
 2. Check for known obstacles: nothing is locked yet, so a refusal costs nothing. If the host reservation is too small, ask the arbiter
    for more, here and in 4.
-3. Lock every CUDA process of the kernel's tree. From here on they cannot change what they have on the device.
-4. Take a second snapshot under the locks. It shows what began, grew or ended since the first one.
+3. Lock every CUDA process of the kernel's tree. From here on they cannot change their device memory.
+4. Take a second snapshot under the locks. It shows what began, grew or ended since the first.
 5. Checkpoint each process, and verify the driver's answer. The first checkpoint is the point of no return.
 
 Before 5 every failure rolls back and the kernel continues. After it the suspend ends SAVED or, if the driver does not confirm that
@@ -41,7 +41,7 @@ Journal = Callable[[str], Awaitable[None]]
 """Writes the lease durably before this phase of an operation begins."""
 
 Reserve = Callable[[int], int]
-"""Asks the arbiter for this much host memory (MiB) for the running suspend; returns what is then reserved for it."""
+"""Asks the arbiter for host memory (MiB) for the running suspend; returns the MiB that are then reserved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class SwapTimes:
 
 
 class StepError(Exception):
-    """A step failed before the point of no return. `need_mib`: what would have to be saved, if more than was reserved."""
+    """A step failed before the point of no return. `need_mib`: what must be saved, if more than was reserved."""
 
     def __init__(self, outcome: SuspendOutcome, sentence: str, need_mib: int = 0) -> None:
         super().__init__(sentence)
@@ -63,7 +63,7 @@ class StepError(Exception):
 
 
 Suspended = tuple[SuspendOutcome, int, str]
-"""How a suspend ended: the outcome, MiB that were saved or would have to be, and a sentence."""
+"""How a suspend ended: the outcome, the MiB saved or needed, and a sentence."""
 
 SHRINK_TIMEOUT_S = 10.0
 _HOST_MARGIN_MIB = 64
@@ -75,11 +75,11 @@ _LOOK_S = 0.02
 _DEAF_S = 5.0  # a silent process whose connections broke this long ago is no longer a kernel
 
 IsQuiet = Callable[[Kernel], Awaitable[bool]]
-"""Returns whether the devices have seen no work of a kernel for long enough to call it idle, though its extension does not say so."""
+"""Returns whether the devices have seen no work of a kernel for so long that it is idle, even if its extension is silent."""
 
 
 CheckpointCheck = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], Awaitable[str]]
-"""Returns why CUDA processes of a kernel cannot be checkpointed, a sentence; "" if nothing speaks against it."""
+"""Returns a sentence on why CUDA processes of a kernel cannot be checkpointed, or "" if they can be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
   counts are known.
 - `truth` finds a kernel's real state after a broker's start and for quarantined leases. Half-done work is finished or undone, whichever is
   safe. Any other state is left alone and unknown.
-- Only the devices concerned are read: the lease's own, and others on which its processes were seen.
+- Only the devices concerned are read: the lease's own, and others where its processes were seen.
 """
 
 import logging
@@ -98,8 +98,8 @@ class Swaps:
             pids = {identity.pid for identity in states}
             lacking = self._lacking_room(host, device_ids, saved_mib or effect.reserve_mib, effect.reserve_mib, pids)
             if kernel.identity is None:
-                # It ended since the decision. What it left behind is still saved, and is found out first (`survivors`): a resume that
-                # brought nothing back must not be called done.
+                # It ended since the decision. Its remaining processes are still saved: `survivors` finds them first, since a resume
+                # that restored nothing must not count as done.
                 lacking = "the kernel process ended"
         except GPUError as error:
             return ResumeOutcome.NOT_STARTED, f"it cannot be brought back now: {error}"
@@ -180,7 +180,7 @@ class Swaps:
         """Return the real state, or None if unknown; finish or undo half-done work if safe. Arguments come from the lease's record."""
         try:
             if kernel.identity is None or not is_alive(kernel.identity):
-                # What its process left behind may have to be found out first.
+                # `survivors` may have to find its remaining processes first.
                 return Truth(state=LeaseState.UNATTACHED) if kernel.ending.task is None else None
             host = host or await self.inspector.take()
             states, _ = await self.inspector.states(kernel, host)
