@@ -1,7 +1,7 @@
-"""`jupyter gpu audit`: acts of administrators on other users' kernels, on seats, pools and devices.
+"""`jupyter gpu audit`: what administrators did to others' kernels, seats, pools and devices.
 
-Reads the broker's audit log itself, so it works without a broker; the file's permissions decide who may. Lines that cannot be parsed
-(a crash cut one short) are counted and left out.
+Reads the broker's audit log itself, so it needs no broker; the file's permissions decide who may read it. Lines that cannot be parsed
+(such as one cut short by a crash) are counted and skipped.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def outcomes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def sentence(entry: dict[str, Any]) -> str:
-    """Return an act as one line. Texts with unprintable characters become JSON, so that none can control a terminal."""
+    """Return an act as one line, with unprintable text as JSON so that it cannot control a terminal."""
     try:
         at = datetime.fromisoformat(entry["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except ValueError:

@@ -1,4 +1,4 @@
-"""`jupyter gpu broker`: the command line of the broker, and how `--stop` ends one. `fractional_gpu.broker` is imported only to run one."""
+"""`jupyter gpu broker`: the broker's command line, including `--stop`. Imports `fractional_gpu.broker` only to run one."""
 
 import argparse
 import io
@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
     given = BrokerOptions(config_file=options.config, **{name: getattr(options, name) for name in same})
     if options.detach:
         unused = _about_unused_options(options, given)
-        # What it writes comes below the bar, not into it.
+        # Its output goes below the bar, not into it.
         with Progress("the broker starts ...", blocks=True, silent=True), redirect_stderr(io.StringIO()) as said:
             code = start_detached(given)
         sys.stderr.write(said.getvalue())
@@ -187,7 +187,7 @@ class Stopped:
     resident: int | None
     suspended: int | None
     waiting: int | None
-    restarted: int | None  # the process of the broker that serves now; None: no restart
+    restarted: int | None  # the pid of the new broker; None: no restart
 
 
 def find_broker(socket: str) -> int | None:
@@ -250,7 +250,7 @@ def _lock_holders(socket: str) -> Iterator[int]:
     lock = f"{os.path.realpath(Path(socket).parent)}/{Path(socket).name}.lock"
     for pid in os.listdir("/proc"):  # noqa: PTH208 - thousands
         if pid.isdigit():
-            # Processes exit during the pass, and other users' cannot be read.
+            # Processes exit during the scan, and other users' are unreadable.
             with suppress(OSError):
                 if any(_holds(pid, one, lock) for one in os.listdir(f"/proc/{pid}/fd")):  # noqa: PTH208 - as above
                     yield int(pid)

@@ -1,4 +1,4 @@
-"""`jupyter gpu budget`: what is left of the budgets of users and groups, and giving one of them more."""
+"""`jupyter gpu budget`: shows what is left of users' and groups' budgets, or adds to one."""
 
 import argparse
 import time

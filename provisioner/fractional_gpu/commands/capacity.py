@@ -1,4 +1,4 @@
-"""`jupyter gpu capacity`: what each pool of this host could still give, by the broker's forecast."""
+"""`jupyter gpu capacity`: the broker's forecast of what each pool on this host can still give."""
 
 import argparse
 

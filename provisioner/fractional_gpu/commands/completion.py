@@ -1,7 +1,7 @@
 """`jupyter gpu completion`, and the completion itself, by argcomplete.
 
-When Tab is pressed, the shell runs `jupyter gpu` with `_ARGCOMPLETE` in its environment, and `complete` answers. What only a broker knows
-has a short time limit: a completion that blocks is worse than none.
+When Tab is pressed, the shell runs `jupyter gpu` with `_ARGCOMPLETE` in its environment, and `complete` answers. Asking a
+broker has a short time limit: a completion that blocks is worse than none.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 SHELLS = ("bash", "zsh", "fish")
 _COMMANDS = ("jupyter", "jupyter-gpu")
 _ANSWER_S = 0.5
-_FILES = frozenset({"FILE", "PATH", "DIR", "SESSIONS", "CELLS"})  # arguments of these names are completed to files
+_FILES = frozenset({"FILE", "PATH", "DIR", "SESSIONS", "CELLS"})  # arguments with these names complete to files
 ParserOf = Callable[[str], argparse.ArgumentParser]
 EPILOG = """\
 examples:
@@ -71,7 +71,7 @@ def _nothing(**_: object) -> tuple[str, ...]:
 
 
 def _propose_files_only_for_files(parser: argparse.ArgumentParser) -> None:
-    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to them
+    for action in parser._actions:  # noqa: SLF001 - argparse offers no other way
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - as above
             for each in action.choices.values():
                 _propose_files_only_for_files(each)

@@ -1,7 +1,7 @@
-"""`jupyter gpu lab`: JupyterLab with kernels on fractions of a GPU, without an installation.
+"""`jupyter gpu lab`: JupyterLab with kernels on fractions of a GPU, without installing kernelspecs.
 
 The kernelspecs are in a private folder that only this JupyterLab reads. With `--simulate` it also has a separate broker, so that trials
-never meet the broker of the real GPUs.
+never touch the real GPUs' broker.
 """
 
 import argparse

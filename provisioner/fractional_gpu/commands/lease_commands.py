@@ -1,4 +1,4 @@
-"""The commands about leases and devices, as one table: suspend, resume, pin, unpin, resize, explain, move, evict, end, drain, undrain.
+"""The commands for leases and devices, as one table: suspend, resume, pin, unpin, resize, explain, move, evict, end, drain, undrain.
 
 `commands.main` has the one-line summaries, so that the overview of all commands does not import this module.
 """
@@ -53,7 +53,7 @@ _NO_DEVICES: Final = f"and without one no GPU takes kernels or is drained; {RUN_
 
 
 def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
-    """Return the lease with this id or kernel id, or the only one whose id begins so. Raises CommandError."""
+    """Return the lease with this lease id, kernel id or unique lease id prefix. Raises CommandError."""
     exact = [lease for lease in leases if name and name in (lease.lease_id, lease.kernel_id)]
     found = exact or [lease for lease in leases if name and lease.lease_id.startswith(name)]
     if len(found) == 1:
@@ -70,10 +70,10 @@ def _listed(leases: Sequence[LeaseStatus]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseCommand(Generic[Request, Answer]):
-    """A command about one lease.
+    """A command for one lease.
 
-    `request` builds the request from the command line before the broker is contacted; it raises UsageError. `call` returns the answer that
-    `--json` prints (None: an empty object). `success` gets the lease as it was before, and the answer. `doing` is shown if the call takes
+    `request` builds the request from the command line before contacting the broker, or raises UsageError. `call` returns the answer that
+    `--json` prints (None: an empty object). `success` gets the lease before the call, and the answer. `doing` is shown if the call takes
     long.
     """
 
@@ -115,7 +115,7 @@ class LeaseCommand(Generic[Request, Answer]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BulkCommand:
-    """A command about named leases, or all to which it `applies`. `interrupted`: what Ctrl-C does while it waits."""
+    """A command for named leases, or for all that it `applies` to. `interrupted`: what Ctrl-C does meanwhile."""
 
     description: str
     epilog: str
@@ -155,7 +155,7 @@ class BulkCommand:
                     count(number, len(chosen))
                     try:
                         done.append(self.call(client, lease.lease_id))
-                    except BrokerUnavailableError:  # the rest fails as well
+                    except BrokerUnavailableError:  # the rest would fail
                         raise
                     except FractionalGPUError as error:
                         refused.append((lease, str(error)))
@@ -171,7 +171,7 @@ class BulkCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCommand(Generic[Request]):
-    """A command about one device, or all. `request` is as in `LeaseCommand`; `check` raises CommandError after the output."""
+    """A command for one device or all. `request` is as in `LeaseCommand`; `check` raises CommandError after the output."""
 
     description: str
     epilog: str
@@ -294,7 +294,7 @@ def _find_left(word: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
     for lease in leases:
         if any(str(process.pid) == word for process in lease.left):
             return lease
-    # Digits alone may also be the beginning of an id. Where they are none, they were meant as a process.
+    # Digits alone may also begin an id. If no id begins with them, they mean a process.
     if word.isdecimal() and not any(
         lease.lease_id.startswith(word) or lease.kernel_id.startswith(word) for lease in leases
     ):
@@ -313,7 +313,7 @@ def _say_ended(before: LeaseStatus, _: None) -> str:
 
 
 _Drain = tuple[DrainRequest, int | None]
-"""The request, and how long to wait until the device is empty, ms; None: not at all."""
+"""The request, and how many ms to wait for an empty device (None: don't wait)."""
 
 
 def _add_drain_arguments(parser: Parser) -> None:
@@ -346,7 +346,7 @@ def await_empty(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> DeviceStatus:
-    """Return the device once no lease holds anything there, or as it is after `wait_ms`. `freed` gets MiB: free, and all."""
+    """Return the device once it is empty, or after `wait_ms`. `freed` gets the MiB freed so far and the total."""
     end_s, most_mib = clock() + wait_ms / 1000, device.reserved_mib
     while device.reserved_mib and clock() < end_s:
         pause(min(_POLL_S, max(0.0, end_s - clock())))

@@ -1,7 +1,7 @@
-"""`jupyter gpu logs`: the broker's log, over its files and as it grows.
+"""`jupyter gpu logs`: shows the broker's log and follows it.
 
-Reads the files itself, so it works without a broker. A broker in a terminal or under systemd writes no files: the error says where its log
-is then.
+Reads the files itself, so it needs no broker. A broker in a terminal or under systemd writes no files; the error then says where its
+log is.
 """
 
 import argparse
@@ -50,7 +50,7 @@ _SEVERITY: Final = {"DEBUG": 0, "INFO": 1, "WARNING": 2, "ERROR": 3, "CRITICAL":
 _STYLES: Final = {"WARNING": Style.ATTENTION, "ERROR": Style.WRONG, "CRITICAL": Style.WRONG}
 _LINES = 100
 _ALL = "all"
-_FILES = 9  # as many rotated files are looked for
+_FILES = 9  # how many rotated files to look for
 _SHORT_ID = 8  # characters of an id in the log
 _HEAD = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)", re.DOTALL)
 
@@ -103,7 +103,7 @@ class GrowingLog(ABC, Generic[T]):
             yield from self._read(self._file)
             if self._is_current(self._file):
                 return
-            yield from self._read(self._file)  # lines that were written just before it was renamed
+            yield from self._read(self._file)  # lines written just before the rename
             self.close()
             self._open()
 
@@ -117,14 +117,14 @@ class GrowingLog(ABC, Generic[T]):
         try:
             there = self.path.stat()
         except FileNotFoundError:
-            return True  # it was deleted, and there is no other
+            return True  # it was deleted and not replaced
         return os.path.samestat(there, os.fstat(file.fileno()))
 
     def _read(self, file: BinaryIO) -> Iterator[bytes]:
         while part := file.readline(_LONGEST_LINE):
             self._rest += part
             if not self._rest.endswith(b"\n") and len(self._rest) < _LONGEST_LINE:
-                return  # its end may still come
+                return  # the rest may follow
             line, self._rest = self._rest, b""
             yield line
 
@@ -256,7 +256,7 @@ class LogReader(GrowingLog[LogEntry]):
                 entry = self._last = head
             elif entry is not None:
                 entry = LogEntry(entry.time, entry.level, f"{entry.text}\n{text}")
-            elif self._last is not None:  # the end of an entry that was shown before it was whole
+            elif self._last is not None:  # the rest of an entry that was shown incomplete
                 entry = LogEntry(self._last.time, self._last.level, text)
         if entry is not None:
             yield entry

@@ -1,7 +1,7 @@
-"""The `jupyter gpu` command: finds the subcommand, imports only that one, and turns errors into one line and an exit code.
+"""The `jupyter gpu` command: finds the subcommand, imports only that, and turns errors into one line and an exit code.
 
-Exit code 0 is success, 1 failure, 2 a wrong command line, 130 an interrupt. A foreseeable error is one line on stderr; a traceback is a
-defect of this package. Help must be quick, so nothing heavy is imported before a subcommand is chosen.
+Exit code 0 is success, 1 failure, 2 a wrong command line, 130 an interrupt. An expected error is one line on stderr; a traceback is a bug
+in this package. Help must be quick, so nothing heavy is imported before a subcommand is chosen.
 """
 
 import errno
@@ -23,7 +23,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _Entry(NamedTuple):
-    """A command: its module, which has `configure(parser)` and `run(options)`. `passes_on`: unknown arguments are for another program."""
+    """A command. Its module has `configure(parser)` and `run(options)`. `passes_on`: unknown arguments go to another program."""
 
     module: str
     summary: str
@@ -123,7 +123,7 @@ def subcommand(name: str) -> tuple[Any, Parser]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code. Never raises a foreseeable error."""
+    """Return the exit code. Never raises an expected error."""
     if argv is None and _COMPLETING in os.environ:
         from fractional_gpu.commands.completion import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
 
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        _discard_output()  # its reader has ended (`| head`)
+        _discard_output()  # its reader exited (`| head`)
         return FAILED
     except OSError as error:
         if error.errno not in _NO_SPACE:
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Point standard output elsewhere, or the interpreter complains when it flushes at exit."""
+    """Redirect standard output, or the interpreter's flush at exit complains."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

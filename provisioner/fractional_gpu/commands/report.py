@@ -1,7 +1,7 @@
-"""`jupyter gpu report`: what leases used and what it costs, from the broker or from a file of metered rows.
+"""`jupyter gpu report`: what leases used and what it costs, from the broker or a file of metered rows.
 
-The broker is asked once, at the finest grain that the form needs, and everything shown is summed from that answer: tables, pictures and
-totals of one report agree while kernels run.
+The command asks the broker once, at the finest grain that the form needs, and sums that answer, so that a report's tables, charts and
+totals agree even while kernels run.
 """
 
 import argparse
@@ -182,7 +182,7 @@ def _from_broker(options: argparse.Namespace, ask: _Ask) -> UsageReport:
 
 
 def _device(devices: Mapping[str, str], word: str) -> str:
-    """Return the id of a device that is given by its number; unknown words are returned unchanged."""
+    """Return the id of the device with this number; return unknown words unchanged."""
     found = [device_id for device_id, number in devices.items() if word in (number, device_id)]
     found = found or [device_id for device_id in devices if device_id.startswith(word)]
     if len(found) > 1:

@@ -1,4 +1,4 @@
-"""`jupyter gpu rescue`: bring suspended kernels back when no broker can run any more."""
+"""`jupyter gpu rescue`: brings suspended kernels back when no broker can run."""
 
 import argparse
 import sys
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     from fractional_gpu.ledger.records import LedgerError  # noqa: PLC0415 - as above
 
     def nothing(why: str) -> Rescue:
-        """Return an empty result. Raises CommandError if there are kernels, whose state needs a device."""
+        """Return an empty result. Raises CommandError if kernels exist: their state needs a device."""
         socket = options.socket or socket_path()
         if pids := kernels_of(socket):
             raise CommandError(

@@ -1,4 +1,4 @@
-"""`jupyter gpu demo`: two notebooks that do not fit on one GPU take turns on it, and every byte is there at the end."""
+"""`jupyter gpu demo`: two notebooks that do not fit on one GPU together take turns on it, and no byte is lost."""
 
 import argparse
 import asyncio
@@ -39,7 +39,7 @@ class DemoKernel:
     name: str
     kernelspec: str
     lease: LeaseStatus
-    moved_s: float  # its memory was on the move
+    moved_s: float  # its memory was moving
     compared_bytes: int
     state_intact: bool
 
@@ -110,14 +110,14 @@ class _Seen:
 
 
 class LeaseTracker:
-    """Follows leases through their states. A status says how long a lease has been in its state, so the begin of each is exact."""
+    """Follows leases through their states. A status says how long a lease has been in its state, so start times are exact."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
         self._seen: dict[str, _Seen] = {}
 
     def feed(self, now_s: float, leases: Sequence[LeaseStatus]) -> list[str]:
-        """Take the leases at `now_s` (of any monotonic clock) and return a sentence for each change, oldest first."""
+        """Return a sentence for each change up to `now_s` (on any monotonic clock), oldest first."""
         changes: list[tuple[float, str]] = []
         for lease in leases:
             if lease.kernel_id not in self.names:
@@ -248,7 +248,7 @@ def _run_notebooks(sandbox: Sandbox, broker: BrokerClient, progress: Progress) -
             tell(f"cannot watch any more: {error}")
 
     def finish() -> None:
-        over.set()  # what becomes of kernels that are shut down is no part of the demonstration
+        over.set()  # the demonstration does not show how kernels shut down
         watcher.join()
         kernels.extend(_results_of(notebooks, broker, tracker))
 
@@ -290,7 +290,7 @@ def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, track
 
 
 def _open_lab(sandbox: Sandbox) -> None:
-    """Open JupyterLab on fresh copies of the notebooks until it ends. Ctrl-C ends it without a question."""
+    """Run JupyterLab on fresh copies of the notebooks. Ctrl-C ends it without asking."""
     sandbox.copy_notebooks()
     say(
         "Opening JupyterLab: open both notebooks and run their cells in turn. Ctrl-C here ends it and tidies up.",
@@ -303,7 +303,7 @@ def _open_lab(sandbox: Sandbox) -> None:
     lab = subprocess.Popen(command)
     try:
         code = lab.wait()
-    except KeyboardInterrupt:  # from a terminal it reached JupyterLab as well; from elsewhere it did not
+    except KeyboardInterrupt:  # a terminal sends it to JupyterLab too; other senders do not
         lab.send_signal(signal.SIGTERM)
         code = 0
     finally:

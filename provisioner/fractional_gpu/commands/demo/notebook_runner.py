@@ -1,7 +1,7 @@
-"""Runs notebooks headless, a cell of each in turn, so that each needs the GPU again and again while the others have it.
+"""Runs notebooks headless, one cell of each in turn, so that each keeps needing the GPU while another has it.
 
-Kernels are started and shut down here and not by nbclient, whose own signal handlers would shut one kernel down at Ctrl-C and then report
-the other as dead. Needs nbclient and nbformat, from the extra `lab`: call `require_packages` before the import.
+Kernels are started and shut down here, not by nbclient: on Ctrl-C its signal handlers would shut down one kernel and report the other as
+dead. Needs nbclient and nbformat, from the extra `lab`: call `require_packages` before importing it.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ async def _kernel(notebook: DemoNotebook, tell: Callable[[str], None]) -> AsyncI
     client = NotebookClient(notebook.content, km=manager, timeout=CELL_TIMEOUT_S, startup_timeout=CELL_TIMEOUT_S)
     try:
         try:
-            with notebook.log.open("wb") as log:  # its own copy is the kernel's
+            with notebook.log.open("wb") as log:  # the kernel has a copy
                 await manager.start_kernel(cwd=str(notebook.path.parent), kernel_id=notebook.kernel_id, stderr=log)
             await client.async_start_new_kernel_client()
         except RuntimeError as error:

@@ -1,7 +1,7 @@
 """A sandbox for the demonstration: folders, settings, copies of the example notebooks and a separate broker.
 
-Nothing of the user's Jupyter is read or written, and no broker of the user's is used. At the end, whatever happened, the kernels that are
-left are ended, then the broker, and then the folder is removed.
+The user's Jupyter files are neither read nor written, and the user's brokers are not used. At the end, whatever happened, the
+remaining kernels are ended, then the broker, and then the folder is removed.
 """
 
 import os
@@ -28,9 +28,9 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 EXAMPLES = ("tenant-a.ipynb", "tenant-b.ipynb", "device.py")
 """The files of the demonstration."""
-FRACTION_MILLI = 750  # of which a device has room for one at a time
+FRACTION_MILLI = 750  # a device has room for one at a time
 _START_S = 120.0
-_IDLE_EXIT = "5m"  # so that a killed demonstration does not leave its broker for ever
+_IDLE_EXIT = "5m"  # so that a killed demonstration does not leave its broker running
 _CONFIG = """\
 c.GPUBroker.devices = [{device!r}]
 c.GPUBroker.pools = {{"default": {{"fractions": ["3/4"], "idle_after": "on-demand"}}}}
@@ -100,13 +100,13 @@ class Sandbox:
             end_process(pid, signal.SIGKILL)
         if broker is not None:
             end_process(broker)
-        with suppress(SimulatedHostError):  # there is none: the broker has removed it
+        with suppress(SimulatedHostError):  # the broker has removed it
             destroy(simulated_folder(self.socket))
 
 
 def _run_quietly(command: list[str]) -> tuple[int, str]:
-    """Run a command to its end, also when interrupted: a half started broker could not be found and stopped."""
-    with tempfile.TemporaryFile() as said:  # not a pipe: a process that the command starts may keep its end open
+    """Run a command to its end, even if interrupted: a half-started broker could not be found and stopped."""
+    with tempfile.TemporaryFile() as said:  # not a pipe: the command's children may keep it open
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -152,7 +152,7 @@ def open_sandbox(*, keep: bool) -> Iterator[Sandbox]:
 
 @contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Replace this process's environment: the libraries that start kernels read it there."""
+    """Replace this process's environment, which libraries that start kernels read."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(wanted)
@@ -164,7 +164,7 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def interrupt_on_termination() -> AbstractContextManager[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C, also if a shell ignores SIGINT for a command in the background."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C, even in a background command whose shell ignores SIGINT."""
 
     def interrupt(_signal: int, _frame: object) -> None:
         raise KeyboardInterrupt

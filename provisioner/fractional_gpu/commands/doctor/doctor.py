@@ -1,7 +1,7 @@
-"""The doctors, `jupyter gpu doctor` and `jupyter gpu node doctor`: one table of checks, a line for each finding with what to do.
+"""The doctors, `jupyter gpu doctor` and `jupyter gpu node doctor`: one table of checks, a line of advice for each finding.
 
-Nothing is changed and no broker is started. Checkpointing is tried on a process of the doctor's own, if no broker manages the device. No
-GPU and no driver are a warning. A check that fails to run says so; it does not end the others.
+The doctors change nothing and start no broker. If no broker manages the device, they try checkpointing on a process of their own. A missing
+GPU or driver is a warning. A check that fails to run says so; the others still run.
 """
 
 import argparse
@@ -104,10 +104,8 @@ def next_step(findings: Sequence[Finding], specs: Sequence[InstalledSpec]) -> st
 class Subject:
     options: argparse.Namespace
     simulate: str | None = None  # $JUPYTER_GPU_SIMULATE
-    devices: Sequence[DeviceInfo] = field(default=(), init=False)  # real ones, once the check of devices was made
-    socket: str | None = field(
-        default=None, init=False
-    )  # once the check of the broker was made; None: there can be none
+    devices: Sequence[DeviceInfo] = field(default=(), init=False)  # real ones, once devices were checked
+    socket: str | None = field(default=None, init=False)  # once the broker was checked; None: there can be none
 
     @cached_property
     def configuration(self) -> tuple[Settings | None, list[Finding]]:

@@ -1,8 +1,7 @@
 """Checks of the machine: host memory, NVIDIA's driver and devices, and whether this user may checkpoint here. Nothing is changed.
 
-Page faults are the slow part of saving: memory was populated at 1.65 GB/s with one thread on 4 KiB pages and at 8.6 GB/s with two on huge
-ones, without a GPU. During the trial of a checkpoint the devices are claimed, and none is tried that a broker manages: two workers at a
-time are not safe.
+Page faults are the slow part of saving: without a GPU, one thread populated memory at 1.65 GB/s on 4 KiB pages, two at 8.6 GB/s on huge
+pages. A trial checkpoint claims the devices and skips those that a broker manages: two workers at a time are not safe.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ _REASON: Final = (
 _UNMEASURED: Final = "whether NVIDIA's driver gains from it has not been measured: compare suspends before and after"
 _TOTAL: Final = re.compile(r"MemTotal:\s*(\d+) kB")
 _CAP_SYS_RESOURCE: Final = 1 << 24
-_LEAST_SWAPPINESS: Final = 1  # swap is used to keep from killing only
+_LEAST_SWAPPINESS: Final = 1  # swap is used only to avoid killing
 _ALL_IDS: Final = ["0", "0", "4294967295"]  # the map of the first user namespace
 _OTHER_KILLERS: Final = {
     "earlyoom": "it uses the same adjustments",
@@ -294,7 +293,7 @@ SIMULATE: Final = (
 _MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of nvidia-cuda-mps-control and nvidia-cuda-mps-server
 
 
-# Newest first: old libraries lack one, and one may fail when the other works.
+# Newest first: old libraries lack it, and either may fail alone.
 _LEVEL_CALLS: Final = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
 _READ_LEVEL: Final = """
 import ctypes
@@ -310,7 +309,7 @@ class NvidiaReport(NamedTuple):
 
 
 def cuda_level() -> int | None:
-    """Return the newest CUDA that the driver's own library serves (13010: 13.1); None if the child process that reads it fails."""
+    """Return the newest CUDA that the driver's library supports (13010: 13.1), or None if the child process reading it fails."""
     argv = [sys.executable, "-I", "-S", "-c", _READ_LEVEL]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_READ_S, check=False)
@@ -461,7 +460,7 @@ def _read(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
 
 
 def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo]) -> TrialResult:
-    """Try it on the first suitable device. Blocks for seconds, with a driver that hangs for minutes."""
+    """Try it on the first suitable device. Blocks for seconds, or minutes if the driver hangs."""
     able = [device for device in devices if device.checkpointable]
     if not able:
         return TrialResult(not_tried="no device can be checkpointed")

@@ -1,7 +1,7 @@
 """The doctor's report as text, as JSON and as a support bundle.
 
-The names of checks are stable: scripts filter by them. The bundle has no configuration files, ledger, token files or notebooks, and its
-texts are cleaned of names, the home folder and possible secrets.
+Check names are stable: scripts filter by them. The bundle has no configuration files, ledger, token files or notebooks. Names, the home
+folder and possible secrets are removed from its texts.
 """
 
 import getpass
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _LEAST_CELLS = (7, 14)  # of the severity, and of the name of most checks
-_MOST_READABLE = 118  # characters of a line, also on a wider terminal
+_MOST_READABLE = 118  # characters per line, even on a wider terminal
 _LAST_BYTES = 1_000_000  # of each log
 _PACKAGES = (
     "jupyter-fractional-gpu",

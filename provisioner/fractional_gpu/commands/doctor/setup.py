@@ -1,8 +1,8 @@
 """Checks of what is installed and set up: versions, configuration, simulated devices, the broker, its ledger, kernelspecs and idle cullers.
 
-No first broker is started, and the ledger is opened for reading only, without its lock. Configuration files of Jupyter are read as text and
-never run, so settings from a program's logic are missed; a finding names file and line. To a culler a suspended kernel is an idle one: it
-shuts the kernel down, and the variables are lost.
+The checks start no first broker and open the ledger read-only, without its lock. They read Jupyter's configuration files as text and never
+run them, so they miss computed settings; a finding names the file and line. To a culler, a suspended kernel looks idle: it shuts the kernel
+down, and the variables are lost.
 """
 
 import json
@@ -80,7 +80,7 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
 
 _LIMITS: Final = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_DATA", "RLIMIT_FSIZE")
 _LEAST_FORECASTS: Final = 64
-_FAR_PERMILLE: Final = 150  # of 64 outcomes, three times the error of chance
+_FAR_PERMILLE: Final = 150  # three times the chance error of 64 outcomes
 
 
 def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
@@ -167,7 +167,7 @@ def inherited_findings(pid: int) -> Iterator[Finding]:
 
 
 def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
-    """Compare forecasts' bounds with the outcomes. Kinds with fewer than `_LEAST_FORECASTS` say little and are left out."""
+    """Compare forecast bounds with outcomes. Kinds with fewer than `_LEAST_FORECASTS` say little and are skipped."""
     known = [one for one in errors if one.count >= _LEAST_FORECASTS]
     for one in known:
         off = one.covered_permille - one.stated_permille

@@ -1,4 +1,4 @@
-"""What `jupyter gpu node doctor` examines: Slurm's configuration, the scripts, the broker and the agent of this node."""
+"""The checks of `jupyter gpu node doctor`: Slurm's configuration and scripts, and this node's broker and agent."""
 
 import argparse
 import os
@@ -54,7 +54,7 @@ def check_preemption(config: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_accounting(slurm: Slurm, config: Mapping[str, str]) -> Iterator[Finding]:
-    """Check for the accounting database: many sites let only the controller reach it."""
+    """Check access to the accounting database, which many sites give only to the controller."""
     if "slurmdbd" not in config.get("AccountingStorageType", ""):
         said = "there is no accounting database: jobs' figures are in AdminComment while they run only"
         yield note("accounting", said)
@@ -110,7 +110,7 @@ def check_everywhere(options: argparse.Namespace) -> Iterator[Finding]:
 
 
 def check_hook(script: Path, slurm: Slurm) -> Iterator[Finding]:
-    """Run the Prolog as slurmd does, without a PATH, up to its question to the controller."""
+    """Run the Prolog as slurmd does, without a PATH, until it asks the controller."""
     environment = {"SLURM_CONF": str(slurm.conf()), "SLURMD_NODENAME": slurm.node}
     call = [str(script), "--check"]
     try:

@@ -1,7 +1,7 @@
-"""`jupyter gpu measure`: which share of a GPU a program needs, measured next to others, with confidence intervals.
+"""`jupyter gpu measure`: measures which share of a GPU a program needs beside others, with confidence intervals.
 
-A trial run finds out whether the program reports units of work or is itself one. Then follow rounds of steps (`study`), each a few seconds
-with fresh processes under leases (`tenants`), until every interval is narrow enough or the time is over.
+A trial run shows whether the program reports units of work or is itself one. Rounds of steps (`study`) follow, each a few seconds with
+fresh processes under leases (`tenants`), until every interval is narrow enough or time is up.
 """
 
 import argparse
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _UNKNOWN: Final = "-"
-_CLOSE: Final = 0.04  # a cost within so much of a simple part is called that part
+_CLOSE: Final = 0.04  # a cost this close to a simple fraction is named by it
 _PARTS: Final = {
     Fraction(1, 2): "half",
     Fraction(1, 3): "a third",
@@ -208,9 +208,9 @@ def _plain(value: object) -> object:
 
 
 def picture(findings: Sequence[Finding]) -> str:
-    """Return throughput, latency and cost over the number of tenants as SVG. Of several shares with as many tenants the largest is drawn.
+    """Draw throughput, latency and cost by number of tenants as SVG. Of shares with equally many tenants, draw the largest.
 
-    Raises ValueError if nothing was measured alone.
+    Raises ValueError if the baseline was not measured.
     """
     alone = findings[0]
     if math.isnan(alone.unit_s):
@@ -315,7 +315,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _end_with_input() -> None:
-    """End this process when its standard input ends: a notebook's kernel that dies takes its measurement along."""
+    """End this process when its standard input ends, so that it dies with the notebook's kernel."""
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 1):
@@ -427,7 +427,7 @@ def _percentage(option: str, text: str) -> float:
 
 @dataclass(slots=True)
 class Measurement:
-    """One measurement. For the main thread: programs end with the thread that starts them."""
+    """Use it in the main thread only: programs end with the thread that starts them."""
 
     plan: Plan
     client: BrokerClient
@@ -439,7 +439,7 @@ class Measurement:
     _host: HostStatus = field(init=False)
     _began_s: float = field(default_factory=time.monotonic)
     _trial_s: float = 0.0
-    _told: str = ""  # of the last attempt that was in vain
+    _told: str = ""  # of the last failed attempt
     _has_failed: set[Setting] = field(default_factory=set)  # once
     _repeats: bool = False
 
@@ -462,7 +462,7 @@ class Measurement:
                 if setting not in self.study.failed and (sample := self._attempt(setting)) is not None:
                     found[setting] = sample
                 elif setting == self.study.baseline and not found:
-                    break  # nothing of this round could be compared
+                    break  # nothing in this round could be compared
             if found:
                 self.study.add(found)
                 self._report()
@@ -539,7 +539,7 @@ class Measurement:
                 return
 
     def _attempt(self, setting: Setting) -> Sample | None:
-        """Return what a step measured, None if it could not be: then the study knows why."""
+        """Run a step and return its sample, or None after telling the study why not."""
         self._told = ""
         patience_s = 10 + 3 * self._trial_s * setting.tenants
         give_up_s = time.monotonic() + patience_s
@@ -560,12 +560,12 @@ class Measurement:
             except BrokerUnavailableError:
                 raise
             except TenantError as error:
-                # Another process may have taken the memory that a tenant was about to: once is no proof of the share's fault.
+                # Another process may have taken the memory: one failure does not prove the share too small.
                 if setting in self._has_failed:
                     self.study.failed[setting] = str(error)
                     return None
                 self._has_failed.add(setting)
-            except (SilentError, TickError, FractionalGPUError) as error:  # such as what a seat refuses
+            except (SilentError, TickError, FractionalGPUError) as error:  # such as a seat's refusal
                 self.study.failed[setting] = str(error)
                 return None
         return None

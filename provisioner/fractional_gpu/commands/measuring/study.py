@@ -1,15 +1,15 @@
-"""The method of measuring: what, in which order, until when, and the findings. Samples in, findings out; no I/O and no clock.
+"""The measuring method: which steps to run, when to stop, and the findings. Samples in, findings out; no I/O and no clock.
 
 The method:
 
-- A setting is a share and how many tenants the device has. One of them, the baseline, is a single tenant of the largest share: alone.
-- Settings are measured in rounds, one step of each. Every other round is backwards (A B B A), so that steady drift cancels.
-- A step's typical time of a unit of work (the mean of the middle half, because a stalling host makes some units much longer on any share)
-  is compared only with the baseline's in the same round. The finding is the centre of these quotients over the rounds, its interval the
-  narrower one of the signed-rank test and the sign test (`fractional_gpu.stats`), which need at least eight rounds.
-- The tests use the quotients' logarithms, each the difference of two steps' logarithms. If noise multiplies both times alike, however
-  skewed, the difference scatters symmetrically, as the signed-rank test assumes.
-- Each look at the interval is at 98.5 %, so that the one at which measuring stops is still at 95 %.
+- A setting is a share and a number of tenants on the device. The baseline is a single tenant with the largest share, alone.
+- A round measures one step of each setting. Every other round runs backwards (A B B A), so that steady drift cancels.
+- A step's typical time per unit of work is the mean of the middle half, because a stalling host makes some units much longer on any share.
+  It is compared only with the baseline's in the same round. The finding is the centre of these quotients over the rounds. Its interval is
+  the narrower of the signed-rank and sign tests' (`fractional_gpu.stats`), which need at least eight rounds.
+- The tests use the quotients' logarithms. If noise multiplies both times alike, however skewed, these scatter symmetrically, as the
+  signed-rank test assumes.
+- Each look at the interval uses 98.5 % confidence, so that the final one still has 95 %.
 - A setting with a narrow enough interval is no longer measured. Disturbed steps are left out, not averaged in.
 """
 
@@ -26,12 +26,12 @@ from fractional_gpu_kernel.measure import MOST_UNITS
 
 
 class TickError(ValueError):
-    """A program wrote something other than the protocol says."""
+    """A program did not follow the reporting protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The units of work done at a time of CLOCK_MONOTONIC, ns."""
+    """Units of work reported at a CLOCK_MONOTONIC time."""
 
     at_ns: int
     units: int
@@ -39,7 +39,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    latencies_s: list[float]  # from report to report, for a unit
+    latencies_s: list[float]  # between reports, per unit
     unit_s: float
     units: int
 
@@ -80,7 +80,7 @@ def units_between(ticks: Sequence[Tick], since_ns: int, until_ns: int) -> int:
 
 WHOLE_MILLI: Final = 1000
 LOOK_CONFIDENCE: Final = 0.985
-"""Of the interval at each look. Measuring stops at the first narrow one, which is too narrow more often than one that was not chosen so."""
+"""Of the interval at each look. Measuring stops at the first narrow one, and this choice makes it too narrow more often."""
 LEAST_ROUNDS: Final = 8  # fewer have no such interval
 
 
@@ -92,15 +92,15 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What one step measured. Times in seconds; None: not known."""
+    """What one step measured. None: not known."""
 
-    unit_s: float  # for a unit of work of one tenant, the mean over the step
-    latencies_s: Sequence[float]  # each time between two reports of a tenant, for a unit
+    unit_s: float  # mean over the step, per unit of work of one tenant
+    latencies_s: Sequence[float]  # between reports of each tenant, per unit
     measured: int = 1  # tenants that reported units: all copies, or the first one of a mix
     memory_mib: int | None = None  # the most that a measured tenant used
     busy_percent: float | None = None
-    unit_mj: float | None = None  # the device's energy for a unit of work, all tenants' units counted
-    hour_milli: int = 0  # price of an hour of the share, thousandths of the currency; 0: none
+    unit_mj: float | None = None  # the device's energy per unit of work of all tenants
+    hour_milli: int = 0  # the share's hourly price, thousandths of the currency; 0: none
     currency: str = ""
     is_company_unknown: bool = False  # others were on the device, which does not tell whether they worked
 
@@ -117,7 +117,7 @@ class Sample:
 class Finding:
     setting: Setting
     rounds: int
-    why_not: str = ""  # why it cannot be known, a sentence
+    why_not: str = ""  # a sentence; why it is unknown
     slower: Estimate | None = None  # a unit's typical time as a multiple of its time alone; exactly 1 for the baseline
     unit_s: float = math.nan  # the mean, pauses and stalls included: what throughput and cost follow from
     median_s: float = math.nan  # latency
@@ -126,13 +126,13 @@ class Finding:
     memory_mib: int | None = None
     busy_percent: float | None = None
     unit_mj: float | None = None
-    unit_gpu_s: float = math.nan  # GPU seconds for a unit: the share times its time
+    unit_gpu_s: float = math.nan  # GPU seconds per unit: share times time
     unit_price: float | None = None  # in the currency
     currency: str = ""
-    cost: float | None = None  # of a unit, as a part of what it costs alone
+    cost: float | None = None  # per unit, relative to its cost alone
 
     def suffices(self, most_slower: float) -> bool | None:
-        """Whether a unit takes at most this multiple of its time alone (1.1); None: unknown."""
+        """Whether a unit takes at most this many times as long as alone; None: unknown."""
         if self.slower is None:
             return None
         if self.slower.high <= most_slower:
@@ -142,7 +142,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Study:
-    """`baseline` is one of the settings. `interval`: how wide an interval may be, as a part of its value."""
+    """`baseline` is one of the settings. `interval`: the widest allowed interval, relative to its value."""
 
     baseline: Setting
     settings: Sequence[Setting]
@@ -150,7 +150,7 @@ class Study:
     samples: dict[Setting, list[Sample]] = field(default_factory=dict)
     quotients: dict[Setting, list[float]] = field(default_factory=dict)
     failed: dict[Setting, str] = field(default_factory=dict)
-    trouble: dict[Setting, str] = field(default_factory=dict)  # why its last step that failed did
+    trouble: dict[Setting, str] = field(default_factory=dict)  # why its last failed step failed
     rounds: int = 0
 
     def next_round(self) -> list[Setting]:
@@ -228,14 +228,14 @@ def _middle(values: Sequence[float | None]) -> float | None:
 
 
 def settings_of_fractions(fractions_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline, the largest share alone, and each share on a device that is full of its tenants; largest first."""
+    """Return the baseline (the largest share alone) and each share on a device full of its tenants, largest first."""
     largest = max(fractions_milli)
     full = {Setting(one, WHOLE_MILLI // one) for one in fractions_milli}
     return [Setting(largest, 1), *sorted(full - {Setting(largest, 1)}, reverse=True)]
 
 
 def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline and, for each number of further copies, the largest offered share of which all fit.
+    """Return the baseline and, for each number of extra copies, the largest offered share with which all fit.
 
     Raises ValueError if no share on offer is small enough.
     """

@@ -1,8 +1,8 @@
-"""Tenants: programs that share one device, each under a lease; and steps, in which they work at the same time for a while.
+"""Tenants are programs that share one device, each under a lease. In a step, they work at the same time for a while.
 
-A program waits in its stub until all tenants have places on the same device; the broker chooses devices, so stubs with places elsewhere
-give them back. Unless waiting is allowed, places come only from spare room, for which only the user's own idle kernels are suspended, each
-once: no waiting lease is overtaken.
+A program waits in its stub until all tenants have places on the same device. The broker chooses devices, so stubs with places elsewhere
+give them back. Unless waiting is allowed, tenants take only spare room, so that they overtake no waiting lease. Only the user's own idle
+kernels are suspended to make room, each once.
 """
 
 import os
@@ -35,9 +35,7 @@ from fractional_gpu_kernel.measure import FILE
 PATIENCE_S: Final = 2.0  # for a program to end when asked to
 _TAIL: Final = 2000
 _MOST_ELSEWHERE: Final = 64
-OTHERS_MILLI: Final = (
-    20  # others' use from which on a step is disturbed: less slows tenants down by less than an interval's width
-)
+OTHERS_MILLI: Final = 20  # others' use that disturbs a step: less slows tenants by less than an interval's width
 
 
 class NoSpareRoomError(CommandError):
@@ -73,7 +71,7 @@ class Tenant:
             self.granted = wait_for_gpu(self.lease, wait_ms, say)
         except CommandError as error:
             raise NoSpareRoomError(str(error)) from None
-        # In use from now on, so that a pause does not make it one of those that may be suspended.
+        # In use from now on, so that it cannot be suspended during a pause.
         client = self._kept.enter_context(BrokerClient(self.lease.socket, token=self.lease.token))
         next(self._kept.enter_context(closing(client.hold(self.lease.lease_id, AcquireRequest()))), None)
         self.device_id = client.lease(self.lease.lease_id).lease.device_id or ""
@@ -113,7 +111,7 @@ class Places:
     folder: Path  # for the tenants' files
     say: Callable[[str], None]
     may_wait: bool
-    _asked: set[str] = field(default_factory=set)  # leases that were suspended: one that came back is in use
+    _asked: set[str] = field(default_factory=set)  # suspended leases: one that came back is in use
     _patience_s: float = 0.0  # for the room of tenants that have ended
 
     @contextmanager
@@ -134,13 +132,13 @@ class Places:
                     fits = tenant.device_id == device_id
                 elif self.may_wait or wanted == 1:
                     fits = True
-                else:  # the device that the first one got must have room for all the others
+                else:  # the first one's device must have room for all the others
                     reserve_mib, device_id = tenant.lease.reserve_mib, tenant.device_id
                     fits = not no_spare_room(self.client.status(), self.pool, reserve_mib, wanted - 1, device_id)
                 if fits:
                     placed.append(tenant)
                     continue
-                elsewhere.append(tenant)  # it keeps its place for the moment, so that the next one does not get it, too
+                elsewhere.append(tenant)  # it keeps its place for now, so that the next one does not get it too
                 if len(elsewhere) >= _MOST_ELSEWHERE:
                     raise NoSpareRoomError(f"the pool {self.pool} gave {_MOST_ELSEWHERE} places on other devices")
             for tenant in elsewhere:
@@ -172,9 +170,9 @@ class Places:
         return Tenant(command, lease, folder)
 
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
-        """Suspend idle kernels of the user if `wanted` leases have no room. Raises NoSpareRoomError.
+        """Suspend idle kernels of the user until `wanted` leases fit. Raises NoSpareRoomError.
 
-        Only the first tenant of a step has the devices sampled: the broker makes others wait for that, and knows its leases without it.
+        Only a step's first tenant samples the devices at once: that is slow, and the broker knows its leases anyway.
         """
         limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id
@@ -208,9 +206,9 @@ def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus
 def leases_to_suspend(
     status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
 ) -> Sequence[LeaseStatus]:
-    """Return the fewest idle leases of one owner, not among `but`, that make room on one device for `wanted` ones.
+    """Return the owner's fewest idle leases, except `but`, to suspend so that `wanted` leases fit on one device.
 
-    Empty: they cannot make it, or another lease waits for it.
+    Empty if that is not enough, or another lease waits.
     """
     mine = next(one for one in status.leases if one.lease_id == lease_id)
     own = [
@@ -267,11 +265,11 @@ def others_work(
     *,
     bystander: str = "",
 ) -> str:
-    """Return who else worked on the device; empty: nothing that is known.
+    """Return a sentence about who else worked on the device; empty: nobody known.
 
-    `used_milli`: what others used of it, if the device counts that. Otherwise leases count as at work while their cells run:
-    the visible ones, and the `busy_neighbours` (other users' leases among them), of which all tenants but one are. `bystander`: the lease
-    of the kernel whose cell measures. That cell runs all the time, and uses nothing.
+    `used_milli`: what others used of the device, if it counts that. Otherwise a lease works while its cell runs. `busy_neighbours`
+    counts such leases of all users, and all tenants but one. `bystander`: the lease of the kernel whose cell measures. That cell
+    runs all the time and uses nothing.
     """
     if used_milli is not None and used_milli < OTHERS_MILLI:
         return ""
@@ -310,23 +308,23 @@ def others_mib(status: HostStatus, tenants: Collection[Tenant], device_id: str) 
 ENOUGH_UNITS: Final = 12  # reports of all measured tenants, of which each has
 LEAST_UNITS: Final = 4  # at least, and the shortest time of a step
 SHORTEST_S: Final = 1.0
-LONGEST_S: Final = 10.0  # after this time of working together, a step needs only one unit of each tenant
+LONGEST_S: Final = 10.0  # after this time of working together, a step needs only one unit per tenant
 _LOOK_S: Final = 0.05
 _STATUS_S: Final = 0.5
 _LEAST_LAST_MS: Final = 1000
-_CHANGE_PARTS: Final = 100  # what others have may change by so small a part of the device: a desktop redraws itself
+_CHANGE_PARTS: Final = 100  # others' memory may change by this part of the device: desktops redraw
 
 
 class DisturbedError(CommandError):
-    """Something else used the device, or waited for it, so the step says nothing."""
+    """Something else used or awaited the device, so the step proves nothing."""
 
 
 class TooSlowError(CommandError):
-    """The step's time was over before there was a unit of work to measure."""
+    """The step timed out before it could measure a unit of work."""
 
 
 class SilentError(CommandError):
-    """The program ended successfully and reported nothing: its whole run is the unit of work."""
+    """The program succeeded without any report, so its whole run is the unit of work."""
 
 
 @dataclass(slots=True)
@@ -341,7 +339,7 @@ class Step:
     _looks: list[tuple[int, DeviceStatus]] = field(default_factory=list)
     _memory_mib: int = 0
     _others_mib: int | None = None
-    _using_ns: dict[str, int] = field(default_factory=dict)  # since when each lease is seen to use the device
+    _using_ns: dict[str, int] = field(default_factory=dict)  # when each lease was first seen using the device
     _looked_s: float = 0.0
     _is_company_unknown: bool = False
 
@@ -369,7 +367,7 @@ class Step:
         return True
 
     def _check_bystanders(self) -> None:
-        """Raise DisturbedError for others' work. A program that has just ended has left its lease's state behind."""
+        """Raise DisturbedError if others worked, unless a tenant has just ended: its lease's state is stale."""
         if (why := self._look()) and not self._is_over():
             raise DisturbedError(why)
 
@@ -420,7 +418,7 @@ class Step:
         lease_id, *beside = (one.lease.lease_id for one in self.tenants)
         used_milli = self.client.others(lease_id, last_ms, beside).used_milli
         busy = 0
-        if used_milli is None:  # what the device does not count, the leases' cells must say
+        if used_milli is None:  # without the device's count, leases' cells must tell
             busy = sum(one.busy for one in self.client.lease(lease_id).neighbours)
             self._is_company_unknown |= others_mib(status, self.tenants, device_id) > 0
         return others_work(status, self.tenants, device_id, used_milli, busy, bystander=self.bystander)

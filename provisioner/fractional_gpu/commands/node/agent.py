@@ -1,4 +1,4 @@
-"""`jupyter gpu node agent`: the node agent as a process: its options, its log, its end; in Kubernetes also the seats of pods."""
+"""`jupyter gpu node agent`: runs the node agent, with its options, log and shutdown; in Kubernetes, also pods' seats."""
 
 import argparse
 import json
@@ -52,10 +52,10 @@ SIGTERM ends it; the counts stay as they are.
 
 @contextmanager
 def ending() -> Iterator[Callable[[float], bool]]:
-    """Yield a wait in seconds, which ends early and returns True after SIGTERM or SIGINT. For the main thread."""
+    """Yield a sleep function that returns True early on SIGTERM or SIGINT. For the main thread."""
 
     def note(_number: int, _frame: FrameType | None) -> None:
-        """Let the system write to the pipe: that is all that is needed."""
+        """Do nothing: the system's write to the pipe is enough."""
 
     with signal_pipe() as wakes, handling(dict.fromkeys((signal.SIGTERM, signal.SIGINT), note)):
         yield lambda seconds: bool(select.select([wakes], [], [], seconds)[0])
@@ -180,7 +180,7 @@ def _say(line: str) -> None:
     say(line, sys.stderr, flush=True)
 
 
-_SEATS_S = 10.0  # seats are compared with pods at least so often: a broker without its ledger has forgotten them
+_SEATS_S = 10.0  # the longest time between comparing seats with pods: a broker that lost its ledger forgot them
 _NOTES_S = 60.0  # how often pods are annotated
 _LISTED_S = 60.0  # for the pods to be listed, with --once
 
@@ -240,11 +240,11 @@ def _keep_pods(
     ended: Callable[[float], bool],
     every_s: float,
 ) -> None:
-    """Keep seats as soon as pods change, counts at their own pace, and annotations now and then."""
+    """Update seats when pods change, counts at their own pace, and annotations now and then."""
     kept_s = noted_s = float("-inf")
     while not ended(0):
         now, changed = time.monotonic(), engine.changed.is_set()
-        if changed:  # else a change that comes just now would be forgotten
+        if changed:  # otherwise a change that comes now would be lost
             engine.changed.clear()
         try:
             if changed or now - kept_s >= _SEATS_S:
@@ -254,7 +254,7 @@ def _keep_pods(
                 seats.note(engine.pods() or ())
                 noted_s = now
         except FractionalGPUError:
-            # The broker does not answer, which the agent's step says; the seats are compared again in the next round.
+            # The broker does not answer, as the agent's step reports; the next round compares the seats again.
             kept_s = noted_s = float("-inf")
         engine.changed.wait(min(every_s, max(_LEAST_EVERY_MS, agent.step()) / 1000))
 

@@ -1,7 +1,7 @@
 """`jupyter gpu node ACTION`: a table of actions.
 
-Slurm's Prolog must be fast, and Slurm drains a node whose Prolog or Epilog fails: actions import what they need when they run, and these
-two exit with 0.
+Slurm's Prolog must be fast, so actions import what they need when they run. Slurm drains a node whose Prolog or Epilog fails, so
+both exit with 0.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def _run_hook(options: argparse.Namespace) -> int:
 
 
 def _logger(name: str, file: Path | None) -> Callable[[str], None]:
-    """Return a writer of log lines that never raises and never blocks: a full disk must drain no node."""
+    """Return a log writer that never raises and never blocks: a full disk must not drain the node."""
 
     def to_system(line: str) -> None:
         syslog.openlog("jupyter-gpu-slurm", syslog.LOG_PID, syslog.LOG_DAEMON)

@@ -1,4 +1,4 @@
-"""Options that the actions of `jupyter gpu node` share. Light: Slurm's Prolog imports this."""
+"""Options that `jupyter gpu node` actions share. Lightweight: Slurm's Prolog imports it."""
 
 import argparse
 import re
