@@ -1,4 +1,4 @@
-"""`jupyter gpu status`: the broker's devices, kernels and seats. It never starts a first broker, which would change what is shown."""
+"""`jupyter gpu status`: the broker's devices, kernels and seats. It never starts a first broker, which would change what it shows."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ from fractional_gpu.core.units import plural
 from fractional_gpu.protocol.status import HostStatus
 
 INTERVAL_S = 2.0
-_ENTER, _LEAVE = "\x1b[?1049h", "\x1b[?1049l"  # the alternate screen: what was on the other one stays
+_ENTER, _LEAVE = "\x1b[?1049h", "\x1b[?1049l"  # the alternate screen: the main screen stays as it was
 _CLEAR = "\x1b[H\x1b[2J"  # cursor home, erase the screen
 
 EPILOG = """\

@@ -1,6 +1,6 @@
-"""`jupyter gpu uninstall`: removes what this package has put on the machine for this user, and says how to remove the package itself.
+"""`jupyter gpu uninstall`: removes what this package put on the machine for this user, and says how to remove the package itself.
 
-Nothing is removed while a kernel has a lease: its state may exist only on the host. Configuration files stay; they are named.
+Nothing is removed while a kernel has a lease: its state may exist only on the host. Configuration files are listed and kept.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from fractional_gpu.jupyter.kernelspecs import delete_folder, list_installed
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 PACKAGE: Final = "jupyter-fractional-gpu"
-_TEMPORARY = ("/tmp",)  # noqa: S108 - looked at, and what is found there is checked to be ours
+_TEMPORARY = ("/tmp",)  # noqa: S108 - only searched, and what is found is checked to be ours
 _SOCKET_NAME = "broker.sock"
 
 EPILOG = """\
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             return 0
     for socket in found.sockets:
         _end_broker(socket)
-    _check_no_leases(found.sockets)  # of kernels that were started in the meantime
+    _check_no_leases(found.sockets)  # of kernels started meanwhile
     removed, failed = _remove(found.items)
     _report(found, as_json=options.json, removed=removed, failed=failed, dry=False)
     return 1 if failed else 0
@@ -126,7 +126,7 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def _sockets_below(places: list[Path]) -> Iterator[str]:
-    """Yield sockets of brokers that left something in these folders: `jupyter gpu lab --simulate` has its own below."""
+    """Yield sockets of brokers that left files in these folders, such as those of `jupyter gpu lab --simulate`."""
     for place in places:
         for folder in (place, *(sub for sub in _entries(place) if _is_own_folder(sub))):
             if any(entry.name.startswith("broker.") for entry in _entries(folder)):
@@ -141,7 +141,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _recorded_sockets(states: list[Path]) -> Iterator[str]:
-    """Yield sockets, anywhere, of brokers that run or have crashed: they recorded how to restart them."""
+    """Yield the sockets, wherever they are, that running or crashed brokers recorded for a restart."""
     for state in states:
         for folder in _entries(state):
             with suppress(BrokerUnavailableError):
@@ -186,7 +186,7 @@ def _remove(items: list[Item]) -> tuple[list[Item], dict[Path, str]]:
             try:
                 delete_folder(item.path)
             except FileNotFoundError:
-                continue  # the broker has removed it at its end
+                continue  # the broker removed it as it ended
             except OSError as error:
                 failed[item.path] = error.strerror or str(error)
             else:

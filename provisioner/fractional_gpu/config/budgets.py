@@ -1,4 +1,4 @@
-"""Budgets as they are configured: `{"user": "*", "limit": "40 GPU hours", "per": "month"}`, and their amounts as text."""
+"""Budgets as configured: `{"user": "*", "limit": "40 GPU hours", "per": "month"}`, and their amounts as text."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -99,7 +99,7 @@ def parse_amount(value: object) -> tuple[Unit, int, str]:
 
 
 def format_amount(unit: Unit, amount: int, currency: str = "") -> str:
-    """Return an amount for people: `12.5 GPU hours`, `3.20 kWh`, `7.25 EUR`."""
+    """Format an amount for people: `12.5 GPU hours`, `3.20 kWh`, `7.25 EUR`."""
     match unit:
         case Unit.SHARE:
             hours = amount / SHARE_HOUR
@@ -127,7 +127,7 @@ def _per(window: WindowKind, rolling_ms: int) -> str:
 
 
 def over_budget(value: object) -> tuple[Consequence, ...]:
-    """Return what follows when a budget is used up. Raises ValueError with what is allowed."""
+    """Return the consequences of a used-up budget. Raises ValueError with what is allowed."""
     allowed = "allowed: 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or one of the first two and the third, with a comma"
     if value == "nothing":
         return ()

@@ -1,8 +1,8 @@
-"""How much carbon dioxide a kilowatt-hour stands for: one number, or a CSV file with a figure for each hour, both by the administrator.
+"""Carbon dioxide per kilowatt-hour, as set by the administrator: one number, or a CSV file with hourly figures.
 
-The file has a header and two columns that count: the first one whose name contains `time`, ISO 8601 (without a zone: UTC), and the first
-one whose name contains `g` and `kwh` (such as `g_per_kwh` or `Carbon intensity gCO2eq/kWh`). Exports of electricity data have this form. An
-hour that is missing has the figure of the last hour before it, and the hours before the first one its figure.
+The file has a header. Two columns are read: the first whose name contains `time`, in ISO 8601 (without a zone: UTC), and the first whose
+name contains `g` and `kwh` (such as `g_per_kwh` or `Carbon intensity gCO2eq/kWh`). Exports of electricity data have this form. A missing
+hour takes the figure of the last hour before it; hours before the first take the first figure.
 """
 
 import csv
@@ -21,7 +21,7 @@ ALLOWED = "grams for each kWh, a number from 0 to 100000, or the path of a CSV f
 
 @dataclass(frozen=True, slots=True)
 class Carbon:
-    """Milligrams for each kWh, from these moments on (seconds since 1970, ascending). One figure without moments: always."""
+    """Milligrams per kWh, each from its moment on (seconds since 1970, ascending). One figure without moments always holds."""
 
     text: str  # its source, for people
     mg_per_kwh: tuple[int, ...]
@@ -29,17 +29,17 @@ class Carbon:
 
     @property
     def changes(self) -> bool:
-        """Whether it differs from hour to hour."""
+        """Whether it varies by the hour."""
         return bool(self.from_s)
 
     def mg(self, energy_mj: int, hour_s: int) -> int:
-        """Return the milligrams for energy that was drawn in the hour."""
+        """Return the milligrams of CO2 for energy drawn in the hour."""
         index = max(0, bisect_right(self.from_s, hour_s + 3599) - 1) if self.from_s else 0
         return energy_mj * self.mg_per_kwh[index] // MJ_PER_KWH
 
 
 def parse_setting(value: object) -> float | Path | None:
-    """Return a number of grams or an absolute path; None: no carbon. Raises ValueError with what is allowed."""
+    """Return grams per kWh or an absolute path; None: no carbon. Raises ValueError with what is allowed."""
     if value is None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -54,7 +54,7 @@ def parse_setting(value: object) -> float | Path | None:
 
 
 def read(setting: float | Path) -> Carbon:
-    """Return the figures. Raises ValueError with the file, the line, what is there and what is allowed."""
+    """Return the figures. Raises ValueError with the file, the line, its text and what is allowed."""
     if not isinstance(setting, Path):
         return Carbon(f"{setting:g} g CO2 for each kWh, as configured", (round(setting * 1000),))
     try:

@@ -1,7 +1,7 @@
-"""A pool's terms: for a hub's users, which groups may use it, when, and how full it may be; for everybody, what is charged.
+"""A pool's terms: which of a hub's groups may use it, when, and how full it may get; and what everybody is charged.
 
-The broker's seats and its meter apply these; the arbiter does not know them. Terms of use are checked when a seat is taken, never later: a
-seat stays through closing time and changes of a group.
+The broker's seats and meter apply these; the arbiter does not know them. Terms of use are checked only when a seat is taken: closing time
+and group changes do not end a seat.
 """
 
 import re
@@ -27,7 +27,7 @@ _SPAN = re.compile(rf"{_DAY}(?:-{_DAY})?\s+{_TIME}-{_TIME}", re.ASCII | re.IGNOR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTerms:
-    """How the members of a group use a pool: their weight when users compete, and their priority."""
+    """A group's terms in a pool: its members' weight when users compete, and their priority."""
 
     weight: int = 100
     priority: int = 0
@@ -35,7 +35,7 @@ class GroupTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """The price of a whole device for an hour, in thousandths of the unit."""
+    """The hourly price of a whole device, in thousandths of the unit."""
 
     milli: int
     unit: str
@@ -45,7 +45,7 @@ class Price:
 class OpeningHours:
     """When a pool takes new seats, in the machine's local time. `text` is as configured, such as `Mon-Fri 08:00-18:00`.
 
-    `spans`: first and last (exclusive) minute of the week, Monday first; a span may end in the next week.
+    `spans`: first and exclusive last minute of the week, from Monday; a span may end in the next week.
     """
 
     text: str
@@ -111,7 +111,7 @@ def _spans(part: str) -> list[tuple[int, int]]:
 
 
 def price(value: object) -> Price | None:
-    """Return the price of a whole device for an hour; None for none."""
+    """Return the hourly price of a whole device, or None."""
     if value is None:
         return None
     match = _PRICE.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -121,7 +121,7 @@ def price(value: object) -> Price | None:
 
 
 def price_bands(value: object) -> tuple[PriceBand, ...]:
-    """Return the prices by times of the week."""
+    """Return the prices by time of the week."""
     allowed = (
         "allowed: prices by times of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, at whole quarters of an hour"
     )

@@ -1,9 +1,9 @@
 """A pool: its settings, which are the keys of its configuration, and the devices that it gets.
 
-- A device is in one pool. One pool at most says 'all': it gets the devices that the others leave. A pool without devices is an error,
+- A device is in one pool. At most one pool says 'all' and gets the devices that the others leave. A pool without devices is an error,
   except on a host without devices.
-- A device is named by number (as the broker lists it), UUID, or a beginning of a UUID that fits one device only. `model:A100` names all
-  devices with that text in their name.
+- A device is named by number (as the broker lists it), UUID, or a unique prefix of its UUID. `model:A100` names all devices with that text
+  in their name.
 """
 
 import re
@@ -32,7 +32,7 @@ _MODEL = "model:"
 _WHOLE = 1000  # milli-GPU
 # Part of a kernelspec's name, which Jupyter reads in lower case.
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
-# What administrators change most, in the order in which a form shows it.
+# What administrators change most, in a form's order.
 COMMON_KEYS = (
     "idle_after", "fractions", "oversubscription", "preempt", "max_pin", "user_limits", "kernels_per_seat", "wait_target",
     "wait_bound", "when_full", "hours", "price",
@@ -40,7 +40,7 @@ COMMON_KEYS = (
 
 
 class Pool(HasTraits):
-    """A pool as configured. Durations in ms, memory in MiB, fractions, prices and shares in thousandths. With `to`: the arbiter's."""
+    """A pool as configured. Durations in ms, memory in MiB, fractions, prices and shares in thousandths. `to`: for the arbiter."""
 
     # fmt: off
     devices = Setting(
@@ -294,7 +294,7 @@ class Pool(HasTraits):
     # fmt: on
 
     def __init__(self, name: str = "", raw: Mapping[str, object] | None = None) -> None:
-        """Take the keys as they were written. Raises ValueError that names the key."""
+        """Parse the keys as written. Raises ValueError naming the key."""
         super().__init__()
         self.name, self.raw = name, dict(raw or {})
         for key, value in self.raw.items():
@@ -314,7 +314,7 @@ class Pool(HasTraits):
             self.fractions = [1]
 
     def spec(self, devices: tuple[str, ...]) -> PoolSpec:
-        """Return the pool as the arbiter knows it, with the devices it got."""
+        """Return the pool as the arbiter knows it, with its devices."""
         fields: dict[str, Any] = {}
         for key, setting in POOL_KEYS.items():
             value = getattr(self, key)
@@ -323,7 +323,7 @@ class Pool(HasTraits):
 
     @property
     def tariff(self) -> Tariff:
-        """What the pool charges. Without a price nothing is, and device time is counted alone."""
+        """What the pool charges. Without a price, device time is only counted."""
         return Tariff(
             currency=self.price.unit if self.price is not None else "",
             price_milli=self.price.milli if self.price is not None else 0,
@@ -333,7 +333,7 @@ class Pool(HasTraits):
         )
 
     def terms(self, groups: Iterable[str]) -> tuple[str, GroupTerms] | None:
-        """Return the best terms that membership in `groups` gives, with the group's name; None: these groups may not use the pool."""
+        """Return the best terms of these groups, with the group's name, or None if none of them may use the pool."""
         if self.groups is None:
             return "", GroupTerms()
         mine = [(name, self.groups[name]) for name in groups if name in self.groups]
@@ -366,7 +366,7 @@ def parse_pools(value: object) -> tuple[Pool, ...]:
 
 
 def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> list[DeviceSpec]:
-    """Return the devices that the reference names: one, or all of a model. Raises ConfigError if there is none, or several UUIDs fit."""
+    """Return the devices that the reference names: one, or all of a model. Raises ConfigError if no device or several UUIDs match."""
     if reference.startswith(_MODEL):
         model = reference.removeprefix(_MODEL).strip().lower()
         if fitting := [device for device in devices if model and model in device.name.lower()]:
@@ -388,7 +388,7 @@ def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> l
 def assign(
     pools: Sequence[Pool], where: str, devices: Sequence[DeviceSpec], managed: Sequence[DeviceSpec]
 ) -> tuple[PoolSpec, ...]:
-    """Give the pools their devices, in order; `managed` are the usable ones of `devices`. Raises ConfigError."""
+    """Assign devices to pools, in order; `managed` are the usable ones of `devices`. Raises ConfigError."""
     usable = {device.device_id for device in managed}
     owner: dict[str, str] = {}
     for pool in pools:

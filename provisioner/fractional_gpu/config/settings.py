@@ -1,9 +1,9 @@
-"""The settings of a broker: each is declared once, with what parses it, its default, an example and its help.
+"""The settings of a broker: each is declared once, with its parser, default, example and help.
 
 - Without an explicit file, every `jupyter_gpu_config.py` along Jupyter's configuration path is read, the system's first and the user's
   last, so that the user's wins; the command line wins over the files.
 - An unknown class or setting is an error with a suggestion; traitlets would only warn.
-- A configuration is a program: a file that every user may write to is not run.
+- A configuration is a program: a file that any user may write to is not run.
 - Loading checks everything that does not depend on the machine's devices; `managed` and `pool_specs` check the rest.
 """
 
@@ -35,7 +35,7 @@ SECTION = "GPUBroker"
 
 
 class Settings(HasTraits):
-    """A broker's settings. Memory in MiB, durations in ms, fractions in milli-GPU; None: see the help. `files`: those that were read."""
+    """A broker's settings. Memory in MiB, durations in ms, fractions in milli-GPU; None: see the help. `files`: the files read."""
 
     # fmt: off
     state_dir = Setting(
@@ -205,7 +205,7 @@ class Settings(HasTraits):
     # fmt: on
 
     def __init__(self, written: Mapping[str, tuple[object, str]], files: tuple[Path, ...] = ()) -> None:
-        """Take the values as they were written, each with where. Raises ConfigError."""
+        """Parse the values as written, each with its origin. Raises ConfigError."""
         super().__init__()
         self.files = files
         self._origins = {name: origin for name, (_, origin) in written.items()}
@@ -236,7 +236,7 @@ class Settings(HasTraits):
                 )
 
     def where(self, name: str) -> str:
-        """Return the setting's name and what has set it, for errors."""
+        """Return the setting's name and what set it, for errors."""
         origin = self._origins.get(name)
         return f"{origin}: c.{SECTION}.{name}" if origin else f"c.{SECTION}.{name}"
 
@@ -269,7 +269,7 @@ class Settings(HasTraits):
         return total_mib * amount // 1000 if is_share else min(amount, total_mib)
 
     def overhead_mib(self, memory_mib: int, *, simulated: bool) -> int:
-        """Return the memory of a device that no lease may have: the driver's, and the margin that the largest restore leaves free."""
+        """Return the device memory that no lease may have: the driver's, and the margin that the largest restore leaves free."""
         if self.device_overhead is not None:
             return self.device_overhead
         return 0 if simulated else DRIVER_MIB + restore_margin_mib(memory_mib)
@@ -297,7 +297,7 @@ def load(
     *,
     origin: str = "the command line",
 ) -> Settings:
-    """Return the settings of the files and of `revoke` (None: not given), which come from `origin`. Raises ConfigError."""
+    """Load the settings of the files and `overrides` (None: not given), which come from `origin`. Raises ConfigError."""
     files = _search() if config_file is None else (Path(config_file).absolute(),)
     written: dict[str, tuple[object, str]] = {}
     for file in files:
@@ -314,12 +314,12 @@ def _search() -> tuple[Path, ...]:
     except RuntimeError as error:  # this user has no home folder
         raise ConfigError(f"{CONFIG_NAME} cannot be looked for: {error} Set HOME to a folder of your own") from error
     candidates = dict.fromkeys(Path(folder) / CONFIG_NAME for folder in reversed(folders))
-    # A folder without permission is as good as an empty one, as for Jupyter; `Path.exists` would raise.
+    # Like Jupyter, treat a folder without permission as empty; `Path.exists` would raise.
     return tuple(file for file in candidates if os.path.exists(file))  # noqa: PTH110
 
 
 def _read(file: Path) -> Mapping[str, Any]:
-    """Run the file and return what it set of GPUBroker. Raises ConfigError with the line that failed."""
+    """Run the file and return its GPUBroker settings. Raises ConfigError with the line that failed."""
     try:
         mode = file.stat().st_mode
     except OSError as error:
@@ -350,12 +350,12 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _collect(written: dict[str, tuple[object, str]], given: Mapping[str, Any], origin: str) -> None:
-    """Add the given values and where they come from. Raises ConfigError for an unknown name."""
+    """Add the given values and their origin. Raises ConfigError for an unknown name."""
     for name, raw in given.items():
         if name not in SETTINGS:
             raise ConfigError(f"{origin}: c.{SECTION}.{name} is unknown; {did_you_mean(name, SETTINGS)}")
         before = written[name][0] if name in written else SETTINGS[name].default_value
-        # A file may also have changed what was there before: `c.GPUBroker.pools.update(...)`.
+        # A file may also have changed an earlier value: `c.GPUBroker.pools.update(...)`.
         written[name] = (raw.get_value(before) if isinstance(raw, LazyConfigValue) else raw, origin)
 
 
@@ -375,7 +375,7 @@ c = get_config()  # noqa
 
 
 def example_config() -> str:
-    """Return the text of a file in which every setting is explained and commented out."""
+    """Return a configuration file with every setting explained and commented out."""
     parts = [_HEAD]
     for name, setting in sorted(SETTINGS.items()):
         if name == "pools":
@@ -399,5 +399,5 @@ def _comment(text: str) -> str:
 
 
 def _literal(value: object) -> str:
-    """Return Python source, with double quotes as in the rest of the file."""
+    """Return Python source with double quotes, like the rest of the file."""
     return repr(value) if value is None or isinstance(value, bool) else json.dumps(value)

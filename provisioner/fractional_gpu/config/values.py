@@ -1,7 +1,7 @@
-"""Settings, the parsers of their values, and how a wrong value is reported.
+"""Settings, their parsers, and how a wrong value is reported.
 
-A parser takes the value as it is written and returns the plain one, sizes in MiB, durations in milliseconds, fractions and shares in
-thousandths, or raises ValueError (never TypeError) with what is allowed.
+A parser takes a value as written and returns a plain one: sizes in MiB, durations in milliseconds, fractions and shares in thousandths. For
+a wrong value it raises ValueError (never TypeError) with what is allowed.
 """
 
 import pwd
@@ -49,7 +49,7 @@ class ConfigError(Exception):
 
 
 class PartError(ValueError):
-    """A part of a value is wrong: `inside` says which one, such as `['limit']`."""
+    """A part of a value is wrong; `inside` says which, such as `['limit']`."""
 
     def __init__(self, inside: str, value: object, problem: object) -> None:
         super().__init__(str(problem))
@@ -77,7 +77,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 class Setting(TraitType[G, Any]):
-    """A setting: its parser, its default and an example as written, its help, and `to`: the fields of `PoolSpec` that have it."""
+    """A setting: its parser, its default and an example as written, its help, and the `PoolSpec` fields it goes `to`."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Setting(TraitType[G, Any]):
 
 
 def settings_of(kind: type) -> dict[str, "Setting[Any]"]:
-    """Return the settings of a class by their names, in the order in which they are declared."""
+    """Return a class's settings by name, in the order of declaration."""
     return {name: one for name, one in vars(kind).items() if isinstance(one, Setting)}
 
 
@@ -116,7 +116,7 @@ def duration(*, least_ms: int = 0) -> Callable[[object], int]:
 
 
 def or_word(word: str, parse: Callable[[object], G]) -> Callable[[object], G | None]:
-    """Return a parser that also takes the word, which stands for None."""
+    """Return a parser that also takes the word, meaning None."""
 
     def parse_or_word(value: object) -> G | None:
         if isinstance(value, str) and value == word:
@@ -130,7 +130,7 @@ def or_word(word: str, parse: Callable[[object], G]) -> Callable[[object], G | N
 
 
 def idle_after(value: object) -> tuple[int | None, bool]:
-    """Return after how long, ms (None: only when room is needed), and whether the arbiter decides."""
+    """Return the delay in ms (None: only when room is needed), and whether the arbiter decides."""
     found = or_word("auto", or_word("on-demand", duration()))(value)
     return found, value == "auto"
 
@@ -199,7 +199,7 @@ hourly_price = number(0, 1_000_000)
 
 
 def _thousandths(value: object) -> int | None:
-    """Return a plain number that is not negative in thousandths, None for anything else."""
+    """Return a plain non-negative number in thousandths, or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not _NUMBER.fullmatch(str(value)):
         return None
     return int(Fraction(str(value)) * 1000)
@@ -258,7 +258,7 @@ def optional(parse: Callable[[object], G]) -> Callable[[object], G | None]:
 
 
 def choice(words: Mapping[str, G] | type[E]) -> Callable[[object], G | E]:
-    """Return a parser of words, each with its value, or of an enumeration's words."""
+    """Return a parser that maps words to values or to an enumeration's members."""
     known: Mapping[str, Any] = words if isinstance(words, Mapping) else {one.value: one for one in words}
     *others, last = (repr(word) for word in known)
     allowed = f"allowed: {', '.join(others)} or {last}"
@@ -335,7 +335,7 @@ def path(*examples: str) -> Callable[[object], Path | None]:
 
 
 def library(value: object) -> str:
-    """Return the path of a library to preload; the broker checks at its start that the file exists."""
+    """Return the path of a library to preload; the broker checks at startup that the file exists."""
     if value is None or value == "":
         return ""
     if not isinstance(value, str) or not Path(value).is_absolute() or set(value) & set(" :\n\0"):
@@ -354,7 +354,7 @@ def account(value: object) -> int | None:
 
 
 def notice_source(value: object) -> Path | str | None:
-    """Return a file's path, or a URL on the link-local address of clouds' metadata services or the loopback one; None for none."""
+    """Return a file's path, or a URL on the loopback or the clouds' link-local metadata address; None for none."""
     if not isinstance(value, str) or "://" not in value:
         return path("/run/revoked")(value)
     allowed = (

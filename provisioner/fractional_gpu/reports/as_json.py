@@ -1,4 +1,4 @@
-"""A report as JSON: complete, in integers with their units in their names, with totals."""
+"""A complete report as JSON, with totals, in integers whose names end in their units."""
 
 import json
 from collections.abc import Sequence
@@ -15,10 +15,9 @@ VERSION: Final = 1
 
 
 def as_json(report: UsageReport, by: Sequence[str]) -> str:
-    """Return one JSON object: `entries` of leases, `no_lease` for what no lease held, `totals` of both, each by currency.
+    """Return a JSON object: `entries` of leases, `no_lease` for what no lease held, `totals` of both, each by currency.
 
-    The report is by user and more. Entries by user say in `of` which `account` it is of, `hub` or `machine`: two with the same name are
-    two.
+    The report must be by user at least. Entries by user have an `account` in `of`, `hub` or `machine`, as names may occur in both.
     """
     finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))
     found = {

@@ -1,7 +1,7 @@
 """A report as rows for chargeback systems: CSV by the FinOps Open Cost and Usage Specification (FOCUS), version 1.2.
 
-One row for each hour or day, user, group, pool, currency, and other requested columns. All 21 mandatory columns of FOCUS 1.2 are there, and
-some others (docs/costs.md); `x_` columns are our own. No number passes through a float: the sum of `BilledCost` is exactly the total.
+There is one row per hour or day, user, group, pool, currency and other requested columns. It has all 21 mandatory columns of FOCUS 1.2 and
+some others (docs/costs.md); `x_` columns are our own. No number passes through a float, so `BilledCost` sums to exactly the total.
 """
 
 import csv
@@ -18,9 +18,9 @@ from fractional_gpu.reports.periods import bounds
 from fractional_gpu.reports.sums import ACCOUNT, rolled_up
 
 NO_CURRENCY: Final = "XXX"
-"""ISO 4217's code for no currency: FOCUS allows no empty one."""
+"""ISO 4217's code for no currency: FOCUS requires a code."""
 _USERS: Final = {"": "user", "machine": "user", "hub": "hub-user"}
-"""How the id of a user begins, by account: a hub's user and one of the machine with the same name are billed apart."""
+"""Prefixes of user ids, by account: hub and machine users with the same name are billed separately."""
 _HOURS: Final = "GPU-Hours"
 _PLACES: Final = 6
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
@@ -131,7 +131,7 @@ def _resource(report: UsageReport, of: dict[str, str]) -> dict[str, str]:
 
 
 def _name(text: str) -> str:
-    """Return a name that no spreadsheet takes for a formula."""
+    """Return a name that no spreadsheet reads as a formula."""
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 

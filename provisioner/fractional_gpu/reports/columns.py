@@ -1,7 +1,7 @@
-"""The columns of a report's tables, for terminals and pages alike: names, texts of figures, rows and totals.
+"""The columns of a report's tables, for terminals and pages: names, formatted figures, rows and totals.
 
-Shown parts add up to the shown total: amounts are exact, other figures are rounded as running sums, so that a part may be off by one in the
-last digit.
+The parts shown add up to the total shown: amounts are exact, and other figures are rounded as running sums, so a part may be off by one in
+the last digit.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ _MG_PER_KG: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure. `unit`: how much of it is one of what is shown; 0: an exact amount. `resource`: in the second of two tables."""
+    """A figure. `unit`: what the shown value is divided by; 0: an exact amount. `resource`: shown in the second table."""
 
     name: str
     value: Callable[[UsageEntry], int]
@@ -72,7 +72,7 @@ CARBON: Final = Column(
 
 
 def tabulated(report: UsageReport, by: Sequence[str], *, only: Callable[[Column], bool] | None = None) -> Table:
-    """Return the report's sums of leases, what no lease held, and the totals. The report is by user and more.
+    """Return the sums of leases, what no lease held, and the totals. The report must be by user at least.
 
     Amounts are left out if nothing has a price, and CO2 if none is configured.
     """
@@ -112,7 +112,7 @@ def _shown(column: Column, parts: Sequence[UsageEntry], total: UsageEntry) -> li
 
 
 def decimals(values: Sequence[int], unit: int, places: int) -> list[str]:
-    """Return the values in such units with decimals, rounded so that they add up to their rounded sum (half up)."""
+    """Format values in `unit` with `places` decimals, rounded half up so that they add up to their rounded sum."""
     step, shown, before, running = 10**places, [], 0, 0
     for value in values:
         running += value
@@ -124,7 +124,7 @@ def decimals(values: Sequence[int], unit: int, places: int) -> list[str]:
 
 
 def amount_text(milli: int, currency: str = "") -> str:
-    """Return an amount in thousandths, exactly: `1,234.500 EUR`. Without a currency and an amount: `-`."""
+    """Format an amount in thousandths exactly: `1,234.500 EUR`, or `-` without a currency."""
     if not currency:
         return "-"
     return f"{milli // 1000:,}.{milli % 1000:03} {currency}"
@@ -135,7 +135,7 @@ def percent_text(share: int, of: int) -> str:
 
 
 def names_of(report: UsageReport) -> Callable[[str, UsageEntry], str]:
-    """Return a function that names an entry's column, and users by hub or machine if there are both."""
+    """Return a function that names an entry's column, and a user's hub or machine if both occur."""
     is_mixed = len({one.of.get(ACCOUNT, "") for one in report.entries if one.of.get("user")}) > 1
 
     def name(column: str, entry: UsageEntry) -> str:
@@ -152,7 +152,7 @@ def names_of(report: UsageReport) -> Callable[[str, UsageEntry], str]:
 
 
 def budget_names(budgets: Sequence[BudgetStatus]) -> Callable[[BudgetStatus], str]:
-    """Return a function that names a budget's subject: `user ada`, or `user ada (hub)` if users of hub and machine are among them."""
+    """Return a function that names a budget's subject: `user ada`, or `user ada (hub)` if both hub and machine users occur."""
     is_mixed = len({one.account for one in budgets if one.kind == "user"}) > 1
 
     def name(budget: BudgetStatus) -> str:
@@ -163,7 +163,7 @@ def budget_names(budgets: Sequence[BudgetStatus]) -> Callable[[BudgetStatus], st
 
 
 def advice_names(advice: Sequence[ShareAdvice]) -> Callable[[ShareAdvice], str]:
-    """Return a function that names the notebook, and its user if there are several, of hub and machine apart."""
+    """Return a function that names the notebook, and its user (of hub or machine) if there are several."""
     several = len({(one.owner, one.seated) for one in advice}) > 1
     is_mixed = len({one.seated for one in advice}) > 1
 

@@ -1,6 +1,6 @@
-"""A report as one HTML page without scripts, and its parts for the hub's pages: sums, bars of days and of costs, tables.
+"""A report as one HTML page without scripts, and its parts for the hub's pages: sums, bars of days and costs, tables.
 
-The templates are in `fractional_gpu.pages`. Whatever is drawn is also text.
+The templates are in `fractional_gpu.pages`. Everything drawn is also text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,9 +63,9 @@ class Bars:
 def page(
     report: UsageReport, by: Sequence[str], *, made_by: str, whole: bool = True, zone: tzinfo | None = None
 ) -> str:
-    """Return the page. The report is by day, user, group and pool, and by what is asked.
+    """Return the page. The report must be by day, user, group, pool and `by`.
 
-    `made_by`: the command and its version. `whole`: the report is of whole devices, so the rest of them is free. `zone`: of its times
+    `made_by`: the command and its version. `whole`: the report covers whole devices, so their rest is free. `zone`: its time zone
     (None: the machine's).
     """
     title = "GPU use and cost" + (" (simulated)" if report.simulated else "")
@@ -78,7 +78,7 @@ def page(
 def body(
     report: UsageReport, by: Sequence[str], *, whole: bool = True, others: Mapping[str, UsageReport] | None = None
 ) -> str:
-    """Return the page's parts from the sums to what the figures mean. `others`: further reports by user, with headings."""
+    """Return the page's parts, from sums to the legend of figures. `others`: further reports by user, with headings."""
     days = day_bars(report, whole=whole)
     leases = of_leases(report.entries)
     several = [
@@ -149,7 +149,7 @@ def _tables(report: UsageReport, by: Sequence[str]) -> list[tuple[str, Table]]:
 
 
 def bars(report: UsageReport, column: str) -> list[Bars]:
-    """Return what each user, group or the like was charged, largest first; without prices, the GPU hours that count."""
+    """Return the charges of each user, group and so on, largest first; without prices, the GPU hours charged."""
     entries = rolled_up(of_leases(report.entries), [column])
     name_of, title = names_of(report), TITLES.get(column, column)
     found = []
@@ -175,9 +175,9 @@ def bars(report: UsageReport, column: str) -> list[Bars]:
 
 
 def day_bars(report: UsageReport, *, whole: bool) -> list[Day]:
-    """Return each day from the first one with figures to the last, or each month if there are many days.
+    """Return every day from the first with figures to the last, or every month if there are many days.
 
-    `whole`: the report is of whole devices, of all users, so the rest of them is free.
+    `whole`: the report covers whole devices and all users, so their rest is free.
     """
     used = sorted({one.of["day"] for one in rolled_up(report.entries, ["day"])})
     if not used:

@@ -1,7 +1,7 @@
-"""The time of a report: `this-month`, `7d`, `2026-11-24` and the like, as seconds since 1970.
+"""A report's period: `this-month`, `7d`, `2026-11-24` and the like, as seconds since 1970.
 
-A word or a date names a whole period: as a beginning its first moment, as an end its last one. So `yesterday` to `yesterday` is yesterday.
-Figures are kept by the hour, so a beginning moves to the beginning of its hour.
+A word or date stands for its first moment as a beginning, and for its last as an end, so `yesterday` to `yesterday` is all of yesterday.
+Figures are hourly, so a beginning is rounded down to the hour.
 """
 
 import re
@@ -20,7 +20,7 @@ _LONGEST_DATE: Final = 10  # characters: more are a time
 
 
 def period(since: str, until: str | None, now_s: int, zone: tzinfo | None = None) -> tuple[int, int]:
-    """Return the beginning and the end (exclusive), seconds since 1970. No `until`: now. No zone: the machine's. Raises ValueError."""
+    """Return the beginning and exclusive end, in seconds since 1970. No `until`: now. No zone: the machine's. Raises ValueError."""
     begin_s = _moment("--since", since, now_s, zone, end=False)
     end_s = max(now_s, begin_s + 1) if until is None else _moment("--until", until, now_s, zone, end=True)
     if end_s <= begin_s:

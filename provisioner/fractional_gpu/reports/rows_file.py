@@ -1,8 +1,7 @@
-"""A file of metered rows, as `jupyter gpu simulate --set usage=FILE` writes it, as a report: summed as the broker sums its ledger.
+"""Reads metered rows written by `jupyter gpu simulate --set usage=FILE` as a report, summed as the broker sums its ledger.
 
-JSON: `format`, `version`, `begins_s` and `ends_s` (seconds since 1970), `pools`, and `rows`, each with `key`, `party` and `figures` other
-than
-0. Hours, days and months are in UTC.
+JSON: `format`, `version`, `begins_s` and `ends_s` (seconds since 1970), `pools`, and `rows`, each with `key`, `party` and nonzero
+`figures`. Hours, days and months are in UTC.
 """
 
 from collections.abc import Mapping, Sequence

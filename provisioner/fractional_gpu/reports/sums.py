@@ -1,7 +1,7 @@
-"""Sums of what leases used, by what is asked: the same function for the broker's ledger and for files of rows.
+"""Sums what leases used by the requested columns, for the broker's ledger and for files of rows alike.
 
-A hub's user and a user of the machine with the same name are two: entries have an `account`, though no question names it. A sum of a finer
-report's entries (`rolled_up`) equals the coarser report exactly: all figures are integers.
+Entries have an `account`, though no request names it, to keep a hub user and a machine user with the same name apart. All figures are
+integers, so summing a finer report's entries (`rolled_up`) gives the coarser report exactly.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from fractional_gpu.protocol.accounts import UsageEntry
 from fractional_gpu.reports.periods import bounds
 
 CarbonOf = Callable[[int, int], int]
-"""Returns the milligrams of CO2 for energy (mJ) that was drawn in an hour (its beginning, seconds since 1970)."""
+"""Returns the milligrams of CO2 for energy (mJ) drawn in an hour (its beginning, seconds since 1970)."""
 ACCOUNT: Final = "account"
 TIMES: Final = ("hour", "day", "month")
 _SHAPES: Final = {"hour": "%Y-%m-%dT%H:%M%z", "day": "%Y-%m-%d", "month": "%Y-%m"}
@@ -24,7 +24,7 @@ _LENGTHS: Final = {"day": 10, "month": 7}  # characters of a longer time that sa
 
 
 def time_text(name: str, hour_s: int, zone: tzinfo | None = None) -> str:
-    """Return an hour, or its day or month: `2026-11-24T08:00+0100`, `2026-11-24`, `2026-11`. No zone: the machine's."""
+    """Format an hour, or its day or month: `2026-11-24T08:00+0100`, `2026-11-24`, `2026-11`. No zone: the machine's."""
     at = datetime.fromtimestamp(hour_s, UTC).astimezone(zone)
     return at.strftime(_SHAPES[name])
 
@@ -43,7 +43,7 @@ def summed(
     carbon_of: CarbonOf | None = None,
     zone: tzinfo | None = None,
 ) -> list[UsageEntry]:
-    """Return the sums by what is asked and by currency, sorted. Rows have `columns_for(by)`, `currency`, and `hour` for times."""
+    """Return the sums by `by` and currency, sorted. Rows have `columns_for(by)`, `currency`, and `hour` for times."""
     named = with_account(by)
     text = lru_cache(maxsize=None)(time_text)  # rows are many, and hours few
 
@@ -79,7 +79,7 @@ def columns_of(row: UsageRow) -> dict[str, str | int]:
 
 
 def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEntry]:
-    """Return the sums of a finer report's entries. Days are found in hours, months in both. Raises KeyError for a coarser one."""
+    """Return sums of a finer report's entries. Days come from hours, months from either. Raises KeyError for a coarser report."""
     named = with_account(by)
     return _added_up(
         named,
@@ -91,7 +91,7 @@ def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEnt
 
 
 def periods_of(entries: Iterable[UsageEntry], zone: tzinfo | None = None) -> dict[str, tuple[int, int]]:
-    """Return when the entries' days and months begin and end, seconds since 1970, in the broker's zone (None: the machine's)."""
+    """Return the begin and end of the entries' days and months, seconds since 1970, in the broker's zone (None: the machine's)."""
     texts = {text for one in entries if (text := next((one.of[name] for name in TIMES if name in one.of), ""))}
     named = {text[:length] for text in texts for length in _LENGTHS.values() if len(text) >= length}
     return {one: bounds(one, zone) for one in sorted(named)}
@@ -112,7 +112,7 @@ def _value(of: Mapping[str, str], name: str) -> str:
 
 
 def _added_up(by: Sequence[str], parts: Iterable[tuple[tuple[str, ...], str, Usage, int]]) -> list[UsageEntry]:
-    """Add up figures by values of `by` and currency, and return entries in the order of these. Parts end with the carbon, mg."""
+    """Add up figures by values of `by` and currency, and return sorted entries. A part's last item is its carbon in mg."""
     sums: dict[tuple[str, ...], list[int]] = {}
     for values, currency, usage, carbon_mg in parts:
         more = (*_figures_of(usage), carbon_mg)

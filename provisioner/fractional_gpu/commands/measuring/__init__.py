@@ -1,1 +1,1 @@
-"""`jupyter gpu measure`: measures which share of a GPU a program needs beside others on a device."""
+"""`jupyter gpu measure`: which share of a GPU a program needs, measured next to others on one device."""

@@ -1,1 +1,1 @@
-"""`jupyter gpu node`: what runs beside the broker on a cluster's nodes: the agent and Slurm's scripts, their installation and checks."""
+"""`jupyter gpu node`: what runs on a cluster's nodes next to the broker: the agent, Slurm's scripts, their installation and examination."""

@@ -1,10 +1,10 @@
-"""The command's process: held back until it has the GPU, in a separate process group, with its terminal, signals and exit status.
+"""The command's process: held until it has the GPU, in its own process group, with its terminal, signals and exit status.
 
 - A stub (`stub`) is started first, so that the broker knows the process before the command runs in it.
-- The command has a separate process group. If the runner has the terminal, the command's group gets it: Ctrl-C and Ctrl-Z
-  reach the command as from any shell. When it stops, the runner takes the terminal back and stops, too; a shell's `fg` continues both.
-- It inherits what it inherits without us: descriptors, signals that are ignored or blocked, niceness, processors, limits.
-- Signals that the runner gets are passed on to the group. A second SIGINT, SIGTERM or SIGHUP ends the group with SIGKILL.
+- The command has its own process group. If the runner has the terminal, it gives it to the group: Ctrl-C and Ctrl-Z reach the
+  command as from any shell. When the command stops, the runner takes the terminal back and stops too; a shell's `fg` continues both.
+- The command inherits what it would without us: descriptors, ignored or blocked signals, niceness, processors, limits.
+- The runner passes signals on to the group. A second SIGINT, SIGTERM or SIGHUP kills the group with SIGKILL.
 """
 
 import ctypes
@@ -58,15 +58,15 @@ def check_program(command: Sequence[str]) -> None:
 
 
 class HeldCommand:
-    """A command that waits in its stub. `environment` must have the lease's id: the broker looks for it.
+    """A command held in its stub. `environment` must have the lease's id: the broker looks for it.
 
-    `output`: the file for its output; then it gets no input. None: it has our input and outputs.
+    `output`: a file for its output; it then gets no input. None: it uses our input and outputs.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], output: "IO[bytes] | None" = None
     ) -> None:
-        """Start the stub. Raises OSError. Only for the main thread: the command ends with the thread that starts it."""
+        """Start the stub. Raises OSError. Main thread only: the command ends with the thread that starts it."""
         self._program = command[0]
         source, to_stub = os.pipe()
         from_stub, sink = os.pipe()
@@ -78,7 +78,7 @@ class HeldCommand:
             self._child = subprocess.Popen(
                 stub,
                 env=dict(environment),
-                close_fds=False,  # the command gets what we inherited: ours are closed when it is executed
+                close_fds=False,  # the command gets what we inherited; our own close on exec
                 process_group=0,
                 stdin=None if output is None else subprocess.DEVNULL,
                 stdout=output,
@@ -91,7 +91,7 @@ class HeldCommand:
         finally:
             os.close(source)
             os.close(sink)
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the command inherits it; here it loses the status
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited by the command; here it loses the status
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.pid = self._child.pid
 
@@ -106,7 +106,7 @@ class HeldCommand:
         return RunningCommand(self._child)
 
     def give_up(self) -> None:
-        """End the stub before the command runs; after a `go` that was interrupted, kill the command."""
+        """Kill the stub before the command runs, or the command if `go` was interrupted."""
         self._to_stub.close()
         self._from_stub.close()
         self._child.kill()
@@ -114,7 +114,7 @@ class HeldCommand:
 
 
 def unless_ignored(numbers: Iterable[int], handler: Handler) -> dict[int, Handler]:
-    """Return this handler for signals that are not ignored (as by `nohup`, or in a shell's background job)."""
+    """Return this handler for each signal that is not ignored (`nohup` and background jobs ignore some)."""
     return {number: handler for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
 
 
@@ -128,12 +128,12 @@ class RunningCommand:
         self._terminal = _own_terminal()
 
     def wait(self, *, noted: list[int], passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
-        """Return the command's exit status, -N if signal N ended it. Signals `noted` before are passed on first.
+        """Return the command's exit status, -N if signal N ended it. Pass on the signals already `noted` first.
 
-        `passed_on` is called with the number of each signal after it was passed on, `continued` when the runner gets SIGCONT.
+        Calls `passed_on` with each signal number after passing it on, and `continued` when the runner gets SIGCONT.
         """
         handlers = unless_ignored((*PASSED_ON, signal.SIGCONT), self._note)
-        # SIGTTOU: ignored, it does not stop this process when it changes the terminal's group.
+        # Ignore SIGTTOU, which would stop this process when it sets the terminal's group.
         with signal_pipe() as wakes, handling({**handlers, signal.SIGCHLD: self._note, signal.SIGTTOU: signal.SIG_IGN}):
             try:
                 self._hand_terminal(os.getpgrp(), self.pid)
@@ -166,7 +166,7 @@ class RunningCommand:
             os.killpg(self.pid, number)
 
     def poll(self) -> int | None:
-        """Return the exit status as `wait` does, None while the command lives; stop too if it was stopped."""
+        """Return the exit status like `wait`, or None while the command lives. Stop if the command stopped."""
         if self._child.returncode is not None:
             return _shell_status(self._child.returncode)
         while True:
@@ -202,7 +202,7 @@ class RunningCommand:
         return status
 
     def _stop_too(self, number: int) -> None:
-        """Stop as the terminal stopped the command, so that the shell gets it back; when continued, continue the command."""
+        """Stop like the command, so that the shell gets the terminal back; when continued, continue the command."""
         if self._terminal is None or number not in _BY_TERMINAL:
             return  # the process that stopped it continues it
         if number != signal.SIGTSTP and self._foreground() == self.pid:  # it read just before it got the terminal
@@ -227,7 +227,7 @@ class RunningCommand:
 
 
 def die_of(number: int) -> int:
-    """Die of the signal that ended a command, without a core dump. Returns 128 + N in a container's first process, which survives it."""
+    """Die of the signal that ended the command, without a core dump. A container's first process survives; it returns 128 + N."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     with suppress(OSError):  # SIGKILL has no handlers
         signal.signal(number, signal.SIG_DFL)
@@ -249,7 +249,7 @@ def _own_terminal() -> int | None:
 
 
 TIMEOUT_S: Final = 30.0
-_LEAST_WAIT_MS: Final = 1000  # the ledger has to be written, too
+_LEAST_WAIT_MS: Final = 1000  # the ledger must be written too
 _ATTEMPTS: Final = 3  # to reach a broker that ends while the command waits
 _TORCH: Final = "JUPYTER_GPU_MEMORY_FRACTION"
 
@@ -261,7 +261,7 @@ class EndedError(Exception):
 
 
 def signals_raise() -> AbstractContextManager[None]:
-    """Let the signals that end a program raise EndedError in the main thread, unless they are ignored."""
+    """Make termination signals raise EndedError in the main thread, unless they are ignored."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise EndedError(number)
@@ -276,7 +276,7 @@ def attach(lease: KernelLease, pid: int, *, served: bool = False) -> None:
 
 
 def command_environment(lease: KernelLease, granted: Mapping[str, str]) -> dict[str, str]:
-    """Return a kernel's variables, hints for frameworks that read some, and a fraction for others."""
+    """Return a kernel's variables, with its memory limit as hints for frameworks and as a fraction."""
     environment = {**environment_with(lease, os.environ), **granted, "JUPYTER_GPU_KIND": COMMAND}
     MemoryLimits(environment).bind({})
     device_mib = int(environment.get(DEVICE, "0"))

@@ -1,7 +1,7 @@
-"""`jupyter gpu run`: any program under a lease, as a kernel is: its share, cap, waits and story, and suspended while it is idle.
+"""`jupyter gpu run`: runs any program under a lease like a kernel's, with share, cap, waits and story, suspended while idle.
 
-The order: the options are checked; a lease is taken; a stub in which the command will run is attached to it; it waits for the GPU; the stub
-becomes the command; the lease is kept (`supervisor`) until the command ends, whose exit status is this one's.
+It checks the options, takes a lease and attaches a stub to it. Once it has the GPU, the stub becomes the command. `supervisor` keeps the
+lease until the command ends, and the command's exit status becomes the runner's.
 """
 
 import argparse
@@ -94,12 +94,12 @@ def run(options: argparse.Namespace) -> int:
     )
     check_program(command)
     noted: list[int] = []
-    # A signal that comes just when the command begins is the command's.
+    # A signal that comes as the command begins is for the command.
     with handling(unless_ignored(PASSED_ON, lambda number, _frame: noted.append(number))):
         try:
             with signals_raise():
                 lease, held, environment = _prepare(command, request, wait_ms, served=bool(ports))
-        except EndedError as ended:  # a stub that is held still ends with this process
+        except EndedError as ended:  # a stub still held ends with this process
             return die_of(ended.number)
         try:
             running = held.go(environment)

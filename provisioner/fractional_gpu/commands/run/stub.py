@@ -1,10 +1,10 @@
-"""Becomes a command of `jupyter gpu run` once that has the GPU. A script that imports only the standard library.
+"""Becomes the command of `jupyter gpu run` once it has the GPU. A script that imports only the standard library.
 
     python -I -S stub.py RUNNER IN OUT COMMAND [ARGUMENTS]
 
-So the broker knows the process before the command runs: a process keeps its id when it executes another program. RUNNER is its parent's
-pid. It reads the command's environment as JSON from the descriptor IN; it ends on an empty input. If the command cannot be executed, the
-error number goes to the descriptor OUT. The command gets SIGTERM when its runner dies (PR_SET_PDEATHSIG).
+The broker thus knows the process before the command runs, because exec keeps the pid. RUNNER is the parent's pid. The stub reads the
+command's environment as JSON from descriptor IN, and exits if it is empty. If exec fails, the stub writes the error number to descriptor
+OUT. The command gets SIGTERM when its runner dies (PR_SET_PDEATHSIG).
 """
 
 import ctypes
@@ -26,9 +26,9 @@ def main() -> int:
         text = file.read()
     if not text:
         return 1
-    os.set_inheritable(sink, False)  # exec closes it, by which the runner learns that the command runs
+    os.set_inheritable(sink, False)  # exec closes it, which tells the runner that the command runs
     environment = json.loads(text)
-    # Python ignores these in every program that it runs; what the command was to ignore is ignored still.
+    # Python ignores these at its start: restore the defaults for the command.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:

@@ -1,6 +1,6 @@
-"""Keeps a running command's lease: says when the command needs the GPU, prints the broker's notices, and outlives brokers.
+"""Keeps a running command's lease: reports when the command needs the GPU, prints notices, and outlives brokers.
 
-One thread follows the lease; one looks for signs that the command needs the GPU, and has a third one wait for it. A broker that ended is
+One thread follows the lease. Another looks for signs that the command needs the GPU, and has a third wait for it. A broker that ended is
 restarted only when the command needs the GPU, as for a kernel. The threads are daemons and never end the command.
 """
 
@@ -34,7 +34,7 @@ from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind
 _ESTABLISHED: Final = 1  # numbers of the system, in its table and in its answers
 _CLOSE_WAIT: Final = 8
 HALF_CLOSED_S: Final = 60.0
-"""How long a connection counts whose client has sent all: the client may wait for the answer, or be gone."""
+"""How long a half-closed connection counts: its client may be waiting for the answer, or gone."""
 
 _Connections = Iterable[tuple[bytes, int]]
 """What identifies each connection, and its state."""
@@ -43,8 +43,8 @@ _Connections = Iterable[tuple[bytes, int]]
 class Ports:
     """Counts connections to ports (TCP over IPv4 and IPv6) of one process's network namespace.
 
-    In the runner's own namespace `sock_diag` returns only these, in a quarter of a millisecond for a port. Elsewhere the whole table is
-    read, which takes some milliseconds.
+    In the runner's own namespace, `sock_diag` returns only these connections, in 0.25 ms per port. Elsewhere the whole table is read,
+    which takes a few ms.
     """
 
     def __init__(self, pid: int, ports: Collection[int]) -> None:
@@ -72,7 +72,7 @@ class Ports:
 
 
 def tabled(table: Path, ports: Collection[int]) -> _Connections:
-    """Return the connections to these local ports in a table such as /proc/PID/net/tcp; none if it cannot be read."""
+    """Return connections to these local ports from a table such as /proc/PID/net/tcp, none if it is unreadable."""
     try:
         text = table.read_bytes()
     except OSError:  # no IPv6, or the process is gone
@@ -113,7 +113,7 @@ def diagnosed(family: int, port: int) -> _Connections:
 
 
 def cpu_us(pid: int) -> int:
-    """Return the CPU time of a process and its descendants, microseconds; ended ones no longer count."""
+    """Return the CPU time of a process and its living descendants, in microseconds."""
     used, left = 0, [pid] if _HAS_CHILDREN else _tree(pid)
     while left:
         process = left.pop()
@@ -139,7 +139,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _thread_us(folder: str) -> int:
-    """Return one thread's CPU time. The scheduler's figure is exact, the older one in hundredths of a second."""
+    """Return a thread's CPU time, from the exact schedstat or else from stat, in hundredths of a second."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path(folder, "schedstat").read_bytes().split()[0]) // 1000
     with suppress(OSError, ValueError, IndexError):
@@ -149,9 +149,9 @@ def _thread_us(folder: str) -> int:
 
 
 BUSY_US: Final = 5_000
-"""CPU time in a look from which on the command is computing; with less it waits for something, perhaps for the GPU."""
+"""The least CPU time between looks that means computing; with less, the command waits, perhaps for the GPU."""
 USEFUL_US: Final = 1_000
-"""A resume after which the command used less CPU time was in vain, unless the device saw work of it."""
+"""A resume followed by less CPU time was in vain, unless the device saw work."""
 LOOK_S: Final = 0.25
 _DOUBTFUL: Final = 10
 FIRST_PATIENCE_S: Final = 5.0
@@ -159,15 +159,15 @@ LONGEST_PATIENCE_S: Final = 600.0
 
 
 class CpuWatch:
-    """Decides, from looks at the CPU use of a command, when it may wait for the GPU while it is suspended. Pure: figures in, a sign out.
+    """Decides from a suspended command's CPU use when it may be waiting for the GPU. Pure: figures in, a sign out.
 
     - It used the CPU since its suspend, and a look finds it waiting: at once.
-    - It used the CPU just before its suspend only: `FIRST_PATIENCE_S` after it. The suspend may have come before a call of the GPU.
-    - It computes without a pause: after `LONGEST_PATIENCE_S`, as one of its threads may wait nevertheless.
+    - It used the CPU only just before its suspend: `FIRST_PATIENCE_S` later. The suspend may have come just before a GPU call.
+    - It computes without a pause: after `LONGEST_PATIENCE_S`, as one of its threads may be waiting.
     - It did not use the CPU at all: never. It waits for what it waited for before.
 
-    Each time that it came back and then neither used the GPU nor computed, the next sign counts later: first `FIRST_PATIENCE_S` after its
-    suspend, then twice as long each time, `LONGEST_PATIENCE_S` at most. If no work on the GPU was seen ten times in a row, it counts
+    After each resume in which it neither used the GPU nor computed, the next sign counts later: first `FIRST_PATIENCE_S` after its
+    suspend, then twice as long each time, up to `LONGEST_PATIENCE_S`. After ten resumes in a row without GPU work, a sign counts
     after `FIRST_PATIENCE_S` at the earliest.
     """
 
@@ -178,8 +178,8 @@ class CpuWatch:
         self._used_before = False
         self._only_before = False
         self._last_us = 0
-        self._away_us = 0  # its use when it was last seen suspended
-        self._unseen = 0  # how often in a row it came back, and no work of it was seen
+        self._away_us = 0  # its use when last seen suspended
+        self._unseen = 0  # resumes in a row without visible GPU work
         self._woken = False
 
     @property
@@ -192,8 +192,8 @@ class CpuWatch:
         self._used_before, self._last_us = used_us != self._last_us, used_us
 
     def suspended(self, used_us: int, now_s: float, *, worked: bool) -> None:
-        # Saving may use the command's CPU time, so the last look before it counts. After a resume the command runs before that is known
-        # here, so its use since it was last seen suspended counts, though the resume may have a part in that.
+        # Saving may use the command's CPU time, so the last look before it counts. After a resume the command runs before we notice, so
+        # its use since it was last seen suspended counts, though the resume may be part of it.
         if worked or abs(self._last_us - self._away_us) >= USEFUL_US:
             self._in_vain = 0
         elif self._woken:
@@ -343,9 +343,9 @@ class Supervisor:
             threading.Thread(target=target, name=f"gpu-{target.__name__.strip('_')}", daemon=True).start()
 
     def wake(self, *, ending: bool = False) -> None:
-        """Bring a suspended command back, for a signal that it could not handle where it waits. For any thread; returns at once.
+        """Resume a suspended command so that it can handle a signal. Returns at once; any thread may call it.
 
-        `ending`: the signal asks it to end. A server then keeps its place, as nothing would bring it back for what it does at its end.
+        `ending`: the signal asks the command to end. A server then keeps its place, as nothing would resume it for its cleanup.
         """
         if ending and self._ports is not None:
             self._is_ending = True

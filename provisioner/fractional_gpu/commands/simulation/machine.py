@@ -1,4 +1,4 @@
-"""On what `jupyter gpu simulate` runs sessions: one host, or several; the meter of what they use, and what goes away."""
+"""The machine of `jupyter gpu simulate`: one or more hosts, a meter of their use, and the devices that go away."""
 
 import os
 import re
@@ -30,7 +30,7 @@ _FORM = (
 
 
 class MachineOptions:
-    """`shapes` are the MiB of the GPUs of each host, or with `--find-devices` of one host. Raises UsageError, ConfigError."""
+    """`shapes`: MiB of each host's GPUs, or with `--find-devices` of one host's. Raises UsageError, ConfigError."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -107,7 +107,7 @@ class MachineOptions:
 
 
 def _hosts(text: str, most: int) -> list[tuple[int, ...]]:
-    """Return the MiB of each GPU of each host from `4x(8x80GiB),2x(4x40GiB)`; of `?x(8x80GiB)` only of one host."""
+    """Return each host's GPUs, in MiB, from `4x(8x80GiB),2x(4x40GiB)`; only one host from `?x(8x80GiB)`."""
     shapes: list[tuple[int, ...]] = []
     parts, at = text.strip(), 0
     while at < len(parts):

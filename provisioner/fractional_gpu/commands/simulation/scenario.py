@@ -1,7 +1,7 @@
-"""What `jupyter gpu simulate` is asked: a scenario file in TOML, `--set KEY=VALUE`, and flags for the most common keys.
+"""The scenario of `jupyter gpu simulate`: a TOML file, `--set KEY=VALUE`, and flags for the most common keys.
 
-`Scenario` declares each key once, with its type, default and help. All three sources are merged (flags win over `--set`, and that over the
-file) and checked together.
+`Scenario` declares each key once, with its type, default and help. The three sources are merged and checked together; flags override
+`--set`, which overrides the file.
 """
 
 import argparse
@@ -180,7 +180,7 @@ _GOALS: Final = ("p95_wait", "p99_wait", "p95_late")
 _OF_REVOCATION: Final = ("revoke_what", "revoke_notice", "revoke_replace")
 _OF_METER: Final = ("power", "power_noise", "measured_use")
 
-# Keys that say nothing without another one.
+# Keys that need another key.
 _NEEDS: Final = (
     *((goal, ("find_devices",)) for goal in _GOALS),
     *((name, ("revoke",)) for name in _OF_REVOCATION),

@@ -1,7 +1,7 @@
-"""The sessions that `jupyter gpu simulate` runs: from two files, of synthetic users, or from a broker's own ledger (`--from-ledger`).
+"""The sessions of `jupyter gpu simulate`: from two files, synthetic users, or a broker's own ledger (`--from-ledger`).
 
-Each lease of a ledger is a session, each of its turns a cell, or the rest of one that was preempted. What a cell waited is taken out again:
-it comes as long after the one before as its user let it come. docs/simulator.md says what a ledger does not know.
+Each lease in a ledger is a session. Each of its turns is a cell, or the rest of a preempted one. Recorded waits are removed: between
+cells, only the user's own pause remains. docs/simulator.md says what a ledger does not record.
 """
 
 import re

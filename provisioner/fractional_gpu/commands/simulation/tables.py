@@ -1,4 +1,4 @@
-"""What `jupyter gpu simulate` prints in addition to a run's figures: the use of leases, what would be lost, and what a ledger recorded."""
+"""What `jupyter gpu simulate` prints besides a run's figures: leases' use, possible losses, and what a ledger recorded."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -79,9 +79,9 @@ def revocation_text(figures: dict[str, Any], width: int | None = None) -> "list[
 
 
 def compared(recorded: Spread, simulated: Spread) -> dict[str, object]:
-    """Return the recorded waits next to the run's, s, and the percent of cells that waited in each.
+    """Return recorded and simulated waits, in s, and the percentage of cells that waited in each.
 
-    `mean_error_s`: the mean distance of the two distributions, quantile by quantile (the Wasserstein distance).
+    `mean_error_s`: the mean distance between the two distributions' quantiles (the Wasserstein distance).
     """
     steps = range(1, 100)
     apart = [abs(recorded.percentile_ms(one) - simulated.percentile_ms(one)) for one in steps]

@@ -1,4 +1,4 @@
-"""How commands add arguments, how a shell completes them, and checks that several share. Light: every command imports it."""
+"""How commands add arguments, how shells complete them, and shared checks. Lightweight: every command imports it."""
 
 import argparse
 import importlib.util
@@ -22,7 +22,7 @@ FRACTIONS = ("1/8", "1/4", "1/2", "3/4", "1")
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's parser: texts are shown as they are written, and options may not be shortened."""
+    """A command's parser. Texts are shown as written, and options cannot be abbreviated."""
 
     def __init__(self, **given: Any) -> None:  # noqa: ANN401 - argparse's own
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **given)

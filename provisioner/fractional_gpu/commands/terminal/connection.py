@@ -1,4 +1,4 @@
-"""The connection of commands to the broker: one that runs, or one that crashed and is started again. No command here starts a first one."""
+"""Connects commands to a running broker, or restarts one that crashed. No command here starts a first broker."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def started_broker(socket: str | None = None, token: str | None = None) -> Broke
 
 
 def kernels_of(socket: str) -> list[int]:
-    """Return processes of kernels with a lease of this socket's broker: of this user, for root of all users."""
+    """Return the pids of kernels leased by this socket's broker: this user's, or all users' for root."""
     from fractional_gpu.broker.recovery.lost_leases import carriers, command_of  # noqa: PLC0415 - heavy, and needed only if no broker answers
 
     try:
@@ -58,7 +58,7 @@ def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> B
 
 @contextmanager
 def say_if_slow(text: str, client: BrokerClient | None = None, out: TextIO | None = None) -> Iterator[Progress]:
-    """Show the text on standard error, or `out`, if the body takes more than two seconds; with a client, also that its broker is silent."""
+    """Show the text on standard error, or `out`, if the body takes over two seconds; with a client, also say if its broker falls silent."""
     with Progress(text, blocks=True, out=out) as progress:
         watch = watch_silence(client, progress.say) if client is not None else None
         try:
@@ -69,7 +69,7 @@ def say_if_slow(text: str, client: BrokerClient | None = None, out: TextIO | Non
 
 
 def watch_silence(client: BrokerClient, say: Callable[[str], None]) -> SilenceWatch:
-    """Start a watch, to be stopped, that says once that the broker has fallen silent, and once that it answers again."""
+    """Start a watch that says once that the broker is silent and once that it answers again. The caller stops it."""
     silent = False
 
     def tell(error: BrokerUnavailableError | None) -> None:

@@ -1,4 +1,4 @@
-"""How far a long command is, on standard error: nothing in its first two seconds, then a bar on a terminal and sparse lines elsewhere."""
+"""Shows a long command's progress on standard error: after two seconds, a bar on a terminal and sparse lines elsewhere."""
 
 import os
 import sys
@@ -23,13 +23,13 @@ _NOT_DRAWABLE: Final = ("dumb", "unknown")  # values of TERM
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows what a command does, and how far it is, from its third second on and until the end of the `with` block.
+    """Shows what a command does and how far it is, from its third second until the `with` block ends.
 
-    On a terminal that is a bar, which goes away at the end. Elsewhere it is a line at most every two seconds, `WHAT: 3 of 8 THINGS after 5
-    s`, when a counter is called; then no thread is started.
+    A terminal gets a bar, erased at the end. Elsewhere a counter's calls write lines such as `WHAT: 3 of 8 THINGS after 5 s`, at most one
+    every two seconds and without a thread.
 
-    With `blocks` the command does not count all the time, so a thread draws. Elsewhere it writes `what`, which may change, once for each
-    text; `silent` leaves that out. `within_s`: how long the command takes at most, which the bar shows instead of a count.
+    With `blocks` the command cannot count all the time, so a thread draws. Off a terminal, the thread writes each new text of `what` once,
+    unless `silent`. `within_s`: the command's longest time, which the bar shows instead of a count.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Progress(AbstractContextManager["Progress"]):
         from rich.live import Live  # noqa: PLC0415 - as above
 
         class VisibleCursor(Console):
-            """Does not hide the cursor: a command that is killed could not bring it back."""
+            """Keeps the cursor visible: a killed command could not restore it."""
 
             def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002 - rich's signature
                 return False
@@ -167,9 +167,9 @@ def is_drawable(out: TextIO) -> bool:
 
 
 class WaitLine:
-    """Says why a program waits for the GPU, its place and the expected time: after two seconds, and at changes.
+    """Says why a program waits for the GPU, its place and the expected time: after two seconds and on changes.
 
-    `say` gets each line, in a separate thread: the broker sends nothing while nothing changes.
+    A separate thread calls `say`, as the broker sends nothing while nothing changes.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

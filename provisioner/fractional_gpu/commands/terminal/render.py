@@ -24,7 +24,7 @@ def short_id(lease_id: str) -> str:
 
 
 def short_path(label: str, most: int) -> str:
-    """Return at most `most` characters, and the last part in any case: `~/.../name.ipynb`. Other labels are unchanged."""
+    """Shorten a path to `most` characters, but keep its last part: `~/.../name.ipynb`. Other labels are unchanged."""
     if len(label) <= most or not (label.startswith("/") or label.endswith(".ipynb")) or "/" not in label:
         return label
     start = "~/..." if label.startswith(os.path.expanduser("~/")) else "..."  # noqa: PTH111 - without HOME, too
@@ -67,7 +67,7 @@ _LEGEND = ("     ", _USED, "  used    ", _RESERVED, "  reserved    ", _OTHERS, "
 
 
 def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> "Text":
-    """Return the device's memory as a row of `cells` characters. Each part gets at least one, while there are cells left."""
+    """Return the device's memory as a row of `cells` characters. Each part gets at least one while cells remain."""
     used_by_leases = max(0, device.used_mib - device.stranger_mib)
     parts = (
         (_OTHERS, device.stranger_mib),
@@ -146,7 +146,7 @@ def _left_line(lease: LeaseStatus) -> str:
 
 
 def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "list[Text]":
-    """Return a table, and under it why each waiting lease waits. Paths too long for `width` are shortened."""
+    """Return a table, then why each waiting lease waits. Paths too long for `width` are shortened."""
     header = ("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED")
     lines = table(header, [_lease_row(lease) for lease in leases])
     if width is not None and (over := max(one.cell_len for one in lines) - width) > 0:

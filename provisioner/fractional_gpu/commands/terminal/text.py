@@ -1,8 +1,8 @@
-"""Text for terminals: errors, lines and tables laid out by rich, in colour if a terminal shows it.
+"""Text for terminals: errors, lines and tables laid out by rich, in colour if supported.
 
-Labels and names of users, pools and processes come from others: they are not parsed as markup, and `harmless` keeps them from controlling a
-terminal. A width of None means that a program reads: nothing is wrapped or cut. A colour repeats what the words say. Rich is imported when
-a line is made, and not with this module: help, completion and `jupyter gpu run` do without it.
+Labels and names of users, pools and processes are untrusted: they are not parsed as markup, and `harmless` keeps them from controlling a
+terminal. A width of None means that a program reads the text: nothing is wrapped or cut. Colours only repeat what the words say. Rich is
+imported when a line is made, not with this module: help, completion and `jupyter gpu run` do not need it.
 """
 
 import argparse
@@ -47,8 +47,8 @@ Piece: TypeAlias = "str | tuple[str, str] | Text"
 
 _ENDLESS: Final = 1 << 20  # characters: lines are not wrapped
 _GAP: Final = 2  # characters between columns
-_HANGING: Final = 2  # characters by which the rest of a wrapped line is indented more
-_NARROWEST: Final = 8  # characters that a wrapped line has at least
+_HANGING: Final = 2  # characters of further indent after a line is wrapped
+_NARROWEST: Final = 8  # the fewest characters of a wrapped line
 _JOINERS: Final = "\u200c\u200d"  # between letters of Persian and Indian names, and in emoji: they move no cursor
 
 
@@ -92,10 +92,10 @@ def table(
     least: Sequence[int] = (),
     whole: int = 0,
 ) -> "list[Text]":
-    """Return the lines of a table, its columns two spaces apart; an empty `header` makes none.
+    """Return a table's lines, with columns two spaces apart; an empty `header` is left out.
 
-    Columns from number `figures_from` on are aligned to the right. `least`: how wide the first columns are at least. With a `width` cells
-    of the widest columns are broken into several lines, except in the first `whole` columns.
+    Columns from index `figures_from` on are right-aligned. `least`: the first columns' minimum widths. To fit a `width`, cells of the
+    widest columns are broken into several lines, except in the first `whole` columns.
     """
     from rich.console import Console  # noqa: PLC0415 - as said above
     from rich.table import Table  # noqa: PLC0415 - as said above
@@ -114,7 +114,7 @@ def table(
     for row in rows:
         drawn.add_row(*(line(cell) for cell in row))
     room = _ENDLESS if width is None else max(width - len(indent), columns)
-    # It only lays out: its size says nothing of a terminal, and nothing is written to it.
+    # Only for layout: its size is not a terminal's, and nothing is written to it.
     console = Console(width=_ENDLESS, height=100, color_system=None, force_jupyter=False)
     lines = console.render_lines(drawn, console.options.update(width=room), pad=False)
     found: list[Text] = []
@@ -145,7 +145,7 @@ def _wrapped(whole: "Text", width: int) -> "list[Text]":
 
 
 def _breaks(text: str, width: int, indent: int) -> list[int]:
-    """Return where the second and later lines begin. Rich's own wrapping would break a word such as a path."""
+    """Return where the second and later lines begin. Rich's own wrapping would break words such as paths."""
     from rich.cells import cell_len  # noqa: PLC0415 - as said above
 
     found: list[int] = []
@@ -167,9 +167,9 @@ def terminal_width(out: TextIO) -> int | None:
 
 
 def shown(lines: "Iterable[Text]", out: TextIO) -> str:
-    from rich.console import Console  # noqa: PLC0415 - heavy, and for those commands only that lay lines out
+    from rich.console import Console  # noqa: PLC0415 - heavy, and only for commands that lay out lines
 
-    # Lines are not wrapped; without a width, rich prints nothing where COLUMNS is 0.
+    # Lines are not wrapped; without a width, rich prints nothing if COLUMNS is 0.
     console = Console(file=out, force_jupyter=False, width=80)
     if console.color_system is None:
         return plain(lines)
