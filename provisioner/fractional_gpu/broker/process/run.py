@@ -123,7 +123,7 @@ class BrokerRun:
     async def main(self) -> None:
         """Serve until SIGTERM, SIGINT, idle exit, or a deleted file.
 
-        Raises OSError if its threads cannot be started: it starts all of them.
+        Raises OSError if it cannot start all threads that later work needs.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

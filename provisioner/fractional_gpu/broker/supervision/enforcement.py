@@ -1,4 +1,4 @@
-"""Compares the devices' counts per process with the broker's records to enforce caps and note use.
+"""Compares the devices' counts per process with the broker's records to enforce caps and claims, and see use.
 
 - A lease over its cap (the arbiter decides when that is a breach): its notebook gets a notice; if the pool says `kill`, its processes that
   use a device are killed at once.
