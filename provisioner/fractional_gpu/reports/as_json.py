@@ -1,4 +1,4 @@
-"""A complete report as JSON, with totals, in integers whose names end in their units."""
+"""A complete report as JSON, with totals, in integers with units in their names."""
 
 import json
 from collections.abc import Sequence

@@ -172,7 +172,7 @@ class Places:
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
         """Suspend idle kernels of the user until `wanted` leases fit. Raises NoSpareRoomError.
 
-        Only a step's first tenant samples the devices at once: that is slow, and the broker knows its leases anyway.
+        Only a step's first tenant samples the devices at once: others wait for that, and the broker knows its leases.
         """
         limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id
@@ -305,8 +305,8 @@ def others_mib(status: HostStatus, tenants: Collection[Tenant], device_id: str) 
     )
 
 
-ENOUGH_UNITS: Final = 12  # reports of all measured tenants, of which each has
-LEAST_UNITS: Final = 4  # at least, and the shortest time of a step
+ENOUGH_UNITS: Final = 12  # reports by all measured tenants
+LEAST_UNITS: Final = 4  # reports by each of them
 SHORTEST_S: Final = 1.0
 LONGEST_S: Final = 10.0  # after this time of working together, a step needs only one unit per tenant
 _LOOK_S: Final = 0.05

@@ -130,7 +130,7 @@ class RunningCommand:
     def wait(self, *, noted: list[int], passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
         """Return the command's exit status, -N if signal N ended it. Pass on the signals already `noted` first.
 
-        Calls `passed_on` with each signal number after passing it on, and `continued` when the runner gets SIGCONT.
+        Call `passed_on` with each signal number after passing it on, and `continued` when the runner gets SIGCONT.
         """
         handlers = unless_ignored((*PASSED_ON, signal.SIGCONT), self._note)
         # Ignore SIGTTOU, which would stop this process when it sets the terminal's group.
