@@ -3,8 +3,8 @@
 `Lifecycle` has one method per event. `StartReservations` bounds what leases without a process hold or ask for, because nothing proves that
 the process ever comes (admission checks how many of them an owner may have):
 
-- The leases of one owner (a user, or the hub's user of a seat) hold or queue for at most `unattached_share` of the pool's memory, but at
-  least one does. Only one does while such leases alone keep out another owner's ticket. The rest are `parked`: they file a ticket when an
+- The leases of one owner (a user, or the hub's user of a seat) may hold or queue for `unattached_share` of the pool's memory, and one
+  always may. Only one may while such leases alone keep out another owner's ticket. The rest are `parked`: they file a ticket when an
   earlier lease has its process, ends or loses its room, behind what other owners have filed meanwhile.
 - Room is kept for `unattached_hold_ms`. After that it goes to a ticket that needs it. While no ticket waits in the pool the lease keeps
   the room: a kernel that starts slowly on an idle machine loses nothing.

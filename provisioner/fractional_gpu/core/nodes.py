@@ -35,7 +35,7 @@ def count_without_broker(
 
 
 def rounded_wait_ms(wait_ms: int) -> int:
-    """Round the wait up to 1, 2 or 5 times a power of ten, at least 100 ms, to hide small changes."""
+    """Round a wait up to 1, 2 or 5 times a power of ten, from 100 ms, to hide small changes."""
     if wait_ms <= 0:
         return 0
     step = 100

@@ -103,7 +103,7 @@ def room_milli(books: Books, newcomer: Lease) -> int:
 
 
 def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
-    """Return how full of busy leases the device would be for a newcomer: less is better; `FULL` and up: beyond its pool's bound.
+    """Return how full of busy leases the device would be for a newcomer: less is better; beyond the bound from `FULL` up.
 
     `room_milli`: what neighbours may need; `leaving` make room.
     """

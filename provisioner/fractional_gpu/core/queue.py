@@ -1,26 +1,25 @@
 """Who is served next: one pass over the queue visits every ticket that waits for room once, in the order of its turn.
 
-`Turns` has the order, `QueuePass._visit` the cases. A ticket that would not fit even if all left that may waits, and no lease is suspended
-for it in vain (law 3). A later ticket may overtake one that cannot be served, but at most K times; then room is kept for that one (law 4).
+`Turns` has the order, `QueuePass._visit` the cases. If a ticket would not fit even if all leases left that may, it waits, and no lease is
+suspended in vain (law 3). A ticket that cannot be served may be overtaken at most K times; then room is kept for it (law 4).
 
-**Patience.** Virtual time alone does not bound a wait: the small lease of an owner with two leases of different size may use all that the
-owner is entitled to for ever while the large one waits. So a ticket that has waited for twice what its share explains (`patience_ms`) is
-due: it precedes all tickets that are not, and preempts whatever the virtual times are.
+**Patience.** Virtual time alone does not bound a wait: an owner's small lease may use up the owner's share for ever while a large one
+waits. So a ticket that has waited twice as long as its share explains (`patience_ms`) is due: it precedes all tickets that are not, and
+preempts whatever the virtual times are.
 
 **Room at the end of a cell.** A kernel that runs one cell after another is never idle for long, and still makes room, whatever the pool's
 `preempt` policy. If idle leases cannot make room for a ticket, the pass closes the gates of busy leases whose leaving would let it in:
 
 - A lease is asked only after its minimum residency, for a ticket of at least its own priority, and not while it is pinned or after a
   failed suspend. The running cell continues.
-- Its next cell asks before it runs, and has its place in the queue behind the ticket. Until it is let in, its kernel runs nothing, so the
-  lease can be suspended at once like an idle one.
-- If several leases have to leave, the first one to end its cell waits for the others, but no longer than its own swap takes, and at least
-  a second (`gate_opens_ms`), because another one may run a cell that never ends. It is not asked again before another minimum residency
-  has passed.
+- Its next cell asks before it runs, and queues behind the ticket. Until it is let in, its kernel runs nothing, so the lease can be
+  suspended at once like an idle one.
+- If several leases have to leave, the first to end its cell waits for the others, but only for as long as its own swap takes, or a second
+  if longer (`gate_opens_ms`): another may run a cell that never ends. It is not asked again before another minimum residency has passed.
 
-A pass only chooses gates; the choice of the last pass of an event is carried out (`settle_gates`), as an earlier one may ask for room
-that the same event frees after it. Some steps give room back in the middle of a pass, and tickets that were visited before might fit now:
-then the pass asks for another one (`needs_another`).
+A pass only chooses gates; the last pass of an event carries its choice out (`settle_gates`), because an earlier pass may ask for room that
+the same event frees later. Some steps free room in the middle of a pass, so tickets visited before might fit now: then the pass asks for
+another (`needs_another`).
 """
 
 from collections.abc import Iterable
@@ -48,8 +47,8 @@ _FIRST, _DUE, _USUAL = range(3)
 def patience_ms(books: Books, lease: Lease) -> int:
     """Return how long a ticket of a pool that shares by virtual time waits before it is due, ms.
 
-    That is twice what its share explains: a turn of one lease of its size, and the swap, divided by the part that its owner has of
-    the pool and by the part that the lease has of its owner's, by the weights of the leases that contend.
+    That is twice what its share explains: a turn of one lease of its size, plus the swap, divided by its owner's part of the pool and by
+    the lease's part of its owner's, according to the weights of contenders.
     """
     pool = books.policy(lease)
     name = next((books.devices[one].spec.name for one in pool.devices if one in books.devices), "")
@@ -62,10 +61,10 @@ def patience_ms(books: Books, lease: Lease) -> int:
 
 
 def queue_delay(books: Books, pool_name: str) -> QueueDelay:
-    """Return how long the pool's tickets have waited, as of `books.now_ms`. Leases that are being resumed wait no more.
+    """Return how long the pool's tickets have waited, as of `books.now_ms`. Leases being resumed no longer wait.
 
-    A ticket is over its bound if it has waited longer than its patience and then a turn and a swap for each lease of the pool that has a
-    device or wants one. Pools that do not share by virtual time bound no wait, so none of their tickets is over it.
+    A ticket is over its bound if it has waited longer than its patience plus a turn and a swap for each lease of the pool that has or wants
+    a device. Pools that do not share by virtual time bound no wait, so they have no such tickets.
     """
     line = [
         (lease, books.now_ms - lease.ticket.asked_ms)
@@ -123,7 +122,7 @@ def ticket_of(lease: Lease) -> Ticket:
 
 
 class QueuePass:
-    """One pass. What it promises to a ticket counts against all tickets behind."""
+    """One pass. What it promises to a ticket counts against all later ones."""
 
     def __init__(self, changes: Changes, resizer: Resizer) -> None:
         self._changes = changes
@@ -183,7 +182,7 @@ class QueuePass:
         return self._line.copy()
 
     def _mark_due_by_wait(self) -> None:
-        """Mark tickets due that waited for longer than their shares explain, in pools that share by virtual time.
+        """Mark as due tickets that waited longer than their shares explain, in pools that share by virtual time.
 
         Room is kept for them, too: neighbours that leave and come back one by one would never all be gone at once.
         """
@@ -265,20 +264,20 @@ class QueuePass:
         return False
 
     def _competes_as(self, lease: Lease, milli: int) -> tuple[object, ...]:
-        """Return what decides, in addition to its need and its devices, which leases leave for a ticket."""
+        """Return what decides, besides its need and devices, which leases leave for a ticket."""
         if lease.is_growing:
             return (lease.lease_id,)
         by_owner = milli or self._books.shares_by_time(lease)
         return (lease.spec.owner, lease.spec.group, milli) if by_owner else ()
 
     def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
-        """Return where the need fits now; saved state goes home if it can. A growing share alone needs no room."""
+        """Return where the need fits now; saved state goes home if it can. To grow a share needs no room."""
         if lease.is_growing:
             return devices if devices and (not need_mib or self.capacity.fits(devices, need_mib)) else None
         return self.capacity.pick_for(lease, devices, need_mib)
 
     def _arrive_at_targets(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...], over: Reason | None) -> bool:
-        """Resume a moved lease on its targets, where room is kept for it; end the move if targets or limits forbid it by now."""
+        """Resume a moved lease on its targets, where room is kept for it; end the move if targets or limits now forbid it."""
         targets = lease.target_ids
         if over or not all(one in devices and self._books.devices[one].free_mib >= lease.need_mib for one in targets):
             self.capacity.release(lease, targets)
@@ -295,7 +294,7 @@ class QueuePass:
         return False
 
     def _serve_at_once(self, lease: Lease, ticket: Ticket, chosen: tuple[str, ...]) -> bool:
-        """Serve a ticket that fits; one that needs a swap channel while all are in use keeps the room. Returns as `_visit`."""
+        """Serve a ticket that fits; if it needs a swap channel and none is free, keep its room. Returns as `_visit`."""
         if lease.state is LeaseState.SUSPENDED and not self._changes.channel_free:
             for device_id in chosen:
                 self.capacity.keep(lease, device_id, lease.ask_mib)
@@ -319,10 +318,10 @@ class QueuePass:
         return lease.held_mib > held_mib and self._count_passed_over(lease, ticket, chosen, urgent=urgent_waits)
 
     def _grant(self, lease: Lease, device_ids: tuple[str, ...]) -> None:
-        """If this grant brings the owner to its limit, another pass releases the room kept for its other tickets.
+        """Grant the devices. If the owner reaches its limit, another pass frees room kept for its other tickets.
 
-        The same if the lease was a stranger on its devices: if it used more than it reserves, room is free by now, and other tickets that
-        are bound to them may need more, or may go elsewhere.
+        Ask for another pass, too, if the lease was a stranger on its devices: it may have freed room there, and other tickets bound to them
+        may need more or go elsewhere.
         """
         if lease.bound_ids or (self.capacity.keeps_any and added_milli(self._books, lease)):
             self.needs_another = True
@@ -330,7 +329,7 @@ class QueuePass:
         self.capacity.victims.forget(device_ids)
 
     def _free_own_share(self, lease: Lease, devices: tuple[str, ...], milli: int, over: Reason) -> None:
-        """Have idle leases of the same user (group), which is at its limit, leave for the ticket if it fits then."""
+        """Suspend idle leases of the user (group), which is at its limit, if the ticket fits then."""
         self._tell(lease, ticket_of(lease), over)
         own = victims_of_same_user(self._books, lease, milli)
         if not own or lease.retries.resume_after_ms > self._books.now_ms:
@@ -366,7 +365,7 @@ class QueuePass:
         self._tell(lease, ticket, Reason("wait.making-room", what, tuple(victim.lease_id for victim in plan.victims)))
 
     def _may_begin(self, victim: Lease) -> bool:
-        """Return whether a planned suspend can begin now: a suspend begun before it may have its host memory, as margin, till its end."""
+        """Return whether a planned suspend can begin now: the margin of an earlier one may hold its host memory until that ends."""
         return self._changes.channel_free and victim.host_need_mib <= self._books.host_left_mib
 
     def _begin_suspend(self, victim: Lease, lease: Lease, why: tuple[str, str]) -> None:
@@ -381,8 +380,8 @@ class QueuePass:
     def _keep_waiting(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
         """Keep room for a waiting ticket that was passed over K times.
 
-        Idle leases leave the devices where it is kept, one by one, as they may never all be idle at once: only on devices where the room
-        would suffice if all leases left that ever may.
+        Idle leases leave one by one, as they may never all be idle at once, but only where the room would suffice if every lease left that
+        ever can.
         """
         if not self._is_owed(lease):
             return
@@ -416,9 +415,9 @@ class QueuePass:
             self.capacity.keep(lease, device_id, lease.ask_mib)
 
     def _count_passed_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> bool:
-        """Count the grant for each earlier ticket that could have used the room and finds none there now.
+        """Count the grant for each earlier ticket that could have used the room and now finds none.
 
-        Returns whether one of them moves ahead. `urgent`: some ticket is.
+        Return whether any moves ahead. `urgent`: some ticket is urgent.
         """
         books, moves_ahead = self._books, False
         left_mib = {device_id: books.devices[device_id].free_mib for device_id in device_ids}
@@ -452,7 +451,7 @@ class QueuePass:
     # -- room at the end of a cell ---------------------------------------------------------------------------------------
 
     def _ask_to_yield(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> None:
-        """Choose leases that can make enough room for the ticket at the end of their cells, if there are such."""
+        """Choose leases that can make enough room for the ticket at the end of their cells, if any."""
         plan = self.capacity.plan(lease, devices, need_mib, between_cells=True)
         for victim in plan.victims if isinstance(plan, Plan) else ():
             self.capacity.asked_to_yield.add(victim.lease_id)
@@ -494,7 +493,7 @@ class QueuePass:
         self._changes.record_wait_reason(lease, wait)
 
     def _explain(self, lease: Lease, ticket: Ticket) -> None:
-        """Write a new reason into the ticket's story, but not that the swap channel is in use: that would flip with every swap."""
+        """Write a new reason into the ticket's story, except that the swap channel is in use, which flips with every swap."""
         code = wait_code(self._books, lease, ticket)
         if code != ticket.reason and (ticket.wait is not _CHANNEL_IN_USE or ticket.reason == "wait.new"):
             self._changes.record_wait_reason(lease, wait_reason(self._books, lease, ticket))

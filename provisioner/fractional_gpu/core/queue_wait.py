@@ -1,9 +1,9 @@
 """How long tickets will still wait, computed by playing the queue, and what is learnt when waits, cells and swaps end.
 
 **The play.** Each device has free memory, and each lease there returns its memory at some time: an idle lease when it may be suspended, a
-busy one when its cell should end or may be preempted, a lease that is being suspended when that is done. Tickets are served in order: first
-those that do not need a busy lease to leave or that have room kept for them, then the others, because the arbiter lets small tickets pass.
-Each ticket takes the device where it gets in first, waits for the swaps before it and its own, and returns its memory after a cell.
+busy one when its cell should end or may be preempted, a lease being suspended when that is done. Tickets are served in order: first those
+that do not need a busy lease to leave or that have room kept for them, then the others, because the arbiter lets small tickets pass. Each
+ticket takes the device where it gets in first, waits for the swaps before it and its own, and returns its memory after a cell.
 
 Only the first `MOST_AHEAD` tickets and one more are played, each on `MOST_DEVICES` devices with `MOST_HOLDERS` leases each. A ticket
 further back waits in proportion. `Forecasts.wait_span` corrects the result by how earlier results turned out.
@@ -30,7 +30,7 @@ _UNPREDICTABLE = frozenset({"wait.user-limit", "wait.group-limit"})  # it is unk
 
 
 class _Return(NamedTuple):
-    """Memory that a lease returns, in ms from now. Sorted in the arbiter's order: first suspends under way, then the soonest."""
+    """Memory that a lease returns, ms from now. Sorted in the arbiter's order: suspends under way first, then the soonest."""
 
     order: int
     at_ms: int
@@ -53,7 +53,7 @@ class _Play:
         self.channels = sorted([*[0] * (parallel_swaps - len(left)), *left])[:parallel_swaps]
 
     def serve_all(self, line: Sequence[Lease]) -> list[WaitSpan | None]:
-        """Serve the tickets; return their waits, None: no forecast."""
+        """Serve the tickets; return their waits, None if unknown."""
         found: dict[str, WaitSpan | None] = {}
         for patient in (False, True):
             for lease in line:
@@ -62,7 +62,7 @@ class _Play:
         return [found[lease.lease_id] for lease in line]
 
     def _serve(self, lease: Lease, *, patient: bool) -> WaitSpan | None:
-        """Serve a ticket, with memory of busy leases if it is `patient`; return its wait, None: there is not enough memory."""
+        """Serve a ticket, with memory of busy leases if it is `patient`. Return its wait, or None if memory is too short."""
         ticket, forecasts = lease.ticket, self._forecasts
         if lease.state is LeaseState.RESUMING:
             return forecasts.wait_span("swap", self._swap_left_ms(lease))
@@ -96,13 +96,13 @@ class _Play:
         return forecasts.wait_span("busy" if any(one.busy for one in given) else "swap", ready_ms)
 
     def _devices(self, lease: Lease) -> Sequence[str]:
-        """Return the allowed devices with most memory that is free or held by idle leases."""
+        """Return the allowed devices with the most memory free or held by idle leases."""
         devices = self._books.devices
         most = sorted(allowed_devices(self._books, lease), key=lambda one: -devices[one].free_or_idle_mib)
         return most[: max(MOST_DEVICES, lease.count)]
 
     def _room(self, device_id: str, need_mib: int, lease: Lease, *, busy_too: bool) -> list[_Return] | None:
-        """Return the earliest returns that make enough room there; None: there are not enough."""
+        """Return the earliest returns that make enough room on the device, or None."""
         room_mib, taken = self._free_mib[device_id], list[_Return]()
         for one in sorted(self._returns(device_id, lease)) if room_mib < need_mib else ():
             if room_mib < need_mib and (busy_too or not one.busy):
@@ -115,13 +115,13 @@ class _Play:
         return taken if room_mib >= need_mib else None
 
     def _saved_ms(self, returns: Sequence[_Return]) -> int:
-        """Return when the last of them is saved, after the swaps before."""
+        """Return when the last of them is saved, after earlier swaps."""
         room_ms = max((one.at_ms + one.save_ms for one in returns), default=0)
         saves_ms = sum(one.save_ms for one in returns)
         return max(self.channels[0] + saves_ms, room_ms) if saves_ms else room_ms
 
     def _returns(self, device_id: str, beneficiary: Lease) -> Iterator[_Return]:
-        """Yield what a device's leases return to another one. A beneficiary that grows there returns nothing."""
+        """Yield what a device's leases return to the beneficiary, which returns nothing if it grows there."""
         yield from self._later[device_id]
         for lease in islice(self._books.holders(device_id), MOST_HOLDERS):
             if lease is beneficiary or (device_id, lease.lease_id) in self._given:
@@ -194,7 +194,7 @@ class ForecastRecorder:
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait_of(self, lease: Lease) -> WaitSpan | None:
-        """Return how long the lease's ticket will still wait; None: it has none, or the wait cannot be forecast."""
+        """Return how long the lease's ticket will still wait; None if it has none or there is no forecast."""
         if lease.ticket is None:
             return None
         pool = lease.spec.pool
@@ -216,7 +216,7 @@ class ForecastRecorder:
         return _Play(self._books, self.forecasts, self._parallel_swaps)
 
     def gate_wait(self, lease: Lease) -> Span | None:
-        """Return how long the lease's next cell waits at its closed gate, at most until that opens; None: no cell waits there."""
+        """Return how long the lease's next cell waits at its closed gate, at most until that opens, or None if none waits."""
         if lease.gate.ticket is None:
             return None
         opens_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms) - self._books.now_ms

@@ -1,12 +1,12 @@
-"""Another size for an existing lease, and the memory caps of its processes.
+"""Resizes existing leases, and enforces the memory caps of processes.
 
 - **A requested size** applies at once if it is smaller and what the lease uses fits, or while the lease is on no device. Otherwise the
   claim waits in the queue like any ticket, even through the lease's own suspend: idle neighbours leave for it, or the lease, if it is idle
   and may move, goes where there is room. A newer request replaces it.
-- **If reservations follow use**, they keep ahead of it: beyond the pool's headroom by as much growth as there was between the last two
-  measurements, and at most by another headroom. So a kernel that grows steadily stays within its reservation even if one is missed.
-- **Memory caps.** Frameworks limit themselves; `MemoryCaps` acts on what allocates past their limits. After `GRACE_MS` the kernel is
-  informed, once for each excess, and the pool's choice (`Breach`) is carried out; minimum residency does not protect from that.
+- **If reservations follow use**, they stay ahead of it: by the pool's headroom, plus the growth between the last two measurements, but at
+  most another headroom. So a kernel that grows steadily stays within its reservation even if a measurement is missed.
+- **Memory caps.** Frameworks limit themselves; `MemoryCaps` acts on allocations past the limits. After `GRACE_MS` the kernel is informed,
+  once for each excess, and the pool's choice (`Breach`) is carried out; minimum residency does not protect from that.
 """
 
 from dataclasses import dataclass, replace
@@ -69,7 +69,7 @@ class Resizer:
         )
 
     def measured(self, lease: Lease) -> None:
-        """If reservations follow use, the lease's does now.
+        """Adjust a reservation that follows its use.
 
         It grows before the headroom is half used up, or would be by the next measurement, and shrinks only if that gives back a headroom.
         """
@@ -110,7 +110,7 @@ class Resizer:
             self._claim(lease, lease.spec)
 
     def grow_in_place(self, lease: Lease) -> None:
-        """Give the lease what it waits for: there is room on its own devices."""
+        """Grow the lease on its own devices, which have room for that."""
         ticket, spec = lease.ticket, lease.ticket.resize_to if lease.ticket is not None else None
         if ticket is None or spec is None:
             return
@@ -225,7 +225,7 @@ class MemoryCaps:
             self._over[lease.lease_id] = _Excess(lease, self._changes.now_ms)
 
     def enforce(self) -> list[Lease]:
-        """Report excesses whose grace is over; return the idle leases that are to be suspended for theirs."""
+        """Report excesses whose grace is over. Return the idle leases to suspend for their excess."""
         due = []
         for lease_id, excess in list(self._over.items()):
             lease = excess.lease
@@ -240,7 +240,7 @@ class MemoryCaps:
         return due
 
     def due_ms(self) -> int | None:
-        """Return when the next grace, or pause after a failed suspend, is over; None if there is none."""
+        """Return when the next grace, or pause after a failed suspend, ends, or None."""
         times = [excess.since_ms + GRACE_MS for excess in self._over.values()]
         times += [excess.lease.retries.suspend_after_ms for excess in self._over.values() if excess.reported]
         return min((at_ms for at_ms in times if at_ms > self._changes.now_ms), default=None)

@@ -5,12 +5,12 @@ until it can be.
 
 **A drained device.** Idle leases are suspended at once, busy ones when they become idle, or at once if the administrator says so.
 
-**A seat that has ended.** The hub server is gone, and its kernels still live. Such a lease counts for its owner as before; the pool
-promises it nothing, and it has no ticket and no pin. It is suspended even in the middle of a cell, and does not come back before it draws
-on another seat. It ends with its process, which is ended after the pool's `revoked_ttl_ms`.
+**A seat that has ended.** The hub server is gone, and its kernels still live. The lease still counts for its owner; the pool promises it
+nothing, and it has no ticket and no pin. It is suspended even in the middle of a cell, and does not come back before it draws on another
+seat. It ends with its process, which is ended after the pool's `revoked_ttl_ms`.
 
-**A device that goes away at a deadline** (`Salvage`, `plan_saving`). The most valuable leases that can be saved before are saved: idle ones
-at once, busy ones as late as their swaps allow. Users are told what cannot be saved. From the deadline on it is drained like any other.
+**A device that goes away at a deadline** (`Salvage`, `plan_saving`). The arbiter saves the most valuable leases it can: idle ones at once,
+busy ones as late as their swaps allow. Users are told what cannot be saved. From the deadline on it is drained like any other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -159,18 +159,18 @@ class Candidate:
 
     @property
     def density(self) -> tuple[int, str]:
-        """Sorts leases by value for each millisecond, the highest first: if swaps take longer than predicted, the least is lost."""
+        """Sorts leases by value per millisecond, the highest first: if swaps take longer than predicted, the least is lost."""
         return -(self.value << 20) // max(1, self.swap_ms), self.lease_id
 
     @property
     def urgency(self) -> tuple[int, bool, int, str]:
-        """Sorts leases as they are saved: by deadline, idle ones before busy ones, then by value for each millisecond."""
+        """Sorts leases as they are saved: by deadline, idle ones before busy ones, then by value per millisecond."""
         return self.deadline_ms, self.busy, *self.density
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is saved, in order, by channel, with the latest time at which each suspend may begin; and what cannot be saved, with why."""
+    """What to save, in order, by channel, and when each suspend must begin at the latest; and what cannot be saved, and why."""
 
     channels: list[list[Candidate]] = field(default_factory=list)
     latest_ms: dict[str, int] = field(default_factory=dict)
@@ -237,7 +237,7 @@ class Salvage:
                     yield lease
 
     def _hasten_retry(self, lease: Lease) -> None:
-        """Try a suspend that failed again in time, whatever the pool's `retry_refused_ms`. Repeated, it changes nothing.
+        """Retry a failed suspend in time, whatever the pool's `retry_refused_ms`. A second call changes nothing.
 
         The pause doubles with each failure, but is at most half of the time in which the save can still begin, so the last attempt comes
         when there is just time for it.
@@ -274,7 +274,7 @@ class Salvage:
         )
 
     def _swap_ms(self, lease: Lease, kind: str) -> int:
-        """Return how long a swap of the lease is predicted to take: half way from the expected value to the upper bound."""
+        """Return how long a swap of the lease is predicted to take: halfway from the expected value to the upper bound."""
         span = self._span(lease, kind)
         return max(1, span.expected_ms + max(0, span.high_ms - span.expected_ms) // 2)
 
@@ -307,7 +307,7 @@ class Salvage:
         return any(devices[one].evict_busy for one in lease.device_ids if one in devices)
 
     def _keep_channels(self, plan: Plan) -> None:
-        """Keep each channel whose next planned suspend could not wait for the end of the longest other swap."""
+        """Keep each channel whose next planned suspend could not wait for the longest other swap to end."""
         others = [
             self._swap_ms(lease, kind)
             for state, kind in ((LeaseState.SUSPENDED, RESUME), (LeaseState.RESIDENT, SUSPEND))
@@ -322,7 +322,7 @@ class Salvage:
                 self._books.recheck_at(keep_from_ms)
 
     def _tell_users(self, plan: Plan, leases: dict[str, Lease]) -> None:
-        """Tell each user once that the state cannot be saved in time, or that the cell will be interrupted for that."""
+        """Tell each user once that the state cannot be saved in time, or that the cell will be interrupted."""
         saved = {one.lease_id for one in plan.saved}
         for lease in leases.values():
             left = format_duration(max(0, (self._books.deadline_ms(lease) or 0) - self._changes.now_ms))
@@ -396,7 +396,7 @@ _MOST_PRIORITY_STEPS = 10
 
 
 def value_of(worked_ms: int, priority: int) -> int:
-    """Return what a lease is worth: the time its cells have run on a device, and a minute, doubled or halved by each step of priority."""
+    """Return a lease's value: the time its cells have run on a device plus a minute, doubled or halved by each step of priority."""
     steps = max(-_MOST_PRIORITY_STEPS, min(_MOST_PRIORITY_STEPS, priority))
     return max(1, (max(0, worked_ms) + _LEAST_WORKED_MS) << (_MOST_PRIORITY_STEPS + steps))
 
@@ -449,7 +449,7 @@ def _best_in_time(ordered: Sequence[Candidate], start_ms: int) -> list[Candidate
 
 
 def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
-    """Return the most valuable set with durations in slots: `best[t]` is the most whose suspends take t slots together; -1: none does."""
+    """Return the most valuable set with durations in slots: `best[t]` is the highest value that fills t slots, or -1."""
     horizon_ms = able[-1].deadline_ms - start_ms
     slot_ms = max(1, -(-horizon_ms * len(able) // _MOST_STEPS))
     slots = horizon_ms // slot_ms
@@ -473,7 +473,7 @@ def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
 
 
 def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[list[Candidate]]:
-    """Return the most valuable part that fits in host memory: the same problem, with memory instead of time."""
+    """Return the most valuable part that fits in host memory, as in `_best_in_slots` with memory for time."""
     chosen = [one for channel in channels for one in channel]
     if sum(one.host_mib for one in chosen) <= left_mib:
         return channels
@@ -488,7 +488,7 @@ def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[
 def _fill(
     channels: list[list[Candidate]], starts: Sequence[int], candidates: Sequence[Candidate], left_mib: int
 ) -> None:
-    """Add to the channels what they leave out and what fits in time and host memory, the most valuable for its time first."""
+    """Add candidates left out that fit in time and host memory to the channels, the most valuable for their time first."""
     kept = {one.lease_id for channel in channels for one in channel}
     left_mib -= sum(one.host_mib for channel in channels for one in channel)
     for one in sorted(candidates, key=lambda one: one.density):

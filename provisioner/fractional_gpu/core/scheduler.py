@@ -1,9 +1,9 @@
 """After every event, the scheduler serves the waiting leases as far as possible.
 
-In this order: leases whose time is over end; leases are saved whose device goes away; suspends begin that were requested, or that a
-breached cap, a drained device or an ended seat demands; tickets are served; host memory is relieved; leases whose cells are expected come
-back; devices are relieved whose busy leases slow each other down; leases that were idle for long enough are suspended; idle ones move
-together. All share the swap channels.
+In this order: end leases whose time is over; save leases whose device goes away; begin suspends that were requested, or that a breached
+cap, a drained device or an ended seat demands; serve tickets; relieve host memory; bring back leases whose cells are expected; relieve
+devices whose busy leases slow each other down; suspend leases that were idle long enough; move idle leases together. All share the swap
+channels.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -25,7 +25,7 @@ _SPARE_PASSES = 4  # over the queue in one event, in addition to two for each wa
 
 
 class Scheduler:
-    """Serves waiting leases. `wake_ms`: the next time at which time alone changes a decision."""
+    """Serves waiting leases. `wake_ms`: when time alone next changes a decision."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -85,7 +85,7 @@ class Scheduler:
                 self._changes.open_gate(lease)
 
     def wake_ms(self) -> int | None:
-        """Return when to serve again if no event comes, or None. What waits for the result of an operation needs no alarm."""
+        """Return when to serve again if no event comes, or None. Leases that wait for an operation need no alarm."""
         due = (self._books.recheck_ms, self.memory_caps.due_ms())
         return min((at_ms for at_ms in due if at_ms is not None), default=None)
 

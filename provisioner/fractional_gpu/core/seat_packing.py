@@ -11,8 +11,8 @@ another one to end. Cells that use a GPU last two minutes in the median (a 48-ho
 memoryless, half of them are over after each further two minutes.
 
 Devices among which a suspended kernel may move are forecast as one of their common size, because a cell waits only if none has room. A
-share that does not divide a device counts as the next larger one that does (3/4 as a whole): what is left next to it on several devices is
-no room for another of its size. Independence breaks first, in a lesson where all run the same cell: such a pool needs a smaller bound.
+share that does not divide a device counts as the next larger one that does (3/4 as a whole): the rest of several devices makes no room for
+another of its size. Independence fails first, in a lesson where all run the same cell: that pool needs a smaller bound.
 
 Integers only: MiB, milliseconds, millionths; the same seats give the same forecast, in any order.
 """
@@ -32,7 +32,7 @@ _PRIOR_BUSY_MS = 30 * 60_000  # and for memory as much as this busy time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How a user uses a GPU: the share of a server's time in which it is busy, and the device memory in use in the meantime."""
+    """How a user uses a GPU: the share of a server's time in which it is busy, and the device memory in use then."""
 
     duty_milli: int
     active_mib: int
@@ -52,7 +52,7 @@ class SeatLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatDevice:
-    """A device for seats, and those on it. `kind`: suspended kernels may resume on any device of it; empty: on this one only."""
+    """A device for seats, and its seats. `kind`: suspended kernels may resume on any device of it; empty: on this one only."""
 
     device_id: str
     capacity_mib: int
@@ -89,12 +89,12 @@ class _Group:
         return _wait_chance(self.loads, _counted(load, self.places), self.capacity_mib, self.bins)
 
     def emptiest(self, load: SeatLoad) -> SeatDevice:
-        """Return the device of those large enough on which least is needed on average."""
+        """Return the device, of those large enough, with the least average need."""
         return min((one for one in self.places if load.mib <= one.capacity_mib), key=_filled_milli)
 
 
 def _bins_of(devices: int) -> int:
-    """Return into how many bins this many devices together are divided: each into as many, so that what fills one fills its bins."""
+    """Return the number of bins for this many devices: the same number for each, so that what fills a device fills its bins."""
     if devices == 1:
         return _BINS
     each = next((bins for bins in _BINS_OF_LIKE_DEVICES if bins * devices <= _MOST_BINS), _BINS_OF_LIKE_DEVICES[-1])
@@ -126,7 +126,7 @@ def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usag
 
 
 def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad, capacity_mib: int, bins: int) -> int:
-    """Return the chance with one more seat. `loads` are sorted: rounding depends on the order by a hair, the forecast must not."""
+    """Return the chance with one more seat. `loads` are sorted: rounding depends slightly on order; the forecast must not."""
     expected = sum(load.duty_milli for load in loads) + more.duty_milli
     if not expected:
         return 0
@@ -171,7 +171,7 @@ def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib
 
 
 def still_waiting_milli(target_ms: int, median_ms: int = CELL_MEDIAN_MS) -> int:
-    """Return how many of a thousand that must wait still wait after `target_ms`."""
+    """Return how many of a thousand waiting cells still wait after `target_ms`."""
     halvings, rest = divmod(target_ms, median_ms)
     if halvings >= 10:
         return 0
@@ -188,8 +188,8 @@ def choose_device(
 ) -> tuple[str | None, int]:
     """Return the device for one more seat and the chance there (millionths) that a cell waits longer than the target.
 
-    Of the devices that stay within the bound the fullest one is taken, so that what is left stays whole for larger seats; where none
-    does, None and the smallest chance there is. Ties go to the first device. Among like devices, whose chance is one, it is the emptiest.
+    Choose the fullest device that stays within the bound, so that larger seats find the others empty; if none does, return None and the
+    smallest chance. Ties go to the first device. Among like devices, which share one chance, choose the emptiest.
     """
     forecasts = [
         (_late_chance(each.wait_chance(load), target_ms), each) for each in _groups(places) if each.takes(load)
@@ -222,7 +222,7 @@ def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDev
 
 
 def wait_quantile_ms(wait_millionths: int, milli: int) -> int:
-    """Return the wait within which `milli` thousandths of the cells begin, ms, if so many cells find no room when they begin."""
+    """Return the wait within which `milli` thousandths of the cells begin, ms, if `wait_millionths` of them find no room."""
     late = 1_000_000 - 1000 * milli
     if wait_millionths <= late:
         return 0
@@ -247,7 +247,7 @@ def more_seats(
     most: int,
     bins: int = _BINS,
 ) -> int:
-    """Return how many seats of this load a device takes next to the sorted `loads` within the bound; at most `most`. Cached."""
+    """Return how many seats of this load fit on a device beside the sorted `loads` within the bound, at most `most`. Cached."""
     if load.mib > capacity_mib or not load.duty_milli or bound_milli >= 1000:
         return most if load.mib <= capacity_mib else 0
     chance, active = (known.copy() for known in _distribution(loads, capacity_mib, bins))
@@ -261,7 +261,7 @@ def more_seats(
 
 
 def more_seats_in(places: Sequence[SeatDevice], load: SeatLoad, *, target_ms: int, bound_milli: int, most: int) -> int:
-    """Return how many seats of this load these devices take next to those that are there within the bound; at most `most` on each."""
+    """Return how many more seats of this load these devices take within the bound, at most `most` on each."""
     return sum(
         more_seats(
             group.loads,
@@ -278,7 +278,7 @@ def more_seats_in(places: Sequence[SeatDevice], load: SeatLoad, *, target_ms: in
 
 
 def admissible_milli(counts: Mapping[int, int]) -> int:
-    """Return how many thousandths may be asked for in any division into fractions of which this many seats each fit.
+    """Return how many thousandths may be asked for, however they are divided into fractions, if these `counts` fit.
 
     `counts`: how many seats of each fraction, milli-GPU, fit. With `m` admissible, `m // fraction` seats of each fraction fit.
     """

@@ -3,14 +3,14 @@
 **Idle leases** leave first, the cheapest first, and none whose memory is not needed. They are left alone while they are pinned, after a
 failed suspend, and until they have had a chance to run (`suspendable_from_ms`).
 
-**Busy leases** leave only where the pool preempts, only after their minimum residency (`residency_ms`, a multiple of what their swap
-takes, so that a device does not go to and fro between two leases), and only for a lease that goes before them (`goes_before_from_ms`):
+**Busy leases** leave only where the pool preempts, only after their minimum residency (`residency_ms`, a multiple of what their swap takes,
+so that two leases do not take turns too fast), and only for a lease that goes before them (`goes_before_from_ms`):
 
 - one of a higher priority (`preempt_priorities`);
 - in a pool that shares by virtual time (`preempt_equals`), one of the same priority that has had less than its share, or has waited so
   long that it is due. Leases of different owners compare the owners' virtual times, leases of one owner their own.
 
-Virtual times move while leases work, so these questions are answered with the time *from* which the answer is yes.
+Virtual times move while leases work, so these functions return the time *from* which the answer is yes.
 
 **The cost** of a suspend is the time of the swap divided by the time until the lease is expected to run again (`suspend_cost`).
 
@@ -75,7 +75,7 @@ _UNSEEN = "no extension of ours tells what this kernel uses, and its pool suspen
 
 
 def update_suspendability(books: Books, lease: Lease) -> None:
-    """Set the reason why the lease cannot be suspended, one sentence: its process, a device of it or its pool; "" if it can."""
+    """Set the reason why the lease cannot be suspended, one sentence: its process, device or pool; "" if it can."""
     devices = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
     by_device = next((device.spec.why_not for device in devices if device.spec.why_not), "")
     policy = books.policy(lease)
@@ -84,7 +84,7 @@ def update_suspendability(books: Books, lease: Lease) -> None:
 
 
 def update_all_suspendability(books: Books, leases: Iterable[Lease]) -> None:
-    """Do that for several leases, and mark the devices that one lease has exclusively (MIG instances)."""
+    """Run `update_suspendability` for several leases, and mark exclusive devices (MIG instances)."""
     whole = {device_id for pool in books.pools.values() if pool.sharing is Sharing.MIG for device_id in pool.devices}
     for device_id, device in books.devices.items():
         device.is_exclusive = device_id in whole
@@ -113,7 +113,7 @@ _TOGETHER_MS = 1_000  # a cell waits at its gate at least this long for other le
 
 
 def gate_opens_ms(books: Books, lease: Lease, asked_ms: int) -> int:
-    """Return when a lease's gate opens again, at which its next cell has waited since `asked_ms`, if the others do not leave."""
+    """Return when a gate where a cell has waited since `asked_ms` opens again if the other leases do not leave."""
     return asked_ms + max(_TOGETHER_MS, swap_ms(books, lease))
 
 
@@ -125,7 +125,7 @@ def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
 
 
 def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return from when on the waiting lease precedes the busy `victim`; None: time alone does not bring that about."""
+    """Return when the waiting lease starts to precede the busy `victim`, or None if time alone is not enough."""
     if victim.spec.pool != lease.spec.pool or victim.spec.priority > lease.spec.priority:
         return None
     pool = books.policy(lease)
@@ -137,14 +137,14 @@ def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None
 
 
 def preempts_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return from when on the lease may preempt the busy `victim`, whose turn ends then; None: time alone does not bring that about."""
+    """Return when the lease may first preempt the busy `victim`, whose turn then ends, or None if time alone is not enough."""
     before_ms = goes_before_from_ms(books, lease, victim)
     had_turn_ms = preemptible_from_ms(books, victim) if before_ms is not None else None
     return None if before_ms is None or had_turn_ms is None else max(before_ms, had_turn_ms)
 
 
 def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return from when on a lease has used less than another of its priority; None: time alone does not bring that about."""
+    """Return when the lease will have used less than `victim`, of equal priority; None if time alone is not enough."""
     mine_ms, my_milli, my_weight = _virtual_time(books, lease, victim)
     other_ms, other_milli, other_weight = _virtual_time(books, victim, lease)
     if other_ms > mine_ms:
@@ -157,7 +157,7 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
-    """Return the virtual time of the first by which the two compare, the milli-GPU it grows by, and the weight that divides them."""
+    """Return the virtual time by which the lease compares with `other`, the milli-GPU it grows by, and their divisor."""
     if lease.spec.owner == other.spec.owner:
         return lease.time_ms, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)
@@ -182,7 +182,7 @@ def is_expected(books: Books, lease: Lease) -> bool:
 
 
 def next_cell_in_ms(books: Books, lease: Lease) -> int:
-    """Return in how many ms the lease is expected to run something: by its gaps, sooner where signs say so."""
+    """Return the ms until the lease is expected to run something: by its gaps, or sooner by its signs."""
     gap_ms = books.forecasts.gap_left_ms(lease.lease_id, books.now_ms)
     known = lease.expectation
     if known is None or known.until_ms <= books.now_ms:
@@ -214,7 +214,7 @@ def may_leave(books: Books, lease: Lease) -> bool:
 
 
 class Victims:
-    """The candidates on each device, listed once for a pass: many tickets ask for them."""
+    """The candidates on each device, listed once per pass for all tickets."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
@@ -222,7 +222,7 @@ class Victims:
         self._busy: dict[str, list[tuple[int, Lease]]] = {}
 
     def forget(self, device_ids: Iterable[str]) -> None:
-        """List the candidates of devices again: a lease has come there, and may leave when it has had its chance to run."""
+        """Relist the candidates of devices where a lease has come, which may leave once it has had its chance to run."""
         for device_id in device_ids:
             self._idle.pop(device_id, None)
             self._busy.pop(device_id, None)
@@ -278,11 +278,11 @@ class Victims:
         busy: bool = False,
         between_cells: bool = False,
     ) -> tuple[Lease, ...] | None:
-        """Return leases whose memory covers the shortage, each of them needed; None if there are not enough.
+        """Return leases whose memory covers the shortage, each of them needed, or None if too few.
 
-        Idle leases that `host_mib` of host memory suffices for are enough if possible; otherwise idle leases beyond that are taken, too, so
-        that the shortage of host memory is reported. `busy` adds leases that may be preempted, `between_cells` those that may be asked to
-        leave at the end of a cell. Leases that are `taken` are not chosen.
+        If possible, they are idle leases that fit in `host_mib` of host memory; otherwise idle leases beyond that are added, so that the
+        shortage of host memory is reported. `busy` adds leases that may be preempted, `between_cells` those that may be asked to leave at
+        the end of a cell. Leases that are `taken` are not chosen.
         """
         if short_mib <= 0:
             return ()
@@ -306,7 +306,7 @@ _ANY_MIB = 1 << 60  # more host memory than there is
 
 
 def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease, ...]:
-    """Return the first leases that cover the shortage and that host memory suffices for, without spare ones; or none."""
+    """Return the first leases that cover the shortage and fit in host memory, without spare ones; or none."""
     chosen: list[Lease] = []
     room_mib, idle_left_out = 0, False
     for lease in able:
@@ -343,10 +343,10 @@ class Plan:
 
 
 class Capacity:
-    """What one pass over the queue can still give. What a ticket was promised is gone for those behind it.
+    """What one pass over the queue can still give. What a ticket was promised is lost to later ones.
 
-    Suspends that are under way, or planned, count as room to come; `promise` keeps it before they begin, since only as many begin as swap
-    channels are free.
+    Suspends that are under way, or planned, count as room to come; `promise` keeps it before they begin, because they wait for free swap
+    channels.
     """
 
     def __init__(self, books: Books) -> None:
@@ -369,7 +369,7 @@ class Capacity:
         return min(0, free_mib) if device.is_exclusive else free_mib
 
     def total_mib(self, device_id: str) -> int:
-        """Return what is free, or will be when all have left that leave, and is not kept."""
+        """Return what is free, or will be after all suspends, and is not kept."""
         mib = self.free_mib(device_id) + self._books.devices[device_id].mib(OccupancyKind.SUSPENDING)
         for lease in self.planned.values():
             if lease.state is LeaseState.RESIDENT and device_id in lease.device_ids:
@@ -396,11 +396,11 @@ class Capacity:
         return any(self.reachable_mib(device_id, busy=False) >= need_mib for device_id in devices)
 
     def choice(self, lease: Lease, devices: Sequence[str], need_mib: int) -> DeviceChoice:
-        """Return what orders devices for the lease. `devices`: all that it may go to."""
+        """Return the lease's ranking of devices. `devices`: all that it may go to."""
         return device_choice(self._books, lease, need_mib, [(one, self.free_mib(one)) for one in devices])
 
     def pick(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
-        """Return where the need fits for the lease; None if it fits nowhere.
+        """Return the devices where the lease's need fits, or None.
 
         In a pool that spreads, a device where busy leases leave more compute to the lease comes first.
         """
@@ -414,7 +414,7 @@ class Capacity:
         return None if best is None else (best,)
 
     def pick_for(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
-        """Return where the lease's need fits; None if it fits nowhere. Saved state goes home if it can, unless home is too busy for it."""
+        """Return the devices where the lease's need fits, or None. Saved state goes home if it fits there and home is not too busy."""
         home = lease.home_ids if lease.state is LeaseState.SUSPENDED else ()
         if not home or not set(home) <= set(devices) or not self.fits(home, need_mib):
             return self.pick(lease, devices, need_mib)
@@ -424,7 +424,7 @@ class Capacity:
         return chosen if chosen is not None and self._has_compute(chosen[0], lease) else home
 
     def _has_compute(self, device_id: str, lease: Lease) -> bool:
-        """Return whether the device is within the bound of the lease's pool with the lease."""
+        """Return whether the lease would keep the device within its pool's bound."""
         return fullness(self._books.devices[device_id], room_milli(self._books, lease)) < FULL
 
     # -- keeping room ----------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ class Capacity:
         self._kept[device_id].setdefault(lease.lease_id, need_mib)
 
     def release(self, lease: Lease, device_ids: Iterable[str]) -> None:
-        """Keep room for a lease no longer: the lease has it, or will not get it."""
+        """Stop keeping room for a lease that has it or will not get it."""
         for device_id in device_ids:
             self._kept[device_id].pop(lease.lease_id, None)
 
@@ -502,8 +502,8 @@ class Capacity:
     ) -> list[tuple[str, ...]]:
         """Return the sets of devices that would do, the cheapest first.
 
-        The cost of a device: busy victims, then compute that would be lacking, the swaps, the number of victims, what the lease spoils
-        there, and last how recently a victim was active. Several devices are of one name.
+        The cost of a device: busy victims, then missing compute, the swaps, the number of victims, the fragmentation, and last how recently
+        a victim was active. The devices of a set are of one type.
         """
         count, goes_back = lease.count, lease.state is LeaseState.SUSPENDED or lease.is_growing
         if count > 1 and goes_back and len(devices) == count:  # to all of its devices, whatever their names
@@ -574,7 +574,7 @@ class Capacity:
         return device.lease_capacity_mib - stays_mib >= need_mib
 
     def victims_for_kept_room(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
-        """Return idle leases of the device, cheapest first, that free what is still lacking and that host memory suffices for."""
+        """Return idle leases of the device, cheapest first, that free the missing memory and fit in host memory."""
         device = self._books.devices[device_id]
         lack_mib = need_mib - device.free_mib - device.mib(OccupancyKind.SUSPENDING)
         chosen = []

@@ -1,10 +1,10 @@
 """How kernels that run on one device at the same time slow each other down: the model of contention. Integers only.
 
-A kernel that would use the part u of its device if it were alone leaves the device idle for 1 - u of its time. What it does on the device
-takes k times as long next to others, the rest of its time is as before: a cell takes 1 - u + u * k times as long as alone, and uses
+A kernel that would use the part u of its device if it were alone leaves the device idle for 1 - u of its time. Next to others, its work on
+the device takes k times as long, and the rest as long as before: a cell takes 1 - u + u * k times as long as alone, and uses
 u / (1 - u + u * k) of the device. While the kernels together want no more than the device has, they fit into each other's pauses, and k is
-1. Beyond that the device is never idle, so k is where their uses add up to the whole device. There is exactly one such k, as each use
-falls when k grows. Costs of switching contexts and of contended caches are left out.
+1. Beyond that the device is never idle, so k is where their uses add up to the whole device. There is exactly one such k, as each use falls
+when k grows. Costs of switching contexts and of contended caches are left out.
 """
 
 from collections.abc import Iterable
@@ -40,15 +40,15 @@ def stretch_milli(wants_milli: Iterable[int], capacity_milli: int = WHOLE_MILLI)
 
 
 def slowed_milli(want_milli: int, k_milli: int) -> int:
-    """Return how many times as long as alone a cell takes that wants this much of a device with this k, thousandths, rounded up."""
+    """Return how long a cell that wants this much of a device takes with this k, thousandths of its time alone, rounded up."""
     return WHOLE_MILLI - want_milli + -(-want_milli * k_milli // WHOLE_MILLI)
 
 
 def most_wanted_milli(use_milli: int, largest_milli: int) -> int:
-    """Return what a kernel wants at most that uses this much of a full device, where one kernel uses `largest_milli` of it, thousandths.
+    """Return the most that a kernel using this much of a full device may want, thousandths, if one kernel uses `largest_milli`.
 
-    No kernel wants more than the whole device, so the one with the largest use tells how large k is at most: 1 / largest. What the kernel
-    would use alone then follows from what it uses: u = use / (1 - use * (k - 1)). It wants no less than it uses.
+    No kernel wants more than the whole device, so the largest use bounds k: it is at most 1 / largest. What the kernel would use alone then
+    follows from what it uses: u = use / (1 - use * (k - 1)). It wants no less than it uses.
     """
     largest_milli = max(use_milli, largest_milli, 1)
     rest = WHOLE_MILLI * largest_milli - use_milli * (WHOLE_MILLI - largest_milli)

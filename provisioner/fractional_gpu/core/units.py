@@ -62,7 +62,7 @@ def parse_fraction_milli(value: str | float) -> int:
 
 
 def _milli(text: str) -> Fraction | None:
-    """Return thousandths, or None for what is not a fraction."""
+    """Return thousandths, or None if it is not a fraction."""
     if match := _MILLI.fullmatch(text):
         return Fraction(match[1])
     if match := _RATIO.fullmatch(text):
@@ -72,7 +72,7 @@ def _milli(text: str) -> Fraction | None:
 
 
 def _text(value: object, *also: type) -> str | None:
-    """Return a text or number of ordinary length as text, None for anything else."""
+    """Return a text or number of ordinary length as text, or None."""
     if isinstance(value, bool) or not isinstance(value, (str, int, *also)):
         return None
     if isinstance(value, int) and abs(value) > _LARGEST:
@@ -82,7 +82,7 @@ def _text(value: object, *also: type) -> str | None:
 
 
 def _shown(value: object) -> str:
-    """Return what was given, for an error, no longer than a line."""
+    """Return the given value for an error, at most a line long."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST:
         return f"of more than {_LARGEST}"
     return repr(value[:_LONGEST]) if isinstance(value, str) else repr(value)[:_LONGEST]
@@ -125,7 +125,7 @@ def format_rough(ms: int) -> str:
 def format_forecast(expected_ms: int, low_ms: int | None, high_ms: int | None, *, more: bool = False) -> str:
     """Return a forecast with the interval that four of five outcomes lie in: `about 8 s (5 to 9)`, `about 40 s (10 s to 2 min)`.
 
-    `more`: `about 8 s more (5 to 9)`, of something under way. Every forecast of a duration that people read is written by this.
+    `more`: `about 8 s more (5 to 9)`, of something under way. Every forecast of a duration for people uses this.
     """
     about = format_rough(expected_ms)
     text = (about if about.startswith(_UNDER) else f"about {about}") + (" more" if more else "")

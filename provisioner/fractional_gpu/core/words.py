@@ -1,9 +1,9 @@
-"""What people read of a wait and of a neighbour: a code, a sentence and the leases in the way; and by how much a cell is slowed down.
+"""What people read about a wait (a code, a sentence and the leases in the way) and about a cell's slowdown.
 
 The reason of a wait comes from the first of these that has one: the state of the ticket's lease, the last pass over the queue, a pause
 after a failed resume, the room on its devices. The sentence has a clause for each lease in the way: what it does, and until when. A kernel
-of the same user is named by its label; another one is "another user's kernel", and what its driver or process said is left out. An owner
-is named only for processes that an ended kernel left behind, as the owner may not know of them.
+of the same user is named by its label; any other is "another user's kernel", and what its driver or process said is left out. An owner is
+named only for processes that an ended kernel left behind, as the owner may not know of them.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def wait_reason(books: Books, lease: Lease, ticket: Ticket) -> Reason:
 
 
 def wait_code(books: Books, lease: Lease, ticket: Ticket) -> str:
-    """Return the code of the same reason, at less cost."""
+    """Return the code of `wait_reason`, at less cost."""
     if not lease.waits_for_room or ticket.wait is not None or lease.retries.resume_after_ms > books.now_ms:
         return wait_reason(books, lease, ticket).code
     return reason_code(books, lease, allowed_devices(books, lease), lease.ask_mib)
@@ -59,7 +59,7 @@ def _state_reason(lease: Lease) -> Reason:
 
 
 def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> Reason:
-    """Return the same reason with a sentence and the leases in the way."""
+    """Return `reason_code` with a sentence and the leases in the way."""
     reason, need = reason_code(books, lease, devices, need_mib), format_memory(need_mib)
     if lease.count > 1:
         need += f" on each of {lease.count} devices"
@@ -85,7 +85,7 @@ def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: i
 
 
 def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> str:
-    """Return the code of the reason why a ticket waits that fits nowhere and that idle leases cannot make room for."""
+    """Return the reason code of a ticket that fits nowhere and that idle leases cannot make room for."""
     if not devices:
         return _no_device_code(books, lease)
     free = possible = strangers = working = 0
@@ -109,7 +109,7 @@ def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: in
 
 
 def turns_end_ms(books: Books, lease: Lease) -> int | None:
-    """Return when enough busy leases have had their turns to make room for the waiting one; None: time alone does not bring that about."""
+    """Return when enough busy leases will have had their turns to make room for the lease, or None if time alone makes none."""
     if not lease.waits_for_room:
         return None
     found = list[int]()
@@ -146,7 +146,7 @@ def _does_not_leave(books: Books, lease: Lease) -> bool:
 
 
 def _describe_blockers(books: Books, lease: Lease, blockers: Sequence[Lease]) -> str:
-    """Return why the first of these leases do not give their room to the ticket's lease now, a clause each."""
+    """Return why the first blockers do not make room for the lease now, a clause each."""
     clauses: dict[str, int] = {}
     for other in blockers[:_MOST_DESCRIBED]:
         mine = other.spec.is_same_user(lease.spec)
@@ -225,7 +225,7 @@ def name_for(reader: Lease, other: Lease) -> str:
 
 
 def display_name(lease: Lease) -> str:
-    """Return the lease's name for its owner: its notebook without the folders that it is in, else the beginning of its id."""
+    """Return the lease's name for its owner: its notebook without its folders, else the beginning of its id."""
     label = lease.spec.label
     if not label:
         return f"kernel {lease.lease_id[:8]}"
@@ -236,10 +236,10 @@ def display_name(lease: Lease) -> str:
 
 
 def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
-    """Return by what factor neighbours slow down the lease's cell, or would where it waits to go, and who they are.
+    """Return how much neighbours slow down the lease's cell, or would on the device it waits for, and who they are.
 
-    What each lease was learnt to need while it is busy (`place`) is corrected by what cells took with and without neighbours
-    (`forecasts`). For a lease that waits, it is the device that busy leases leave most of, without those that must leave for it.
+    What each lease was learnt to need while it is busy (`place`) is corrected by what cells took with and without neighbours (`forecasts`).
+    A waiting lease is judged on the device that busy leases leave most of, not counting those that must leave.
     """
     devices = books.devices
     if lease.state is LeaseState.RESUMING and lease.let_in:
@@ -273,7 +273,7 @@ def _staying(device: Device, lease: Lease) -> list[Lease]:
 def _described(
     books: Books, lease: Lease, want_milli: int, where: tuple[Device, Sequence[Lease]], runs: str = "runs"
 ) -> Slowdown:
-    """Return the forecast for a cell that needs so much of the device, with its neighbours there."""
+    """Return the forecast for a cell that needs this much of the device with these neighbours."""
     device, others = where
     if not others:
         return Slowdown()

@@ -3,8 +3,8 @@
 An owner's virtual time in a pool grows by milli-GPU times milliseconds over its weight while its leases are busy (or pinned) on a device,
 or keep room there for a process that has not come yet; so does a lease's among its owner's. The one with the least virtual time is served
 first. An owner that contends again after a pause starts at the least virtual time of those that contend, so no share is saved up
-(start-time fair queueing, Goyal, Vin and Cheng 1996). An idle lease on a device pays nothing, because it leaves for any other. A pause
-between two cells (`_PAUSE_MS`) is no absence.
+(start-time fair queueing, Goyal, Vin and Cheng 1996). An idle lease on a device pays nothing, because it leaves for any other. A pause of
+up to `_PAUSE_MS` does not count.
 
 Accounts of owners without leases are kept for as long as they differ from an empty account, and at most `_MOST_FORMER` of them.
 """
@@ -35,7 +35,7 @@ class Accounts:
         return self._groups.get((pool, name)) or Account(name=name)
 
     def of(self, lease: Lease) -> Account:
-        """Return the account of a lease's owner, which is there for as long as the lease is."""
+        """Return the account of a lease's owner, which exists as long as the lease does."""
         return self._owners[lease.spec.pool, lease.spec.owner]
 
     # -- leases ------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class Accounts:
         return self.of(lease).time_ms, lease.time_ms
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
-        """Return the sums of the weights of the owners that contend in the lease's pool, and of its owner's leases that do.
+        """Return the total weights of the contending owners in the lease's pool, and of its owner's contending leases.
 
         Both are at least its own.
         """

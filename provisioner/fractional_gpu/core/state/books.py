@@ -1,8 +1,8 @@
 """The arbiter's books: pools, devices, leases, and the queue.
 
-Only `Books` writes `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate`, `ticket` and (but for a lease that is emptied or
-recovered) `busy` of a lease. What follows from these is computed when it is read; only the leases on each device, the sums of a device
-that has not changed, and the sums of host memory are kept, and `laws` recomputes them.
+Only `Books` writes `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate`, `ticket` and (except in a lease that is emptied or
+recovered) `busy` of a lease. Derived values are computed when read; only the leases on each device, the sums of unchanged devices, and the
+sums of host memory are kept, and `laws` recomputes them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ class Books:
         self._number = 0
 
     def recheck_at(self, at_ms: int) -> None:
-        """Ask for a decision at a future time, from which on another one is possible."""
+        """Ask for a decision at a future time, when it may be a different one."""
         if at_ms > self.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
             self.recheck_ms = at_ms
 
@@ -91,8 +91,8 @@ class Books:
     def see_utilisation(self, lease: Lease, util_milli: int) -> None:
         """Learn from the lease's utilisation over the last period what it needs while it is busy, thousandths of a device.
 
-        Its cell counts with what it shows itself: cells of one kernel differ more than kernels do. While the leases that are busy on a
-        device use all of it, each needs at least what it shows, and at most what `time_slicing` makes of that.
+        Its cell counts with its own samples: cells of one kernel differ more than kernels do. While the busy leases on a device use all of
+        it, each needs at least what its samples show, and at most what `time_slicing` derives from that.
         """
         if lease.occupancy is not OccupancyKind.BUSY:
             return
@@ -132,14 +132,14 @@ class Books:
         self.refresh(lease)
 
     def set_strangers(self, device: Device, stranger_mib: int) -> None:
-        """Set what strangers have on a device. Two leases without a reservation must not both count the same part of it as theirs."""
+        """Set what strangers have on a device. Two leases without a reservation must not both claim the same part of it."""
         device.stranger_mib = stranger_mib
         for lease in self.in_state(LeaseState.NO_CONTEXT):
             if device.spec.device_id in lease.device_ids:
                 self.note_unreserved(lease)
 
     def note_unreserved(self, lease: Lease) -> None:
-        """Note what a lease without a reservation has of the strangers' memory on its devices."""
+        """Note how much of the strangers' memory belongs to a lease without a reservation."""
         strangers = [self.devices[one].stranger_mib for one in lease.device_ids if one in self.devices]
         lease.unreserved_mib = min([lease.used_each_mib, *strangers]) if strangers else 0
 
@@ -155,10 +155,9 @@ class Books:
         lease.size_mib = self._fitting_mib(lease, self.reserve_mib(lease, lease.spec))
 
     def _fitting_mib(self, lease: Lease, each_mib: int) -> int:
-        """Return what must be reserved on each device for a lease that may have so much there, saved or reserved.
+        """Return what to reserve on each device for a lease that may have `each_mib` there, saved or reserved.
 
-        A kernel that grew into the overhead of its device has more than that leases, and must be able to come back: all that it leases is
-        reserved.
+        A kernel that grew into its device's overhead has more than leases can, and must be able to come back: reserve all they can have.
         """
         if not lease.saved_mib:
             return each_mib
@@ -183,7 +182,7 @@ class Books:
         return max(1, min(spec.reserve_mib, max(request_mib, used_mib)), lease.saved_each_mib)
 
     def reserves_cap(self, lease: Lease) -> bool:
-        """Whether the lease reserves all that it may use, by its pool's policy or because its devices are whole ones."""
+        """Whether the lease reserves all that it may use, by its pool's policy or because it has several devices."""
         return lease.spec.devices > 1 or self.policy(lease).reserve_by is ReserveBy.CAP
 
     def revoke(self, lease: Lease, ends_ms: int) -> None:
@@ -207,7 +206,7 @@ class Books:
         lease.spec = spec
 
     def refresh(self, lease: Lease) -> None:
-        """Note that the lease has changed: what its devices hold and who shares them follows from it."""
+        """Note that the lease has changed: update its devices' sums and its meter."""
         self._forget_sums(lease)
         self.accounts.meter(lease, self.now_ms)
 
@@ -220,7 +219,7 @@ class Books:
         return [self.devices[one] for one in lease.occupied_ids if one in self.devices]
 
     def advance(self, now_ms: int) -> None:
-        """Let time pass. Nothing has changed since the last event, so what lasts is added up here."""
+        """Let time pass. Nothing has changed since the last event, so add up the time here."""
         passed_ms, self.now_ms = now_ms - self.now_ms, now_ms
         if not passed_ms:
             return
@@ -242,11 +241,11 @@ class Books:
         return [device for device in self.devices.values() if device.draining]
 
     def goes_away(self, lease: Lease, *, later: bool = False) -> bool:
-        """Return whether a device of the lease is drained by a deadline; `later`: by one that is still to come."""
+        """Return whether a device of the lease is drained by a deadline; `later`: by a future one."""
         return any(not later or at_ms > self.now_ms for at_ms in self._deadlines_ms(lease))
 
     def deadline_ms(self, lease: Lease) -> int | None:
-        """Return when the first of the devices that hold the lease goes away, if that is still to come."""
+        """Return the next future deadline of the devices that hold the lease, or None."""
         if not lease.held_mib:
             return None
         return min((at_ms for at_ms in self._deadlines_ms(lease) if at_ms > self.now_ms), default=None)
@@ -299,7 +298,7 @@ class Books:
         return next((name for name, pool in self.pools.items() if device_id in pool.devices), None)
 
     def policy(self, lease: Lease) -> PoolSpec:
-        """Return the policy of the lease's pool; the default one, without devices, if the pool is not configured (any more)."""
+        """Return the policy of the lease's pool; a default without devices if the pool is not configured (any more)."""
         return self.pools.get(lease.spec.pool) or PoolSpec(name=lease.spec.pool, devices=())
 
     def shares_by_time(self, lease: Lease) -> bool:
@@ -315,8 +314,8 @@ class Books:
     def line(self, pool: str) -> list[Lease]:
         """Return the waiting leases of a pool in the order that is shown: by priority, urgency and age.
 
-        In a pool that shares by virtual time, that comes before the age. A pass serves leases on their way, and tickets for which room is
-        kept, before others (`Turns`).
+        In a pool that shares by virtual time, it comes before age. A pass serves leases on their way, and tickets for which room is kept,
+        before others (`Turns`).
         """
         return sorted([lease for lease in self.waiting.values() if lease.spec.pool == pool], key=self._rank)
 

@@ -1,7 +1,7 @@
 """The records that the books hold: operations, tickets, accounts, leases, devices.
 
 `Books` writes the fields that sums depend on (state, reservations, host memory, gates, `busy`), `Accounts` those of accounts and meters;
-what follows from other fields is a property. The comments say what a field means.
+derived values are properties. Comments explain the fields.
 """
 
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from fractional_gpu.core.time_slicing import WHOLE_MILLI, most_wanted_milli
 HOST_MARGIN_MIB = 64
 """What a lease's suspend may save beyond its last measured use, whatever its size (`Lease.host_margin_mib`)."""
 HOST_MARGIN_PARTS = 16
-"""One part in so many of its use is added to that."""
+"""Its use divided by this is added to that."""
 _FIRST_PAUSE_MS = 1_000
 _MOST_DOUBLINGS = 16
 UNIT = 100  # the usual weight
 _RESTING_PARTS = 4  # kernels that idle between cells are busy about a quarter of the time, in published traces
 _FULL_MILLI = 900  # thousandths of a device that its busy leases use together when they leave none, about
 _SAME_TIME_MILLI = 1050  # what samples of all its busy leases add up to at most, about, if they are of the same time
-_INEXACT_PARTS = 8  # one part in so many is allowed for what a driver measures and shares out inexactly
+_INEXACT_PARTS = 8  # one part in this many is allowed for what a driver measures inexactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Ticket:
     shown: ShownForecast | None = None
     reason: str = "wait.new"  # code that the lease's story has of this wait
     wait: Reason | None = None  # why the last pass left it waiting; None: for room
-    saves_ms: int = 0  # how long the saves take that idle leases were begun to leave by for it, as expected
+    saves_ms: int = 0  # expected time of the saves that were begun to make idle leases leave for it
 
     @property
     def is_due(self) -> bool:
@@ -142,7 +142,7 @@ class UsageMeter:
 
 
 def pause_ms(failures: int, longest_ms: int) -> int:
-    """Return the pause before a swap is tried again, ms: after each failure twice as long as after the one before."""
+    """Return the pause before a swap is tried again, ms, which doubles with each failure."""
     return min(_FIRST_PAUSE_MS << min(failures, _MOST_DOUBLINGS), longest_ms)
 
 
@@ -284,7 +284,7 @@ class Lease:
 
     @property
     def counted_milli(self) -> int:
-        """What it counts for in the demand on its devices: it is busy there, or let in for a cell."""
+        """Its part of the demand on its devices while it is busy there, or let in for a cell."""
         if self.occupancy is OccupancyKind.BUSY:
             return self.busy_milli
         is_coming = self.let_in and self.held_mib and self.state in (LeaseState.RESIDENT, LeaseState.RESUMING)
@@ -292,17 +292,17 @@ class Lease:
 
     @property
     def resting_milli(self) -> int:
-        """What it counts for while it idles on its devices: a part of its demand, as its next cell will come."""
+        """Its part of the demand while idle on its devices: less than it needs, as its next cell will come."""
         return self.demand_milli // _RESTING_PARTS if self.occupancy is OccupancyKind.IDLE and not self.let_in else 0
 
     @property
     def busy_milli(self) -> int:
-        """What it needs of each of its devices while it is busy, thousandths: as its cell shows, before the first sample as learnt."""
+        """What it needs of each of its devices while busy, thousandths: as learnt, or by the samples of its cell if there are any."""
         return self.demand_milli if self.cell_milli is None else self.cell_milli
 
     @property
     def is_working(self) -> bool:
-        """Whether a cell runs. A lease whose only cell waits at its closed gate is busy, and does not work."""
+        """Whether a cell runs. A lease whose only cell waits at its closed gate is busy but not working."""
         return self.busy and self.gate.ticket is None
 
     @property
@@ -360,7 +360,7 @@ class Lease:
 
     @property
     def bound_ids(self) -> tuple[str, ...]:
-        """The devices that it uses without a reservation, after it gave that up: its context stays there."""
+        """The devices that it still uses after it gave up its reservation: its context stays there."""
         return self.device_ids if self.state is LeaseState.NO_CONTEXT and self.unreserved_mib else ()
 
     @property
@@ -385,7 +385,7 @@ class Lease:
 
     @property
     def host_margin_mib(self) -> int:
-        """What is reserved next to `host_need_mib` where the host has that much left, so that a low estimate costs no attempt.
+        """What is reserved beyond `host_need_mib` if the host has it left, so that a low estimate does not fail the attempt.
 
         A lease may use more when it is locked than when it was last measured: small allocations (`HOST_MARGIN_MIB`), what grows with the
         data (one part in `HOST_MARGIN_PARTS`), and, while it is busy, the growth between two measurements. What was counted under locks
@@ -402,7 +402,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Stake:
-    """What an early swap moves, and is moved in vain unless a cell follows."""
+    """What an early swap moves, in vain unless a cell follows."""
 
     lease_id: str  # for which it is done
     at_ms: int
@@ -411,7 +411,7 @@ class Stake:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What the leases on a device come to, and what that leaves."""
+    """The totals of a device's leases, and what they leave."""
 
     reserved_mib: int
     free_mib: int
@@ -423,7 +423,7 @@ class Sums:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Device:
-    """One device and the leases that hold something there. What they come to is added up when it is asked for."""
+    """One device and the leases that hold something there. Totals are computed on demand."""
 
     spec: DeviceSpec
     stranger_mib: int = 0
@@ -438,7 +438,7 @@ class Device:
 
     @property
     def sums(self) -> Sums:
-        """What the leases here come to."""
+        """The totals of its leases."""
         if self.known_sums is None:
             mib, demand_milli, wanted_milli, resting_milli = [0] * len(OccupancyKind), 0, 0, 0
             for lease in self.holders.values():
@@ -455,12 +455,12 @@ class Device:
         return self.known_sums
 
     def mib(self, kind: OccupancyKind) -> int:
-        """Return what the leases hold that occupy the device in this way, MiB."""
+        """Return the MiB held by leases that occupy the device in this way."""
         return self.sums.mib[kind]
 
     @property
     def lease_capacity_mib(self) -> int:
-        """What one lease could have if no other were there."""
+        """What one lease could have if it were alone."""
         return self.spec.leasable_mib - self.stranger_mib
 
     @property
@@ -473,7 +473,7 @@ class Device:
         return self.free_mib + self.mib(OccupancyKind.IDLE) + self.mib(OccupancyKind.SUSPENDING)
 
     def most_needed_milli(self, seen_milli: int) -> int:
-        """Return what a busy lease that was seen to use so much of the device needs of it at most: no more, unless the device is full."""
+        """Return the most that a busy lease seen to use `seen_milli` of the device may need: no more, unless the device is full."""
         busy = [lease for lease in self.holders.values() if lease.occupancy is OccupancyKind.BUSY]
         if len(busy) < 2:
             return seen_milli
