@@ -19,7 +19,7 @@ _OURS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
 
 def main(command: Sequence[str]) -> int:
     hub = os.pidfd_open(os.getppid())
-    # Blocked before the broker starts, and read by `sigwait`: a broker that ends at once is not missed.
+    # Blocked before the broker starts, and read by `sigwait`: a broker that ends at once is noticed.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
 
     def unblock() -> None:

@@ -136,7 +136,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         ]
         can_have = [(offer.pool, one) for offer, ones in asked if not offer.why_not for one in ones if not one.why_not]
         if can_have and (choice.pool or choice.fraction_milli):
-            # The default first, then what is free, then what has as much of the default as possible.
+            # The default first, then what is free, then what matches most of the default.
             found, one = min(
                 can_have,
                 key=lambda it: (

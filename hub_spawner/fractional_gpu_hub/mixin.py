@@ -191,7 +191,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
 
     def _gpu_keep(self, request: SeatRequest, granted: SeatProgress) -> None:
         folder = Path(self.gpu_seat_dir)
-        # One name for each server of each hub: it overwrites the file of a hub that died, and no other hub's.
+        # One name per server and hub: it overwrites the file of a hub that died, and no other hub's.
         name = hashlib.sha256(f"{request.hub} {self.user.name}/{self.name}".encode()).hexdigest()[:24]
         file = folder / f"{name}.json"
         seat = Seat(

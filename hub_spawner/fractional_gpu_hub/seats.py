@@ -62,7 +62,7 @@ def spawn_error(sentence: str, *, reason: str, hint: str = "") -> web.HTTPError:
         error: web.HTTPError = SpawnException(sentence, reason=reason, message_html=html, status_code=status)
     else:
         error = _SpawnError(status, "%s", sentence, reason=reason)
-    # The page of both versions shows these; without them it would show the exception's text.
+    # Both versions' pages show these; without them they would show the exception's text.
     error.jupyterhub_message = f"Your server was not started. {text}"  # type: ignore[attr-defined]
     error.jupyterhub_html_message = html  # type: ignore[attr-defined]
     return error
@@ -224,7 +224,7 @@ class Reconciler:
         orm_user = User.find(self._app.db, seat.owner)
         if orm_user is not None:
             spawners = self._app.users[orm_user].spawners
-            # Indexed by name, JupyterHub creates the spawner of a server in its database.
+            # JupyterHub creates a stored server's spawner when it is looked up by name.
             known = seat.server in spawners or seat.server in orm_user.orm_spawners
             if known and (spawners[seat.server].pending or _has_seat(spawners[seat.server], seat)):
                 return True

@@ -87,7 +87,7 @@ class LeasedKernel:
             return False
         loop.add_callback(callback)
         if self.has_gui_loop() and not self.is_held():
-            # A shell message makes a GUI event loop return to the main loop; ipykernel ignores this one. Not during a cell: if that fails,
-            # the message would let the cells behind it run.
+            # A shell message makes a GUI event loop return to the main loop; ipykernel ignores this one. Not during a cell: if the cell
+            # fails, this would let the cells after it run.
             shell_channel.io_loop.add_callback(kernel._post_dummy_stop_aborting_message, None)  # noqa: SLF001 - there is no public way
         return True

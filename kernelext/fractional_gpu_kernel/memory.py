@@ -473,7 +473,7 @@ def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limi
         elif why_not := kernel.blockers.reason():
             answer("managed", why_not)
         else:
-            # From what the allocators still hold, the broker computes the size of a context.
+            # The broker computes a context's size from what the allocators still hold.
             done, held_mib = free_caches(), reserved_mib()
             answer("done", done if held_mib is None else f"{done}, reserved_mib={held_mib}")
 
@@ -489,12 +489,12 @@ def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limi
 # imported to find out:
 #
 # - At the first call of functions that allocate managed memory, choose rmm's memory resource, or subscribe a framework to NVIDIA's
-#   profiling interface (CUPTI). Its release cannot be seen, so the process counts as profiled until it ends.
+#   profiling interface (CUPTI). We cannot see it end, so the process counts as profiled until it exits.
 # - Before a suspend: rmm's current memory resource, torch's pluggable allocator, fbgemm_gpu's operators, variables that choose managed
 #   memory, and a profiler's library that a variable makes the driver load (Nsight Systems, Nsight Compute).
 #
 # Ignored: a loaded `libcupti` (torch and JAX always link it), and `cudaProfilerStart`, which does nothing unless a tool is injected. Direct
-# calls of the driver (ctypes, an extension module) are not seen.
+# driver calls (ctypes, an extension module) are not seen.
 
 _MOST_RESOURCES = 20  # in a chain of rmm's
 
@@ -519,7 +519,7 @@ def _plugs_allocator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return given and sys.modules.keys().isdisjoint(_SAVEABLE_ALLOCATORS)
 
 
-# Their pools (vLLM's sleep mode) use the driver's virtual memory calls, which are reported to work with checkpoints.
+# Their pools (vLLM's sleep mode) use the driver's virtual memory calls, which reportedly work with checkpoints.
 _SAVEABLE_ALLOCATORS = ("vllm.cumem_allocator", "torch_memory_saver")
 _BNB = "bitsandbytes.functional"
 _RMM = _cannot_save("managed memory through rmm")

@@ -199,7 +199,7 @@ def _give_resources(server: Any, has: Allocation) -> None:  # noqa: ANN401 - V1C
     limits, requests = dict(server.resources.limits or {}), dict(server.resources.requests or {})
     resource = pods.resource_of(has.pool)
     limits[resource] = requests[resource] = str(has.fraction_milli)
-    # What is saved of suspended kernels counts as memory of the pod: with less than this, the pod would be killed.
+    # Suspended kernels' saved memory counts as the pod's: with a lower limit, the pod would be killed.
     needed = has.host_memory_mib * _MIB
     for amounts in (limits, requests):
         given = amounts.get("memory") or 0

@@ -59,7 +59,7 @@ _STOP_POLL_S = 0.5
 _RETRY_S = (2.0, 60.0)  # pauses between attempts to cancel a job while Slurm does not answer
 _SCRIPT = """\
 #!/bin/bash
-# Slurm's own variable makes `srun` pass on the listed variables only, and so no PATH.
+# Slurm's own variable makes `srun` pass on only the listed variables, so no PATH.
 unset SLURM_EXPORT_ENV
 {% if path %}export PATH={{path}}
 {% endif %}{{prologue}}
@@ -228,7 +228,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             if value := getattr(self, f"req_{option}"):
                 flag = {"runtime": "time", "nprocs": "cpus-per-task", "cluster": "clusters"}.get(option, option)
                 words.append(f"--{flag}={value}")
-        # The administrator's options come before ours: Slurm takes the last of two equal ones.
+        # The administrator's options come before ours: Slurm takes the last of repeated ones.
         return [*words, *shlex.split(self.req_options), *self.gpu_request(self.gpu_allocation)]
 
     def cmd_formatted_for_batch(self) -> str:

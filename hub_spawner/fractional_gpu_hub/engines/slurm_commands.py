@@ -194,7 +194,7 @@ def parse_nodes(text: str) -> list[SlurmNode]:
 
 def _node(line: str, fields: Mapping[str, str]) -> SlurmNode:
     name, why_not = fields["NodeName"], _why_not(fields.get("State", "UNKNOWN"))
-    # The last match: texts of administrators before it may contain the same word. Other programs may use the field as well.
+    # The last match: administrators' text before it may contain the same word. Other programs may use the field, too.
     extra = (_EXTRA.findall(line) or [""])[-1]
     pools, problem = pools_of_text(name, extra if extra.startswith("{") else None, why_not)
     return SlurmNode(

@@ -23,7 +23,7 @@ from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_hub.service.usage import PageQuery, UsagePage, all_figures, own_figures
 from fractional_gpu_hub.service.views import Viewer, is_own
 
-MOST_AT_ONCE = 8  # actions of one user
+MOST_AT_ONCE = 8  # per user
 _MOST_OF_ALL = 128
 T = TypeVar("T")
 

@@ -36,7 +36,7 @@ from fractional_gpu_hub.service.views import Viewer, pool_settings, view_of
 
 # - The hub identifies the user (OAuth for browsers, a hub token for programs) and the scopes. Its answer is valid for `TRUST_S`, and a
 #   stream checks it again after `STREAM_TRUST_S`: a revoked scope or token, or a logout, takes effect within the sum of both.
-# - Making the events of open pages takes at most a twentieth of the service's time: the more pages, the fewer events each gets.
+# - Making events for open pages takes at most a twentieth of the service's time: the more pages, the fewer events each gets.
 # - Cookies alone prove nothing: except for plain page views, each request carries JupyterHub's XSRF token, and a request caused by another
 #   site is refused before it is handled. Programs send a token and need neither.
 

@@ -89,11 +89,11 @@ class BrokerFollower:
             self.changed = asyncio.Event()
 
 
-# JupyterHub 5 does not start without an answer of a managed service within ten seconds, and on a busy machine importing the service's
-# libraries can take longer. So the port is bound first, and each request gets 425 "too early" until the service takes the socket over: the
-# hub accepts that. The page polls by a script and reloads once, because a screen reader starts over at each reload.
+# JupyterHub 5 does not start unless a managed service answers within ten seconds, and on a busy machine importing the service's libraries
+# can take longer. So the port is bound first, and each request gets 425 "too early", which the hub accepts, until the service takes over
+# the socket. The page's script polls and reloads it once, because a screen reader starts over at each reload.
 
-_PATIENCE_S = 30.0  # for a port that an earlier hub's service still holds for a moment
+_PATIENCE_S = 30.0  # for a port that an earlier hub's service has yet to release
 _PAUSE_S = 0.2
 _POLL_S = 0.1
 _PEER_S = 2.0

@@ -46,7 +46,7 @@ PRIVACY: Final[Mapping[str, str]] = {
 _THIS_MONTH: Final = "this-month"
 _OVER: Final = frozenset({"yesterday", "last-month"})
 _PARTY: Final = ("day", "user", "group", "pool")
-_MOST_DAYS: Final = {True: 93, False: 400}  # of all users, of one
+_MOST_DAYS: Final = {True: 93, False: 400}  # for all users, for one
 _MOST_GROUPS: Final = 20
 _MOST_BUDGETS: Final = 200
 _DAY_S: Final = 86_400
@@ -120,7 +120,7 @@ def own_figures(client: SeatClient, viewer: Viewer, asked: PageQuery) -> UsagePa
         found["All users"] = client.usage(_PARTY, asked.since_s, asked.until_s)
     note = f"Only {_MOST_GROUPS} of your {len(groups)} groups are shown." if len(groups) > _MOST_GROUPS else ""
     budgets = [one for one in _budgets(client) if _is_own(one, viewer)]
-    # Not the advice for a user of the machine who has the same name.
+    # Not the advice for a machine user with the same name.
     advice = [one for one in report.advice if one.owner == viewer.name and one.seated]
     own_report = replace(report, entries=own, scope="own", advice=advice)
     return UsagePage(report=own_report, by=("notebook",), others=found, note=note, budgets=tuple(budgets))

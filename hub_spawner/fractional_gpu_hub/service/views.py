@@ -263,7 +263,7 @@ class PoolSettings(NamedTuple):
 def pool_settings() -> PoolSettings:
     shown = {}
     for key, rule in POOL_KEYS.items():
-        # A text is typed as it is, other values as JSON.
+        # Text is typed as it is, other values as JSON.
         default, example = (
             value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             for value in (rule.default_value, rule.example)

@@ -302,9 +302,9 @@ class Turns(Acquirer):
 
 
 # A task or timer of the notebook outlives its cell. If it uses the GPU while the kernel is suspended, its call blocks in the driver, and
-# the main loop with it: the kernel looks idle, no cell reaches the gate, and interrupts have no effect. So at one of the broker's
-# keep-alives (every `PULSE_S` seconds while suspended) the watch hands a callback to the main loop. If that has not run at the next one,
-# and no cell holds the loop, the watch asks for the GPU. A task that only computes that long looks the same, and costs a resume.
+# the main loop with it: the kernel looks idle, no cell reaches the gate, and interrupts have no effect. So at each keep-alive of the broker
+# (every `PULSE_S` seconds while suspended) the watch hands a callback to the main loop. If it has not run by the next one, and no cell
+# holds the loop, the watch asks for the GPU. A task that computes for that long looks the same, and costs a resume.
 
 BLOCKED = (
     "A task of this notebook blocks the kernel, perhaps in a GPU call: the kernel is not on the GPU. It requests the GPU now; "
@@ -397,7 +397,7 @@ def _waiting(reason: str, sentence: str) -> "Progress":
 #
 # - torch's two calls to the driver (`torch._C._cuda_getDeviceCount` and `_cuda_init`) are replaced until the grant, and answer "no device".
 # - Other code that started the driver is detected before the first cell with the GPU, which reports it. `cuDeviceGetCount` starts nothing.
-#   `cuInit` would start CUDA, so it is called only if a framework has searched for a GPU before; then it repeats its first answer.
+#   `cuInit` would start CUDA, so it is called only after a framework has searched for a GPU; it then repeats its first answer.
 
 Function = Callable[[], Any]
 

@@ -159,11 +159,11 @@ class Gate:
         self._waiting = []
 
 
-# Which cells need the GPU. The text after IPython's transformations decides: there `%gpu`, automagic `gpu`, indentation and pasted prompts
+# Which cells need the GPU. We look at the text after IPython's transformations: `%gpu`, automagic `gpu`, indentation and pasted prompts
 # have one form, and `%%cpu` and `%%gpu FRACTION` are comments above an ordinary cell.
 #
 # A cell needs no GPU if it begins with `%%cpu`, has only comments, or only `%gpu` lines, help about our magics, or `%%gpu measure` (whose
-# code runs in other processes). In doubt it needs it: an unnecessary wait costs seconds, a cell without the GPU it needs blocks its kernel.
+# code runs in other processes). If in doubt, it does: an unnecessary wait costs seconds, a cell without its GPU blocks the kernel.
 
 SENTINEL = "#%%cpu: this cell runs without waiting for the GPU\n"
 BURST = "#%%gpu "
@@ -181,7 +181,7 @@ def needs_gpu(transformed: str) -> bool:
     is_burst = transformed.startswith(BURST)  # has code, though it begins with a comment
     if not is_burst and all(not line.strip() or line.lstrip().startswith("#") for line in lines):
         return False
-    # Cheapest test first: it decides for nearly every cell.
+    # The cheapest test comes first and settles most cells.
     if "_magic('" not in transformed or is_burst or not re.search(_OWN_MAGIC, transformed):
         return True
     try:

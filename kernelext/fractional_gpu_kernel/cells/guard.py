@@ -128,7 +128,7 @@ class CellGuard:
         except KeyboardInterrupt:
             return rendered(KeyboardInterrupt("interrupted while it waited for the GPU; this cell did not run"))
         finally:
-            # In a cell within another, clearing would also remove what the outer cell has printed.
+            # In a nested cell, clearing would also remove the outer cell's output.
             if running_cell.get() is None:
                 line.remove()
             else:

@@ -117,7 +117,7 @@ def rendered(error: BaseException) -> BaseException:
     return error
 
 
-_NEXT = {  # by the reason of the wait
+_NEXT = {  # by reason for the wait
     "wait.busy-neighbour": "When that is over{turn}, its memory is saved to the host and {next_one} gets the room",
     "wait.user-limit": "It continues when another kernel of yours gives its share back",
     "wait.group-limit": "It continues when another kernel of your group gives its share back",

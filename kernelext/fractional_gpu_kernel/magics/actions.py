@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 #
 # - A larger share is requested before the cell passes the gate, so that a waiting cell holds nothing that others need; frameworks may use
 #   it after the broker has reserved it. For a smaller one, frameworks first give back caches and get the lower limit.
-# - Bursts may be nested, or overlap in subshells: the lease has the largest requested share, and its old one when the last burst has ended.
+# - Bursts may be nested, or overlap in subshells: the lease has the largest requested share until the last burst ends, then its old one.
 # - What cannot be given back (more is in use, or the broker does not answer) is reported, and retried at the end of each later cell.
 
 _WAIT_MS = 3_600_000  # for room; an interrupt ends it at any moment

@@ -105,7 +105,7 @@ def _make_shell(module: ModuleType) -> None:
     config.HistoryManager.enabled = False
     shell: Any = InteractiveShell.instance(config=config, user_module=module, user_ns=module.__dict__)
     shell.register_magic_function(lambda _line: None, "line", "gpu")
-    # Bursts do nothing, too: the measurement decides the process's share.
+    # Bursts do nothing either: the measurement decides the process's share.
     for name in ("gpu", "cpu"):
         shell.register_magic_function(lambda _line, cell: shell.run_cell(cell).raise_error(), "cell", name)
     sys.modules["__main__"] = module

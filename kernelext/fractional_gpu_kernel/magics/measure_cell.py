@@ -161,7 +161,7 @@ class _Measurement:
                 except KeyboardInterrupt:
                     process.send_signal(signal.SIGINT)
                     self._line.show("The measurement stops: its programs and leases end.")
-                    # Also if it just ended: the user has interrupted the cell.
+                    # Even if it just ended: the user has interrupted the cell.
                     self._status = _INTERRUPTED
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(_END_S)

@@ -43,7 +43,7 @@ _DEVICE_FIELDS = {
     **dict.fromkeys(("over_committed", "lost", "draining"), _FLAG),
     "goes_away_in_ms": _NUMBER_OR_NULL,
 }
-_STEP_PERCENT = 5  # steps of a device's demand, so that not every measurement is an event
+_STEP_PERCENT = 5  # rounds a device's demand, so that not every measurement is an event
 
 
 def _items(properties: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,12 +103,12 @@ def _kernel_of(status: LeaseStatus) -> dict[str, Any]:
 
 # The routes, below the server's base URL:
 #
-#     GET  /jupyter-fractional-gpu/state                     the last state of the event stream, for a page that opens
-#     GET  /jupyter-fractional-gpu/kernels/KERNEL/advice     advice about its share, for a panel that opens
+#     GET  /jupyter-fractional-gpu/state                     the event stream's last state, for a newly opened page
+#     GET  /jupyter-fractional-gpu/kernels/KERNEL/advice     advice about its share, for a newly opened panel
 #     POST /jupyter-fractional-gpu/kernels/KERNEL/ACTION     suspend, resume, pin {"minutes": 30}, unpin: as `%gpu` does
-#     POST /jupyter-fractional-gpu/kernels/KERNEL/expect     {"sign": "typing"}: its next cell is near, without anything about the cell
+#     POST /jupyter-fractional-gpu/kernels/KERNEL/expect     {"sign": "typing"}: its next cell will come soon; says nothing about the cell
 #
-# Requests are authenticated, authorised for `kernels` and XSRF-checked. When the browser closes the connection, an action ends, and a
+# Requests are authenticated, authorised for `kernels` and XSRF-checked. When the browser disconnects, the action ends, and a
 # waiting resume's ticket is withdrawn. Errors are JSON with `message` and `reason`, and the broker's HTTP status.
 
 _MOST_ACTIONS = 16  # at once: each has a thread
