@@ -1,9 +1,9 @@
 """The client of the lease API, for kernels, provisioners, spawners and commands. Synchronous.
 
 - Every error is one of `fractional_gpu.protocol.errors`: BrokerUnavailableError if no broker answers, the connection breaks or a wait takes
-  too long. A call that a rate limit refuses is repeated, for up to `timeout_s`.
-- Several threads may use a client at once: each call has its own connection. After a fork the child leaves its parent's connections alone.
-- An interrupt (KeyboardInterrupt, a closed generator) closes the connection, by which the broker withdraws a ticket.
+  too long. A rate-limited call is retried for up to `timeout_s`.
+- Threads may share a client: each call has its own connection. After a fork, the child leaves its parent's connections alone.
+- An interrupt (KeyboardInterrupt, a closed generator) closes the connection, and the broker then withdraws any ticket.
 """
 
 import threading
@@ -60,15 +60,15 @@ Request = TypeVar("Request", bound=Struct)
 Reply = TypeVar("Reply", bound=Struct)
 Line = TypeVar("Line", bound=WaitLine)
 
-_UNLIMITED_S = 20 * 86_400.0  # of a stream that says nothing while nothing changes; sockets allow 24 days
+_UNLIMITED_S = 20 * 86_400.0  # for a stream that is silent while nothing changes; sockets allow 24 days
 _SILENCE_S = 3 * PULSE_S  # a stream without a keep-alive for this long is dead
 
 
 class BrokerClient:
-    """Speaks to the broker at `socket_path`; opens nothing before the first call.
+    """Talks to the broker at `socket_path`. It connects only when called.
 
-    `token` is the lease's (None: only what the peer's uid allows). `timeout_s` bounds, in seconds, each wait for an answer, except in calls
-    that wait for the GPU; those say so. `acting_for` names the administrator for whom a program calls; the broker writes it into its
+    `token` is the lease's (None: only what the peer's uid allows). `timeout_s` bounds each wait for an answer, except in calls
+    that wait for the GPU; those say so. `acting_for` names the administrator for whom a program calls, for the broker's
     audit log. Raises BadRequestError for an invalid name.
     """
 
@@ -83,7 +83,7 @@ class BrokerClient:
         self._headers = {} if acting_for is None else {ACTING_FOR: encode_acting_for(acting_for)}
 
     def because_of(self, cause: str) -> Self:
-        """Set the cause of the following requests in leases' stories, such as "`%gpu suspend`"; return the client."""
+        """Set the cause that leases' stories give for later requests, such as "`%gpu suspend`"; return the client."""
         self._headers[CAUSE] = cause
         return self
 
@@ -103,7 +103,7 @@ class BrokerClient:
     ) -> Reply:
         """Call a route once and return its reply. `about`: the lease, seat, device or pool in its path.
 
-        Waits `timeout_s` (default: the client's) plus the time that the route, or the request's `wait_ms`, lets the broker take. Raises the
+        Waits `timeout_s` (default: the client's) plus the time that the route or the request's `wait_ms` gives the broker. Raises the
         errors of `fractional_gpu.protocol.errors`.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
@@ -113,7 +113,7 @@ class BrokerClient:
     def stream(
         self, route: Route[Request, Reply], request: Request | None = None, about: str = "", *, silence_s: float
     ) -> Generator[Reply, None, None]:
-        """Yield the lines of a route until the broker ends them, each within `silence_s`. Closing it hangs up. Raises as `call`."""
+        """Yield a route's lines, each within `silence_s`, until the broker ends them. Closing hangs up. Raises like `call`."""
         with closing(self._payloads(route, request, about, self.timeout_s, silence_s)) as payloads:
             for payload in payloads:
                 yield decode_reply(payload, route.reply_type)
@@ -131,7 +131,7 @@ class BrokerClient:
         return self.call(routes.CAPACITY)
 
     def events(self) -> Iterator["HostStatus"]:
-        """Yield what `status` returns, at once and after each change; between them it blocks. Raises BrokerUnavailableError."""
+        """Yield the `status` at once and after each change, blocking in between. Raises BrokerUnavailableError."""
         status: HostStatus | None = None
         with closing(
             self._payloads(routes.EVENTS, None, "", self.timeout_s, max(self.timeout_s, _SILENCE_S))
@@ -142,7 +142,7 @@ class BrokerClient:
                     yield status
 
     def create_lease(self, request: LeaseRequest) -> LeaseReply:
-        """Request a new lease. Waits up to `request.wait_ms` longer, while the broker makes room. Raises NoRoomError."""
+        """Request a new lease. Waits up to `request.wait_ms` more for the broker to make room. Raises NoRoomError."""
         return self.call(routes.CREATE, request)
 
     def lease(self, lease_id: str, *, fresh: bool = False) -> "LeaseStatus":
@@ -154,11 +154,11 @@ class BrokerClient:
         self.call(routes.RELEASE, about=lease_id)
 
     def end_left(self, lease_id: str) -> None:
-        """End the processes that a lease's kernel left behind; returns when their device memory is free. Raises ConflictError."""
+        """End the processes that a lease's kernel left behind, and wait for their device memory. Raises ConflictError."""
         self.call(routes.END, about=lease_id)
 
     def attach(self, lease_id: str, request: AttachRequest) -> "LeaseStatus":
-        """Report the lease's process, and how to listen to it."""
+        """Report the lease's process and how to listen to it."""
         return self.call(routes.ATTACH, request, lease_id)
 
     def detach(self, lease_id: str) -> None:
@@ -166,19 +166,19 @@ class BrokerClient:
         self.call(routes.DETACH, about=lease_id)
 
     def suspend(self, lease_id: str) -> "LeaseStatus":
-        """Suspend the lease; returns when it is suspended, up to an hour later. Raises ConflictError."""
+        """Suspend the lease, waiting up to an hour. Raises ConflictError."""
         return self.call(routes.SUSPEND, about=lease_id)
 
     def resume(self, lease_id: str, request: ResumeRequest | None = None) -> "LeaseStatus":
-        """Resume the lease; waits in the queue, up to an hour. Raises ConflictError or NoRoomError."""
+        """Resume the lease, waiting up to an hour. Raises ConflictError or NoRoomError."""
         return self.call(routes.RESUME, request, lease_id)
 
     def expect(self, lease_id: str, request: ExpectRequest) -> None:
-        """Tell a sign that the lease's next cell is near; returns at once. Raises BadRequestError."""
+        """Report a sign that the lease's next cell is near. Raises BadRequestError."""
         self.call(routes.EXPECT, request, lease_id)
 
     def pin(self, lease_id: str, request: PinRequest) -> "LeaseStatus":
-        """Keep the lease resident for a while; replaces an earlier pin. Raises ConflictError with the limit that forbids it."""
+        """Keep the lease resident for a while, replacing any earlier pin. Raises ConflictError that names the limit."""
         return self.call(routes.PIN, request, lease_id)
 
     def unpin(self, lease_id: str) -> "LeaseStatus":
@@ -186,11 +186,11 @@ class BrokerClient:
         return self.call(routes.UNPIN, about=lease_id)
 
     def resize(self, lease_id: str, request: ResizeRequest) -> "LeaseStatus":
-        """Give the lease another size, within `request.wait_ms`; a later `resize` replaces it. Raises ConflictError or NoRoomError."""
+        """Resize the lease within `request.wait_ms`; a later `resize` replaces this one. Raises ConflictError or NoRoomError."""
         return self.call(routes.RESIZE, request, lease_id)
 
     def move(self, lease_id: str, request: MoveRequest) -> "LeaseStatus":
-        """Move an idle kernel to another device; returns when it is there, up to an hour later. For administrators."""
+        """Move an idle kernel to another device, waiting up to an hour. For administrators."""
         return self.call(routes.MOVE, request, lease_id)
 
     def evict(self, lease_id: str, request: EvictRequest) -> None:
@@ -210,7 +210,7 @@ class BrokerClient:
         return self.call(routes.COST, about=lease_id)
 
     def others(self, lease_id: str, last_ms: int, without: Sequence[str] = ()) -> OthersUse:
-        """Return what others used of the lease's device in the last milliseconds (at most a minute), leaving out the leases `without`."""
+        """Return others' use of the lease's device in the last `last_ms` (at most a minute), not counting the leases `without`."""
         return self.call(routes.OTHERS, OthersQuery(last_ms=last_ms, without=",".join(without)), lease_id)
 
     def usage(
@@ -222,7 +222,7 @@ class BrokerClient:
         *,
         advice: bool = False,
     ) -> "UsageReport":
-        """Return sums of leases' use that this user may see, as `UsageQuery` says. Raises BadRequestError."""
+        """Return the sums of use that this user may see, as `UsageQuery` says. Raises BadRequestError."""
         from fractional_gpu.protocol.accounts import UsageQuery  # noqa: PLC0415 - few kernels ask
 
         query = UsageQuery(by=",".join(by), since_s=since_s, until_s=until_s, advice=advice, **(only or {}))
@@ -247,40 +247,40 @@ class BrokerClient:
     def acquire(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
         """Yield the lease's progress while it waits for the GPU; the last line is `granted` or `refused`.
 
-        Hanging up withdraws the ticket. Waits `request.wait_ms` and `timeout_s` at most for each line. Raises BrokerUnavailableError.
+        Hanging up withdraws the ticket. Waits at most `request.wait_ms` plus `timeout_s` per line. Raises BrokerUnavailableError.
         """
         return self.wait(routes.ACQUIRE, request, lease_id)
 
     def hold(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
-        """Yield the same as `acquire`, and continue after `granted`: the lease is in use until the generator or the client is closed.
+        """Like `acquire`, but continue after `granted`: the lease is in use until the generator or the client is closed.
 
-        It waits again if the lease is preempted, and says so; it ends with `refused`. Raises BrokerUnavailableError.
+        If the lease is preempted, it says so and waits again; it ends with `refused`. Raises BrokerUnavailableError.
         """
         return self.stream(routes.ACQUIRE, replace(request, hold=True), lease_id, silence_s=_UNLIMITED_S)
 
     def follow(self, lease_id: str) -> Generator[LeaseNews, None, None]:
-        """Yield a command's state and notices as they change, until its lease ends; between them it blocks."""
+        """Yield a command's state and notices as they change, until its lease ends. Blocks in between."""
         return self.stream(routes.FOLLOW, about=lease_id, silence_s=_UNLIMITED_S)
 
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
-        """Yield the broker's commands for this kernel's gate, until the broker ends the stream; between them it blocks.
+        """Yield the broker's commands for this kernel's gate, until the broker ends the stream. Blocks in between.
 
-        Keep-alives have an empty verb. To the broker, a keep-alive that was read proves that Python runs in this process. So the socket has
-        a timeout: with it Python polls before each read; without one the system would read alone.
+        Keep-alives have an empty verb. Reading one proves to the broker that Python runs in this process. So the socket has
+        a timeout: with it, Python polls before each read; without one, the system would read alone.
         """
         return self.stream(routes.GATE, hello, lease_id, silence_s=MAX_WAIT_S)
 
     def answer(self, lease_id: str, answer: GateAnswer) -> None:
-        """Send the answer to one command of the gate, or a pulse."""
+        """Answer one command of the gate, or send a pulse."""
         self.call(routes.ANSWER, answer, lease_id)
 
     def close(self) -> None:
-        """Give up every running call, which raises BrokerUnavailableError. The client may be used again."""
+        """Abort all running calls, which raise BrokerUnavailableError. The client stays usable."""
         for call in list(self._active):
             call.give_up()
 
     def wait(self, route: Route[Request, Line], request: Request, about: str = "") -> Generator[Line, None, None]:
-        """Yield the lines of a route up to the one that is `granted` or `refused`. Raises BrokerUnavailableError if they end before."""
+        """Yield a route's lines up to `granted` or `refused`. Raises BrokerUnavailableError if they end earlier."""
         silence_s = self.timeout_s + _wait_s(route, request)
         with closing(self.stream(route, request, about, silence_s=silence_s)) as lines:
             for line in lines:
@@ -294,7 +294,7 @@ class BrokerClient:
     def _payloads(
         self, route: Route[Any, Any], request: object, about: str, timeout_s: float, silence_s: float
     ) -> Generator[object, None, None]:
-        """Yield the decoded body of the reply, or its lines. `silence_s` bounds each wait for the broker once the request is sent."""
+        """Yield the reply's decoded body or lines. `silence_s` bounds each wait for the broker once the request is sent."""
         target, body = _encode(route, request, about)
         deadline_s = time.monotonic() + self.timeout_s
         call = Call()
@@ -317,7 +317,7 @@ class BrokerClient:
                                 raise error_from_reply(payload, 500)
                             yield payload
                         return
-                except TooManyRequestsError as error:  # comes before the first line only
+                except TooManyRequestsError as error:  # comes only before the first line
                     if time.monotonic() + error.retry_s > deadline_s:
                         raise
                     call.pause(error.retry_s)
@@ -331,7 +331,7 @@ def _wait_s(route: Route[Any, Any], request: object) -> float:
 
 
 def _encode(route: Route[Any, Any], request: Any, about: str) -> tuple[str, bytes | None]:  # noqa: ANN401 - the route's
-    """Return the target and the body of a request: a GET has a query, every POST has a body. Raises BadRequestError."""
+    """Return a request's target and body: a GET has a query, every POST a body. Raises BadRequestError."""
     before, placeholder, after = route.path.partition("{")
     target = before + quote(about, safe="") + after.partition("}")[2] if placeholder else before
     if route.method == "GET":
@@ -346,7 +346,7 @@ def _encode(route: Route[Any, Any], request: Any, about: str) -> tuple[str, byte
 
 
 def _next_status(status: "HostStatus | None", payload: object) -> "HostStatus":
-    """Return the status after a line of events: the first line itself, or `status` with the changes in it. Raises InternalBrokerError."""
+    """Return the first line of events as the status, or `status` with a later line's changes. Raises InternalBrokerError."""
     from fractional_gpu.protocol.status import HostChange, HostStatus  # noqa: PLC0415 - kernels do not follow hosts
 
     if status is None:
@@ -363,7 +363,7 @@ def _next_status(status: "HostStatus | None", payload: object) -> "HostStatus":
 
 def _error(connection: Connection) -> FractionalGPUError:
     body = connection.read_body()
-    # An error page that is not JSON is not the broker's: only its status counts.
+    # An error page without JSON is not the broker's: only its status counts.
     error = error_from_reply(decode_json(body) if body.lstrip().startswith(b"{") else None, connection.status)
     if isinstance(error, TooManyRequestsError):
         error.retry_s = connection.retry_s
@@ -375,9 +375,9 @@ PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # for an answer: with the pause and half
 
 
 class SilenceWatch:
-    """Pings the broker from `start` to `stop`, in a separate thread, to find out during a long call whether the broker hangs.
+    """Pings the broker in a thread, from `start` to `stop`, to notice a broker that hangs during a long call.
 
-    `connect` makes a client from a timeout in seconds. The thread calls `report` with the error each time that the broker does not answer,
+    `connect` makes a client from a timeout in seconds. The thread calls `report` with the error each time the broker does not answer,
     and with None when it answers again.
     """
 
@@ -392,14 +392,14 @@ class SilenceWatch:
         self._started = False
 
     def start(self) -> None:
-        """Watch; a second call changes nothing. In a process that can have no more threads there is no watch."""
+        """Start watching, unless already started. A process that can start no thread is not watched."""
         if not self._started:
             self._started = True
             with suppress(RuntimeError):
                 threading.Thread(target=self._run, name="gpu-silence", daemon=True).start()
 
     def stop(self) -> None:
-        """Report nothing more. Returns at once; the thread ends within a few seconds."""
+        """Stop reporting. Returns at once; the thread ends within a few seconds."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -409,7 +409,7 @@ class SilenceWatch:
             try:
                 with self._connect(PATIENCE_S) as client:
                     client.ping()
-            except FractionalGPUError as error:  # a refusal, or a broker that is gone, is not silence
+            except FractionalGPUError as error:  # a refusal or a missing broker is not silence
                 if isinstance(error, BrokerUnavailableError) and error.reason == "timeout":
                     silence = error
             if self._stop.is_set():

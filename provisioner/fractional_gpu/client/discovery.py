@@ -1,11 +1,11 @@
-"""Where the broker's socket is, and how a broker is started on it.
+"""Finds the broker's socket, and starts a broker on it.
 
-- The socket: `$JUPYTER_GPU_SOCKET`, else the system service's, else one in the user's Jupyter runtime folder; if several hosts share that
-  (a home on NFS), in a folder for each host. Clients send connection keys to its server, so only this user or root may write to its folder.
-- A missing broker is started, except a system service (its administrator starts it) and within a job or a pod, with which it would end.
-  Two starters at once are no conflict: each command succeeds when *a* broker serves.
-- The last broker wrote its start command into `broker.json` next to the socket and in its state folder: a kernel in another environment
-  starts the broker of the environment that installed it.
+- The socket is `$JUPYTER_GPU_SOCKET`, else the system service's, else one in the user's Jupyter runtime folder, with a subfolder for each
+  host if hosts share that (a home on NFS). Clients send it connection keys, so only this user or root may write to its folder.
+- A missing broker is started, except a system service (its administrator starts it) or in a job or pod, with which it would end.
+  Concurrent starters do not conflict: each succeeds once *a* broker serves.
+- The last broker wrote its start command to `broker.json` next to the socket and in its state folder, so a kernel in another environment
+  starts the broker from the environment that installed it.
 """
 
 import contextlib
@@ -38,13 +38,13 @@ _LONGEST_PATH = 100  # bytes; Linux allows 107, and a broker puts temporary name
 _SIMULATE = "JUPYTER_GPU_SIMULATE"
 _PAUSE_S = 0.05
 _LOCK_PAUSE_S = 0.01
-_RESTART_S = 5.0  # in which a service that is restarted has ended and serves again
+_RESTART_S = 5.0  # enough for a service to restart and serve again
 _LONGEST_COMPLAINT = 2000  # bytes
 _LONGEST_SETTINGS = 64 * 1024  # bytes
 
 
 def runtime_dir() -> Path:
-    """Return this host's folder for sockets, token files and records of kernels, made with mode 0700. Raises BrokerUnavailableError."""
+    """Create (mode 0700) and return this host's folder for sockets, token files and kernel records. Raises BrokerUnavailableError."""
     folder = runtime_place()
     if foreign_above(folder) is not None:  # the home belongs to another user: by sudo, or in a container
         return Path(_short_path(str(folder / "broker.sock"))).parent
@@ -64,7 +64,7 @@ def runtime_place() -> Path:
 
 
 def socket_path() -> str:
-    """Return the absolute path of the broker's socket, at most 100 bytes. Raises BrokerUnavailableError that says what is wrong."""
+    """Return the absolute path of the broker's socket, at most 100 bytes. Raises BrokerUnavailableError."""
     named = os.environ.get("JUPYTER_GPU_SOCKET", "")
     if named:
         named = str(Path(named).absolute())  # brokers and kernels run in other folders
@@ -81,9 +81,9 @@ def socket_path() -> str:
 
 
 def _is_system_service_there() -> bool:
-    """Whether the machine has a system service: its socket, or the lock that it leaves when it stops; also in a folder without access.
+    """Whether the machine has a system service: its socket, or the lock it leaves when stopped, even in a folder without access.
 
-    A user's own broker that starts while the service restarts would take the devices, and the service could not start again.
+    If a user's broker started during the service's restart, it would take the devices, and the service could not start.
     """
     for name in (SYSTEM_SOCKET, f"{SYSTEM_SOCKET}.lock"):
         try:
@@ -105,11 +105,11 @@ def ensure_broker(
     command: tuple[list[str], dict[str, str]] | None = None,
     simulate: str | None = None,
 ) -> "BrokerClient":
-    """Return a client of the broker on `socket` (default: `socket_path()`), after starting one if none serves there.
+    """Return a client of the broker on `socket` (default: `socket_path()`), starting one if none serves there.
 
     `timeout_s` bounds, in seconds, the start and each of the client's calls; `answer_s` (default: the same) the first answer of a running
     broker. `command` starts one (default: `restart_command`). `simulate`: the first broker's simulated devices, if the environment names
-    none. Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError that says what to do.
+    none. Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError.
     """
     path = socket if socket is not None else socket_path()
     _check_folder_if_there(path)
@@ -131,21 +131,21 @@ def ensure_broker(
 
 
 def unstarted_broker(*, token: str | None = None, timeout_s: float = 30.0) -> "BrokerClient":
-    """Return a client of the broker on `socket_path()`, without starting one. Raises BrokerUnavailableError for a folder of others."""
+    """Return a client of the broker on `socket_path()`, starting none. Raises BrokerUnavailableError for an unsafe folder."""
     path = socket_path()
     check_folder(path)
     return _new_client(path, token, timeout_s)
 
 
 def _new_client(path: str, token: str | None, timeout_s: float) -> "BrokerClient":
-    # Imported here: what starts a broker imports this module and needs no client, and a kernel's start waits for that.
+    # Imported here: code that starts a broker needs no client, and a kernel's start waits for this import.
     from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415
 
     return BrokerClient(path, token=token, timeout_s=timeout_s)
 
 
 def _check_may_start(path: str) -> None:
-    """Raise BrokerUnavailableError on a service's socket, and in a job or a pod, with which a broker would end in mid-suspend."""
+    """Raise BrokerUnavailableError for a service's socket, and in a job or pod, whose end could kill a broker in mid-suspend."""
     if _is_service(path):
         raise BrokerUnavailableError(
             f"the GPU broker at {path} is a system service and does not run; "
@@ -153,7 +153,7 @@ def _check_may_start(path: str) -> None:
         )
     if os.environ.get(IN_WORKLOAD) == "1":
         return
-    from fractional_gpu.host.workload import own_workload  # noqa: PLC0415 - where none serves only
+    from fractional_gpu.host.workload import own_workload  # noqa: PLC0415 - only if none serves
 
     if name := own_workload(os.environ):
         raise BrokerUnavailableError(
@@ -165,7 +165,7 @@ def _check_may_start(path: str) -> None:
 
 
 def _is_service(path: str) -> bool:
-    """Whether the socket is a service's, or in a folder of root's in which this user could put none."""
+    """Whether the socket is a service's, or in a root-owned folder that this user cannot write to."""
     try:
         return is_service_socket(path) or Path(path).absolute().parent.stat().st_uid == 0 != os.geteuid()
     except OSError:
@@ -186,7 +186,7 @@ def _answers(client: "BrokerClient", answer_s: float) -> bool:
 
 
 def _check_folder_if_there(path: str) -> None:
-    """Check the socket's folder. It may be missing, if it was deleted under a broker: that broker, or the next, makes it again."""
+    """Check the socket's folder, which may be missing if it was deleted under a broker: that or the next broker recreates it."""
     try:
         check_folder(path)
     except BrokerUnavailableError as error:
@@ -196,9 +196,9 @@ def _check_folder_if_there(path: str) -> None:
 
 
 def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
-    """Wait for a broker that starts, ends, or restores its deleted socket, and for a service that restarts; False: there is none.
+    """Wait while a broker starts, ends or restores its deleted socket, or a service restarts. Return whether one serves.
 
-    Raises BrokerUnavailableError that names its process if it stays unreachable.
+    Raises BrokerUnavailableError, naming the process, if it stays unreachable.
     """
     path, begun_s = client.socket_path, time.monotonic()
     deadline_s, restarts_until_s = begun_s + timeout_s, begun_s + min(timeout_s, _RESTART_S if _is_service(path) else 0)
@@ -216,16 +216,16 @@ def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
 
 
 def _start_once(client: "BrokerClient", timeout_s: float, command: tuple[list[str], dict[str, str]] | None) -> None:
-    """Start a broker, unless another thread or process starts one: several at once slow the start of the one that will serve."""
+    """Start a broker, unless another thread or process is starting one: concurrent starts slow each other down."""
     path, deadline_s = client.socket_path, time.monotonic() + timeout_s
     try:
         folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # it was deleted: the broker makes it again
+    except OSError:  # it was deleted: the broker recreates it
         _start(path, timeout_s, command)
         return
     try:
         with contextlib.suppress(OSError):  # a filesystem without locks
-            while time.monotonic() < deadline_s:  # a starter that is stopped keeps the lock
+            while time.monotonic() < deadline_s:  # a stopped starter keeps the lock
                 try:
                     fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
@@ -235,14 +235,14 @@ def _start_once(client: "BrokerClient", timeout_s: float, command: tuple[list[st
             _start(path, timeout_s, command)
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_UN)  # a child forked since then has the descriptor, too
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child forked since has the descriptor, too
         os.close(folder)
 
 
 def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]] | None = None) -> None:
-    """Run the start command, which ends when a broker serves. Raises BrokerUnavailableError."""
+    """Run the start command, which ends once a broker serves. Raises BrokerUnavailableError."""
     argv, environment = command or _start_command(path)
-    # In memory, as the disk may be full, and no pipe: the broker may keep its end open.
+    # In memory, as the disk may be full. Not a pipe: the broker may keep its end open.
     with os.fdopen(os.memfd_create("gpu-start"), "r+b") as complaint:
         try:
             process = subprocess.Popen(
@@ -276,28 +276,28 @@ def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]
 
 
 def restart_file(path: str) -> Path:
-    """Return the file in which the broker on this socket records how to start it; it exists while leases may live."""
+    """Return the file in which this socket's broker records how to start it. It exists while leases may live."""
     return Path(path).with_name("broker.json")
 
 
 def spare_restart_file(path: str) -> Path:
-    """Return the file's second copy: a cleaner may empty the socket's folder."""
+    """Return the path of a second copy, as a cleaner may empty the socket's folder."""
     return state_folder(path) / "broker.json"
 
 
 def has_restart_file(path: str) -> bool:
-    """Whether a broker on this socket ended by a crash, or while leases lived."""
+    """Whether this socket's broker crashed, or ended while leases lived."""
     return restart_file(path).exists() or spare_restart_file(path).exists()
 
 
 def _start_command(path: str) -> tuple[list[str], dict[str, str]]:
-    # `jupyter gpu broker --detach` without the command line: this interpreter need not import what parses it.
+    # `jupyter gpu broker --detach`, without importing the command line parser.
     default = [sys.executable, "-P", "-m", "fractional_gpu.broker", "--detach", json.dumps({"socket": path})]
     return restart_command(path) or (default, {})
 
 
 def restart_command(path: str) -> tuple[list[str], dict[str, str]] | None:
-    """Return argv and environment that the last broker on this socket left, or None. Raises BrokerUnavailableError."""
+    """Return the argv and environment that this socket's last broker left, or None. Raises BrokerUnavailableError."""
     return _read_restart_file(restart_file(path)) or _read_restart_file(spare_restart_file(path))
 
 
@@ -313,7 +313,7 @@ def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | Non
     try:
         status = os.fstat(descriptor)
         ours = stat.S_ISREG(status.st_mode) and status.st_uid in {os.geteuid(), 0}
-        # One link at most (0: it is being replaced): another name of the file could be in a folder of others'.
+        # At most one link (0: it is being replaced): another could be in someone else's folder.
         if not ours or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_nlink > 1:
             raise BrokerUnavailableError(
                 f"{settings} says how to start the GPU broker, but others could have written it: it must be a plain "
@@ -338,7 +338,7 @@ def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | Non
 
 
 def check_folder(path: str) -> None:
-    """Raise BrokerUnavailableError for a socket that another user could have put into its folder. Only root writes to /run."""
+    """Raise BrokerUnavailableError if another user could have created the socket. Only root writes to /run."""
     folder = Path(path).absolute().parent
     if is_service_socket(path):
         return
@@ -364,7 +364,7 @@ def check_folder(path: str) -> None:
 
 
 def check_reachable(path: str) -> None:
-    """Raise BrokerUnavailableError if other users cannot enter the socket's folder; one that does not exist yet is made open."""
+    """Raise BrokerUnavailableError if other users cannot enter the socket's folder. A missing one will be created open."""
     folder = Path(path).absolute().parent
     for one in (folder, *folder.parents):
         if one.exists() and not one.stat().st_mode & stat.S_IXOTH:
@@ -398,9 +398,9 @@ def _make_private(folder: Path) -> None:
 
 
 def _short_path(path: str) -> str:
-    """Return a socket path in a short private folder whose name is derived from `path` alone."""
+    """Return a socket path in a short private folder named after `path`."""
     name = f"jupyter-gpu-{os.geteuid()}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
-    for parent in (temporary_folder(), Path("/tmp")):  # noqa: S108 - the folder is checked to be ours and private
+    for parent in (temporary_folder(), Path("/tmp")):  # noqa: S108 - we check that it is ours and private
         short = parent / name / "broker.sock"
         if len(os.fsencode(str(short))) <= _LONGEST_PATH:
             _make_private(short.parent)

@@ -1,6 +1,6 @@
-"""Calls to the broker from an event loop, and its status as it changes: for Jupyter servers, hubs and their page.
+"""Calls the broker from an event loop, and follows its status, for Jupyter servers, hubs and their page.
 
-A client blocks, so each call or stream has its own daemon thread and connection. A cancelled one is given up: the broker sees the hang-up.
+A client blocks, so each call or stream has its own daemon thread and connection. Cancelling one hangs up, which the broker notices.
 """
 
 import asyncio
@@ -22,21 +22,21 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class AsyncClient(Generic[C]):
-    """Works with clients that `connect` makes, in threads; a broker that does not answer is tried again for `patience_s` seconds."""
+    """Uses clients from `connect`, in threads. An unanswered call is retried for `patience_s` seconds."""
 
     def __init__(self, connect: Callable[[], C], *, patience_s: float = 0.0) -> None:
         self._connect = connect
         self._patience_s = patience_s
 
     async def call(self, work: Callable[[C], T]) -> T:
-        """Return what `work` returns. Raises what it raises. Cancelled: the call is given up."""
+        """Return or raise what `work` does. Cancellation gives up the call."""
         async with aclosing(self.stream(lambda client: [work(client)])) as results:
             async for result in results:
                 return result
         raise AssertionError("there is one result")
 
     async def stream(self, lines: Callable[[C], Iterable[T]]) -> AsyncGenerator[T, None]:
-        """Yield the items of `lines`, one at a time. Raises what it raises. Closed or cancelled: it is given up."""
+        """Yield the items of `lines`, or raise what it raises. Closing or cancelling gives it up."""
         end_s = time.monotonic() + self._patience_s
         while True:
             try:
@@ -94,9 +94,9 @@ async def follow(
     take: Callable[[HostStatus], None],
     lost: Callable[[FractionalGPUError], None],
 ) -> None:
-    """Call `take` with the host's status, at once and after each change, and `lost` with the reason when there is none; until cancelled.
+    """Until cancelled, call `take` with the host's status at once and after each change, or `lost` with why there is none.
 
-    A loop that was busy gets fewer, newer ones: the broker queues no lines.
+    A busy loop gets fewer, newer statuses: the broker queues no lines.
     """
     pause_s = _FIRST_PAUSE_S
     while True:

@@ -3,7 +3,7 @@
 Not `http.client`: every kernel imports this module, and `http.client` adds 1.7 ms to the client's 3.2 ms, doubles the time of each call,
 and does not limit a reply's size.
 
-A connection carries one request. The body of its reply has a Content-Length or comes in chunks. Everything that is read has a limit.
+A connection carries one request. Its reply's body has a Content-Length or comes in chunks. All reads are limited.
 """
 
 import errno
@@ -25,7 +25,7 @@ from fractional_gpu.protocol.errors import (
 from fractional_gpu.protocol.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_STRING, VERSION_HEADER
 from fractional_gpu.protocol.names import VERSION
 
-ANSWER_S = 5.0  # after so long a person learns that the broker does not answer
+ANSWER_S = 5.0  # after this, people learn that the broker does not answer
 
 
 def is_service_socket(path: str) -> bool:
@@ -35,21 +35,21 @@ def is_service_socket(path: str) -> bool:
 
 
 def claim_address(path: str) -> bytes:
-    """Return the abstract address at which a socket's broker also listens. Links are not followed: one may replace a deleted folder."""
+    """Return the abstract address of a socket's broker. Links are not followed, as one may replace a deleted folder."""
     digest = hashlib.sha256(os.fsencode(Path(path).absolute())).hexdigest()
     return f"\0jupyter-gpu-broker-{digest[:32]}".encode("ascii")
 
 
 def claim_holder(path: str) -> int | None:
-    """Return the process that is this socket's broker, of this user or root, even if its files were deleted; None if there is none."""
-    from fractional_gpu.host.claims import holder  # noqa: PLC0415 - kernels import this module, and do not look for brokers
+    """Return the pid of this socket's broker if it is this user's or root's, even if its files were deleted."""
+    from fractional_gpu.host.claims import holder  # noqa: PLC0415 - kernels import this and never look for brokers
 
     pid, uid = holder(claim_address(path))
     return pid or None if uid in (0, os.geteuid()) else None
 
 
 def listener_pid(sock: socket.socket) -> int | None:
-    """Return the process that listens on the socket to which this one is connected; None if it cannot be identified."""
+    """Return the pid that listens at the other end of the socket, or None if it cannot be identified."""
     from fractional_gpu.host.peers import peer_credentials  # noqa: PLC0415 - for errors only
 
     try:
@@ -59,7 +59,7 @@ def listener_pid(sock: socket.socket) -> int | None:
 
 
 def not_answering(path: str, seconds: float, pid: int | None) -> str:
-    """Return the sentence about a broker that did not answer within `seconds`: its process, its state and what to do."""
+    """Return a sentence about a broker that did not answer within `seconds`: its process, its state and what to do."""
     try:
         status = Path(f"/proc/{pid}/status").read_text("ascii", errors="replace")
     except OSError:
@@ -91,7 +91,7 @@ _LONGEST_RETRY_S = 30.0
 
 
 class Connection:
-    """One connection to the broker, for one thread at a time; only `abort` may be called from another.
+    """One connection to the broker, for one thread at a time. Any thread may call `abort`.
 
     `timeout_s` bounds each wait for the broker in seconds (None: no limit). Raises BrokerUnavailableError if no broker listens at `path`,
     or no socket is available.
@@ -105,12 +105,12 @@ class Connection:
         self._reader = self._socket.makefile("rb")
 
     def close(self) -> None:
-        """Close this end only: harmless in a forked child."""
+        """Close only our end: harmless in a forked child."""
         self._reader.close()
         self._socket.close()
 
     def abort(self) -> None:
-        """Wake a thread that is blocked reading (it sees the end of the stream). Safe from any thread."""
+        """Wake a thread blocked in a read, which then sees the end of the stream. Thread-safe."""
         with suppress(OSError):  # already closed: no thread is blocked
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -122,9 +122,9 @@ class Connection:
         body: bytes | None,
         headers: Mapping[str, str],
     ) -> None:
-        """Send one request; `headers` are further ones, each one line of printable ASCII.
+        """Send one request. `headers` are additional ones, each one line of printable ASCII.
 
-        Raises BrokerUnavailableError; before anything is sent, BadRequestError or RequestTooLargeError for what the broker could not read.
+        Raises BrokerUnavailableError, or BadRequestError or RequestTooLargeError before sending what the broker could not read.
         """
         if token is not None and not (0 < len(token) <= MAX_STRING and token.isascii() and token.isprintable()):
             raise BadRequestError(
@@ -150,12 +150,12 @@ class Connection:
         try:
             self._socket.sendall(head + (body or b""))
         except (BrokenPipeError, ConnectionResetError):
-            return  # the broker may have said why before it hung up: reading returns that, or raises this error
+            return  # the broker may have said why before it hung up: reading returns that or raises this
         except OSError as error:
             raise self._broken(error) from error
 
     def read_head(self, timeout_s: float) -> None:
-        """Read status line and headers; `timeout_s` bounds each wait from now on. Raises BrokerUnavailableError, InternalBrokerError."""
+        """Read status line and headers. `timeout_s` bounds all later waits. Raises BrokerUnavailableError, InternalBrokerError."""
         self._socket.settimeout(timeout_s)
         version, status, *_ = [*self._line().split(None, 2), b"", b""]
         if version != b"HTTP/1.1" or len(status) != 3 or not status.isdigit():
@@ -171,7 +171,7 @@ class Connection:
 
     @property
     def retry_s(self) -> float:
-        """After how many seconds the broker accepts the request again."""
+        """The seconds after which the request may be repeated."""
         text = self._headers.get("retry-after", "")
         return min(float(text), _LONGEST_RETRY_S) if text.isascii() and text.isdigit() else 1.0
 
@@ -184,7 +184,7 @@ class Connection:
         return bytes(body)
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the non-empty lines of a streamed body, as they come, until the broker ends it in an orderly way."""
+        """Yield a streamed body's non-empty lines as they come, until the broker ends it cleanly."""
         rest = b""
         for part in self._parts():
             *whole, rest = (rest + part).split(b"\n")
@@ -244,7 +244,7 @@ class Connection:
 
 
 class Call:
-    """One call, on one connection after the other. `give_up` may be called from another thread."""
+    """One call, over successive connections. Any thread may call `give_up`."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()  # the event's lock may be held when a child is forked
@@ -252,17 +252,17 @@ class Call:
         self._connection: Connection | None = None
 
     def use(self, connection: Connection) -> None:
-        """Continue on this connection. Raises BrokerUnavailableError if the call is given up."""
+        """Continue on this connection. Raises BrokerUnavailableError if given up."""
         self._connection = connection
         self._check()
 
     def pause(self, seconds: float) -> None:
-        """Wait. Raises BrokerUnavailableError, at once, if the call is given up."""
+        """Wait. Raises BrokerUnavailableError as soon as the call is given up."""
         self._given_up.wait(seconds)
         self._check()
 
     def give_up(self) -> None:
-        """Wake the call from any wait: it raises BrokerUnavailableError, and sends nothing more."""
+        """Make the call raise BrokerUnavailableError, even while it waits, and send nothing more."""
         if self._pid == os.getpid():
             # Set the flag first: `use` checks it for each new connection.
             self._given_up.set()
@@ -280,7 +280,7 @@ def _check_size(size: int) -> None:
 
 
 def _connect(path: str, timeout_s: float | None) -> socket.socket:
-    """Return a connected socket, after waiting for room in a full backlog. Raises BrokerUnavailableError."""
+    """Return a connected socket, waiting for room in a full backlog. Raises BrokerUnavailableError."""
     try:
         sock = _open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
@@ -309,7 +309,7 @@ def _connect(path: str, timeout_s: float | None) -> socket.socket:
 def _no_connection(path: str, error: OSError) -> BrokerUnavailableError:
     reason = "no-broker"
     if isinstance(error, FileNotFoundError | ConnectionRefusedError):
-        from fractional_gpu.host.workload import own_workload  # noqa: PLC0415 - if none serves only
+        from fractional_gpu.host.workload import own_workload  # noqa: PLC0415 - only if none serves
 
         start = (
             "an administrator starts the node's" if own_workload(os.environ) else "start one with `jupyter gpu broker`"
@@ -319,7 +319,7 @@ def _no_connection(path: str, error: OSError) -> BrokerUnavailableError:
         reason = "no-access"
         why = f"the socket of the GPU broker, {path}, may not be opened by this user; ask the administrator for access"
     elif error.errno == errno.EAGAIN:
-        # A full backlog belongs to a broker that runs and accepts no connection: do not start a second one next to it.
+        # A full backlog means that a broker runs but accepts nothing: do not start a second one.
         reason = "timeout"
         why = (
             f"the GPU broker at {path} takes no connections now: it is overloaded or stopped; if it stays so, "

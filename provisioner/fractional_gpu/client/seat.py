@@ -1,6 +1,6 @@
-"""Seats: the one that the hub gave this server, in the file that `JUPYTER_GPU_SEAT_FILE` names, and the client that hubs use.
+"""The seat that the hub gave this server, in the file that `JUPYTER_GPU_SEAT_FILE` names, and the client for hubs.
 
-Its pool, fraction and memory are for display. The broker keeps the values that count.
+The file's pool, fraction and memory are for display. The broker keeps the values that count.
 """
 
 import os
@@ -31,12 +31,12 @@ from fractional_gpu.protocol.status import SeatStatus
 
 SEAT_FILE_VARIABLE = "JUPYTER_GPU_SEAT_FILE"
 POD_SHARE_VARIABLE = "JUPYTER_GPU_POD_SHARE"
-"""POOL/THOUSANDTHS of a pod's seat, for display: nothing can be put into a pod, so its seat has no file."""
+"""POOL/THOUSANDTHS of a pod's seat, for display: no file can be put into a pod."""
 _LONGEST = 16 * 1024  # bytes
 
 
 class Seat(HidesSecrets, frozen=True, kw_only=True):
-    """What the kernels of this server may use in sum. Fraction in milli-GPU, memory in MiB."""
+    """What this server's kernels may use in total. Fraction in milli-GPU, memory in MiB."""
 
     seat_id: str
     token: str
@@ -46,13 +46,13 @@ class Seat(HidesSecrets, frozen=True, kw_only=True):
 
 
 def own_seat() -> Seat | None:
-    """Return this process's seat, None without one. Raises FractionalGPUError for an unreadable file."""
+    """Return this process's seat, or None. Raises FractionalGPUError for an unreadable file."""
     path = os.environ.get(SEAT_FILE_VARIABLE)
     return read_seat(path) if path else None
 
 
 def own_share() -> tuple[str, int] | None:
-    """Return pool and thousandths of this process's seat, for display; None without one. Raises FractionalGPUError."""
+    """Return the pool and thousandths of this process's seat, for display, or None. Raises FractionalGPUError."""
     seat = own_seat()
     if seat is not None:
         return seat.pool, seat.fraction_milli
@@ -61,7 +61,7 @@ def own_share() -> tuple[str, int] | None:
 
 
 def read_seat(path: str) -> Seat:
-    """Return the seat in a file. Raises FractionalGPUError that says what to do."""
+    """Read a seat from its file. Raises FractionalGPUError."""
     remedy = "stop this server on the hub's page and start it again"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -81,7 +81,7 @@ def read_seat(path: str) -> Seat:
 
 
 def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | None = None) -> None:
-    """Write the seat to a new private file of the user `uid` (None: of this process's user). Raises OSError."""
+    """Write the seat to a new private file owned by `uid` (None: by this process's user). Raises OSError."""
 
     def give(descriptor: int) -> None:
         if uid is not None:
@@ -91,7 +91,7 @@ def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | Non
 
 
 class SeatClient(BrokerClient):
-    """A client that also has a hub's routes, which raise ForbiddenError for a peer that is no administrator."""
+    """A client that also has a hub's routes, which raise ForbiddenError for non-administrators."""
 
     def offers(self, request: OfferRequest) -> Offers:
         """Return what each pool offers one user now."""
@@ -104,12 +104,12 @@ class SeatClient(BrokerClient):
     def take_seat(self, request: SeatRequest) -> Iterator[SeatProgress]:
         """Yield the request's progress while it waits for a seat; the last line is `granted` or `refused`.
 
-        Hanging up, also by `close` from another thread, withdraws it. Raises BadRequestError and BrokerUnavailableError.
+        Hanging up, even by `close` in another thread, withdraws it. Raises BadRequestError and BrokerUnavailableError.
         """
         return self.wait(routes.TAKE_SEAT, request)
 
     def confirm_seat(self, seat_id: str) -> SeatStatus:
-        """Report that the hub has saved the seat: it no longer expires. Raises NotFoundError."""
+        """Report that the hub saved the seat, so that it never expires. Raises NotFoundError."""
         return self.call(routes.CONFIRM_SEAT, about=seat_id)
 
     def pools(self) -> PoolList:

@@ -5,7 +5,7 @@ has a state folder on a local disk:
 
 - for a system service `/var/lib/jupyter-gpu`;
 - for a user `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or `/var/tmp/jupyter-gpu-UID/HOST/SOCKET` if that is
-  on a network filesystem, not writable or below another user's folder; an existing one of the two is taken;
+  on a network filesystem, not writable or below another user's folder; an existing one of the two is used;
 - the folder in the setting `state_dir`; on a network filesystem one below it for each node (`node_name`), unless it has a ledger already.
 """
 
@@ -22,7 +22,7 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError
 SERVICE_STATE = Path("/var/lib/jupyter-gpu")
 LEDGER_NAMES = ("ledger.sqlite", "ledger-simulated.sqlite")
 _SERVICE_FOLDER = Path("/run/jupyter-gpu")
-_VAR_TMP = Path("/var/tmp")  # noqa: S108 - the folder below it is checked to be ours and private
+_VAR_TMP = Path("/var/tmp")  # noqa: S108 - we check that our folder below it is private
 _MACHINE_ID = Path("/etc/machine-id")
 _MOUNTS = Path("/proc/self/mountinfo")
 # fmt: off
@@ -41,25 +41,25 @@ def ledger_name(*, simulated: bool) -> str:
 
 
 def state_folder(socket: str, configured: Path | None = None) -> Path:
-    """Return the folder of the broker on this socket, existing or not; `configured`: the setting `state_dir`."""
+    """Return this socket's broker's folder, which may not exist. `configured`: the setting `state_dir`."""
     if configured is not None:
         has_ledger = any(os.path.lexists(configured / name) for name in LEDGER_NAMES)
         return configured / node_name() if is_network(configured) and not has_ledger else configured
     if os.geteuid() == 0 and Path(socket).parent == _SERVICE_FOLDER:
         return SERVICE_STATE
-    # Links are not followed: a link that replaces a deleted folder must not lead a broker away from its ledger.
+    # Links are not followed: one that replaces a deleted folder must not lead a broker away from its ledger.
     tail = Path(_host(), hashlib.sha256(os.fsencode(Path(socket).absolute())).hexdigest()[:12])
     bases = [base for base in (_state_home(), _spare_base()) if base is not None]
     for base in bases:
         if _is_ours(base) and (base / tail).is_dir():
             return base / tail
-    # Root may write to another user's home, by `sudo -E`, whose owner could then not use what root makes there.
+    # With `sudo -E`, root would create files in another user's home that the owner could not use.
     suits = _is_writable(bases[0]) and not is_network(bases[0]) and foreign_above(bases[0]) is None
     return (bases[0] if suits else bases[-1]) / tail
 
 
 def make_state_folder(socket: str, configured: Path | None = None) -> Path:
-    """Return the broker's folder, made for its user alone if it is missing. Raises BrokerUnavailableError if it is not the user's."""
+    """Return the broker's folder, creating a missing one as private. Raises BrokerUnavailableError if it is not the user's."""
     folder = state_folder(socket, configured)
     base = own_base(folder)
     try:
@@ -76,38 +76,38 @@ def make_state_folder(socket: str, configured: Path | None = None) -> Path:
 
 
 def own_base(folder: Path) -> Path | None:
-    """Return the folder above all state of this user, if `folder` is one that was chosen below it."""
+    """Return the folder that holds all of this user's state, if we chose `folder` below it."""
     base = folder.parent.parent
     return base if base in (_state_home(), _spare_base()) else None
 
 
 def own_host_folders() -> list[Path]:
-    """Return the existing folders of this user with the state of brokers of this host: of each broker a folder below."""
+    """Return this user's existing state folders for this host. Each has a subfolder per broker."""
     bases = [base for base in (_state_home(), _spare_base()) if base is not None]
     return [base / _host() for base in bases if _is_ours(base) and (base / _host()).is_dir()]
 
 
 def filesystem_type(path: Path) -> str:
-    """Return the type of the filesystem of the path, existing or not; "" where /proc does not list it."""
+    """Return the type of the path's filesystem, or "" if /proc does not list it. The path need not exist."""
     try:
         table = mount_table(_MOUNTS)
     except OSError:
         return ""
     real = Path(os.path.realpath(path))
     above = [mount for mount in table if real.is_relative_to(mount.point)]
-    # Of two mounts on the same point, the later one hides the other.
+    # Of two mounts at the same point, the later hides the earlier.
     nearest = max(reversed(above), key=lambda mount: len(mount.point.parts), default=None)
     return "" if nearest is None else nearest.kind
 
 
 def is_network(path: Path) -> bool:
-    """Whether several hosts may share the filesystem of the path, existing or not. Unknown FUSE filesystems count as shared."""
+    """Whether hosts may share the path's filesystem, as unknown FUSE ones might. The path need not exist."""
     kind = filesystem_type(path)
     return kind in _NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE)
 
 
 def _state_home() -> Path | None:
-    """Return our folder in the user's state folder; None for a user without a home."""
+    """Return our folder in the user's state folder, or None without a home."""
     named = os.environ.get("XDG_STATE_HOME", "")
     if Path(named).is_absolute():  # the specification says to ignore a relative path
         return Path(named) / "jupyter-gpu"
@@ -122,17 +122,17 @@ def _spare_base() -> Path:
 
 
 def node_name() -> str:
-    """Return a constant name for this host: machine id and host name, since nodes that boot one image may share the id."""
+    """Return a constant name for this host, from machine id and host name: nodes that boot one image may share the id."""
     return _hashed(f"jupyter-gpu {_machine_id()} {socket_module.gethostname()}")
 
 
 def _host() -> str:
-    """Return a name for this host: constant over reboots, and different for each host that shares the home."""
+    """Return a name for this host that survives reboots and differs between hosts that share the home."""
     return _hashed(f"jupyter-gpu {_machine_id() or socket_module.gethostname()}")
 
 
 def _machine_id() -> str:
-    """Return the machine's id; empty if it has none, or none yet (machine-id(5): `uninitialized` in images)."""
+    """Return the machine's id, or "" if it has none yet (machine-id(5): `uninitialized` in images)."""
     try:
         identity = _MACHINE_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -141,7 +141,7 @@ def _machine_id() -> str:
 
 
 def _hashed(text: str) -> str:
-    """Return a name for a folder. machine-id(5): do not expose the machine's id unhashed."""
+    """Return a folder name. machine-id(5): do not expose the machine's id unhashed."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -161,7 +161,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def make_own_folder(folder: Path, *, or_link: bool = False) -> str:
-    """Make the folder with mode 0700, and return what is wrong with an existing one; empty: it is this user's. Raises OSError."""
+    """Create the folder with mode 0700, or return what is wrong with an existing one, "" if nothing. Raises OSError."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     link, status = folder.lstat(), folder.stat()

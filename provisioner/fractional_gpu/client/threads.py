@@ -1,7 +1,7 @@
-"""Blocking calls from an event loop that may be forked, or run while its program exits: one thread for each call.
+"""Runs blocking calls for an event loop, even a forked or an exiting one: one thread per call.
 
-`asyncio.to_thread` keeps its threads in the loop's default executor. After a fork the child has the executor without its threads: its work
-never runs. Once the interpreter has begun to exit (`atexit`), executors refuse work. And calls that wait for the GPU would fill it.
+`asyncio.to_thread` uses the loop's default executor. After a fork, the child has the executor without its threads, so its work
+never runs. Once the interpreter begins to exit (`atexit`), executors refuse work. And calls that wait for the GPU would fill it.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from fractional_gpu.host.threads import start
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# A forked loop shares its wake-up pipe with its parent, and either process may read the other's byte: so it also wakes by time.
+# A forked loop shares its wake-up pipe with its parent, which may read its bytes: so it also wakes by time.
 _LOST_WAKEUP_S = 0.05
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in a daemon thread and return its result; if no thread can be started, run it here. Raises what it raises.
+    """Return or raise what `work` does, run in a daemon thread, or here if no thread can be started.
 
-    Cancelled, it returns at once; the work runs to its end, and its result is dropped.
+    If cancelled, it returns at once; the work runs to its end, and its result is dropped.
     """
     done = Future[T]()
     context = contextvars.copy_context()
@@ -31,7 +31,7 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     def run() -> None:
         try:
             result = context.run(work, *args, **kwargs)
-        except BaseException as error:  # noqa: BLE001 - raised again where the work is awaited
+        except BaseException as error:  # noqa: BLE001 - re-raised where the work is awaited
             done.set_exception(error)
         else:
             done.set_result(result)
@@ -39,7 +39,7 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     done.set_running_or_notify_cancel()  # so that a cancelled wait does not cancel it
     try:
         start(threading.Thread(target=run, name=f"gpu-{getattr(work, '__name__', 'work')}", daemon=True))
-    except OSError:  # the system has no thread left, or Python 3.12 starts none any more while it exits
+    except OSError:  # the system has no thread left, or Python 3.12 starts none while it exits
         run()
     outcome = asyncio.wrap_future(done)
     try:

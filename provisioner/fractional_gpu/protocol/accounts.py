@@ -16,9 +16,9 @@ _Seconds = Annotated[int, Meta(ge=0, le=EVER_S)]
 
 
 class UsageQuery(Struct, frozen=True, kw_only=True):
-    """What to sum by (any of `USAGE_BY`, separated by commas; empty: one sum for each currency), and over which hours.
+    """What to sum by (a comma-separated list from `USAGE_BY`; empty: one sum per currency), and over which hours.
 
-    `since_s`, `until_s`: hours that begin in this range, seconds since 1970. The other fields: only this one, by exact name (empty: the
+    `since_s`, `until_s`: hours that begin in this range, seconds since 1970. Other fields limit the sum to an exact name (empty: the
     pool's own part). `seated`: only users of the hub (1) or of the machine (0); the same name in both is two users.
     """
 
@@ -31,19 +31,19 @@ class UsageQuery(Struct, frozen=True, kw_only=True):
     device: _Name | None = None
     lease: _Name | None = None
     seated: bool | None = None
-    advice: bool = False  # with advice on shares, which sums by notebook have anyway
+    advice: bool = False  # adds advice on shares, which sums by notebook always have
 
 
 class UsageEntry(Struct, frozen=True, kw_only=True):
-    """A sum. `of`: what it is the sum of, by the names of `by`; times as text: `2026-11-24T08:00+0100`, `2026-11-24`, `2026-11`.
+    """A sum. `of`: the value of each name in `by`; times as text: `2026-11-24T08:00+0100`, `2026-11-24`, `2026-11`.
 
-    With `user` it has `account`, too: `hub` or `machine`, for two with the same name are two; empty with no user.
+    `user` comes with `account`, `hub` or `machine`, to tell apart users of the same name; empty with no user.
     """
 
     of: dict[str, str]
     currency: str  # of the amounts; empty: no price
     usage: Usage
-    carbon_mg: int = 0  # CO2 for the energy, by the carbon that is configured
+    carbon_mg: int = 0  # CO2 for the energy, by the configured carbon intensity
 
 
 class UsageReport(Struct, frozen=True, kw_only=True):
@@ -55,12 +55,12 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     entries: list[UsageEntry]
     simulated: bool
     scope: str  # whose figures these are: `all`, `group` or `own`
-    devices: dict[str, str] = {}  # names, by id, of those that the broker has now
+    devices: dict[str, str] = {}  # names of the broker's present devices, by id
     carbon: str = ""  # a sentence about the source of the carbon figures, or ""
     note: str = ""  # what is missing, a sentence
-    advice: list[ShareAdvice] = []  # if requested: about the reader's notebooks, for administrators about all
-    visible: str = "own"  # whose figures users may see by the broker's setting `usage_visible`: `own`, `group` or `all`
-    periods: dict[str, tuple[int, int]] = {}  # when the days and months of `entries` begin and end, seconds since 1970
+    advice: list[ShareAdvice] = []  # if requested: on the reader's notebooks, or all for administrators
+    visible: str = "own"  # whose figures users may see (the setting `usage_visible`): `own`, `group` or `all`
+    periods: dict[str, tuple[int, int]] = {}  # where days and months of `entries` begin and end, seconds since 1970
 
 
 class BudgetStatus(Struct, frozen=True, kw_only=True):
@@ -86,16 +86,16 @@ class BudgetStatus(Struct, frozen=True, kw_only=True):
 
 
 class BudgetList(Struct, frozen=True, kw_only=True):
-    """Budgets that the peer may see: its user's and group's, or all for administrators."""
+    """The budgets that the peer may see: its user's and group's, or all for administrators."""
 
     budgets: list[BudgetStatus]
     scope: str  # `all` or `own`
 
 
 class BudgetExtension(Struct, frozen=True, kw_only=True):
-    """More for one user or group: an amount such as `10 GPU hours`, until then (None: until the budget resets).
+    """More budget for a user or group: an amount such as `10 GPU hours`, and until when (None: the reset).
 
-    `account`: only for the user of that name of the hub (`hub`) or of the machine (`machine`); empty: for each of the two.
+    `account`: only for the user of that name on the hub (`hub`) or the machine (`machine`); empty: for both.
     """
 
     kind: str
@@ -106,17 +106,17 @@ class BudgetExtension(Struct, frozen=True, kw_only=True):
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """What a kernel and its user used. Each list has one entry for each currency."""
+    """What a kernel and its user used. Each list has one entry per currency."""
 
     lease_id: str
     pool: str
     simulated: bool
-    lease: list[UsageEntry]  # since the kernel's beginning
+    lease: list[UsageEntry]  # since the kernel's start
     today: list[UsageEntry]  # of all kernels of its user, local time
     month: list[UsageEntry]
     terms: str  # what the pool charges, a sentence
-    now_milli: int = 0  # what an hour of this kernel costs as it is now, thousandths of the currency
+    now_milli: int = 0  # the present cost of an hour of this kernel, thousandths of the currency
     currency: str = ""
     carbon: str = ""  # a sentence about the source of the carbon figures, or ""
     note: str = ""  # what is missing, a sentence
-    budgets: list[BudgetStatus] = []  # that the kernel counts for, the one of which the largest part is spent first
+    budgets: list[BudgetStatus] = []  # that the kernel counts against, the most spent (as a share) first

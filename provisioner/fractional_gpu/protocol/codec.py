@@ -1,10 +1,10 @@
-"""JSON of the messages: the broker decodes requests strictly, a client decodes replies leniently.
+"""JSON for the messages: the broker decodes requests strictly, clients decode replies leniently.
 
-A request has exactly the fields of its message, with values of exactly their types, and bounded strings, depth and number of values; any
+A request has only its message's fields, with values of exactly their types, and bounded strings, depth and number of values. Any
 bytes give a message, BadRequestError or RequestTooLargeError. In a reply, a known field of the wrong type is an InternalBrokerError here:
-later it would end a thread of a kernel, far from the cause.
+later it would kill a kernel's thread, far from the cause.
 
-Versions of one protocol number work together: a client sends only the fields that differ from their defaults, and ignores unknown ones.
+Versions with the same protocol number work together: a client sends only non-default fields, and ignores unknown ones.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,12 +24,12 @@ from fractional_gpu.protocol.limits import MAX_DEPTH, MAX_STRING, MAX_VALUES
 Message = TypeVar("Message", bound=msgspec.Struct)
 _LARGEST = 2**63 - 1  # the largest integer that the ledger can store
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode  # the values are skipped, not built
+_decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode  # values are skipped, not built
 
 
 def decode_request(body: bytes, kind: type[Message]) -> Message:
     """Decode one request. Raises BadRequestError that names the field, or RequestTooLargeError."""
-    # Each value but the first follows a comma, a bracket or a brace; what stands within texts is counted, too.
+    # Each value but the first follows a comma, a bracket or a brace. Those within strings count, too.
     values = body.count(b",") + body.count(b"[") + body.count(b"{")
     if values > MAX_VALUES:
         raise RequestTooLargeError(f"the body has {values} values; allowed: {MAX_VALUES}")
@@ -51,7 +51,7 @@ def decode_request(body: bytes, kind: type[Message]) -> Message:
 
 
 def decode_query(values: Mapping[str, str], kind: type[Message]) -> Message:
-    """Decode the query of a GET request; truth values are 1 and 0. Raises as `decode_request`."""
+    """Decode the query of a GET request; booleans are 1 and 0. Raises like `decode_request`."""
     _check_names(values, kind)
     try:
         return _within_limits(msgspec.convert(values, kind, strict=False))
@@ -72,7 +72,7 @@ def _within_limits(message: Message) -> Message:
 
 
 def _check(value: object, where: str, depth: int) -> None:
-    """Raise BadRequestError or RequestTooLargeError for the first thing in the value that is beyond a limit."""
+    """Raise BadRequestError or RequestTooLargeError if any part of the value exceeds a limit."""
     if isinstance(value, str):
         if len(value) > MAX_STRING:
             raise RequestTooLargeError(f"{where} has {len(value)} characters; allowed: {MAX_STRING}")
@@ -99,7 +99,7 @@ def _items(value: dict[str, object] | list[object] | msgspec.Struct) -> Iterable
 
 
 def decode_json(text: bytes) -> object:
-    """Return what a reply's JSON says. Raises InternalBrokerError for anything else."""
+    """Decode a reply's JSON. Raises InternalBrokerError for anything else."""
     try:
         decoded: object = msgspec.json.decode(text)
     except _NOT_JSON:
@@ -108,7 +108,7 @@ def decode_json(text: bytes) -> object:
 
 
 def decode_reply(payload: object, kind: type[Message]) -> Message:
-    """Return the message that a reply's decoded JSON says. Raises InternalBrokerError that names the field."""
+    """Convert a reply's decoded JSON to a message. Raises InternalBrokerError that names the field."""
     try:
         return msgspec.convert(payload, kind)
     except msgspec.ValidationError as error:
@@ -118,7 +118,7 @@ def decode_reply(payload: object, kind: type[Message]) -> Message:
 
 
 def encode_request(request: msgspec.Struct) -> bytes:
-    """Return the JSON of a request. Raises BadRequestError for text that UTF-8 has no bytes for."""
+    """Return a request's JSON. Raises BadRequestError for text that UTF-8 cannot encode."""
     try:
         return msgspec.json.encode(changed_fields(request))
     except UnicodeEncodeError as error:
@@ -134,7 +134,7 @@ def changed_fields(request: msgspec.Struct) -> dict[str, Any]:
 
 @cache
 def _defaults(kind: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
-    """Return the name and the default of each field, or NODEFAULT, which equals nothing else."""
+    """Return each field's name and default, or NODEFAULT, which equals nothing else."""
     return tuple(
         (field.name, field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory())
         for field in msgspec.structs.fields(kind)
@@ -147,7 +147,7 @@ def error_body(error: FractionalGPUError) -> dict[str, dict[str, str]]:
 
 
 def printable(text: str) -> str:
-    """Return untrusted text with `?` for each character that could control a terminal which shows it."""
+    """Return untrusted text with `?` for each character that could control a terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

@@ -1,6 +1,6 @@
 """Messages of the lease API: HTTP + JSON on a UNIX socket.
 
-They are msgspec Structs, since every kernel imports this module: to define the same classes as dataclasses takes 17 ms longer.
+They are msgspec Structs, since every kernel imports this module: defining them as dataclasses takes 17 ms longer.
 `fractional_gpu.protocol.codec` encodes and decodes them, `fractional_gpu.protocol.routes` says where they go.
 """
 
@@ -13,7 +13,7 @@ _SECRET_FIELDS = frozenset({"token", "connection"})
 
 
 class HidesSecrets(Struct, frozen=True, kw_only=True):
-    """A message with a token or a connection key: its `repr`, which tracebacks, logs and debuggers show, leaves them out."""
+    """A message with a token or a connection key. Its `repr`, as in tracebacks, logs and debuggers, leaves them out."""
 
     def __repr__(self) -> str:
         """Return the message without its secret fields."""
@@ -31,7 +31,7 @@ class Pong(Struct, frozen=True, kw_only=True):
 
 
 COMMAND, KERNEL = "command", "kernel"
-"""What a lease is for: a Jupyter kernel, or any other program (`jupyter gpu run`), to which no broker can listen."""
+"""What a lease is for: a Jupyter kernel, or another program (`jupyter gpu run`), which the broker cannot listen to."""
 
 
 class LeaseRequest(Struct, frozen=True, kw_only=True):
@@ -40,32 +40,32 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
     fraction_milli: int
     pool: str = "default"
     memory_mib: int | None = None
-    request_mib: int | None = None  # the guaranteed part, if the pool reserves by use; None: the fraction's share
+    request_mib: int | None = None  # the guaranteed memory if the pool reserves by use; None: the fraction's share
     devices: int = 1  # more than one: whole devices (fraction_milli 1000), `memory_mib` on each
     priority: int = 0
     kernel_id: str = ""
     label: str = ""  # for people
-    gated: bool = True  # the extension will be loaded: no reservation is needed before the first cell
-    wait_ms: int = 0  # ungated only: how long the broker may take to make room before it refuses; it bounds this
-    seat: str = ""  # the hub seat that it draws on; its token goes with the request
-    # KERNEL or COMMAND. A command is attached before its program runs, waits with `acquire`, and holds its reservation from then on.
+    gated: bool = True  # the extension will load, so the first cell can wait for a reservation
+    wait_ms: int = 0  # ungated only: how long the broker may take to make room; it bounds this
+    seat: str = ""  # the hub seat it draws on; the seat's token goes with the request
+    # KERNEL or COMMAND. A command is attached before its program runs, waits in `acquire`, and then keeps its reservation.
     kind: str = KERNEL
 
 
 class LeaseReply(HidesSecrets, frozen=True, kw_only=True):
-    """The lease and what its kernel needs. The caller writes `token` to a file of mode 0600 and passes the path on."""
+    """The lease and what its kernel needs. The caller writes `token` to a file of mode 0600 and passes on its path."""
 
     lease_id: str
     token: str
     reserve_mib: int
-    device_id: str | None  # known only if reserved already
+    device_id: str | None  # known only if already reserved
     simulated: bool
-    environment: dict[str, str] = {}  # for the kernel, except socket, lease and token file
-    notice: str = ""  # what happened to the kernel before this one, for its user
+    environment: dict[str, str] = {}  # for the kernel, without socket, lease and token file
+    notice: str = ""  # what happened to the previous kernel, for its user
 
 
 class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
-    """The process of a lease and its Jupyter connection (contents, not a path). The broker verifies all of it."""
+    """A lease's process and its Jupyter connection (contents, not a path). The broker verifies all of it."""
 
     pid: int
     start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
@@ -73,9 +73,9 @@ class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
     connection: dict[str, Any]  # Jupyter's connection file: ip, ports, transport, key (text), signature_scheme
     language: str = "python"
     ipykernel: bool = True  # subscribe to the prefix `kernel.` only
-    # KERNEL, or COMMAND: then `connection` is empty, and the process of the client is the one that says when it needs the GPU
+    # KERNEL, or COMMAND: then `connection` is empty, and the client's process says when it needs the GPU
     kind: str = KERNEL
-    served: bool = False  # a command that is in use while it has connections, if a device does not count its work
+    served: bool = False  # a command that is in use while it has connections, on devices that do not count its work
 
 
 class Done(Struct, frozen=True, kw_only=True):
@@ -91,7 +91,7 @@ class PinRequest(Struct, frozen=True, kw_only=True):
 
 
 class ExpectRequest(Struct, frozen=True, kw_only=True):
-    """A sign of a coming cell: focus, scroll, typing, hover, completion, inspection, widget or other. Contains nothing about the cell."""
+    """A sign of a coming cell: focus, scroll, typing, hover, completion, inspection, widget or other. It says nothing about the cell."""
 
     sign: str = "other"
     within_ms: int = 60_000
@@ -99,12 +99,12 @@ class ExpectRequest(Struct, frozen=True, kw_only=True):
 
 
 class ResizeRequest(Struct, frozen=True, kw_only=True):
-    """Another size; None: unchanged (`memory_mib` None with a new fraction: the fraction's share of the device)."""
+    """A new size. None: unchanged, except that a new fraction resets `memory_mib` to its share of the device."""
 
     fraction_milli: int | None = None
     memory_mib: int | None = None
-    wait_ms: int = 600_000  # how long to wait for room; then the lease stays as it was
-    burst: bool = False  # for one cell: the broker restores the former size if the process ends before it does
+    wait_ms: int = 600_000  # how long to wait for room, else the lease stays as it was
+    burst: bool = False  # for one cell: if the process ends first, the broker restores the former size
 
 
 class MoveRequest(Struct, frozen=True, kw_only=True):
@@ -117,18 +117,18 @@ class EvictRequest(Struct, frozen=True, kw_only=True):
     """End the kernel's processes and its lease. All its variables are lost, so the broker refuses it without `confirm`."""
 
     confirm: bool = False
-    why: str = ""  # for the kernel's user, whose next kernel shows it
+    why: str = ""  # for the kernel's user, shown by the next kernel
 
 
 class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Empty a device; `evict_busy`: suspend also kernels that run a cell. `deadline_in_ms`: the device goes away so long from now."""
+    """Empty a device. `evict_busy`: also suspend kernels that run a cell. `deadline_in_ms`: when the device goes away, from now."""
 
     evict_busy: bool = False
     deadline_in_ms: int | None = None
 
 
 class OthersUse(Struct, frozen=True, kw_only=True):
-    """What others used of a lease's device, the mean over a period in thousandths of it; None: the device does not count by process."""
+    """Others' mean use of a lease's device over a period, in thousandths; None: the device does not count by process."""
 
     used_milli: int | None
 
@@ -136,8 +136,8 @@ class OthersUse(Struct, frozen=True, kw_only=True):
 class AcquireRequest(Struct, frozen=True, kw_only=True):
     """Take a ticket for the GPU. The stream ends with `granted` or `refused`; disconnecting withdraws the ticket.
 
-    With `hold` the wait has no limit, and the stream continues after `granted`: the lease is in use until the client disconnects. A lease
-    that is preempted waits again, and the stream says so. With `watch` the stream follows the ticket that a preempted cell has.
+    With `hold` the wait has no limit, and the stream continues after `granted`: the lease is in use until the client disconnects. If
+    preempted, the lease waits again, and the stream says so. With `watch` the stream follows a preempted cell's ticket.
     """
 
     wait_ms: int = 3_600_000
@@ -146,13 +146,13 @@ class AcquireRequest(Struct, frozen=True, kw_only=True):
 
 
 class ResumeRequest(Struct, frozen=True, kw_only=True):
-    """Make a lease resident. `if_blocked`: only while its suspended process is in the middle of something that did not ask for it."""
+    """Make a lease resident. `if_blocked`: only if its suspended process is running something that did not request this."""
 
     if_blocked: bool = False
 
 
 class LeaseNews(Struct, frozen=True, kw_only=True):
-    """A line of a command's stream: its state, whether the device counted work since it was last brought back, or a notice."""
+    """A line of a command's stream: its state, whether the device counted work since its last resume, or a notice."""
 
     state: str = ""
     worked: bool = False
@@ -160,7 +160,7 @@ class LeaseNews(Struct, frozen=True, kw_only=True):
 
 
 class ProgressKind(StrEnum):
-    """What a line of a stream says that waits for the GPU or for a seat."""
+    """What a line says in a stream that waits for the GPU or a seat."""
 
     WAITING = "waiting"
     GRANTED = "granted"
@@ -168,13 +168,13 @@ class ProgressKind(StrEnum):
 
 
 class WaitLine(Struct, frozen=True, kw_only=True):
-    """What all lines of such a stream have. `kind`: a ProgressKind."""
+    """The fields of every line of such a stream. `kind`: a ProgressKind."""
 
     kind: str
     reason: str = ""
     sentence: str = ""
     position: int | None = None  # in the queue, from 1
-    expected_ms: int | None = None  # forecast of the rest of the wait, and the bounds of four outcomes of five
+    expected_ms: int | None = None  # forecast of the remaining wait, with the bounds of 80 % of outcomes
     low_ms: int | None = None
     high_ms: int | None = None
 
@@ -182,16 +182,14 @@ class WaitLine(Struct, frozen=True, kw_only=True):
 class Progress(WaitLine, frozen=True, kw_only=True):
     """A line of an acquire stream. `environment` comes with `granted`: variables that bind the process to its device.
 
-    `overlap` comes with `waiting` (and with the environment): the pool lets the cell run during the resume. The cell blocks in its
-    first call of the device until the state is back. The caller reads on until `granted`.
+    `overlap` comes with `waiting` (and the environment): the pool lets the cell run during the resume. Its first
+    device call blocks until the state is back. The caller reads on until `granted`.
     """
 
     device_id: str | None = None
     environment: dict[str, str] = {}
     overlap: bool = False
-    turn_ms: int | None = (
-        None  # the turns of the busy kernels in the way end in this time; None: they are not preempted
-    )
+    turn_ms: int | None = None  # when the turns of the busy kernels in the way end; None: they are not preempted
     slowdown_brief: str = ""  # where the cell would run: a forecast
 
 
@@ -200,21 +198,21 @@ CELL_RUNS, NO_CELL_RUNS = "a cell runs", "no cell runs"
 
 
 class GateVerb(StrEnum):
-    """What the broker commands the gate to do."""
+    """The broker's commands to the gate."""
 
     CLOSE = "close"  # close the gate if no cell runs: answer `closed` or `busy`
     SHRINK = "shrink"  # free cached device memory, on the idle main loop: answer `done` or `busy`
     OPEN = "open"  # cells may run; carries the environment of the device
     NOTICE = "notice"  # show a sentence at the next cell
-    PREEMPT = "preempt"  # close the gate for the next cell, although one runs: answer `closed`, with what the cells do
+    PREEMPT = "preempt"  # close the gate for the next cell even if one runs: answer `closed`, with what the cells do
     LIMIT = "limit"  # the memory limit has changed; carries the environment
 
 
 class GateCommand(Struct, frozen=True, kw_only=True):
     """A line of the gate stream. The answer to a command repeats its `number` (0: no answer); an empty verb is a keep-alive.
 
-    `urgent`: show a notice now, also while a cell runs. `topic`: replace an earlier notice with this topic that is not yet in a cell's
-    output. `hears`, in any line: the broker itself detects whether this stream is read, so the extension need not pulse.
+    `urgent`: show a notice now, even while a cell runs. `topic`: replace an earlier notice on this topic that no cell has shown
+    yet. `hears`, in any line: the broker itself detects whether this stream is read, so the extension need not pulse.
     """
 
     verb: str = ""
@@ -232,8 +230,8 @@ class GateHello(Struct, frozen=True, kw_only=True):
     version: str
     open: bool
     busy: bool
-    managed: str = ""  # why its process cannot be checkpointed, a sentence; empty: no reason is known
-    inputs: list[str] = []  # the ids of the requests that use no GPU
+    managed: str = ""  # a sentence why its process cannot be checkpointed, if known
+    inputs: list[str] = []  # ids of the requests that use no GPU
 
 
 class GateAnswer(Struct, frozen=True, kw_only=True):
@@ -241,8 +239,8 @@ class GateAnswer(Struct, frozen=True, kw_only=True):
 
     With `number` 0 it answers no command: `pulse` proves that Python runs (to a broker that cannot detect it), `exempt` says that the
     running cells do not use the GPU, and `done` that the last of them has ended. `managed` says that the process cannot be checkpointed,
-    and `detail` why. `input` lists in `detail`, separated by spaces, the ids of all requests that use no GPU, because they wait for input
-    or cannot reach it. The `detail` of `done` after a shrink says what was freed, and `reserved_mib=N` if the frameworks' allocators report
+    and `detail` why. `input` lists in `detail`, separated by spaces, the ids of all requests that wait for input or cannot reach the GPU.
+    After a shrink, the `detail` of `done` says what was freed, with `reserved_mib=N` if the frameworks' allocators report
     it.
     """
 
@@ -256,7 +254,7 @@ SLURM, KUBERNETES = "slurm", "kubernetes"
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """The job or pod that a seat belongs to. Only processes of that workload draw on the seat, and the seat ends with it."""
+    """The job or pod that a seat belongs to. Only its processes draw on the seat, which ends with it."""
 
     engine: str  # SLURM or KUBERNETES
     id: str  # a Slurm job's number, or a pod's UID

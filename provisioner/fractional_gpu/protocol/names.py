@@ -1,7 +1,7 @@
 """The vocabulary of the socket: names that people gave, the words for states, and the versions of both sides.
 
-An administrator's program, such as a hub's service, names in the header `X-Acting-For` the administrator on whose behalf it sends a
-request. The header gives no rights: its name goes into the audit log. The broker refuses it from all others.
+An administrator's program, such as a hub's service, names the administrator it acts for in the header `X-Acting-For`. The
+header gives no rights: the name goes into the audit log. The broker refuses it from anyone else.
 """
 
 import re
@@ -14,7 +14,7 @@ from fractional_gpu import __version__
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
 
-if TYPE_CHECKING:  # messages need msgspec, whose absence this module reports
+if TYPE_CHECKING:  # messages need msgspec, whose absence we report
     from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus
 
 ACTING_FOR = "X-Acting-For"
@@ -23,8 +23,8 @@ CAUSE = "X-Cause"
 
 
 def describe_unprintable(name: str) -> str:
-    """Return the first character that could control what shows the name, as `U+202E (right-to-left override)`; empty: none."""
-    import unicodedata  # noqa: PLC0415 - kernels import this module, and check no names
+    """Return the first character that could affect a display, such as `U+202E (right-to-left override)`, or ""."""
+    import unicodedata  # noqa: PLC0415 - kernels import this module but check no names
 
     for character in name:
         if not character.isprintable():
@@ -34,12 +34,12 @@ def describe_unprintable(name: str) -> str:
 
 
 def encode_acting_for(name: str) -> str:
-    """Return the header's value for a name: percent-encoded UTF-8, since HTTP carries ASCII only. Raises BadRequestError."""
+    """Encode a name for the header: percent-encoded UTF-8, since HTTP headers are ASCII. Raises BadRequestError."""
     return quote(_check(name), safe="")
 
 
 def decode_acting_for(values: Sequence[str]) -> str | None:
-    """Return the name in the header's values, None without the header. Raises BadRequestError."""
+    """Return the name from the header's values, or None without the header. Raises BadRequestError."""
     if not values:
         return None
     if len(values) > 1:
@@ -68,12 +68,12 @@ def _check(name: str) -> str:
     return name
 
 
-# The states of a lease in words, for the terminal, the notebook, the hub's page and the demonstration. JupyterLab's extension has the same
-# in `words.ts`; a test compares the two.
+# A lease's states in words, for the terminal, the notebook, the hub's page and the demonstration. JupyterLab's extension has the same
+# words in `words.ts`; a test compares them.
 
 
 class StateWords(NamedTuple):
-    """A state: `words` for a column or a status line, `meaning` for the kernel's own user."""
+    """A state's `words`, for a column or a status line, and its `meaning` to the kernel's user."""
 
     words: str
     meaning: str
@@ -95,17 +95,17 @@ STATES: Final[Mapping[str, StateWords]] = {
 
 
 def state_words(state: str) -> str:
-    """Return the state in a few words; unknown states are returned unchanged."""
+    """Describe the state in a few words; unknown states are unchanged."""
     return STATES[state].words if state in STATES else state
 
 
 def state_meaning(state: str) -> str:
-    """Return what the state means for the kernel's user; unknown states are returned unchanged."""
+    """Explain the state to the kernel's user; unknown states are unchanged."""
     return STATES[state].meaning if state in STATES else state
 
 
 def device_deadline(device: "DeviceStatus") -> str:
-    """Return that a device goes away, when, and what becomes of the kernels on it; empty: it does not, or that is past."""
+    """Say when a device goes away and what becomes of its kernels; "" if it stays or is already gone."""
     if not device.goes_away_in_ms:
         return ""
     found = [
@@ -117,7 +117,7 @@ def device_deadline(device: "DeviceStatus") -> str:
 
 
 def gpu_deadline(lease: "LeaseStatus") -> str:
-    """Return that a kernel's GPU goes away, when, and what becomes of the kernel's state; empty: it does not."""
+    """Say when a kernel's GPU goes away and what becomes of the kernel's state; "" if it stays."""
     if lease.goes_away_in_ms is None:
         return ""
     when = f"its GPU goes away in {_duration(lease.goes_away_in_ms)}"
@@ -127,34 +127,34 @@ def gpu_deadline(lease: "LeaseStatus") -> str:
 
 
 def lease_deadline(lease: "LeaseStatus") -> str:
-    """Return the same of a kernel's GPU and of its host; empty: neither goes away."""
+    """Say the same of a kernel's GPU and its host; "" if both stay."""
     left_ms = lease.host_goes_away_in_ms
     parts = [gpu_deadline(lease), "" if left_ms is None else host_deadline(left_ms)]
     return "; ".join(part for part in parts if part)
 
 
 def host_deadline(left_ms: int) -> str:
-    """Return that the host goes away in so long, and what that means."""
+    """Say when the host goes away, and what that means."""
     left = f"goes away in {_duration(left_ms)}" if left_ms else "was to go away by now"
     return f"its host {left}, with all of its memory: save to a disk that outlives it"
 
 
 def _duration(ms: int) -> str:
-    """Return the time in words, rounded up to whole seconds."""
+    """Format a duration in words, rounded up to whole seconds."""
     from fractional_gpu.core.units import format_duration  # noqa: PLC0415 - kernels load this module at their start
 
     return format_duration(-(-ms // 1000) * 1000)
 
 
-# Versions: each request has the header `X-Jupyter-GPU-Version` (`0.3.1; protocol=1`). The protocol's number changes only when the two
-# sides cannot understand each other at all: then the broker answers nothing but `ping`. A missing header counts as our protocol: the header
+# Versions: each request has the header `X-Jupyter-GPU-Version` (`0.3.1; protocol=1`). The protocol number changes only when the two
+# sides cannot understand each other at all: then the broker answers only `ping`. A missing header counts as our protocol: the header
 # explains errors and gives no rights.
 
 VERSION = f"{__version__}; protocol={PROTOCOL_VERSION}"
 
 
 def refusal(*, client: str = VERSION, broker: str = VERSION) -> str:
-    """Return why the two versions cannot work together and what to do, a sentence; empty: they can."""
+    """Return a sentence why the two versions cannot work together and what to do, or ""."""
     if client.partition("; protocol=")[2] == broker.partition("; protocol=")[2]:
         return ""
     return (
@@ -163,12 +163,12 @@ def refusal(*, client: str = VERSION, broker: str = VERSION) -> str:
     )
 
 
-# Each side needs msgspec, which defines the messages. A kernel has its own environment, which may have none, or an old one.
+# Both sides need msgspec, which defines the messages. A kernel's own environment may lack it, or have an old one.
 LOWEST_MSGSPEC = "0.19"  # as in pyproject.toml
 
 
 def msgspec_problem(version: str | None, *, python: str = sys.executable) -> str:
-    """Return why an environment with this version of msgspec (None: without it) cannot call the broker, and what to do; or ""."""
+    """Return why this version of msgspec (None: missing) cannot be used to call the broker and what to do, or ""."""
     if version is not None and _release(version) >= _release(LOWEST_MSGSPEC):
         return ""
     found = "no msgspec that can be imported" if version is None else f"msgspec {version}"
@@ -179,9 +179,9 @@ def msgspec_problem(version: str | None, *, python: str = sys.executable) -> str
 
 
 def check_msgspec() -> None:
-    """Raise BrokerUnavailableError, with the reason "no-msgspec", if this process cannot import msgspec, or only an old one."""
+    """Raise BrokerUnavailableError ("no-msgspec") if this process can import no msgspec, or only an old one."""
     try:
-        import msgspec  # noqa: PLC0415 - what is checked
+        import msgspec  # noqa: PLC0415 - to be checked
 
         version: str | None = msgspec.__version__
     except (ImportError, AttributeError):

@@ -1,8 +1,8 @@
-"""What a host could still give, and what its agent publishes in its cluster's engine (Slurm's `Extra`, an annotation of Kubernetes' node).
+"""What a host could still give, and what its agent publishes in its cluster's engine (Slurm's `Extra`, a Kubernetes node annotation).
 
-Every reader of nodes can read it (a hub's spawn page, an administrator), so it contains no users' names. It is JSON without spaces, of
-printable ASCII without `=` and other quotes, so that it passes through `scontrol` as one word, and at most `MAX_SUMMARY` bytes. A
-reader checks every field; the writer of a node's record is not always its agent.
+Anyone who reads nodes can read it (a hub's spawn page, an administrator), so it has no user names. It is JSON without spaces, in
+printable ASCII without `=` or other quotes, so that it passes through `scontrol` as one word, and at most `MAX_SUMMARY` bytes. A
+reader checks every field, since others than its agent may write a node's record.
 """
 
 import re
@@ -15,7 +15,7 @@ from fractional_gpu.protocol.limits import MAX_NAME
 
 MAX_SUMMARY: Final = 4096  # bytes
 STALE_S: Final = 900
-"""An older summary tells nothing of the present: its agent renews it several times within this time. Seconds."""
+"""Seconds after which a summary is stale. Agents renew theirs several times within this time."""
 _LARGEST = 10**9
 _Number = Annotated[int, Meta(ge=0, le=_LARGEST)]
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
@@ -28,40 +28,40 @@ class PoolShares(Struct, frozen=True, kw_only=True):
     name: _Name
     total_milli: _Number  # 1000 for each of its devices
     held_milli: _Number  # by seats, and by leases without a seat
-    # How much more is granted now such that the forecast wait stays within `wait_bound`, for any division of it into fractions on offer
+    # How much more can be granted with the forecast wait still within `wait_bound`, in any of the fractions on offer
     admissible_milli: _Number
     waiting: _Number = 0  # leases in the queue for a device
-    fraction_milli: _Number = 0  # the default share on offer, for one more seat of which waits are forecast
+    fraction_milli: _Number = 0  # the default share on offer, of the seat that waits are forecast for
     fractions_milli: Annotated[list[_Number], Meta(max_length=32)] = []  # on offer; empty: any
-    device_mib: _Number = 0  # memory that leases may have of the pool's smallest device
+    device_mib: _Number = 0  # leasable memory of the pool's smallest device
 
 
 class PoolSummary(PoolShares, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One pool of a node, as it is published."""
+    """One pool of a node, as published."""
 
     devices: _Number
     wait_p50_ms: _Number = 0  # forecast for the cells of one more seat: half of them wait so long at most ...
     wait_p95_ms: _Number = 0  # ... and 95 of 100
-    count: _Name = ""  # what a job asks the engine for thousandths by: `jgpu:open` in Slurm (`--gres=jgpu:open:250`)
+    count: _Name = ""  # the name of thousandths in the engine: `jgpu:open` in Slurm (`--gres=jgpu:open:250`)
 
 
 class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a node has, has given and could still give. Memory in MiB."""
 
-    at_s: Annotated[int, Meta(ge=0, le=60 * _LARGEST)]  # when it was true, seconds since 1970
+    at_s: Annotated[int, Meta(ge=0, le=60 * _LARGEST)]  # when this was true, seconds since 1970
     simulated: bool = False
-    memory_left_mib: _Number = 0  # host memory that saved state may still take
+    memory_left_mib: _Number = 0  # host memory left for saved state
     pools: Annotated[list[PoolSummary], Meta(max_length=32)] = []
-    left_out: _Number = 0  # further pools, for which there was no room
-    problem: Annotated[str, Meta(max_length=1000)] = ""  # why it takes no further jobs with a share; empty: it does
+    left_out: _Number = 0  # how many pools were left out for lack of room
+    problem: Annotated[str, Meta(max_length=1000)] = ""  # why it takes no more jobs with a share; empty: it does
 
     def is_stale(self, now_s: int) -> bool:
-        """Whether it tells nothing of the present any more."""
+        """Whether it is too old to rely on."""
         return now_s - self.at_s > STALE_S
 
 
 def encode_summary(summary: NodeSummary) -> str:
-    """Return the text. Pools at the end are left out if it would be longer than `MAX_SUMMARY`."""
+    """Return the text, without the last pools if it would exceed `MAX_SUMMARY`."""
     while True:
         text = _OUTSIDE_WORDS.sub(_escaped, msgspec.json.encode(summary).decode())
         if len(text) <= MAX_SUMMARY:
@@ -73,7 +73,7 @@ def encode_summary(summary: NodeSummary) -> str:
 
 
 def parse_summary(text: str) -> NodeSummary:
-    """Return the summary in a text. Raises ValueError that says what is wrong with it."""
+    """Parse a summary. Raises ValueError that says what is wrong."""
     if len(text.encode(errors="replace")) > MAX_SUMMARY:
         raise ValueError(f"a node's summary has more than {MAX_SUMMARY} bytes; its agent writes none so long")
     try:
@@ -89,7 +89,7 @@ def parse_summary(text: str) -> NodeSummary:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Return JSON's escape of a character: JSON without spaces has such characters in strings only."""
+    """Return a character's JSON escape. Compact JSON has such characters only in strings."""
     code = ord(found[0])
     if code > 0xFFFF:
         code -= 0x10000
@@ -100,7 +100,7 @@ def _escaped(found: re.Match[str]) -> str:
 class PoolCapacity(PoolShares, frozen=True, kw_only=True):
     """One pool of a host, as its broker answers."""
 
-    devices: list[str]  # UUIDs, without those that are lost or being emptied
+    devices: list[str]  # UUIDs, except devices that are lost or being emptied
     wait_p50_s: float  # forecast for the cells of one more seat: half of them wait so long at most ...
     wait_p95_s: float  # ... and 95 of 100 so long
     wait_target_ms: int  # what counts as waiting too long ...
@@ -113,5 +113,5 @@ class Capacity(Struct, frozen=True, kw_only=True):
     version: str
     simulated: bool
     host_memory_total_mib: int  # of the machine
-    host_memory_left_mib: int  # what saved state may still take
+    host_memory_left_mib: int  # left for saved state
     pools: list[PoolCapacity] = []

@@ -1,7 +1,7 @@
-"""Every route of the broker's API: one table, from which its server, its client and docs/routes.md are made.
+"""Every route of the broker's API, in one table that the server, the client and docs/routes.md are made from.
 
-HTTP and JSON on a UNIX socket; `{lease}` in a path is a lease's id, and so on. The request of a GET is its query, of any other method its
-body. The peer is known by its uid and by `Authorization: Bearer TOKEN`.
+HTTP and JSON on a UNIX socket; `{lease}` in a path is a lease's id, and so on. A GET request is in the query, any other in the
+body. Peers are identified by uid and `Authorization: Bearer TOKEN`.
 """
 
 from importlib import import_module
@@ -59,7 +59,7 @@ Request = TypeVar("Request", bound=Struct)
 Reply = TypeVar("Reply", bound=Struct)
 
 ANYONE, ADMIN = "anyone", "administrators"
-LEASE = "the lease's user"  # and administrators; a token, if one is sent, must be the lease's or its seat's
+LEASE = "the lease's user"  # and administrators; any token sent must be the lease's or its seat's
 KERNEL = "the lease's token"  # or a process of the kernel whose token file is gone
 
 
@@ -74,7 +74,7 @@ class FreshQuery(Struct, frozen=True, kw_only=True):
 
 
 class OthersQuery(Struct, frozen=True, kw_only=True):
-    """How far to look back, and which other leases are no others, separated by commas."""
+    """How far to look back, and which leases not to count (comma-separated)."""
 
     last_ms: Annotated[int, Meta(ge=1, le=MAX_LAST_MS)] = 1000
     without: str = ""
@@ -87,7 +87,7 @@ class NoteRequest(Struct, frozen=True, kw_only=True):
 
 
 class Route(Struct, Generic[Request, Reply], frozen=True):
-    """One method of one path. Messages that kernels rarely need are named by module and class, and imported when they are used."""
+    """One method of one path. Messages that kernels rarely need are named by module and class, and imported on use."""
 
     name: str
     method: str
@@ -96,11 +96,11 @@ class Route(Struct, Generic[Request, Reply], frozen=True):
     reply: type[Reply] | str
     who: str
     does: str
-    audited: str = ""  # the word in the audit log for what an administrator does to what is not their own
+    audited: str = ""  # the audit log's word for an administrator's action on others' things
     lines: bool = False  # the reply is a stream of lines (NDJSON)
-    waits_s: float = 0.0  # the broker may let the client wait so much longer than for other answers
-    withdraws: bool = False  # a client that hangs up ends the work, as always if the reply is lines
-    reserved: bool = False  # others may wait for it: it is served even to a user who has overdrawn their account
+    waits_s: float = 0.0  # how much longer than usual the broker may take to answer
+    withdraws: bool = False  # a client that hangs up ends the work, as with all streams
+    reserved: bool = False  # others may wait for it, so it is served even to overdrawn users
 
     @property
     def request_type(self) -> type[Request]:
@@ -110,7 +110,7 @@ class Route(Struct, Generic[Request, Reply], frozen=True):
 
     @property
     def reply_type(self) -> type[Reply]:
-        """The message that comes back, or each line of it."""
+        """The message that comes back, or each of its lines."""
         kind: type[Reply] = _loaded(self.reply)
         return kind
 
@@ -122,7 +122,7 @@ def _loaded(kind: Any) -> Any:  # noqa: ANN401 - a class, or its name
     return getattr(import_module(f"fractional_gpu.protocol.{module}"), name)
 
 
-_END_S = 60.0  # SIGTERM, SIGKILL, and the driver that frees what the processes had
+_END_S = 60.0  # SIGTERM, SIGKILL, and the driver freeing the processes' memory
 _L = "/v1/leases/{lease}"
 _D = "/v1/devices/{device}"
 _S = "/v1/seats/{seat}"

@@ -1,7 +1,7 @@
 """Messages about seats: what a pool offers a hub's user, and the seat of one server.
 
-A request for a lease carries the seat's token (header `Authorization: Bearer TOKEN`, field `seat`): the broker then takes owner, pool,
-priority and weight from the seat, not from the request, and bounds the sum of the seat's kernels by the seat.
+A lease request carries the seat's id (field `seat`) and token (header `Authorization: Bearer TOKEN`). The broker then takes owner, pool,
+priority and weight from the seat, not the request, and limits the total of the seat's kernels to the seat.
 """
 
 from typing import Any
@@ -13,27 +13,27 @@ from fractional_gpu.protocol.status import SeatStatus
 
 
 class OfferRequest(Struct, frozen=True, kw_only=True):
-    """The user of the hub to whom the pools make an offer, and the user's groups at the hub."""
+    """The hub's user to whom the pools make an offer, and the user's groups at the hub."""
 
     owner: str
     groups: list[str] = []
-    server: str = ""  # the server that is to start: a seat that it has already does not count
-    hub: str = ""  # of the server: the server of the same names at another hub is another one, and its seat counts
+    server: str = ""  # the server to start, whose existing seat does not count
+    hub: str = ""  # the server's; a server of the same name at another hub is a different one, whose seat counts
 
 
 class FractionOffer(Struct, frozen=True, kw_only=True):
-    """What a pool offers of one fraction."""
+    """What a pool offers for one fraction."""
 
     fraction_milli: int
     memory_mib: int
-    price: str  # for people, such as `0.20 EUR per hour`, or its span over the week; empty: none
+    price: str  # for people, such as `0.20 EUR per hour`, or its range over the week; empty: none
     free: bool  # a seat of this size is granted at once
     sentence: str  # what to expect, for people
-    expected_ms: int | None = None  # the wait for a seat, with the bounds of four outcomes of five; None: unknown
+    expected_ms: int | None = None  # the wait for a seat, with the bounds of 80 % of outcomes; None: unknown
     low_ms: int | None = None
     high_ms: int | None = None
-    why_not: str = ""  # why this user cannot have it, however full the pool is; empty: the user can
-    at_once_milli: int = 1000  # how many of a thousand cells find room when they begin
+    why_not: str = ""  # why this user can never have it, even in an empty pool; empty: the user can
+    at_once_milli: int = 1000  # how many of 1000 cells find room when they begin
 
 
 class PoolOffer(Struct, frozen=True, kw_only=True):
@@ -43,14 +43,14 @@ class PoolOffer(Struct, frozen=True, kw_only=True):
     why_not: str
     hours: str  # empty: always open
     devices: int
-    free_mib: int  # that no seat or lease holds now
+    free_mib: int  # held by no seat or lease now
     capacity_mib: int
     seats: int
     waiting: int
     fractions: list[FractionOffer] = []
     terms: str = ""  # the prices of a whole GPU and what is charged, a sentence; empty: no price
     budget: str = ""  # what is left of the user's budgets, for people
-    advice: str = ""  # which share is suggested by what the user's servers have used, a few words; empty: none
+    advice: str = ""  # a few words on the share that the user's past use suggests; empty: none
 
 
 class Offers(Struct, frozen=True, kw_only=True):
@@ -69,13 +69,13 @@ class SeatRequest(Struct, frozen=True, kw_only=True):
     pool: str
     fraction_milli: int
     groups: list[str] = []
-    server: str = ""  # the server's name; a server of a hub has one seat: an older one ends
+    server: str = ""  # the server's name; a hub's server has one seat, so an older one ends
     memory_mib: int | None = None
     uid: int | None = None  # the only uid that may draw on it; None: any process with the token
-    ttl_ms: int = 600_000  # it expires after so long unless it is confirmed
+    ttl_ms: int = 600_000  # how long until it expires unless confirmed
     wait_ms: int = 0  # how long to wait while the pool is full, if the pool has a queue
     hub: str = ""  # the address of the hub's API, by which a hub finds its own seats
-    # The engine (Slurm, Kubernetes) has decided that it fits: no forecast decides, and it does not wait behind others. What the pool may
+    # The engine (Slurm, Kubernetes) decided that it fits: it needs no forecast, and does not wait behind others. What the pool may
     # promise (`oversubscription`), its groups, hours, limits and budgets still count.
     admitted: bool = False
     allowed_devices: list[str] | None = None  # UUIDs of the only devices that its leases may use; None: all of the pool
@@ -83,13 +83,13 @@ class SeatRequest(Struct, frozen=True, kw_only=True):
 
 
 class SeatProgress(HidesSecrets, WaitLine, frozen=True, kw_only=True):
-    """A line of a stream that waits for a seat. The last one is `granted`, with the seat and its token, or `refused`."""
+    """A line of a stream that waits for a seat. The last is `granted`, with the seat and its token, or `refused`."""
 
     seat_id: str = ""
     token: str = ""
     memory_mib: int = 0
     priority: int = 0
-    warning: str = ""  # with `granted`: why its kernels may not be saved when they idle, a sentence
+    warning: str = ""  # with `granted`: a sentence why its kernels may not be saved when idle
 
 
 class SeatList(Struct, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ class SeatList(Struct, frozen=True, kw_only=True):
 
 
 class PoolChange(Struct, frozen=True, kw_only=True):
-    """Keys of a pool with new values, in the configuration's form; the others stay as they are."""
+    """New values for a pool's keys, in the configuration's form. Other keys stay unchanged."""
 
     keys: dict[str, Any] = {}
 
@@ -112,7 +112,7 @@ class PoolKeys(Struct, frozen=True, kw_only=True):
     devices: list[str]  # ids
     keys: dict[str, Any] = {}
     changed: list[str] = []
-    note: str = ""  # an effect on seats that an administrator may not expect, a sentence
+    note: str = ""  # a sentence about an unexpected effect on seats
 
 
 class PoolList(Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
-"""Messages about the state of leases, devices and the host, and about the past of leases.
+"""Messages about the state of leases, devices and the host, and about leases' past.
 
-What the arbiter knows of a lease is in them as it is (`core.model`). Kernels do not load this module at their start.
+The arbiter's view of a lease (`core.model`) is included unchanged. Kernels do not load this module at startup.
 """
 
 from msgspec import Struct
@@ -12,14 +12,14 @@ from fractional_gpu.protocol.messages import KERNEL, Workload
 
 
 class ShareAdvice(Struct, frozen=True, kw_only=True):
-    """What is suggested about the share of a notebook, or of a server (no notebook); nothing is changed by it."""
+    """Advice on the share of a notebook or, without one, of a server. It changes nothing."""
 
     pool: str
     owner: str
     seated: bool = False  # the owner is a hub's user, not one of the machine
     notebook: str
     figures: Advice
-    sentence: str = ""  # all of that for people; empty: nothing is suggested
+    sentence: str = ""  # the advice for people; empty: none
     brief: str = ""
 
 
@@ -32,7 +32,7 @@ class StoryLine(Struct, frozen=True, kw_only=True):
 
 
 class Story(Struct, frozen=True, kw_only=True):
-    """The recorded reasons of everything that happened to a lease, oldest first, without the `omitted` oldest ones."""
+    """The recorded reasons for everything that happened to a lease, oldest first, minus the `omitted` oldest."""
 
     lease_id: str
     lines: list[StoryLine] = []
@@ -58,7 +58,7 @@ class History(Struct, frozen=True, kw_only=True):
 
 
 class Neighbour(Struct, frozen=True, kw_only=True):
-    """Another lease on the same device. `label` only if it belongs to the same user."""
+    """Another lease on the device. `label` only if it is the same user's."""
 
     fraction_milli: int
     reserved_mib: int
@@ -68,7 +68,7 @@ class Neighbour(Struct, frozen=True, kw_only=True):
 
 
 class LeftProcess(Struct, frozen=True, kw_only=True):
-    """A process that outlives the kernel that started it and has device memory. MiB; 0: saved on the host, or unknown."""
+    """A process with device memory that outlives its kernel. MiB; 0: saved on the host, or unknown."""
 
     pid: int
     command: str
@@ -76,7 +76,7 @@ class LeftProcess(Struct, frozen=True, kw_only=True):
 
 
 class KernelFacts(Struct, frozen=True, kw_only=True):
-    """What the broker knows about a lease's kernel: part of the lease's status, and of its record in the ledger."""
+    """What the broker knows about a lease's kernel. Part of the lease's status and ledger record."""
 
     kernel_id: str = ""
     note: str = ""  # its user's own words, for people
@@ -85,9 +85,9 @@ class KernelFacts(Struct, frozen=True, kw_only=True):
 
 
 class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
-    """One lease for people and programs: what the broker's arbiter knows, and what the broker knows of its kernel."""
+    """One lease, for people and programs: what the arbiter knows, and what the broker knows of its kernel."""
 
-    lease: LeaseView  # its times are by the clock of `now_ms`
+    lease: LeaseView  # its times are on the clock of `now_ms`
     now_ms: int
     reason: str  # why it is in its state, or waits
     sentence: str
@@ -97,22 +97,22 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
     simulated: bool
     busy: bool
     gated: bool  # its extension is connected
-    measured: bool = True  # its use was measured since its last cell began or ended
-    working: bool = False  # its processes work on the device, though no cell runs
+    measured: bool = True  # its use was measured after its last cell began or ended
+    working: bool = False  # its processes use the device though no cell runs
     left: list[LeftProcess] = []  # processes with device memory that its ended kernel left
     position: int | None = None  # place in the queue
-    expected: Span | None = None  # forecast of the rest of its wait
-    slowdown: Slowdown = Slowdown()  # of its cell with busy neighbours: measured, or a forecast
+    expected: Span | None = None  # forecast of its remaining wait
+    slowdown: Slowdown = Slowdown()  # of its cell beside busy neighbours, measured or forecast
     foresight: str = ""  # what its pool does for expected cells: off, free, displace
-    budget: str = ""  # that most of a budget that it counts for is spent, or all of it, a sentence
+    budget: str = ""  # a sentence that most or all of one of its budgets is spent
     budget_used_up: bool = False
     host_goes_away_in_ms: int | None = None  # as in HostStatus
     neighbours: list[Neighbour] = []  # with one lease only, not in listings
-    advice: ShareAdvice | None = None  # about its share, with one lease only; None: none can be given
+    advice: ShareAdvice | None = None  # on its share, with one lease only; None: there is none
 
     @property
     def spec(self) -> LeaseSpec:
-        """What the kernel asked for, and has."""
+        """What the kernel requested, and has."""
         return self.lease.spec
 
     @property
@@ -127,22 +127,22 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
     @property
     def age_ms(self) -> int:
-        """For how long it has been in its state."""
+        """How long it has been in its state."""
         return max(0, self.now_ms - self.lease.since_ms)
 
     @property
     def pinned_ms(self) -> int:
-        """How long it stays pinned; 0: it is not."""
+        """How long it stays pinned; 0: not pinned."""
         return max(0, self.lease.pinned_until_ms - self.now_ms)
 
     @property
     def goes_away_in_ms(self) -> int | None:
-        """In how long the first of its devices goes away; None: none does."""
+        """The time until the first of its devices goes away, if any does."""
         return None if self.lease.deadline_ms is None else max(0, self.lease.deadline_ms - self.now_ms)
 
 
 class Stranger(Struct, frozen=True, kw_only=True):
-    """A process that uses a device and belongs to no lease."""
+    """A process that uses a device without a lease."""
 
     pid: int
     user: str
@@ -150,7 +150,7 @@ class Stranger(Struct, frozen=True, kw_only=True):
 
 
 class DeviceStatus(Struct, frozen=True, kw_only=True):
-    """One device. Memory in MiB: `used` by all processes, `reserved` by leases, `stranger` by processes of no lease."""
+    """One device. Memory in MiB: `used` by all processes, `reserved` by leases, `stranger` by processes without a lease."""
 
     device_id: str
     index: int
@@ -164,11 +164,11 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
     over_committed: bool
     lost: bool
     draining: bool = False
-    goes_away_in_ms: int | None = None  # while it is drained by a deadline; 0: that has passed
-    leases_saved: int = 0  # on it now, that are going to be saved before the deadline, as planned
-    leases_lost: int = 0  # on it now, that cannot be saved before
-    why_not: str = ""  # why kernels on it cannot be suspended, a sentence; empty: they can
-    demand_milli: int = 0  # what its busy kernels need of it, thousandths: beyond 1000 they slow each other down
+    goes_away_in_ms: int | None = None  # while it drains by a deadline; 0: it has passed
+    leases_saved: int = 0  # on it now, to be saved before the deadline as planned
+    leases_lost: int = 0  # on it now, and cannot be saved in time
+    why_not: str = ""  # a sentence why its kernels cannot be suspended; empty: they can
+    demand_milli: int = 0  # what its busy kernels need, thousandths: beyond 1000 they slow each other down
     strangers: list[Stranger] = []
     busy_percent: int | None = None  # None, here and below: the device does not report it
     temperature_c: int | None = None
@@ -177,11 +177,11 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
 
 
 class Seat(Struct, frozen=True, kw_only=True):
-    """A hub user's entitlement in a pool: what the kernels of one server may have together. Memory in MiB."""
+    """A hub user's entitlement in a pool: what one server's kernels may have in total. Memory in MiB."""
 
     seat_id: str
-    owner: str  # the hub's name of the user
-    server: str  # the hub's name of the server; one server of a hub has one seat
+    owner: str  # the user's name at the hub
+    server: str  # the server's name at the hub; a hub's server has one seat
     group: str  # the group through which the user may use the pool; empty: none
     pool: str
     fraction_milli: int
@@ -190,9 +190,9 @@ class Seat(Struct, frozen=True, kw_only=True):
     priority: int
     weight: int
     max_kernels: int
-    uid: int | None  # the only user of the system that may draw on it; None: any with the token
+    uid: int | None  # the only system user that may draw on it; None: any with the token
     hub: str = ""  # the address of the API of the hub that took it; empty: unknown
-    admitted: bool = False  # its engine decided that it fits: no forecast was asked
+    admitted: bool = False  # its engine, not a forecast, decided that it fits
     allowed_devices: tuple[str, ...] = ()  # UUIDs of the only devices its leases may use; empty: all of the pool
     workload: Workload | None = None  # the job or pod that it belongs to
 
@@ -205,7 +205,7 @@ class SeatStatus(Seat, frozen=True, kw_only=True):
     confirmed: bool
     age_ms: int
     expires_ms: int | None  # from now; None: never
-    warning: str = ""  # why its kernels may not be saved when they idle, a sentence; empty: no reason is known
+    warning: str = ""  # a sentence why its kernels may not be saved when idle, if known
 
 
 class SeatWait(Struct, frozen=True, kw_only=True):
@@ -218,14 +218,14 @@ class SeatWait(Struct, frozen=True, kw_only=True):
     fraction_milli: int
     memory_mib: int
     waited_ms: int
-    expected_ms: int | None = None  # from now, with the bounds of four outcomes of five; None: unknown
+    expected_ms: int | None = None  # from now, with the bounds of 80 % of outcomes; None: unknown
     low_ms: int | None = None
     high_ms: int | None = None
     passed_over: int = 0  # how many later requests got a seat before it
 
 
 class HostStatus(Struct, frozen=True, kw_only=True):
-    """The state of the host. A uid sees only its own leases; the devices' sums include all."""
+    """The state of the host. A uid sees only its own leases, but the devices' sums include all."""
 
     version: str
     pid: int
@@ -237,15 +237,15 @@ class HostStatus(Struct, frozen=True, kw_only=True):
     leases: list[LeaseStatus]
     pools: dict[str, list[int]] = {}  # name -> fractions on offer, milli-GPU
     audit_file: str = ""  # the path of the audit log, for administrators
-    trouble: str = ""  # that the ledger cannot be written now, or is at its limit, and what to do
+    trouble: str = ""  # that the ledger cannot be written, or is at its limit, and what to do
     seats: list[SeatStatus] = []  # not in `/v1/events`
     seat_queue: list[SeatWait] = []  # by pool and position; not in `/v1/events`
-    goes_away_in_ms: int | None = None  # the host itself, with its memory, by a cloud's notice; 0: that has passed
+    goes_away_in_ms: int | None = None  # the host itself, with its memory, by a cloud's notice; 0: it has passed
     forecasts: list[ForecastError] = []  # not in `/v1/events`
 
 
 class HostChange(Struct, frozen=True, kw_only=True):
-    """How a host's status differs from the line before (`GET /v1/events`)."""
+    """How a host's status differs from the previous line (`GET /v1/events`)."""
 
-    changed: HostStatus  # its devices and leases are those that changed; everything else is complete
+    changed: HostStatus  # only changed devices and leases; everything else is complete
     ended: list[str]  # ids of leases that are no longer shown

@@ -1,7 +1,7 @@
-"""What a host could still give: `GET /v1/capacity`, for node agents of Slurm and Kubernetes, and for people.
+"""What a host could still give (`GET /v1/capacity`), for node agents of Slurm and Kubernetes, and for people.
 
-For each fraction on offer, the forecast that places seats (`core.seat_packing`) says how many more seats of users of unknown habits each
-device takes within the pool's `wait_bound`. The smallest answer counts, so that an engine may hand it out in any of the sizes on offer.
+For each fraction on offer, the forecast that places seats (`core.seat_packing`) says how many more seats each device can take from users of
+unknown habits within the pool's `wait_bound`. The smallest answer counts, so that an engine may hand out any of the sizes on offer.
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ from fractional_gpu.host.memory import machine_total_mib
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.nodes import Capacity, PoolCapacity
 
-_MOST_ON_A_DEVICE_MILLI = 16_000  # more thousandths than that are not counted on one device
+_MOST_ON_A_DEVICE_MILLI = 16_000  # the most thousandths counted on one device
 _HALF_MILLI, _MOST_CELLS_MILLI = 500, 950
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pool:
-    """What the forecast of a pool is computed from; plain data, so that a thread can."""
+    """The input of a pool's forecast: plain data, so that a thread can compute it."""
 
     spec: PoolSpec
     hub: Pool
     places: list[SeatDevice]
-    loads: dict[int, SeatLoad]  # of a seat of each fraction on offer
+    loads: dict[int, SeatLoad]  # a seat's, by fraction on offer
     usual_milli: int
     held_milli: int
     waiting: int
@@ -55,7 +55,7 @@ class HostCapacity:
         self._default_milli = default_milli
 
     async def now(self, seats: Sequence[SeatRecord]) -> Capacity:
-        """Return what the host could still give next to these seats. The forecast runs in a thread. Cancelled: it continues, unused."""
+        """Return what the host could give beyond these seats. The forecast runs in a thread, and continues if cancelled."""
         broker, arbiter = self._broker, self._broker.arbiter
         pools = [self._snapshot(pool, seats) for _, pool in sorted(arbiter.pools().items())]
         left_mib = max(0, arbiter.host_left_mib)
@@ -114,7 +114,7 @@ class HostCapacity:
 
 
 def _capacity(pool: _Pool) -> PoolCapacity:
-    """Return the forecast of one pool. Pure; up to some tenths of a second, for a host of unlike devices."""
+    """Return one pool's forecast. Pure; takes up to some tenths of a second on a host of unlike devices."""
     counts = {milli: _count(pool, milli, load) for milli, load in pool.loads.items()}
     waiting_millionths = _waiting_millionths(pool)
     return PoolCapacity(
@@ -135,7 +135,7 @@ def _capacity(pool: _Pool) -> PoolCapacity:
 
 
 def _waiting_millionths(pool: _Pool) -> int:
-    """Return the chance that a cell finds no room on the device that one more seat of the usual size would get."""
+    """Return the chance (millionths) that a cell finds no room on the device of one more usual seat."""
     load = pool.loads.get(pool.usual_milli)
     if load is None:
         return 1_000_000

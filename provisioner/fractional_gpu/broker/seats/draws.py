@@ -1,8 +1,8 @@
-"""How much of their server's seat kernels may use, and users' use of a pool by day.
+"""How much of their server's seat kernels may use, and users' daily use of a pool.
 
-A seat is named with its token; a pod's seat needs neither: its kernels are known by their control group. A kernel of a seat gets owner,
-group, priority and weight from the seat, whatever it requests. All kernels of a seat together stay within
-its fraction, its memory and its number of kernels.
+A request names a seat and shows its token, except for a pod's seat, whose kernels are known by their control group. A kernel gets owner,
+group, priority and weight from its seat, whatever it requests. All kernels of a seat share
+its fraction, memory and number of kernels.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class SeatDraws:
-    """Checks what leases draw on the `seats`, a live mapping by id. With `required`, no kernel starts without a seat."""
+    """Checks leases against the `seats`, a live mapping by id. If `required`, no kernel starts without a seat."""
 
     def __init__(
         self, broker: Broker, seats: Mapping[str, SeatRecord], workloads: Workloads, *, required: bool
@@ -40,7 +40,7 @@ class SeatDraws:
         self._required = required
 
     def apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
-        """Return the lease with its seat's terms; unchanged without a seat, unless one is required. Raises and logs refusals."""
+        """Return the lease with its seat's terms, or unchanged if it needs no seat. Raises and logs refusals."""
         try:
             return self._apply_terms(peer, request, spec)
         except (ForbiddenError, UnauthorizedError, NoRoomError) as error:
@@ -144,11 +144,11 @@ class SeatDraws:
         return bool(view.spec.seat) and (seat_id == view.spec.seat or own)
 
     def predates(self, kernel: Kernel, view: LeaseView) -> bool:
-        """Whether an earlier server than the one of its seat started the kernel."""
+        """Whether a server before the seat's present one started the kernel."""
         return view.revoked or (kernel.taken_over and view.spec.seat in self._seats)
 
     def _earlier(self, seat: SeatRecord, *, but: str = "") -> list[str]:
-        """Return the leases that the seat took over from an earlier server; the present server's list of kernels lacks these."""
+        """Return the leases taken over from an earlier server, which the present server does not list."""
         return [
             kernel.lease_id
             for kernel, view in self._broker.views()
@@ -172,7 +172,7 @@ class SeatDraws:
 
 
 _EVERY_S = 2.0
-_LONGEST_STEP_MS = 10_000  # the machine slept: that is no use
+_LONGEST_STEP_MS = 10_000  # more means that the machine slept
 _WRITE_EVERY_MS = 60_000
 _DAY_MS = 86_400_000
 
@@ -180,7 +180,7 @@ _DAY_MS = 86_400_000
 class UsageRecorder:
     """Samples each user's use of each pool, sums it by day, and passes it to the forecasts.
 
-    A user is live in a pool with a kernel there, and busy while one is busy on a device; the memory is what the busy kernels use together.
+    A user with a kernel in a pool is live there, and busy while one is busy on a device. Memory is the sum over busy kernels.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Forecasts of the pools' load: they place seats, and users see them before they choose a pool and a fraction.
+"""Forecasts of pools' load, used to place seats and shown to users who choose a pool and a fraction.
 
-They are learned per user and pool from the ledger's last four weeks. The wait for a full pool follows from how long its last seats lasted.
+They are learned per user and pool from the ledger's last four weeks. The wait for a full pool depends on how long its last seats lasted.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -42,10 +42,10 @@ from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError
 from fractional_gpu.protocol.seats import FractionOffer, OfferRequest, Offers, PoolOffer, SeatRequest
 
 HISTORY_DAYS = 28
-LAST_SEATS = 200  # of each pool, from which the wait for a place is worked out
-# Assumed until one has ended: a short look, an afternoon, a working day.
+LAST_SEATS = 200  # per pool, to estimate the wait for a seat
+# Assumed until a seat has ended: a short look, an afternoon, a day.
 _FIRST_SEATS_MS = (30 * 60_000, 2 * 3_600_000, 8 * 3_600_000)
-ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # a page's choices in a pool that has any
+ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # choices in a pool of any fraction
 
 
 class PoolForecasts:
@@ -54,8 +54,8 @@ class PoolForecasts:
         self._settings = settings
         self.hubs = {pool.name: pool for pool in settings.pools}
         self._usage: dict[tuple[str, str], dict[int, UsageRecord]] = {}  # by owner and pool, then by day
-        self._sums: dict[tuple[str, str], UsageRecord] = {}  # of the days, where they were needed since they changed
-        self.lasted_ms: dict[str, list[int]] = {}  # by pool: how long the last seats lasted, the latest end first
+        self._sums: dict[tuple[str, str], UsageRecord] = {}  # of the days; computed when needed
+        self.lasted_ms: dict[str, list[int]] = {}  # by pool: the durations of past seats, the latest first
 
     def hub(self, pool: str) -> Pool:
         return self.hubs.get(pool) or Pool()
@@ -111,9 +111,9 @@ class PoolForecasts:
     def full(
         self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int, seats: Sequence[SeatRecord]
     ) -> PoolFull | str | None:
-        """Return the device for one more seat next to `seats`, or why the pool is full.
+        """Return the device for one more seat beside `seats`, or why the pool is full.
 
-        A seat that its engine has admitted is not refused.
+        A seat that its engine has admitted is never refused.
         """
         devices = self.usable_devices(pool)
         promised = guaranteed_full(
@@ -152,7 +152,7 @@ class PoolForecasts:
     def places(self, pool: PoolSpec, devices: Sequence[DeviceView], seats: Sequence[SeatRecord]) -> list[SeatDevice]:
         loads: dict[str, list[SeatLoad]] = {device.device_id: [] for device in devices}
         for seat in seats:
-            # Count a seat whose device is gone on the device with the fewest seats.
+            # If a seat's device is gone, count it on the device with the fewest seats.
             home = (
                 seat.device_id if seat.device_id in loads else min(loads, key=lambda one: len(loads[one]), default=None)
             )
@@ -183,7 +183,7 @@ class PoolForecasts:
         return None if found is None else self._broker.arbiter.forecasts.seat_span(pool, found)
 
     def worked_out(self, pool: str, position: int, seats: int) -> Span | None:
-        """Return the wait until this many seats end, at the median, the shorter and the longer pace of the last ones."""
+        """Return the expected, shortest and longest wait until `position` of these seats end, at the pace of past ones."""
         lasted = sorted(self.lasted_ms.get(pool) or _FIRST_SEATS_MS)
         if not seats:
             return None
@@ -195,7 +195,7 @@ class PoolForecasts:
     def offers(
         self, request: OfferRequest, seats: Sequence[SeatRecord], waiting: Mapping[str, int], kept: Collection[str]
     ) -> Offers:
-        """Return what each pool offers this user. `kept`: the pools that keep their room for a waiting request."""
+        """Return what each pool offers this user. `kept`: pools that keep their room for a waiting request."""
         found = []
         for name, pool in sorted(self._broker.arbiter.pools().items()):
             hub = self.hub(name)

@@ -1,10 +1,10 @@
-"""Revokes the leases of a seat that ends, lets the next seat of the same server take them over, and ends the rest.
+"""Revokes the leases of an ended seat, lets the same server's next seat take them over, and ends the rest.
 
-- A revoked lease is suspended and counts for its user (`core.revoke`); one without a process ends at once.
-- The next seat of the same user and server takes a revoked lease over if it has room for it next to its other kernels.
-- If no seat takes a lease over within its pool's `revoked_ttl`, its processes are ended as by an eviction.
-- The ledger keeps the end and the owner of a seat while it has leases. A lease whose seat is neither live nor in these records
-  (the ledger was lost) is revoked from now on; any server of its user takes it over.
+- A revoked lease is suspended and counts against its user (`core.revoke`). Without a process it ends at once.
+- The next seat of the same user and server takes over the revoked leases that fit next to its other kernels.
+- If no seat takes over a lease within its pool's `revoked_ttl`, its processes are ended as by an eviction.
+- The ledger keeps the end and the owner of a seat while it has leases. A lease whose seat is neither live nor recorded
+  (the ledger was lost) is revoked from now on; any server of its user may take it over.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from fractional_gpu.protocol.messages import GateVerb
 
 log = logging.getLogger(__name__)
 
-_NAME: Final = "ended-seats"  # kept in the ledger under this name
+_NAME: Final = "ended-seats"  # the key in the ledger
 
 
 class _EndedSeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class Revocations:
             self._end_processes(kernel.lease_id)
 
     def take_over(self, seat: SeatRecord, check: Callable[[Kernel, LeaseView], None]) -> None:
-        """Give a new seat its server's revoked leases that it has room for (`check` raises), the oldest first."""
+        """Give a new seat its server's revoked leases, oldest first, if they fit (`check` raises otherwise)."""
         for kernel, view in self._broker.views():
             ended = self._ended.get(view.spec.seat)
             if (
@@ -149,7 +149,7 @@ class Revocations:
         try:
             await end_tree(self._broker, kernel)
             await self._broker.survivors.release(kernel)
-        except ConflictError as error:  # the arbiter requests it again
+        except ConflictError as error:  # the arbiter requests this again
             log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
 
     async def close(self) -> None:

@@ -2,8 +2,8 @@
 
 Errors say what was requested, what there is, and what to do.
 
-A refusal (an error of the protocol) concerns the request itself: another group's pool, closed, over a limit, larger than any device.
-Waiting does not help. `PoolFull` concerns the seats that exist: the request may wait until some end.
+A refusal (a protocol error) concerns the request itself: another group's pool, closed, over a limit, larger than any device.
+Waiting does not help. `PoolFull` concerns existing seats: the request may wait until some end.
 """
 
 import logging
@@ -63,7 +63,7 @@ def percent(milli: int) -> str:
 
 
 def is_of_same_server(seat: SeatRecord, request: SeatRequest) -> bool:
-    """Whether the request replaces the seat. Two hubs may have a server with the same names: they are two servers."""
+    """Whether the request replaces the seat. Servers of the same name on two hubs are two servers."""
     return (seat.hub, seat.owner, seat.server) == (request.hub, request.owner, request.server)
 
 
@@ -150,7 +150,7 @@ def check_terms(pool: str, hub: Pool, groups: Iterable[str], wall_s: float) -> t
 
 
 def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
-    """Return the group whose limits a seat counts for: `group`, through which it is given, else the user's first group with limits."""
+    """Return the group whose limits a seat counts against: `group`, which grants it, else the user's first group with limits."""
     mine = set(groups)
     return group or next((name for name, _ in pool.group_limits if name in mine), "")
 
@@ -158,7 +158,7 @@ def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
 def check_limits(
     request: SeatRequest, group: str, pool: PoolSpec, seats: Sequence[SeatRecord], revoked: Sequence[LeaseView] = ()
 ) -> None:
-    """Check the user's and the group's limits. `revoked` leases count for the user. Raises NoRoomError."""
+    """Check the user's and group's limits. The user's includes `revoked` leases. Raises NoRoomError."""
     own = [seat.fraction_milli for seat in seats if seat.owner == request.owner]
     own += [view.spec.fraction_milli * view.spec.devices for view in revoked]
     _check_limit("you", request.fraction_milli, sum(own), pool.user_limits)
@@ -183,7 +183,7 @@ def _check_limit(who: str, milli: int, there_milli: int, limits: Limits) -> None
 
 
 def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity_mib: int) -> PoolFull | None:
-    """Return why the pool may not promise `memory_mib` more, or None. The pool keeps its promises, so it never promises too much."""
+    """Return why the pool may not promise `memory_mib` more, or None. It never promises more than it can keep."""
     if pool.oversubscription_milli is None:
         return None
     limit_mib = capacity_mib * pool.oversubscription_milli // 1000
@@ -199,7 +199,7 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
 def check_seat_usage(
     seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
-    """Check the seat's room next to `held`. `earlier`: leases of an earlier server. Raises ForbiddenError or NoRoomError."""
+    """Check that `asked` fits beside `held`. `earlier`: an earlier server's leases. Raises ForbiddenError or NoRoomError."""
     has = f"this server has {format_fraction(seat.fraction_milli)} GPU with {format_memory(seat.memory_mib)} of pool {seat.pool!r}"
     if pool != seat.pool:
         raise ForbiddenError(
@@ -245,9 +245,9 @@ def total_usage(draws: Iterable[SeatUsage]) -> SeatUsage:
 
 
 class PoolEditor:
-    """Changes the keys of `pools` until the broker restarts; `note` returns a warning for administrators about a pool, or "".
+    """Changes keys of `pools` until the broker restarts. `note` returns a pool's warning for administrators, or "".
 
-    Leases and seats keep their size, seat, pool and place in the queue, even if the changed pool would no longer give them.
+    Leases and seats keep their size, seat, pool and place in the queue, even if the changed pool would now refuse them.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Seats, the entitlements of a hub's servers: how a server waits for one and gets it, and how a seat ends.
+"""Seats, the entitlements of a hub's servers: how a server waits for and gets one, and how seats end.
 
-- A seat is in the ledger before the hub receives it, and expires unless the hub confirms that it has saved it. A confirmed seat lives until
-  it is ended, through restarts of hub and broker; an ended one never returns. A server has one seat: taking another ends the older.
-- A pool is full by the forecast (`core.seat_packing`) or by what it may promise. Its requests then wait, first come, first served within
-  a priority, or are refused, as configured. A request that the pool could never serve is refused at once.
-- A request that fits passes earlier ones that do not, `max_passed_over` times at most; then the pool keeps its room for the passed
+- A seat is in the ledger before the hub receives it, and expires unless the hub confirms that it saved it. A confirmed seat survives
+  restarts of hub and broker until it is ended; an ended one never returns. A server has one seat: taking another ends the older.
+- A pool is full by the forecast (`core.seat_packing`) or by what it may promise. As configured, requests then wait, first come, first
+  served within a priority, or are refused. A request that the pool could never serve is refused at once.
+- A request that fits passes earlier ones that do not. After `max_passed_over` times, the pool keeps its room for the passed
   request, unless even the empty pool could not serve it.
 """
 
@@ -74,14 +74,14 @@ class _Waiter:
     group: str
     terms: GroupTerms
     memory_mib: int
-    seat: SeatRecord | None = None  # reserved for it, and being written to the ledger ...
+    seat: SeatRecord | None = None  # reserved, and being written to the ledger ...
     written: asyncio.Future[None] | None = None  # ... until this future is done
     token: str = ""
     given: bool = False  # the caller has received the seat
     since_ms: int = field(default_factory=now_ms)
-    passed_over: int = 0  # how many later requests got a seat before this one
-    forecast: tuple[Span, Span] | None = None  # of its wait, at its beginning: computed, and as shown
-    refused: NoRoomError | None = None  # a limit that its owner or group reached while it waited
+    passed_over: int = 0  # how many later requests got a seat first
+    forecast: tuple[Span, Span] | None = None  # of its wait, made at its start: computed, and as shown
+    refused: NoRoomError | None = None  # its owner or group reached a limit while it waited
 
 
 class Seats:
@@ -193,7 +193,7 @@ class Seats:
         return Share(seat.fraction_milli, seat.memory_mib) if seat is not None else None
 
     def _with_advice_and_budget(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
-        """Return the offer with advice by past use and the rest of the user's budgets; it may be empty if nothing is left."""
+        """Return the offer with advice from past use and the remaining budgets. If none is left, it says why not."""
         spec, hub = self._pool(offer.pool)
         terms = hub.terms(request.groups)
         group = counted_group(terms[0] if terms is not None else "", request.groups, spec)
@@ -238,10 +238,10 @@ class Seats:
         try:
             while True:
                 changed, last_look = self._changed, now_ms() >= deadline_ms
-                _, hub = self._pool(request.pool)  # again in each turn: an administrator may change the pool
+                _, hub = self._pool(request.pool)  # in each turn: an administrator may change the pool
                 full = None
                 if line[:1] == [waiter] or told is None or last_look or hub.when_full == "refuse":
-                    # Serve the line when a request arrives, since it may pass the others, and before a refusal, since requests ahead
+                    # Serve the line when a request arrives, since it may pass others, and before a refusal, since requests ahead
                     # that can be served now are no reason to refuse this one. In between, the first request serves the line for all.
                     full = self._serve(request.pool)
                 if waiter.seat is not None:
@@ -271,7 +271,7 @@ class Seats:
                 if progress != told:
                     yield progress
                     told = progress
-                # Memory and habits change without an event: check again after a while.
+                # Memory and habits change without events: recheck after a while.
                 await within(min(PULSE_S, (deadline_ms - now_ms()) / 1000), changed)
         finally:
             if waiter in line:
@@ -281,7 +281,7 @@ class Seats:
                 self._end(waiter.seat, "abandoned")
 
     def _expected(self, waiter: _Waiter, position: int, *, first: bool) -> Span | None:
-        """Return the forecast of the request's wait at this position; the first one is compared later with what happened."""
+        """Return the forecast wait at this position. The first forecast is later compared with the actual wait."""
         pool, seats = waiter.request.pool, len(self._of_pool(waiter.request.pool))
         stated = self.forecasts.expected(pool, position, seats)
         if first and stated is not None:
@@ -290,10 +290,10 @@ class Seats:
         return stated
 
     def _serve(self, pool_name: str) -> PoolFull | None:
-        """Reserve seats for the requests in line that fit; return why the first remaining one does not fit.
+        """Reserve seats for the requests in line that fit; return why the first remaining one does not.
 
         A served request leaves the line before the first await, so that no other waits for its ledger write. The first request also leaves
-        if a limit refuses it; a later one stays, since it may be below its limit when its turn comes.
+        if a limit refuses it. A later one stays: it may be below its limit when its turn comes.
         """
         pool, hub = self._pool(pool_name)
         line = self._waiting.get(pool_name, [])
@@ -332,7 +332,7 @@ class Seats:
     ) -> PoolFull | str | None:
         """Return the device of the seat, or why it does not fit. Raises NoRoomError for a limit.
 
-        `unplaced`: earlier requests that do not fit, with the reason. One that needs at least the same does not fit either, without a
+        `unplaced`: earlier requests that do not fit, and why. A request that needs at least as much is refused without a
         forecast.
         """
         request = waiter.request
@@ -341,9 +341,7 @@ class Seats:
         check_limits(request, waiter.group, pool, others, self._revoked(request))
         self.budgets.check(Party(pool.name, request.owner, waiter.group, seated=True))
         comparable = not request.admitted and request.allowed_devices is None
-        if comparable and len(others) == len(
-            self._of_pool(request.pool)
-        ):  # it replaces no seat whose room would become free
+        if comparable and len(others) == len(self._of_pool(request.pool)):  # it replaces no seat, which would free room
             for mib, other, full in unplaced:
                 if waiter.memory_mib >= mib and load.mib >= other.mib and load.duty_milli >= other.duty_milli:
                     return full
@@ -367,7 +365,7 @@ class Seats:
         return SeatProgress(kind=ProgressKind.REFUSED, reason=reason, sentence=sentence)
 
     def _reserve(self, waiter: _Waiter, hub: Pool, device_id: str | None) -> None:
-        """Make the seat, so that no other request gets its room, and start to write it. An older seat of the same server ends."""
+        """Create the seat, so that no other request gets its room, and start writing it. The server's older seat ends."""
         request = waiter.request
         waiter.token = secrets.token_urlsafe(32)
         waiter.seat = seat = SeatRecord(
@@ -398,7 +396,7 @@ class Seats:
         waiter.written = self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
 
     async def _hand_out(self, waiter: _Waiter, seat: SeatRecord) -> SeatProgress:
-        """Return the granted seat once it is in the ledger. Raises LedgerError. Cancelled: the caller ends the seat."""
+        """Return the granted seat once the ledger has it. Raises LedgerError. If cancelled, the caller ends the seat."""
         if waiter.written is not None:
             try:
                 await asyncio.shield(waiter.written)
@@ -434,18 +432,18 @@ class Seats:
         )
 
     async def confirm(self, seat_id: str) -> SeatStatus:
-        """Make the seat permanent, since the hub has saved it; return once the ledger has that. Raises NotFoundError, LedgerError."""
+        """Make a seat that the hub has saved permanent, and wait for the ledger. Raises NotFoundError, LedgerError."""
         seat = self._known(seat_id)
         if seat.expires_ms is not None:
             confirmed = structs.replace(seat, expires_ms=None)
             await self._broker.writer.run(partial(self._broker.writer.ledger.save_seat, confirmed))
-            # By now it may have ended, or its workload's group may be known, which was written with the expiry.
+            # By now the seat may have ended, or its workload's group become known, which was written with the expiry.
             seat = structs.replace(self._known(seat_id), expires_ms=None)
             self._keep(seat)
         return self.status(seat)
 
     def _save_second_record(self, seat: SeatRecord) -> None:
-        """Write the second record of a confirmed seat; for an unconfirmed one the hub can ask again."""
+        """Write a confirmed seat's second record. For an unconfirmed seat the hub can ask again."""
         if self._broker.records.files is not None and seat.expires_ms is None:
             self._broker.records.files.put(seat)
 
@@ -528,7 +526,7 @@ class Seats:
 
 
 def _precedes(other: _Waiter, waiter: _Waiter) -> bool:
-    """Whether a request that is in the line already stays before a new one. The queue of an engine that has admitted one counts more."""
+    """Whether `other`, in line already, stays before a new request. Requests that an engine has admitted go first."""
     if waiter.request.admitted or other.request.admitted:
         return other.request.admitted
     return other.terms.priority >= waiter.terms.priority

@@ -1,8 +1,8 @@
-"""The jobs and pods that seats belong to: which process may use such a seat, when it ends, and whether its memory holds saved state.
+"""The jobs and pods that seats belong to: which processes may use their seats, when these end, and whether saved state fits in memory.
 
-- A process uses a workload's seat only if its control group is that workload's: jobs of one user share a uid, and read each other's files.
-- A seat ends when the control group of its workload, which was there, is gone; and with the machine's boot. Before a job's first step its
-  group does not exist, so a group that was never there ends nothing: the engine's epilog or node agent releases such a seat.
+- A process may use a workload's seat only from that workload's control group: a user's jobs share a uid, and read each other's files.
+- A seat ends when its workload's control group disappears, or the machine reboots. Before a job's first step there is
+  no group, so a group that never existed ends nothing: the engine's epilog or node agent releases such a seat.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _EVERY_S: Final = 2.0
 
 
 class Workloads:
-    """The workloads of `seats` (live). `gone(seat)` ends a seat; `changed(seat)` saves one whose group became known. For the loop."""
+    """The workloads of `seats` (live). `gone(seat)` ends a seat; `changed(seat)` saves one whose group became known. For the loop only."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class Workloads:
         self._seats = seats
         self._gone = gone
         self._changed = changed
-        self._boot_id = boot_id()  # read once: later the broker may have no descriptor left
+        self._boot_id = boot_id()  # read once: later the broker may be out of descriptors
         self._look_soon = asyncio.Event()
-        self.warnings: dict[str, str] = {}  # by seat: why its kernels may not be saved, a sentence
+        self.warnings: dict[str, str] = {}  # by seat: a sentence why its kernels may not be saved
         self._examined: set[str] = set()  # seats whose memory limit was read
         broker.exit_followers.append(self._exited)
 
@@ -75,7 +75,7 @@ class Workloads:
             self._look_soon.set()
 
     def of_pod(self, pid: int) -> SeatRecord | None:
-        """Return the seat of the process's pod. Its control group, which no process leaves, replaces a token."""
+        """Return the seat of the process's pod. The control group, which no process leaves, stands in for a token."""
         pods = {
             seat.workload.id: seat
             for seat in self._seats.values()
@@ -90,7 +90,7 @@ class Workloads:
         return pods.get(found.id) if found is not None and found.engine == KUBERNETES else None
 
     async def warning(self, seat: SeatRecord) -> str:
-        """Return why the seat's kernels may not be saved when they idle, a sentence; "": no reason is known."""
+        """Return a sentence why the seat's kernels may not be saved when they idle, or ""."""
         if seat.workload is None:
             return ""
         found = await asyncio.to_thread(_warning_of, seat, seat.workload)
@@ -119,7 +119,7 @@ class Workloads:
         seats = [seat for seat in self._seats.values() if seat.workload is not None]
         for seat, group, there in await asyncio.to_thread(_states, seats, self._boot_id) if seats else ():
             if self._seats.get(seat.seat_id) is not seat:
-                continue  # it has changed or ended
+                continue  # it changed or ended
             if there is False:
                 self._gone(seat)
                 continue
@@ -169,7 +169,7 @@ def _group_of(workload: Workload) -> str:
 
 
 def _warning_of(seat: SeatRecord, workload: Workload) -> str | None:
-    """Return the warning, "" if there is none, None while the group is not known."""
+    """Return the warning, "" if there is none, or None while the group is unknown."""
     try:
         group = _group_of(workload)
         return memory_warning(workload.engine, group, seat.memory_mib) if group else None
