@@ -59,7 +59,7 @@ _STOP_POLL_S = 0.5
 _RETRY_S = (2.0, 60.0)  # pauses between attempts to cancel a job while Slurm does not answer
 _SCRIPT = """\
 #!/bin/bash
-# Slurm's own variable makes `srun` pass on only the listed variables, so no PATH.
+# Slurm's own variable makes `srun` pass on the listed variables only, and so no PATH.
 unset SLURM_EXPORT_ENV
 {% if path %}export PATH={{path}}
 {% endif %}{{prologue}}
