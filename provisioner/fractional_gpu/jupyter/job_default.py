@@ -1,4 +1,4 @@
-"""Gives kernels that name no provisioner ours, in a job with a share. Python imports this at its start (`jupyter-fractional-gpu.pth`).
+"""Makes our provisioner the default in a job with a share. Python imports this at startup (`jupyter-fractional-gpu.pth`).
 
 The whole job would inherit JUPYTER_DEFAULT_PROVISIONER_NAME, and fail to start kernels in environments without this package. So this
 module makes jupyter_client read another variable.
@@ -31,7 +31,7 @@ class _Finder(MetaPathFinder):
                 if factory.default_provisioner_name_env not in os.environ:
                     factory.default_provisioner_name_env = VARIABLE
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign] # of this spec alone
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign] # for this spec only
         return spec
 
 

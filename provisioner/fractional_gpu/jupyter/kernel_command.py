@@ -1,7 +1,7 @@
-"""What is known before a kernel starts: its kernelspec's `config`, whether it is ipykernel, and whether our extension loads in it.
+"""Finds out before a kernel starts what its kernelspec's `config` says, and whether it is ipykernel and can load our extension.
 
-`-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`. The interpreter itself is asked whether it can import the
-extension: a kernel that is believed to have a gate and has none would start on the GPU without admission. A module of one of our names is
+`-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`. We ask the interpreter itself whether it can import the
+extension: a kernel wrongly believed to have a gate would start on the GPU without admission. A module with one of our names is
 ours only if its source has `MARK`. If another module has the name (on `PYTHONPATH`, or in the notebook's folder), or msgspec is missing or
 too old, the kernel starts without the extension and says so.
 """
@@ -26,10 +26,10 @@ from fractional_gpu.protocol.names import msgspec_problem
 _OURS = ("fractional_gpu_kernel", "fractional_gpu")
 _NAMES = (*_OURS, "msgspec")
 MARK = '__distribution__ = "jupyter-fractional-gpu"'
-"""The line in the `__init__.py` of each of our packages that distinguishes it from another package of the same name."""
+"""The line in each of our packages' `__init__.py` that tells it from another package of the same name."""
 
-_ANSWER = "jupyter-fractional-gpu found "  # distinguishes it from what a sitecustomize prints
-# Prints each name's file and whether its source has the mark (null: no such module); last, the file and version of msgspec.
+_ANSWER = "jupyter-fractional-gpu found "  # tells it from what a sitecustomize prints
+# Prints each name's file and whether its source has the mark (null: no such module), then the file and version of msgspec.
 _PROBE_CODE = f"""
 import importlib.util, json
 def describe(name):
@@ -71,15 +71,15 @@ class _Module:
     version: str | None = None  # msgspec's
 
 
-_Modules = tuple[_Module | None, ...]  # in the order of _NAMES; None: there is none
+_Modules = tuple[_Module | None, ...]  # in the order of _NAMES; None: not found
 
-# Answers are kept only if all modules are usable: a missing one may be installed at any time.
+# Only answers with all modules usable are kept: a missing one may be installed at any time.
 _answers: dict[tuple[object, ...], _Modules] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """`gated`: the extension will load. `obstacle`: why an installed extension cannot be loaded, and what to do."""
+    """`gated`: the extension will load. `obstacle`: why an installed extension cannot load, and what to do."""
 
     gated: bool
     obstacle: str = ""
@@ -92,7 +92,7 @@ class KernelPlan:
 def plan_kernel(
     argv: Sequence[str], environment: Mapping[str, str], folder: str, language: str = "python"
 ) -> KernelPlan:
-    """Find out whether `argv` can load the extension. It may run the kernel's interpreter. Raises nothing."""
+    """Find out whether `argv` can load the extension. May run the kernel's interpreter. Never raises."""
     position = find_ipykernel(argv)
     if position is None:
         hidden = argv and language.lower() == "python"
@@ -102,7 +102,7 @@ def plan_kernel(
     if isinstance(modules, str):
         return KernelPlan(gated=False, obstacle=_UNASKED.format(interpreter=interpreter, why=modules))
     found = [module for module in modules if module is not None]
-    if len(found) < len(modules):  # our extension is not installed there
+    if len(found) < len(modules):  # our extension is not installed
         return KernelPlan(gated=False)
     obstacle = _find_obstacle(found, interpreter, folder)
     return KernelPlan(gated=not obstacle, obstacle=obstacle)
@@ -123,7 +123,7 @@ def _find_obstacle(modules: Sequence[_Module], interpreter: str, folder: str) ->
 
 def find_interpreter(program: str, environment: Mapping[str, str]) -> str | None:
     major, minor = sys.version_info[:2]
-    # For these jupyter_client starts its own interpreter.
+    # For these, jupyter_client starts its own interpreter.
     if program in {"python", f"python{major}", f"python{major}.{minor}"}:
         return sys.executable
     return shutil.which(program, path=environment.get("PATH"))
@@ -146,7 +146,7 @@ def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[st
 
 
 def _still_holds(known: _Modules, environment: Mapping[str, str]) -> bool:
-    """Whether the packages are still there, and no other module of their names has come before them."""
+    """Whether the packages are still there, and no module of the same name shadows them."""
     folders = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return all(
         module is not None
@@ -180,7 +180,7 @@ def _probe(command: list[str], environment: Mapping[str, str]) -> _Modules | str
 
 
 def _foreign_in(folder: str, name: str, origin: str) -> Path | None:
-    """Return the module that Python would import from the folder under this name, if it is neither ours nor at `origin`."""
+    """Return the module of this name that Python would import from the folder, unless it is ours or at `origin`."""
     for candidate in (Path(folder, name, "__init__.py"), Path(folder, f"{name}.py")):
         try:
             source = candidate.read_text(encoding="utf-8", errors="replace")
@@ -192,7 +192,7 @@ def _foreign_in(folder: str, name: str, origin: str) -> Path | None:
     return None
 
 
-# The `config` of a kernelspec's `kernel_provisioner` stanza: jupyter_client ignores misspelt keys, so each is checked here.
+# The `config` of a kernelspec's `kernel_provisioner` stanza: jupyter_client ignores misspelt keys, so we check each.
 
 CONFIG_KEYS = ("pool", "fraction", "memory", "request", "devices", "priority", "simulate")
 SIMULATED = re.compile(r"(\d{1,4}x)?\d{1,9}[KMGT]i?B(,(\d{1,4}x)?\d{1,9}[KMGT]i?B){0,63}", re.ASCII | re.IGNORECASE)
@@ -212,9 +212,9 @@ def check_pool_name(name: object) -> str:
 def parse_kernel_config(
     stanza: Mapping[str, object], *, default_pool: str, default_fraction: str
 ) -> tuple[LeaseRequest, str | None]:
-    """Return a stanza's request, and the simulated devices of a broker that is started for the kernel (None: real ones).
+    """Return a stanza's request, and the simulated devices for a broker started for the kernel (None: real ones).
 
-    Raises BadRequestError with the key, what was given and what is allowed.
+    Raises BadRequestError that names the key, its value and what is allowed.
     """
     for key in stanza:
         if key not in CONFIG_KEYS:
@@ -263,7 +263,7 @@ def _whole_number(key: str, value: object, allowed: range, more: str = "") -> in
 
 
 def _scalar(value: object) -> str | float:
-    """Return text for any other type: the parser's error then names the value."""
+    """Convert any other type to text, so that the parser's error names the value."""
     return value if isinstance(value, (str, int, float)) else repr(value)[:_SHOWN]
 
 

@@ -1,7 +1,7 @@
-"""One kernel's lease as its provisioner handles it: taken, kept over a restart, released; with its token file.
+"""One kernel's lease in its provisioner: taken, kept over restarts, released; with its token file.
 
-Every call blocks: run it in a thread. A call that fails half way leaves no lease and no token file; the broker lets expire what a killed
-server leaves. A kernel without our extension must know its device before its process starts: its next process gets a new lease. When the
+Every call blocks: run it in a thread. A call that fails halfway leaves no lease and no token file; a killed server's lease expires in
+the broker. A kernel without our extension must know its device before its process starts: its next process gets a new lease. If the
 broker dies in a call, the call restarts it and repeats the request once; releasing starts no broker.
 """
 
@@ -34,7 +34,7 @@ from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest, ResumeRequest
 
 T = TypeVar("T")
-_SHORT_S = 5.0  # for calls at a kernel's end: these are prompt or fail
+_SHORT_S = 5.0  # for calls at a kernel's end, which are prompt or fail
 _LEASE_VARIABLES = (
     "JUPYTER_GPU_LEASE",
     "JUPYTER_GPU_TOKEN_FILE",
@@ -49,7 +49,7 @@ _LEASE_VARIABLES = (
     "JUPYTER_GPU_MEMORY_FRACTION",
 )
 _PRELOAD = "LD_PRELOAD"
-_WAIT_UNGATED_MS = 10_000  # a user accepts to wait this long after a click in the launcher
+_WAIT_UNGATED_MS = 10_000  # how long users will wait after a click in the launcher
 _FROZEN_STATES = frozenset({"suspending", "suspended", "resuming", "quarantined"})
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
 
@@ -63,7 +63,7 @@ class KernelLease:
     reserve_mib: int
     gated: bool
     environment: Mapping[str, str]
-    notice: str = ""  # how the kernel's previous process ended, for its user
+    notice: str = ""  # how the kernel's last process ended, for its user
 
     def _client(self) -> BrokerClient:
         return BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S)
@@ -95,27 +95,27 @@ class KernelLease:
         return info
 
     def is_frozen(self) -> bool:
-        """Whether the process may be unable to run its exit."""
+        """Whether the process may be unable to exit by itself."""
         with self._client() as client:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
     def unblock(self) -> None:
-        """Resume the lease if its process may be blocked in a GPU call, which no interrupt reaches."""
+        """Resume the lease if its process may be blocked in a GPU call, which ignores interrupts."""
         with BrokerClient(self.socket, token=self.token or None) as client:
             client.resume(self.lease_id, ResumeRequest(if_blocked=True))
 
 
 def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None = None) -> KernelLease:
-    """Take a new lease from the broker, which is started, with the devices `simulate`, if none serves.
+    """Take a new lease from the broker. If none serves, start one (with the devices `simulate`).
 
-    `timeout_s` bounds the start and each call. Raises the errors of the protocol; ConflictError: the broker has real devices, not
+    `timeout_s` bounds the start and each call. Raises the protocol's errors, ConflictError if the broker has real devices instead of
     simulated ones.
     """
     return _retry_once(lambda: _take(request, timeout_s, simulate))
 
 
 def begin_broker_start(*, timeout_s: float, simulate: str | None = None) -> None:
-    """Start a broker in a thread if none serves, so that `take_lease`, which reports failures, waits less. Never blocks."""
+    """If no broker serves, start one in a thread, so that `take_lease`, which reports failures, waits less."""
 
     def start() -> None:
         with contextlib.suppress(FractionalGPUError), ensure_broker(timeout_s=timeout_s, simulate=simulate):
@@ -172,7 +172,7 @@ def renew_lease(
         with ensure_broker(lease.socket, token=lease.token or None, **how) as client, contextlib.suppress(*gone):
             may_stay = lease.token and lease.gated and request.gated
             if may_stay and (status := client.lease(lease.lease_id)).state != "ended":
-                if status.pid is not None:  # the broker has not seen its end
+                if status.pid is not None:  # the broker has not noticed its end
                     client.detach(lease.lease_id)
                 lease.restore_token_file()
                 return lease
@@ -184,9 +184,9 @@ def renew_lease(
 
 
 def recall_lease(info: Mapping[str, Any]) -> KernelLease:
-    """Return the lease that `to_info` described. Raises FractionalGPUError if it is over, or is another user's.
+    """Restore the lease from `to_info`. Raises FractionalGPUError if it has ended, or is another user's.
 
-    Without the token file, requests about it carry no token, and the kernel's next process gets a new lease.
+    Without the token file, requests carry no token, and the kernel's next process gets a new lease.
     """
     path = Path(info["token_file"])
     try:
@@ -197,7 +197,7 @@ def recall_lease(info: Mapping[str, Any]) -> KernelLease:
             with BrokerClient(info["socket"], timeout_s=_SHORT_S) as client:
                 client.lease(info["lease_id"])
         except BrokerUnavailableError:
-            pass  # the next cell starts one, which finds the kernel
+            pass  # the next cell starts a broker, which finds the kernel
         except FractionalGPUError:
             raise FractionalGPUError(f"the token of lease {info['lease_id']} cannot be read from {path}") from error
     return KernelLease(**{**info, "token": token, "token_file": path})
@@ -224,7 +224,7 @@ def _write_private(path: Path, token: str) -> None:
 
 
 def lease_label(text: str) -> str:
-    """Return the end of the text: a path's end has the file's name. Invalid characters become question marks."""
+    """Return the end of the text, where a path has the file name. Invalid characters become question marks."""
     return text.encode("utf-8", "replace").decode()[-MAX_NAME:]
 
 
@@ -251,7 +251,7 @@ def attach_request(pid: int, connection: Mapping[str, Any], argv: Sequence[str],
 
 
 def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with the lease, without the variables of a lease under which this server runs."""
+    """Add the lease to the environment, and remove the variables of any lease this server runs under."""
     clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     ours = dict(lease.environment)
     if (preloaded := clean.get(_PRELOAD)) and ours.get(_PRELOAD, preloaded) not in preloaded.split(":"):
@@ -267,6 +267,6 @@ def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict
 
 
 def environment_without(notice: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a kernel without a GPU; its first cell shows `notice`, the reason."""
+    """Return the environment for a kernel without a GPU. Its first cell shows the `notice`."""
     clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     return {**clean, "CUDA_VISIBLE_DEVICES": "", "JUPYTER_GPU_NOTICE": notice}

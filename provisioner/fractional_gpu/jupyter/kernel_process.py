@@ -1,4 +1,4 @@
-"""A kernel's process as a server handles it (a child, or adopted from an earlier server), and its ports."""
+"""A server's view of a kernel's process (a child, or adopted from an earlier server), and its ports."""
 
 import errno
 import functools
@@ -22,7 +22,7 @@ _EXIT_UNKNOWN = 255  # only a parent learns the exit code
 
 
 class ProcessGoneError(Exception):
-    """The process has ended, or its pid is another process's now."""
+    """The process has ended, or another process has its pid now."""
 
 
 def identity_of(pid: int) -> dict[str, Any]:
@@ -90,11 +90,11 @@ class AdoptedProcess:
         self.returncode = _EXIT_UNKNOWN
 
 
-# jupyter_client picks a free port, releases it and passes the number to the kernel, which listens there a second later; until then, and
-# at each restart, any process may get the port ("Address already in use"). So each port is bound here with SO_REUSEADDR, without
-# listening, while the kernel lives. On Linux the system does not hand out a bound port, a process that sets SO_REUSEADDR (as libzmq does)
-# may listen on it, and connections before that are refused. A kernel that an earlier server left has its ports held from its next restart
-# on: a port cannot be bound while another process listens there.
+# jupyter_client picks a free port, releases it and passes the number to the kernel, which listens there a second later. Until then, and
+# at each restart, any process may get the port ("Address already in use"). So we bind each port with SO_REUSEADDR, without
+# listening, while the kernel lives. Linux does not hand out a bound port, lets a process that sets SO_REUSEADDR (as libzmq does)
+# listen on it, and refuses connections before that. The ports of a kernel from an earlier server are held only from its next restart:
+# a port cannot be bound while another process listens there.
 
 _Manager = Any  # jupyter_client's, whose ports are traits without types
 
@@ -102,14 +102,14 @@ _Manager = Any  # jupyter_client's, whose ports are traits without types
 class KernelPorts:
     def __init__(self, log: "Logger | LoggerAdapter[Any]") -> None:
         self._log = log
-        self._chosen: dict[str, int] = {}  # by the manager's names; kept after `release` for a next start
-        self._held: dict[int, socket.socket | None] = {}  # None: the kernel listens there; held from its next launch on
-        weakref.finalize(self, _close_all, self._held)  # a manager may drop a kernel without any cleanup
+        self._chosen: dict[str, int] = {}  # by the manager's names; kept after `release` for the next start
+        self._held: dict[int, socket.socket | None] = {}  # None: the kernel listens there; held from its next launch
+        weakref.finalize(self, _close_all, self._held)  # a manager may drop a kernel without cleanup
 
     def secure(self, manager: _Manager) -> bool:
-        """Choose and hold the manager's ports before a launch; returns False if jupyter_client chooses.
+        """Choose and hold the manager's ports before a launch, or return False to let jupyter_client choose.
 
-        That is so for another transport, with `cache_ports` off, and on a system where no kernel could listen on a held port. Raises
+        It does so for other transports, with `cache_ports` off, and on systems where no kernel could listen on a held port. Raises
         OSError if no port is free.
         """
         if manager.transport != "tcp" or not manager.cache_ports or not is_local_ip(manager.ip):
@@ -132,7 +132,7 @@ class KernelPorts:
         LocalPortCache.instance().currently_used_ports.update(self._held)
 
     def pause(self) -> None:
-        """Stop holding the ports until the kernel's next launch, which uses the same numbers."""
+        """Stop holding the ports until the kernel's next launch, which reuses them."""
         for port, holder in self._held.items():
             if holder is not None:
                 holder.close()
@@ -153,7 +153,7 @@ class KernelPorts:
         self._keep(name, port, held)
 
     def _hold_again(self, manager: _Manager, name: str, port: int) -> None:
-        """Hold the previous port. If another process has it, choose a new one, unless clients know the old one."""
+        """Hold the previous port. If another process has it, choose a new port unless clients know the old one."""
         try:
             held = _bound(manager.ip, port)
         except OSError as error:
@@ -181,7 +181,7 @@ def _close_all(held: dict[int, socket.socket | None]) -> None:
 
 
 def _bound(ip: str, port: int) -> socket.socket:
-    """Return a bound IPv4 socket, as jupyter_client uses, that no child process inherits."""
+    """Return a bound IPv4 socket, like jupyter_client's, that no child process inherits."""
     holder = socket.socket()
     try:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -194,7 +194,7 @@ def _bound(ip: str, port: int) -> socket.socket:
 
 @functools.cache
 def _can_listen_on_held(ip: str) -> bool:
-    """Whether a kernel could listen on a held port. This tries it: systems that resemble Linux (gVisor) may differ."""
+    """Try whether a kernel could listen on a held port: systems that resemble Linux (gVisor) may differ."""
     with _bound(ip, 0) as holder:
         try:
             with _bound(ip, holder.getsockname()[1]) as listener:

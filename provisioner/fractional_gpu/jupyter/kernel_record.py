@@ -1,8 +1,8 @@
-"""Records of kernels that outlive their server: what the next server needs to take one over (`fractional_gpu.jupyter.kernel_manager`).
+"""Records of kernels that outlive their server, for the next server to take them over (`fractional_gpu.jupyter.kernel_manager`).
 
-One private file a kernel, with the connection's key and the path of the lease's token. The server that has a kernel holds a lock on its
-record; a rewritten record is a new file, locked before it takes the name. A record first names the lease of a process that is about to be
-started, and is rewritten when that is attached: what a server that dies in between leaves, the next one ends.
+Each kernel has a private file, with the connection's key and the path of the lease's token. The server that has a kernel holds a lock on
+its record; a rewritten record is a new file, locked before it takes the name. A record first names the lease of a process about to be
+started, and is rewritten once that is attached: if the server dies in between, the next one ends the kernel.
 """
 
 import fcntl
@@ -45,12 +45,12 @@ class RecordFile:
             except BlockingIOError:
                 os.close(descriptor)
                 return None
-            os.close(descriptor)  # it was replaced or removed between open and lock: try again
+            os.close(descriptor)  # replaced or removed between open and lock: try again
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Replace the content in one step. Raises OSError, and then the old text stays."""
+        """Replace the content atomically. On OSError the old text stays."""
         line = json.dumps(content).encode() + b"\n"
-        # The new file is locked before it takes the name, and the old one closed after: no moment without a lock.
+        # Lock the new file before it takes the name, and close the old one after: the record is always locked.
         old, self._descriptor = self._descriptor, replace_file(self.path, line, prepare=_lock, keep=True)
         os.close(old)
 
@@ -64,7 +64,7 @@ class RecordFile:
         line, _, _ = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).partition(b"\n")
         content = json.loads(line)
         if not isinstance(content, dict):
-            raise ValueError(f"{self.path} holds no record")  # noqa: TRY004 - what is in a file is a value
+            raise ValueError(f"{self.path} holds no record")  # noqa: TRY004 - a file's content is a value
         return content
 
     def close(self) -> None:

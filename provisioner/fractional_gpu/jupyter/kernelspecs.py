@@ -1,9 +1,9 @@
-"""Kernelspecs for fractions: one launcher entry for each pool and fraction, such as "Python 3 · 1/4 GPU".
+"""Kernelspecs for fractions: one launcher entry per pool and fraction, such as "Python 3 · 1/4 GPU".
 
-Each is copied from a base kernelspec with its metadata (`supported_encryption` and others), without which some servers refuse it. The mark
-in the metadata decides which folders are ours, never the name alone. A folder appears whole or not at all, and replaces only ours for the
-same base, pool and fraction. With `launcher` the command takes the lease, for programs that ignore provisioners; it names the local
-provisioner, so that Jupyter servers do not take a second lease.
+Each is copied from a base kernelspec with its metadata (`supported_encryption` and others), without which some servers refuse it. A mark
+in the metadata, never the name alone, shows which folders are ours. A folder appears atomically, and replaces only ours for the
+same base, pool and fraction. With `launcher` the command takes the lease, for programs that ignore provisioners. Such a kernelspec names
+the local provisioner, so that Jupyter servers do not take a second lease.
 """
 
 import json
@@ -35,14 +35,14 @@ _MADE_BY = "jupyter-fractional-gpu"  # the key in metadata that marks our kernel
 _MARK = {"pool", "fraction_milli", "gated", "simulated", "base", "launcher"}
 _DEFAULT_BASE = "python3"
 _NAME = re.compile(r"[a-z0-9._-]+", re.ASCII | re.IGNORECASE)  # what Jupyter accepts
-_UNREADABLE = (OSError, ValueError, TypeError, RecursionError, TraitError)  # of a kernel.json that is no kernelspec
+_UNREADABLE = (OSError, ValueError, TypeError, RecursionError, TraitError)  # for an invalid kernel.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledSpec:
     """A kernelspec of ours, made from `base`. `gated`: the extension will load; `launcher`: its command takes the lease.
 
-    `shadowed_by`: the folder that Jupyter takes instead.
+    `shadowed_by`: the folder that Jupyter uses instead.
     """
 
     name: str
@@ -57,7 +57,7 @@ class InstalledSpec:
     argv: tuple[str, ...] = ()
     shadowed_by: Path | None = None
     replaced: bool = field(default=False, compare=False)  # this installation replaced an older one
-    obstacle: str = field(default="", compare=False)  # why this installation found that the extension cannot be loaded
+    obstacle: str = field(default="", compare=False)  # why the extension cannot be loaded, at installation
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class InstalledSpec:
 
 
 def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
-    """Return the kernelspec's name. Jupyter compares such names without case. Raises BadRequestError."""
+    """Return the kernelspec's name, which Jupyter compares without case. Raises BadRequestError."""
     if isinstance(fraction_milli, bool) or not isinstance(fraction_milli, int) or not 1 <= fraction_milli <= 1000:
         raise BadRequestError(f"fraction {fraction_milli!r} is out of range; allowed: 1 to 1000 thousandths of a GPU")
     name = f"{_NAME_PREFIX}{check_pool_name(pool).lower()}-{fraction_milli}"
@@ -88,10 +88,10 @@ def install(
     name: str | None = None,
     display_name: str | None = None,
 ) -> list[InstalledSpec]:
-    """Install one kernelspec for each fraction (milli-GPU), replacing those that were installed before.
+    """Install one kernelspec per fraction (milli-GPU), replacing earlier ones.
 
-    `simulate`: the simulated devices (COUNTxMEMORY) of a broker that is started for such a kernel. `name` and `display_name`, for one
-    fraction only, replace the generated ones. They go to this `user`, below a `prefix` (default: the environment's own), or into a
+    `simulate`: the simulated devices (COUNTxMEMORY) for a broker started for such a kernel. `name` and `display_name`, for a single
+    fraction only, replace the generated ones. Installs for this `user`, below a `prefix` (default: the environment's own), or into a
     `directory`.
 
     Raises BadRequestError (contradictory arguments), NotFoundError (no such base) and FractionalGPUError (the folder cannot be written
@@ -133,11 +133,11 @@ def install(
 def list_installed(
     *, prefix: str | None = None, user: bool = False, directory: str | None = None
 ) -> list[InstalledSpec]:
-    """Return our kernelspecs in the named place (as for `install`), else wherever Jupyter looks, also shadowed ones."""
+    """Return our kernelspecs in the named place (as for `install`) or wherever Jupyter looks, even shadowed ones."""
     if prefix is not None or user or directory is not None:
         places = [_target_folder(prefix=prefix, user=user, directory=directory)]
     else:
-        # `os.path` takes a folder that this user may not enter for none, as Jupyter does; `Path` raises, by Python's version.
+        # Like Jupyter, `os.path` ignores a folder that this user may not enter; `Path` raises in some Python versions.
         places = [Path(place) for place in jupyter_path("kernels") if os.path.isdir(place)]  # noqa: PTH112 - as above
     folders = dict.fromkeys(path.parent for place in places for path in sorted(place.glob("*/kernel.json")))
     contents = ((folder, _read_ours(folder)) for folder in folders)
@@ -160,9 +160,9 @@ def remove(
     user: bool = False,
     directory: str | None = None,
 ) -> list[InstalledSpec]:
-    """Remove kernelspecs by name (None: all of ours), also shadowed ones, and return them.
+    """Remove our kernelspecs by name (None: all), even shadowed ones, and return them.
 
-    Raises NotFoundError, before anything is removed, for a name that is not one of ours, and FractionalGPUError.
+    Raises NotFoundError, before removing anything, for a name that is not ours, and FractionalGPUError.
     """
     ours = list_installed(prefix=prefix, user=user, directory=directory)
     there = list(dict.fromkeys(spec.name for spec in ours))
@@ -181,7 +181,7 @@ def remove(
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a kernelspec's folder; of a link only the link: its target is the user's own. Raises OSError."""
+    """Delete a kernelspec's folder, or only the link if it is one: its target is the user's. Raises OSError."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -189,7 +189,7 @@ def delete_folder(folder: Path) -> None:
 
 
 class SeatKernelSpecManager(KernelSpecManager):
-    """Shows, of our kernelspecs, those that the server's seat suffices for, and none without a seat. Others are shown as usual.
+    """Hides those of our kernelspecs that the server's seat is too small for, or all of them without a seat.
 
     For `--ServerApp.kernel_spec_manager_class`. The broker decides what a kernel gets.
     """
@@ -209,7 +209,7 @@ class SeatKernelSpecManager(KernelSpecManager):
         except NoSuchKernel:
             return True
         except _UNREADABLE:
-            return True  # Jupyter logs it and leaves it out, and shows the others
+            return True  # Jupyter logs it, leaves it out and shows the others
         stanza = metadata.get("kernel_provisioner")
         if not isinstance(stanza, dict) or stanza.get("provisioner_name") != PROVISIONER_NAME:
             return True
@@ -219,7 +219,7 @@ class SeatKernelSpecManager(KernelSpecManager):
         try:
             return parse_fraction_milli(config.get("fraction", 0)) <= share[1]
         except ValueError:
-            return True  # it is refused with the reason when it is started
+            return True  # its start is refused with the reason
 
 
 def logo(milli: int) -> str:
@@ -276,7 +276,7 @@ def _argv(base: KernelSpec, target: Path) -> tuple[list[str], KernelPlan]:
     argv = [word.replace("{resource_dir}", base.resource_dir) for word in base.argv]
     environment = {**os.environ, **(base.env or {})}
     if find_ipykernel(argv) is not None:
-        # To jupyter_client `python` is the server's own, so other servers would take theirs. The full path would let programs such as
+        # To jupyter_client, `python` is the server's own, so other servers would use theirs. The full path would let programs such as
         # jupytext take our kernelspec for their interpreter's.
         interpreter = find_interpreter(argv[0], environment) or argv[0]
         own = str(target.parent) in {*ENV_JUPYTER_PATH} - {*SYSTEM_JUPYTER_PATH}
@@ -309,8 +309,8 @@ def _content(base: KernelSpec, argv: list[str], mark: Mapping[str, Any]) -> dict
     return content
 
 
-# What a kernelspec with the launcher runs. It outlives the package, and says so then: programs show what a failed kernel has written.
-# Without braces, which Jupyter replaces in commands; the sentence follows as the first argument.
+# What a launcher kernelspec runs. If it outlives the package, it says so: programs show a failed kernel's output.
+# It has no braces, which Jupyter replaces in commands; the sentence follows as the first argument.
 _LAUNCH = """
 import sys
 sentence = sys.argv.pop(1)
@@ -348,7 +348,7 @@ def _read_ours(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
-    """Whether the folder has a kernelspec of ours for the same base, pool and fraction. Raises FractionalGPUError for another."""
+    """Whether the folder has our kernelspec for this base, pool and fraction. Raises FractionalGPUError if it has another."""
     if not os.path.lexists(folder):
         return False
     before = _read_ours(folder)
@@ -370,7 +370,7 @@ def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
 
 
 def _shadow(folder: Path, seen: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder that Jupyter takes for the name of this one, if it is another; `seen`: all that Jupyter finds."""
+    """Return the folder that Jupyter uses for this name, if it is another. `seen`: all that Jupyter finds."""
     seen = KernelSpecManager().find_kernel_specs() if seen is None else seen
     found = seen.get(folder.name.lower())
     return None if found is None or os.path.realpath(found) == os.path.realpath(folder) else Path(found)

@@ -1,10 +1,10 @@
-"""A kernel's command that takes a lease first, for programs that ignore kernel provisioners, such as VS Code.
+"""A kernel command that first takes a lease, for programs that ignore kernel provisioners, such as VS Code.
 
 python -P -m fractional_gpu.jupyter.launcher --pool NAME --fraction F [--memory SIZE] -- KERNEL COMMAND ...
 
 The process *becomes* the kernel, so signals, waits and exit codes are what its parent expects. That takes two execs: a broker attaches
-only a process whose environment has the lease's id, and an environment changes only with an exec. The broker ends the lease with the
-process; each start removes what earlier processes of the kernel left. Without a lease there is no kernel: one sentence on stderr, exit
+only a process with the lease's id in its environment, which only an exec changes. The broker ends the lease with the
+process; each start cleans up after the kernel's earlier processes. Without a lease no kernel starts: one sentence on stderr, exit
 code 1.
 """
 
@@ -37,12 +37,12 @@ _MODULE = "fractional_gpu.jupyter.launcher"
 _TIMEOUT_S = 30.0
 _STANZA_KEYS = ("pool", "fraction", "memory", "simulate")
 _LONGEST_CONNECTION = 64 * 1024  # bytes
-_TOKEN_MARK = ".launched-"  # noqa: S105 - a part of a file's name
+_TOKEN_MARK = ".launched-"  # noqa: S105 - part of a file name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(sys.argv[1:] if arguments is None else arguments)
-    # An interrupt is meant for the kernel, which does not run yet; exec restores the signal's default action.
+    # Interrupts are meant for the kernel, which does not run yet. exec restores the default action.
     signal.signal(signal.SIGINT, lambda *_: None)
     try:
         if options.attach:
@@ -124,7 +124,7 @@ def _connection(command: Sequence[str]) -> tuple[Path, dict[str, Any]]:
 
 
 def _release_earlier_leases(lease: KernelLease, kernel_id: str) -> None:
-    """End the leases of this kernel's earlier processes: they would count against the user until they expire."""
+    """End the leases of this kernel's earlier processes, which would count against the user until they expire."""
     with BrokerClient(lease.socket, timeout_s=_TIMEOUT_S) as client:
         for other in client.status().leases:
             if kernel_id and other.kernel_id == kernel_id and other.pid is None and other.lease_id != lease.lease_id:
@@ -133,7 +133,7 @@ def _release_earlier_leases(lease: KernelLease, kernel_id: str) -> None:
 
 
 def _rename_token_file(lease: KernelLease) -> KernelLease:
-    """Put pid and start time into the token file's name: a later start removes the file once the process is gone."""
+    """Put pid and start time into the token file's name, so that a later start can remove it once the process is gone."""
     path = lease.token_file.with_name(f"{lease.lease_id}{_TOKEN_MARK}{os.getpid()}-{_start_time(os.getpid())}.token")
     lease.token_file.rename(path)
     return replace(lease, token_file=path)
@@ -147,7 +147,7 @@ def _remove_stale_tokens() -> None:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return clock ticks since boot; None: there is no such process."""
+    """Return the process's start in clock ticks since boot, if it exists."""
     try:
         return str(read_stat(pid).start_time)
     except OSError:

@@ -1,11 +1,11 @@
-"""The jupyter_client provisioner, which starts a kernel with a lease on a fraction of a GPU.
+"""A jupyter_client provisioner that starts kernels with a lease on a fraction of a GPU.
 
-- The event loop never waits for the broker: every call to it runs in a thread (see `fractional_gpu.client.threads`).
-- An error of a first start is one sentence, for JupyterLab's dialog. A *re*start never fails because of the GPU (Jupyter would list the
-  kernel as idle for ever): the kernel then starts without a GPU, and its first cell says why.
-- The process is attached to its lease before jupyter_client watches it: if that fails at a first start, nothing restarts it.
-- jupyter_client may call `cleanup` twice, or never: the broker itself watches for the end of processes.
-- As the default provisioner it also starts kernelspecs that name none; without a broker, as the local provisioner does.
+- The event loop never waits for the broker: all calls to it run in threads (see `fractional_gpu.client.threads`).
+- A first start fails with one sentence, for JupyterLab's dialog. A *re*start never fails because of the GPU (Jupyter would list the
+  kernel as idle forever): the kernel then starts without a GPU, and its first cell says why.
+- The process is attached to its lease before jupyter_client watches it, so nothing restarts it if that fails at a first start.
+- jupyter_client may call `cleanup` twice, or never: the broker itself watches for processes' ends.
+- As the default provisioner it also starts kernelspecs that name none; without a broker, like the local provisioner.
 """
 
 import os
@@ -44,20 +44,20 @@ from fractional_gpu.jupyter.kernel_record import RecordFile
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest
 
-# jupyter_client's own keywords; all others come from the kernelspec's stanza
+# jupyter_client's own keywords; the others come from the kernelspec's stanza
 _JUPYTER_KEYWORDS = frozenset({"kernel_id", "kernel_spec", "parent", "config", "log"})
-_INTERRUPT_PATIENCE_S = 1.0  # a process that is not blocked has handled an interrupt by then
+_INTERRUPT_PATIENCE_S = 1.0  # an unblocked process has handled an interrupt by then
 _SHUTDOWN_FROZEN_S = 2.0  # half of it passes before `terminate`
 _NVIDIA_PATHS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
 
 class FractionalGPUProvisioner(LocalProvisioner):
-    """Starts the local kernels of one kernel manager with a lease.
+    """Starts one kernel manager's local kernels with a lease.
 
-    The keywords that a kernelspec's `config` brings are pool, fraction, memory, request, devices and priority.
+    A kernelspec's `config` may have the keywords pool, fraction, memory, request, devices and priority.
     """
 
-    process: Popen[bytes] | AdoptedProcess | None  # type: ignore[assignment] # has what is used of a Popen
+    process: Popen[bytes] | AdoptedProcess | None  # type: ignore[assignment] # has what we use of a Popen
 
     default_pool: Unicode[str, str | bytes] = Unicode(
         config=True,
@@ -90,7 +90,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._stanza = {name: kwargs.pop(name) for name in list(kwargs) if name not in _JUPYTER_KEYWORDS}
         super().__init__(**kwargs)
         self._lease: KernelLease | None = None  # kept over restarts
-        self._launch_lease: KernelLease | None = None  # of the process that is about to start; None: it gets no GPU
+        self._launch_lease: KernelLease | None = None  # of the process about to start; None: it gets no GPU
         self._notice = ""
         self._plan = KernelPlan(gated=False)
         self._is_restart = False
@@ -110,12 +110,12 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     @property
     def gpu_notice(self) -> str:
-        """Why the kernel has no GPU or no extension, or how the previous process ended; else "". A server shows it."""
+        """Why the kernel has no GPU or no extension, or how its last process ended, or "". For servers to show."""
         return self._notice
 
     @property
     def gpu_token(self) -> str | None:
-        """The token of the current lease, for the server's requests about it."""
+        """The current lease's token, for the server's requests."""
         return None if self._lease is None else self._lease.token or None
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - see above
@@ -130,7 +130,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         own = {name: Template(text).safe_substitute(environment) for name, text in (self.kernel_spec.env or {}).items()}
         with_spec = {**environment, **own}
         if self._lease is None and self._is_named_by_kernelspec:
-            # Starting a broker and probing the interpreter are both slow: they run at the same time.
+            # Starting a broker and probing the interpreter are slow: run them concurrently.
             begin_broker_start(timeout_s=self.broker_timeout, simulate=simulate)
         self._plan = await in_thread(
             plan_kernel, self.kernel_spec.argv, with_spec, folder, self.kernel_spec.language or ""
@@ -150,7 +150,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             launch = await super().pre_launch(**kwargs)
         except BaseException:
             if not self._is_restart:
-                self.ports_cached = False  # or `cleanup` would look for them in a connection that was not made
+                self.ports_cached = False  # or `cleanup` would look for them in a missing connection
                 await self._release_all()
             raise
         if managed:
@@ -163,9 +163,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return launch
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:  # noqa: ANN401 - see above
-        """Start the process and attach it to its lease. Cancelled, it kills the process.
+        """Start the process and attach it to its lease. Cancellation kills the process.
 
-        Raises FractionalGPUError if the broker refuses the process at a first start; at a restart the kernel then starts without a GPU.
+        If the broker refuses the process, a first start raises FractionalGPUError; a restarted kernel starts without a GPU.
         """
         lease = self._launch_lease
         if lease is not None and self._should_keep:
@@ -189,14 +189,14 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return connection
 
     async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
-        """Register for the manager's last failed restart: a server may forget the kernel then without calling `cleanup`."""
+        """Register for the manager's last failed restart: a server may then forget the kernel without calling `cleanup`."""
         await super().post_launch(**kwargs)
         if not self._has_death_callback and self.parent is not None:
             self.parent.add_restart_callback(self._stop_after_deaths, "dead")
             self._has_death_callback = True
 
     def _stop_after_deaths(self) -> None:
-        """The kernel died too often to be restarted automatically. A user's restart takes a new lease."""
+        """Release the lease of a kernel that died too often. A user's restart takes a new one."""
         self._ports.pause()
         lease, self._lease = self._lease, None
         if lease is not None:
@@ -209,10 +209,10 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.warning("The GPU lease of kernel %s could not be released: %s", self.kernel_id, error)
 
     async def send_signal(self, signum: int) -> None:
-        """Signal the process group. An interrupt also resumes a suspended kernel that is blocked in a GPU call and cannot react to it."""
+        """Signal the process group. An interrupt also resumes a suspended kernel that cannot react because a GPU call blocks it."""
         process = self.process
         if isinstance(process, AdoptedProcess) and process.poll() is not None:
-            return  # its pid may be another process's by now
+            return  # another process may have its pid by now
         await super().send_signal(signum)
         lease = self._lease
         is_running = self._interrupt_thread is not None and self._interrupt_thread.is_alive()
@@ -232,24 +232,24 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.debug("Kernel %s was not resumed for its interrupt: %s", self.kernel_id, error)
 
     async def shutdown_requested(self, restart: bool = False) -> None:
-        """Record whether the process is suspended: it could not run its own exit."""
+        """Record whether the process is suspended, and so unable to exit by itself."""
         await super().shutdown_requested(restart=restart)
         self._frozen_at_shutdown = await self._is_frozen()
 
     def get_shutdown_wait_time(self, recommended: float = 5.0) -> float:
-        """Return how long a shutdown may take, seconds: less for a process whose exit may block on the GPU."""
+        """Return the seconds a shutdown may take: fewer for a process whose exit may block on the GPU."""
         time_s = super().get_shutdown_wait_time(recommended)
         return min(time_s, _SHUTDOWN_FROZEN_S) if self._frozen_at_shutdown else time_s
 
     async def terminate(self, restart: bool = False) -> None:
-        """Send SIGTERM; a process whose CUDA state is suspended could not run its exit and gets SIGKILL at once."""
+        """Send SIGTERM, or SIGKILL to a process whose suspended CUDA state would keep it from exiting."""
         if await self._is_frozen():
             await self.kill(restart=restart)
         else:
             await super().terminate(restart=restart)
 
     async def cleanup(self, restart: bool = False) -> None:
-        """Detach the process (restart) or end the lease. A failing call to the broker is logged, not raised."""
+        """Detach the process (restart) or end the lease. A failed call to the broker is logged, not raised."""
         try:
             if not restart:
                 self._is_restart = False
@@ -263,7 +263,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             await super().cleanup(restart=restart)
 
     async def get_provisioner_info(self) -> dict[str, Any]:
-        """Return what another process needs to take the kernel over, with the lease's id and the path of its token."""
+        """Return what another process needs to take over the kernel, with the lease's id and its token's path."""
         return {**await super().get_provisioner_info(), **self._own_info()}
 
     def _own_info(self) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return info
 
     async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
-        """Take over what `get_provisioner_info` returned: the process, if it still runs, and its lease."""
+        """Take over what `get_provisioner_info` returned: the lease, and the process if it still runs."""
         await super().load_provisioner_info(provisioner_info)
         try:
             await in_thread(self._adopt, provisioner_info)
@@ -283,10 +283,10 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.warning("Kernel %s cannot be taken over: %s", self.kernel_id, error)
 
     def take_over(self, info: Mapping[str, Any], connection: KernelConnectionInfo, record: RecordFile) -> None:
-        """Take over a kernel that an earlier server left, and own its record from then on. Raises ProcessGoneError."""
+        """Take over a kernel that an earlier server left, and its record. Raises ProcessGoneError."""
         self.pid, self.pgid, self.ip = info["pid"], info["pgid"], info["ip"]
         self.connection_info = connection
-        self.ports_cached = True  # its next process has the same
+        self.ports_cached = True  # its next process gets the same
         self._adopt(info)
         self._record = record
         threading.Thread(target=self._attach_adopted, name="gpu-attach", daemon=True).start()
@@ -306,7 +306,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self._is_restart = True
 
     def _attach_adopted(self) -> None:
-        """Attach the adopted process for this server. A broker that does not run learns of it at the kernel's next start."""
+        """Attach the adopted process for this server. If no broker runs, one learns of it at the kernel's next start."""
         lease, process = self._lease, self.process
         if lease is None or process is None:
             return
@@ -323,7 +323,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return self._record is not None and self.process is not None and self.process.poll() is None
 
     def restore_files(self) -> None:
-        """Write the record and the token file again if they were removed. A failed write is tried again at the next call."""
+        """Rewrite the record and the token file if they were removed. A failed write is retried at the next call."""
         try:
             runtime_dir()
             if self._record is not None:
@@ -352,11 +352,11 @@ class FractionalGPUProvisioner(LocalProvisioner):
             if self._record is not None:
                 self._record.write({"kernel_id": self.kernel_id, "root_dir": root_dir, **content()})
         except (OSError, ValueError, ProcessGoneError) as error:
-            self._remove_record()  # or the next server would take it for an unfinished start, and end the process
+            self._remove_record()  # or the next server would think the start unfinished, and end the process
             self.log.warning("Kernel %s will not outlive this server: %s", self.kernel_id, error)
 
     def _launched(self, launch: Mapping[str, Any], connection: KernelConnectionInfo) -> dict[str, Any]:
-        """Return what the next server needs to take the kernel over. Raises ProcessGoneError."""
+        """Return what the next server needs to take over the kernel. Raises ProcessGoneError."""
         manager: Any = self.parent
         return {
             "kernel_name": manager.kernel_name,
@@ -374,7 +374,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     @property
     def _is_named_by_kernelspec(self) -> bool:
-        """Whether the kernelspec names this provisioner; else it is the default one."""
+        """Whether the kernelspec itself names this provisioner."""
         return "provisioner_name" in ((self.kernel_spec.metadata or {}).get("kernel_provisioner") or {})
 
     def _config(self) -> tuple[LeaseRequest, str | None]:
@@ -387,7 +387,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             raise start_error(error, f"Kernel {self.kernel_spec.display_name!r}: ") from None
 
     async def _obtain(self, request: LeaseRequest, simulate: str | None) -> tuple[KernelLease | None, str]:
-        """Return the lease, or None and why the kernel gets no GPU (empty: it starts as under the local provisioner)."""
+        """Return the lease, or None and why the kernel gets no GPU (empty: it starts like an ordinary kernel)."""
         how: dict[str, Any] = {"timeout_s": self.broker_timeout, "simulate": simulate}
         try:
             if self._lease is None:
@@ -412,7 +412,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return self._notice
 
     def _attach(self, lease: KernelLease, connection: KernelConnectionInfo) -> None:
-        """Attach the process that was just started. Blocks. Raises FractionalGPUError, also if the process has ended."""
+        """Attach the new process. Blocks. Raises FractionalGPUError, also if the process has ended."""
         process = self.process
         if process is None or process.poll() is not None:
             raise _ended_at_once(process)
@@ -446,7 +446,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             return await in_thread(self._lease.is_frozen)
         except FractionalGPUError:
-            return False  # unknown: the ordinary way ends in a kill as well
+            return False  # unknown: the ordinary way ends in a kill, too
 
 
 def _has_gpu() -> bool:
@@ -459,7 +459,7 @@ def _ended_at_once(process: Popen[bytes] | AdoptedProcess | None) -> FractionalG
     return FractionalGPUError(f"the kernel's process ended right after its start{how}; see the server's log")
 
 
-# What the broker says about this server. As this server's own status they would concern the browser's login, path or request.
+# Errors about this server. As its own status, they would seem to concern the browser's login, path or request.
 _ABOUT_THE_SERVER = frozenset({401, 403, 404, 413})
 
 _Factory = Callable[[str, str], FractionalGPUError]  # takes the sentence and the reason
@@ -470,13 +470,13 @@ def start_error(error: FractionalGPUError, prefix: str = "") -> FractionalGPUErr
     """Return an error of the same class and reason, with `prefix` before its sentence, that is also a `tornado.web.HTTPError`.
 
     Only an HTTPError's text reaches the browser: `POST /api/kernels` answers with its status and message, `/api/sessions` with its
-    `str()`, which is therefore the sentence alone.
+    `str()`, which therefore is just the sentence.
     """
     return _class_for(type(error))(f"{prefix}{_sentence(error)}", error.reason)
 
 
 def _sentence(error: FractionalGPUError) -> str:
-    """Return the message on one line and without percent signs, which JupyterLab's dialog shows doubled."""
+    """Return the message on one line without percent signs, which JupyterLab's dialog would double."""
     return " ".join(str(error).replace("%", " percent").split()).removesuffix(".")
 
 
