@@ -135,7 +135,6 @@ class Arbiter:
             self._changes.effects.append(WakeAt(at_ms=wake_ms))
 
     def _take(self, event: Event) -> None:
-        """Take the event into the books."""
         match event:
             case Tick():
                 pass

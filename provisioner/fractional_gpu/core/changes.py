@@ -189,7 +189,7 @@ class Changes:
 
     def _enqueue(self, lease: Lease, ticket: Ticket, *, fresh: bool) -> None:
         self.books.enqueue(lease, ticket)
-        if fresh and lease.need_mib and self.books.reserves_cap(lease):  # what grows with its use is of no size
+        if fresh and lease.need_mib and self.books.reserves_cap(lease):  # reserving by use has no fixed size
             self.books.forecasts.asked(lease.spec.pool, lease.need_mib, lease.count)
         # Of many tickets a sample is enough: what is shown is computed when it is read.
         if fresh and (len(self.books.waiting) < _FEW or not ticket.order % _ONE_OF):

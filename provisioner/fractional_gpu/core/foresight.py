@@ -23,7 +23,7 @@ from fractional_gpu.core.suspend import Capacity, is_expected, likelihood_milli,
 from fractional_gpu.core.units import format_memory
 
 LONGEST_MS = 600_000
-"""An expectation lasts no longer than this from its last sign on."""
+"""An expectation lasts no longer than this after its last sign."""
 _HOUR_MS = 3_600_000
 _SIGNS = {
     Sign.FOCUS: "its notebook came to the front",

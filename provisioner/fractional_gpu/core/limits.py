@@ -130,7 +130,6 @@ def _limit_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec, instead_of: Le
 def _oversubscription_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, instead_of: LeaseSpec | None
 ) -> Reason | None:
-    """Return a refusal if the pool may not promise that much memory."""
     before = _guaranteed_mib(instead_of) if instead_of is not None else 0
     there = [lease.spec for lease in books.leases.values() if lease.spec.pool == pool.name and not lease.revoked]
     promised, asked = sum(map(_guaranteed_mib, there)) - before, _guaranteed_mib(spec)
@@ -346,7 +345,6 @@ def _left_ms(books: Books, lease: Lease) -> int:
 
 
 def _spent_ms(books: Books, account: Account, pool: PoolSpec) -> int:
-    """Return how much of the budget is spent."""
     passed_ms = books.now_ms - account.pinned_at_ms
     back_ms = passed_ms if pool.pin_budget_ms is None else pool.pin_budget_ms * passed_ms // _DAY_MS
     return max(0, account.pinned_ms - back_ms)

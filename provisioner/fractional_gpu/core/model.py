@@ -109,7 +109,7 @@ class Limits:
 
     leases: int | None = None
     milli: int | None = None  # sum of the fractions of all leases, milli-GPU
-    resident_milli: int | None = None  # sum of the fractions that hold a reservation at a time, milli-GPU
+    resident_milli: int | None = None  # sum of the fractions with a reservation at a time, milli-GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class DeviceSpec:
     overhead_mib: int = 0
     why_not: str = ""  # why nothing on it can be checkpointed, a sentence; empty: it can
     why_no_move: str = (
-        ""  # why what is saved from it comes back on itself only, a sentence; empty: also on others of its name
+        ""  # why state saved from it resumes only on itself, a sentence; empty: also on others of its name
     )
 
     @property
@@ -149,7 +149,7 @@ class PoolSpec:
     revoked_ttl_ms: int = 86_400_000  # the processes of a lease whose seat has ended are ended after this
     unattached_hold_ms: int = 15_000  # room is kept so long for a kernel that is about to start
     unattached_leases: int = 64  # leases of one owner that have no process
-    unattached_share_milli: int = 500  # of the pool's memory that such leases of one owner may hold together
+    unattached_share_milli: int = 500  # of the pool's memory that these leases of one owner may hold
     retry_refused_ms: int = 30_000  # after a refused or aborted suspend, a lease is left alone for this long
     max_unused_hold_ms: int | None = None  # so long a cell may hold room without using the GPU; None = until it ends
     max_passed_over: int = 8  # K of law 4
@@ -165,15 +165,15 @@ class PoolSpec:
     max_pin_ms: int = 14_400_000  # longest pin; 0: no pins
     # Pinned time per user and day, which comes back evenly over a day; None = unlimited
     pin_budget_ms: int | None = 28_800_000
-    warn_before_ms: int = 0  # announce an idle suspension so long before it; 0 = not at all
+    warn_before_ms: int = 0  # announce an idle suspension this early; 0 = not at all
     max_devices: int = 8  # whole devices that one lease may ask for
     max_priority: int = 0  # the highest that a user without administrator rights may request
     user_limits: Limits = Limits()  # of every user
     group_limits: tuple[tuple[str, Limits], ...] = ()  # by group
     sharing: Sharing = Sharing.TIME_SLICE
     breach: Breach = Breach.WARN  # what happens to a lease that uses more than its cap
-    strangers: Strangers = Strangers.SHOW  # what happens to processes of no lease on the pool's devices
-    after_kernel: AfterKernel = AfterKernel.KEEP  # what becomes of what an ended kernel left on the device
+    strangers: Strangers = Strangers.SHOW  # what happens to processes without a lease on its devices
+    after_kernel: AfterKernel = AfterKernel.KEEP  # what happens to what an ended kernel left there
     suspend_unseen: bool = True  # kernels without our extension, whose use is unknown, may be suspended
     hami_library: str = ""  # HAMi-core, preloaded into the pool's kernels; empty: none
     # A cell runs on while its kernel's resume is under way, and blocks in its first call of the device
@@ -183,8 +183,8 @@ class PoolSpec:
     slowdown_bound_milli: int = 1000
     empty_devices: bool = False  # with `may_move`: idle leases are moved together where that empties a device
     foresight: Foresight = Foresight.FREE  # what is done for a lease whose next cell is expected
-    foresight_swap_ms: int = 2_000  # no early swap is begun that is predicted to take longer
-    # What early swaps may move to and from one device within an hour without a cell that follows
+    foresight_swap_ms: int = 2_000  # no early swap begins if it is predicted to take longer
+    # What early swaps may move to and from one device in an hour in vain
     foresight_vain_mib: int = 262_144
 
 
@@ -201,13 +201,13 @@ class LeaseSpec:
     gated: bool = True  # our extension guards its cells: it may start without a reservation and be suspended without losing a race
     label: str = ""  # for people: kernel or notebook name
     request_mib: int | None = None  # guaranteed; None: as much as the cap
-    devices: int = 1  # more than one: so many whole devices, all or none (fraction_milli is 1000)
+    devices: int = 1  # more than one: whole devices, all or none (fraction_milli is 1000)
     group: str = ""  # whose limits it counts against, next to the owner's
     owner_weight: int = 100  # the owner's share among owners, where the pool preempts equals
     weight: int = 100  # this lease's share among its owner's
     seat: str = ""  # the hub seat that it draws on; empty: none
     allowed_devices: tuple[str, ...] = ()  # the only devices of the pool that it may go to; empty: all of them
-    # Its priority but for a budget that is used up; None: `priority` is its own
+    # Its priority without a used-up budget; None: `priority` is its own
     own_priority: int | None = None
     uid: int | None = None  # the machine's user that it belongs to, who may count for another owner; None: a seat's
 
@@ -225,7 +225,7 @@ class LeaseView:
     generation: int  # grows at every state change; an operation's answer with an old one is stale
     device_id: str | None  # where the reservation is (HOLDING), else the device it was last on
     saved_mib: int  # in host memory while suspended
-    used_mib: int  # last measured use on the device; before the first measurement there, what was brought back or 0
+    used_mib: int  # last measured use on the device; before the first measurement there, what was resumed or 0
     busy: bool
     since_ms: int  # when it entered this state
     last_active_ms: int
@@ -243,7 +243,7 @@ class LeaseView:
     unsuspendable_reason: str = ""
     gate_closed: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs
     at_gate: bool = False  # its next cell waits there
-    left_behind: str = ""  # its kernel has ended, and these of its processes have device memory still, for people
+    left_behind: str = ""  # processes of its ended kernel that still have device memory, for people
     revoked: bool = False  # its seat has ended: it does not become resident before a new seat takes it over
     ends_ms: int | None = None  # a revoked lease's processes are ended then
     demand_milli: int = 0  # learnt: what it uses of each of its devices while it is busy, thousandths of a device
@@ -251,7 +251,7 @@ class LeaseView:
     expected_by: str = ""  # the sign that says so (`Sign`)
     expected_milli: int = 0  # how likely that cell is, thousandths
     came_early: bool = False  # it was brought back for a cell that was expected, and none has run yet
-    deadline_ms: int | None = None  # the first of its devices goes away then, which is still to come
+    deadline_ms: int | None = None  # when the first of its devices goes away, if in the future
     lost_because: str = ""  # why it cannot be saved before, a sentence; empty: it will be
 
 
@@ -285,8 +285,8 @@ class DeviceView:
     lost: bool
     draining: bool = False  # admits no lease; its leases leave as soon as possible
     why_not: str = ""  # why leases there cannot be suspended, a sentence
-    why_no_move: str = ""  # why what is saved from it comes back on itself only, a sentence
-    demand_milli: int = 0  # what the leases that are busy there need together, thousandths of the device
+    why_no_move: str = ""  # why state saved from it resumes only on itself, a sentence
+    demand_milli: int = 0  # what its busy leases need together, thousandths of the device
     deadline_ms: int | None = None  # while it is drained: when it goes away
 
 

@@ -119,7 +119,7 @@ def begin_move(
     beneficiary: Lease | None = None,
 ) -> None:
     """Suspend the lease for the `beneficiary` of its room, if any, with a ticket for its targets before all others."""
-    ticket = lease.ticket  # it has one already if it waits to grow
+    ticket = lease.ticket  # it already has one if it waits to grow
     if ticket is None:
         ticket = changes.new_ticket(first=True)
         ticket.preempted = lease.busy
@@ -214,11 +214,11 @@ def _not_there(changes: Changes, lease: Lease, device_id: str) -> Reason:
 
 
 _TIMES_COST = 2  # that a move must gain
-_MOST_MADE_ROOM = 8  # devices that lack memory and are looked at for one lease, those that are least busy
+_MOST_MADE_ROOM = 8  # how many devices that lack memory to consider for one lease, least busy first
 
 
 _Needs = dict[str, tuple[int, int]]
-"""By lease on a device: what it needs of it, thousandths, and that times the ms that its cell still takes."""
+"""By lease on a device: the thousandths of it that it needs, and those times its cell's remaining ms."""
 
 
 @dataclass(frozen=True, slots=True)

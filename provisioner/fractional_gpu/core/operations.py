@@ -37,7 +37,7 @@ _FOUND = {
     LeaseState.SUSPENDED: (Cause.FOUND_SUSPENDED, "this kernel's memory saved on the host"),
     LeaseState.QUARANTINED: (Cause.FOUND_UNKNOWN, "this kernel in a state that it examines"),
 }
-"""The states that a lease can be found in: the cause of that transition, and what was found, for people."""
+"""The states in which a lease can be found: the transition's cause, and what was found, for people."""
 
 _NEEDS_DEVICE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
 

@@ -87,7 +87,7 @@ def _admits(books: Books, device_id: str) -> bool:
 # -- compute -----------------------------------------------------------------------------------------------------------
 
 FULL = 1 << 20
-"""From this on a `fullness` is beyond the bound."""
+"""From here up a `fullness` is beyond the bound."""
 _STEP_MILLI = 100  # devices that differ by less within the bound are equal ...
 _EXCESS_STEP_MILLI = 250  # ... and beyond it
 

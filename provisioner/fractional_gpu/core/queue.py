@@ -283,7 +283,7 @@ class QueuePass:
             self.capacity.release(lease, targets)
             ticket.kept_on = ()
             lease.target_ids = ()
-            self._visited.discard(lease.lease_id)  # it is a ticket like any other from now on
+            self._visited.discard(lease.lease_id)  # from now on it is a ticket like any other
             return True
         if self._changes.channel_free:
             self._grant(lease, targets)
@@ -309,11 +309,11 @@ class QueuePass:
             self._grant(lease, chosen)
         else:
             self._resizer.grow_in_place(lease)
-            # It may have grown its share and given memory back, or the other way round; and reached a limit by it.
+            # It may have grown its share and returned memory, or vice versa, and so reached a limit.
             gave_back = lease.held_mib < held_mib or lease.milli < milli
             reached_limit = lease.milli > milli and self.capacity.keeps_any
             self.needs_another |= gave_back or reached_limit or lease.is_growing
-            if lease.is_growing:  # it lacks more by now than when it asked
+            if lease.is_growing:  # it lacks more now than when it asked
                 return False
         return lease.held_mib > held_mib and self._count_passed_over(lease, ticket, chosen, urgent=urgent_waits)
 

@@ -123,7 +123,7 @@ class Resizer:
             self._apply(lease, spec)
             if lease.held_mib > held_mib:
                 self._changes.granted_devices.update(lease.device_ids)
-        else:  # its pool may want it to hold more by now
+        else:  # its pool may now want it to hold more
             self.claim_missing(lease)
 
     def is_allowed(self, lease: Lease, spec: LeaseSpec) -> bool:
@@ -143,7 +143,6 @@ class Resizer:
         self._changes.requeued.add(lease.spec.pool)
 
     def _update_claim(self, lease: Lease, ticket: Ticket, spec: LeaseSpec) -> None:
-        """Recompute what the claim takes."""
         ticket.extra_mib = self._lacking_mib(lease, spec)
         if not ticket.extra_mib and spec is lease.spec:
             self._withdraw_claim(lease, "it has room enough")
@@ -191,7 +190,7 @@ GRACE_MS = 5000
 """A shorter excess is ignored."""
 
 SLACK_MIB = 16
-"""So is one as small: each process's use is rounded up."""
+"""So is a smaller one: each process's use is rounded up."""
 
 _WHAT_FOLLOWS = {
     Breach.WARN: "free something: other kernels may run out of memory because of it",

@@ -153,7 +153,7 @@ class Candidate:
     swap_ms: int  # how long its suspend is predicted to take
     deadline_ms: int  # when it has to be saved
     from_ms: int = 0  # when its suspend may begin: later than now after one that failed
-    cautious_ms: int = 0  # what its suspend hardly ever takes longer than: it begins so early if there is time
+    cautious_ms: int = 0  # its suspend hardly ever takes longer: it begins this early if there is time
     host_mib: int = 0
     busy: bool = False  # its suspend interrupts a cell
 
@@ -182,10 +182,10 @@ class Plan:
 
 
 MARGIN_MS = 500
-"""Kept free before each deadline, for what happens between the end of a suspend and the news of it."""
+"""Time kept free before each deadline, for the news of a suspend's end to arrive."""
 
 LEAST_RETRY_MS = 250
-"""The shortest pause between a suspend that failed and the next attempt."""
+"""The shortest pause between a failed suspend and the next attempt."""
 
 _LOST = "revocation.lost"
 _INTERRUPTED = "revocation.interrupts"
@@ -454,7 +454,7 @@ def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
     slot_ms = max(1, -(-horizon_ms * len(able) // _MOST_STEPS))
     slots = horizon_ms // slot_ms
     best, taken = [0] + [-1] * slots, list[list[bool]]()
-    # A channel waits for one that may begin only later: that counts as a part of its suspend.
+    # If a lease may begin only later, the wait of its channel counts as part of its suspend.
     lengths = [-(-(max(0, one.from_ms - start_ms) + one.swap_ms) // slot_ms) for one in able]
     for one, length in zip(able, lengths, strict=True):
         took, value = [False] * (slots + 1), one.value

@@ -149,7 +149,7 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
     other_ms, other_milli, other_weight = _virtual_time(books, victim, lease)
     if other_ms > mine_ms:
         return 0
-    # A virtual time grows by 100 x milli-GPU / weight in a ms: how fast the victim's gains on this one's, times both weights.
+    # A virtual time grows by 100 x milli-GPU / weight in a ms: how fast the victim's gains on it, times both weights.
     gain = 100 * (other_milli * my_weight - my_milli * other_weight)
     if gain <= 0:
         return None
@@ -190,7 +190,7 @@ def next_cell_in_ms(books: Books, lease: Lease) -> int:
     milli, soon_ms = likelihood_milli(lease), max(1, known.until_ms - books.now_ms)
     if gap_ms <= soon_ms:
         return gap_ms
-    # The mean of the two rates, by their weights: cells per time is what a victim's cost is about.
+    # The weighted mean of the two rates: a victim's cost depends on cells per time.
     return 1000 * soon_ms * gap_ms // (milli * gap_ms + (1000 - milli) * soon_ms)
 
 
@@ -323,7 +323,7 @@ def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease
     if room_mib < short_mib:
         return ()
     spare_mib, needed = room_mib - short_mib, list[Lease]()
-    for lease in reversed(chosen):  # the dearest first: one that fits into what is to spare can stay
+    for lease in reversed(chosen):  # the dearest first: one that fits into the spare memory can stay
         if lease.held_mib <= spare_mib:
             spare_mib -= lease.held_mib
         else:
@@ -356,7 +356,7 @@ class Capacity:
         self.planned: dict[str, Lease] = {}  # leases whose suspend is planned, or has begun since
         self.stays: set[str] = set()  # leases for which room is being made where they are: their suspend would waste it
         self.asked_to_yield: set[str] = set()  # leases that make room for a ticket ahead at a cell's end
-        self.short_of_host_memory: set[str] = set()  # idle leases that there is too little host memory for
+        self.short_of_host_memory: set[str] = set()  # idle leases that host memory is too short for
 
     # -- what a device has left, MiB -------------------------------------------------------------------------------------
 
@@ -490,7 +490,7 @@ class Capacity:
                 victims_of[device_id] = victims
         short_of_host: Reason | None = None
         for chosen in self._by_cost(lease, devices, need_mib, victims_of):
-            # Victims on several of the devices count once. A plan that host memory is too short for is dropped, and the next tried.
+            # Victims on several of the devices count once. If host memory is too short for a plan, the next is tried.
             victims = tuple(dict.fromkeys([*also, *[one for device_id in chosen for one in victims_of[device_id]]]))
             short_of_host = self.short_of_host(Plan(chosen, victims))
             if short_of_host is None:

@@ -10,7 +10,7 @@ when k grows. Costs of switching contexts and of contended caches are left out.
 from collections.abc import Iterable
 
 WHOLE_MILLI = 1000
-"""What a device has, in thousandths of it."""
+"""A whole device, in thousandths."""
 _PARTS = 10**9  # uses are summed in these parts of a device
 
 

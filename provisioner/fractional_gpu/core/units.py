@@ -62,7 +62,6 @@ def parse_fraction_milli(value: str | float) -> int:
 
 
 def _milli(text: str) -> Fraction | None:
-    """Return thousandths, or None if it is not a fraction."""
     if match := _MILLI.fullmatch(text):
         return Fraction(match[1])
     if match := _RATIO.fullmatch(text):

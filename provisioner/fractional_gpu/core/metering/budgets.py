@@ -12,9 +12,9 @@ from typing import NamedTuple
 from fractional_gpu.core.metering.usage import ACCOUNTS, Party, Usage, UsageRow
 
 WARN_MILLI = 800
-"""A budget of which this many thousandths are spent is warned of."""
+"""The broker warns when this many thousandths are spent."""
 LAST_PRIORITY = -1_000_000
-"""The priority of kernels that get what no other ticket waits for: below all that a configuration allows."""
+"""The priority of kernels that get only what no other ticket waits for: below any configured one."""
 _MINUTE_S = 60
 _HOUR_S = 3600
 _MINUTES_FOR_S = 2 * _HOUR_S

@@ -22,7 +22,7 @@ from fractional_gpu.core.metering.tariffs import SLICE_MS, Calendar, Tariff, utc
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKey, UsageRow, divided
 
 _AMOUNT = 1000 * SHARE_HOUR
-"""What a price in thousandths, times milli-GPU milliseconds, times thousandths that are charged, is divided by."""
+"""The divisor for a price in thousandths times milli-GPU milliseconds times charged thousandths."""
 _MOST_MW = 10_000_000  # 10 kW: no device draws more, so such a reading is wrong
 _QUIET_MS = 1000  # from a shorter time no idle draw is learnt
 _IDLE_PARTS = 8  # the idle draw that is known moves by one part in this many towards each reading

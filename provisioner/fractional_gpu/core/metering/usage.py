@@ -19,7 +19,7 @@ SHARE_HOUR = 1000 * HOUR_MS
 MJ_PER_KWH = 3_600_000_000
 """Millijoules in a kilowatt-hour."""
 ACCOUNTS = ("machine", "hub")
-"""Whose user an owner is, by a party's `seated`: two with the same name are two."""
+"""Whose user an owner is, by a party's `seated`: names may be in both."""
 
 
 class UsageKey(NamedTuple):

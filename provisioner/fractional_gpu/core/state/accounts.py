@@ -125,7 +125,6 @@ class Accounts:
         account.usage = max(account.usage, _usage(last_ms + 1, account.weight))
 
     def _contending(self, pool: str) -> list[Account]:
-        """Return the accounts of the pool's owners that contend."""
         return [account for (name, _), account in self._owners.items() if name == pool and account.contenders]
 
     def _start_contending(self, lease: Lease, account: Account, now_ms: int) -> None:

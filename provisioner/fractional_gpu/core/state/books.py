@@ -106,7 +106,6 @@ class Books:
         self._set_demand(lease, learnt_milli)
 
     def _set_demand(self, lease: Lease, demand_milli: int) -> None:
-        """Set what the lease needs while it is busy."""
         lease.demand_milli = demand_milli
         self._forget_sums(lease)
 

@@ -19,8 +19,8 @@ _FIRST_PAUSE_MS = 1_000
 _MOST_DOUBLINGS = 16
 UNIT = 100  # the usual weight
 _RESTING_PARTS = 4  # kernels that idle between cells are busy about a quarter of the time, in published traces
-_FULL_MILLI = 900  # thousandths of a device that its busy leases use together when they leave none, about
-_SAME_TIME_MILLI = 1050  # what samples of all its busy leases add up to at most, about, if they are of the same time
+_FULL_MILLI = 900  # thousandths of a full device that its busy leases use together, about
+_SAME_TIME_MILLI = 1050  # the most that simultaneous samples of all its busy leases add up to, about
 _INEXACT_PARTS = 8  # one part in this many is allowed for what a driver measures inexactly
 
 
@@ -73,8 +73,8 @@ class Ticket:
     urgent: bool = False
     passed_over: int = 0  # from the pool's K on, room is kept
     kept_on: tuple[str, ...] = ()  # devices where room is kept
-    resize_to: LeaseSpec | None = None  # the size for which a lease that is on its devices waits there
-    extra_mib: int = 0  # what that takes more than the lease holds, on each of its devices
+    resize_to: LeaseSpec | None = None  # the size that a lease on its devices waits to grow to
+    extra_mib: int = 0  # what it needs beyond what the lease holds, on each of its devices
     after_suspend: "Ticket | None" = None  # restored if the lease is suspended while it waits to grow
     preempted: bool = False  # filed for a busy lease that was preempted: withdrawn only when the lease ends
     due_ms: int = 0  # estimate of when the ticket becomes due; 0: not computed yet
@@ -188,7 +188,7 @@ class Expectation:
     until_ms: int  # it lapses then
     best: Sign  # the sign that says most
     signs: dict[Sign, int] = field(default_factory=dict)  # how sure the sender of each was, thousandths
-    milli: int = 0  # how likely the cell is by that one, as of the last sign: what is learnt since changes no deadline
+    milli: int = 0  # how likely `best` makes the cell, as of the last sign: later learning changes no deadline
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -208,7 +208,7 @@ class Lease:
     device_ids: tuple[str, ...] = ()  # where its reservation is, or (it holds nothing) was
     held_mib: int = 0  # reserved on each of its devices
     size_mib: int = 0  # what its pool reserves for it: its cap, or its use and headroom
-    used_mib: int = 0  # as last measured; before the first measurement what was brought back, or 0
+    used_mib: int = 0  # as last measured; before the first measurement, what was resumed, or 0
     is_measured: bool = False  # since it came to its devices
     unreserved_mib: int = 0  # what it uses on each device without a reservation: it counts as a stranger's there
     growth_mib: int = 0  # how much its use on each device grew between the last two measurements
@@ -417,7 +417,7 @@ class Sums:
     free_mib: int
     mib: tuple[int, ...]  # by `OccupancyKind`
     demand_milli: int  # what the busy ones need together, thousandths of the device
-    wanted_milli: int  # that, and what those need that were let in for a cell that has not begun
+    wanted_milli: int  # that, plus the need of those let in for a cell that has not begun
     resting_milli: int  # what idle ones are expected to need
 
 
@@ -480,7 +480,7 @@ class Device:
         used = [lease.demand_milli if lease.seen_milli is None else lease.seen_milli for lease in busy]
         if sum(used) < _FULL_MILLI:
             return seen_milli
-        # Samples that exceed the device are not of the same time, and one that is missing is unknown: the largest use is unknown then.
+        # If samples exceed the device (they are of different times) or one is missing, the largest use is unknown.
         if sum(used) > _SAME_TIME_MILLI or any(lease.seen_milli is None for lease in busy):
             return WHOLE_MILLI
         most_milli = most_wanted_milli(seen_milli, max(used))
