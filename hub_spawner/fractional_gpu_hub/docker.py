@@ -2,7 +2,7 @@
 
 - Each user's containers run with a separate uid (`gpu_first_uid` plus the user's number in the hub), which keeps users from each other's
   leases. The broker treats root in a container as root.
-- The broker runs as root on the machine, knows kernels by their pids there, and connects over the container's loopback interface.
+- The broker runs as root on the machine, knows kernels by their pids there, and connects on the container's loopback interface.
 - A container gets the broker's socket and the seat's file, read-only, and the GPUs.
 - A container ends with its server: a reused one would have the environment of an earlier seat.
 """

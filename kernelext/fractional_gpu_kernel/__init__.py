@@ -48,7 +48,7 @@ def load_ipython_extension(ipython: "Any") -> None:  # noqa: ANN401 - IPython is
 
 
 def unload_ipython_extension(ipython: "Any") -> None:  # noqa: ANN401 - as above
-    """Restore the shell. The kernel keeps its lease, as one without the extension."""
+    """Restore the shell. The kernel keeps its lease but has no extension."""
     extension = _loaded.pop(id(ipython), None)
     if extension is not None:
         extension.unload()

@@ -147,7 +147,7 @@ CONTEXT_MIB = (
 
 
 def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
-    """Return a framework's MiB of a cap: all but the context, at least half (a quarter if that is large)."""
+    """Return a framework's MiB of a cap: all but the context, at least half (a quarter if the context is large)."""
     least = cap_mib // 2 if context_mib <= CONTEXT_MIB else cap_mib // 4
     return max(cap_mib - max(context_mib, CONTEXT_MIB), least, 1)
 
@@ -655,7 +655,7 @@ def _unified() -> str:
 
 
 def injected() -> str:
-    """Return why the process cannot be saved if a variable injected a profiler's library into it, else ""."""
+    """Return why the process cannot be saved if a variable injected a profiler's library into it, or ""."""
     for variable in _INJECTIONS:
         path = os.environ.get(variable)
         if path and (library := os.path.basename(os.path.realpath(path))) in mapped_files():  # noqa: PTH119 - cheap to import

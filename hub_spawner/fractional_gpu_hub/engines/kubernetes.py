@@ -2,9 +2,9 @@
 
 - The pod requests `fractional-gpu.jupyter.org/POOL` (thousandths of a GPU) and memory for the server and saved GPU memory. The scheduler
   counts the share, the node's agent registers it as a seat, and the node's broker chooses the device.
-- This module completes the pod after `kubespawner`, so no profile and no `extra_pod_config` can add a share or a privilege.
+- We complete the pod after `kubespawner` and its profiles, so no profile and no `extra_pod_config` can add a share or a privilege.
 - A pod with a share has no privileges: no root, no added capability, no host namespace. A setting that grants one stops the spawn.
-- The folder of the broker's socket is mounted read-only, without secrets: the broker identifies pods by their control group.
+- The folder of the broker's socket is mounted read-only, but no secret: the broker identifies pods by control group.
 - Each user's pods run with a separate uid, by which the broker keeps users from each other's leases.
 """
 

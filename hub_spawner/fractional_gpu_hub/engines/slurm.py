@@ -4,8 +4,8 @@
   and the node's broker choose node and device.
 - Values from users and the hub's database become arguments of `sbatch`, or variables, never shell text; the batch script quotes them. The
   script's template cannot use user options.
-- A job's name is `jupyter-` and a hash of hub, user and server. By it we find a job whose number was never saved, and cancel it at a stop
-  or before the next start.
+- A job's name is `jupyter-` and a hash of hub, user and server. A job whose number was never saved is found by this name, and cancelled at
+  a stop or before the next start.
 - A server has ended only if Slurm says that its job has: a failing controller, authentication or `sudo` proves nothing.
 - A server's token may only set the server's port: `batchspawner` would let it set any attribute, including commands.
 """

@@ -1,7 +1,7 @@
 """Runs Slurm's commands and reads what they print: nodes, jobs, reasons.
 
 - Arguments are a list, never shell text. Columns that users write (names of jobs, comments) are read only if they come last.
-- A controller that does not answer raises `EngineUnavailableError`, a refusal `EngineError`: only Slurm can end a job.
+- A controller that does not answer raises `EngineUnavailableError`, a refusal `EngineError`: only Slurm's answer ends a job.
 """
 
 import asyncio

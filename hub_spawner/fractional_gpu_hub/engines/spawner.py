@@ -2,8 +2,7 @@
 
 - The engine chooses the node, which registers the allocation as a seat at its own broker. The hub calls no broker.
 - Offers come from the summaries that the nodes' agents publish at the engine. They are the last known state, not promises.
-- `gpu_take` turns a choice into an `Allocation`; a spawner's `gpu_prepare` turns it into the engine's request. No other user option enters
-  it.
+- `gpu_take` turns a choice into an `Allocation`; a spawner's `gpu_prepare` turns it into the engine's request. No other option gets there.
 - While the engine queues the request, `gpu_queue` reports why, and until when.
 """
 

@@ -363,7 +363,7 @@ _IDLE_S = 60.0
 
 
 def serve(broker: str, listener: socket.socket, *, hub: int, cluster: str = "") -> None:
-    """Serve until SIGTERM or SIGINT, or until the process `hub` is gone. `cluster`: an engine, whose nodes are shown."""
+    """Serve until SIGTERM or SIGINT, or until the process `hub` is gone. `cluster`: the engine whose nodes to show."""
     enable_pretty_logging()
     asyncio.run(_serve(broker, listener, hub, cluster))
 

@@ -69,7 +69,7 @@ class ClusterFollower:
 
     @property
     def snapshot(self) -> ClusterSnapshot:
-        """The cluster as last read. Access keeps the reading going."""
+        """The cluster as last read. Each access prolongs reading."""
         self._asked_s = time.monotonic()
         self._asked.set()
         return self._snapshot

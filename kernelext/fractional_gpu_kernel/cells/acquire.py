@@ -176,7 +176,7 @@ class Acquirer:
                     waiter.put(refusal)
 
     def _acquire(self, ticket: _Ticket) -> RefusedError | None:
-        """Call the broker until it answers. None: granted (the gate is open) or withdrawn."""
+        """Call until the broker answers. None if granted (the gate is open) or withdrawn."""
         # `units` is for the wait's line: later the process may have no descriptor left for an import.
         from fractional_gpu.core import units  # noqa: F401, PLC0415 - off the kernel's start
         from fractional_gpu.protocol.errors import (  # noqa: PLC0415 - as above
@@ -366,7 +366,7 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
 
 @contextlib.contextmanager
 def interrupts_to(waiter: "SimpleQueue[Any]") -> Iterator[None]:
-    """Let SIGINT put INTERRUPTED into the queue, and later raise KeyboardInterrupt. Only on the main thread."""
+    """Let SIGINT put INTERRUPTED into the queue; on exit, raise KeyboardInterrupt if it came. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -2,12 +2,14 @@
 
 Each operation is one step under the lock, so that a cell cannot overtake an answer to the broker:
 
-    open              binds the process to its device, and lets waiting cells enter close             shuts the gate; answers "busy" and
-    changes nothing if a cell runs or waits preempt           shuts the gate although cells run: their GPU calls block until the kernel's
-    state is back enter, leave      a cell that enters the open gate runs until it leaves exempt, leave     a cell that needs no GPU ignores
-    the gate, and never keeps it open start_waiting,    a waiting cell counts as busy from the start, and enters in the step that ends its
-    wait: no `close` can intervene stop_waiting pause, go_on      a cell that waits for input does not count as running, and enters again
-    with the input
+    open              binds the process to its device, and lets waiting cells enter
+    close             shuts the gate; answers "busy" and changes nothing if a cell runs or waits
+    preempt           shuts the gate even while cells run: their GPU calls block until the kernel's state is back
+    enter, leave      a cell that enters the open gate runs until it leaves
+    exempt, leave     a cell that needs no GPU ignores the gate, and never keeps it open
+    start_waiting,    a waiting cell counts as busy from the start, and enters in the step that ends its wait: no `close` can intervene
+    stop_waiting
+    pause, go_on      a cell that waits for input does not count as running, and enters again with the input
 
 The gate is shut until the first grant. If the pool lets a cell overlap with its kernel's resume, the cell enters the shut gate. In a forked
 child the gate is inert (always open).

@@ -73,7 +73,7 @@ class LiveLine:
 
 
 class CellLine:
-    """A line below a running cell, for other threads. `close` blanks it for good."""
+    """A line below a running cell that other threads write. `close` blanks it."""
 
     def __init__(self, line: LiveLine, context: contextvars.Context) -> None:
         self._line, self._context = line, context

@@ -60,7 +60,7 @@ def bar(parts: Iterable[tuple[int, str]], whole: int, label: str) -> str:
 
 
 def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> str:
-    """Return the bar as text, from (size, character) parts. Parts above 0 get at least one."""
+    """Return the bar as text, from (size, character) parts. Every part above 0 gets one."""
     signs = ""
     total = 0
     for size, sign in parts:

@@ -70,7 +70,7 @@ class Resizer:
     def change(
         self, milli: int | None, memory_mib: int | None, line: LiveLine | None, wait_ms: int = _WAIT_MS
     ) -> LeaseStatus:
-        """Resize the lease and wait for it. Raises FractionalGPUError or KeyboardInterrupt, and then changes nothing."""
+        """Resize the lease and wait for it. Changes nothing if it raises FractionalGPUError or KeyboardInterrupt."""
         status = self._resize(ResizeRequest(fraction_milli=milli, memory_mib=memory_mib, wait_ms=wait_ms), line)
         with self._lock:
             if self._own is not None:  # later bursts return to this share

@@ -1,4 +1,4 @@
-"""`%gpu`'s arguments: one table of commands, for the parser, the help and completion. An error is one sentence."""
+"""`%gpu`'s arguments: one table of commands, for parser, help and completion. An error is one sentence."""
 
 import argparse
 import os

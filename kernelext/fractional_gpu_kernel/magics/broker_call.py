@@ -1,8 +1,8 @@
 """Calls to the broker from `%gpu`: immediately, or when the cell has ended.
 
 Immediately (`call_broker`): a separate thread makes the call, and the cell's thread waits on a queue, so that an interrupt works at any
-time. It closes the connection, and the broker withdraws what it has not started. A broker that does not answer is reported within 5 s: on
-the live line if there is one, else as an error.
+time. It closes the connection, and the broker withdraws what it has not started. A broker that does not answer is reported within 5 s, on
+the live line if any, or as an error.
 
 When the cell has ended (`AfterCell`): a broker suspends or moves only an idle kernel. So the command leaves a note, a thread makes the call
 when the cell has ended and its event loop has continued, and the result replaces the note. A subshell has its own loop, so its command does

@@ -1,7 +1,6 @@
 """The Jupyter server extension: the broker's status of this server's kernels, for JupyterLab.
 
-- One subscription to the broker per server. Browsers get changes from Jupyter's event stream and never poll. Idle cullers ignore reads of
-  it.
+- One subscription to the broker per server. Browsers get changes from Jupyter's event stream and never poll. Idle cullers ignore this.
 - It sends no message to a kernel: only the user's cells make a kernel busy.
 - It shows and controls only this server's kernels, though the broker would let this uid control more.
 - It starts no broker and works without.

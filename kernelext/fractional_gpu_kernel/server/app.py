@@ -293,7 +293,7 @@ class FractionalGPUApp(ExtensionApp):
             self.serverapp.event_logger.emit(schema_id=STATE_ID, data=now)
 
     async def _kernel_acted(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ANN401, ARG002 - jupyter_events' signature
-        """Update the list when a kernel starts, restarts or ends, and show the kernel's notice."""
+        """Send the new state when a kernel starts, restarts or ends, and show the kernel's notice."""
         kernel_id, action = data.get("kernel_id", ""), data["action"]
         if action == "start" and data.get("status") == "success":
             for _ in range(_LISTING_STEPS):  # the kernel manager lists it a moment after this event
