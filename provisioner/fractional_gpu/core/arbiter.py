@@ -290,7 +290,7 @@ class Arbiter:
         return Slowdown() if lease is None else describe_slowdown(self._books, lease)
 
     def turns_end_ms(self, lease_id: str) -> int | None:
-        """Return when busy leases will have had their turns and make room for the lease; None if time alone makes none."""
+        """Return when busy leases will have had their turns and make room for the lease, or None if time does not help."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else turns_end_ms(self._books, lease)
 
@@ -409,7 +409,7 @@ def _lost_because(books: Books, lease: Lease) -> str:
 
 
 def _holding(lease: Lease) -> Holding | None:
-    """Return what the meter counts, or None if the lease has no process, even if room is reserved for its start.
+    """Return what the meter counts, or None if the lease has no process, even if it has room reserved.
 
     The lease holds its devices while it has a reservation there, including during swaps. It is busy while a cell, or a process that
     outlived its kernel, may run on them: not while it is swapped or quarantined, or its cell waits at a closed gate.

@@ -121,7 +121,7 @@ class Changes:
         self.record(lease.lease_id, reason, sentence)
 
     def emit_granted(self, lease: Lease) -> None:
-        """Open the gate of a resident lease: its cells can run from now on."""
+        """Open the gate of a resident lease, so that its cells can run."""
         granted = Granted(lease_id=lease.lease_id, device_ids=lease.device_ids, reserved_mib=lease.held_mib)
         self.effects.append(granted)
 
@@ -204,7 +204,7 @@ class Changes:
         return ticket
 
     def close_gate(self, lease: Lease) -> None:
-        """Make a resident lease's next cell ask first."""
+        """Make the next cell ask before it runs."""
         if not lease.gate.closed:
             self.books.set_gate(lease, closed=True)
             self.effects.append(CloseGate(lease_id=lease.lease_id))
@@ -225,7 +225,7 @@ class Changes:
         lease.target_ids = ()
 
     def record_wait_reason(self, lease: Lease, wait: Reason) -> None:
-        """Record why a ticket waits in the lease's story, if the code is new and the line of its state says something else."""
+        """Add to the lease's story why its ticket waits, if the code is new and its state does not say it already."""
         ticket = lease.ticket
         if ticket is not None and ticket.reason != wait.code:
             ticket.reason = wait.code

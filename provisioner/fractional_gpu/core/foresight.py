@@ -106,7 +106,7 @@ class Expectations:
 
 
 def resume_expected(changes: Changes) -> None:
-    """Bring expected leases back, the likeliest first, as long as swap channels are free."""
+    """Bring expected leases back, the likeliest first, while swap channels are free."""
     books = changes.books
     able = [lease for lease in books.in_state(LeaseState.SUSPENDED) if _may_come(books, lease)]
     if not able:

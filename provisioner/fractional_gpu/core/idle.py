@@ -7,7 +7,7 @@ twice what the better choice would have cost.
 - Coming back costs the time of its resume.
 - Holding costs the time that other cells lose, as learnt (`HoldCosts`): how long tickets waited for idle leases to be saved, spread over
   the memory that idle leases of the pool held in the meantime. It counts `_LOST_COUNTS` times.
-- A pool may also name a price for holding a device (`hold_price`), next to the price of waiting (`wait_price`).
+- A pool may also name a price for holding a device (`hold_price`), besides that of waiting (`wait_price`).
 
 While holding costs nothing, no lease leaves: a ticket that needs the room takes it anyway. Saved leases take host memory, which tickets may
 need for others, so no lease leaves this way if more than half of host memory would be in use.

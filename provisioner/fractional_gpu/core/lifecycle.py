@@ -292,7 +292,7 @@ class Lifecycle:
         self._changes.forecast_recorder.busy_changed(lease, busy=busy)
 
     def measured(self, lease: Lease, used_mib: int) -> None:
-        """Take a measurement of its device memory."""
+        """Record the measured device memory."""
         if lease.state not in (LeaseState.NO_CONTEXT, LeaseState.RESIDENT, LeaseState.SUSPENDING):
             return
         before_mib, was_measured = lease.used_each_mib, lease.is_measured
@@ -304,7 +304,7 @@ class Lifecycle:
             self._books.note_unreserved(lease)
 
     def shrunk(self, lease: Lease, event: Shrunk) -> None:
-        """Note that the kernel gave its caches back, or could not."""
+        """Note whether the kernel gave its caches back."""
         if (
             not lease.shrink.is_requested
             or lease.generation != event.generation
@@ -317,7 +317,7 @@ class Lifecycle:
             self._books.refresh(lease)
 
     def suspend_requested(self, lease: Lease, by: str) -> None:
-        """Take a request of `by` (its user, an administrator) to suspend the lease, or decline it."""
+        """Accept or decline a request by `by` (its user, an administrator) to suspend the lease."""
         if lease.state is not LeaseState.RESIDENT:
             sentence = f"the kernel is {lease.state}: only a resident one can be suspended"
             self._changes.decline_suspend(lease, "not-resident", sentence)

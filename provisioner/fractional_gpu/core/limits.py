@@ -324,7 +324,7 @@ def unpin(changes: Changes, lease: Lease, by: str) -> None:
 
 
 def end_pin(changes: Changes, lease: Lease, sentence: str, reason: str = "pin.ended") -> None:
-    """End the pin, if there is one; the rest of it goes back to the budget."""
+    """End any pin, and return the rest of it to the budget."""
     if lease.pinned_until_ms:
         set_pin(changes, lease, 0)
         changes.record(lease.lease_id, reason, sentence)

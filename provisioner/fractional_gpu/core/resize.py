@@ -96,7 +96,7 @@ class Resizer:
             self._claim(lease, lease.spec)
 
     def pool_configured(self, pool: str) -> None:
-        """Follow a changed policy: claims are recomputed, and leases that hold less than it wants claim the rest."""
+        """Follow a changed policy: recompute claims, and claim the rest for leases that hold less than it wants."""
         for lease in self._books.in_state(LeaseState.RESIDENT, LeaseState.UNATTACHED):
             if lease.spec.pool != pool:
                 continue
@@ -105,7 +105,7 @@ class Resizer:
             self.claim_missing(lease)
 
     def claim_missing(self, lease: Lease) -> None:
-        """Claim the rest for a lease that holds less than its pool wants it to."""
+        """Claim the rest for a lease that holds less than its pool wants."""
         if lease.held_mib and lease.ticket is None and lease.size_mib > lease.held_mib and not lease.revoked:
             self._claim(lease, lease.spec)
 

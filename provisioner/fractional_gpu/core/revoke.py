@@ -47,7 +47,7 @@ def drain(changes: Changes, device_id: str, *, evict_busy: bool, deadline_ms: in
 
 
 def undrain(books: Books, device_id: str) -> None:
-    """Let leases come to the device again."""
+    """Let leases use the device again."""
     device = books.devices.get(device_id)
     if device is not None:
         device.draining, device.evict_busy, device.deadline_ms = False, False, None
@@ -126,7 +126,7 @@ def _suspend_if_ready(changes: Changes, lease: Lease, reason: str, sentence: str
 
 
 def end_processes_if_due(changes: Changes, lease: Lease) -> None:
-    """Have the processes of a revoked lease ended if its time is over."""
+    """End the processes of a revoked lease when its time is over."""
     now_ms = changes.now_ms
     if lease.ends_ms is None or lease.ends_ms > now_ms:
         return
@@ -200,7 +200,7 @@ class Salvage:
     """Begins suspends before deadlines.
 
     The plan is recomputed in every event, so a cell that ends, or a swap that takes longer than predicted, changes it at once. Swap
-    channels serve leases on such devices first: another swap begins only if the next planned suspend can wait for its end.
+    channels serve leases on these devices first: another swap begins only if the next planned suspend can wait for its end.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -427,7 +427,7 @@ def _in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _ends_in_time(ordered: Sequence[Candidate], start_ms: int) -> bool:
-    """Return whether all end in time, one after the other in this order."""
+    """Return whether all end in time, one by one in this order."""
     for one in ordered:
         start_ms = max(start_ms, one.from_ms) + one.swap_ms
         if start_ms > one.deadline_ms:
@@ -488,7 +488,7 @@ def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[
 def _fill(
     channels: list[list[Candidate]], starts: Sequence[int], candidates: Sequence[Candidate], left_mib: int
 ) -> None:
-    """Add candidates left out that fit in time and host memory to the channels, the most valuable for their time first."""
+    """Add left-out candidates that fit in time and host memory to the channels, the most valuable for their time first."""
     kept = {one.lease_id for channel in channels for one in channel}
     left_mib -= sum(one.host_mib for channel in channels for one in channel)
     for one in sorted(candidates, key=lambda one: one.density):

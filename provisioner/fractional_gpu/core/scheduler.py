@@ -76,7 +76,7 @@ class Scheduler:
                 break
 
     def _settle_gates(self) -> None:
-        """Close and open the gates that the last pass chose; if no ticket waits any more, open all."""
+        """Close and open the gates that the last pass chose; if no ticket waits, open all."""
         last, self._last_pass = self._last_pass, None
         if last is not None and self._books.waiting:
             last.settle_gates()
@@ -101,7 +101,7 @@ class Scheduler:
         end_processes_if_due(self._changes, lease)
 
     def _await_next(self, lease: Lease) -> None:
-        """Ask for a decision when time alone changes something for the lease."""
+        """Ask for a decision when time alone affects the lease."""
         books = self._books
         await_idle_suspend(self._changes, lease)
         times = [lease.expires_ms, lease.ends_ms, lease.rhythm_ms, lease.pinned_until_ms, lease.retries.resume_after_ms]

@@ -257,7 +257,7 @@ class Victims:
         return sorted(able, key=order)
 
     def _yielding(self, device_id: str, beneficiary: Lease) -> list[Lease]:
-        """Return the busy leases that may be asked to leave at the end of a cell, those asked already first."""
+        """Return the busy leases that may be asked to leave at the end of a cell, those already asked first."""
         books, able = self._books, list[Lease]()
         for had_turn_ms, lease in self._working(device_id):
             may_yield = books.is_time(max(had_turn_ms, lease.gate.open_until_ms))

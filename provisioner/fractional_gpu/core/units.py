@@ -20,7 +20,7 @@ _LARGEST = 10**18  # whole numbers past this are not sizes or durations, and Pyt
 
 
 def restore_margin_mib(saved_mib: int) -> int:
-    """Return what must stay free next to state that is restored, MiB: a restore without room is fatal. Not measured on hardware."""
+    """Return the MiB to keep free beside restored state: a restore without room is fatal. Not measured on hardware."""
     return max(_LEAST_MARGIN_MIB, saved_mib // _MARGIN_PARTS)
 
 

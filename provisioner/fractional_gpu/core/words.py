@@ -238,8 +238,8 @@ def display_name(lease: Lease) -> str:
 def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
     """Return how much neighbours slow down the lease's cell, or would on the device it waits for, and who they are.
 
-    What each lease was learnt to need while it is busy (`place`) is corrected by what cells took with and without neighbours (`forecasts`).
-    A waiting lease is judged on the device that busy leases leave most of, not counting those that must leave.
+    The learnt need of each busy lease (`place`) is corrected by how long cells took with and without neighbours (`forecasts`). A waiting
+    lease is judged on the device that busy leases leave most of, not counting those that must leave.
     """
     devices = books.devices
     if lease.state is LeaseState.RESUMING and lease.let_in:
@@ -260,7 +260,7 @@ def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
 
 
 def _staying(device: Device, lease: Lease) -> list[Lease]:
-    """Return the busy leases that fit on the device next to this one, the smallest first."""
+    """Return the busy leases that fit on the device beside this one, the smallest first."""
     left_mib = device.lease_capacity_mib - lease.size_mib
     staying = []
     for other in sorted(busy_others(device, lease), key=lambda one: (one.held_mib, one.number)):

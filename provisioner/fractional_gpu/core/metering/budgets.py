@@ -44,7 +44,7 @@ class Subject(NamedTuple):
     account: str = ""  # of a user: `ACCOUNTS`; empty: of a group, or (of what was added) each of the two users
 
     def includes(self, other: "Subject") -> bool:
-        """Whether this subject covers the other one."""
+        """Whether this subject covers `other`."""
         return self[:2] == other[:2] and self.account in {"", other.account}
 
 

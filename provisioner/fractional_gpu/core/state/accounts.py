@@ -97,7 +97,7 @@ class Accounts:
         return max(owners, account.weight), max(own, lease.spec.weight, 1)
 
     def meter(self, lease: Lease, now_ms: int) -> None:
-        """Start or stop the lease's meter, and note whether it contends, by its state. Only where the pool shares by virtual time."""
+        """Start or stop the lease's meter and note whether it contends, if its pool shares by virtual time."""
         fair = self._shares_by_time(lease)
         if not fair and lease.meter.idle_since_ms is None and not lease.meter.is_running:
             return  # no decision depends on it

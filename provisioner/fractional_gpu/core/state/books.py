@@ -43,7 +43,7 @@ class Books:
             self.recheck_ms = at_ms
 
     def is_time(self, at_ms: int | None) -> bool:
-        """Return whether a time has come (None: it never comes); if not, ask for a decision when it comes."""
+        """Return whether a time (None: never) has come; if not, ask for a decision when it comes."""
         if at_ms is None:
             return False
         self.recheck_at(at_ms)
@@ -119,7 +119,7 @@ class Books:
         return [lease for lease in self.leases.values() if lease.gate.closed]
 
     def set_reservation(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
-        """Set where the lease's reservation is and its size on each device; 0: where it was."""
+        """Set the lease's devices and its reservation on each; 0: the devices where it was."""
         held_mib = held_mib if device_ids else 0
         for device in self._devices_of(lease):
             if device.spec.device_id not in device_ids or not held_mib:
@@ -190,12 +190,12 @@ class Books:
         self.refresh(lease)
 
     def reinstate(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Reinstate a revoked lease that draws on another seat: `spec` differs in the seat alone."""
+        """Reinstate a revoked lease that draws on another seat: `spec` differs only in the seat."""
         lease.spec, lease.ends_ms = spec, None
         self.refresh(lease)
 
     def set_priority(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Give the lease a spec that differs in its priority alone; its ticket keeps its age."""
+        """Give the lease a spec that differs only in priority; its ticket keeps its age."""
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None:
             own = ticket.resize_to is lease.spec

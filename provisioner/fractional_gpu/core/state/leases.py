@@ -256,7 +256,7 @@ class Lease:
         self.lease_id = self.spec.lease_id
 
     def forget_shrinking(self) -> None:
-        """Forget what was found out about its memory while it was idle."""
+        """Forget what was learnt about its memory while idle."""
         shrink = self.shrink
         shrink.is_requested, shrink.succeeded, shrink.host_floor_mib = False, None, 0
 
