@@ -147,7 +147,7 @@ CONTEXT_MIB = (
 
 
 def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
-    """Return a framework's MiB of a cap: all but the context, at least half (a quarter if the context is large)."""
+    """Return a framework's MiB of a cap: all but the context, at least half (a quarter for a large context)."""
     least = cap_mib // 2 if context_mib <= CONTEXT_MIB else cap_mib // 4
     return max(cap_mib - max(context_mib, CONTEXT_MIB), least, 1)
 
@@ -377,7 +377,7 @@ def _torch_bytes(cuda: Any, index: int) -> int:  # noqa: ANN401 - as above
 
 
 def _has_context(torch: Any, index: int) -> bool:  # noqa: ANN401 - as above
-    """Whether the process has a context on the device; True if unknown."""
+    """Whether the process has a context on the device, or may have."""
     has_context = getattr(getattr(torch, "_C", None), "_cuda_hasPrimaryContext", None)
     return has_context is None or bool(has_context(index))
 

@@ -38,7 +38,7 @@ class ClusterServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """All nodes with an agent, all servers, and the number of nodes without an agent (`others`)."""
+    """All nodes with an agent, all servers, and the count of nodes without an agent (`others`)."""
 
     nodes: Sequence[ClusterNode] = ()
     servers: Sequence[ClusterServer] = ()

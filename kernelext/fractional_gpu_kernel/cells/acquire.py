@@ -94,7 +94,7 @@ class Acquirer:
         self._ticket: _Ticket | None = None
 
     def wait_for_gpu(self, line: LiveLine | None, mark: object | None = None) -> None:
-        """Wait until the gate is open, and enter `mark` as running in the same step. Without `line`, show nothing.
+        """Wait until the gate is open, and enter `mark` as running in the same step. No `line`: show nothing.
 
         Raises RefusedError or KeyboardInterrupt. After an interrupt `mark` may have entered: the caller removes it.
         """

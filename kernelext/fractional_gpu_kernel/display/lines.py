@@ -127,7 +127,7 @@ _NEXT = {  # by reason for the wait
 
 
 def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted: bool = False) -> str:
-    """Return a waiting cell's line. `preempted`: the cell is running. `age_s`: time since the broker sent `progress`."""
+    """Return a waiting cell's line. `preempted`: the cell runs. `age_s`: time since the broker sent `progress`."""
     from fractional_gpu.core.units import format_rough  # noqa: PLC0415 - off the kernel's start
 
     facts = [f"place {progress.position} in the queue"] if progress.position is not None else []

@@ -310,7 +310,7 @@ class Completer:
         self._read_s = -_KEEP_S
 
     def complete(self, line: str) -> tuple[str, list[str]] | None:
-        """Return the fragment before the cursor (the end of `line`) and its completions; None for other lines."""
+        """Return the fragment before the cursor (`line`'s end) and its completions; None for other lines."""
         match = _LINE.fullmatch(line)
         if match is None:
             return None
