@@ -119,7 +119,7 @@ class Broker:
         self.usage_counters = UsageCounters(self.metering, arbiter.pools)
         self.devices = dict(devices or {})
         self.queue_changed = asyncio.Event()
-        # Set at the next event: anything may have changed. Take it before looking at the state, then wait for it.
+        # Set at the next event, which may change anything. Take it before reading the state, then wait for it.
         self.anything_changed = asyncio.Event()
         self.last_use_s = time.monotonic()
         self.stopping = False
@@ -349,7 +349,7 @@ class Broker:
                     environment[name] += f",{value}"
         view = self.arbiter.lease(lease_id)
         if view is not None:
-            # On each device its cap is its reservation there.
+            # Its cap on each device is its reservation there.
             follows_use = self.reserves_by_use(view.spec.pool) and view.reserved_mib > 0
             limit_mib = view.reserved_mib if follows_use else view.spec.reserve_mib
             environment["JUPYTER_GPU_MEMORY_MIB"] = str(limit_mib)

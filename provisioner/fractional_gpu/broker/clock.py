@@ -1,4 +1,4 @@
-"""The broker's clocks, and rates: `now_ms` for decisions, `wall_ms` for dates, `DeadlineClock` for deadlines that survive a restart."""
+"""The broker's clocks and rate limits: `now_ms` for decisions, `wall_ms` for dates, `DeadlineClock` for lasting deadlines."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def now_ms() -> int:
 
 
 def wall_ms() -> int:
-    """Return the ledger's time: wall-clock milliseconds, which survive a reboot. It can be set: no decision may depend on it."""
+    """Return the ledger's time: wall-clock ms, which survive a reboot. No decision may depend on it, as it can be set."""
     return time.time_ns() // 1_000_000
 
 
@@ -68,7 +68,7 @@ class DeadlineClock:
         return self._start_ms + self._since_boot() // 1_000_000
 
 
-# Rate limits: a bucket of tokens for each key, refilled with time.
+# Rate limits: a token bucket per key, refilled over time.
 
 
 _KEPT = 1024  # buckets; beyond that, full ones are dropped, which changes nothing

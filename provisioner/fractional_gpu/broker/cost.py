@@ -25,7 +25,7 @@ _KEPT: Final = 1024  # accounts; beyond that, full balances are forgotten, which
 
 
 class Account:
-    """One account; for the loop. `name`: the payer's name in messages; `exempt`: nothing is charged, and `turn` never waits."""
+    """One account, used on the loop. `name`: the payer's name in messages. `exempt`: it pays nothing, and never waits."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Account:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing would change if the account were forgotten."""
+        """Whether the account may be forgotten without effect."""
         return self.left_s == COST_BURST_S and self._timer is None
 
     def charge(self, seconds: float) -> None:
@@ -137,7 +137,6 @@ class Account:
 
 
 EXEMPT: Final = Account("an administrator", exempt=True)
-"""The account of administrators."""
 
 
 class Costs:

@@ -13,7 +13,7 @@ from typing import Final, ParamSpec, TypeVar
 from fractional_gpu.host.threads import StartedThreads
 
 _SWITCH_S: Final = (
-    0.0005  # the longest that a computing thread holds the interpreter when the loop needs it; Python's default is 5 ms
+    0.0005  # how long a computing thread may keep the loop from the interpreter; Python's default is 5 ms
 )
 
 T = TypeVar("T")

@@ -119,7 +119,7 @@ class BrokerClient:
                 yield decode_reply(payload, route.reply_type)
 
     def ping(self, timeout_s: float | None = None) -> Pong:
-        """Return which broker answers, within `timeout_s` seconds (default: the client's)."""
+        """Ask which broker answers, within `timeout_s` seconds (default: the client's)."""
         return self.call(routes.PING, timeout_s=timeout_s)
 
     def status(self, *, fresh: bool = False) -> "HostStatus":
@@ -371,7 +371,7 @@ def _error(connection: Connection) -> FractionalGPUError:
 
 
 _PAUSE_S = 1.5  # between two pings
-PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # for an answer: with the pause and half a second for a busy machine, 5 s
+PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # for an answer; 5 s with the pause and half a second for a busy machine
 
 
 class SilenceWatch:

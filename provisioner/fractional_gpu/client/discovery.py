@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 IN_WORKLOAD = "JUPYTER_GPU_BROKER_IN_WORKLOAD"
 """If this variable is `1`, brokers start automatically within a job or a pod."""
-_LONGEST_PATH = 100  # bytes; Linux allows 107, and a broker puts temporary names next to its socket
+_LONGEST_PATH = 100  # bytes; Linux allows 107, and brokers put temporary names next to their sockets
 _SIMULATE = "JUPYTER_GPU_SIMULATE"
 _PAUSE_S = 0.05
 _LOCK_PAUSE_S = 0.01
@@ -46,7 +46,7 @@ _LONGEST_SETTINGS = 64 * 1024  # bytes
 def runtime_dir() -> Path:
     """Create (mode 0700) and return this host's folder for sockets, token files and kernel records. Raises BrokerUnavailableError."""
     folder = runtime_place()
-    if foreign_above(folder) is not None:  # the home belongs to another user: by sudo, or in a container
+    if foreign_above(folder) is not None:  # another user owns the home: with sudo, or in a container
         return Path(_short_path(str(folder / "broker.sock"))).parent
     _make_private(folder)
     return folder
@@ -87,7 +87,7 @@ def _is_system_service_there() -> bool:
     """
     for name in (SYSTEM_SOCKET, f"{SYSTEM_SOCKET}.lock"):
         try:
-            os.stat(name)  # noqa: PTH116 - `Path.exists` takes a folder without access for none, or raises, by Python's version
+            os.stat(name)  # noqa: PTH116 - without access, `Path.exists` is False or raises, depending on Python's version
         except PermissionError:
             return True
         except OSError:

@@ -36,7 +36,7 @@ class AsyncClient(Generic[C]):
         raise AssertionError("there is one result")
 
     async def stream(self, lines: Callable[[C], Iterable[T]]) -> AsyncGenerator[T, None]:
-        """Yield the items of `lines`, or raise what it raises. Closing or cancelling gives it up."""
+        """Yield the items of `lines`, and raise its errors. Closing or cancelling gives up."""
         end_s = time.monotonic() + self._patience_s
         while True:
             try:

@@ -81,10 +81,10 @@ def not_answering(path: str, seconds: float, pid: int | None) -> str:
     return f"{who} did not answer within {seconds:g} s: {remedy}"
 
 
-_open_socket = socket.socket  # a cell may replace it in its module, and its kernel must still reach the broker
+_open_socket = socket.socket  # cells may replace it in its module, but kernels must still reach the broker
 
 MAX_REPLY_BYTES = 32 * 1024 * 1024  # a whole host's status
-MAX_LINE_BYTES = 8 * 1024 * 1024  # one line of a stream: again a whole host's status
+MAX_LINE_BYTES = 8 * 1024 * 1024  # a stream's line: also a whole host's status
 _BACKLOG_RETRY_S = 0.02
 _VERSION = f"{VERSION_HEADER}: {VERSION}"
 _LONGEST_RETRY_S = 30.0
@@ -247,7 +247,7 @@ class Call:
     """One call, over successive connections. Any thread may call `give_up`."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()  # the event's lock may be held when a child is forked
+        self._pid = os.getpid()  # a fork may happen while the event's lock is held
         self._given_up = threading.Event()
         self._connection: Connection | None = None
 

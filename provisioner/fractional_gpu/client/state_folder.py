@@ -1,4 +1,4 @@
-"""The folder of a broker's state: its ledger, the audit log, and how to start it again.
+"""The folder of a broker's state: its ledger, its audit log and its start command.
 
 Cleaners empty runtime folders, and SQLite's write-ahead log does not work on a network filesystem. So each host and each broker's socket
 has a state folder on a local disk:
@@ -59,7 +59,7 @@ def state_folder(socket: str, configured: Path | None = None) -> Path:
 
 
 def make_state_folder(socket: str, configured: Path | None = None) -> Path:
-    """Return the broker's folder, creating a missing one as private. Raises BrokerUnavailableError if it is not the user's."""
+    """Return the broker's folder, created as private if missing. Raises BrokerUnavailableError if it is not the user's."""
     folder = state_folder(socket, configured)
     base = own_base(folder)
     try:
@@ -161,7 +161,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def make_own_folder(folder: Path, *, or_link: bool = False) -> str:
-    """Create the folder with mode 0700, or return what is wrong with an existing one, "" if nothing. Raises OSError."""
+    """Create the folder with mode 0700. Return what is wrong with an existing one, or "". Raises OSError."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     link, status = folder.lstat(), folder.stat()

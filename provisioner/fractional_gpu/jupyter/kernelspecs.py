@@ -181,7 +181,7 @@ def remove(
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a kernelspec's folder, or only the link if it is one: its target is the user's. Raises OSError."""
+    """Delete a kernelspec's folder. Of a link, only the link: its target is the user's. Raises OSError."""
     if folder.is_symlink():
         folder.unlink()
     else:

@@ -96,7 +96,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._is_restart = False
         self._frozen_at_shutdown = False
         self._interrupt_thread: threading.Thread | None = None
-        self._record: RecordFile | None = None  # None: the next server would not find the kernel
+        self._record: RecordFile | None = None  # None: the next server cannot find the kernel
         self._ports = KernelPorts(self.log)
         self._has_death_callback = False
 
@@ -319,7 +319,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     @property
     def is_kept(self) -> bool:
-        """Whether the next server could take the kernel over."""
+        """Whether the next server could take over the kernel."""
         return self._record is not None and self.process is not None and self.process.poll() is None
 
     def restore_files(self) -> None:

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 RESTART = "restart the kernel, which loses its variables: save what you need first, in cells that begin with %%cpu"
-"""The end of each sentence that tells a user to restart a kernel: it says what that costs."""
+"""Ends each sentence that tells a user to restart a kernel, with what that costs."""
 
 
 class FractionalGPUError(Exception):

@@ -79,7 +79,7 @@ class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
 
 
 class Done(Struct, frozen=True, kw_only=True):
-    """The request was carried out; there is nothing else to report."""
+    """The request was carried out, with nothing to report."""
 
     ok: bool = True
 
@@ -258,6 +258,6 @@ class Workload(Struct, frozen=True, kw_only=True):
 
     engine: str  # SLURM or KUBERNETES
     id: str  # a Slurm job's number, or a pod's UID
-    # Path of its control group on this node, below the mount of the hierarchy (`/slurm/uid_1000/job_12`). Empty: the group of the first
+    # Path of its control group on this node, below the hierarchy's mount (`/slurm/uid_1000/job_12`). Empty: the group of the first
     # process of the workload that uses the seat
     control_group: str = ""

@@ -40,7 +40,7 @@ class PoolSummary(PoolShares, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One pool of a node, as published."""
 
     devices: _Number
-    wait_p50_ms: _Number = 0  # forecast for the cells of one more seat: half of them wait so long at most ...
+    wait_p50_ms: _Number = 0  # forecast for the cells of one more seat: half of them wait at most this ...
     wait_p95_ms: _Number = 0  # ... and 95 of 100
     count: _Name = ""  # the name of thousandths in the engine: `jgpu:open` in Slurm (`--gres=jgpu:open:250`)
 
@@ -56,7 +56,7 @@ class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     problem: Annotated[str, Meta(max_length=1000)] = ""  # why it takes no more jobs with a share; empty: it does
 
     def is_stale(self, now_s: int) -> bool:
-        """Whether it is too old to rely on."""
+        """Whether the summary is too old."""
         return now_s - self.at_s > STALE_S
 
 
@@ -101,8 +101,8 @@ class PoolCapacity(PoolShares, frozen=True, kw_only=True):
     """One pool of a host, as its broker answers."""
 
     devices: list[str]  # UUIDs, except devices that are lost or being emptied
-    wait_p50_s: float  # forecast for the cells of one more seat: half of them wait so long at most ...
-    wait_p95_s: float  # ... and 95 of 100 so long
+    wait_p50_s: float  # forecast for the cells of one more seat: half of them wait at most this ...
+    wait_p95_s: float  # ... and 95 of 100 this
     wait_target_ms: int  # what counts as waiting too long ...
     wait_bound_milli: int  # ... and how many of a thousand cells may
 

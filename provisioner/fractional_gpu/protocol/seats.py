@@ -48,7 +48,7 @@ class PoolOffer(Struct, frozen=True, kw_only=True):
     seats: int
     waiting: int
     fractions: list[FractionOffer] = []
-    terms: str = ""  # the prices of a whole GPU and what is charged, a sentence; empty: no price
+    terms: str = ""  # a sentence on a whole GPU's prices and what is charged; empty: no price
     budget: str = ""  # what is left of the user's budgets, for people
     advice: str = ""  # a few words on the share that the user's past use suggests; empty: none
 
@@ -71,7 +71,7 @@ class SeatRequest(Struct, frozen=True, kw_only=True):
     groups: list[str] = []
     server: str = ""  # the server's name; a hub's server has one seat, so an older one ends
     memory_mib: int | None = None
-    uid: int | None = None  # the only uid that may draw on it; None: any process with the token
+    uid: int | None = None  # the only uid that may use it; None: any process with the token
     ttl_ms: int = 600_000  # how long until it expires unless confirmed
     wait_ms: int = 0  # how long to wait while the pool is full, if the pool has a queue
     hub: str = ""  # the address of the hub's API, by which a hub finds its own seats

@@ -16,7 +16,7 @@ class ShareAdvice(Struct, frozen=True, kw_only=True):
 
     pool: str
     owner: str
-    seated: bool = False  # the owner is a hub's user, not one of the machine
+    seated: bool = False  # the owner is a hub's user, not the machine's
     notebook: str
     figures: Advice
     sentence: str = ""  # the advice for people; empty: none
@@ -89,7 +89,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
     lease: LeaseView  # its times are on the clock of `now_ms`
     now_ms: int
-    reason: str  # why it is in its state, or waits
+    reason: str  # why it has its state, or waits
     sentence: str
     kind: str = KERNEL  # or COMMAND
     pid: int | None
@@ -99,7 +99,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
     gated: bool  # its extension is connected
     measured: bool = True  # its use was measured after its last cell began or ended
     working: bool = False  # its processes use the device though no cell runs
-    left: list[LeftProcess] = []  # processes with device memory that its ended kernel left
+    left: list[LeftProcess] = []  # processes with device memory left by its ended kernel
     position: int | None = None  # place in the queue
     expected: Span | None = None  # forecast of its remaining wait
     slowdown: Slowdown = Slowdown()  # of its cell beside busy neighbours, measured or forecast
@@ -108,7 +108,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
     budget_used_up: bool = False
     host_goes_away_in_ms: int | None = None  # as in HostStatus
     neighbours: list[Neighbour] = []  # with one lease only, not in listings
-    advice: ShareAdvice | None = None  # on its share, with one lease only; None: there is none
+    advice: ShareAdvice | None = None  # on its share, with one lease only, if any
 
     @property
     def spec(self) -> LeaseSpec:
@@ -170,7 +170,7 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
     why_not: str = ""  # a sentence why its kernels cannot be suspended; empty: they can
     demand_milli: int = 0  # what its busy kernels need, thousandths: beyond 1000 they slow each other down
     strangers: list[Stranger] = []
-    busy_percent: int | None = None  # None, here and below: the device does not report it
+    busy_percent: int | None = None  # None, here and below: not reported by the device
     temperature_c: int | None = None
     power_mw: int | None = None
     energy_mj: int | None = None  # since the driver was loaded
@@ -248,4 +248,4 @@ class HostChange(Struct, frozen=True, kw_only=True):
     """How a host's status differs from the previous line (`GET /v1/events`)."""
 
     changed: HostStatus  # only changed devices and leases; everything else is complete
-    ended: list[str]  # ids of leases that are no longer shown
+    ended: list[str]  # ids of leases no longer shown

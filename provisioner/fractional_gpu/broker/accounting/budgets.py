@@ -200,7 +200,7 @@ class BudgetKeeper:
         ]
 
     async def extend(self, subject: Subject, budgets: Iterable[Budget], amount: int, until_s: int | None) -> None:
-        """Add an amount until `until_s`, or until each budget resets. On LedgerError nothing is added. If cancelled, it is added."""
+        """Add an amount until `until_s`, or until each budget resets. Raises LedgerError, adding nothing. Still adds if cancelled."""
         now_s = self._now_s()
         more = [
             Extra(subject, one.text, amount, until_s or end_of(one, now_s) or now_s + one.rolling_s) for one in budgets

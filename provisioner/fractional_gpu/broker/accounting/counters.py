@@ -83,7 +83,7 @@ class UsageCounters:
         self._metering = metering
         self._pools = pools
         self._users: dict[str, set[tuple[str, str]]] = {}  # by pool: the users with a label
-        self._taken = _Sums(Counter)  # the usage rows that the meter has passed on
+        self._taken = _Sums(Counter)  # usage rows passed on by the meter
         self.pools = _Counters(POOL_METRICS, self._until_now)
         self.users = _Counters(USER_METRICS, self._until_now)
         metering.followers.append(partial(self._add, self._taken))

@@ -1,7 +1,7 @@
 """Feeds the meter with leases' events and devices' energy, and writes its figures to the ledger every minute.
 
 - A killed broker loses the figures since its last write: at most a minute, or ten while no lease lives.
-- The next broker counts the gap for leases that survived it, as idle in the state in which it finds them. A lease that ended in
+- The next broker counts the gap for leases that survived it, as idle in the state it finds them in. A lease that ended in
   the gap counts until the last write. The devices' own counters give the energy of the gap, which is divided the same way.
 - Nothing is counted from the last write before a reboot to the first broker after it: no kernel survives.
 """

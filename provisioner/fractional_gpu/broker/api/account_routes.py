@@ -82,7 +82,7 @@ async def _advice(service: LeaseService, reader: Reader, query: UsageQuery) -> l
 async def _cost(call: Call[EmptyRequest]) -> Cost:
     service = call.service
     view = view_of(service.broker, call.kernel)
-    checked = Reader(administrator=True)  # may see the lease, so the questions name it and its user
+    checked = Reader(administrator=True)  # may see the lease, so the query names it and its user
     user: dict[str, str | int] = {"user": view.spec.owner, "seated": int(bool(view.spec.seat))}
     day_s, month_s = _beginnings()
     lease, carbon, note = await service.usage.answer(checked, ReportQuery((), 0, EVER_S, {"lease": view.spec.lease_id}))

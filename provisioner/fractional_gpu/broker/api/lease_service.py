@@ -1,4 +1,4 @@
-"""The API's work on leases, apart from HTTP: creating, attaching, ending, and the gate's line.
+"""The API's work on leases, without HTTP: creating, attaching, ending, and the gate's stream.
 
 It verifies clients' claims: a pid must have the peer's uid, the stated start time and the lease's id in its environment; a connection must
 be loopback. A lease's token opens its own routes, a seat's token the seat's leases and revoked ones of its user. Without a token, a uid

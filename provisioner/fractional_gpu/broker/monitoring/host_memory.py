@@ -199,7 +199,7 @@ class OomProtection:
         one = LoweredProcess(identity, lease_id, uid, was=was, saved_mib=saved_mib, given=(*given, target), since=since)
         self._write({**self._lowered, identity: one})
         if before is not None:
-            put_back(identity, target)  # the target is lower than what an earlier state got
+            put_back(identity, target)  # the target is lower than an earlier one
         now = lower(identity, target)
         if now > target and not self._reported:
             self._reported = True

@@ -1,4 +1,4 @@
-"""Ends a broker whose event loop is blocked, with the stacks of all its threads in the log.
+"""Ends a broker whose event loop is blocked, and logs the stacks of all its threads.
 
 A thread hands the loop a callback and waits for it to run. The broker dies as by SIGKILL: the next client or the supervisor starts another.
 Only time in which this thread ran counts: a stopped broker (SIGSTOP, a frozen control group, sleep) was not blocked, nor is one under a

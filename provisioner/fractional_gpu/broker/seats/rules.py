@@ -1,4 +1,4 @@
-"""The rules of seats and the keys of pools: which seat a server may have, and which kernels a seat allows.
+"""The rules of seats and the keys of pools: which seats servers may have, and which kernels seats allow.
 
 Errors say what was requested, what there is, and what to do.
 

@@ -242,7 +242,7 @@ class Seats:
                 full = None
                 if line[:1] == [waiter] or told is None or last_look or hub.when_full == "refuse":
                     # Serve the line when a request arrives, since it may pass others, and before a refusal, since requests ahead
-                    # that can be served now are no reason to refuse this one. In between, the first request serves the line for all.
+                    # that can be served now do not justify refusing this one. In between, the first request serves the line for all.
                     full = self._serve(request.pool)
                 if waiter.seat is not None:
                     yield await self._hand_out(waiter, waiter.seat)
@@ -330,7 +330,7 @@ class Seats:
     def _place(
         self, waiter: _Waiter, pool: PoolSpec, hub: Pool, unplaced: list[tuple[int, SeatLoad, PoolFull]]
     ) -> PoolFull | str | None:
-        """Return the device of the seat, or why it does not fit. Raises NoRoomError for a limit.
+        """Return the seat's device, or why it does not fit. Raises NoRoomError at a limit.
 
         `unplaced`: earlier requests that do not fit, and why. A request that needs at least as much is refused without a
         forecast.
@@ -477,7 +477,7 @@ class Seats:
         ended_ms = wall_ms()
         self.forecasts.seat_ended(seat.pool, ended_ms - seat.created_ms)
         end = partial(self._broker.writer.ledger.end_seat, seat.seat_id, ended_ms, reason)
-        written = self._broker.writer.submit(end, again=True)  # else the next broker would restore the seat for good
+        written = self._broker.writer.submit(end, again=True)  # else the next broker would restore it forever
         self.revocations.seat_ended(seat)
         self._notify()
         return written

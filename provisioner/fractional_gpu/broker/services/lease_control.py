@@ -1,4 +1,4 @@
-"""Pins, resizes and describes leases, and drains devices: each method is the work of one route, with its checks."""
+"""Pins, resizes and describes leases, and drains devices: each method does one route's work, with its checks."""
 
 import logging
 from collections.abc import Callable, Sequence

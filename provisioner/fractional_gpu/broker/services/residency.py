@@ -32,7 +32,7 @@ from fractional_gpu.protocol.status import LeaseStatus
 _QUEUE_PAUSE_S = 0.1
 _LONGEST_LOOK_S = 30.0  # a waiting cell's status is refreshed this often
 PATIENCE_S = 30.0
-_IDLE_PATIENCE_S = 10.0  # a requested suspend or move waits this long for the kernel to become idle, and to stay so
+_IDLE_PATIENCE_S = 10.0  # how long a requested suspend or move waits for the kernel to become and stay idle
 _AGAIN_S = 0.3
 _QUIET_S = 0.25
 _UNWRITTEN = Progress(
