@@ -1,11 +1,11 @@
 """The broker's database: one SQLite file, one writer.
 
-- A write is on the disk when its method returns or, inside `transaction()`, when the block ends (WAL with synchronous=FULL; NORMAL would
+- A write is on disk when its method returns or, inside `transaction()`, when the block ends (WAL with synchronous=FULL; NORMAL would
   lose the last commits in a power failure). Each suspend and resume is recorded before it starts.
-- Any thread may call; a mutex admits one at a time, and none during another thread's transaction. Only `metered` reads past it, on a
+- Any thread may call; a mutex admits one at a time, and none during another thread's transaction. Only `metered` reads without it, on a
   separate connection: a year's figures take seconds, and grants wait for writes.
-- An ended lease stays ended, and its secrets are erased. Leases that never had a process are only counted: a user could make any number.
-- Every failure is a LedgerError, and nothing of the failed write or transaction remains.
+- An ended lease stays ended, and its secrets are erased. Leases that never had a process are only counted: users could make any number.
+- Every failure raises LedgerError, and leaves nothing of the failed write or transaction.
 """
 
 import logging
@@ -38,7 +38,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 
-# The document of a live lease or seat may be replaced; an ended one stays as it is.
+# A live lease's or seat's document may be replaced; an ended one's never changes.
 _SAVE_LEASE = """
 INSERT INTO leases (lease_id, uid, created_ms, document) VALUES (?, ?, ?, ?)
 ON CONFLICT (lease_id) DO UPDATE SET document = excluded.document WHERE leases.ended_ms IS NULL
@@ -63,7 +63,7 @@ _PRUNED = {
     "advised": ("day < ?", 86_400_000),
 }
 """By table: which rows are old, and the milliseconds of its unit of time."""
-_ACCOUNTS = frozenset({"metered", "usage"})  # what leases used
+_ACCOUNTS = frozenset({"metered", "usage"})  # usage of leases
 _PRUNE = "DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} WHERE {old} LIMIT ?)"
 HISTORY_MS: Final = 90 * 86_400_000
 """How long history is kept: ended leases, their stories, cells and points."""
@@ -115,7 +115,7 @@ WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
 """
 METER: Final = "meter"
 """The name of the meter's state among the kept texts."""
-_ADVISED_DAYS: Final = 60  # advice is kept so much longer than the days that it was made from
+_ADVISED_DAYS: Final = 60  # how much longer advice is kept than the days behind it
 _HOUR_MS = 3_600_000
 _LOCK = ".lock"
 _FILES = ("", "-wal", "-shm", _LOCK)
@@ -132,9 +132,9 @@ class Ledger:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
-        """Open the ledger, or create it if there is no file; its folder is created with mode 0700.
+        """Open the ledger, or create it if missing, with its folder (mode 0700).
 
-        Raises LedgerError, and leaves the file unchanged, if it is in use, unreadable, corrupt, empty, or of another program or schema.
+        Raises LedgerError, and leaves the file unchanged, if it is in use, unreadable, corrupt, empty, or another program's or schema's.
         """
         path = Path(path)
         lock = opening.lock(path)
@@ -149,10 +149,10 @@ class Ledger:
         return self._found() == self._files
 
     def write_out(self) -> None:
-        """Write the whole ledger to `<file>.whole` after its files were deleted or replaced: the next `open` continues with that.
+        """Write the whole ledger to `<file>.whole` after its files were deleted or replaced: the next `open` uses that.
 
-        `close` writes it again, with later changes. A file that has taken the ledger's name is set aside, unless another process holds its
-        lock. Raises LedgerError; then nothing has changed.
+        `close` writes it again, with later changes. A file that has taken the ledger's name is renamed, unless another process holds the
+        lock. Raises LedgerError and changes nothing.
         """
         with self._mutex:
             connection, path = self._require(), self.path
@@ -197,7 +197,7 @@ class Ledger:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Group writes: all are on the disk when the block ends, none if it raises. A nested block joins the outer one."""
+        """Group writes: all are on disk when the block ends, none if it raises. Nested blocks join the outer one."""
         with self._mutex:
             connection = self._require()
             if connection.in_transaction:
@@ -232,7 +232,7 @@ class Ledger:
         return bool(self._read("SELECT 1 FROM leases WHERE lease_id = ?", (lease_id,)))
 
     def end_lease(self, lease_id: str, at_ms: int, reason: str) -> None:
-        """End the lease and erase its secrets. One that never had a process is only counted. Ignores unknown and ended leases."""
+        """End the lease and erase its secrets. If it never had a process, only count it. Ignores unknown and ended leases."""
         with self.transaction():
             rows = self._read(
                 "SELECT lease_id AS id, document FROM leases WHERE lease_id = ? AND ended_ms IS NULL", (lease_id,)
@@ -275,7 +275,7 @@ class Ledger:
                 self._write(statement, (at_ms, reason, self._document(ended), seat_id))
 
     def seat_times_ms(self, pool: str, limit: int = 200) -> list[int]:
-        """Return how long the last seats of the pool lasted, the latest end first; 0 if the wall clock was set back."""
+        """Return how long the pool's last seats lasted (ms), latest first; 0 if the wall clock was set back."""
         return [int(row["lasted_ms"]) for row in self._read(_SEAT_TIMES, (pool, max(0, limit)))]
 
     def add_usage(self, usage: UsageRecord) -> None:
@@ -288,7 +288,7 @@ class Ledger:
     # What leases used
 
     def add_metered(self, rows: Sequence[UsageRow], state: str) -> None:
-        """Add figures to the totals of their hour, lease, device and currency, and save the meter's state, in one transaction."""
+        """Add to the totals by hour, lease, device and currency, and save the meter's state, in one transaction."""
         with self.transaction():
             for row in rows:
                 party = (row.party.pool, row.party.owner, row.party.group, row.party.label, row.party.seated)
@@ -298,9 +298,9 @@ class Ledger:
     def metered(
         self, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str | int] | None = None
     ) -> Iterator[tuple[dict[str, str | int], Usage]]:
-        """Yield the sums by these columns (of `METERED_BY`) over the hours that begin within the time, sorted by them.
+        """Yield sums by these columns (of `METERED_BY`), in their order, over the hours that begin in the period.
 
-        `only`: values that columns must have. They are read as they are taken, as of one moment. Raises LedgerError.
+        `only`: required column values. Reads rows as they are taken, in one snapshot. Raises LedgerError.
         """
         columns = [METERED_BY[one] for one in by]
         wanted = {METERED_BY[name]: value for name, value in (only or {}).items()}
@@ -311,7 +311,7 @@ class Ledger:
             f"SELECT {', '.join([*columns, sums])} FROM metered WHERE hour_s >= ? AND hour_s < ?{tests}{grouped}"  # noqa: S608
         )
         for row in self._read_aside(statement, (since_s, until_s, *wanted.values())):
-            if row["reserved_ms"] is not None:  # without columns there is always one row
+            if row["reserved_ms"] is not None:  # without columns there is always a row
                 yield {name: row[METERED_BY[name]] for name in by}, Usage(**{name: row[name] for name in FIGURES})
 
     def add_turns(self, turns: Sequence[Turn]) -> None:
@@ -403,10 +403,10 @@ class Ledger:
         return str(rows[0]["value"]) if rows else None
 
     def prune(self, before_ms: int, accounts_before_ms: int = 0) -> bool:
-        """Delete some of the history before `before_ms`, and some of what leases used before `accounts_before_ms`. Live rows stay.
+        """Delete some history before `before_ms`, and some usage of leases before `accounts_before_ms`. Live rows stay.
 
-        Returns freed space to the file system. Returns True if there is more: repeat it, with pauses for other writes, since kernels wait
-        for those.
+        Gives freed space back to the file system. Returns True if more is left: call again, with pauses for other writes, since kernels
+        wait for those.
         """
         with self.transaction():
             deleted = []
@@ -420,11 +420,11 @@ class Ledger:
         return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
 
     def _shrink(self) -> bool:
-        """Give some of the file's free pages back; return whether there are more. To be called in a transaction."""
+        """Free some of the file's unused pages; return whether more are left. Call it in a transaction."""
         free = self._pragma("freelist_count")
         for _ in range(min(free, PRUNED_AT_ONCE)):
-            self._read("PRAGMA incremental_vacuum")  # one page: Python's module takes no step beyond the first
-        return 0 < self._pragma("freelist_count") < free  # the free pages of a file without auto_vacuum stay
+            self._read("PRAGMA incremental_vacuum")  # one page: Python's module runs only the first step
+        return 0 < self._pragma("freelist_count") < free  # without auto_vacuum, free pages stay
 
     def _pragma(self, name: str) -> int:
         ((value,),) = self._read(f"PRAGMA {name}")
@@ -463,14 +463,14 @@ class Ledger:
             return cursor.execute(statement, values).fetchall()
 
     def _read_aside(self, statement: str, values: tuple[Any, ...]) -> Iterator[sqlite3.Row]:
-        """Yield the rows without the mutex, unless the file is not in its place: then only the connection that is open has it."""
+        """Yield rows without the mutex, unless the file was moved or deleted: then only the open connection has it."""
         with self._mutex:  # not while the file is being put back
             self._require()
             in_place = self.is_in_place()
         if not in_place:
             yield from self._read(statement, values)
             return
-        # A read-only connection never deletes a write-ahead log when it closes, not even the log of a file that took the name since.
+        # A read-only connection never deletes a write-ahead log on closing, not even that of a file that has since taken the name.
         with closing(opening.connect_existing(self.path, "ro")) as connection, self._explained():
             cursor = connection.cursor()
             cursor.row_factory = sqlite3.Row

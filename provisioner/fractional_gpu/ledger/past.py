@@ -16,7 +16,7 @@ from fractional_gpu.ledger.schema import APPLICATION_ID
 
 @dataclass(slots=True)
 class PastLease:
-    """A lease with its turns, oldest first. Milliseconds since 1970; `ended_ms` None: it lives."""
+    """A lease with its turns, oldest first. Milliseconds since 1970; `ended_ms` None: live."""
 
     spec: LeaseSpec
     created_ms: int

@@ -1,6 +1,6 @@
 """The records of the ledger, as plain data.
 
-Memory in MiB; times are milliseconds since 1970, because they must survive a reboot: dates by the wall clock, deadlines
+Memory in MiB. Times in milliseconds since 1970, since they must survive a reboot: dates by the wall clock, deadlines
 (`pinned_until_ms`, `expires_ms`) by `fractional_gpu.broker.clock.DeadlineClock`, which cannot be set.
 """
 
@@ -13,7 +13,7 @@ from fractional_gpu.protocol.status import KernelFacts, Seat
 
 
 class LedgerError(Exception):
-    """The ledger cannot be read or written: which file, what is wrong with it and what to do, in one sentence."""
+    """The ledger cannot be read or written. The message says which file, what is wrong and what to do."""
 
 
 class LedgerInUseError(LedgerError):
@@ -21,24 +21,24 @@ class LedgerInUseError(LedgerError):
 
 
 class RecordError(LedgerError):
-    """The file is sound, but the write contradicts its contents (an ended lease), or fails alone while others can be written."""
+    """The file is sound, but this write contradicts its contents (an ended lease) or cannot be stored."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Launch:
-    """What the client said about the kernel when it asked for the lease and when it attached the process.
+    """What the client said about the kernel when requesting the lease and attaching the process.
 
-    The broker changes it; a `LeaseRecord` has a copy.
+    The broker changes it; a `LeaseRecord` holds a copy.
     """
 
     language: str = ""
     ipykernel: bool = True
     server: ProcessIdentity | None = None  # the only process that starts the lease's kernel; None: unknown
-    had_process: bool = False  # a process was attached: while there is none, it has ended
-    token_file: str = ""  # as the environment of the kernel's process names it
-    started_on: tuple[str, ...] = ()  # the devices that the reply to its request bound a kernel without a gate to
-    command: bool = False  # it is no kernel: its runner, which is `server`, says when it needs the GPU
-    served: bool = False  # judged only by the connections to it, if a device does not count its work
+    had_process: bool = False  # a process was attached: if there is none now, it has ended
+    token_file: str = ""  # as in the kernel process's environment
+    started_on: tuple[str, ...] = ()  # the devices that a kernel without a gate was bound to in the reply
+    command: bool = False  # not a kernel: its runner, `server`, says when it needs the GPU
+    served: bool = False  # judged by its connections alone if a device does not count its work
 
     def attached(self, *, server: ProcessIdentity | None, token_file: str, language: str, ipykernel: bool) -> None:
         self.server, self.token_file, self.had_process = server, token_file, True
@@ -47,10 +47,10 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
-    """A live lease: everything that a broker needs to restore it after a crash or a reboot. The ledger has it as one document."""
+    """A live lease: all that a broker needs to restore it after a crash or reboot. The ledger stores it as one document."""
 
     spec: LeaseSpec
-    state: LeaseState  # as last known; after a restart the driver and /proc are queried
+    state: LeaseState  # last known; after a restart ask the driver and /proc
     generation: int
     device_ids: tuple[str, ...]  # all its devices
     saved_mib: int
@@ -61,12 +61,12 @@ class LeaseRecord:
     launch: Launch
     identity: ProcessIdentity | None  # None: no process is attached
     facts: KernelFacts = field(default_factory=KernelFacts)
-    home_ids: tuple[str, ...] = ()  # where its processes last had their memory; a checkpoint belongs to these devices
+    home_ids: tuple[str, ...] = ()  # where its processes last had memory; a checkpoint belongs to these devices
     pinned_until_ms: int = 0  # 0: not pinned
-    members: tuple[ProcessIdentity, ...] = ()  # processes that were seen in the kernel's tree
-    released: bool = False  # its kernel has ended for good; the lease ends with the processes that the kernel left
-    taken_over: bool = False  # an earlier server than its seat's started its kernel
-    own_size: ResizeRequested | None = None  # in a burst: the size to which it goes back
+    members: tuple[ProcessIdentity, ...] = ()  # processes seen in the kernel's tree
+    released: bool = False  # its kernel has ended for good; the lease ends with the remaining processes
+    taken_over: bool = False  # a server before its seat's started the kernel
+    own_size: ResizeRequested | None = None  # in a burst: the size to return to
 
     @property
     def device_id(self) -> str | None:
@@ -76,9 +76,9 @@ class LeaseRecord:
 class SeatRecord(Seat, frozen=True, kw_only=True):
     token_sha256: str
     created_ms: int
-    expires_ms: int | None  # None: confirmed, it stays until it is ended
-    group_seen: bool = False  # its workload's control group was there: once it is gone, the workload is over
-    boot_id: str = ""  # of the machine when the workload got the seat: no workload outlives it
+    expires_ms: int | None  # None: confirmed, stays until ended
+    group_seen: bool = False  # its workload's control group was seen: once gone, the workload is over
+    boot_id: str = ""  # when the workload got the seat: no workload outlives a boot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 SQLite's header fields name the program (`application_id`) and the version of the tables (`user_version`).
 
-0.1.0 writes schema 1 and opens no other. A later version that changes the tables raises `SCHEMA`, and migrates older ledgers in
-`opening.connect`: after the checks, in one transaction that also writes the new `user_version`.
+0.1.0 writes schema 1 and opens no other. A later version that changes the tables must raise `SCHEMA` and migrate older ledgers in
+`opening.connect`, after the checks, in one transaction that also writes the new `user_version`.
 """
 
 import sqlite3
@@ -14,7 +14,7 @@ from fractional_gpu.core.metering.usage import FIGURES
 APPLICATION_ID: Final = 0x6A667067  # "jfpg"
 SCHEMA: Final = 1
 
-# No STRICT tables: the SQLite of some living distributions is too old for them.
+# No STRICT tables: some supported distributions' SQLite is too old for them.
 TABLES: Final = {
     # `document`: a LeaseRecord, JSON; of an ended lease without its secrets
     "leases": """
@@ -25,7 +25,7 @@ TABLES: Final = {
         ended_ms   INTEGER,
         end_reason TEXT
     """,
-    # Lines may be about leases that were refused and so never saved: no foreign key.
+    # Lines may be about refused leases, which are never saved: no foreign key.
     "story": """
         line_id  INTEGER PRIMARY KEY AUTOINCREMENT NOT NULL,
         lease_id TEXT NOT NULL,

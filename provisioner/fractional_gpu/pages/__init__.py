@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 @cache
 def templates(package: str) -> "jinja2.Environment":
-    """Return the templates of a package, in its folder `templates`. What they are given is escaped, but for `Markup` and `Svg`."""
-    import jinja2  # noqa: PLC0415 - 40 ms, for commands that seldom make a page
+    """Return the templates in a package's folder `templates`. They escape their values, except `Markup` and `Svg`."""
+    import jinja2  # noqa: PLC0415 - 40 ms, and few commands make pages
 
     loader = jinja2.PackageLoader(package)
     return jinja2.Environment(
@@ -19,7 +19,7 @@ def templates(package: str) -> "jinja2.Environment":
 
 
 def render(template: str, **values: Any) -> str:  # noqa: ANN401 - what the template needs
-    """Return a page, or a part that other templates insert as it is, by one of the templates here."""
+    """Render one of our templates: a page, or a part that other templates insert unescaped."""
     from markupsafe import Markup  # noqa: PLC0415 - as above
 
     return Markup(templates(__name__).get_template(template).render(values))  # noqa: S704 - the template escapes

@@ -1,7 +1,7 @@
-"""What users do without this project, on the same trace, for comparison; docs/simulator.md describes each of `BASELINES`.
+"""What users do without this project, on the same trace, for comparison; docs/simulator.md describes `BASELINES`.
 
-A wait at the door, and a culled kernel's wait for GPUs, delay the rest of the session. Hosts are chosen by best fit: whole GPUs go to the
-host with the fewest free ones that suffice, a fraction to the device with the least sufficient room.
+A wait at the door, and a culled kernel's wait for GPUs, delay the rest of the session. Hosts are chosen by best fit: whole GPUs come from
+the host with the fewest free GPUs that suffice, a fraction from the device with the least room that suffices.
 """
 
 from collections import deque
@@ -22,10 +22,10 @@ from fractional_gpu.simulator.simulation import Progress
 from fractional_gpu.simulator.traces import Cell, Session
 
 BASELINES = ("reservation", "cull", "static-fraction", "mps-pack", "whole-gpu-suspend", "time-slice")
-WAITING = frozenset(BASELINES) - {"time-slice"}  # those in which more devices mean shorter waits
+WAITING = frozenset(BASELINES) - {"time-slice"}  # where more devices mean shorter waits
 CULL_AFTER_MS = 3_600_000
-MPS_CLIENTS = 48  # CUDA contexts that one device's MPS server serves at the same time
-MPS_FILL_PERCENT = 50  # of a device, which a cell fills while it uses it: an assumption, not a measurement
+MPS_CLIENTS = 48  # CUDA contexts that a device's MPS server serves at once
+MPS_FILL_PERCENT = 50  # of a device that a cell fills while using it: an assumption, not measured
 
 
 def run_baseline(
@@ -40,10 +40,10 @@ def run_baseline(
     progress: Progress | None = None,
     placing: Progress | None = None,
 ) -> Result:
-    """Run one of `BASELINES` on a machine; `way` is for those with the arbiter, `record` is a file.
+    """Run one of `BASELINES` on a machine; `way` is for baselines with the arbiter, `record` is a file.
 
-    `progress` gets how many sessions ended, and all; `placing` how many have their host, if they are placed beforehand. A run that cannot
-    reach the goal any more is given up. Raises SimulationError for a name or a session that cannot be served.
+    `progress` gets the number of ended sessions and the total; `placing` the number placed, if placed beforehand. A run that can no longer
+    meet the goal stops. Raises SimulationError for an unknown name or a session that cannot be served.
     """
     if name not in BASELINES:
         raise SimulationError(f"there is no baseline {name!r}; allowed: {', '.join(BASELINES)}")
@@ -77,10 +77,10 @@ class _Rules:
 class _Kernel:
     session: Session
     next_cell: int = 0
-    asked_ms: int = 0  # when it began to wait for GPUs, or when its cell was asked for
-    door_ms: int = 0  # waited at the door, and not yet counted in the lateness of a cell
-    wait_ms: int = 0  # waited for GPUs since, and not yet counted as the wait of a cell
-    visit: int = 0  # grows whenever the kernel does something: an older plan to cull it is void
+    asked_ms: int = 0  # when it began to wait for GPUs, or its cell was requested
+    door_ms: int = 0  # waited at the door, not yet counted in a cell's lateness
+    wait_ms: int = 0  # waited for GPUs since, not yet counted as a cell's wait
+    visit: int = 0  # grows whenever the kernel acts: older plans to cull it are void
     host: int = 0
     devices: tuple[int, ...] = ()  # of its host
     memory_mib: int = 0  # on each of them
@@ -363,7 +363,7 @@ class _Fractions(_Sharing):
         self._admit()
 
     def _admit(self) -> None:
-        tried: set[tuple[tuple[int, int] | None, ...]] = set()  # sizes for which there is no room
+        tried: set[tuple[tuple[int, int] | None, ...]] = set()  # sizes that have no room
         for kernel in list(self._door):
             size = self._asked.size(kernel.session)
             if size in tried:

@@ -1,8 +1,8 @@
 """Many hosts behind an engine (Slurm, Kubernetes) that knows only counts: which node a job gets, and how long jobs queue.
 
 docs/cluster-simulation.md describes what the engine counts (`EngineDoor`): how many more thousandths a node's broker would grant, by the
-forecast that places a hub's seats (`core.seat_packing`). A running job is a seat on the device that the forecast chooses; its user's habits
-are learnt from the cells that have ended on this node.
+forecast that places a hub's seats (`core.seat_packing`). A running job is a seat on the device that the forecast chooses. Cells that have
+ended on the node teach it the user's habits.
 """
 
 from array import array
@@ -36,9 +36,9 @@ from fractional_gpu.simulator.traces import Session
 WAIT_TARGET_MS = 30_000
 WAIT_BOUND_MILLI = 50
 """The usual `wait_target` and `wait_bound` of a pool: one cell of twenty may wait longer than half a minute."""
-_ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # of a pool that gives any
+_ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # of a pool that offers any
 _MOST_ON_A_DEVICE_MILLI = 16_000
-_DUTY_STEP = 10  # thousandths: forecasts of like loads are computed once
+_DUTY_STEP = 10  # thousandths: similar loads share a forecast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class _User:
 
 @dataclass(slots=True)
 class _Seat:
-    session: Session  # as it runs: from its own begin on
+    session: Session  # as it runs: from when it begins
     mib: int
     devices: tuple[int, ...]
 
@@ -68,7 +68,7 @@ class Node:
     _users: dict[str, _User] = field(default_factory=dict)
 
     def seat(self, session: Session, lease: LeaseSpec, now_ms: int) -> None:
-        """Count a job on the devices where the forecast places it. `session` has its times as it runs."""
+        """Count a job on the devices where the forecast places it. `session` has its actual times."""
         places = self._places(now_ms)
         load = self._load(session.user, lease.reserve_mib, now_ms)
         taken: list[int] = []
@@ -134,8 +134,8 @@ def _busy_ms(session: Session, now_ms: int) -> int:
     )
 
 
-AGENT_MS = 2_000  # from a job's begin or end on a node until its agent has updated the count
-LOOK_MS = 60_000  # how often all counts are written while jobs wait: forecasts change as cells end
+AGENT_MS = 2_000  # from a job's begin or end until the node's agent has updated the count
+LOOK_MS = 60_000  # how often to write all counts while jobs wait: forecasts change as cells end
 
 
 def later(session: Session, by_ms: int) -> Session:
@@ -146,10 +146,10 @@ def later(session: Session, by_ms: int) -> Session:
 
 
 class Queue:
-    """The engine's books and its queue, moment by moment, once it is run.
+    """The engine's books and its queue over time, after a run.
 
-    `hosts` has the host of each session of the trace (-1: no count is ever enough), and `waited_ms` how long it waited. `progress` gets how
-    many sessions have ended, and all. Raises SimulationError for a session that no host can serve.
+    `hosts` has each session's host (-1: no count is ever enough), and `waited_ms` how long the session waited. `progress` gets the number
+    of ended sessions and the total. Raises SimulationError for a session that no host can serve.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Queue:
         self._leases = Leases(hosts, trace)
         self._nodes = [Node(host, terms) for host in hosts]
         self._moments = Moments()
-        self._left = [node.admissible_milli(0) for node in self._nodes]  # by node: what its count leaves
+        self._left = [node.admissible_milli(0) for node in self._nodes]  # by node: what the count leaves
         self._due = [False] * len(hosts)  # whether a count is about to be written
         self._waiting: list[int] = []
         self._looking = False
@@ -230,9 +230,9 @@ def _milli(lease: LeaseSpec) -> int:
 
 
 class EngineDoor(StrEnum):
-    WHOLE = "engine-whole"  # how many of its GPUs no job has
-    SHARDS = "engine-shards"  # what of each GPU no job has: a job's share is on one GPU from begin to end
-    COUNT = "engine-count"  # how many thousandths its broker would still give away
+    WHOLE = "engine-whole"  # its GPUs without a job
+    SHARDS = "engine-shards"  # what jobs leave of each GPU: a job's share stays on one GPU
+    COUNT = "engine-count"  # how many thousandths its broker would still grant
 
 
 _BASELINES = {EngineDoor.WHOLE: "reservation", EngineDoor.SHARDS: "static-fraction"}
@@ -249,11 +249,11 @@ def run_engine(
     progress: Progress | None = None,
     placing: Progress | None = None,
 ) -> Result:
-    """Run the trace behind the engine; `doors` of the result are the waits in its queue.
+    """Run the trace behind the engine; the result's `doors` are the waits in its queue.
 
-    `terms`: of the pool, for the counts. `processes`: how many hosts run at a time. `record` is a file, or with counts one per host next to
-    it. `progress` gets the number of ended sessions and of all; `placing` the number that the engine has seen end. Raises SimulationError
-    for a session that no host can serve, or for which no count is ever enough.
+    `terms`: the pool's, for the counts. `processes`: how many hosts run at a time. `record` is a file; with counts, each host has one next
+    to it. `progress` gets the number of ended sessions and the total; `placing` the number that the engine saw end. Raises SimulationError
+    for a session that no host can serve, or that no count ever admits.
     """
     if door in _BASELINES:
         result = run_baseline(_BASELINES[door], hosts, trace, record=record, progress=progress)

@@ -1,6 +1,6 @@
-"""What users feel of sharing: waits of cells and at the door, lateness and stretch (docs/simulator.md defines them).
+"""How users experience sharing: cells' waits, waits at the door, lateness and stretch (defined in docs/simulator.md).
 
-Only GPU cells count; times in ms, stretches in thousandths. A cell that runs out of memory has only a wait. The stretch is the
+Only GPU cells count. Times in ms, stretches in thousandths. A cell that runs out of memory has only a wait. The stretch is the
 bounded slowdown of Feitelson, Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
 """
 
@@ -12,12 +12,12 @@ from fractional_gpu.simulator.traces import Session
 
 _PERCENTS = (50, 90, 95, 99)
 _USERS = (("median", 50), ("p95", 95), ("worst", 100))
-_SHORTEST_MS = 10_000  # a cell's run time counts as at least so much in its stretch
+_SHORTEST_MS = 10_000  # the least run time that counts in a cell's stretch
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Times of one kind, ms, sorted, zeros included; also stretches, in thousandths."""
+    """Sorted times in ms, zeros included; or stretches in thousandths."""
 
     ordered: tuple[int, ...] = ()
 
@@ -40,21 +40,21 @@ class Spread:
 
 
 def stretch_milli(late_ms: int, alone_ms: int) -> int:
-    """Return the stretch of a cell that takes `alone_ms` alone and ends this much later, thousandths, rounded down; 1000 at least."""
+    """Return the stretch, in thousandths rounded down (at least 1000), of a cell that takes `alone_ms` alone and ends `late_ms` later."""
     return max(1000, (alone_ms + late_ms) * 1000 // max(alone_ms, _SHORTEST_MS))
 
 
 def nearest_rank(ordered: Sequence[int], percent: int) -> int:
-    """Return the smallest of the sorted values that `percent` of them do not exceed; 0 of none."""
+    """Return the smallest value that `percent` of the sorted values do not exceed, or 0 if there are none."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What a run must keep to, ms; None: no matter.
+    """A run's limits in ms; None: no limit.
 
-    `p95_wait_ms` and `p99_wait_ms`: that percentile of the cells' waits, and of the sessions' waits at the door. `p95_late_ms`: the 95th
-    percentile of a user's own lateness, for 95 % of the users, and of the sessions' waits at the door.
+    `p95_wait_ms` and `p99_wait_ms` limit that percentile of the cells' waits, and of the sessions' waits at the door. `p95_late_ms`
+    limits the 95th percentile of a user's lateness, for 95 % of the users, and of the sessions' waits at the door.
     """
 
     p95_wait_ms: int | None = None
@@ -78,10 +78,10 @@ USERS_TOO_LATE = "more than 5 % of the users have a lateness whose 95th percenti
 
 @dataclass(slots=True)
 class _Allowance:
-    """How many more times can exceed a limit before their percentile does.
+    """How many more times may exceed a limit before their percentile does.
 
-    The percentile p of n times (nearest rank) keeps a limit exactly if at most n - ceil(n p) of them are longer, and times are only added.
-    So if more than floor(N (1 - p)) of at most N times are longer, the rest of the run cannot change the outcome.
+    The percentile p of n times (nearest rank) keeps a limit if and only if at most n - ceil(n p) of them exceed it, and times are only
+    added. So once more than floor(N (1 - p)) of at most N times exceed it, the rest of the run cannot change the outcome.
     """
 
     limit_ms: int
@@ -98,7 +98,7 @@ class _Allowance:
 
 
 class UserExperience:
-    """What the users of one run feel. With a goal, `hopeless` says once why it cannot be reached any more."""
+    """What a run's users experience. With a goal, `hopeless` says why it can no longer be met."""
 
     def __init__(self, trace: Sequence[Session], goal: Goal | None = None) -> None:
         self.waits_ms: dict[int, list[int]] = {}  # by host
@@ -127,13 +127,13 @@ class UserExperience:
         return [allowance.limit_ms for allowance in self._waits]
 
     def overdue(self, limit: int) -> None:
-        """Count a cell that still waits when its wait exceeds that limit of the goal: it need not begin for that."""
+        """Count a cell, still waiting, as soon as its wait exceeds the goal's limit with this index."""
         allowance = self._waits[limit]
         if allowance.spent(allowance.limit_ms + 1):
             self.hopeless = allowance.sentence
 
     def waited(self, wait_ms: int, overdue: int = 0, *, host: int = 0) -> None:
-        """Count a cell that begins after `wait_ms`; it was already counted as overdue for the `overdue` shortest limits."""
+        """Count a cell that begins after `wait_ms`. It already counts as overdue for the `overdue` shortest limits."""
         self.waits_ms.setdefault(host, []).append(wait_ms)
         for allowance in self._waits[overdue:]:
             if allowance.spent(wait_ms):
@@ -170,7 +170,7 @@ class UserExperience:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """The lateness of each user's cells, and their stretches in thousandths; both in the order of the users' names."""
+    """The lateness of each user's cells, and their stretches in thousandths; both ordered by user name."""
 
     users: tuple[Spread, ...] = ()
     stretches: tuple[Spread, ...] = ()
@@ -185,11 +185,11 @@ class Lateness:
         return Spread.of(late_ms for user in self.users for late_ms in user.ordered)
 
     def percentile_of_users_ms(self, percent: int) -> int:
-        """Return what the 95th percentile of a user's cells' lateness does not exceed for `percent` of the users."""
+        """Return this percentile over users of the 95th percentile of each user's lateness."""
         return nearest_rank(sorted(user.percentile_ms(95) for user in self.users), percent)
 
     def of_users(self) -> dict[str, float]:
-        """Return the 95th percentile of a user's lateness in seconds: of the median user, of the 95th in a hundred, of the worst."""
+        """Return the 95th percentile of lateness, in seconds, of the median user, the 95th in a hundred, and the worst."""
         return {name: self.percentile_of_users_ms(percent) / 1000 for name, percent in _USERS}
 
     def stretch_of_users(self) -> dict[str, float]:

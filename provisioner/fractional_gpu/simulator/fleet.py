@@ -1,7 +1,7 @@
-"""Many hosts: sessions get their hosts at the door, on one clock, or all beforehand, and then each host runs separately.
+"""Many hosts: sessions get hosts at the door, on one clock, or all beforehand, and then each host runs separately.
 
-A rule (`PlaceRule`, docs/simulator.md) knows what a hub or an engine could know at login, and nothing of what the hosts' arbiters do. Hosts
-share nothing, so separate runs, also in parallel, give the figures of one run over all hosts.
+A `PlaceRule` (docs/simulator.md) knows what a hub or an engine could know at login, and nothing that the hosts' arbiters do. Hosts share
+nothing, so separate runs, even in parallel, give the same figures as one run over all hosts.
 """
 
 import multiprocessing
@@ -33,7 +33,7 @@ from fractional_gpu.simulator.simulation import Progress, simulate
 from fractional_gpu.simulator.traces import Session
 
 _MILLIONTHS = 1_000_000
-_PRIOR_UTIL_PERCENT = 15  # about the mean of the published utilisations
+_PRIOR_UTIL_PERCENT = 15  # about the mean published utilisation
 _PRIOR_BUSY_MS = 30 * 60_000  # the prior weighs as much as cells of this total length
 SUMS = (
     "busy", "held", "suspends", "resumes", "failed_swaps", "early_resumes", "vain_mib", "preemptions", "moved_mib", "out_of_memory", "lost",
@@ -49,10 +49,10 @@ class PlaceRule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostChoice:
-    """How sessions are given their hosts.
+    """How sessions get their hosts.
 
-    By a `DoorRule` as they open, and all hosts run on one clock; or by a `PlaceRule` beforehand, with draws by `seed`, and the hosts run
-    in `processes` processes.
+    A `DoorRule` chooses as they open, and all hosts run on one clock; or a `PlaceRule` chooses beforehand, drawing by `seed`, and the
+    hosts run in `processes` processes.
     """
 
     rule: DoorRule | PlaceRule = DoorRule.FIT
@@ -76,11 +76,11 @@ def run(
     meter: RunMeter | None = None,
     revocation: Revocation | None = None,
 ) -> Result:
-    """Run the trace and return its figures under that name. `record` is a file; hosts that run separately have one each next to it.
+    """Run the trace and return its figures under `name`. `record` is a file; each host that runs separately has one next to it.
 
-    `progress` gets the number of ended sessions and of all; `placing` the number placed, if they are placed beforehand. A run that cannot
-    reach the goal any more is given up. `meter` and `revocation` need all hosts on one clock. Raises SimulationError for a session that no
-    host can serve.
+    `progress` gets the number of ended sessions and the total; `placing` the number placed, if placed beforehand. A run that can no longer
+    meet the goal stops. `meter` and `revocation` need all hosts on one clock. Raises SimulationError for a session that no host can
+    serve.
     """
     if isinstance(way.rule, PlaceRule):
         if meter is not None or revocation is not None:
@@ -110,7 +110,7 @@ def choose_hosts(
 ) -> "array[int]":
     leases, load = Leases(hosts, trace), _Load(hosts, rule)
     chosen = array("l", [0]) * len(trace)
-    ends: list[tuple[int, int, int]] = []  # when, which session, which of its cells; their number: the session closes
+    ends: list[tuple[int, int, int]] = []  # when, which session, which cell; the number of cells: it closes
 
     def follow(number: int, cell: int) -> None:
         session = trace[number]
@@ -148,7 +148,7 @@ def choose_hosts(
 
 @dataclass(slots=True)
 class _OpenSession:
-    """An open session: its host, what it may use of the host's memory and GPUs while it is busy, millionths, and its counts."""
+    """An open session: its host, the part of the host's memory and GPUs it may use when busy (millionths), and its count."""
 
     host: int
     memory: int
@@ -160,7 +160,7 @@ class _OpenSession:
 class _User:
     open: dict[str, _OpenSession] = field(default_factory=dict)
     lived_ms: int = 0  # of closed sessions
-    opened_ms: int = 0  # the sum of the openings of those that are open
+    opened_ms: int = 0  # the sum of the open sessions' openings
     busy_ms: int = 0  # of GPU cells
     busy_util_ms: int = 0  # times percent
 
@@ -172,13 +172,13 @@ class _User:
 
 
 class _Load:
-    """How full hosts are, as a rule sees it: the open sessions for each GPU, or what they are expected to use."""
+    """How full hosts are, as a rule sees it: open sessions per GPU, or their expected use."""
 
     def __init__(self, hosts: Sequence[Host], rule: PlaceRule) -> None:
         self._rule = rule
         self._mib = [max(1, host.leasable_mib) for host in hosts]
         self._sizes = [max(1, len(host.devices)) for host in hosts]
-        self._whole = lcm(*self._sizes)  # of this much, each GPU's part is a whole number
+        self._whole = lcm(*self._sizes)  # divides evenly among any host's GPUs
         self._users: dict[str, _User] = {}
         self.rank = [0] * len(hosts)  # by host; the lowest is chosen
 
@@ -225,11 +225,11 @@ def simulate_apart(
     goal: Goal | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """Run each host separately; `chosen` is the host of each session of the trace.
+    """Run each host separately; `chosen` has each session's host.
 
-    More than one process: hosts run in children. `record` is a file: each host's is next to it (`record_of`). `progress` gets, after each
-    host, the number of sessions so far and of all. A run that cannot reach the goal any more is given up. Raises SimulationError for a
-    session that its host cannot serve, and for a process that ends early.
+    With more than one process, hosts run in children. `record` is a file: each host's is next to it (`record_of`). After each host,
+    `progress` gets the number of sessions so far and the total. A run that can no longer meet the goal stops. Raises SimulationError for
+    a session that its host cannot serve, or if a process ends early.
     """
     shares: list[list[Session]] = [[] for _ in hosts]
     for session, host in zip(trace, chosen, strict=True):
@@ -254,11 +254,11 @@ def simulate_apart(
             if whole.experience.hopeless:
                 break
     timeline = whole.timeline = added_up(timelines)
-    for part in timelines:  # a host's last state lasts until the last moment of all
+    for part in timelines:  # a host's last state lasts until the last moment of the run
         rest_ms = timeline.at_ms[-1] - part.at_ms[-1]
         whole.busy += part.busy[-1] * rest_ms * 1000
         whole.held += part.devices_held[-1] * rest_ms * 1000
-    # the last moment has no length, so nothing is held in it
+    # the last moment has no length, so it holds nothing
     whole.peak_devices_held = max(timeline.devices_held[:-1], default=0)
     whole.finish(trace)
     return whole
@@ -272,10 +272,10 @@ _Job = tuple[str, Host, Sequence[Session], Path | None]
 
 
 def _runs(jobs: Sequence[_Job], processes: int) -> Generator[Result, None, None]:
-    """Yield the result of each host in order, whichever process is quicker. Closing the generator ends the processes.
+    """Yield each host's result in order, whichever process is quicker. Closing the generator ends the processes.
 
-    Each process has a pipe to itself. The standard pool has one for all jobs, and Python before 3.11.5 waits for ever to write a large job
-    to it when the processes are gone.
+    Each process has its own pipe. The standard pool has one for all jobs, and Python before 3.11.5 waits forever to write a large job to it
+    if the processes are gone.
     """
     if processes <= 1:
         yield from map(_alone, jobs)
@@ -286,7 +286,7 @@ def _runs(jobs: Sequence[_Job], processes: int) -> Generator[Result, None, None]
         link, theirs = context.Pipe()
         workers.append(context.Process(target=_serve, args=(theirs,), daemon=True))
         workers[-1].start()
-        theirs.close()  # so that the process's end is the end of what is read here
+        theirs.close()  # so that we read an end of file when the process ends
         links.put(link)
 
     def ask(job: _Job) -> Result:
@@ -315,7 +315,7 @@ def _runs(jobs: Sequence[_Job], processes: int) -> Generator[Result, None, None]
 
 
 def _serve(link: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all the terminal's processes
     with suppress(EOFError, OSError):
         while True:
             job = link.recv()

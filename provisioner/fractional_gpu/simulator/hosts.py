@@ -1,7 +1,7 @@
 """Several hosts under one clock, and the door that gives each session its host (`fleet` places sessions beforehand).
 
-docs/simulator.md describes the door's rules. It knows what the open sessions' leases may use on each host (a host's room is what its
-devices offer in the session's pool, less that), but not what kernels hold at the moment or how busy the devices are.
+docs/simulator.md describes the door's rules. The door knows what open sessions' leases may use on each host (a host's room is what its
+devices offer in the session's pool, less this), but not what kernels hold now or how busy devices are.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def hosts_of(machine: Machine) -> tuple[Host, ...]:
 
 
 class Moments:
-    """Virtual time: one heap of moments for all hosts. Moments at the same time come in the order in which they were planned."""
+    """Virtual time: one heap of moments for all hosts. Moments at the same time come in the order they were planned."""
 
     def __init__(self) -> None:
         self.now_ms = 0
@@ -44,7 +44,7 @@ class Moments:
 
 
 class Leases:
-    """What each session asks for on each host; None: the host can never serve it. Raises SimulationError if none can."""
+    """What each session asks for on each host, or None if the host can never serve it. Raises SimulationError if none can."""
 
     def __init__(self, hosts: Sequence[Host], trace: Sequence[Session]) -> None:
         kinds = {host: at for at, host in enumerate(dict.fromkeys(hosts))}
@@ -87,7 +87,10 @@ class Door:
         self._rule = rule
         self._leases = Leases(hosts, trace)
         self._room_mib = [{pool.name: sum(host.leasable_in(pool)) for pool in host.pools} for host in hosts]
-        self._singles, self._several = [0] * len(hosts), [0] * len(hosts)  # open sessions of one GPU, and of several
+        self._singles, self._several = (
+            [0] * len(hosts),
+            [0] * len(hosts),
+        )  # open sessions with one GPU, and with several
 
     def choose(self, session: Session) -> tuple[int, LeaseSpec]:
         able = [
@@ -100,10 +103,10 @@ class Door:
         return host, lease
 
     def _rank(self, host: int, lease: LeaseSpec) -> tuple[int, ...]:
-        """Return how a host ranks for a lease; the lowest is chosen.
+        """Return a host's rank for a lease; the lowest is chosen.
 
-        If no host has enough room, kernels take turns, and like goes to like: one of 8 GPUs takes turns with another of that size at the
-        cost of one neighbour, and with kernels of one GPU at the cost of a whole host of them.
+        If no host has enough room, kernels take turns, preferably with their own size: a kernel with 8 GPUs holds up one other of 8 GPUs,
+        but a whole host of kernels with one GPU.
         """
         room_mib = self._room_mib[host][lease.pool]
         if self._rule is DoorRule.MOST_FREE:

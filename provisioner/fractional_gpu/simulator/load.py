@@ -1,6 +1,6 @@
-"""Synthetic load: a group of notebook users, by the statistics of a published trace or by other habits (docs/simulator.md).
+"""Synthetic load: a group of notebook users with the statistics of a published trace or other habits (docs/simulator.md).
 
-Each quantity of a session has its own random numbers, so changing one switch leaves the other draws unchanged. A seed gives the same trace
+Each quantity of a session has its own random numbers, so changing one switch leaves the other draws alone. A seed gives the same trace
 on every machine.
 """
 
@@ -41,23 +41,21 @@ class Load:
     """What the synthetic users do; the defaults are the trace's. Percentages are whole ones."""
 
     habit: Habit = Habit.PUBLISHED
-    # the next four say how users of the published habit work, and nothing of the other habits
+    # the next four apply to the published habit, not to other habits
     pace: Pace = Pace.LONG
     memory: Memory = Memory.SESSION
-    several_percent: int = SEVERAL_PERCENT  # of the sessions use 4 or 8 GPUs
-    joint_percent: int = (
-        0  # of the users are in classes: sessions open within a minute, first cells begin within another
-    )
-    lunch_ms: int = 0  # beginning at some time from 12 to 1: only a teaching lab's cells begin in it
-    weekends: bool = False  # the sixth and the seventh day of a week are free
-    weekend_percent: int = 0  # of the users work on such a day nonetheless, drawn for each of them
-    time_zones: int = 1  # in which the users live, evenly around the clock
-    ask_error_percent: int = 0  # standard deviation of the logarithm of what people ask for over what they use
-    failed_swaps_percent: int = 0  # of the swaps fail harmlessly, after their fixed time (`machine.Host`)
-    urgent_percent: int = 0  # of the users, evenly spread, have priority 1
+    several_percent: int = SEVERAL_PERCENT  # of sessions use 4 or 8 GPUs
+    joint_percent: int = 0  # of users are in classes: sessions open within a minute, first cells begin within another
+    lunch_ms: int = 0  # starts between 12 and 1: only a teaching lab's cells begin in it
+    weekends: bool = False  # the sixth and seventh day of a week are free
+    weekend_percent: int = 0  # of users work on a free day anyway, drawn for each day
+    time_zones: int = 1  # where users live, evenly around the clock
+    ask_error_percent: int = 0  # standard deviation of log(memory asked for / memory used)
+    failed_swaps_percent: int = 0  # of swaps fail harmlessly, after their fixed time (`machine.Host`)
+    urgent_percent: int = 0  # of users, evenly spread, have priority 1
 
 
-# Signs that people give before they run a cell, and groups of users.
+# Signs that people give before running a cell, and groups of users.
 
 SIGN_MS = 60_000
 """How long a sign of a front end lasts."""
@@ -66,9 +64,9 @@ _MOST_FALSE = 50  # in one gap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """How early signs come, and how many of 100 are false. 0 ms: there are none.
+    """How early signs come, and how many in 100 are false. 0 ms: no signs.
 
-    A sign comes `foresight_ms` before each cell that uses a GPU, or at once if the person is quicker. False ones come at any time of a gap.
+    A sign comes `foresight_ms` before each GPU cell, or at once if the person is quicker. False signs come at any time in a gap.
     """
 
     foresight_ms: int = 0
@@ -95,7 +93,7 @@ class Group:
 def in_groups(trace: Sequence[Session], groups: Sequence[Group]) -> list[Session]:
     """Return the sessions with their users' groups and pools.
 
-    The users, ordered by name, are divided by the groups' weights. Classes have consecutive numbers, so they stay together if groups allow.
+    Divides users, ordered by name, by the groups' weights. Classes have consecutive numbers, so they stay together where groups allow.
     """
     users = sorted({session.user for session in trace})
     whole = sum(group.weight for group in groups)
@@ -115,9 +113,9 @@ _USUAL = Load()
 def synthetic_sessions(
     users: int, days: int, seed: int, load: Load = _USUAL, progress: Callable[[int, int], None] = lambda *_: None
 ) -> list[Session]:
-    """Return the sessions of all users over all days, in the order in which they open.
+    """Return the sessions of all users over all days, in the order they open.
 
-    `progress` is given how many days of a user are made up, and all.
+    `progress` gets the number of user days done and the total.
     """
     sessions = []
     for day in range(days):
@@ -140,14 +138,14 @@ def _day(number: int, day: int, seed: int, load: Load) -> "_UserDay":
     return _HabitDay(number, day, seed, load, habit=habit, rank=rank)
 
 
-# One day of one user, whatever the habit.
+# One day of one user, with any habit.
 
 _MINUTE_MS = 60_000
 _HOUR_MS = 60 * _MINUTE_MS
 _DAY_MS = 24 * _HOUR_MS
-# (probability, value) of a quantile function; between them the logarithm is interpolated
+# (probability, value) of a quantile function; in between, interpolate the logarithm
 _Points = Sequence[tuple[float, float]]
-_Machine = tuple[int, int]  # how many GPUs a session uses, and the MiB that it holds on each
+_Machine = tuple[int, int]  # how many GPUs a session uses, and the MiB it holds on each
 
 
 def _draw(rng: random.Random, points: _Points) -> float:
@@ -166,7 +164,7 @@ def _gpu_cell(start_ms: int, duration_ms: int, machine: _Machine, util_percent: 
 
 
 class _UserDay:
-    """One day of one user, in the user's own time until `session`. `group`: the class of the working session, if any."""
+    """One day of one user, in local time until `session`. `group`: the class of the working session, if any."""
 
     def __init__(self, number: int, day: int, seed: int, load: Load, group: int | None) -> None:
         self.load, self._seed, self._group = load, seed, group
@@ -181,7 +179,7 @@ class _UserDay:
         raise NotImplementedError
 
     def stream(self, what: str, session: str) -> random.Random:
-        """Return the random numbers of one thing in one session, or of the whole day."""
+        """Return the random numbers for one quantity of a session or of the day."""
         return random.Random(f"{self._seed}/{what}/{self._name}/{self._day}/{session}")  # noqa: S311 - a workload, not a secret
 
     def working_hours(self) -> tuple[int, int]:
@@ -204,7 +202,7 @@ class _UserDay:
         asked_mib, error = 0, self.load.ask_error_percent
         if error:
             asked_mib = max(1, round(memory * exp(self.stream("asked", which).gauss(0.0, error / 100))))
-        zone = self._number if self._group is None else self._group  # a class is in one zone
+        zone = self._number if self._group is None else self._group  # a class has one time zone
         shift = _DAY_MS * (zone % self.load.time_zones) // self.load.time_zones
         return Session(
             session_id=f"{self._name}-d{self._day}-{which}",
@@ -219,7 +217,7 @@ class _UserDay:
         )
 
 
-# The published habit, by the trace at https://github.com/ds2-lab/NotebookOS-Dashboard: a working session and looks.
+# The published habit, from the trace at https://github.com/ds2-lab/NotebookOS-Dashboard: a working session and looks.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +330,7 @@ class _PublishedDay(_UserDay):
 
 
 # Habits other than the published one. No trace shows them: their figures are assumptions, chosen to differ. All cells use the
-# GPU; a session holds its memory from its first cell on.
+# GPU; a session holds memory from its first cell on.
 
 _CLASS_MS = 90 * _MINUTE_MS
 
@@ -348,7 +346,7 @@ class _HabitCurves:
     util_percent: _Points
     cells: _Points | None = None  # of a session; None: until it closes
     several_percent: int = 0
-    several: tuple[int, ...] = ()  # GPUs that a session of several may use
+    several: tuple[int, ...] = ()  # how many GPUs a session with several may use
 
 
 _SHAPES = {

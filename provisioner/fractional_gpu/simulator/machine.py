@@ -10,13 +10,13 @@ from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.load import Signs
 from fractional_gpu.simulator.traces import Session
 
-UNSHARED = 1_000_000  # the pace of a cell alone: nominal nanoseconds per millisecond
-_PARTS = 100_000  # in which stretches are counted
+UNSHARED = 1_000_000  # a cell's pace alone: nominal nanoseconds per millisecond
+_PARTS = 100_000  # the unit of stretches
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A cell that runs: nominal time left, in ns, as of `at_ms`. `version` grows whenever its end moves."""
+    """A running cell: nominal time left in ns, as of `at_ms`. `version` grows whenever its end moves."""
 
     session_id: str
     util_percent: int
@@ -27,12 +27,12 @@ class Running:
 
 @dataclass(slots=True)
 class SharedDevice:
-    """The cells on one device. `fill_percent` of the device is what one cell fills while it uses the device at all."""
+    """The cells on one device. A cell fills `fill_percent` of the device whenever it uses the device at all."""
 
     slowdown: bool
     fill_percent: int = 100
     running: dict[str, Running] = field(default_factory=dict)
-    _k_milli: int = WHOLE_MILLI  # how much slower than alone cells on the device run
+    _k_milli: int = WHOLE_MILLI  # how much slower cells run here than alone
 
     def begin(self, cell: Running) -> list[tuple[int, Running]]:
         self._advance(cell.at_ms)
@@ -40,7 +40,7 @@ class SharedDevice:
         return self._ends(self.running.values() if self._share() else [cell])
 
     def finish(self, session_id: str, now_ms: int) -> tuple[Running, list[tuple[int, Running]]]:
-        """Return the cell, and when the others end now, for those whose end moved."""
+        """Return the cell, and the new ends of the cells whose end moved."""
         self._advance(now_ms)
         cell = self.running.pop(session_id)
         cell.version += 1
@@ -96,12 +96,12 @@ class Host:
     swap: SwapSpeed = SwapSpeed()
     parallel_swaps: int = 1
     failed_swaps_percent: int = 0
-    seed: int = 1  # of the draws which swaps fail, and which signs are false
-    signs: Signs = field(default_factory=Signs)  # that people give before their cells
+    seed: int = 1  # for drawing failed swaps and false signs
+    signs: Signs = field(default_factory=Signs)  # given before cells
     slowdown: bool = True
     every_cell_asks: bool = False
-    request_percent: int = 100  # the part of its cap that a session is guaranteed if the pool reserves by use
-    patience_ms: int = 60_000  # a cell that gets no more memory within this time fails
+    request_percent: int = 100  # the part of its cap guaranteed to a session if the pool reserves by use
+    patience_ms: int = 60_000  # a cell fails if it gets no more memory within this time
 
     @property
     def device_mib(self) -> int:
@@ -128,10 +128,10 @@ class Host:
 
 
 def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int, int]:
-    """Return the smallest fraction on offer (milli-GPU) of such a device that covers what the session asks for, and its cap.
+    """Return the smallest offered fraction (milli-GPU) of such a device that covers the session's request, and its cap.
 
-    A session asks for its peak memory, unless it says otherwise; one that asks for more than there is gets the largest fraction. Raises
-    SimulationError if no fraction covers its peak.
+    A session requests its peak memory unless it says otherwise; if it requests too much, it gets the largest fraction. Raises
+    SimulationError if no fraction covers the peak.
     """
     peak, largest = max(1, session.peak_mib), max(pool.fractions_milli, default=1000)
     if peak <= device_mib * largest // 1000:
@@ -152,7 +152,7 @@ def lease_for(host: Host, session: Session) -> LeaseSpec:
     pool, several = host.pool_of(session), session.most_gpus > 1
     device_mib = min(host.leasable_in(pool), default=0)
     kinds = [device.name for device in host.devices if device.device_id in pool.devices]
-    most = min(pool.max_devices, max(map(kinds.count, kinds), default=0))  # a lease's devices are of one kind
+    most = min(pool.max_devices, max(map(kinds.count, kinds), default=0))  # a lease's devices are all of one kind
     if session.most_gpus > most:
         raise SimulationError(
             f"session {session.session_id!r} uses {session.most_gpus} GPUs at once, but a lease of pool {pool.name!r} may have {most}; "

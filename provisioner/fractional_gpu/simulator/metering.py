@@ -1,8 +1,8 @@
-"""The meter in virtual time: what a run's leases use and their devices draw; only a simulator knows the truth.
+"""The meter in virtual time: how much a run's leases use and their devices draw; only a simulator knows the truth.
 
-The meter is the broker's (`core.metering.meter`), one for each host; it reads the arbiter's views and changes no decision. A device draws
-its idle power plus the cells' use of the difference to peak power. With noise of n percent, each power and each measured use is off by a
-factor, normal around 1 with that deviation, at least `_LEAST`, by the seed. The power of swaps is left out.
+Each host has the broker's meter (`core.metering.meter`), which reads the arbiter's views and changes no decision. A device draws its
+idle power, plus the difference to peak power times the cells' use. Noise of n percent multiplies each power and each measured use by a
+normal factor around 1 with that deviation, at least `_LEAST`, by the seed. The power of swaps is left out.
 """
 
 import json
@@ -36,7 +36,7 @@ class Power:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metering:
-    """How a run is metered. `measured_percent` of the leases have a measured use; of the others only their share is known."""
+    """How a run is metered. `measured_percent` of leases have measured use; for the others only the share is known."""
 
     tariffs: Mapping[str, Tariff] = field(default_factory=dict)  # by pool
     power: Power = Power()
@@ -51,7 +51,7 @@ class RunMeter:
         self.hosts: list[HostMeter] = []
         self.ended_ms = 0
         self._read_ms = 0
-        self.rows: list[UsageRow] = []  # of the run, once it is finished
+        self.rows: list[UsageRow] = []  # after the run
 
     def begin(self, hosts: Sequence[Host]) -> None:
         self.hosts = [HostMeter(number, host, Meter(), self.settings) for number, host in enumerate(hosts)]
@@ -68,7 +68,7 @@ class RunMeter:
         for host in self.hosts:
             for row in host.meter.take(self.ended_ms, BEGINS_MS + self.ended_ms):
                 key = row.key
-                if len(self.hosts) > 1 and key.device_id:  # the names of devices are a host's own
+                if len(self.hosts) > 1 and key.device_id:  # device names are unique per host only
                     key = key._replace(device_id=f"host-{host.number}/{key.device_id}")
                 self.rows.append(UsageRow(key, row.party, row.usage))
 
@@ -117,7 +117,7 @@ class HostMeter:
             meter.read_energy(0, BEGINS_MS, device_id, counter_mj=0)
 
     def saw(self, at_ms: int, arbiter: Arbiter, event: Event, effects: Iterable[Effect]) -> None:
-        """Tell the meter about the leases of an event and its effects."""
+        """Tell the meter about the leases in an event and its effects."""
         named = dict.fromkeys(getattr(effect, "lease_id", None) for effect in effects)
         for lease_id in dict.fromkeys(event.lease_ids) | named:
             if lease_id is not None:
@@ -144,7 +144,7 @@ class HostMeter:
         self.meter.moved(BEGINS_MS + at_ms, lease_id, mib)
 
     def works(self, at_ms: int, device_ids: Iterable[str], used: Mapping[str, tuple[int, int]]) -> None:
-        """Note the cells that run from now on: by lease, the cell's number and its use of each device, thousandths."""
+        """Note the cells now running: by lease, the cell's number and its use of each device, thousandths."""
         cells = {lease_id: self._work(lease_id, *cell) for lease_id, cell in used.items()}
         for device_id in device_ids:
             device = self._devices[device_id]
@@ -159,10 +159,10 @@ class HostMeter:
         return self._devices[device_id].drawn_uj
 
     def read(self, at_ms: int) -> None:
-        """Read all counters when the simulation asks: no interval between two readings crosses an hour."""
+        """Read all counters. The simulation asks so that no interval between readings crosses an hour."""
         wall = BEGINS_MS + at_ms
         if not wall % HOUR_MS:
-            wall -= 1  # what ends now was of the hour that ends now
+            wall -= 1  # what ends now belongs to the past hour
         for device_id, device in self._devices.items():
             self._advance(device, at_ms)
             utilisation = {
@@ -219,7 +219,7 @@ _FORMAT, _VERSION = "jupyter-gpu-usage", 1
 
 
 def write_usage(path: Path, meter: RunMeter, hosts: Sequence[Host]) -> None:
-    """Write the rows of a finished run, without figures that are 0. The same run gives the same bytes. Raises OSError."""
+    """Write a finished run's rows, without zero figures. Equal runs give equal bytes. Raises OSError."""
     pools: dict[str, dict[str, Any]] = {}
     for number, host in enumerate(hosts):
         prefix = f"host-{number}/" if len(hosts) > 1 else ""

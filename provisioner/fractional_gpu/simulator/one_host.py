@@ -1,6 +1,6 @@
-"""One host in virtual time: its arbiter, its devices, and the sessions that live there.
+"""One host in virtual time: its arbiter, devices and sessions.
 
-docs/simulator.md says what is assumed: of asking, thinking, swaps, sharing, preemption and growing. Users: `experience`.
+docs/simulator.md states the assumptions on asking, thinking, swaps, sharing, preemption and growing. Users: `experience`.
 """
 
 import random
@@ -61,13 +61,13 @@ from fractional_gpu.simulator.traces import Cell, Session
 
 Watch = Callable[[Event, Sequence[Effect]], None]
 
-_MEASURED_MS = 2_000  # from one measurement of the broker to the next
-_REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too many already: the session never runs
+_MEASURED_MS = 2_000  # the time between the broker's measurements
+_REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too many: the session never runs
 
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """What the hosts of a run share. `over` is called when a session's lease ends, and `ended` when a session is over."""
+    """What a run's hosts share. `over` is called when a session's lease ends, `ended` when the session is over."""
 
     moments: Moments
     accounts: Accounts
@@ -84,24 +84,24 @@ class Kernel:
     spec: LeaseSpec
     state: LeaseState | None = None
     device_ids: tuple[str, ...] = ()
-    reserved_mib: int = 0  # on each of its devices: what it may use there
-    memory_mib: int = 0  # what its process holds on each of them, or saved of each on the host
+    reserved_mib: int = 0  # on each of its devices: how much it may use
+    memory_mib: int = 0  # how much its process holds on each, or saved from each on the host
     next_cell: int = 0
     asked_ms: int = 0
     waiting: bool = False
-    growing: bool = False  # let in, and short of memory for its cell
-    short_ms: int = 0  # since when, if it is
+    growing: bool = False  # let in, but short of memory for its cell
+    short_ms: int = 0  # since when, if growing
     running: Running | None = None
-    unfinished: Running | None = None  # a cell that was preempted
-    began_ms: int = 0  # when the cell that runs was let in last
-    ran_ms: int = 0  # how long the last cell has run in all, up to when it was stopped
+    unfinished: Running | None = None  # a preempted cell
+    began_ms: int = 0  # when the running cell was last let in
+    ran_ms: int = 0  # how long the last cell ran in all until it was stopped
     swaps: int = 0
-    resume_fails: bool = False  # the resume under way
-    swap_ends_ms: int = 0  # when the swap under way ends
-    worked_ms: int = 0  # for how long its cells have run since its process began
-    life: int = 0  # how many processes it has had before this one
-    early_mib: int = 0  # what it was brought back with before a cell asked, until one does
-    overdue: int = 0  # how many limits of the goal the wait of its cell exceeds
+    resume_fails: bool = False  # the current resume
+    swap_ends_ms: int = 0  # when the current swap ends
+    worked_ms: int = 0  # how long its cells have run since its process began
+    life: int = 0  # how many processes came before this one
+    early_mib: int = 0  # memory resumed before a cell asked for it, until one does
+    overdue: int = 0  # how many of the goal's limits its cell's wait exceeds
     over: bool = False
 
     @property
@@ -121,7 +121,7 @@ class HostRun:
         self.arbiter = Arbiter(parallel_swaps=host.parallel_swaps)
         self.kernels: dict[str, Kernel] = {}
         self.devices = {device.device_id: SharedDevice(slowdown=host.slowdown) for device in host.devices}
-        self.closed_ms = self.over = 0  # when the last of its sessions closed, and how many are over
+        self.closed_ms = self.over = 0  # when its last session closed, and how many are over
         self._events: deque[Event] = deque()
         self._wake_version = 0
 
@@ -143,7 +143,7 @@ class HostRun:
         self._run.moments.at(self.now_ms + wait_ms, act)
 
     def send(self, event: Event) -> None:
-        """Send an event to the arbiter and execute its effects; events that arise follow."""
+        """Send an event to the arbiter and carry out its effects, then events that result."""
         self._events.append(event)
         if len(self._events) > 1:
             return
@@ -164,7 +164,7 @@ class HostRun:
             self._run.record.moment(self.number, kind, self.now_ms, kernel.session.session_id, **about)
 
     def use(self, kernel: Kernel, device_ids: tuple[str, ...], mib: int) -> None:
-        """Count `mib` more used on each of the devices; negative: given back."""
+        """Count `mib` more used on each device; negative: freed."""
         self.accounts.use(self.number, device_ids, mib)
         if mib:
             self.note("memory", kernel, device_ids=device_ids, mib=mib)
@@ -177,7 +177,7 @@ class HostRun:
             self.accounts.drop_saved(self.number, kernel.total_mib)
 
     def count_vain(self, kernel: Kernel) -> None:
-        """Count what a kernel was brought back with if no cell has followed."""
+        """Count a kernel's early resume as vain if no cell followed."""
         self.result.vain_mib += kernel.early_mib
         kernel.early_mib = 0
 
@@ -238,7 +238,7 @@ class HostRun:
             self.accounts.hold(self.number, kernel.device_ids)
         kernel.state = change.new
 
-    # Sessions: a person opens a notebook, thinks, gives signs, asks for the next cell, and closes it.
+    # Sessions: a person opens a notebook, thinks, gives signs, runs cells, and closes it.
 
     def open(self, session: Session, lease: LeaseSpec) -> None:
         kernel = self.kernels[session.session_id] = Kernel(session, lease)
@@ -246,7 +246,7 @@ class HostRun:
         if kernel.over:
             self._run.ended()
             return
-        self.experience.entered(0)  # a lease is given at once; its cells wait
+        self.experience.entered(0)  # the lease is granted at once; its cells wait
         self.send(Attached(at_ms=self.now_ms, lease_id=lease.lease_id, gated=True))
         first = session.cells[0].start_ms if session.cells else session.close_ms
         self._expect(kernel, first - self.now_ms)
@@ -287,7 +287,7 @@ class HostRun:
         self._expect(kernel, thinks_ms)
         self.after(thinks_ms, partial(self._next, kernel))
 
-    # Cells: their memory, how long they run next to their neighbours, and what is measured.
+    # Cells: their memory, their run time next to neighbours, and what is measured.
 
     def asks(self, kernel: Kernel) -> bool:
         return bool(kernel.cell.gpus) or self.host.every_cell_asks
@@ -308,7 +308,7 @@ class HostRun:
             self._grow(kernel)
             return
         kernel.waiting = True
-        if cell.gpus:  # count it against the goal as soon as its wait exceeds a limit, and not only when it begins
+        if cell.gpus:  # count it against the goal as soon as its wait exceeds a limit, not only when it begins
             for limit, limit_ms in enumerate(self.experience.wait_limits_ms):
                 self.after(limit_ms + 1, partial(self._overdue, kernel, kernel.next_cell, limit))
         self.send(Wanted(at_ms=self.now_ms, lease_id=kernel.spec.lease_id))
@@ -346,7 +346,7 @@ class HostRun:
             plan = partial(self._give_up, kernel, kernel.next_cell, self.now_ms)
             patience_ms = self.host.patience_ms if need_mib <= kernel.spec.reserve_mib else 0
             self.after(patience_ms, plan)
-        kernel.growing = mib < need_mib  # before it is measured: the answer may let it grow at once
+        kernel.growing = mib < need_mib  # before measuring: the answer may let it grow at once
         if kernel.cell.gpus:
             self._measure(kernel, None)
         if mib == need_mib:
@@ -354,7 +354,7 @@ class HostRun:
             self._run_cell(kernel)
 
     def _measure_again(self, kernel: Kernel, cell: int) -> None:
-        """Measure again as the broker does: the cell's use of the device, if it still runs, and that its memory stopped growing."""
+        """Measure again, as the broker does: the use of a cell still running, and that its memory stopped growing."""
         if kernel.state is LeaseState.RESIDENT:
             running = kernel.running if kernel.next_cell == cell and kernel.cell.gpus else None
             used_milli = self.devices[kernel.device_ids[0]].used_milli(running) if running is not None else None
@@ -365,7 +365,7 @@ class HostRun:
         self.send(LeasesMeasured(at_ms=self.now_ms, measurements=(one,)))
 
     def _give_up(self, kernel: Kernel, cell: int, since_ms: int) -> None:
-        """Fail a cell that is short of memory since then, as an allocation fails at the framework's limit."""
+        """Fail a cell if short of memory since `since_ms`, as allocations fail at a framework's limit."""
         if kernel.growing and (kernel.next_cell, kernel.short_ms) == (cell, since_ms):
             kernel.growing = False
             self.result.out_of_memory += 1
@@ -381,7 +381,7 @@ class HostRun:
             kernel.overdue = 0
 
     def _run_cell(self, kernel: Kernel) -> None:
-        """Run the cell on the kernel's devices; the first decides how much its neighbours slow it down."""
+        """Run the cell on the kernel's devices; neighbours on the first one slow it down."""
         cell = kernel.cell
         self._begins(kernel)
         running, kernel.unfinished = kernel.unfinished, None
@@ -418,7 +418,7 @@ class HostRun:
         self.note("ends", kernel, cell=kernel.next_cell)
         self._stop(kernel)
         if kernel.cell.gpus:
-            if kernel.ran_ms >= _MEASURED_MS:  # of a shorter one the broker has not measured a whole period
+            if kernel.ran_ms >= _MEASURED_MS:  # of a shorter cell the broker has no whole measurement
                 worked_ms = kernel.cell.util_percent * kernel.cell.duration_ms
                 self._measure(kernel, worked_ms * 10 // kernel.ran_ms)
             alone_ms = kernel.cell.duration_ms
@@ -446,7 +446,7 @@ class HostRun:
         self._count_work(kernel)
         return stopped
 
-    # Swaps: what they take, what they move, and which of them fail.
+    # Swaps: how long they take, what they move, and which fail.
 
     def suspend(self, kernel: Kernel, effect: Suspend) -> None:
         self.result.suspends += 1
@@ -460,7 +460,7 @@ class HostRun:
             self._save(kernel, effect)
 
     def _reserve_more(self, kernel: Kernel, effect: Suspend) -> None:
-        """As the broker does if more would be saved than is reserved: ask for the difference, or leave the kernel."""
+        """If more would be saved than is reserved, ask for the difference or leave the kernel, as the broker does."""
         need_mib = kernel.total_mib
         self.send(
             HostMemoryNeeded(
@@ -542,7 +542,7 @@ class HostRun:
         )
 
     def _fails(self, kernel: Kernel, kind: str) -> bool:
-        """Whether the swap that begins fails: by a draw for each swap of each session, whatever the others do."""
+        """Whether the swap that begins fails: drawn for each swap of each session, independent of others."""
         percent = self.host.failed_swaps_percent
         kernel.swaps += 1
         swap = f"{self.host.seed}/swap/{kernel.session.session_id}/{kernel.swaps}"
@@ -559,7 +559,7 @@ class HostRun:
         if self.meter is not None:
             self.meter.moved(self.now_ms, kernel.spec.lease_id, mib)
 
-    # Devices that leave the host with what is on them, and others in their places.
+    # Devices that leave the host with their contents, and their replacements.
 
     def announce(self, device_ids: Sequence[str], deadline_ms: int) -> None:
         for device_id in device_ids:
@@ -596,7 +596,7 @@ class HostRun:
         return free_ms, arbiter.host_budget_mib - arbiter.host_saved_mib - arbiter.host_reserved_mib
 
     def take_away(self, device_ids: Sequence[str], *, whole_host: bool) -> tuple[list[Holder], list[Holder]]:
-        """Return the kernels that were not saved, and those whose saved state was lost with the host."""
+        """Remove the devices; return the unsaved kernels, and those whose saved state was lost with the host."""
         for device_id in device_ids:
             self.send(DeviceLost(at_ms=self.now_ms, device_id=device_id))
         lost = self._there(device_ids)
@@ -616,7 +616,7 @@ class HostRun:
                 self.send(DeviceUndrained(at_ms=self.now_ms, device_id=device.device_id))
 
     def _lose_process(self, kernel: Kernel) -> None:
-        """End a kernel's process and begin another: a cell that had begun has failed; one that waits for its first turn still waits."""
+        """Replace a kernel's process: a cell that had begun has failed; a cell waiting for its first turn still waits."""
         lease_id = kernel.spec.lease_id
         has_begun = kernel.running is not None or kernel.growing or kernel.unfinished is not None
         if kernel.running is not None:
@@ -634,6 +634,6 @@ class HostRun:
         self.send(Attached(at_ms=self.now_ms, lease_id=lease_id, gated=True))
         if has_begun:
             self.done(kernel)
-        elif kernel.waiting:  # the cell that waited for its first turn in the lost process
+        elif kernel.waiting:  # the cell that waited for its first turn
             self.send(BusyChanged(at_ms=self.now_ms, lease_id=lease_id, busy=True))
             self.send(Wanted(at_ms=self.now_ms, lease_id=lease_id))

@@ -1,4 +1,4 @@
-"""A report of the runs as one HTML file: SVG only, no script, nothing loaded from elsewhere, for light and dark screens."""
+"""A report of the runs as one HTML file: only SVG, no script, nothing loaded from elsewhere; for light and dark screens."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from fractional_gpu.svg import Frame, Svg, count_axis, element
 
 _FRAME = Frame(width=900, height=240, left=60, right=20, top=12, bottom=44)
 _STYLES = 7  # of runs, in the page's stylesheet
-_STEPS = 600  # more points than that cannot be told apart
+_STEPS = 600  # more points would look the same
 _MINUTE_MS = 60_000
 _HOUR_MS = 60 * _MINUTE_MS
 _DAY_MS = 24 * _HOUR_MS
@@ -22,17 +22,17 @@ _TIME_STEPS_MS = (
     *(hours * _HOUR_MS for hours in (1, 2, 3, 6, 12)),
     *(days * _DAY_MS for days in (1, 2, 5, 10, 20, 50, 100, 200, 500)),
 )
-_SHORTEST_S = 0.1  # the left end of the axis of waits
-_SHARE_SCALES = ((95, 1), (90, 2), (80, 5), (50, 10))  # the lower end of an axis of shares, and its step, percent
+_SHORTEST_S = 0.1  # left end of the waits axis
+_SHARE_SCALES = ((95, 1), (90, 2), (80, 5), (50, 10))  # lower end and step of the shares axis, percent
 _MOST_DECADES_WITH_2_AND_5 = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDescription:
-    """What made the runs: the users and GPUs of the first of them, and the command's input.
+    """What made the runs: the first run's users and GPUs, and the command's input.
 
-    `whole_gpus` are the most GPUs that open sessions would have reserved at the same time. `policy` is the text of the configuration file.
-    With `hours_of_day`, the trace begins at midnight.
+    `whole_gpus` is the most GPUs that open sessions would have reserved at once. `policy` is the configuration file's text. With
+    `hours_of_day`, the trace begins at midnight.
     """
 
     users: int
@@ -126,7 +126,7 @@ def _over_time(
 
 
 def _steps(at_ms: Sequence[int], values: Sequence[int], since_ms: int, until_ms: int) -> list[int]:
-    """Return the largest value in each of the equal steps of the time, so that no peak is lost."""
+    """Return the largest value in each equal step of time, so that no peak is lost."""
     steps: list[int] = []
     last = at = 0
     for step in range(_STEPS + 1):
@@ -155,7 +155,7 @@ def time_axis(timelines: Sequence[Timeline], *, hours_of_day: bool) -> tuple[Axi
 
 
 def _time_of_day(at_ms: int) -> str:
-    """Return `09:30`; midnights but the first say which day begins."""
+    """Return `09:30`; midnights after the first name the day."""
     day, rest_ms = divmod(at_ms, _DAY_MS)
     return (
         f"day {day + 1}" if day and not rest_ms else f"{rest_ms // _HOUR_MS:02}:{rest_ms % _HOUR_MS // _MINUTE_MS:02}"
@@ -199,7 +199,7 @@ def _share(result: Result, decade: float) -> float:
 def _chart(curves: Sequence[Sequence[float]], across: Axis, up: Sequence[tuple[float, str]], title: str) -> Svg:
     parts = [element("text", across.title, x=_FRAME.x(0.5), y=_FRAME.height - 6, text_anchor="middle")]
     parts += [*_FRAME.marks_across(across.marks), *_FRAME.marks_up(up)]
-    for number, heights in reversed([*enumerate(curves)]):  # the first run lies on top
+    for number, heights in reversed([*enumerate(curves)]):  # the first run is on top
         points = ((step / _STEPS, height) for step, height in enumerate(heights))
         parts.append(_FRAME.line(points, f"run{number % _STYLES}"))
     return _FRAME.drawn(parts, aria_label=title)

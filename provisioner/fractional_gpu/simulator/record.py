@@ -24,7 +24,7 @@ from fractional_gpu.simulator.traces import Session
 _T = TypeVar("_T")
 _FORMAT = "jupyter-gpu-events"
 _VERSION = 1
-_OPTIONAL = ("group", "pool")  # left out if they are empty
+_OPTIONAL = ("group", "pool")  # left out if empty
 _ABOUT_SESSIONS = ("user", "open_ms", "close_ms", "gpus", "gpu_mib", "priority", "asked_mib")
 _EVENTS: dict[str, type[Event]] = {
     name: kind
@@ -34,7 +34,7 @@ _EVENTS: dict[str, type[Event]] = {
 
 
 def digest(effects: Sequence[Effect]) -> str:
-    """Return a digest of the effects, equal on every machine."""
+    """Return a digest of the effects, the same on every machine."""
     return _digest(_plain(effects))
 
 
@@ -65,7 +65,7 @@ def recording(
             file: IO[bytes] | gzip.GzipFile = opened.enter_context(path.open("wb"))
         except OSError as error:
             raise SimulationError(f"the log {path} cannot be written: {error.strerror}") from error
-        if path.suffix == ".gz":  # neither name nor time in its header: equal runs give equal bytes
+        if path.suffix == ".gz":  # no name or time in its header: equal runs give equal bytes
             file = opened.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0))
         log = EventLog(opened.enter_context(TextIOWrapper(file, encoding="ascii", newline="\n")))
         hosts = [asdict(host) for host in hosts_of(machine)]
@@ -114,9 +114,9 @@ class _Line(msgspec.Struct):
 
 
 def replay(path: Path) -> tuple[int, int]:
-    """Replay the events with a new arbiter for each host. Returns the numbers of events and of effects.
+    """Replay the events with a new arbiter for each host. Returns the numbers of events and effects.
 
-    Raises TraceError for an unreadable log, and SimulationError at the first event whose effects differ.
+    Raises TraceError for an unreadable log, SimulationError at the first event whose effects differ.
     """
     events_seen = effects_seen = 0
     try:

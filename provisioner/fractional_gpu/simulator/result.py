@@ -1,6 +1,6 @@
-"""The figures of a run, and the accounts that keep them up to date moment by moment.
+"""The figures of a run, and the accounts that keep them up to date.
 
-Accounts count memory that kernels hold, not what they reserve, so that `out_of_memory` is what a real driver would have refused.
+Accounts count memory that kernels hold, not reserve, so that `out_of_memory` counts what a real driver would have refused.
 """
 
 from array import array
@@ -26,12 +26,12 @@ from fractional_gpu.simulator.traces import Session
 
 @dataclass(slots=True)
 class Timeline:
-    """The moments of a run, as columns: a day of ten thousand users has a million. `at_ms` never falls."""
+    """A run's moments, as columns: a day of ten thousand users has a million. `at_ms` never falls."""
 
     at_ms: "array[int]" = field(default_factory=partial(array, "q"))
     devices_held: "array[int]" = field(default_factory=partial(array, "i"))  # devices on which memory is held
-    busy: "array[int]" = field(default_factory=partial(array, "i"))  # GPUs on which cells run
-    waiting: "array[int]" = field(default_factory=partial(array, "i"))  # cells that wait for a GPU
+    busy: "array[int]" = field(default_factory=partial(array, "i"))  # GPUs running cells
+    waiting: "array[int]" = field(default_factory=partial(array, "i"))  # cells waiting for a GPU
 
     @property
     def columns(self) -> tuple["array[int]", "array[int]", "array[int]", "array[int]"]:
@@ -48,9 +48,9 @@ class Timeline:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """The figures of a run. GPU time is counted in milli-GPU times ms: one GPU for a second is 1,000,000.
+    """The figures of a run. GPU time is in milli-GPU times ms: one GPU for a second is 1,000,000.
 
-    `finish` computes waits and lateness from `experience`, and the forecasts' errors from each host's (`errors`).
+    `finish` computes waits and lateness from `experience`, and forecast errors from each host's `errors`.
     """
 
     name: str
@@ -62,21 +62,21 @@ class Result:
     gpu_cells: int
     devices: int
     hosts: int = 1
-    reserved: int = 0  # what the sessions would have reserved, whole GPUs from open to close
-    busy: int = 0  # cells on a GPU, each counted as the GPUs it uses
+    reserved: int = 0  # whole GPUs that sessions would have reserved from open to close
+    busy: int = 0  # GPU cells, each counted as the GPUs it uses
     held: int = 0  # devices on which memory is held
     peak_devices_held: int = 0
-    owned: int = 0  # all devices, from the first session's opening to the last one's closing
+    owned: int = 0  # all devices, from the first session's opening to the last closing
     waits: Spread = field(default_factory=Spread)
     host_p95_ms: tuple[int, ...] = ()  # the 95th percentile of the waits on each host, sorted
     doors: Spread = field(default_factory=Spread)  # one for each session
     lateness: Lateness = field(default_factory=Lateness)
-    hopeless: str = ""  # why the run was given up; the figures are of its part up to there
+    hopeless: str = ""  # why the run stopped early; the figures cover it up to there
     suspends: int = 0
     resumes: int = 0
-    failed_swaps: int = 0  # suspends and resumes that were begun and changed nothing
-    early_resumes: int = 0  # before a cell asked, because one was expected
-    vain_mib: int = 0  # what these brought to devices without a cell that followed
+    failed_swaps: int = 0  # suspends and resumes that began and changed nothing
+    early_resumes: int = 0  # before a cell asked, since one was expected
+    vain_mib: int = 0  # what these moved to devices without a cell following
     preemptions: int = 0
     moved_mib: int = 0
     host_peak_mib: int = 0  # the most saved on one host
@@ -181,7 +181,7 @@ def _merged_errors(errors: Sequence[Sequence[ForecastError]]) -> dict[str, dict[
 
 
 class Accounts:
-    """The books of one run, of all hosts. `running_gpus` and `waiting` are kept by the run. Hosts are counted from 0."""
+    """The books of a run on all its hosts. The run updates `running_gpus` and `waiting`. Host numbers start at 0."""
 
     def __init__(self, result: Result, hosts: Sequence[Host]) -> None:
         self.result = result

@@ -1,8 +1,8 @@
-"""Devices, or whole hosts, leave a simulated run after lifetimes of transient servers, with a notice, and are replaced.
+"""Devices, or whole hosts, leave a simulated run after transient servers' lifetimes, with notice, and are replaced.
 
-Draws depend only on the seed, the host and the device. A kernel that is not saved at the deadline loses its process: its running cell
-fails, and the user continues with the next one. The run follows the arbiter's order; what other orders would have saved is computed at each
-notice (`saved_in`) and knows less: a save still running at the deadline is lost. docs/revocation.md has the source of the lifetimes and
+Draws depend only on the seed, host and device. A kernel that is not saved by the deadline loses its process: its running cell fails, and
+the user continues with the next one. The run follows the arbiter's order. What other orders would have saved is computed at each notice
+(`saved_in`), with less knowledge: a save still running at the deadline is lost. docs/revocation.md has the lifetimes' source and the
 assumptions.
 """
 
@@ -40,7 +40,7 @@ class Lifetimes:
 
 
 def _curve(servers: int, **hours: int) -> Lifetimes:
-    """`h3=2`: two were revoked in the fourth hour, from three to four hours after their start."""
+    """`h3=2`: two were revoked in the fourth hour, three to four hours after starting."""
     return Lifetimes(servers=servers, revoked=tuple(hours.get(f"h{hour}", 0) for hour in range(24)))
 
 
@@ -68,7 +68,7 @@ PUBLISHED: Final[dict[str, dict[str, Lifetimes]]] = {
 
 
 def lifetimes_of(kind: str) -> Lifetimes:
-    """Return the lifetimes of `v100` (all regions together) or of `v100/us-west1`. Raises SimulationError for another kind."""
+    """Return the lifetimes of `v100` (all regions together) or `v100/us-west1`. Raises SimulationError for other kinds."""
     gpu, _, region = kind.strip().lower().partition("/")
     regions = PUBLISHED.get(gpu, {})
     if region in regions:
@@ -94,10 +94,10 @@ NO_NOTICE: Final = "no-notice"
 class Holder:
     lease_id: str
     mib: int  # on all of its devices
-    swap_ms: int  # what its save takes
-    work: int  # GPU time of its cells since its process began: ms times GPUs
-    value: int  # as the arbiter counts it
-    under_way_until_ms: int | None = None  # its save is under way, and ends then
+    swap_ms: int  # how long its save takes
+    work: int  # its cells' GPU time since its process began: ms times GPUs
+    value: int  # by the arbiter's count
+    under_way_until_ms: int | None = None  # when its running save ends
 
 
 Order = Callable[[Sequence[Holder], Random], list[Holder]]
@@ -111,7 +111,7 @@ OTHERS: Final[dict[str, Order]] = {
 def saved_in(
     order: Sequence[Holder], *, free_ms: Sequence[int], deadline_ms: int, host_left_mib: int
 ) -> frozenset[str]:
-    """Return which leases are saved in this order. `free_ms`: when each swap channel is free, at the earliest now."""
+    """Return the leases saved in this order. `free_ms`: when each swap channel is free, now at the earliest."""
     channels = list(free_ms)
     heapify(channels)
     saved = {one.lease_id for one in order if (one.under_way_until_ms or deadline_ms + 1) <= deadline_ms}
@@ -134,7 +134,7 @@ NOTICE_MS = 30_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revocation:
-    """What leaves, after which lifetimes, how long before its end that is known, and how long its replacement takes, ms."""
+    """What leaves, after which lifetimes, with how much notice, and how long its replacement takes (ms)."""
 
     lifetimes: Lifetimes
     whole_hosts: bool = False
@@ -172,7 +172,7 @@ class RevocationFigures:
     devices: int = 0
     there: Loss = field(default_factory=Loss)
     unsaved: dict[str, Loss] = field(default_factory=lambda: {name: Loss() for name in (OURS, *OTHERS, NO_NOTICE)})
-    saved_before: Loss = field(default_factory=Loss)  # suspended already, and lost with the host
+    saved_before: Loss = field(default_factory=Loss)  # already suspended, lost with the host
 
     def as_json(self) -> dict[str, object]:
         figures: dict[str, object] = {

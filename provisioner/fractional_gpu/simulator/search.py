@@ -1,4 +1,4 @@
-"""The fewest devices, or hosts, that meet a goal: runs of the same trace with more and fewer of them."""
+"""Finds the fewest devices, or hosts, that meet a goal, by running the same trace with different numbers."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -8,18 +8,18 @@ from fractional_gpu.simulator.machine import Host, lease_for
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.traces import Session
 
-_FIRST_STEP = 8  # the first step is so large a part of the devices that the search starts with
-_STAYS_MS = 120_000  # for how long after a cell its kernel is counted as on its device
+_FIRST_STEP = 8  # the first step is an eighth of the devices that the search starts with
+_STAYS_MS = 120_000  # how long a kernel counts as on its device after a cell
 
 
 def fewest(
     run: Callable[[int], Result], goal: Goal, most: int, *, least: int = 1, start: int = 1, counted: str = "devices"
 ) -> Result:
-    """Return the run with the fewest devices (or whatever else is counted), from `least` to `most`, that keeps the goal.
+    """Return the run with the fewest devices (or other `counted` units), from `least` to `most`, that meets the goal.
 
-    The search begins at `start` and goes up or down, by an eighth at first and by twice as much each time, until one number keeps the goal
-    and a smaller one misses it; then it halves the interval. More devices do not always make waits shorter (docs/simulator.md), so a
-    smaller number further below may keep it as well. Raises SimulationError if `most` are too few.
+    The search begins at `start` and goes up or down, first by an eighth, then by twice as much each time, until one number meets the goal
+    and a smaller one misses it; then it bisects. More devices do not always mean shorter waits (docs/simulator.md), so a much smaller
+    number may meet the goal too. Raises SimulationError if `most` are too few.
     """
     good: Result | None = None
     enough, too_few, count = most, least - 1, max(least, min(most, start))
@@ -45,9 +45,9 @@ def fewest(
 
 
 def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = False, stays_ms: int = _STAYS_MS) -> int:
-    """Return the devices whose fractions the cells take at most at the same time: about what short waits need.
+    """Return the most devices that cells' fractions fill at once: about as many as short waits need.
 
-    Each cell takes its session's fraction, or its GPUs if it uses several or with `whole`, until `stays_ms` after its end. Raises
+    Each cell takes its session's fraction until `stays_ms` after its end, or whole GPUs if it uses several or `whole` is set. Raises
     SimulationError for a session that the host cannot serve.
     """
     most = _most_at_once(
@@ -61,7 +61,7 @@ def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = Fal
 
 
 def devices_for_sessions(trace: Sequence[Session], host: Host) -> int:
-    """Return the devices whose fractions the open sessions take at most at the same time. Raises SimulationError."""
+    """Return the most devices that open sessions' fractions fill at once. Raises SimulationError."""
     most = _most_at_once(
         (session.open_ms, session.close_ms, session.gpus * _milli(session, host, whole=False)) for session in trace
     )

@@ -1,7 +1,7 @@
-"""Virtual time: a trace of notebook sessions drives the same arbiter that the broker drives in real time, one on each host.
+"""Virtual time: a trace of notebook sessions drives the arbiter that the broker drives in real time, one per host.
 
-One heap of (time, order) moments for all hosts; an arbiter's effects return as later moments; nothing depends on a clock or on hash
-order. A session gets its host when it opens (`hosts`), and stays there; `one_host` runs it.
+One heap holds the (time, order) moments of all hosts; an arbiter's effects return as later moments. Nothing depends on a clock or on
+hash order. A session gets its host when it opens (`hosts`) and stays there; `one_host` runs it.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +36,8 @@ def simulate(
 ) -> Result:
     """Run the trace on one host, or on several that `door` chooses from (default: `DoorRule.FIT`).
 
-    `watch` gets every event and its effects; `progress` the number of ended sessions and of all; `judged` every forecast with its outcome.
-    `meter` changes no decision. `revocation` takes devices or hosts away. The run stops as soon as it cannot reach the `goal`. Raises
+    `watch` gets every event and its effects; `progress` the number of ended sessions and the total; `judged` each forecast and its outcome.
+    `meter` changes no decision. `revocation` takes devices or hosts away. The run stops once it can no longer meet the `goal`. Raises
     SimulationError for a session that no host can serve.
     """
     hosts = hosts_of(machine)

@@ -1,6 +1,6 @@
-"""Session traces: the cells of each notebook session, and when it was open, in two CSV files (docs/simulator-files.md has their columns).
+"""Session traces: each notebook session's cells, and when it was open, in two CSV files (columns: docs/simulator-files.md).
 
-In memory everything is an integer: milliseconds, MiB, percent.
+In memory all values are integers: milliseconds, MiB, percent.
 """
 
 import csv
@@ -83,7 +83,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One kernel, its cells in the order of their starts. `gpus` and `gpu_mib` are what it would have reserved.
+    """One kernel, its cells ordered by start. `gpus` and `gpu_mib` are what it would have reserved.
 
     `asked_mib`: requested on each GPU; 0: as much as it needs. `pool` is empty for the default pool.
     """
