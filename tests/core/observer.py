@@ -578,6 +578,8 @@ class Observer:
                 self._asked += 1
                 seen.asked, seen.passed = self._asked, 0
             seen.urgent = ticket.urgent
+            if seen.state is S.SUSPENDING and ticket.resize_to is not None:
+                seen.claimed = True  # it asked to grow in the event in which its suspend began
 
     # -- does the arbiter say the same? ----------------------------------------------------------------------------------------------
 
