@@ -200,7 +200,7 @@ class Salvage:
     """Begins suspends before deadlines.
 
     The plan is recomputed in every event, so a cell that ends, or a swap that takes longer than predicted, changes it at once. Swap
-    channels serve their leases first: another swap begins only if the next planned suspend can wait for its end.
+    channels serve planned leases first: another swap begins only if the next planned suspend can wait for its end.
     """
 
     def __init__(self, changes: Changes) -> None:
