@@ -208,7 +208,7 @@ class Agent:
             pause_ms = max(pause_ms, min(pause_ms << min(self._look_failures, 4), _LONGEST_LOOK_MS))
             self._tell("engine", str(error))
             return False
-        finally:  # agents that were started together do not read together for long
+        finally:  # agents that start together soon read at different times
             self._look_ms = now + pause_ms - spread(self._seed + self._looks, pause_ms // 4)
         counts = {name: record.counts[name] for name in self._rules.counts.values() if name in record.counts}
         if self._counts and counts != self._counts:
@@ -258,7 +258,7 @@ def _shown(counts: Mapping[str, int]) -> str:
 def summary_of(capacity: Capacity, counts: Mapping[str, str], at_s: int) -> NodeSummary:
     """Return the public summary of the pools that the engine counts, rounded so that small changes do not show.
 
-    `counts`: the name by which jobs ask for each pool's thousandths.
+    `counts`: the name that jobs use for each pool's thousandths.
     """
     pools = []
     for pool in capacity.pools:

@@ -143,7 +143,7 @@ def install_files(files: NodeFiles) -> dict[str, str]:
 
 
 def wrapper_text(folder: Path, site: Mapping[str, str]) -> str:
-    """`site`: the site's own scripts (paths or patterns) by their names in slurm.conf."""
+    """`site`: the site's own scripts (paths or patterns), by slurm.conf key."""
     cases = "".join(
         f"  {context}) site={shlex.quote(site.get(name, '').replace(',', ' '))} ours={name.lower()} ;;\n"
         for name, context in SCRIPTS.items()
@@ -166,7 +166,7 @@ def change_site(
     devices: int | None = None,
     promise: int | None = None,
 ) -> None:
-    """Change a site's files so that the nodes on the line of `node` in slurm.conf give shares. Raises EngineError.
+    """Change a site's files so that the nodes on `node`'s line in slurm.conf offer shares. Raises EngineError.
 
     `names_of` expands a node expression. `devices`: how many per node (None: as in slurm.conf). `promise`: how many times each may be
     promised (the pools' `oversubscription`), which limits what the agent can open. Until the agent opens more, also after a restart, a

@@ -29,7 +29,7 @@ class KeeperRules:
     jobs_ms: int = 60_000  # how often Slurm is asked for its jobs while seats live
     young_ms: int = 30_000  # younger seats are not examined: their jobs may not have begun
     comment_ms: int | None = 300_000
-    ended_ms: int = 86_400_000  # how long the last figures of an ended job wait for the accounting database
+    ended_ms: int = 86_400_000  # how long an ended job's last figures wait for the accounting database
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The seat of a Slurm job on this node: the job's allocation, registered with the node's broker.
 
-Files in the folder of seats (mode 0711, root's; `/run/jupyter-gpu/seats`), for job N:
+Files for job N in the seats' folder (`/run/jupyter-gpu/seats`, mode 0711, root's):
 
 - `job-N.json`: the seat with its token, readable by the job's user alone (0600). The job's kernels read it.
 - `job-N.env`: lines `NAME=value` or `print TEXT` for the job's tasks, readable by all. It names the seat's file even before that exists.
@@ -140,7 +140,7 @@ class SeatFiles:
         self.folder = folder
 
     def prepare(self) -> None:
-        """Create the folder. Raises OSError, and EngineError if another user could have made it."""
+        """Create the folder. Raises OSError, or EngineError if another user may have made it."""
         self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         status = self.folder.lstat()
         if self.folder.is_symlink() or status.st_uid != os.geteuid():

@@ -98,7 +98,7 @@ def job_number(text: str) -> int:
 
 
 def parse_gres(text: str) -> dict[str, int]:
-    """Return counts by `NAME:TYPE` or `NAME` from a text such as `jgpu:open:250,gpu:2(IDX:0-1)`; without a number 1.
+    """Parse `jgpu:open:250,gpu:2(IDX:0-1)` into counts by `NAME:TYPE` or `NAME`; a missing number means 1.
 
     Raises EngineError for a malformed text.
     """

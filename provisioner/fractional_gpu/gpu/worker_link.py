@@ -209,12 +209,12 @@ class WorkerLink:
     def _finished(self, operation: asyncio.Task[Reply]) -> None:
         self._turn.release()
         if not operation.cancelled():
-            operation.exception()  # asyncio logs an exception that is never read, as after a cancelled call
+            operation.exception()  # asyncio logs exceptions never read, as after a cancelled call
 
     async def _serve(
         self, op: str, target: ProcessIdentity | None, deadline_s: float, arguments: Mapping[str, object]
     ) -> Reply:
-        """Raises GPUError for any failure: the caller must get it, and the next call must be served."""
+        """Raises GPUError for any failure, so that the caller gets it and the next call is served."""
         what = op if target is None else f"{op} of process {target.pid}"
         named = None if target is None else target.to_dict()
         request = {"op": op, "target": named, "deadline_s": deadline_s + _ALONE_S, **arguments}
@@ -250,7 +250,7 @@ class WorkerLink:
 
     async def _begin(self) -> Worker:
         if self._unkillable is not None and not self._unkillable.has_ended:
-            # Two workers could act on the same process. One operation at a time is the safe rule.
+            # Two workers could act on the same process, so run one operation at a time.
             raise GPUError(
                 GPUErrorCode.WORKER_HUNG,
                 f"the checkpoint worker {self._unkillable.pid} hangs in the driver and cannot be killed: nothing can be "

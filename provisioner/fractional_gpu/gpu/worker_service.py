@@ -1,4 +1,4 @@
-"""The checkpoint worker as a separate service: a small supervisor on a UNIX socket that starts the worker for a broker.
+"""The checkpoint worker as a separate service: a supervisor on a UNIX socket that starts the worker for a broker.
 
 jupyter gpu node worker --socket PATH
 

@@ -32,7 +32,7 @@ class DeviceClaimedError(Exception):
 
 
 class NameClaim:
-    """A claim of an abstract address until `close` or the end of the process. Get one from `NameClaim.take`."""
+    """A claim of an abstract address until `close` or process exit. `NameClaim.take` makes one."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener

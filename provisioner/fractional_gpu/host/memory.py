@@ -211,7 +211,7 @@ def _limit_of(folder: Path, limit: int) -> str:
 
 
 def _bytes(file: Path) -> int | None:
-    """Return None for "max" and for a missing file (no such controller here)."""
+    """Return None for "max" or a missing file (the controller is not here)."""
     try:
         text = file.read_text(encoding="ascii").strip()
     except (FileNotFoundError, NotADirectoryError):

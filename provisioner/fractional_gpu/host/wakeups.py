@@ -26,7 +26,7 @@ def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None
 
 @contextmanager
 def signal_pipe() -> Iterator[int]:
-    """Yield a descriptor that is readable once a signal with a handler has come. For the main thread."""
+    """Yield a descriptor that becomes readable when a handled signal comes. For the main thread."""
     source, sink = os.pipe()
     for descriptor in (source, sink):
         os.set_blocking(descriptor, False)

@@ -215,7 +215,7 @@ class Ledger:
     # Leases
 
     def save_lease(self, record: LeaseRecord) -> None:
-        """Insert or replace the lease. Raises RecordError if it has ended, or if a text cannot be encoded."""
+        """Insert or replace the lease. Raises RecordError if it has ended or has text that cannot be encoded."""
         lease_id = record.spec.lease_id
         if record.state is LeaseState.ENDED:
             raise RecordError(f"lease {lease_id} cannot be saved as ended; end it with end_lease")

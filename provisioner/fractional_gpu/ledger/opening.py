@@ -252,7 +252,7 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _create(path: Path) -> None:
-    """Build a new ledger under another name and rename it: a crash leaves either no ledger or a whole one."""
+    """Build a new ledger under another name and rename it: a crash leaves no ledger or a whole one."""
     if path.with_name(path.name + "-wal").exists():
         raise ledger_error(
             path,

@@ -78,12 +78,12 @@ class SeatRecord(Seat, frozen=True, kw_only=True):
     created_ms: int
     expires_ms: int | None  # None: confirmed, stays until ended
     group_seen: bool = False  # its workload's control group was seen: once gone, the workload is over
-    boot_id: str = ""  # when the workload got the seat: no workload outlives a boot
+    boot_id: str = ""  # from when the workload got the seat: a reboot ends workloads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecord:
-    """A user's usage of a pool on one day (days since 1970, UTC), summed over kernels. Times in milliseconds."""
+    """A user's use of a pool on one day (days since 1970, UTC), all kernels together. Times in milliseconds."""
 
     owner: str
     pool: str

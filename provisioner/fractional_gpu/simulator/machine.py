@@ -1,4 +1,4 @@
-"""The simulated machine (`Host`), a session's lease, and how cells on one device slow each other down (`core.time_slicing`)."""
+"""The simulated machine (`Host`), a session's lease, and how cells on a device slow each other down (`core.time_slicing`)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The record of a run, one JSON object a line (docs/simulator-files.md), and its replay. The same run gives the same bytes."""
+"""The record of a run, one JSON object per line (docs/simulator-files.md), and its replay. Equal runs give equal bytes."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""Reads NVIDIA devices through NVML. Never creates a CUDA context, needs no privileges.
+"""Reads NVIDIA devices through NVML. Creates no CUDA context and needs no privileges.
 
 A missing library, driver or device is no error: `devices()` is empty, `why_none` says why, and each call tries again, so it finds a driver
 that is loaded later. `devices()` leaves out lost devices, and `use()` raises DEVICE_LOST for them. For a device in MIG mode it lists the
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 _MIB: Final = 1024 * 1024
 
-# NVML's return codes, which are part of its binary interface and do not change.
+# NVML's return codes, which its binary interface fixes.
 _SUCCESS, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND, _INSUFFICIENT_SIZE = 0, 2, 3, 4, 6, 7
 _DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND, _FUNCTION_NOT_FOUND = 9, 12, 13
 _GPU_IS_LOST, _RESET_REQUIRED, _OPERATING_SYSTEM, _VERSION_MISMATCH = 15, 16, 17, 18

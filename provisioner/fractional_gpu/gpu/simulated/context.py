@@ -263,7 +263,7 @@ class Context:
             if isinstance(error, SimulatedHostError):
                 raise SimulatedCudaError(str(error)) from error
             raise
-        self.discarded: deque[int] = deque()  # allocations whose buffer was collected while the process was held
+        self.discarded: deque[int] = deque()  # allocations whose buffers were collected while the gate was shut
 
     def _begin(self, db: sqlite3.Connection, device: Device, context_bytes: int) -> None:
         db.execute(
@@ -295,7 +295,7 @@ class Context:
         return total - int(self.store.query(HELD, device.device_id)[0][0]), total
 
     def allocate(self, n_bytes: int) -> int:
-        """Return the allocation's number. Raises SimulatedOutOfMemory. The caller is inside the gate."""
+        """Return the new allocation's number. Raises SimulatedOutOfMemory. Call inside the gate."""
         self._check_host(n_bytes)
         added = 0
 

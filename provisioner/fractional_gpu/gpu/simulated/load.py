@@ -178,7 +178,7 @@ def _total_at(totals: list[tuple[int, int]], at_ns: int) -> int:
 
 
 def common_stretch(wants_milli: list[int]) -> float:
-    """Return the factor k by which pieces slow each other down on their device, by bisection."""
+    """Find the factor k by which pieces on a device slow each other down, by bisection."""
     low, high = 1.0, max(1.0, len(wants_milli))
     if sum(wants_milli) <= WHOLE:
         return low

@@ -9,7 +9,7 @@ deletes their rows and moves their folders aside, in one transaction.
 
 import fcntl
 import os
-import shutil  # not at a process's end: imports there make Python forget that an interrupt ended it, and its exit status
+import shutil  # not at exit: imports there make Python lose the exit status of an interrupt
 import stat
 import time
 from collections.abc import Iterator
@@ -209,7 +209,7 @@ def write_gate(folder: Path, value: bytes) -> None:
 
 
 def open_gate(store: Store, key: str) -> None:
-    """Let calls pass again. The caller holds the operation lock. Raises FileNotFoundError."""
+    """Let calls pass. The caller holds the operation lock. Raises FileNotFoundError."""
     folder = store.process_folder(key)
     write_gate(folder, OPEN)
     process = find_process(store, key)
