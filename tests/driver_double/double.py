@@ -19,6 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -298,9 +299,11 @@ class DriverDouble:
     def processes(self) -> list[DoubleProcess]:
         """Return the CUDA processes that live, by pid."""
         context_mib = int(float(self._settings.get("context_mib", "512")))
-        found = []
+        found, records = [], list[bytes]()
         for path in sorted((self.folder / "processes").iterdir()):
-            raw = path.read_bytes()[: _RECORD.size] if path.exists() else b""
+            with suppress(FileNotFoundError):  # its process has ended since
+                records.append(path.read_bytes()[: _RECORD.size])
+        for raw in records:
             if len(raw) < _RECORD.size:
                 continue
             magic, pid, start, _thread, _inherited, state, resident, saved, _managed, _shared, _on, *numbers = (
