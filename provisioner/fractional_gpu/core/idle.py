@@ -58,14 +58,20 @@ def _spares_host_memory(books: Books, lease: Lease) -> bool:
 
 
 def suspend_idle(changes: "Changes") -> bool:
-    """Suspend leases that have idled long enough. Return whether room had been kept for one of them to grow in place."""
+    """Suspend leases that have idled long enough; for the others, ask for a decision when they have.
+
+    Return whether room had been kept for one that leaves to grow in place.
+    """
     books, kept = changes.books, False
     for lease in books.in_state(LeaseState.RESIDENT):
-        if not changes.channel_free:
-            break
         due_ms = idle_due_ms(books, lease)
-        if due_ms is None or due_ms > books.now_ms or _neighbours_leave_for(lease):
+        if due_ms is None:
             continue
+        if due_ms > books.now_ms:
+            _await_suspend(changes, lease, due_ms)
+            continue
+        if not changes.channel_free or _neighbours_leave_for(lease):
+            continue  # an event follows when that ends
         if lease.host_need_mib > books.host_left_mib:
             changes.ask_to_shrink(lease)
             continue
@@ -83,12 +89,9 @@ def _neighbours_leave_for(lease: Lease) -> bool:
     return lease.is_growing and wait is not None and wait.code == "wait.making-room"
 
 
-def await_idle_suspend(changes: "Changes", lease: Lease) -> None:
-    """Ask for a decision when the lease has idled long enough. Warn its kernel once before, if its pool says so."""
+def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
+    """Ask for a decision when the lease is due. Warn its kernel once before, if its pool says so."""
     books, now_ms = changes.books, changes.now_ms
-    due_ms = idle_due_ms(books, lease)
-    if due_ms is None or due_ms <= now_ms:  # if it is over, a channel or host memory is lacking, and an event follows
-        return
     warn_ms = books.policy(lease).warn_before_ms
     is_warned = lease.announced_ms and due_ms <= lease.announced_ms + warn_ms
     if is_warned or not warn_ms:

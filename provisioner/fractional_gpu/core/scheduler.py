@@ -8,7 +8,7 @@ channels.
 
 from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.foresight import Expectations, relieve_host_memory, resume_expected
-from fractional_gpu.core.idle import await_idle_suspend, suspend_idle
+from fractional_gpu.core.idle import suspend_idle
 from fractional_gpu.core.lifecycle import StartReservations
 from fractional_gpu.core.limits import end_pin
 from fractional_gpu.core.model import LeaseState
@@ -103,7 +103,6 @@ class Scheduler:
     def _await_next(self, lease: Lease) -> None:
         """Ask for a decision when time alone affects the lease."""
         books = self._books
-        await_idle_suspend(self._changes, lease)
         times = [lease.expires_ms, lease.ends_ms, lease.rhythm_ms, lease.pinned_until_ms, lease.retries.resume_after_ms]
         if lease.expectation is not None:
             times.append(lease.expectation.until_ms)

@@ -219,7 +219,7 @@ class Victims:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._idle: dict[str, list[Lease]] = {}
-        self._busy: dict[str, list[tuple[int, Lease]]] = {}
+        self._busy: dict[str, list[Lease]] = {}
 
     def forget(self, device_ids: Iterable[str]) -> None:
         """Relist the candidates of devices where a lease has come, which may leave once it has had its chance to run."""
@@ -235,20 +235,19 @@ class Victims:
             self._idle[device_id] = able
         return [lease for lease in self._idle[device_id] if lease.occupancy is OccupancyKind.IDLE]  # some have left
 
-    def _working(self, device_id: str) -> list[tuple[int, Lease]]:
-        """Return the busy leases of the device that can be saved, and when each has had its minimum residency."""
+    def _working(self, device_id: str) -> list[Lease]:
+        """Return the busy leases of the device that can be saved and have had their minimum residency."""
         if device_id not in self._busy:
-            found = [(preemptible_from_ms(self._books, lease), lease) for lease in self._books.holders(device_id)]
-            self._busy[device_id] = [(from_ms, lease) for from_ms, lease in found if from_ms is not None]
-        return [one for one in self._busy[device_id] if one[1].occupancy is OccupancyKind.BUSY]
+            busy = [lease for lease in self._books.holders(device_id) if lease.occupancy is OccupancyKind.BUSY]
+            had_turn = [lease for lease in busy if self._books.is_time(preemptible_from_ms(self._books, lease))]
+            self._busy[device_id] = had_turn
+        return [lease for lease in self._busy[device_id] if lease.occupancy is OccupancyKind.BUSY]
 
     def _preemptible(self, device_id: str, beneficiary: Lease) -> list[Lease]:
         """Return the busy leases that may be preempted for the beneficiary now, in the order of choice."""
-        books, able = self._books, list[Lease]()
-        for had_turn_ms, lease in self._working(device_id):
-            before_ms = goes_before_from_ms(books, beneficiary, lease)
-            if before_ms is not None and books.is_time(max(before_ms, had_turn_ms)):
-                able.append(lease)
+        books = self._books
+        working = self._working(device_id)
+        able = [lease for lease in working if books.is_time(goes_before_from_ms(books, beneficiary, lease))]
 
         def order(lease: Lease) -> tuple[int | str, ...]:
             owner, own = books.share(lease)
@@ -258,14 +257,14 @@ class Victims:
 
     def _yielding(self, device_id: str, beneficiary: Lease) -> list[Lease]:
         """Return the busy leases that may be asked to leave at the end of a cell, those already asked first."""
-        books, able = self._books, list[Lease]()
-        for had_turn_ms, lease in self._working(device_id):
-            may_yield = books.is_time(max(had_turn_ms, lease.gate.open_until_ms))
-            if may_yield and lease.spec.priority <= beneficiary.spec.priority:
-                able.append(lease)
-        return sorted(
-            able, key=lambda one: (not one.gate.closed, one.spec.priority, suspend_cost(books, one), one.lease_id)
-        )
+        books, priority = self._books, beneficiary.spec.priority
+        working = [lease for lease in self._working(device_id) if lease.spec.priority <= priority]
+        able = [lease for lease in working if books.is_time(lease.gate.open_until_ms)]
+
+        def order(lease: Lease) -> tuple[int | str, ...]:
+            return not lease.gate.closed, lease.spec.priority, suspend_cost(books, lease), lease.lease_id
+
+        return sorted(able, key=order)
 
     def choose(
         self,
@@ -286,6 +285,10 @@ class Victims:
         """
         if short_mib <= 0:
             return ()
+        device = self._books.devices[device_id]
+        most_mib = device.mib(OccupancyKind.IDLE) + (device.mib(OccupancyKind.BUSY) if busy or between_cells else 0)
+        if most_mib < short_mib:
+            return None
         able = [lease for lease in self.idle(device_id) if steps_aside(lease, beneficiary)]
         if between_cells:
             able += self._yielding(device_id, beneficiary)
@@ -376,12 +379,10 @@ class Capacity:
                 mib += lease.held_mib
         return mib
 
-    def reachable_mib(self, device_id: str, *, busy: bool) -> int:
-        """Return the total if all idle leases left, and (`busy`) all busy ones."""
-        device, mib = self._books.devices[device_id], self.free_mib(device_id)
-        mib += device.mib(OccupancyKind.SUSPENDING) + device.mib(OccupancyKind.IDLE)
-        if busy:
-            return mib + device.mib(OccupancyKind.BUSY)
+    def reachable_mib(self, device_id: str) -> int:
+        """Return the total if all idle leases left."""
+        device = self._books.devices[device_id]
+        mib = self.free_mib(device_id) + device.mib(OccupancyKind.SUSPENDING) + device.mib(OccupancyKind.IDLE)
         for lease in self.planned.values():
             if lease.occupancy is OccupancyKind.BUSY and device_id in lease.device_ids:
                 mib += lease.held_mib
@@ -393,7 +394,7 @@ class Capacity:
         return all(self.free_mib(device_id) >= need_mib for device_id in devices)
 
     def idle_could_free(self, devices: Iterable[str], need_mib: int) -> bool:
-        return any(self.reachable_mib(device_id, busy=False) >= need_mib for device_id in devices)
+        return any(self.reachable_mib(device_id) >= need_mib for device_id in devices)
 
     def choice(self, lease: Lease, devices: Sequence[str], need_mib: int) -> DeviceChoice:
         """Return the lease's ranking of devices. `devices`: all that it may go to."""
@@ -478,11 +479,11 @@ class Capacity:
         host_mib = self._host_left_mib - sum(victim.host_need_mib for victim in also)
         victims_of: dict[str, tuple[Lease, ...]] = {}
         for device_id in devices:
-            most_mib = min(self.reachable_mib(device_id, busy=busy), books.devices[device_id].lease_capacity_mib)
-            if most_mib < need_mib:
+            if books.devices[device_id].lease_capacity_mib < need_mib:
                 continue
             short_mib = need_mib - self.total_mib(device_id)
-            short_mib -= sum(one.held_mib for one in also if device_id in one.device_ids)
+            if also:
+                short_mib -= sum(one.held_mib for one in also if device_id in one.device_ids)
             victims = self.victims.choose(
                 device_id, short_mib, lease, taken, host_mib=host_mib, busy=busy, between_cells=between_cells
             )
