@@ -1,4 +1,4 @@
-"""A small hand for example tests: an arbiter with one pool, a clock, and short words for what happens.
+"""Short commands for example tests: an arbiter with one pool, a clock, and a method for each thing that can happen.
 
 Every event goes through an `Observer`, so every example also checks every law.
 """
@@ -32,7 +32,6 @@ __all__ = ["Hand", "device", "pool", "spec"]
 
 
 def device(name: str = "d0", memory_mib: int = 1000, kind: str = "H") -> DeviceSpec:
-    """Return a device."""
     return DeviceSpec(device_id=name, name=kind, memory_mib=memory_mib)
 
 
@@ -46,7 +45,7 @@ def pool(
     oversubscription_milli: int | None = None,
     preempt_equals: bool = False,
 ) -> PoolSpec:
-    """Return a pool that offers every fraction, suspends only when somebody needs the room, and preempts no equals.
+    """Return a pool that offers every fraction, suspends only when a ticket needs the room, and never preempts equals.
 
     It packs: memory alone decides which device.
     """
@@ -68,7 +67,7 @@ def pool(
 def spec(
     name: str, reserve_mib: int = 600, *, in_pool: str = "p", priority: int = 0, gated: bool = True, milli: int = 250
 ) -> LeaseSpec:
-    """Return what a kernel asks for; 600 of a device's 1000 MiB, so that two do not fit."""
+    """Return a kernel's request: 600 of a device's 1000 MiB, so that two do not fit."""
     return LeaseSpec(
         lease_id=name,
         pool=in_pool,
@@ -81,13 +80,12 @@ def spec(
 
 
 def lease_measured(at_ms: int, name: str, used_mib: int, *, util_milli: int | None = None) -> LeasesMeasured:
-    """Return a sample of one lease."""
     one = Measurement(lease_id=name, used_mib=used_mib, util_milli=util_milli)
     return LeasesMeasured(at_ms=at_ms, measurements=(one,))
 
 
 class Hand:
-    """An arbiter in a world that does what the test says. `now` is the time of the next event, milliseconds."""
+    """An arbiter in a world that the test controls. `now` is the time of the next event in milliseconds."""
 
     def __init__(
         self,
@@ -106,7 +104,7 @@ class Hand:
         self.send(HostMemorySeen(at_ms=0, budget_mib=host_mib))
 
     def send(self, event: Event) -> list[Effect]:
-        """Hand an event in as it is."""
+        """Pass an event to the arbiter unchanged."""
         effects = self.arbiter.handle(event)
         self.observer.see(event, effects)
         return effects
@@ -114,44 +112,44 @@ class Hand:
     # -- words -------------------------------------------------------------------------------------------------------------------
 
     def request(self, name: str, reserve_mib: int = 600, *, priority: int = 0, gated: bool = True) -> list[Effect]:
-        """Ask for a lease; an ungated kernel wants its reservation before it starts."""
+        """Request a lease; an ungated kernel wants its reservation before it starts."""
         what = spec(name, reserve_mib, priority=priority, gated=gated)
         return self.send(LeaseRequested(at_ms=self.now, spec=what, needs_reservation=not gated))
 
     def start(self, name: str, reserve_mib: int = 600, *, priority: int = 0) -> None:
-        """Have a gated kernel start: it is unarmed."""
+        """Start a gated kernel, unarmed."""
         self.request(name, reserve_mib, priority=priority)
         self.send(Attached(at_ms=self.now, lease_id=name, gated=True))
 
     def want(self, name: str, *, urgent: bool = False) -> list[Effect]:
-        """Have a kernel need the GPU."""
+        """Make a kernel want the GPU."""
         return self.send(Wanted(at_ms=self.now, lease_id=name, urgent=urgent))
 
     def give_up(self, name: str) -> list[Effect]:
-        """Have nobody wait for a kernel any more."""
+        """Withdraw a kernel's ticket."""
         return self.send(Unwanted(at_ms=self.now, lease_id=name))
 
     def work(self, name: str) -> list[Effect]:
-        """Have a kernel become busy."""
+        """Make a kernel busy."""
         return self.send(BusyChanged(at_ms=self.now, lease_id=name, busy=True))
 
     def rest(self, name: str) -> list[Effect]:
-        """Have a kernel become idle."""
+        """Make a kernel idle."""
         return self.send(BusyChanged(at_ms=self.now, lease_id=name, busy=False))
 
     def run(self, name: str, reserve_mib: int = 600) -> None:
-        """Have a kernel start, get the GPU, and begin to run a cell."""
+        """Start a kernel, give it the GPU, and begin a cell."""
         self.start(name, reserve_mib)
         self.want(name)
         self.work(name)
 
     def idle(self, name: str, reserve_mib: int = 600) -> None:
-        """Have a kernel start, get the GPU, run a cell and rest."""
+        """Start a kernel, give it the GPU, run a cell, and leave it idle."""
         self.run(name, reserve_mib)
         self.rest(name)
 
     def idle_again(self, name: str) -> None:
-        """Have the kernel of a lease that lost its process start anew, get the GPU, run a cell and rest."""
+        """Restart the kernel of a lease that lost its process, give it the GPU, run a cell, and leave it idle."""
         self.send(Attached(at_ms=self.now, lease_id=name, gated=True))
         self.want(name)
         self.work(name)
@@ -165,7 +163,7 @@ class Hand:
     def saved(
         self, effects: list[Effect], outcome: SuspendOutcome = SuspendOutcome.SAVED, *, saved_mib: int = 100
     ) -> list[Effect]:
-        """Answer the one suspend among the effects."""
+        """Answer the only suspend among the effects."""
         (effect,) = [effect for effect in effects if isinstance(effect, Suspend)]
         return self.send(
             SuspendFinished(
@@ -179,7 +177,7 @@ class Hand:
         )
 
     def restored(self, effects: list[Effect], outcome: ResumeOutcome = ResumeOutcome.RESTORED) -> list[Effect]:
-        """Answer the one resume among the effects."""
+        """Answer the only resume among the effects."""
         (effect,) = [effect for effect in effects if isinstance(effect, Resume)]
         return self.send(
             ResumeFinished(
@@ -194,37 +192,35 @@ class Hand:
     # -- what is so --------------------------------------------------------------------------------------------------------------
 
     def view(self, name: str) -> LeaseView:
-        """Return a lease that must be there."""
+        """Return a lease, which must exist."""
         view = self.arbiter.lease(name)
         assert view is not None, f"there is no lease {name}"
         return view
 
     def state(self, name: str) -> LeaseState:
-        """Return a lease's state."""
         return self.view(name).state
 
     def ticket(self, name: str) -> TicketView:
-        """Return a ticket that must be there."""
+        """Return a ticket, which must exist."""
         ticket = self.arbiter.ticket(name)
         assert ticket is not None, f"lease {name} does not wait"
         return ticket
 
     @staticmethod
     def suspends(effects: list[Effect]) -> list[str]:
-        """Return who is to be suspended."""
+        """Return the leases to suspend."""
         return [effect.lease_id for effect in effects if isinstance(effect, Suspend)]
 
     @staticmethod
     def granted(effects: list[Effect]) -> list[tuple[str, str]]:
-        """Return who is let in where."""
+        """Return the leases let in, each with its device."""
         return [(effect.lease_id, effect.device_id) for effect in effects if isinstance(effect, Granted)]
 
     @staticmethod
     def resumes(effects: list[Effect]) -> list[tuple[str, str]]:
-        """Return who is to be resumed where."""
+        """Return the leases to resume, each with its device."""
         return [(effect.lease_id, effect.device_id) for effect in effects if isinstance(effect, Resume)]
 
     @staticmethod
     def reasons(effects: list[Effect], name: str) -> list[str]:
-        """Return the reasons recorded for a lease."""
         return [effect.reason for effect in effects if isinstance(effect, Recorded) and effect.lease_id == name]

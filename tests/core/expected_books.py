@@ -1,4 +1,4 @@
-"""What the independent model knows of expected cells, and what may be done for them."""
+"""What the independent model knows about expected cells, and what the arbiter may do for them."""
 
 from collections import defaultdict
 
@@ -15,24 +15,24 @@ _LONGEST_MS = 600_000
 
 
 class ExpectedCells:
-    """Signs that were given, and what was moved for them that no cell has justified yet."""
+    """The signs received, and the swaps made for them that no cell has justified yet."""
 
     def __init__(self, world: World, arbiter: Arbiter) -> None:
         self._world = world
         self._arbiter = arbiter
-        self._stakes: dict[str, list[tuple[str, int, int]]] = defaultdict(list)  # by device: lease, when, MiB
+        self._stakes: dict[str, list[tuple[str, int, int]]] = defaultdict(list)  # by device: lease, time, MiB
 
     def sign(self, seen: Seen, event: Expected) -> None:
-        """A sign of a cell was given; it counts while no cell runs or waits."""
+        """A sign announced a cell. It counts while no cell runs or waits."""
         if (seen.busy and seen.state is not LeaseState.SUSPENDED) or seen.asked >= 0 or seen.left or seen.revoked:
             return
         if seen.sent_away:
-            return  # nothing but a cell undoes its user's own request
+            return  # its user's own request is undone only by a cell
         if self._world.pool(seen).foresight is not Foresight.OFF:
             seen.expected_until = max(seen.expected_until, min(event.until_ms, self._world.now + _LONGEST_MS))
 
     def cell(self, seen: Seen) -> None:
-        """A cell came, or asks to."""
+        """A cell began, or waits to."""
         seen.expected_until = 0
         if seen.early:
             for device, stakes in self._stakes.items():
@@ -40,7 +40,7 @@ class ExpectedCells:
         seen.early = False
 
     def resuming(self, seen: Seen, why: Recorded) -> None:
-        """A lease comes back. Early: for an expected cell, in little time, while no ticket waits; and not too often in vain."""
+        """A lease comes back. If early: it is expected, the swap is short, no ticket waits, and few such swaps were wasted."""
         if why.reason != "resume.expected":
             return
         pool, view = self._world.pool(seen), self._arbiter.lease(seen.lease_id)
@@ -53,7 +53,7 @@ class ExpectedCells:
         self._stake(seen, 2 * seen.saved, seen.devices)
 
     def suspending(self, victim: Seen, suspend: Suspend, why: Recorded) -> None:
-        """An idle lease makes room for an expected one: where the pool wants that, and not if it is expected itself."""
+        """An idle lease makes room for an expected one, if the pool allows it and the idle one is not expected itself."""
         pool, other = self._world.pool(victim), self._world.leases.get(suspend.for_lease_id)
         law(8, pool.foresight is Foresight.DISPLACE, victim.lease_id, "makes room for an expected lease")
         law(8, not victim.works, victim.lease_id, "is busy and makes room for an expected lease")

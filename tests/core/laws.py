@@ -25,12 +25,12 @@ __all__ = ["Laws"]
 
 S = LeaseState
 OF_ITS_OWN = frozenset({"suspend.asked", "suspend.breach", "move.grow", "move.asked"})
-"""Reasons to suspend a lease that have to do with nobody else."""
+"""Reasons to suspend a lease that have nothing to do with other leases."""
 _KEEPING = frozenset({"wait.making-room", "wait.swap-channel"})
 
 
 class Laws:
-    """Asks of the books of the model, and of what the arbiter says of its queue, whether the laws hold."""
+    """Checks the laws against the model's books and the arbiter's view of its queue."""
 
     def __init__(self, world: World, arbiter: Arbiter) -> None:
         self._world = world
@@ -40,14 +40,14 @@ class Laws:
         self.expected = ExpectedCells(world, arbiter)
 
     def check(self, *, channel_free: bool) -> None:
-        """Check what can be seen in one moment. Raises LawBrokenError."""
+        """Check the laws that hold at a single moment. Raises LawBrokenError."""
         self._law_7(channel_free=channel_free)
         if channel_free and self._world.draining:
             self._drains()
         self._revoked(channel_free=channel_free)
 
     def _drains(self) -> None:
-        """Nobody stays on a device that is emptied if it can leave: saved in the host's memory, now."""
+        """A lease leaves a draining device as soon as its state fits in host memory."""
         world = self._world
         left = world.budget - sum(seen.saved + seen.host for seen in world.leases.values())
         for device, evict in world.draining.items():
@@ -76,14 +76,14 @@ class Laws:
                 )
 
     def _leaves_drained(self, seen: Seen) -> None:
-        """A lease leaves a device that is emptied: a busy one only where the administrator says so, or for a deadline."""
+        """A lease leaves a draining device; a busy one only if the administrator asked for that, or before a deadline."""
         evict = [self._world.draining[device] for device in seen.devices if device in self._world.draining]
         law(5, evict, seen.lease_id, "is suspended, but no device is emptied for that")
         if seen.works and not any(evict):
             self._interrupts(seen)
 
     def _interrupts(self, seen: Seen) -> None:
-        """A cell is interrupted for a deadline as late as the saves allow: about when all that is there just fits before it."""
+        """A cell is interrupted before a deadline as late as the saves allow: when everything on the device just fits before it."""
         deadline = self._world.deadline(seen)
         law(5, deadline is not None, seen.lease_id, "is busy and leaves, and its device stays")
         there = [one for one in self._world.leases.values() if self._world.deadline(one) is not None]
@@ -91,13 +91,13 @@ class Laws:
         law(5, deadline is None or self._world.now >= deadline - 2 * most - 2_000, seen, "is interrupted too soon")
 
     def _most_ms(self, seen: Seen) -> int:
-        """Return how long saving it may take, as forecast."""
+        """Return how long saving it may take, according to the forecast."""
         mib = max(seen.save_at_least, seen.used, seen.held * len(seen.devices))
         name = self._world.names.get(seen.devices[0], "")
         return self._arbiter.forecasts.widest_swap_span("suspend", name, mib).high_ms
 
     def told(self, seen: Seen, effect: UserNotice) -> None:
-        """A user is told that the device goes away while it does and the kernel is there, and that it stays when it does."""
+        """A user learns that the device goes away only while that is so and the kernel is on it, and that it stays only if it does."""
         goes = self._world.deadline(seen) is not None
         if effect.reason == "revocation.withdrawn":
             law(0, seen.told and not goes, effect, "is told to one whose device goes away, or who was told nothing")
@@ -108,14 +108,14 @@ class Laws:
         seen.told = effect.reason
 
     def keeps_channels(self, kept: int) -> None:
-        """Swap channels are kept for leases on a device that goes away, and for nothing else."""
+        """Swap channels are kept only for leases on a device that goes away."""
         there = [one for one in self._world.leases.values() if self._world.deadline(one) is not None]
         law(7, kept <= sum(one.state is S.RESIDENT for one in there), kept, "swap channels are kept for", there)
 
     # -- seats -------------------------------------------------------------------------------------------------------------------
 
     def moved(self, seen: Seen, old: LeaseState | None, new: LeaseState, *, by_release: bool) -> None:
-        """A revoked lease comes onto no device, and ends with its process; no other lease ends with its process."""
+        """A revoked lease gets no device and ends with its process; no other lease ends with its process."""
         comes = new is S.RESUMING or (old is S.NO_CONTEXT and new is S.RESIDENT)
         law(0, not (seen.revoked and comes), seen.lease_id, "has no seat, and comes onto a device:", old, new)
         law(0, not (seen.revoked and new is S.UNATTACHED), seen.lease_id, "has neither a seat nor a process")
@@ -123,11 +123,11 @@ class Laws:
         law(0, seen.revoked or not alone, seen.lease_id, "ended with its process")
 
     def ends_processes(self, seen: Seen) -> None:
-        """Processes are ended of a revoked lease whose time is over, and no sooner."""
+        """Only the processes of a revoked lease are ended, and only after its time is over."""
         law(0, seen.revoked and self._world.now >= seen.ends, seen, "has its processes ended at", self._world.now)
 
     def _revoked(self, *, channel_free: bool) -> None:
-        """A revoked lease waits for nothing and leaves its device, in the middle of a cell, too, where its state can be saved now."""
+        """A revoked lease has no ticket, and leaves its device even in mid-cell as soon as its state can be saved."""
         world = self._world
         left = world.budget - sum(seen.saved + seen.host for seen in world.leases.values())
         for seen in world.leases.values():
@@ -145,23 +145,23 @@ class Laws:
     # -- limits ------------------------------------------------------------------------------------------------------------------
 
     def admitted(self, seen: Seen) -> None:
-        """A lease was admitted: there must have been no reason to refuse it."""
+        """A lease was admitted: check that nothing forbade it."""
         for what in ("user", "group"):
             law(0, not self._exceeds(seen, what), seen.lease_id, "was admitted beyond the limits of its", what)
 
     def resized(self, seen: Seen, old: LeaseSpec) -> None:
-        """A lease has another size: if it is larger, its user and group may have as much."""
+        """A lease changed its size: if it is larger, check the limits of its user and group."""
         for what in ("user", "group") if seen.spec.fraction_milli > old.fraction_milli else ():
             law(0, not self._exceeds(seen, what, count=False), seen, "is larger than may be")
 
     def refused(self, event: Event, lease_id: str, reason: str) -> None:
-        """A lease was refused: the reason must be true."""
+        """A lease was refused: check the reason."""
         seen = self._world.leases[lease_id]
         if seen.state is None and reason in {"user-limit", "group-limit"}:
             law(0, self._exceeds(seen, reason.removesuffix("-limit")), event, "was refused within its limits")
 
     def _exceeds(self, seen: Seen, what: str, *, count: bool = True) -> bool:
-        """Whether all leases of the user or group, this one included, are more than they may be."""
+        """Whether all leases of the user or group, including this one, exceed the limit."""
         limits = self._world.limits(seen).get(what)
         if limits is None:
             return False
@@ -174,7 +174,7 @@ class Laws:
     # -- pins --------------------------------------------------------------------------------------------------------------------
 
     def see(self, event: Event, effect: Effect) -> None:
-        """Any other effect."""
+        """Check any other effect."""
         if isinstance(effect, UserNotice):
             self.told(self._world.leases[effect.lease_id], effect)
         elif isinstance(effect, SuspendAnnounced):
@@ -185,13 +185,12 @@ class Laws:
             self.pins.declined(event, self._world.leases[effect.lease_id], effect)
 
     def ended(self, seen: Seen) -> None:
-        """A lease is over."""
         self.pins.refund(seen)
 
     # -- law 3, law 5 --------------------------------------------------------------------------------------------------------------
 
     def suspending(self, seen: Seen, suspend: Suspend, why: Recorded, later: Sequence[Effect]) -> None:
-        """Somebody is suspended: not while it is busy, not before it had a chance to run, and not in vain. `later`: what follows."""
+        """A lease is suspended. Check that it was not busy, had a chance to run, and that it helps. `later`: the effects that follow."""
         pool, stayed = self._world.pool(seen), self._world.now - seen.since
         seen.sent_away = why.reason == "suspend.asked"
         seen.moves = why.reason.startswith("move.")
@@ -234,7 +233,7 @@ class Laws:
             self.expected.suspending(seen, suspend, why)
 
     def closing(self, seen: Seen, later: Sequence[Effect]) -> None:
-        """A gate is closed: for a ticket that goes before the next cell, after the minimum residency. `later`: what follows."""
+        """A gate closes for an earlier ticket, after the minimum residency. `later`: the effects that follow."""
         law(5, seen.state is S.RESIDENT and not seen.closed, seen, "has its gate closed")
         opened = any(isinstance(one, Granted) and one.lease_id == seen.lease_id for one in later)
         law(5, not opened, seen, "has its gate closed and opened in one event")
@@ -247,7 +246,7 @@ class Laws:
         seen.closed = True
 
     def _is_behind(self, victim: Seen, suspend: Suspend, why: Recorded) -> None:
-        """A lease whose next cell waits at its gate leaves for a ticket that goes before that cell, after its minimum residency."""
+        """A lease whose next cell waits at its gate leaves after its minimum residency, for a ticket that goes before that cell."""
         stayed = self._world.now - victim.since
         law(
             5, stayed >= self._world.pool(victim).min_residency_ms, victim.lease_id, "has stayed for", stayed, "ms only"
@@ -261,7 +260,7 @@ class Laws:
         law(5, before, victim.lease_id, "came before", why.sentence)
 
     def _preempts(self, victim: Seen, suspend: Suspend, why: Recorded) -> None:
-        """A busy lease is suspended for somebody who goes before it, in a pool that wants it so."""
+        """A busy lease is preempted only by a lease that goes before it, and only if the pool allows that."""
         pool = self._world.pool(victim)
         if why.reason == "move.compute":
             may = pool.may_move and (pool.move_busy or pool.preempt_equals) and pool.compute is Compute.SPREAD
@@ -284,13 +283,14 @@ class Laws:
         return [seen] if seen is not None else []
 
     def _law_3(self, victim: Seen, suspend: Suspend, why: Recorded, later: Sequence[Effect]) -> None:
-        """Somebody is suspended for a beneficiary who waits and would fit if all the idle went.
+        """A lease is suspended only for a waiting ticket that would fit if all idle leases left.
 
-        For one that was passed over too often room is gathered as neighbours become idle: it would fit if all went who may go at all.
+        For a ticket that was passed over too often, room is collected as neighbours become idle: it must fit if every
+        lease left that may leave.
         """
         fits = False
         for seen in self._beneficiaries(suspend):
-            # What it uses without a reservation is there already.
+            # What it uses without a reservation is already there.
             needs = self._world.due(seen) - (self._world.unreserved(seen) if seen.state is S.NO_CONTEXT else 0)
             for device in victim.devices:
                 could_come = seen.state in ELIGIBLE and device in self._world.allowed(seen)
@@ -299,9 +299,9 @@ class Laws:
         law(3, fits, victim, "is suspended where the other would not fit:", why.sentence)
 
     def _could_grow(self, seen: Seen, device: str, later: Sequence[Effect]) -> bool:
-        """Whether a lease that waits to grow where it is could, if all the idle went, or does so in this very event.
+        """Whether a lease waiting to grow in place could do so if all idle leases left, or does so in this very event.
 
-        The one that leaves may have had room kept for it, which is free at once.
+        Room kept for the lease that leaves is free at once.
         """
         if not seen.here or device not in seen.devices:
             return False
@@ -311,7 +311,7 @@ class Laws:
         return need > 0 and need + seen.held <= self._room(seen, device)
 
     def _room(self, beneficiary: Seen, device: str) -> int:
-        """What there would be on a device for a ticket if all went who may go for it."""
+        """The room a ticket would have on a device if every lease left that may leave for it."""
         ticket = self._arbiter.ticket(beneficiary.lease_id)
         owed = ticket is not None and ticket.passed_over >= self._world.pool(beneficiary).max_passed_over
         stays = sum(
@@ -336,7 +336,7 @@ class Laws:
     # -- law 4 ---------------------------------------------------------------------------------------------------------------------
 
     def giving(self, seen: Seen, places: tuple[str, ...]) -> None:
-        """Somebody is about to get room: where it may go, and within its limits."""
+        """A lease is about to get room: check the device and the limits."""
         before = seen.state
         if before is S.RESUMING:
             seen.state = S.SUSPENDED
@@ -346,7 +346,7 @@ class Laws:
         law(7, self._world.within_limits(seen), seen.lease_id, "has more than its user or group may hold")
 
     def count_passes(self, winner: Seen, places: tuple[str, ...], asked_last: int, mine: int) -> None:
-        """Law 4, counted anew: who waited longer, could have used this room, and saw it go to somebody else."""
+        """Law 4, recounted: which tickets waited longer, could have used this room, and were passed over."""
         world = self._world
         asked = winner.asked if winner.asked >= 0 else asked_last + 1  # asked and served in one event
         for seen in world.leases.values():
@@ -354,7 +354,7 @@ class Laws:
                 continue
             ahead = (-seen.spec.priority, seen.asked) < (-winner.spec.priority, asked)
             if world.pool(seen).preempt_equals and seen.spec.priority == winner.spec.priority:
-                continue  # who has had less than its share goes before
+                continue  # the lease furthest below its share goes first
             if not ahead or not self._missed(seen, places, mine):
                 continue
             seen.passed += 1
@@ -362,7 +362,7 @@ class Laws:
             law(4, seen.passed <= most, seen.lease_id, "was passed over", seen.passed, "times; most:", most)
 
     def _missed(self, seen: Seen, places: tuple[str, ...], mine: int) -> bool:
-        """Whether the room that was just given away on these devices could have served it, and now cannot. `mine` was not free before."""
+        """Whether the room just given away on these devices could have served it and now cannot. `mine` was not free before."""
         world, need = self._world, self._world.due(seen)
         usable = [
             device
@@ -377,7 +377,7 @@ class Laws:
     # -- law 7 ---------------------------------------------------------------------------------------------------------------------
 
     def _law_7(self, *, channel_free: bool) -> None:
-        """Who fits in free memory is not kept waiting, unless it is kept for somebody ahead or the swap channel is taken."""
+        """A ticket that fits in free memory does not wait, unless the memory is kept for an earlier ticket or no swap channel is free."""
         world = self._world
         roomiest = max((world.free(device) for device in world.leasable), default=0)
         line: list[tuple[tuple[int, bool, int], Seen, TicketView]] = []
@@ -398,12 +398,12 @@ class Laws:
             if seen.state is S.SUSPENDED and (not channel_free or view.reason == "wait.retry"):
                 continue
             ahead = [other for _, _, other in line[:place]]
-            fair = any(pool.preempt_equals for pool in world.pools.values())  # the line is ordered by what each has had
+            fair = any(pool.preempt_equals for pool in world.pools.values())  # the queue is ordered by past use
             if fair or any(
                 other.urgent for _, _, other in line
-            ):  # who was passed over too often goes before the urgent
+            ):  # a ticket that was passed over too often goes before urgent ones
                 ahead += [other for _, _, other in line[place + 1 :]]
-            else:  # what is being moved has its room whatever comes, also once it is saved and waits for a swap channel
+            else:  # a lease being moved keeps its room, also while its saved state waits for a swap channel
                 on_its_way = [
                     other
                     for _, mover, other in line[place + 1 :]
@@ -415,10 +415,10 @@ class Laws:
             self._nobody_blocks_each_other([(seen, view) for _, seen, view in line])
 
     def _nobody_blocks_each_other(self, line: list[tuple[Seen, TicketView]]) -> None:
-        """Room is kept for those who do not fit: if everybody who waits would fit by himself, somebody must have been served."""
+        """Room is kept only for tickets that do not fit: if each waiting ticket would fit alone, one of them must be served."""
         kept = [(seen, view) for seen, view in line if view.kept_on or view.reason in _KEEPING]
         if any(view.reason == "wait.retry" or seen.here or seen.state is S.SUSPENDING for seen, view in kept):
-            return  # room is kept for one that pauses, that waits to grow, or that is being moved
+            return  # room is kept for a lease that pauses, waits to grow, or is being moved
         waiting = [(seen, view) for seen, view in line if view.reason != "wait.retry" and seen.waits]
         fits = [self._world.fits(seen, view.need_mib) and self._world.within_limits(seen) for seen, view in waiting]
         law(7, not waiting or not all(fits), "they keep room from each other:", line)

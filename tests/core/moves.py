@@ -1,4 +1,4 @@
-"""The legal moves of a lease, restated from the design: from where to where, and what must have happened for it."""
+"""The legal moves of a lease, restated from the design: from which state to which, and what must cause each."""
 
 from fractional_gpu.core.events import (
     Attached,
@@ -17,7 +17,7 @@ __all__ = ["ELIGIBLE", "HOLDERS", "MOVES", "OWN_EVENTS"]
 
 S = LeaseState
 
-_OVER = (LeaseReleased, ProcessExited, TruthFound)  # a process that ends takes a lease along only if that is revoked
+_OVER = (LeaseReleased, ProcessExited, TruthFound)  # only a revoked lease ends with its process
 
 MOVES: dict[LeaseState | None, dict[LeaseState, tuple[type[Event], ...]]] = {
     None: {
@@ -54,10 +54,10 @@ MOVES: dict[LeaseState | None, dict[LeaseState, tuple[type[Event], ...]]] = {
         S.ENDED: _OVER,
     },
 }
-"""`Event`: the arbiter's own decision, at any event."""
+"""`Event`: the arbiter decides, at any event."""
 
 OWN_EVENTS = (Attached, SuspendFinished, ResumeFinished, TruthFound, ProcessExited, LeaseReleased, LeaseRecovered)
-"""These move the lease that they are about, and no other."""
+"""These move only the lease they name."""
 
 ELIGIBLE = frozenset({S.UNATTACHED, S.NO_CONTEXT, S.SUSPENDED})
 HOLDERS = frozenset({S.RESIDENT, S.SUSPENDING, S.RESUMING, S.QUARANTINED})

@@ -1,7 +1,7 @@
-"""An independent model of the arbiter, written from the design and not from the code: who may move where, and who may hold what.
+"""An independent model of the arbiter, written from the design and not from the code: which lease may move where and hold what.
 
-It sees what a driver sees: events that go in, effects that come out. From these alone it keeps its own books (`books`), checks every
-effect, and compares its books with what the arbiter says; the laws over the whole state are in `laws`. It decides nothing: it only
+It sees what a driver sees: events in, effects out. From these alone it keeps its books (`checked_books`), checks every effect,
+and compares its books with the arbiter's views. The laws over the whole state are in `laws`. It decides nothing; it only
 knows what would be wrong.
 """
 
@@ -69,13 +69,13 @@ __all__ = ["LawBrokenError", "Observer"]
 S = LeaseState
 
 MOST_VAIN_TICKS = 10
-"""Alarms within a tenth of a second that may have no effect: the times of several leases may come within it."""
+"""The number of alarms without effect allowed within a tenth of a second: deadlines of several leases may fall in it."""
 
 _ROLLED_BACK = {SuspendOutcome.ABORTED, SuspendOutcome.REFUSED, SuspendOutcome.NO_MEMORY, SuspendOutcome.IMPOSSIBLE}
 
 
 class Observer:
-    """Watches one arbiter. `see` after every `handle`."""
+    """Watches one arbiter. Call `see` after every `handle`."""
 
     def __init__(self, arbiter: Arbiter, parallel_swaps: int = 1) -> None:
         self.arbiter = arbiter
@@ -89,15 +89,14 @@ class Observer:
         self._asked = 0
         self._answer: Seen | None = None
         self._later: list[Effect] = []
-        self._vain_ticks: list[int] = []  # those of the last second
+        self._vain_ticks: list[int] = []  # alarms of the last second
 
     @property
     def now(self) -> int:
-        """The latest time of an event."""
         return self.world.now
 
     def see(self, event: Event, effects: list[Effect], *, whole: bool = True) -> None:
-        """Check what the arbiter made of the event; `whole`: and everything else that is so now.
+        """Check the arbiter's response to an event; with `whole`, also the rest of its state.
 
         Raises LawBrokenError or InvariantError.
         """
@@ -173,13 +172,13 @@ class Observer:
                         self._take_about(seen, about)
 
     def _claims_anew(self, lease_id: str) -> None:
-        """A newer claim to grow goes to the end of the line; one that was refused changes nothing."""
+        """A newer claim to grow goes to the end of the queue; a refused claim changes nothing."""
         seen = self.leases.get(lease_id)
         if seen is not None and seen.held:
             seen.asked = -1
 
     def _gives_up(self, lease_id: str, effects: list[Effect]) -> None:
-        """A busy lease keeps its ticket only if it was preempted, which the arbiter must know: one without a ticket waits no more."""
+        """A busy lease keeps its ticket only if it was preempted. If the arbiter shows no ticket, it no longer waits."""
         seen = self.leases.get(lease_id)
         served = any(isinstance(one, StateChanged) and one.lease_id == lease_id for one in effects)
         if seen is not None and seen.busy and not served and not self.arbiter.waits(lease_id):
@@ -218,12 +217,12 @@ class Observer:
             case Unwanted() if seen.claimed:
                 seen.then = -1
             case Unwanted() if not seen.busy and (seen.state not in {S.RESIDENT, S.UNATTACHED} or not seen.held):
-                # whoever has a device and waits to grow does so until somebody asks for another size
+                # a lease that waits to grow in place keeps waiting until its user asks for another size
                 seen.asked = -1
             case LeftBehind(what=what) if seen.held or seen.saved:
                 if seen.state is not S.UNATTACHED:
                     seen.at_gate = seen.at_gate if seen.left else -1
-                    if not seen.left:  # told again, nothing new is known of what they would save
+                    if not seen.left:  # a repeated report says nothing new about what they would save
                         seen.forget_idleness()
                     seen.left, seen.busy, seen.ran, seen.expected_until = what, True, True, 0
             case Attached() if seen.left:
@@ -272,9 +271,9 @@ class Observer:
                 self._left_alone(seen, event.outcome)
 
     def _left_alone(self, seen: Seen, outcome: SuspendOutcome) -> None:
-        """Its suspend failed: for as long as its pool says it is no victim; for a moment at least if only the moment was bad.
+        """After a failed suspend a lease is no victim for the pool's pause; at least for a moment if only the moment was bad.
 
-        That it was then in doubt for a while, and found on its device, neither ends nor renews the pause.
+        A time in quarantine meanwhile neither ends nor renews the pause.
         """
         ms = self.world.pool(seen).retry_refused_ms
         seen.alone_until = self.now + (min(ms, 1_000) if outcome is SuspendOutcome.ABORTED else ms)
@@ -284,7 +283,7 @@ class Observer:
             seen.why_not = str(outcome)
 
     def _hastened(self, seen: Seen) -> None:
-        """Before a deadline the next attempt follows within half of the time that is left, and in no less than `LEAST_RETRY_MS`."""
+        """Before a deadline, the next attempt follows within half of the remaining time, but not before `LEAST_RETRY_MS`."""
         deadline = self.world.deadline(seen)
         if deadline is not None and seen.state in {S.RESIDENT, S.SUSPENDING}:
             seen.alone_until = min(seen.alone_until, self.now + LEAST_RETRY_MS)
@@ -363,7 +362,7 @@ class Observer:
             if seen.claimed and new in {
                 S.SUSPENDED,
                 S.NO_CONTEXT,
-            }:  # nothing keeps it from growing: now it waits to come back
+            }:  # nothing stops it from growing: now it waits to come back
                 seen.asked, seen.passed = seen.then, 0
             seen.claimed = False
         self._hold(event, seen, old, change)
@@ -380,7 +379,7 @@ class Observer:
         self.counts[new] += 1
 
     def _hold(self, event: Event, seen: Seen, old: LeaseState | None, change: StateChanged) -> None:  # noqa: C901, PLR0912 - one case per state
-        """Restate what a lease in its new state holds, and check that what it was given was there."""
+        """Restate what a lease holds in its new state, and check that any room it got was free."""
         world, device = self.world, change.device_id
         match seen.state:
             case S.UNATTACHED if old is S.UNATTACHED and device is None:
@@ -391,7 +390,7 @@ class Observer:
             case S.UNATTACHED | S.NO_CONTEXT | S.ENDED:
                 found = seen.devices or getattr(event, "device_ids", ()) or ((device,) if device else ())
                 if old is S.QUARANTINED and seen.state is S.NO_CONTEXT:
-                    found = self._places(seen, device)  # the truth may name another device
+                    found = self._places(seen, device)  # the report may name another device
                 world.hold(seen, found if seen.state is S.NO_CONTEXT else (), 0)
                 seen.saved = seen.host = seen.used = 0
                 seen.measured = seen.measured and seen.state is S.NO_CONTEXT
@@ -412,7 +411,7 @@ class Observer:
                     self._found(seen, device, seen.held)
                 if old is S.RESUMING:
                     seen.used = seen.saved
-                    seen.asked = -1  # it has what it asked for; a claim to more comes after everybody's
+                    seen.asked = -1  # it has what it asked for; a claim to more goes to the end of the queue
                 seen.saved = seen.host = 0
                 seen.measured = seen.measured and old is S.SUSPENDING
                 seen.home = ()
@@ -445,13 +444,13 @@ class Observer:
                 pass
 
     def _lapsed(self, seen: Seen) -> None:
-        """Room that was kept for a process that did not come is free: not too soon, and not without another lease that wants it."""
+        """Room kept for a process that did not come is released: not too soon, and only if another lease wants it."""
         kept = self.now - seen.since
         law(5, seen.held > 0, seen.lease_id, "had no room that it could lose")
         law(5, kept >= seen.kept_for, seen.lease_id, "lost its room after", kept, "ms")
         others = [one for one in self.leases.values() if one is not seen and one.spec.pool == seen.spec.pool]
         grown = {effect.lease_id for effect in self._later if isinstance(effect, Resized)}
-        # One that has room may want more of it by its use, as of this very event: it has grown, or waits.
+        # A lease that has room may want more because of its use, even in this event: then it has grown, or waits.
         wanted = any(
             one.asked >= 0
             or one.state in ELIGIBLE
@@ -468,7 +467,7 @@ class Observer:
         return next(e for e in self._later if isinstance(e, Recorded) and e.lease_id == seen.lease_id)
 
     def _places(self, seen: Seen, device: str | None) -> tuple[str, ...]:
-        """All devices of a lease of which the first one is known."""
+        """Return all devices of a lease, given the first one."""
         if device is None:
             return ()
         if seen.spec.devices == 1:
@@ -477,7 +476,7 @@ class Observer:
         return view.device_ids if view is not None else (device,)
 
     def _found(self, seen: Seen, device: str | None, before: int) -> None:
-        """What somebody found to be true: it may be more than was given. What its kernel is told counts: another size may follow."""
+        """A report was found to be true; it may exceed the grant. The amount told to the kernel counts, as a resize may follow."""
         view, least = self.arbiter.lease(seen.lease_id), self.world.least(seen)
         held = max(before, self.world.most(seen))
         if self.world.pool(seen).reserve_by is ReserveBy.USE and view is not None:
@@ -489,7 +488,7 @@ class Observer:
         self.world.hold(seen, self._places(seen, device), held)
 
     def _given(self, seen: Seen, device: str | None, mine: int = 0) -> None:
-        """Check a reservation that was just made: how much the effect says that tells the driver. `mine`: it used so much there before."""
+        """Check a new reservation against the effect that tells the driver about it. `mine`: what it already used there."""
         world, effect = self.world, None
         for later in self._later:
             if isinstance(later, Granted | Resume) and later.lease_id == seen.lease_id:
@@ -536,7 +535,7 @@ class Observer:
         law(6, len(self.operations) <= self.parallel_swaps, "too many operations:", self.operations)
 
     def _resized(self, effect: Resized) -> None:
-        """Another size or another reservation: nobody gets what is not there, and nobody less than what it uses."""
+        """A resize or a new reservation: the room must be free, and not below what the lease uses."""
         seen, world = self.leases[effect.lease_id], self.world
         spec = seen.spec
         sizes = [spec] + [
@@ -565,7 +564,7 @@ class Observer:
     # -- who waits -----------------------------------------------------------------------------------------------------------------
 
     def _note_tickets(self, pool: str) -> None:
-        """Take over who waits (in the order of asking), from the queue itself: a view of it forecasts every wait."""
+        """Copy the waiting leases in order of arrival from the queue itself, since a view of it would forecast every wait."""
         waiting = {lease.lease_id: lease.ticket for lease in self.arbiter._books.line(pool)}
         for lease_id, seen in self.leases.items():
             if seen.spec.pool != pool:

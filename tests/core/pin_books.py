@@ -1,4 +1,4 @@
-"""The model's books of pins: how long they may be, and what they cost their owner."""
+"""The model's books of pins: how long each may be, and what it costs its owner."""
 
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,7 +15,7 @@ _ROUNDING_MS = 2  # for every pin
 
 @dataclass
 class _Purse:
-    """What an owner has spent in a pool, milliseconds; it comes back evenly over a day."""
+    """What an owner has spent in a pool, in milliseconds. It comes back evenly over a day."""
 
     budget: int
     spent: Fraction = Fraction(0)
@@ -29,7 +29,7 @@ class _Purse:
 
 @dataclass
 class Pins:
-    """Checks every pin. A purse whose budget was changed on the way is not checked any more."""
+    """Checks every pin. A purse is no longer checked once its budget has changed."""
 
     world: World
     purses: dict[tuple[str, str], _Purse | None] = field(default_factory=dict)
@@ -48,18 +48,18 @@ class Pins:
         return purse
 
     def refund(self, seen: Seen) -> None:
-        """Return what is left of a lease's pin."""
+        """Return the unused part of a lease's pin to its owner."""
         purse = self._purse(seen)
         if purse is not None:
             purse.spent = max(Fraction(0), purse.spent - max(0, seen.pinned_until - self.world.now))
         seen.pinned_until = 0
 
     def distrust(self, seen: Seen) -> None:
-        """A pin was found, and nobody knows what it cost."""
+        """Stop checking an owner's purse: a recovered pin's cost is unknown."""
         self.purses[seen.spec.owner, seen.spec.pool] = None
 
     def pinned(self, event: Event, seen: Seen, effect: Pinned) -> None:
-        """A lease was pinned, or is not any more."""
+        """A lease was pinned or unpinned."""
         self.refund(seen)
         if effect.until_ms == 0:
             return
@@ -74,7 +74,7 @@ class Pins:
         seen.pinned_until = effect.until_ms
 
     def declined(self, event: PinRequested, seen: Seen, effect: Declined) -> None:
-        """A pin was declined: the reason must be true."""
+        """A pin was declined: check the reason."""
         if effect.reason == "pin-too-long":
             law(0, event.duration_ms > self.world.pool(seen).max_pin_ms, effect, "is not too long:", event)
         purse = self._purse(seen)

@@ -1,4 +1,4 @@
-"""What the kernels of a random world really have on their devices, and what is said of it: less than a suspend saves, as much, or more."""
+"""What the kernels of a random world really use on their devices, and the measurements of it, which may be too low or too high."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -12,13 +12,13 @@ _FACTORS_MILLI = (0, 10, 10, 300, 300, 900, 1_100, 1_500, 4_000)
 
 @dataclass
 class RealMemory:
-    """What each lease has on all its devices together, MiB."""
+    """What each lease uses on all its devices together, in MiB."""
 
     random: Random
     used: dict[str, int] = field(default_factory=dict)
 
     def run(self, seen: Seen) -> None:
-        """Have a cell run: it allocates, past its cap too, or frees something, or neither."""
+        """Run a cell: it allocates (perhaps beyond its cap), frees memory, or does neither."""
         random, cap = self.random, seen.spec.reserve_mib * seen.spec.devices
         used = self.used.get(seen.lease_id, 0)
         grown = min(used + random.choice((1, 40, 200)), 2 * cap)
@@ -27,11 +27,11 @@ class RealMemory:
         )
 
     def shrink(self, seen: Seen) -> None:
-        """Have a kernel give its caches back."""
+        """Make a kernel give its caches back."""
         self.used[seen.lease_id] = self.random.randrange(self.holds(seen) + 1)
 
     def holds(self, seen: Seen) -> int:
-        """Return what a suspend would save; at least the context's."""
+        """Return what a suspend would save: at least the context."""
         return max(1, self.used.get(seen.lease_id, 0))
 
     def said(self, seen: Seen) -> int:

@@ -1,6 +1,6 @@
 """Run many seeded simulations of the arbiter: `python -m tests.core.seeds --seeds 10000 [--first 0] [--events 2000] [--jobs N]`.
 
-Exit status 1 and the failing seeds with what broke if a law or an invariant did not hold; run one again with `--first SEED --seeds 1`.
+Exits with 1 and lists the failing seeds if a law or an invariant was broken. To repeat one: `--first SEED --seeds 1`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ __all__ = ["main", "run_seed"]
 
 
 def run_seed(seed: int, *, events: int) -> tuple[int, str, dict[str, int]]:
-    """Return the seed, what broke (empty: nothing), and how often leases entered each state and each reason was given."""
+    """Return the seed, what broke (empty: nothing), and how often each state was entered and each reason given."""
     try:
         world = simulate(seed, events)
     except Exception as error:  # noqa: BLE001 - whatever the arbiter raises is a fault
@@ -28,7 +28,7 @@ def run_seed(seed: int, *, events: int) -> tuple[int, str, dict[str, int]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         description="seeded simulations of the arbiter, every law checked after every event"
     )

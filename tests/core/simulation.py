@@ -1,13 +1,12 @@
-"""A seeded random world around an arbiter: kernels that come, work, idle and die, and a driver that answers late, twice, or lies.
+"""A seeded random world around an arbiter: kernels that come, work, idle and die, and a driver that answers late, twice, or wrongly.
 
-What is measured of a kernel is not what a suspend of it saves (`real_memory`). The driver counts that, mostly asks for what it needs beyond
-the reservation, and saves no more than is reserved then, unless it lies.
+A kernel's measurement differs from what its suspend saves (`real_memory`). The driver counts the latter, usually asks for what
+exceeds the reservation, and saves no more than is reserved then, unless it lies.
 
-Worlds differ in what happens in them (swarm testing: Groce and others, 2012): each has its own mix of happenings and its own sizes of
-leases. Some faults need a rare event again and again, others need it to stay away: where leases wait, what is done only while none waits
-is never done.
+Each world has a different mix of events and lease sizes (swarm testing: Groce and others, 2012). Some faults need a rare event
+again and again; others show only in its absence: code that runs only while no ticket waits never runs in a world of waiting leases.
 
-`simulate(seed, events)` runs it and checks everything after every event. The same seed gives the same story.
+`simulate(seed, events)` runs a world and checks everything after every event. The same seed always gives the same run.
 """
 
 import heapq
@@ -93,7 +92,7 @@ _S = LeaseState
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """The driver counts, under its locks, what a suspend would save; with `asks` it asks for what is not reserved."""
+    """The driver counts, under its locks, what a suspend would save; with `asks` it requests the part that is not reserved."""
 
     suspend: Suspend
     asks: bool
@@ -101,7 +100,7 @@ class _Count:
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """The driver saves a lease: what it has counted, or (with `lies_mib`) so much."""
+    """The driver saves a lease: the amount it counted, or `lies_mib` if given."""
 
     suspend: Suspend
     lies_mib: int = 0
@@ -109,26 +108,26 @@ class _Save:
 
 @dataclass
 class World:
-    """One arbiter, its observer, and everything random around them."""
+    """One arbiter, its observer, and the random world around them."""
 
     random: Random
     parallel_swaps: int = 1
-    whole_every: int = 8  # events; every effect is checked, what the arbiter says of everything else only so often
+    whole_every: int = 8  # a full check after this many events; every effect is checked anyway
     now: int = 0
     log: list[Event] = field(default_factory=list)
     made: list[Effect] = field(default_factory=list)
-    late: list[tuple[int, int, Event | _Count | _Save]] = field(default_factory=list)  # answers under way
+    late: list[tuple[int, int, Event | _Count | _Save]] = field(default_factory=list)  # pending answers
     counted: dict[int, int] = field(default_factory=dict)  # by operation: what its suspend would save, MiB
     devices: list[DeviceSpec] = field(default_factory=list)
     pools: list[PoolSpec] = field(default_factory=list)
-    sizes: tuple[int, ...] = ()  # of leases, MiB
-    leaps: float = 0  # how often time leaps to what comes next, so that nothing else happens before it
-    weights: list[float] = field(default_factory=list)  # of happenings
+    sizes: tuple[int, ...] = ()  # lease sizes, MiB
+    leaps: float = 0  # how often time jumps to the next pending event, so that nothing else happens before it
+    weights: list[float] = field(default_factory=list)  # how often each kind of event happens
     number: int = 0
-    honest: bool = False  # the driver does what it is told from now on, and says so
+    honest: bool = False  # from now on the driver does what it is told and reports it
 
     def __post_init__(self) -> None:
-        """Set up devices, pools and host memory."""
+        """Create devices, pools and host memory."""
         random = self.random
         self.arbiter = Arbiter(parallel_swaps=self.parallel_swaps)
         self.observer = Observer(self.arbiter, parallel_swaps=self.parallel_swaps)
@@ -160,7 +159,7 @@ class World:
     def _pool(self, name: str, devices: tuple[str, ...]) -> PoolSpec:
         random = self.random
         if random.random() < 0.3:
-            return PoolSpec(name=name, devices=devices)  # what most administrators have
+            return PoolSpec(name=name, devices=devices)  # the usual setting
         return PoolSpec(
             name=name,
             devices=devices,
@@ -200,7 +199,7 @@ class World:
     # -- the driver -------------------------------------------------------------------------------------------------------------
 
     def send(self, event: Event) -> None:
-        """Hand an event in, check what comes out, and set the driver to work on it."""
+        """Pass an event to the arbiter, check the effects, and start the driver on them."""
         self.log.append(event)
         effects = self.arbiter.handle(event)
         self.observer.see(event, effects, whole=len(self.log) % self.whole_every == 0)
@@ -230,7 +229,7 @@ class World:
         return _finished(suspend, outcome, need_mib=need_mib)
 
     def _count(self, count: _Count) -> None:
-        """Count what a suspend would save, and ask for what is not reserved. It may be over by now."""
+        """Count what a suspend would save, and request what is not reserved. The suspend may already be over."""
         suspend, seen = count.suspend, self.observer.leases.get(count.suspend.lease_id)
         if seen is None:
             return
@@ -247,7 +246,7 @@ class World:
             )
 
     def _save(self, save: _Save) -> Event:
-        """Save a lease, if what is reserved for it suffices."""
+        """Save a lease, if its reservation suffices."""
         suspend, seen = save.suspend, self.observer.leases.get(save.suspend.lease_id)
         if save.lies_mib:
             return _finished(suspend, SuspendOutcome.SAVED, saved_mib=save.lies_mib)
@@ -285,9 +284,7 @@ class World:
                     state = random.choice([s for s in LeaseState if s is not LeaseState.ENDED])
                 device = random.choice([None, *(device.device_id for device in self.devices)])
                 seen = self.observer.leases.get(lease_id)
-                if (
-                    seen is not None and seen.spec.devices > 1
-                ):  # an answer names one device only: the first of those it is on
+                if seen is not None and seen.spec.devices > 1:  # an answer names only the first device
                     device = next(iter(seen.home or seen.devices), None)
                 return TruthFound(
                     at_ms=0, lease_id=lease_id, generation=generation, state=state, device_id=device, saved_mib=50
@@ -300,7 +297,7 @@ class World:
     # -- the world ----------------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Let one thing happen: what is due, or something random."""
+        """Let one thing happen: a pending event, or a random one."""
         random = self.random
         due = [self.late[0][0]] if self.late else []
         if self.observer.wake is not None:
@@ -317,7 +314,7 @@ class World:
         self.send(make(self, self.now - (random.randrange(5_000) if random.random() < 0.03 else 0)))
 
     def _arrive(self, what: Event | _Count | _Save) -> None:
-        """Have the driver do what is due, and deliver its answer; now and then it lies about which operation it answers."""
+        """Carry out a pending driver operation and deliver its answer, which sometimes names a wrong operation."""
         if isinstance(what, _Count):
             self._count(what)
             return
@@ -330,9 +327,9 @@ class World:
         self.send(_with(event, self.now, {}))
 
     def settle(self, most: int) -> int:
-        """Let nothing happen any more but what is under way. Return how many operations began; raises LawBrokenError past `most`."""
+        """Only finish pending operations. Return how many operations began; raises LawBrokenError if more than `most` did."""
         self.honest, begun = True, 0
-        for view in self.arbiter.leases():  # who is busy for ever in a pool that shares by time takes turns for ever
+        for view in self.arbiter.leases():  # kernels that stay busy in a pool that shares by time take turns for ever
             if view.busy and any(pool.name == view.spec.pool and pool.preempt_equals for pool in self.pools):
                 self.send(BusyChanged(at_ms=self.now, lease_id=view.spec.lease_id, busy=False))
         while True:
@@ -350,13 +347,13 @@ class World:
                 raise LawBrokenError(f"law 5: {begun} suspends and resumes, and nobody does anything: thrashing")
 
     def check_rest(self) -> None:
-        """Nothing was left undone, and nothing would happen by time alone before the alarm."""
+        """Check that nothing was left undone and that nothing would happen before the alarm."""
         wake = self.observer.wake
         if wake is not None and wake <= self.observer.now + 1:
-            return  # the alarm does what is undone, by what was learnt since the last event, at once
+            return  # the alarm does at once what has become possible since the last event
         fair = [pool.name for pool in self.pools if pool.preempt_equals]
         if any(self.arbiter.queue_lengths().get(name, 0) > 1 for name in fair):
-            return  # shares of time may change their order; nothing wakes for that, as each is due in the end
+            return  # time-sharing may reorder the queue without an alarm, as every ticket is served in the end
         clone: Arbiter = pickle.loads(pickle.dumps(self.arbiter))  # noqa: S301 - our own; faster than a deep copy
         clone._books.advance(max(clone._changes.now_ms, wake - 1 if wake is not None else self.now + _FAR_MS))
         clone._scheduler.serve()
@@ -408,7 +405,7 @@ def _spec(world: World) -> LeaseSpec:
 
 
 def _some_devices(world: World) -> tuple[str, ...]:
-    """Devices that an engine gave to a job: some of either pool, or of both."""
+    """Return devices that an engine gave to a job: from one pool, or from both."""
     ids = [device.device_id for device in world.devices]
     return tuple(world.random.sample(ids, world.random.randint(1, len(ids))))
 
@@ -444,7 +441,7 @@ def _recovered(world: World, at_ms: int) -> Event:
 def _seen(world: World, at_ms: int) -> Event:
     random = world.random
     place = random.randrange(len(world.devices))
-    if random.random() < 0.1:  # its driver refuses, or works again
+    if random.random() < 0.1:  # its driver fails, or works again
         world.devices[place] = replace(world.devices[place], why_not=random.choice(("", "", "", "the driver refuses")))
     device = world.devices[place]
     stranger_mib = random.choice((0, 0, 0, 100, 500, 2_000))
@@ -452,7 +449,7 @@ def _seen(world: World, at_ms: int) -> Event:
 
 
 def _configured(world: World, at_ms: int) -> Event:
-    """Give a pool a new policy, and now and then other devices."""
+    """Give a pool a new policy, and sometimes other devices."""
     random = world.random
     place = random.randrange(2)
     pool = world.pools[place]
@@ -476,7 +473,7 @@ def _drained(world: World, at_ms: int) -> Event:
 
 
 def _device_changed(world: World, at_ms: int) -> Event:
-    """Have a device go or come back: in one happening, as a world in which they only go would soon be still."""
+    """Remove a device or bring it back. One event does both, or a world in which devices only leave would soon stand still."""
     device_id = world.random.choice(world.devices).device_id
     match world.random.randrange(6):
         case 0:
@@ -497,13 +494,13 @@ def _busy_changed(world: World, at_ms: int, name: str) -> Event:
 
 
 def _measured(world: World, at_ms: int, name: str) -> Event:
-    """Take a sample of a lease, and maybe of others, which may not exist."""
+    """Take a sample of a lease, and sometimes of others, which may not exist."""
     names = {name: None} | dict.fromkeys(world.random.sample(_NAMES, world.random.choice((0, 0, 1, 6))))
     return LeasesMeasured(at_ms=at_ms, measurements=tuple(_measurement(world, one) for one in names))
 
 
 def _measurement(world: World, name: str) -> Measurement:
-    """Measure a lease; while it is busy it may grow just before, or just after."""
+    """Measure a lease. A busy one may grow just before or just after."""
     random, seen = world.random, world.observer.leases.get(name)
     said = random.randrange(500) if seen is None else world.memory.said(seen)
     if seen is not None and seen.works and random.random() < 0.5:
@@ -524,7 +521,7 @@ def _expected(world: World, at_ms: int, name: str) -> Event:
 
 
 def _host_memory_needed(world: World, at_ms: int, name: str) -> Event:
-    """Ask for host memory for a suspend, in vain or for more than it needs; or for one that there is not."""
+    """Ask for host memory for a suspend: too much, more than it needs, or for a suspend that does not exist."""
     random = world.random
     for operation_id, (kind, lease_id, generation) in world.observer.operations.items():
         if kind == "suspend" and random.random() < 0.9:
@@ -579,7 +576,7 @@ def _priority_changed(world: World, at_ms: int, name: str) -> Event:
 
 
 def _returned(world: World, at_ms: int, name: str) -> Event:
-    """What a kernel left behind ends, or another kernel comes; where nothing was left, something else happens."""
+    """A kernel's leftover processes end, or a new kernel comes. Without leftovers another event happens."""
     left = [one for one, seen in world.observer.leases.items() if seen.left]
     if not left:
         return Unwanted(at_ms=at_ms, lease_id=name)
@@ -590,7 +587,7 @@ def _returned(world: World, at_ms: int, name: str) -> Event:
 
 
 def _named(make: Callable[[World, int, str], Event], *states: LeaseState) -> Callable[[World, int], Event]:
-    """Return a maker of events about a lease: mostly in one of these states, each alike, sometimes any, or none that exists."""
+    """Return a function that makes events about a lease: usually in one of these states, sometimes in any state, or non-existent."""
 
     def choose(world: World, at_ms: int) -> Event:
         by_state: dict[LeaseState | None, list[str]] = {}
@@ -660,7 +657,7 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
 
 
 def simulate(seed: int, events: int = 2_000, *, rest_every: int = 100) -> World:
-    """Run a world of that many steps, checking everything on the way. Raises LawBrokenError or InvariantError, with the seed."""
+    """Run a world for that many steps, checking everything. Raises LawBrokenError or InvariantError with the seed."""
     random = Random(seed)
     try:
         world = World(random, parallel_swaps=2 if seed % 7 == 0 else 1)

@@ -1,4 +1,4 @@
-"""Advice on shares: what suffices by the record, what it risks, and nothing that had been short without saying so."""
+"""Advice on shares: what would have sufficed, what it risks, and a warning if the record had been too short of memory."""
 
 import pytest
 from hypothesis import given, settings
@@ -39,12 +39,10 @@ def day(number: int, peak_mib: int, share: Share = WHOLE, *, use_milli: int = 15
 
 
 def days(*peaks: int, share: Share = WHOLE, use_milli: int = 150) -> list[ShareDay]:
-    """Return days in a row."""
     return [day(number, peak, share, use_milli=use_milli) for number, peak in enumerate(peaks)]
 
 
 def suggested(advice: Advice) -> tuple[Verdict, int]:
-    """Return what is suggested."""
     return advice.verdict, advice.risk.share.milli
 
 
@@ -135,7 +133,7 @@ def test_advice_that_was_taken_is_followed_up_and_not_repeated_where_it_was_wron
 
 @st.composite
 def records(draw: st.DrawFn) -> list[ShareDay]:
-    """Return any record: peaks are never beyond the share that they were seen with."""
+    """Return an arbitrary record; no peak exceeds the share it was measured in."""
     found = []
     for number in range(draw(st.integers(0, 20))):
         share = draw(st.sampled_from(OFFERS))

@@ -1,4 +1,4 @@
-"""The mix of sizes that a pool is asked for: the last asks, and the same after a restart."""
+"""The mix of sizes that users ask a pool for: recent requests, also after a restart."""
 
 from hypothesis import given
 from hypothesis import strategies as st

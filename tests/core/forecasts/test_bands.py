@@ -1,4 +1,4 @@
-"""The bounds of forecasts: four of five outcomes lie between them whatever comes, and one miss widens them at once."""
+"""The bounds of forecasts: four of five outcomes lie between them whatever the data, and one miss widens them at once."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -29,7 +29,7 @@ OUTCOMES = st.integers(0, 10**9)
 
 
 def played(outcomes: Sequence[int], spans: Sequence[Span], band: Band) -> tuple[int, int]:
-    """Return how many lay below and above; the band learns from all."""
+    """Return how many outcomes fell below and above the bounds; the band learns from all of them."""
     below = above = 0
     for one, happened in zip(spans, outcomes, strict=True):
         stated = band.spread(one)
@@ -61,7 +61,7 @@ def test_no_sequence_has_more_misses_than_the_law_allows(steps: list[tuple[Span,
     band = Band()
     below, above = played([happened for _, happened in steps], [one for one, _ in steps], band)
     for misses, side in ((below, band.low), (above, band.high)):
-        if side.factor < 1_000_000:  # no ratio was beyond the largest factor
+        if side.factor < 1_000_000:  # no ratio exceeded the largest factor
             assert 8.97 * misses <= len(steps) + log(side.factor) / log(1.0078) + 1e-6
 
 

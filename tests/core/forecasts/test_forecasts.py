@@ -1,4 +1,4 @@
-"""What the arbiter learns: forecasts against data made up by known rules."""
+"""What the arbiter learns: forecasts compared with data made by known rules."""
 
 from random import Random
 
@@ -17,7 +17,7 @@ def error(forecasts: Forecasts, what: str) -> ForecastError:
 
 
 def run_cells(forecasts: Forecasts, lease_id: str, cells: list[tuple[int, int]], at_ms: int = 0) -> int:
-    """Run cells, each (gap before it, duration), and return when the last one ended."""
+    """Run cells, each given as (gap before it, duration), and return when the last one ended."""
     for gap_ms, duration_ms in cells:
         forecasts.cell_began(lease_id, at_ms + gap_ms)
         at_ms += gap_ms + duration_ms

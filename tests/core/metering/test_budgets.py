@@ -1,4 +1,4 @@
-"""Budgets: what counts for whom, in which window, and what follows."""
+"""Budgets: what counts against which budget, in which window, and what happens when one is used up."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_a_budget_names_whom_and_which_pools_count() -> None:
     assert replace(EACH, pools=("big",)).subject(ANN) is None
     assert replace(EACH, pools=("lab", "big")).subject(ANN) == ANN_S
     assert replace(EACH, kind="group").subject(replace(ANN, group="")) is None
-    assert EACH.subject(Party("lab")) is None  # the pool's own part
+    assert EACH.subject(Party("lab")) is None  # the pool's share
 
 
 def test_what_was_spent_before_the_window_does_not_count() -> None:

@@ -1,4 +1,4 @@
-"""The meter's sums: whatever happens in whatever order, they equal the time that passed, the devices' time and what the devices drew."""
+"""The meter's sums: for any order of events they equal the time elapsed, the device time, and the energy drawn."""
 
 from dataclasses import dataclass, field
 
@@ -66,7 +66,7 @@ STEPS = st.one_of(
 
 @dataclass
 class World:
-    """A meter, and the same figures counted by hand."""
+    """A meter, and the same figures counted independently."""
 
     meter: Meter = field(default_factory=Meter)
     at_ms: int = 5_000

@@ -1,4 +1,4 @@
-"""What the meter is told of a lease, from an arbiter that really moves it through its states."""
+"""What an arbiter that moves a lease through its real states reports to the meter."""
 
 from fractional_gpu.core.events import LeaseReleased, LeaseRequested, ProcessExited, SuspendOutcome
 from fractional_gpu.core.metering.meter import Holding, Meter

@@ -1,4 +1,4 @@
-"""Turns of leases on their devices: from asking to the end, through a wait, a preemption and a withdrawal."""
+"""Turns of leases on their devices, from the request to the end: waits, preemptions and withdrawals."""
 
 from fractional_gpu.core.metering.meter import Holding
 from fractional_gpu.core.metering.turns import Turn, TurnRecorder
@@ -12,7 +12,7 @@ AWAY = Holding(party=Party(pool="p"), milli=250, suspended=True)
 def test_a_cell_that_waits_and_runs() -> None:
     turns = TurnRecorder()
     turns.saw(10, "a", AWAY, asks=True, busy=True)
-    turns.saw(12, "a", AWAY, asks=True, busy=True)  # it asks again: it has waited since 10
+    turns.saw(12, "a", AWAY, asks=True, busy=True)  # it asks again: waiting since 10
     turns.saw(50, "a", WORKS, busy=True)
     turns.saw(70, "a", WORKS, busy=True, use_milli=300)
     turns.saw(90, "a", IDLE, busy=False, use_milli=300)
