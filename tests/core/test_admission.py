@@ -1,4 +1,4 @@
-"""Who is admitted, who is refused and why, and what a lease without a process may hold."""
+"""Which requests are admitted, which are refused and why, and what a lease without a process may hold."""
 
 import pytest
 

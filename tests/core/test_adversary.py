@@ -1,10 +1,10 @@
-"""Attacks on the arbiter: make it swap for nothing, never come to rest, leave somebody behind, or remember for ever.
+"""Attacks on the arbiter: make it swap for no benefit, never come to rest, starve a lease, or keep state for ever.
 
-The bounds are stated per lease and per cell, so that no load excuses more:
+The bounds are per lease and per cell, so that more load allows no more:
 
-- a resume brings somebody back who has asked for it, and he gets to run: no more resumes than cells that had to wait;
-- when nobody does anything any more, the arbiter comes to rest after a few swaps per lease;
-- what is over is forgotten: the arbiter is as large after a hundred times as many kernels.
+- a resume brings back only a lease that asked for it and then runs: no more resumes than cells that had to wait;
+- once all activity stops, the arbiter comes to rest after a few swaps per lease;
+- finished kernels are forgotten: the arbiter is no larger after a hundred times as many.
 """
 
 import pickle
@@ -113,7 +113,7 @@ def test_what_is_over_is_forgotten() -> None:
         arbiter.handle(BusyChanged(at_ms=at_ms + 2, lease_id=name, busy=True))
         arbiter.handle(BusyChanged(at_ms=at_ms + 5_000, lease_id=name, busy=False))
         arbiter.handle(LeaseReleased(at_ms=at_ms + 6_000, lease_id=name))
-        if number % 1_000 == 900:  # what is remembered of the last cells is full by then (512 asks of a pool)
+        if number % 1_000 == 900:  # by then the record of recent cells is full (512 requests per pool)
             sizes.append(_small(arbiter))
     assert arbiter.leases() == []
     assert sizes[-1] <= sizes[0] + 2_000, sizes
@@ -129,7 +129,7 @@ def test_asking_again_and_again_costs_the_arbiter_nothing() -> None:
         effects = hand.send((Wanted if number % 2 else Unwanted)(at_ms=hand.now, lease_id="b"))
         assert len(effects) <= 4
         hand.now += 1
-        if number % 2_000 == 999:  # the last asks of the pool are full by then
+        if number % 2_000 == 999:  # by then the pool's record of recent requests is full
             hand.arbiter.run_deferred_work()
             sizes.append(_small(hand.arbiter))
     assert sizes[-1] <= sizes[0] + 100, "numbers that grew take a few bytes more"

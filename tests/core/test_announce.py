@@ -1,4 +1,4 @@
-"""A kernel is warned once before it is suspended for being idle, where the pool says so."""
+"""A kernel is warned once before it is suspended for being idle, if the pool says so."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The recorder takes down how cells began and what they took, so that slowdowns are learnt from what happened on the devices."""
+"""The recorder notes which neighbours each cell had and how long it took, so that slowdowns are learnt from real overlaps."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def forecast(world: Hand, model_milli: int = 1_500) -> Span:
 
 
 def cell(world: Hand, lasts_ms: int, *, beside: bool) -> None:
-    """Run a cell of "a", beside one of "b" that begins before it and ends after it, or alone."""
+    """Run a cell of "a", alone or during a longer cell of "b"."""
     if beside:
         world.run("b", SMALL)
     world.run("a", SMALL)
@@ -34,7 +34,7 @@ def cell(world: Hand, lasts_ms: int, *, beside: bool) -> None:
 
 
 def two_kernels(alone: int) -> Hand:
-    """Two kernels on one device, the first of which has run so many cells alone."""
+    """Return two kernels on one device; the first has already run this many cells alone."""
     world = hand("d0")
     for name in ("b", "a"):
         world.idle(name, SMALL)

@@ -1,4 +1,4 @@
-"""Choosing a device by the compute that busy leases need, where a pool spreads."""
+"""Choosing a device by the compute that busy leases need, in a pool that spreads."""
 
 from dataclasses import replace
 
@@ -20,27 +20,27 @@ SMALL = 100  # MiB, so that ten fit on a device
 
 
 def hand(*names: str, compute: Compute = Compute.SPREAD, may_move: bool = False) -> Hand:
-    """Devices of one pool, on which no small lease ever waits for memory."""
+    """Return the devices of one pool, on which a small lease never waits for memory."""
     names = names or ("d0", "d1")
     policy = replace(pool(*names, may_move=may_move), compute=compute)
     return Hand(*map(device, names), pools=[policy])
 
 
 def seen(world: Hand, name: str, milli: int, *, times: int = 30) -> None:
-    """Have a busy kernel be seen at so much of its device, until that is known of it."""
+    """Measure a busy kernel at this utilisation until the arbiter knows its demand."""
     for _ in range(times):
         world.send(lease_measured(world.now, name, 50, util_milli=milli))
 
 
 def known(world: Hand, name: str, milli: int, reserve_mib: int = SMALL) -> None:
-    """Have a kernel come that is known to need so much while it is busy, and end its cell and go."""
+    """Start a kernel that is known to need this much while busy, end its cell, and shut it down."""
     world.run(name, reserve_mib)
     seen(world, name, milli)
     world.rest(name)
 
 
 def busy(world: Hand, name: str, milli: int, reserve_mib: int = SMALL) -> str:
-    """Run a cell in a kernel that needs so much; return its device."""
+    """Run a cell in a kernel that needs this much; return its device."""
     world.run(name, reserve_mib)
     seen(world, name, milli)
     return place(world, name)
@@ -86,7 +86,7 @@ def test_a_lease_that_neighbours_keep_from_the_device_is_not_taken_for_a_light_o
     busy(world, "a", 1000)
     alone = world.view("a").demand_milli
     world.run("b", SMALL)
-    for _ in range(50):  # each is left half of the device
+    for _ in range(50):  # each gets half of the device
         seen(world, "a", 500, times=1)
         seen(world, "b", 500, times=1)
     assert world.view("a").demand_milli == alone
@@ -108,7 +108,7 @@ def test_a_light_kernel_beside_a_full_one_is_learnt_as_a_light_one() -> None:
     busy(world, "full", 1000)
     world.run("light", SMALL)
     assert world.view("light").demand_milli > 800, "as its pool, of which nothing else is known"
-    for _ in range(100):  # a tenth and a whole device want 1.1: what runs there takes 1.11 times as long
+    for _ in range(100):  # a tenth and a whole device need 1.1: cells there take 1.11 times as long
         seen(world, "full", 901, times=1)
         seen(world, "light", 99, times=1)
     assert 99 <= world.view("light").demand_milli <= 130
@@ -121,11 +121,11 @@ def test_samples_of_different_times_lower_no_demand() -> None:
     busy(world, "a", 1000)
     world.run("b", SMALL)
     before = world.view("b").demand_milli
-    seen(world, "b", 400, times=50)  # what is known of "a" is of the time before "b" came
+    seen(world, "b", 400, times=50)  # what is known about "a" is from before "b" came
     assert world.view("b").demand_milli == before
     world.run("c", SMALL)
     seen(world, "a", 400, times=1)
-    seen(world, "b", 300, times=50)  # "c" is not seen yet
+    seen(world, "b", 300, times=50)  # "c" has not been measured yet
     assert world.view("b").demand_milli == before
 
 
@@ -177,7 +177,7 @@ def test_a_busy_neighbour_counts_where_the_pool_spreads(compute: Compute, second
 @pytest.mark.parametrize(("compute", "places"), [(Compute.SPREAD, ("d1", "d0")), (Compute.PACK, ("d0", "d0"))])
 def test_a_cell_that_was_let_in_counts_before_it_begins(compute: Compute, places: tuple[str, str]) -> None:
     world = hand(compute=compute)
-    busy(world, "a", 900)  # so that the pool is known for such cells
+    busy(world, "a", 900)  # so that the arbiter knows the pool's cells
     world.send(lease_measured(world.now, "a", 50))
     world.rest("a")
     for name in ("b", "c"):
@@ -236,7 +236,7 @@ def test_a_ticket_never_waits_for_compute() -> None:
 def test_where_all_are_too_full_a_neighbour_that_ends_soon_counts_for_what_is_left_of_its_cell() -> None:
     world = hand()
     world.start("short", SMALL)
-    world.start("long", 2 * SMALL)  # memory alone would choose its device
+    world.start("long", 2 * SMALL)  # by memory alone it would go to that device
     for name in ("short", "long"):
         world.want(name)
         world.work(name)
@@ -334,7 +334,7 @@ def test_the_slowdown_of_a_cell_names_the_neighbours_that_cause_it() -> None:
         lease.demand_milli = milli
         books.set_reservation(lease, ("d0",), SMALL)
     leases = list(books.leases.values())
-    # All three need 1.2 devices: what they do there takes 1.437 times as long, so a cell that needs 0.6 takes 0.4 + 0.6 * 1.437.
+    # All three need 1.2 devices: cells there take 1.437 times as long, so a cell that needs 0.6 takes 0.4 + 0.6 * 1.437.
     found = describe_slowdown(books, leases[0])
     assert found.milli == 1263
     assert "beside kernel k2 and 1 more" in found.sentence, "the larger one first"

@@ -16,17 +16,16 @@ HALF_HOUR_MS = 1_800_000
 
 
 def policy() -> PoolSpec:
-    """A pool that moves busy leases."""
     return replace(pool("d0", "d1", may_move=True, preempt_equals=True), compute=Compute.SPREAD)
 
 
 def seen(world: Hand, name: str, milli: int) -> list[Effect]:
-    """Have a busy kernel be seen at so much of its device."""
+    """Measure a busy kernel at this utilisation."""
     return world.send(lease_measured(world.now, name, 50, util_milli=milli))
 
 
 def crowded(world: Hand, *, full: int = 900) -> list[Effect]:
-    """Run "a" and "b", which need so much of a device each, on one device, as "x" has all of the other. Returns the last effects."""
+    """Run "a" and "b" with these demands on one device while "x" fills the other. Return the last effects."""
     world.run("x", 1000)
     for name in ("a", "b"):
         world.run(name, SMALL)
@@ -45,7 +44,7 @@ def moves(effects: list[Effect]) -> list[str]:
 
 
 def relieved(world: Hand) -> list[Effect]:
-    """Have "x" end on the other device; return all effects of that and of what is measured next."""
+    """End "x" on the other device. Return all effects of that and of the next sample."""
     return [*ends(world, "x"), *seen(world, "a", 900), *seen(world, "b", 500)]
 
 
@@ -187,7 +186,7 @@ def test_a_busy_kernel_that_uses_nothing_of_its_device_stays_there_and_another_o
 
 
 class Crowd:
-    """Kernels that run cells at random on three devices which all of them do not fit on; every step checks the laws."""
+    """Kernels that run cells at random on three devices that cannot hold all of them; every step checks the laws."""
 
     def __init__(self, seed: int) -> None:
         names = ("d0", "d1", "d2")
@@ -200,7 +199,7 @@ class Crowd:
             self.world.start(name, self.random.choice((200, 400, 600)))
 
     def step(self) -> None:
-        """Let time pass, end the swap under way, then have one kernel do something."""
+        """Let time pass, finish the swap under way, then let one kernel act."""
         world, random = self.world, self.random
         self.take(world.wait(random.choice((200, 2_000, 20_000))))
         if self.swap:
@@ -217,7 +216,7 @@ class Crowd:
             self.take(world.want(name))
 
     def take(self, effects: list[Effect]) -> None:
-        """Keep a swap that begins, to end it in the next step."""
+        """Remember a swap that begins, to finish it in the next step."""
         begun = [effect for effect in effects if isinstance(effect, Suspend | Resume)]
         assert not (begun and self.swap)
         self.swap += begun

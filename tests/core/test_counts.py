@@ -22,7 +22,7 @@ def test_the_count_covers_what_is_in_use_and_gives_no_more_than_what_is_admissib
 
 @given(SHARES, SHARES, SHARES)
 def test_a_seat_that_is_registered_changes_no_count(seated: int, share: int, others: int) -> None:
-    """A job's share is in use by the engine's books before its seat is: the count is the same before and after."""
+    """The engine's books count a job's share before its seat registers: the count is the same before and after."""
     before = {"seated_milli": seated, "admissible_milli": others + share, "in_use_milli": seated + share}
     after = {"seated_milli": seated + share, "admissible_milli": others, "in_use_milli": seated + share}
     assert count_of(**before) == count_of(**after)
@@ -30,7 +30,7 @@ def test_a_seat_that_is_registered_changes_no_count(seated: int, share: int, oth
 
 @given(SHARES, SHARES)
 def test_books_that_forgot_what_is_in_use_admit_no_more(seated: int, admissible: int) -> None:
-    """After `scontrol reconfigure` Slurm's books may say less than what jobs hold."""
+    """After `scontrol reconfigure`, Slurm's books may show less than jobs hold."""
     right = {"seated_milli": seated, "admissible_milli": admissible, "in_use_milli": seated}
     wrong = {"seated_milli": seated, "admissible_milli": admissible, "in_use_milli": seated // 2}
     assert count_of(**right) - seated == count_of(**wrong) - seated // 2 == admissible

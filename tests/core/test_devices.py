@@ -1,4 +1,4 @@
-"""Devices that are lost, found, used by strangers or moved between pools; leases that a new broker finds."""
+"""Devices that are lost, found again, used by other processes or moved between pools; leases that a new broker finds."""
 
 from dataclasses import replace
 
@@ -224,7 +224,7 @@ def test_host_memory_that_shrinks_takes_nothing_away() -> None:
 @pytest.mark.promise("race-size")
 @pytest.mark.parametrize("bigger", [False, True], ids=["grew", "overhead-was-raised"])
 def test_what_grew_into_the_overhead_comes_back_to_a_device_of_its_own(bigger: bool) -> None:
-    """The kernel was on a device with so much memory: it must not wait for ever because a lease may have less."""
+    """Its old device had that much memory, so the kernel must not wait for ever just because a lease may now have less."""
     before, after = (0, 100) if bigger else (100, 100)
     hand = Hand(replace(device("d0", 1000), overhead_mib=before))
     hand.idle("a", 1000 - before)

@@ -1,4 +1,4 @@
-"""Emptying a device: nobody comes, everybody leaves as soon as may be, and nothing is lost on the way."""
+"""Draining a device: no lease comes, each leaves as soon as possible, and nothing is lost."""
 
 import dataclasses
 

@@ -1,8 +1,8 @@
-"""Always-busy kernels share what there is by their weights: their users first, and each user's kernels among themselves.
+"""Always-busy kernels share devices by weight: first among users, then among each user's kernels.
 
-What is shared is milli-GPU times time, busy and resident. The tests run hours of virtual time in which everybody always wants more than
-its part, with swaps that take their time, and allow 5 % of each part; the model checks every law on the way (no preemption before the
-minimum residency among them).
+The measure is milli-GPU times the time spent busy and resident. The tests run hours of virtual time in which every kernel wants more
+than its share, with swaps that take time, and allow an error of 5 % per share. The model checks every law (including that no kernel
+is preempted before its minimum residency).
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ SLACK = 0.05
 
 @dataclass(frozen=True)
 class Case:
-    """Who shares what: kernels as (user, the user's weight, the kernel's weight, its fraction)."""
+    """The kernels that share, each as (user, user's weight, kernel's weight, fraction)."""
 
     kernels: tuple[tuple[str, int, int, int], ...]
     devices: int = 1
@@ -83,14 +83,14 @@ def _begin(case: Case) -> tuple[Theatre, list[Actor]]:
 
 @cache
 def _played(name: str) -> tuple[Theatre, list[Actor]]:
-    """Play a case to its end, once for all tests."""
+    """Run a case to its end, once for all tests."""
     play, actors = _begin(CASES[name])
     play.run(CASES[name].hours * HOUR_MS)
     return play, actors
 
 
 def _shares(play: Theatre, actors: list[Actor]) -> dict[str, float]:
-    """Milli-GPU hours by kernel."""
+    """Return the milli-GPU hours of each kernel."""
     return {actor.spec.lease_id: actor.spec.fraction_milli * play.ran_ms(actor) / HOUR_MS for actor in actors}
 
 

@@ -1,4 +1,4 @@
-"""Suspended leases come back before their cells ask for them: where there is room, for little, and never at a ticket's cost."""
+"""Suspended leases come back before their cells ask for them: if there is room, if the swap is short, and never at a ticket's cost."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def policy(*devices: str, foresight: Foresight = Foresight.FREE) -> PoolSpec:
 
 
 def saved(hand: Hand, name: str, saved_mib: int = 100) -> None:
-    """Have an idle lease be suspended as its device is emptied for a moment."""
+    """Suspend an idle lease by draining its device for a moment."""
     device_id = hand.view(name).device_id or ""
     hand.saved(hand.send(DeviceDrained(at_ms=hand.now, device_id=device_id)), saved_mib=saved_mib)
     assert hand.state(name) is S.SUSPENDED
@@ -49,7 +49,7 @@ def lapse(hand: Hand) -> list[Effect]:
 
 @pytest.fixture
 def alone() -> Hand:
-    """One suspended lease, and an empty device."""
+    """Return one suspended lease, and an empty device."""
     hand = Hand(pools=[policy()])
     hand.idle("a")
     saved(hand, "a")
@@ -162,7 +162,7 @@ def test_a_large_lease_makes_no_room_as_its_own_swap_would_take_too_long() -> No
 def test_what_is_moved_in_vain_within_an_hour_is_bounded() -> None:
     hand = Hand(pools=[replace(policy(), foresight_vain_mib=450)])
     hand.idle("a")
-    for _ in range(2):  # 100 MiB there and back each time
+    for _ in range(2):  # 100 MiB out and back each time
         saved(hand, "a")
         hand.restored(expect(hand, "a", sign=Sign.HOVER))
         lapse(hand)

@@ -1,4 +1,4 @@
-"""Choosing a device by how much the lease fragments free memory there for the asks to come: laws, by definition, and in the arbiter."""
+"""Choosing the device on which a lease fragments free memory least for expected requests: laws from the definition, and in the arbiter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ def fitting(places: Sequence[Place], need_mib: int) -> list[Place]:
 
 
 def usable(mix: AskMix, free: Sequence[int]) -> int:
-    """From its definition: for each size, what the devices could give to such leases alone, times how often it is asked for."""
+    """By definition: for each size, the memory the devices could give to leases of that size alone, times how often it is requested."""
     total = 0
     for (mib, devices), weight in mix.weights.items():
         if devices == 1:

@@ -1,4 +1,4 @@
-"""What a suspend reserves on the host is what the lease uses, not its cap, and a wrong estimate loses nothing and keeps nobody waiting."""
+"""A suspend reserves host memory for a lease's use, not its cap, and a wrong estimate loses no data and blocks no lease."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ def suspend_of(effects: list[Effect]) -> Suspend:
 
 
 def reserved_by(hand: Hand, name: str) -> int:
-    """Ask for the suspend of an idle lease; return what is reserved for it."""
+    """Suspend an idle lease; return what was reserved for it."""
     return suspend_of(hand.send(SuspendRequested(at_ms=hand.now, lease_id=name))).host_mib
 
 
@@ -46,11 +46,11 @@ def reserved_by(hand: Hand, name: str) -> int:
 @pytest.mark.parametrize(
     ("used_mib", "reserved_mib"),
     [
-        (None, 10_000),  # never measured: it may hold all of its reservation
-        (0, 1 + HOST_MARGIN_MIB),  # measured, and nothing is there
+        (None, 10_000),  # never measured: it may use its whole reservation
+        (0, 1 + HOST_MARGIN_MIB),  # measured, and it uses nothing
         (1_600, 1_600 + HOST_MARGIN_MIB + 1_600 // HOST_MARGIN_PARTS),
-        (9_990, 10_000),  # no more than it holds
-        (10_500, 10_500),  # it is past its cap
+        (9_990, 10_000),  # no more than its reservation
+        (10_500, 10_500),  # it is over its cap
     ],
 )
 def test_what_is_reserved_is_the_use_and_a_margin_within_what_it_holds(used_mib: int | None, reserved_mib: int) -> None:
@@ -153,7 +153,7 @@ def test_a_margin_delays_the_second_victim_and_takes_nothing_from_it() -> None:
 
 @dataclass
 class Kernel:
-    """What a kernel really has on its device, and what its measurements say."""
+    """What a kernel really uses on its device, and what its measurements report."""
 
     cap_mib: int
     holds_mib: int
@@ -161,12 +161,12 @@ class Kernel:
 
 
 class Driver:
-    """A broker that counts under the locks, as the real one does, and saves no more than was reserved."""
+    """A broker that counts under the driver's locks, as the real one does, and saves no more than was reserved."""
 
     def __init__(self, hand: Hand, kernels: dict[str, Kernel], *, asks: bool = True) -> None:
-        self.asks = asks  # for what it needs beyond what is reserved
+        self.asks = asks  # for what exceeds its reservation
         self.hand, self.kernels = hand, kernels
-        self.saved_mib: dict[str, int] = {}  # what is in host memory
+        self.saved_mib: dict[str, int] = {}  # saved in host memory
         self.refused = 0
         self.granted: set[str] = set()
 
@@ -229,7 +229,7 @@ class Driver:
         )
 
     def turn(self, name: str, *, within_ms: int) -> None:
-        """Have the kernel run a cell: it must be let in within the time."""
+        """Make the kernel run a cell: it must be let in within the time limit."""
         hand, until_ms = self.hand, self.hand.now + within_ms
         self.granted.discard(name)
         if hand.state(name) is not LeaseState.RESIDENT:
@@ -247,7 +247,7 @@ class Driver:
 @given(
     kernels=st.lists(
         st.tuples(st.integers(1, 1_000), st.integers(0, 3_000)), min_size=2, max_size=5
-    ),  # thousandths: of its cap that it holds, and of that what is measured
+    ),  # in thousandths: the part of its cap it uses, and the part of that which is measured
     spare_mib=st.integers(0, 1_000),
     turns=st.lists(st.integers(0, 4), min_size=1, max_size=12),
     parallel_swaps=st.integers(1, 2),
@@ -256,7 +256,7 @@ class Driver:
 def test_estimates_wrong_by_any_factor_lose_nothing_and_end_every_wait(
     kernels: list[tuple[int, int]], spare_mib: int, turns: list[int], parallel_swaps: int, asks: bool
 ) -> None:
-    """Where the host has room for what all hold and the worst estimate of each, everybody gets every turn."""
+    """The host has room for everything in use plus the worst estimate of each lease, so every kernel gets every turn."""
     crowd = {}
     for number, (holds_milli, said_milli) in enumerate(kernels):
         holds_mib = max(1, CAP_MIB * holds_milli // 1_000)
@@ -282,7 +282,7 @@ def test_three_kernels_whose_caps_the_host_could_not_hold_take_turns() -> None:
 
 
 class Grower(Kernel):
-    """A kernel that takes more each time after its use was estimated, before it is locked."""
+    """A kernel that allocates more each time, after its use was estimated and before it is locked."""
 
     @property
     def holds_mib(self) -> int:
@@ -326,7 +326,7 @@ def test_a_lease_that_always_grows_before_its_lock_is_tried_ever_more_rarely() -
 
 
 def needed(hand: Hand, suspend: Suspend, need_mib: int, *, operation_id: int | None = None) -> int:
-    """Ask for so much for a suspend under way; return what is reserved for it then."""
+    """Ask for more host memory for a suspend under way; return what is then reserved for it."""
     event = HostMemoryNeeded(
         at_ms=hand.now,
         lease_id=suspend.lease_id,

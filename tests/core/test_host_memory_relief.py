@@ -1,4 +1,4 @@
-"""Where host memory is short and a device has room, saved leases come back early, in an order, and not for ever to and fro."""
+"""If host memory is short and a device has room, saved leases come back early, in a fixed order, and do not swap back and forth."""
 
 from fractional_gpu.core.events import HostMemorySeen, HostPressureSeen, LeaseReleased, ResumeOutcome, SuspendRequested
 from fractional_gpu.core.model import LeaseState
@@ -8,7 +8,7 @@ S = LeaseState
 
 
 def saved(hand: Hand, *names: str) -> None:
-    """Have these kernels saved, 100 MiB each, the last one active last."""
+    """Suspend these kernels, 100 MiB each, the last one active most recently."""
     for name in names:
         hand.now += 1
         hand.idle(name, 300)

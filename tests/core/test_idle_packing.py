@@ -1,4 +1,4 @@
-"""Idle leases move together where that empties a whole device."""
+"""Idle leases move together if that empties a whole device."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def policy(*, empty_devices: bool = True) -> PoolSpec:
 
 
 def spread(policy: PoolSpec) -> Hand:
-    """Three idle leases, each alone on a device: "big" with half of one, "a" with a fifth, "b" with less."""
+    """Place three idle leases on a device each: "big" with half of it, "a" with a fifth, "b" with less."""
     hand = Hand(*(device(name) for name in NAMES), pools=[policy])
     for name, mib in (("big", 500), ("f0", 500), ("a", 200), ("f1", 800), ("b", 150)):
         hand.idle(name, mib)
@@ -27,7 +27,7 @@ def spread(policy: PoolSpec) -> Hand:
 
 
 def moved(hand: Hand, effects: list[Effect]) -> list[Effect]:
-    """Let one lease move; return what follows."""
+    """Let one lease move; return the effects."""
     effects = hand.saved(effects)
     assert hand.resumes(effects)
     return hand.restored(effects)
@@ -65,7 +65,7 @@ def test_a_lease_of_another_pool_stays_on_a_device_that_came_to_a_pool_which_emp
 def test_a_device_is_not_emptied_in_part() -> None:
     hand = spread(policy())
     hand.work("b")
-    hand.idle("c", 700)  # beside "a" or "b": both devices have leases that cannot all leave now
+    hand.idle("c", 700)  # next to "a" or "b": on both devices some leases cannot leave now
     hand.work("c")
     hand.work("a")
     assert not hand.suspends(hand.wait(2 * QUIET_MS))

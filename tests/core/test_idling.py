@@ -1,4 +1,4 @@
-"""When an idle lease leaves though no ticket needs its room: after a fixed time, or when holding costs more than coming back."""
+"""When an idle lease leaves although no ticket needs its room: after a fixed time, or when holding costs more than coming back."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ MINUTE_MS = 60_000
 
 
 def auto(*, hold: float = 0, wait: float = 40) -> PoolSpec:
-    """A pool with these prices for an hour."""
+    """Return a pool with these prices for an hour."""
     hold_milli, wait_milli = int(hold * 1000), int(wait * 1000)
     return replace(
         pool("d0"), idle_auto=True, foresight=Foresight.OFF, hold_price_milli=hold_milli, wait_price_milli=wait_milli
@@ -27,7 +27,7 @@ def auto(*, hold: float = 0, wait: float = 40) -> PoolSpec:
 
 
 def stay(world: Hand, most_ms: int) -> tuple[int, list[Effect]]:
-    """Have the cell of "a" end; return how long "a" stays then, and the effects of its suspend: none if it stays all along."""
+    """End the cell of "a"; return how long "a" stays after it and the effects of its suspend (none if it never leaves)."""
     began_ms, effects = world.now, world.rest("a")
     if world.suspends(effects):
         return 0, effects
@@ -78,7 +78,7 @@ def test_a_fixed_time_is_kept_whatever_holding_costs() -> None:
 
 
 def take_turns(world: Hand, *names: str, times: int, pause_ms: int = 10 * MINUTE_MS) -> list[str]:
-    """Have each kernel run a short cell in turn; return why leases were suspended."""
+    """Let each kernel run a short cell in turn; return the reasons for the suspends."""
     reasons: list[str] = []
 
     def note(effects: list[Effect]) -> None:
@@ -114,7 +114,7 @@ def test_kernels_that_take_each_others_room_leave_before_the_next_asks() -> None
 
 
 def test_half_of_host_memory_is_kept_for_tickets() -> None:
-    saved_mib = 600  # what an idle kernel is taken to need there until it was saved once
+    saved_mib = 600  # assumed need of an idle kernel until it was saved once
     for host_mib, leaves in ((4 * saved_mib, True), (saved_mib + 10, False)):
         world = started(Hand(pools=[auto()], host_mib=host_mib), "a", "b")
         reasons = take_turns(world, "a", "b", times=60)
@@ -142,7 +142,7 @@ def test_what_another_pools_kernels_take_from_each_other_makes_no_kernel_leave()
 
 
 def rate_after_a_ticket(count: int, saves_ms: int) -> int:
-    """What `hold_rate` is after a ticket for so many devices waited 40 s, part of it for idle leases to be saved."""
+    """Return `hold_rate` after a ticket for that many devices waited 40 s, partly for idle leases to be saved."""
     books = Books()
     books.pools["p"] = auto()
     lease = Lease(spec=replace(spec("a"), devices=count, fraction_milli=1000), state=LeaseState.RESIDENT)
@@ -158,7 +158,7 @@ def test_only_waits_for_idle_leases_count_and_those_for_several_devices_less() -
 
 
 def leaves_after_ms(lost_ms: int) -> int:
-    """How long "a" stays where a cell after the other loses so much time by the same idle memory."""
+    """Return how long "a" stays if the same idle memory delays every other cell by this much."""
     world = Hand(pools=[auto()])
     world.run("a")
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""One property per law of the design, each in a world that is made to strain that law. (The observer checks the others on the way.)"""
+"""One property per law of the design, each in a world built to strain that law. (The observer checks the other laws as well.)"""
 
 from dataclasses import replace
 from random import Random
@@ -70,7 +70,7 @@ def test_law_2_no_suspend_without_host_memory_and_no_resume_without_room_for_wha
                 assert max(1, used[number]) <= effect.host_mib <= max(cap, used[number])
                 assert hand.arbiter.host_saved_mib + hand.arbiter.host_reserved_mib <= budgets[number]
                 begun = [*hand.saved([effect], saved_mib=saved[number]), *hand.want(name)]
-                while resumes := [effect for effect in begun if isinstance(effect, Resume)]:  # asked for, or early
+                while resumes := [effect for effect in begun if isinstance(effect, Resume)]:  # on request, or early
                     (resume,) = resumes
                     kernel = int(resume.lease_id.removeprefix("k"))
                     assert resume.reserve_mib >= max(caps[kernel], saved[kernel])
@@ -101,7 +101,7 @@ def test_law_3_nobody_is_suspended_for_one_that_still_would_not_fit(
         assert fits_when_all_idle_go
         suspended += sum(held[name] for name in victims)
         effects = hand.saved(effects, saved_mib=0)
-    waits_longer = len(held) < len(busy) + len(idle)  # a lease that found no room: what leaves may let that one in
+    waits_longer = len(held) < len(busy) + len(idle)  # a lease that found no room: a lease that leaves may let it in
     if suspended and not waits_longer:
         assert hand.state("t") is LeaseState.RESIDENT
 
@@ -240,7 +240,7 @@ def test_law_7_whoever_fits_in_free_memory_that_is_kept_for_nobody_does_not_wait
 
 
 def _answers(hand: Hand, effects: list[Effect]) -> None:
-    """Answer all swaps, and those that follow from the answers."""
+    """Answer all swaps, including those that the answers cause."""
     while effects:
         answered: list[Effect] = []
         if hand.suspends(effects):
@@ -251,7 +251,7 @@ def _answers(hand: Hand, effects: list[Effect]) -> None:
 
 
 def test_law_8_early_swaps_disturb_no_ticket_no_busy_lease_and_none_that_is_wanted_sooner() -> None:
-    """Kernels come, idle and are expected; signs are right, wrong, or come while other kernels wait. The observer checks the law."""
+    """Kernels come, rest and are expected; signs are right, wrong, or arrive while other kernels wait. The observer checks the law."""
     reasons = set[str]()
     for seed in range(40):
         random = Random(seed)

@@ -1,4 +1,4 @@
-"""What an ended kernel leaves behind keeps its room, takes its turns, and is named to those who wait for it."""
+"""The leftovers of an ended kernel keep its room, wait in the queue, and are named to the tickets that wait for them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What one user, or one group, may have of a pool: refused at admission, or made to wait without being in anybody's way."""
+"""What one user or group may have of a pool: excess is refused at admission, or waits without blocking others."""
 
 import dataclasses
 
@@ -78,7 +78,7 @@ def test_a_user_who_has_as_much_as_may_be_waits_and_is_in_nobody_s_way() -> None
     assert (ticket.reason, ticket.blockers, ticket.kept_on) == ("wait.user-limit", ("a",), ())
     assert "1/4 GPU of at most 3/10 GPU" in ticket.sentence
     assert hand.state("c") is LeaseState.RESIDENT
-    for number in range(5):  # nothing is kept for it, though the pool allows nobody to be passed over
+    for number in range(5):  # no room is kept for it, although the pool lets no ticket be passed over
         name = f"s{number}"
         _start(hand, name, owner="bob" if number == 9 else name)
         hand.want(name)

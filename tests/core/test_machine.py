@@ -1,4 +1,4 @@
-"""Every event in every order that hypothesis can think of, against the independent model. After each step everything is checked."""
+"""Any sequence of events that hypothesis finds, against the independent model. Every step checks everything."""
 
 from typing import Any
 
@@ -124,12 +124,12 @@ measurements = st.builds(
 
 
 class ArbiterMachine(RuleBasedStateMachine):
-    """Kernels, devices, clocks and drivers that do what they like."""
+    """Kernels, devices, clocks and drivers that act arbitrarily."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
-        self.asked: list[Suspend | Resume] = []  # also those that were answered: they may be answered again
+        self.asked: list[Suspend | Resume] = []  # including answered ones, which may be answered again
         self.looks: list[LookAgain] = []
         self.shrinks: list[Shrink] = []
 
@@ -236,7 +236,7 @@ class ArbiterMachine(RuleBasedStateMachine):
 
     @rule(name=names, reserve_mib=sizes, idle=st.booleans())
     def runs(self, name: str, reserve_mib: int, idle: bool) -> None:
-        """Have a kernel go the whole way, so that much happens in few steps."""
+        """Take a kernel through its whole life, so that a few steps cover a lot."""
         spec = LeaseSpec(lease_id=name, pool="p", owner="ann", fraction_milli=250, reserve_mib=reserve_mib)
         self.send(LeaseRequested, spec=spec)
         self.send(Attached, lease_id=name, gated=True)
@@ -368,7 +368,7 @@ class ArbiterMachine(RuleBasedStateMachine):
     def truth_found(self, data: st.DataObject, state: LeaseState, device: str | None) -> None:
         look = data.draw(st.sampled_from(self.looks[::-1]))
         seen = self.observer.leases.get(look.lease_id)
-        if seen is not None and seen.spec.devices > 1:  # an answer names one device only: the first of those it is on
+        if seen is not None and seen.spec.devices > 1:  # an answer names only the first device
             device = next(iter(seen.home or seen.devices), None)
         self.send(
             TruthFound,

@@ -1,4 +1,4 @@
-"""Several whole devices for one lease: all of them or none, kept together, moved together."""
+"""Several whole devices for one lease: all or none, kept together, moved together."""
 
 import dataclasses
 
@@ -112,7 +112,7 @@ def test_a_suspend_saves_all_and_a_resume_brings_all_back() -> None:
     assert (suspend.device_ids, suspend.host_mib) == (("d0", "d1"), 1800)
     hand.saved([suspend], saved_mib=1000)
     assert _reserved(hand) == [0, 0, 0]
-    hand.run("x", 300)  # on d0, to where it must go back
+    hand.run("x", 300)  # on d0, where it must return
     (name,) = [view.device_id for view in hand.arbiter.devices() if view.reserved_mib]
     assert name == "d0"
     assert hand.resumes(hand.want("a")) == []

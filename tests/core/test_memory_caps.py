@@ -1,4 +1,4 @@
-"""The backstop: who uses more than its cap is told, and the pool's choice is carried out after a moment's grace."""
+"""The backstop: a user over the cap is told, and after a short grace the pool's policy is applied."""
 
 from unittest.mock import Mock
 

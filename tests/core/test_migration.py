@@ -1,4 +1,4 @@
-"""Moves: where leases are moved to other devices so that somebody who waits fits, and what becomes of those that are moved."""
+"""Moves: leases move to other devices so that a waiting one fits, and what happens to the moved ones."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def _hand(policy: PoolSpec, kinds: str = "HHHH") -> Hand:
 
 
 def _fragmented(hand: Hand) -> None:
-    """Have two busy kernels leave 400 MiB free on each of two devices."""
+    """Leave 400 MiB free on each of two devices next to two busy kernels."""
     for name in ("a", "b"):
         hand.run(name, 600)
     assert {hand.view("a").device_id, hand.view("b").device_id} == {"d0", "d1"}
@@ -39,7 +39,7 @@ def _moved(effects: list[Effect]) -> list[tuple[str, bool]]:
 
 
 def _crowded(hand: Hand) -> None:
-    """Have busy kernels leave 400 MiB free on each of two devices: b and c on d0, a on d1; 700 are wanted."""
+    """Leave 400 MiB free on each of two devices next to busy kernels: b and c on d0, a on d1; 700 MiB are wanted."""
     for name, mib in (("b", 300), ("c", 300), ("a", 600)):
         hand.run(name, mib)
     if hand.arbiter.lease("large") is None:
@@ -63,7 +63,7 @@ def test_the_one_that_is_moved_is_brought_back_at_once_on_its_target() -> None:
     effects = hand.wait(MINIMUM_MS)
     ticket = hand.ticket("b")
     assert (ticket.position, ticket.kept_on) == (1, ("d1",))
-    hand.start("late", 200)  # the room that is kept on the target is not given away
+    hand.start("late", 200)  # the room kept on the target is not given away
     assert hand.granted(hand.want("late")) == []
     effects = hand.saved(effects)
     assert hand.resumes(effects) == [("b", "d1")]
@@ -131,7 +131,7 @@ def test_a_busy_kernel_is_moved_for_a_saved_one_too_and_not_merely_preempted() -
     hand = _hand(_pool(move_busy=True))
     hand.idle("large", 700)
     hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="large")))
-    # 700 MiB are asked for, so small leases would spare two gaps of that size: one that is in the way brings them together.
+    # The request is for 700 MiB, so small leases would avoid two gaps of that size; moving one lease joins the gaps.
     for name, mib in (("a", 600), ("filler", 300), ("b", 300), ("c", 300)):
         hand.run(name, mib)
     hand.send(LeaseReleased(at_ms=hand.now, lease_id="filler"))
@@ -153,7 +153,7 @@ def test_whoever_finds_its_user_s_share_taken_when_it_arrives_waits_like_others(
         ResizeRequested(at_ms=hand.now, lease_id="a", fraction_milli=500, reserve_mib=700, request_mib=None)
     )
     assert "move.grow" in hand.reasons(effects, "a")
-    for name in ("y", "z"):  # meanwhile they take what is left of the share
+    for name in ("y", "z"):  # meanwhile they use up the rest of the share
         hand.run(name, 100)
     effects = hand.saved(effects)
     assert hand.resumes(effects) == []

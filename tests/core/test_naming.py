@@ -1,4 +1,4 @@
-"""A lease's story names who acts: the notebook that needs the room where it is of the same user, the administrator, the broker."""
+"""A lease's story names who acts: the notebook that needs the room (if it has the same user), the administrator, or the broker."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def told(effects: list[Effect], name: str) -> list[str]:
     [
         ("ann", 1000, "train.ipynb"),
         ("bob", 1001, "another user's kernel"),
-        ("ann", 300_000, "another user's kernel"),  # it counts for ann
+        ("ann", 300_000, "another user's kernel"),  # it counts against ann's limit
     ],
 )
 def test_who_needs_the_room_is_named_to_the_same_user_only(owner: str, uid: int, needs: str) -> None:

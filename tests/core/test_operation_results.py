@@ -1,4 +1,4 @@
-"""Suspends and resumes: who is chosen, what is reserved for it, and what every answer, late, twice or a lie, does."""
+"""Suspends and resumes: which lease is chosen, what is reserved for it, and the effect of each answer, even late, doubled or false."""
 
 import dataclasses
 from typing import TypeVar
@@ -42,7 +42,7 @@ Kind = TypeVar("Kind", bound=Effect)
 
 
 def _suspended(hand: Hand, name: str, *, saved_mib: int = 100) -> None:
-    """Have an idle lease suspended because somebody asks for it."""
+    """Return an idle lease that was suspended for a ticket."""
     effects = hand.send(SuspendRequested(at_ms=hand.now, lease_id=name))
     hand.saved(effects, saved_mib=saved_mib)
 
@@ -712,7 +712,7 @@ def test_a_lease_with_the_id_of_one_that_ended_is_a_victim_like_any_other() -> N
     hand.idle("a", 600)
     hand.run("b", 400)
     hand.start("c", 800)
-    hand.want("c")  # the leases of the device are ranked
+    hand.want("c")  # the leases on the device are ranked
     hand.give_up("c")
     hand.send(LeaseReleased(at_ms=hand.now, lease_id="a"))
     hand.send(

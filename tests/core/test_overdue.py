@@ -1,4 +1,4 @@
-"""A forecast that was missed is widened at once, the more the longer the wait lasts, and no wait outlasts many forecasts."""
+"""A missed forecast is widened at once, by more the longer the wait lasts, and no wait outlasts many forecasts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,10 +25,10 @@ def span(high_ms: int) -> WaitSpan:
 
 
 class Law:
-    """Watches the forecasts that are shown of one wait.
+    """Checks the forecasts shown during one wait.
 
-    While none was missed they are as they were worked out. Once one was missed, after `missed` ms of waiting, each forecast's upper
-    end is at least the time waited, times one more for each doubling since; what is expected is at least half of the time waited.
+    Until one is missed, they are shown as computed. Once one was missed, after `missed` ms of waiting, each forecast's upper
+    end is at least the time waited, times one more for each doubling since; the expected value is at least half the time waited.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,8 @@ def test_whatever_is_worked_out_what_is_shown_keeps_the_law(first: int, steps: l
     for pause_ms, high_ms in steps:
         now_ms += pause_ms
         law.see(now_ms, now_ms, shown_span(ticket, lease, span(high_ms), now_ms))
-    # Each further miss needs a wait that is longer than all that was said before: twice, then three times the time of the one before.
+    # Each further miss needs a wait longer than all forecasts before it: twice, then three times the time of the previous
+    # miss.
     assert law.misses <= 2 + max(0, now_ms // max(1, law.missed_ms or 1)).bit_length()
 
 
@@ -84,7 +85,7 @@ def test_a_resume_is_a_wait_of_its_own() -> None:
 def test_beside_every_kind_of_neighbour_the_forecasts_shown_keep_the_law(
     cell_ms: Callable[[], int], until_ms: int
 ) -> None:
-    """A neighbour that always wants its device, in a pool that takes it from no cell."""
+    """A neighbour that always wants its device, in a pool that does not preempt."""
     policy = PoolSpec(name="p", devices=("d0",), fractions_milli=(), idle_after_ms=None, preempt_priorities=False)
     theatre = Theatre([device()], [replace(policy, min_residency_ms=10_000)])
     neighbour = theatre.enter(Actor(spec=spec("a"), cell_ms=cell_ms, gap_ms=lambda: 50))

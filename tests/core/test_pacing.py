@@ -1,4 +1,4 @@
-"""The pace of an agent's writes: the laws of `fractional_gpu.core.nodes`."""
+"""When an agent writes to its engine: the laws of `fractional_gpu.core.nodes`."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,12 +15,12 @@ RULES = st.builds(
     longest_retry_ms=st.integers(0, 100_000),
 )
 STEPS = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 3)), max_size=60)
-"""Milliseconds that pass, and the state that is wanted then."""
+"""How many milliseconds pass, and the state wanted after that."""
 
 
 @dataclass
 class Run:
-    """An agent in virtual time; it looks whenever a write is due, as the loop does. `fails`: which attempts fail."""
+    """An agent in virtual time; it checks whenever a write is due, as the loop does. `fails`: which attempts fail."""
 
     pacing: Pacing[int]
     fails: frozenset[int] = frozenset()
@@ -84,7 +84,7 @@ def test_failures_are_repeated_ever_more_rarely_and_end_with_the_state_of_their_
     run = Run(Pacing(rules, seed), frozenset(range(failures)))
     run.pacing.want(0, 1)
     longest = max(rules.floor_ms, rules.longest_retry_ms) + rules.jitter_ms
-    run.pass_time(rules.jitter_ms)  # the first attempt has failed by now
+    run.pass_time(rules.jitter_ms)  # by now the first attempt has failed
     assert [state for _, state in run.attempts][:1] == [1]
     run.pacing.want(run.now_ms, 2)
     run.pass_time((failures + 2) * (longest + 1))
@@ -108,7 +108,7 @@ def test_what_others_changed_is_written_again(rules: PacingRules, seed: int) -> 
 
 
 def test_many_agents_that_see_the_same_event_spread_their_writes() -> None:
-    """500 agents: no 100 ms of the jitter has more than four times its part of the writes."""
+    """500 agents: no 100 ms of the jitter gets more than four times its share of the writes."""
     rules = PacingRules(floor_ms=5000, jitter_ms=2000)
     runs = [Run(Pacing(rules, seed)) for seed in range(500)]
     for run in runs:

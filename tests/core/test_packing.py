@@ -1,4 +1,4 @@
-"""The forecast of the wait is the one that enumeration gives, grows with every seat, and fills one device after the other."""
+"""The forecast wait agrees with enumeration, grows with every seat, and devices fill up one after another."""
 
 import time
 from fractions import Fraction
@@ -30,7 +30,7 @@ LOADS = st.builds(SeatLoad, mib=st.integers(1, 1000), duty_milli=st.integers(1, 
 
 
 def _enumerated(loads: list[SeatLoad], capacity: int) -> Fraction:
-    """The same chance from its definition: every combination of active seats, weighed by its probability."""
+    """The same probability by definition: sum over every combination of active seats, weighted by probability."""
     waiting = expected = Fraction(0)
     for active in product((False, True), repeat=len(loads)):
         chance = Fraction(1)
@@ -49,7 +49,7 @@ def waiting(loads: list[SeatLoad], capacity: int) -> int:
 
 @given(loads=st.lists(LOADS, min_size=1, max_size=7))
 def test_it_is_what_enumeration_gives(loads: list[SeatLoad]) -> None:
-    exact = _enumerated(loads, 1000)  # a device of 1000 MiB: thousandths are MiB, and nothing is rounded
+    exact = _enumerated(loads, 1000)  # a device of 1000 MiB: a thousandth is a MiB, and nothing is rounded
     forecast = Fraction(waiting(loads, 1000), 1_000_000)
     assert exact <= forecast <= exact + Fraction(2, 1_000_000)
 
@@ -145,7 +145,7 @@ def test_a_forecast_for_a_full_device_takes_little_time(seats: int) -> None:
     crowd = [SeatLoad(mib=400 + number, duty_milli=100) for number in range(seats)]
     begun = time.process_time()
     waiting(crowd, 81_920)
-    assert time.process_time() - begun < 2.0  # about 0.1 s; the bound only catches another order of growth
+    assert time.process_time() - begun < 2.0  # takes about 0.1 s; the bound only catches a worse order of growth
 
 
 @given(loads=st.lists(LOADS, max_size=8), load=LOADS, bound=st.integers(0, 1000))

@@ -1,4 +1,4 @@
-"""Pins protect for a time, and cost a budget that comes back."""
+"""Pins protect a lease for a time, at the cost of a budget that refills."""
 
 import dataclasses
 
@@ -139,7 +139,7 @@ def test_the_budget_is_the_owner_s_and_comes_back_evenly_over_a_day() -> None:
     assert declined is not None
     assert declined.reason == "pin-budget"
     assert "1 h are left of the 4 h" in declined.sentence
-    hand.wait(6 * HOUR_MS - 1000)  # a quarter of a day: a quarter of the budget
+    hand.wait(6 * HOUR_MS - 1000)  # a quarter of a day restores a quarter of the budget
     assert _declined(_pin(hand, "b", 2 * HOUR_MS)) is not None
     hand.wait(2000)
     assert _declined(_pin(hand, "b", 2 * HOUR_MS)) is None

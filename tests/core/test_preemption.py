@@ -1,4 +1,4 @@
-"""Busy kernels make room only where the pool says so, for whoever goes before them, and not before their minimum residency."""
+"""Busy kernels make room only if the pool allows it, for leases that go before them, and not before their minimum residency."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def test_a_preempted_kernel_waits_by_itself_and_goes_on_when_there_is_room() -> 
     _start(hand, "high", priority=1)
     hand.want("high")
     hand.saved(hand.wait(MINIMUM_MS))
-    hand.send(Unwanted(at_ms=hand.now, lease_id="low"))  # its cell still waits
+    hand.send(Unwanted(at_ms=hand.now, lease_id="low"))  # its cell is still waiting
     assert hand.ticket("low").position == 1
     hand.work("high")
     effects = hand.saved(hand.rest("high"))
@@ -86,7 +86,7 @@ def test_a_minimum_residency_ends_by_what_the_last_swap_has_taught() -> None:
     assert hand.resumes(effects) == [("low", "d0")]
     hand.want("high")
     hand.now += 1
-    hand.restored(effects)  # much faster than was expected
+    hand.restored(effects)  # much faster than expected
     since_ms = hand.now
     hand.arbiter.run_deferred_work()
     swap_ms = sum(hand.arbiter.forecasts.swap_ms(kind, "H", 600) for kind in ("suspend", "resume"))
@@ -192,7 +192,7 @@ def test_equals_take_turns_where_the_pool_shares_by_time() -> None:
     turns = []
     for _ in range(6):
         effects = hand.wait(MINIMUM_MS)
-        if not _preempted(effects):  # level: a moment later the one that runs is ahead
+        if not _preempted(effects):  # equal: a moment later the running one is ahead
             assert hand.observer.wake is not None
             effects = hand.wait(hand.observer.wake - hand.now)
         (leaves,) = _preempted(effects)

@@ -1,4 +1,4 @@
-"""A lease whose priority changes while it lives: who is served first, and what it keeps."""
+"""A lease whose priority changes during its life: which is served first, and what it keeps."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def change(hand: Hand, name: str, priority: int | None) -> None:
 
 
 def waiting(*names: str) -> Hand:
-    """One kernel at work, and these waiting in this order."""
+    """Return a world with one busy kernel and these waiting, in this order."""
     hand = Hand()
     hand.run("holder")
     for name in names:
@@ -25,7 +25,7 @@ def waiting(*names: str) -> Hand:
 
 
 def leave_and_serve(hand: Hand) -> str:
-    """Have the holder leave, and return who comes."""
+    """End the busy kernel; return the leases let in."""
     effects = hand.rest("holder")
     ((name, _),) = hand.granted(hand.saved(effects))
     return name

@@ -1,4 +1,4 @@
-"""Who comes first, who may overtake whom and how often, and what is kept for whom."""
+"""Which ticket comes first, which may overtake it and how often, and what room is kept for which ticket."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from tests.core.driving import Hand, device, pool, spec
 
 
 def _small(hand: Hand, name: str, reserve_mib: int = 100) -> bool:
-    """Have a small kernel want the GPU; return whether it was let in at once."""
+    """Make a small kernel want the GPU; return whether it was let in at once."""
     hand.start(name, reserve_mib)
     effects: list[Effect] = hand.want(name)
     hand.work(name)
@@ -245,7 +245,7 @@ def test_a_ticket_passed_over_often_enough_keeps_free_room_even_while_room_is_ma
     assert _small(hand, "s0")
     effects = hand.rest("a")
     assert (hand.suspends(effects), hand.ticket("large").reason) == (["a"], "wait.making-room")
-    assert not _small(hand, "s1")  # or an abort would have cost the large one its room again
+    assert not _small(hand, "s1")  # or an abort would cost the large one its room again
     hand.saved(effects)
     assert hand.state("large") is LeaseState.RESIDENT
     assert hand.state("s1") is LeaseState.RESIDENT
@@ -284,7 +284,7 @@ def test_room_is_kept_from_an_older_ticket_no_longer_than_an_urgent_one_waits() 
     for name, mib in (("old", 250), ("late", 400), ("urgent", 50)):
         hand.start(name, mib)
         hand.want(name, urgent=name == "urgent")
-    effects = hand.send(LeaseReleased(at_ms=0, lease_id="a"))  # the urgent one passes the late one over
+    effects = hand.send(LeaseReleased(at_ms=0, lease_id="a"))  # the urgent one passes the late one
     assert hand.granted(effects) == [("urgent", "d0"), ("old", "d0")]
 
 
@@ -321,7 +321,7 @@ def test_neighbours_for_which_there_is_no_host_memory_keep_no_other_from_steppin
     hand.idle("larger", 100)
     hand.wait(600_000)
     hand.idle("smaller", 50)
-    for _ in range(20):  # it works again and again: whoever is idle for long costs less
+    for _ in range(20):  # it keeps becoming busy again: the longest-idle lease is the cheapest victim
         hand.now += 1000
         hand.work("smaller")
         hand.rest("smaller")

@@ -1,4 +1,4 @@
-"""Expected waits: small queues worked out by hand, and a day of simulated users whose waits are compared with what was forecast."""
+"""Expected waits: small queues worked out by hand, and a day of simulated users whose waits are compared with the forecasts."""
 
 import pytest
 
@@ -30,7 +30,7 @@ SAVE_MS, RESTORE_MS = 4_744, 2_300  # of 8,000 MiB, by the prior
 
 
 class World:
-    """An arbiter, forecasts that know nothing but their priors, and kernels that each fill a device."""
+    """An arbiter, forecasts with only their priors, and kernels that each fill a device."""
 
     def __init__(self, devices: int = 1, *, parallel_swaps: int = 1) -> None:
         self.arbiter, self.forecasts = Arbiter(parallel_swaps=parallel_swaps), Forecasts()
@@ -68,14 +68,14 @@ class World:
         return effects
 
     def ran(self, name: str, mib: int = MIB, *, after_ms: int = 10_000) -> list[Effect]:
-        """A resident kernel runs a cell that leaves it with so many MiB."""
+        """Run a cell in a resident kernel, which then uses this many MiB."""
         self.tell(lease_measured(self.now_ms, name, mib))
         self.now_ms += after_ms
         self.forecasts.cell_ended(name, self.now_ms)
         return self.tell(BusyChanged(at_ms=self.now_ms, lease_id=name, busy=False))
 
     def answer(self, effects: list[Effect]) -> list[Effect]:
-        """Let the operation that was begun end well."""
+        """Finish the pending operation successfully."""
         (effect,) = (effect for effect in effects if isinstance(effect, Suspend | Resume))
         resumed, saved = ResumeOutcome.RESTORED, SuspendOutcome.SAVED
         at_ms, lease_id, operation_id = self.now_ms, effect.lease_id, effect.operation_id
@@ -125,7 +125,7 @@ def test_a_suspend_under_way_is_waited_for_as_long_as_it_still_takes() -> None:
         world.kernel(name)
     world.wants("a")
     world.ran("a")
-    world.wants("b")  # `a` is idle: it is suspended for `b`, which has nothing to bring back
+    world.wants("b")  # `a` is idle: it is suspended for `b`, which has no saved state
     assert world.basis("b") == ("swap", SAVE_MS)
     world.now_ms += 1_000
     assert world.basis("b") == ("swap", SAVE_MS - 1_000)
@@ -178,7 +178,7 @@ def test_those_ahead_are_served_before() -> None:
     first, second = world.wait("b"), world.wait("c")
     assert first is not None
     assert second is not None
-    # `b` runs a cell of its own before `c` comes in; nothing is known of what it will have to save
+    # `b` runs a cell before `c` comes in; what it will have to save is unknown
     assert second.basis_ms == first.basis_ms + world.forecasts.next_cell_ms("b") + world.forecasts.swap_ms(
         SUSPEND, "H", 0
     )

@@ -1,4 +1,4 @@
-"""The same events give the same effects, in another process and with another hash seed."""
+"""The same events give the same effects in another process and with another hash seed."""
 
 import hashlib
 import os

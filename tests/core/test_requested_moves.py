@@ -1,4 +1,4 @@
-"""Moves that an administrator asks for: the kernel goes at once, or stays with a reason."""
+"""Moves requested by an administrator: the kernel moves at once, or stays and the reason is given."""
 
 import dataclasses
 

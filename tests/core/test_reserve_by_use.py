@@ -1,4 +1,4 @@
-"""Reservations that follow what a kernel uses, between what it is guaranteed and its cap."""
+"""Reservations that follow a kernel's use, between its guaranteed amount and its cap."""
 
 import dataclasses
 
@@ -73,7 +73,7 @@ def test_a_kernel_that_grows_steadily_has_room_though_a_measurement_is_missed() 
     _runs(hand, "a", 100, 5000)
     used, missed = 0, 0
     for turn in range(40):
-        used += 90  # in the time from one measurement to the next
+        used += 90  # between one measurement and the next
         assert turn < 3 or used <= hand.view("a").reserved_mib, f"it fails to allocate in turn {turn}"
         if turn < 3 or missed:
             _uses(hand, "a", used)

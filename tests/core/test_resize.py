@@ -1,4 +1,4 @@
-"""Another size for a kernel that exists: at once where it can be, else in the line, where the kernel is."""
+"""Resizing an existing kernel: at once if possible, otherwise in the queue while the kernel stays in place."""
 
 import dataclasses
 
@@ -213,7 +213,7 @@ def test_nobody_who_makes_room_for_another_to_grow_does_so_in_vain() -> None:
     hand.idle("b", 500)
     _resize(hand, "a", 900)
     assert hand.ticket("a").reason == "wait.host-memory"
-    hand.wait(60_001)  # both have idled for so long
+    hand.wait(60_001)  # both have been idle for this long
     effects = hand.send(HostMemorySeen(at_ms=hand.now, budget_mib=10_000))
     assert hand.suspends(effects) == ["b"], "a is to grow where it is"
     effects = hand.saved(effects)
@@ -330,7 +330,7 @@ def test_claims_that_make_room_for_each_other_are_all_served_however_many_wait_i
         hand.work(f"k{number}")
     for number, (_, _, milli, mib) in reversed(
         [*enumerate(sizes)]
-    ):  # each gives what the one before it in the line lacks
+    ):  # each frees what the one before it in the queue lacks
         assert _sizes(_resize(hand, f"k{number}", mib, milli=milli)) == []
     grown = _sizes(hand.send(LeaseReleased(at_ms=0, lease_id="full")))
     assert grown == [(f"k{number}", mib, mib) for number, (_, _, _, mib) in enumerate(sizes)]
@@ -356,7 +356,7 @@ def test_a_kernel_for_which_room_is_gathered_is_not_suspended_for_idling_meanwhi
     hand.idle("b", 300)
     hand.run("x", 300)
     _resize(hand, "a", 900)
-    hand.wait(60_001)  # both have idled for so long
+    hand.wait(60_001)  # both have been idle for this long
     effects = hand.send(HostMemorySeen(at_ms=hand.now, budget_mib=10_000))
     assert hand.suspends(effects) == ["b"], "a is to grow where it is, as soon as x is idle, too"
     assert hand.ticket("a").reason == "wait.making-room"

@@ -1,4 +1,4 @@
-"""A lease whose seat has ended leaves its device, waits for nothing, and ends in time unless another seat takes it over."""
+"""A lease whose seat has ended leaves its device, waits for nothing, and ends on time unless a new seat takes it over."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is saved before a deadline: against every possible choice, and in the order that loses least when swaps take longer."""
+"""What is saved before a deadline: compared with every possible choice, and in the order that loses least if swaps take longer."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -97,7 +97,7 @@ def test_many_leases_and_a_long_deadline_are_planned_nearly_as_well_in_bounded_w
         for place in range(200)
     ]
     by_density = sorted(candidates, key=lambda one: -one.value / one.swap_ms)
-    bound, left_ms = 0.0, 120_000.0  # of the problem where a part of a lease could be saved
+    bound, left_ms = 0.0, 120_000.0  # of the relaxed problem in which part of a lease can be saved
     for one in by_density:
         bound += one.value * min(1.0, left_ms / one.swap_ms)
         left_ms = max(0.0, left_ms - one.swap_ms)

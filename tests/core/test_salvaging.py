@@ -1,4 +1,4 @@
-"""A device that goes away: what can be saved is saved in time, and the users of the rest are told at once."""
+"""A device that goes away: what can be saved is saved in time, and the users of everything else are told at once."""
 
 import dataclasses
 

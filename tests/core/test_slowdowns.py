@@ -1,4 +1,4 @@
-"""Who slows a cell down is said with an estimate, in words, and without the names of other people's kernels."""
+"""A slow cell's explanation gives an estimate in words and hides the names of other users' kernels."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ SMALL, LARGE = 100, 900  # MiB of 1000
 
 
 def described(*demands_milli: int, state: LeaseState = LeaseState.RESIDENT) -> Slowdown:
-    """What is said to the first of these busy leases on one device, in this state; the first two have one owner."""
+    """Return the explanation for the first of these busy leases on one device; the first two have the same owner."""
     books = Books()
     books.add_device(Device(spec=device()))
     for number, milli in enumerate(demands_milli):
@@ -64,7 +64,7 @@ def test_a_kernel_that_waits_is_told_of_the_neighbours_that_can_stay() -> None:
         busy(world, name, milli, mib)
     world.start("c", 600)
     world.want("c")
-    needs_milli, least_milli = world.view("c").demand_milli, 600  # what the cell of "b" shows itself
+    needs_milli, least_milli = world.view("c").demand_milli, 600  # what the cell of "b" itself shows
     found = world.arbiter.slowdown("c")
     assert found.milli == slowed_milli(needs_milli, stretch_milli([needs_milli, least_milli]))
     assert found.sentence == f"its cell {found.brief}"

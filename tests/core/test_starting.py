@@ -1,4 +1,4 @@
-"""What leases without a process may hold and ask for: never for long what other users wait for, and never more than their part."""
+"""What leases without a process may hold and ask for: never for long what other users wait for, and never more than their share."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ HOLD_MS = PoolSpec(name="p", devices=()).unattached_hold_ms
 
 
 def ask(hand: Hand, name: str, mib: int = 1000, *, owner: str = "eve", gated: bool = False) -> list[Effect]:
-    """Ask for a lease; one that is not gated wants its room before it starts."""
+    """Ask for a lease; an ungated one wants its room before it starts."""
     what = replace(spec(name, mib, gated=gated), owner=owner)
     return hand.send(LeaseRequested(at_ms=hand.now, spec=what, needs_reservation=not gated))
 
@@ -41,7 +41,7 @@ def test_leases_that_never_attach_keep_another_user_out_for_no_longer_than_room_
 
 
 def begin_to_use(*, fair: bool = True) -> Hand:
-    """Eve asks for six leases; Bob has the device after her first hold, uses it for 9 s and asks again. `fair`: the pool shares by time."""
+    """Eve asks for six leases; Bob gets the device after her first hold, uses it 9 s, and asks again. `fair`: the pool shares by time."""
     hand = Hand(pools=[pool(preempt_equals=fair)])
     for number in range(6):
         ask(hand, f"eve{number}")
@@ -168,7 +168,7 @@ def test_what_a_pool_may_promise_is_not_all_promised_to_leases_without_a_process
 def test_whatever_leases_without_a_process_do_another_user_is_in_within_one_hold(
     data: st.DataObject, fair: bool
 ) -> None:
-    """Eve asks, releases and lets time pass as she likes, and never starts a process; Bob, who used it before, asks once and waits."""
+    """Eve asks, releases and waits at random, and never starts a process; Bob, who used the GPU before, asks once and waits."""
     hand = begin_to_use(fair=fair)
     hand.send(LeaseReleased(at_ms=hand.now, lease_id="bob-again"))
     names = [f"eve{number}" for number in range(6)]

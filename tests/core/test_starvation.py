@@ -1,10 +1,10 @@
-"""Nobody waits for ever, whatever the others do. What is guaranteed, and what is not:
+"""No ticket waits for ever, whatever the others do. What is guaranteed, and what is not:
 
-- Among equal priority, a ticket is passed over at most K times. From then on room is kept for it, so it is let in as soon as the cells
-  that run there have ended: after K grants and one longest cell, plus the swaps of its neighbours. Urgent tickets are no exception.
-- A higher priority goes first as often as it asks. A lower one has no share of its own: it gets what the higher ones leave, at once
-  when they leave it, and in that very event.
-- Asking twice, giving up and asking again, or coming with many leases gains nobody a better place.
+- Among equal priorities, a ticket is passed over at most K times. From then on room is kept for it, so it is let in as soon as the
+  running cells have ended: after K grants and one longest cell, plus its neighbours' swaps. Urgent tickets are no exception.
+- A higher priority goes first as often as it asks. A lower one has no guaranteed share: it gets what the higher ones leave, in the
+  same event in which they leave it.
+- Asking twice, giving up and asking again, or coming with many leases never improves a user's place.
 """
 
 from collections.abc import Callable
@@ -55,9 +55,7 @@ def test_a_large_kernel_gets_in_among_small_ones_that_ask_for_ever(most: int) ->
         play.enter(_actor(f"small{number}", 300), at_ms=number * 100)
     large = play.enter(_actor("large", 1000), at_ms=2_000)
     play.run(120_000)
-    rounds = (
-        8 // 3 + 1 + most + 1
-    )  # those who asked before it, three at a time; K grants after it; the cells that run then
+    rounds = 8 // 3 + 1 + most + 1  # those who asked before it, three at a time; then K grants; then the running cells
     assert len(large.waits_ms) >= 10
     assert max(large.waits_ms) <= rounds * (CELL_MS + 6 * SWAP_MS)
 
@@ -80,7 +78,7 @@ def test_many_sizes_at_once_all_get_their_turn() -> None:
 
 
 def _settled(hand: Hand, effects: list[Effect]) -> None:
-    """Carry out what is asked for until nothing is."""
+    """Carry out what the arbiter asks for until nothing is left."""
     while hand.suspends(effects) or hand.resumes(effects):
         effects = hand.saved(effects) if hand.suspends(effects) else hand.restored(effects)
 
@@ -135,7 +133,7 @@ def test_many_leases_of_one_user_do_not_shut_another_one_out() -> None:
     modest = play.enter(_actor("modest", 750, owner="modest"), at_ms=500)
     play.run(120_000)
     assert len(modest.waits_ms) > 10
-    turns = 20 + 2 + 4  # everybody before it once, one after another; K grants; the four that run then
+    turns = 20 + 2 + 4  # everyone before it once, one by one; K grants; then the four running cells
     assert max(modest.waits_ms) <= turns * (CELL_MS + 2 * SWAP_MS)
 
 
@@ -144,7 +142,7 @@ def test_whoever_gives_up_is_not_passed_over_by_those_whom_that_lets_in() -> Non
     hand.idle("old", 900)
     hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="old")))
     hand.run("x", 300)
-    hand.work("old")  # a completion waits for its device, and is busy meanwhile
+    hand.work("old")  # meanwhile a completion waits for its device and counts as busy
     hand.want("old")
     hand.run("first", 300)
     hand.start("second", 300)

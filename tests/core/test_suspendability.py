@@ -1,4 +1,4 @@
-"""Leases that cannot be checkpointed stay resident: nobody's victims, each with its own reason, and never tried again and again."""
+"""Leases that cannot be checkpointed stay resident: they are never victims, each reports its reason, and retries are limited."""
 
 import pytest
 
@@ -19,7 +19,7 @@ WHY = "it uses managed memory"
 
 
 def using(hand: Hand, name: str, mib: int = 300) -> list[Effect]:
-    """Have a kernel be seen to use its device."""
+    """Measure a kernel that uses its device."""
     return hand.send(lease_measured(hand.now, name, mib))
 
 
@@ -75,7 +75,7 @@ def test_a_suspend_that_proves_impossible_is_not_tried_again_while_the_process_l
 
 @pytest.mark.parametrize("outcome", [SuspendOutcome.REFUSED, SuspendOutcome.IMPOSSIBLE])
 def test_a_process_that_can_be_checkpointed_again_makes_room_at_once(outcome: SuspendOutcome) -> None:
-    """A stopped process cannot answer the driver; when it goes on, its neighbour does not wait for the next attempt that was planned."""
+    """A stopped process cannot answer the driver; when it continues, its neighbour does not wait for the next scheduled attempt."""
     hand = Hand()
     hand.idle("a")
     using(hand, "a")

@@ -1,4 +1,4 @@
-"""The model of contention: laws that hold for any kernels on a device, and cases that can be worked out by hand."""
+"""The contention model: laws for any kernels on a device, and cases that can be worked out by hand."""
 
 from fractions import Fraction
 
@@ -13,7 +13,7 @@ CAPACITIES = st.sampled_from((1000, 1000, 2000, 3300))
 
 
 def used(wants: list[int], k_milli: int) -> Fraction:
-    """Return what the kernels use of the device together."""
+    """Return the utilisation of the device by all its kernels."""
     k = Fraction(k_milli, 1000)
     return sum((Fraction(u, 1000) / (1 - Fraction(u, 1000) + Fraction(u, 1000) * k) for u in wants), Fraction(0))
 
@@ -62,7 +62,7 @@ def test_a_cell_is_slowed_down_by_its_part_on_the_device_only(want: int, k_milli
 def test_what_is_used_of_a_full_device_bounds_what_is_wanted(wants: list[int]) -> None:
     k = Fraction(stretch_milli(wants), 1000)
     uses = [Fraction(u) / (1 - Fraction(u, 1000) * (1 - k)) for u in wants]
-    largest = int(max(uses))  # rounded down: k may be larger than that of the model, never smaller
+    largest = int(max(uses))  # rounded down: k may exceed the model's value, never fall below it
     for want, use in zip(wants, uses, strict=True):
         assert want <= most_wanted_milli(-(-use // 1), largest)
 
@@ -70,8 +70,8 @@ def test_what_is_used_of_a_full_device_bounds_what_is_wanted(wants: list[int]) -
 @pytest.mark.parametrize(
     ("use", "largest", "most"),
     [
-        (99, 901, 101),  # a light one beside a full one
-        (500, 500, 1000),  # two alike may want anything from half of the device
+        (99, 901, 101),  # a light kernel next to a full one
+        (500, 500, 1000),  # two equal ones may each want anything from half of the device
         (300, 700, 345),
         (0, 1000, 0),
     ],
@@ -83,7 +83,7 @@ def test_what_a_kernel_wants_at_most_by_hand(use: int, largest: int, most: int) 
 @pytest.mark.parametrize(
     ("wants", "k_milli", "slowed"),
     [
-        ([600, 600], 1334, [1201, 1201]),  # 1.2 devices' work in the time of one: 1.2 times as long
+        ([600, 600], 1334, [1201, 1201]),  # work for 1.2 devices on one device: 1.2 times as long
         ([800, 800], 1750, [1600, 1600]),
         ([1000, 1000, 1000], 3000, [3000, 3000, 3000]),
         ([500, 1000], 1619, [1310, 1619]),  # 1/k + 1/(1 + k) = 1: the golden ratio

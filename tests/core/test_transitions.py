@@ -1,4 +1,4 @@
-"""The table of legal moves, and the picture of it in the documents."""
+"""The table of legal moves, and its diagram in the documents."""
 
 from itertools import product
 

@@ -1,11 +1,11 @@
-"""No ticket waits for ever beside kernels that always want the GPU, whatever they run and whatever their pool preempts.
+"""No ticket waits for ever next to kernels that always want the GPU, whatever they run and whatever their pool preempts.
 
-A turn is the minimum residency: `max(min_residency, min_residency_swaps x swap)`, where a swap is one suspend and one resume. What is
-promised, in virtual time:
+A turn is the minimum residency: `max(min_residency, min_residency_swaps x swap)`, where a swap is one suspend and one resume. The
+promise, in virtual time:
 
-- Beside kernels whose cells end, under any `preempt`: one turn, one cell and one swap for each ticket ahead, and for its own.
-- In a pool that shares by time (the default), beside kernels of any kind: the patience of `queue.patience_ms` at most, then one turn and
-  one swap for each kernel that is in the way or was due before it.
+- Next to kernels whose cells end, under any `preempt`: one turn, one cell and one swap for each earlier ticket and for its own.
+- In a pool that shares by time (the default), next to any kernels: at most `queue.patience_ms`, then one turn and one swap for
+  each kernel that is in the way or was due before it.
 """
 
 from dataclasses import dataclass, replace
@@ -42,9 +42,9 @@ NAMES = ("H",)
 
 @dataclass(frozen=True)
 class Habit:
-    """What a neighbour runs: cells and pauses in ms, and whether an extension of ours guards its cells.
+    """What a neighbour runs: cells and pauses in ms, and whether our extension guards its cells.
 
-    `reaches_ms`: so long after its room was wanted its cell uses the GPU for the first time; None: from its beginning.
+    `reaches_ms`: how long after its room was requested its cell first uses the GPU; None: from the beginning.
     """
 
     cell_ms: int
@@ -54,7 +54,6 @@ class Habit:
 
     @property
     def ends(self) -> bool:
-        """Whether its cells end."""
         return self.cell_ms < FOR_EVER
 
 
@@ -91,7 +90,7 @@ def _theatre(policy: PoolSpec) -> Theatre:
 
 
 def _swap_ms(play: Theatre) -> int:
-    """The longest that a swap of a whole device was expected, or took."""
+    """The longest that a swap of a whole device was expected to take, or took."""
     said = [
         one.swap_ms(SUSPEND, "H", 1000) + one.swap_ms(RESUME, "H", 1000)
         for one in (Forecasts(), play.arbiter.forecasts)
@@ -104,7 +103,7 @@ def _turn_ms(play: Theatre, policy: PoolSpec) -> int:
 
 
 def _waits(play: Theatre, actor: Actor) -> list[int]:
-    """What it waited for each cell, the one that it still waits for included."""
+    """Return the wait for each of its cells, including one that is still waiting."""
     view = play.arbiter.lease(actor.spec.lease_id)
     assert view is not None
     still = [play.now - actor.wanted_ms] if actor.asks else []
@@ -155,7 +154,7 @@ def test_a_kernel_that_did_not_use_the_gpu_makes_room_in_mid_cell_and_takes_turn
 
 @pytest.mark.parametrize("name", ENDING)
 def test_older_tickets_cost_one_turn_and_one_swap_each(name: str) -> None:
-    """The line is as long as it is: nobody who comes later, or comes back, goes before those who wait."""
+    """The queue is fixed: no later or returning lease goes before those that wait."""
     play, habit = _theatre(NEVER), HABITS[name]
     actors = [play.enter(_actor(f"k{number}", habit), at_ms=10 * number) for number in range(5)]
     play.run(600_000)
@@ -176,7 +175,7 @@ def test_several_small_kernels_make_room_for_a_large_one_at_the_end_of_their_cel
 
 
 def test_kernels_that_wait_for_one_whose_cell_never_ends_go_on_after_a_moment() -> None:
-    """Where nobody is preempted, the room may never come: the others are not held up for it for more than a tenth of the time."""
+    """Without preemption the room may never come; the other kernels are held up for at most a tenth of the time."""
     play = _theatre(NEVER)
     play.enter(_actor("stays", HABITS["a cell that never ends"], 500))
     beside = play.enter(_actor("beside", HABITS["cells back to back"], 500))
@@ -330,7 +329,9 @@ def test_a_gate_stays_closed_for_as_long_as_a_swap_is_expected_to_take() -> None
     assert later.high_ms > 0, "the swap is under way still, and no gate is opened before it has ended"
     assert hand.granted(hand.wait(alone.high_ms + 1)) == []
     released = hand.granted(hand.saved(effects))
-    left = hand.arbiter.gate_wait("a", hand.now)  # that swap took longer than expected, so others are expected to, too
+    left = hand.arbiter.gate_wait(
+        "a", hand.now
+    )  # that swap took longer than expected, so later ones are expected to as well
     assert ("a", "d0") in [*released, *hand.granted(hand.wait(0 if left is None else left.high_ms))]
 
 
@@ -397,7 +398,7 @@ def test_a_suspend_that_fails_lets_the_next_cell_run() -> None:
 
 
 def test_room_that_was_made_is_not_taken_back_by_who_made_it() -> None:
-    """The one that leaves has had less: by virtual time alone it would go first, and the two would swap without end."""
+    """The lease that leaves has had less: by virtual time alone it would go first, and the two would swap for ever."""
     hand = Hand(pools=[replace(pool(min_residency_ms=5_000), preempt_equals=True)])
     hand.run("a")
     hand.wait(60_000)

@@ -1,4 +1,4 @@
-"""Human units are read strictly and at once, and what is printed can be read back."""
+"""Units are parsed strictly, and printed values can be parsed again."""
 
 import string
 from fractions import Fraction
@@ -22,7 +22,7 @@ from fractional_gpu.core.units import (
 
 
 def repr_type(value: object) -> str:
-    """Name a case; the numbers are too large to be printed."""
+    """Name a case, as the numbers are too large to print."""
     return type(value).__name__
 
 
@@ -145,7 +145,7 @@ def test_a_size_that_is_printed_reads_back_within_its_last_digit(mib: int) -> No
     read = parse_memory_mib(format_memory(mib))
     assert abs(read - mib) <= (
         0 if mib < 1024 else 1024 * Fraction(1, 20) + 1
-    )  # half a digit, and a MiB that reading rounds off
+    )  # half a digit, and a MiB lost to rounding when it is parsed
 
 
 @given(st.integers(0, 10**9))

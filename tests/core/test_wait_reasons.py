@@ -1,4 +1,4 @@
-"""A waiting ticket says which kernels are in its way, what they do, and until when; of other users it gives no names."""
+"""A waiting ticket names the kernels in its way, what they do, and until when; it hides the names of other users' kernels."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def run(hand: Hand, name: str, *, owner: str = "ann", label: str = "", mib: int 
 
 
 def waits(hand: Hand, name: str = "b") -> str:
-    """Have another kernel of ann's want the device; return why it waits."""
+    """Make another kernel of ann's want the device; return why it waits."""
     if hand.arbiter.lease(name) is None:
         start(hand, name, label=f"{name}.ipynb")
         hand.want(name)

@@ -1,9 +1,9 @@
-"""Kernels with habits around one arbiter, in virtual time: who wants what when is written down, and what became of it is measured.
+"""Kernels with habits around one arbiter, in virtual time: each play says when a kernel wants the GPU, and measures the outcome.
 
-A kernel plays its part: it wants the GPU, runs a cell once it is let in, rests for its gap, and wants it again. A driver carries out
-suspends and resumes in the time that their size takes. As in the world, a pause between two cells may be too short for the kernel to
-count as idle, and a cell that finds its gate open asks nothing (`Actor.quiet_ms`). Nothing is random here but what a habit draws from
-its own seed. Every event goes through an `Observer`, so every play also checks the laws.
+A kernel wants the GPU, runs a cell once it is let in, rests for its gap, and wants the GPU again. A driver carries out suspends and
+resumes in a time that depends on their size. As in reality, a pause between two cells may be too short for the kernel to count as
+idle, and a cell that finds its gate open asks for nothing (`Actor.quiet_ms`). Only a habit's own seed makes anything random.
+Every event goes through an `Observer`, so every play also checks the laws.
 """
 
 import heapq
@@ -44,16 +44,16 @@ class Actor:
     spec: LeaseSpec
     cell_ms: Callable[[], int]
     gap_ms: Callable[[], int] = lambda: 0
-    cells: int = FOR_EVER  # after so many it is shut down
-    quiet_ms: int = 0  # so long after a cell it is said to be idle; with 0 at once, and each cell asks
+    cells: int = FOR_EVER  # it shuts down after this many
+    quiet_ms: int = 0  # how long after a cell it is reported idle; with 0 at once, and each cell asks
     reaches_ms: int | None = (
-        None  # how long after they gave the room back in mid-cell its cells use the GPU; None: at once
+        None  # how long after giving its room back in mid-cell its cell uses the GPU; None: at once
     )
-    is_open: bool = False  # its gate; without an extension: nobody has to know of its next cell
+    is_open: bool = False  # whether it has a gate; without the extension, its next cell is not announced
     asks: bool = False  # its cell has not begun yet
     number: int = 0  # of its cells
-    left_ms: int = 0  # of the cell in hand; 0: none
-    began_ms: int | None = None  # when it began to run, this time
+    left_ms: int = 0  # of the current cell; 0: none
+    began_ms: int | None = None  # when it began to run this time
     wanted_ms: int = 0
     ran_ms: int = 0  # in all
     waits_ms: list[int] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Actor:
 
 
 class Theatre:
-    """One arbiter, its devices and its actors. `swap_ms` tells how long it takes to move so many MiB."""
+    """One arbiter, its devices and its actors. `swap_ms` returns how long it takes to move that many MiB."""
 
     def __init__(
         self,
@@ -95,17 +95,17 @@ class Theatre:
     # -- what a test says ----------------------------------------------------------------------------------------------------------
 
     def enter(self, actor: Actor, at_ms: int = 0) -> Actor:
-        """Have an actor start its kernel and want the GPU at that time."""
+        """Start an actor's kernel at a time; it wants the GPU at once."""
         self.at(at_ms, lambda: self._start(actor))
         return actor
 
     def at(self, at_ms: int, act: Callable[[], None]) -> None:
-        """Have something happen at a time."""
+        """Schedule an action at a time."""
         self._number += 1
         heapq.heappush(self._acts, (max(at_ms, self.now), self._number, act))
 
     def run(self, until_ms: int) -> None:
-        """Play until then. Raises LawBrokenError or InvariantError."""
+        """Play until a time. Raises LawBrokenError or InvariantError."""
         while True:
             due = self._acts[0][0] if self._acts else until_ms + 1
             if self._wake is not None and self._wake < due:
@@ -121,11 +121,10 @@ class Theatre:
         self.now = until_ms
 
     def ran_ms(self, actor: Actor) -> int:
-        """How long an actor has run until now."""
         return actor.ran_ms + (self.now - actor.began_ms if actor.began_ms is not None else 0)
 
     def send(self, event: Event) -> list[Effect]:
-        """Hand an event in, check what comes out, and carry it out."""
+        """Pass an event to the arbiter, check the effects, and carry them out."""
         effects = self.arbiter.handle(event)
         self._handled += 1
         self.observer.see(event, effects, whole=self._handled % self._whole_every == 0)
@@ -172,7 +171,7 @@ class Theatre:
             self.send(Wanted(at_ms=self.now, lease_id=actor.spec.lease_id))
 
     def _let_in(self, actor: Actor) -> None:
-        """The gate opens: the cell begins, or goes on where it was interrupted."""
+        """The gate opens: the cell begins, or continues where it was interrupted."""
         if actor.left_ms == 0 or actor.began_ms is not None:
             return
         actor.began_ms = self.now
@@ -241,13 +240,13 @@ class Theatre:
         if actor is not None:
             actor.preempted += effect.preempt
             self._stop(actor)
-            if actor.left_ms > 0 and not effect.preempt:  # a cell was about to begin: its gate asks again
+            if actor.left_ms > 0 and not effect.preempt:  # a cell was about to begin, so its gate asks again
                 self.at(self.now, lambda: self._ask_again(actor))
         mib = self.observer.leases[effect.lease_id].held
         self.at(self.now + self._swap_ms(mib), self._suspended(effect, SuspendOutcome.SAVED, mib))
 
     def _bar(self, actor: Actor, effect: Suspend) -> None:
-        """Its cell cannot reach the GPU, so it goes on without room, and counts as idle until it wants the GPU."""
+        """Its cell cannot reach the GPU, so it continues without room and counts as idle until it wants the GPU."""
         reaches_ms, actor.reaches_ms = actor.reaches_ms or 0, None
 
         def rest() -> None:
@@ -293,6 +292,6 @@ class Theatre:
         return restored
 
     def state(self, actor: Actor) -> LeaseState | None:
-        """Where the actor's lease stands; None: it is over."""
+        """Return the state of the actor's lease; None: it has ended."""
         view = self.arbiter.lease(actor.spec.lease_id)
         return None if view is None else view.state
