@@ -179,6 +179,8 @@ static bool occupy(Record *record, const int32_t *to) {
     for (int i = 0; i < MAX_DEVICES; i++) {
         uint64_t needed = bytes[i] + contexts[i] * context_bytes();
         if (needed && used[i] + needed > all[i].mib * MIB) fits = false;
+        Limit limit = needed && setting("limits_hold_in_restore", 1) ? limit_for((int)record->pid, i) : (Limit){.hard = UINT64_MAX};
+        if (limit.hard != UINT64_MAX && limit.used + needed > limit.hard) fits = false;
         if (contexts[i]) on |= 1u << i;
     }
     if (fits) {

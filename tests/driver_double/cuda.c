@@ -222,7 +222,8 @@ CUresult take(int ordinal, uint64_t bytes, int contexts) {
     uint64_t used[MAX_DEVICES], needed = bytes + (uint64_t)contexts * context_bytes();
     int device = process.visible[ordinal], count = devices(all), lock = lock_capacity();
     add_up_use(used);
-    bool fits = device < count && used[device] + needed <= all[device].mib * MIB;
+    Limit limit = limit_for((int)record->pid, device);
+    bool fits = device < count && used[device] + needed <= all[device].mib * MIB && (limit.hard == UINT64_MAX || limit.used + needed <= limit.hard);
     if (fits) {
         record->bytes[device] += bytes, record->contexts[device] += (uint32_t)contexts;
         if (record->contexts[device]) record->devices |= 1u << device;

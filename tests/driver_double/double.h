@@ -4,6 +4,7 @@
      faults/CALL/...     one file for each fault to come (see take_fault)
      processes/PID.START one Record for each CUDA process, mapped by that process, read by everybody
      capacity            locked while device memory is counted and taken
+     limits/DEVICE.INODE the memory limit of one control group on one device: its bytes, and the group's folder
      calls               one line for each call of every process
 */
 #ifndef DRIVER_DOUBLE_H
@@ -92,6 +93,16 @@ void visit_records(Visit, void *); /* those of living processes; sums are true w
 uint64_t used_by(const Record *, int device);       /* bytes, contexts included */
 void add_up_use(uint64_t used[MAX_DEVICES]);         /* by all processes; the caller has locked the capacity */
 uint64_t context_bytes(void);
+/* What a process's control groups leave it on a device: the smallest limit, of its own group (`leaf`) or of one above it, and what
+   the group with that limit uses; UINT64_MAX without a limit. The caller has locked the capacity. */
+typedef struct {
+    uint64_t hard, used;
+    bool leaf;
+} Limit;
+Limit limit_for(int pid, int device);
+uint64_t used_in_group(const char *folder, int device);
+bool limit_path(char *out, size_t room, const char *folder, int device); /* false: there is no such control group */
+bool read_limit(const char *path, uint64_t *hard, char *folder, size_t room);
 bool is_cuda_process(const Record *);
 bool begin(Call *, const char *name, int pid); /* false: the result is given, do nothing */
 int end(Call *, const char *format, ...) __attribute__((format(printf, 2, 3)));

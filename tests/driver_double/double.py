@@ -25,6 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from fractional_gpu.host.control_groups import mounts
 from fractional_gpu.host.process import identify
 from tests.driver_double.releases import newest, python_path
 
@@ -51,7 +52,12 @@ _FLAGS: Final = (
 )
 
 # The driver's version, and the CUDA version that it serves.
-_RELEASES: Final = {"570": ("570.172.08", 12080), "580": ("580.65.06", 13000), "610": ("610.43.02", 13030)}
+_RELEASES: Final = {
+    "570": ("570.172.08", 12080),
+    "580": ("580.65.06", 13000),
+    "610": ("610.43.02", 13030),
+    "615": ("615.20.01", 13040),
+}
 
 # What `set` takes in addition to `devices`, `driver` and `latency`, and the defaults.
 DEFAULTS: Final[Mapping[str, object]] = {
@@ -84,6 +90,9 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "persistence": False,  # a restore needs no cuInit of the caller
     "tells_moving": True,  # whether the states CHECKPOINTING and RESTORING are told (driver 570: False)
     "busy": (),  # pids whose work on the device does not end
+    "limits_known": False,  # whether control groups can have memory limits (driver 615 on: True)
+    "limits_told": True,  # whether a process sees the limit of its own control group as the device's size
+    "limits_hold_in_restore": True,  # whether a restore past the limit fails
 }
 _OF_DEVICES: Final = frozenset(
     {
@@ -211,13 +220,14 @@ class DriverDouble:
         self.devices: tuple[Device, ...] = ()
         self._settings: dict[str, str] = {}
         self._numbers = itertools.count()
-        for part in ("processes", "faults"):
+        for part in ("processes", "faults", "limits"):
             (folder / part).mkdir(parents=True)
             (folder / part).chmod(0o777)  # also for processes of other users
         (folder / "calls").touch()
         (folder / "capacity").touch()
         for shared in ("calls", "capacity"):
             (folder / shared).chmod(0o666)
+        self._settings["cgroup2"] = str(next((mount.point for mount in mounts() if mount.version == 2), ""))
         self.set(devices=devices, driver=driver)
 
     def environment(self, bindings: str = "newest") -> dict[str, str]:
@@ -241,7 +251,7 @@ class DriverDouble:
     ) -> None:
         """Change what the host plays, for calls from now on. `others` are in DEFAULTS. Raises ValueError for other names.
 
-        `driver` is 570, 580 or 610. `latency` is microseconds by call, `nvml` for every call of NVML.
+        `driver` is 570, 580, 610 or 615. `latency` is microseconds by call, `nvml` for every call of NVML.
         """
         unknown = sorted(set(others) - set(DEFAULTS))
         if unknown:
@@ -250,7 +260,11 @@ class DriverDouble:
             self._set_devices(devices)
         if driver is not None:
             version, cuda_version = _RELEASES[driver]
-            newer = {"tells_moving": driver != "570", "ipc_works": driver == "610"}
+            newer = {
+                "tells_moving": driver != "570",
+                "ipc_works": driver in ("610", "615"),
+                "limits_known": driver == "615",
+            }
             self._settings |= {"driver": version, "cuda_version": str(cuda_version), **_texts(newer)}
         if latency is not None:
             self._settings = {name: text for name, text in self._settings.items() if not name.startswith("latency.")}

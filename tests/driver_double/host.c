@@ -218,6 +218,98 @@ int lock_capacity(void) {
     return fd;
 }
 
+/* ---- limits of control groups (version 2) ---- */
+
+/* The folder of the process's control group. */
+static bool group_of(int pid, char *out, size_t room) {
+    char path[64], mount[256] = "/sys/fs/cgroup";
+    snprintf(path, sizeof path, "/proc/%d/cgroup", pid);
+    text_setting("cgroup2", mount, sizeof mount);
+    char *text = NULL, *all, *rest = NULL;
+    FILE *file = fopen(path, "re");
+    size_t size = 0;
+    bool found = false;
+    if (!file) return false;
+    if (getdelim(&text, &size, 0, file) > 0)
+        for (all = strtok_r(text, "\n", &rest); all; all = strtok_r(NULL, "\n", &rest))
+            if (!strncmp(all, "0::", 3)) {
+                snprintf(out, room, "%s%s", mount, strcmp(all + 3, "/") ? all + 3 : "");
+                found = true;
+            }
+    free(text);
+    fclose(file);
+    return found;
+}
+
+static bool in_group(const char *folder, const char *group) {
+    size_t length = strlen(group);
+    return !strncmp(folder, group, length) && (!folder[length] || folder[length] == '/');
+}
+
+struct group_use {
+    const char *group;
+    int device;
+    uint64_t used;
+};
+
+static void add_if_in_group(const Record *record, void *with) {
+    struct group_use *use = with;
+    char folder[512];
+    if (group_of((int)record->pid, folder, sizeof folder) && in_group(folder, use->group)) use->used += used_by(record, use->device);
+}
+
+uint64_t used_in_group(const char *group, int device) {
+    struct group_use use = {.group = group, .device = device};
+    visit_records(add_if_in_group, &use);
+    return use.used;
+}
+
+bool limit_path(char *out, size_t room, const char *folder, int device) {
+    struct stat s;
+    char name[64];
+    if (stat(folder, &s) || !S_ISDIR(s.st_mode)) return false;
+    snprintf(name, sizeof name, "limits/%d.%llu", device, (unsigned long long)s.st_ino);
+    return host_path(out, room, name);
+}
+
+bool read_limit(const char *path, uint64_t *hard, char *folder, size_t room) {
+    char text[600], format[32];
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    if (got <= 0) return false;
+    text[got] = 0;
+    unsigned long long bytes;
+    snprintf(format, sizeof format, "%%llu %%%zus", room - 1);
+    if (sscanf(text, format, &bytes, folder) != 2) return false;
+    *hard = bytes;
+    return true;
+}
+
+Limit limit_for(int pid, int device) {
+    Limit least = {.hard = UINT64_MAX};
+    char own[512], group[512], path[600], path_again[600];
+    if (!host_path(path, sizeof path, "limits") || !group_of(pid, own, sizeof own)) return least;
+    DIR *all = opendir(path);
+    if (!all) return least;
+    struct dirent *entry;
+    while ((entry = readdir(all))) {
+        int index, length = 0;
+        unsigned long long inode;
+        uint64_t hard;
+        if (sscanf(entry->d_name, "%d.%llu%n", &index, &inode, &length) != 2 || entry->d_name[length] || index != device) continue;
+        snprintf(path_again, sizeof path_again, "%s/%s", path, entry->d_name);
+        if (!read_limit(path_again, &hard, group, sizeof group) || !in_group(own, group)) continue;
+        struct stat s;
+        if (stat(group, &s) || s.st_ino != inode) continue; /* the group was removed, and its limit with it */
+        uint64_t used = used_in_group(group, device);
+        if (least.hard == UINT64_MAX || (int64_t)(hard - used) < (int64_t)(least.hard - least.used))
+            least = (Limit){.hard = hard, .used = used, .leaf = !strcmp(own, group)};
+    }
+    closedir(all);
+    return least;
+}
+
 /* Whether the driver knows the process as one of CUDA: some drivers may not before it has a context, or when it is a forked child. */
 bool is_cuda_process(const Record *record) {
     if (record->inherited) return setting("forked_known", 0) != 0;

@@ -259,9 +259,12 @@ CUresult CUDAAPI cuMemGetInfo(size_t *bytes_free, size_t *total) {
         uint64_t used[MAX_DEVICES];
         int device = process.visible[ordinal], count = devices(all), lock = lock_capacity();
         add_up_use(used);
+        Limit limit = limit_for(getpid(), device);
         close(lock);
-        *total = device < count ? all[device].mib * MIB : 0;
-        *bytes_free = *total > used[device] ? *total - used[device] : 0;
+        bool tells = limit.leaf && setting("limits_told", 1);
+        *total = device >= count ? 0 : tells ? limit.hard : all[device].mib * MIB;
+        uint64_t taken = tells ? limit.used : used[device];
+        *bytes_free = *total > taken ? *total - taken : 0;
     }
     return end(&call, "%s", "");
 }

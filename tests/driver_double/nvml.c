@@ -261,9 +261,14 @@ static uint64_t used_and_total(nvmlDevice_t handle, const Device *device, uint64
     uint64_t used[MAX_DEVICES];
     int lock = lock_capacity();
     add_up_use(used);
+    Limit limit = limit_for(getpid(), handle->index);
     close(lock);
     snprintf(extra, sizeof extra, "device.%d.extra_mib", handle->index); /* used by what is no process of this host */
     *total = mib * MIB;
+    if (limit.leaf && setting("limits_told", 1)) {
+        *total = limit.hard;
+        return limit.used;
+    }
     return used[handle->index] + (uint64_t)(setting(extra, 0) * (double)MIB);
 }
 
@@ -290,6 +295,59 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t handle, nvmlMemory_v2_t *me
         }
     }
     return end(&call, "device=%d version=%x", index_of(handle), memory->version);
+}
+
+/* ---- limits of control groups ---- */
+
+/* Whether a call about a limit goes on: the driver knows limits from 615 on, and not for MIG. */
+static bool enter_limit(Call *call, const char *name, nvmlDevice_t handle, Device *device, const char *group, char *path, size_t room) {
+    if (!enter_device(call, name, handle, device)) return false;
+    if (!setting("limits_known", 0)) call->result = NVML_ERROR_FUNCTION_NOT_FOUND;
+    else if (handle->instance >= 0 || device->mig == 1) call->result = NVML_ERROR_NOT_SUPPORTED;
+    else if (!limit_path(path, room, group, handle->index)) call->result = NVML_ERROR_OPERATING_SYSTEM;
+    return call->result == NVML_SUCCESS;
+}
+
+nvmlReturn_t nvmlDeviceSetMemoryLimits_v1(nvmlDevice_t handle, nvmlSetMemoryLimits_v1_t *limits) {
+    Call call;
+    Device device;
+    char path[600], bytes[2 * sizeof *limits + 1];
+    if (enter_limit(&call, "nvmlDeviceSetMemoryLimits_v1", handle, &device, limits->nameSpace, path, sizeof path)) {
+        bool clears = limits->hardLimit == NVML_DEVICE_MEMORY_LIMIT_MAX;
+        if (geteuid() != 0) call.result = NVML_ERROR_NO_PERMISSION;
+        else if (limits->softLimit > limits->hardLimit || (!clears && limits->hardLimit > device.mib * MIB))
+            call.result = NVML_ERROR_INVALID_ARGUMENT;
+        else {
+            int lock = lock_capacity();
+            unlink(path);
+            int fd = clears ? -1 : open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+            if (!clears && fd < 0) call.result = NVML_ERROR_UNKNOWN;
+            if (fd >= 0) {
+                dprintf(fd, "%llu %s\n", limits->hardLimit, limits->nameSpace);
+                close(fd);
+            }
+            close(lock);
+        }
+    }
+    return end(&call, "device=%d group=%s limits=%s", index_of(handle), limits->nameSpace,
+               hex(bytes, &limits->softLimit, sizeof *limits - sizeof limits->nameSpace));
+}
+
+nvmlReturn_t nvmlDeviceGetMemoryLimits_v1(nvmlDevice_t handle, nvmlGetMemoryLimits_v1_t *limits) {
+    Call call;
+    Device device;
+    char path[600], group[512];
+    uint64_t hard;
+    if (enter_limit(&call, "nvmlDeviceGetMemoryLimits_v1", handle, &device, limits->nameSpace, path, sizeof path)) {
+        int lock = lock_capacity();
+        if (!read_limit(path, &hard, group, sizeof group)) call.result = NVML_ERROR_NOT_FOUND;
+        else {
+            limits->softLimit = 0, limits->hardLimit = hard;
+            limits->currentUsed = used_in_group(group, handle->index);
+        }
+        close(lock);
+    }
+    return end(&call, "device=%d group=%s", index_of(handle), limits->nameSpace);
 }
 
 /* ---- activity ---- */

@@ -22,6 +22,7 @@ from fractional_gpu.gpu.interface import (
     ProcessState,
 )
 from fractional_gpu.gpu.nvidia.checkpointer import NvidiaCheckpointer
+from fractional_gpu.gpu.nvidia.limits import NvidiaMemoryLimits
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.releases import newest, python_path
@@ -41,6 +42,7 @@ class _Bindings:
 _MADE: Final[dict[str, Callable[[], object]]] = {
     "checkpointer": NvidiaCheckpointer,
     "monitor": NvidiaMonitor,
+    "limits": NvidiaMemoryLimits,
     "bindings": _Bindings,
 }
 

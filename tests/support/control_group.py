@@ -5,9 +5,11 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-__all__ = ["JOIN", "job_group", "memory_group", "pod_group", "set_limit", "used_mib"]
+from fractional_gpu.host.control_groups import mounts
+
+__all__ = ["JOIN", "job_group", "memory_group", "pod_group", "set_limit", "unit_group", "used_mib"]
 
 MIB = 1 << 20
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
@@ -77,6 +79,20 @@ def pod_group(uid: str) -> Iterator[Path]:
         _remove(group)
         with suppress(OSError):
             group.parent.rmdir()
+
+
+@contextmanager
+def unit_group() -> Iterator[tuple[str, Path]]:
+    """A control group of version 2 like a systemd unit's: its path in the hierarchy and its folder; removed with the block."""
+    (mount,) = [one for one in mounts() if one.version == 2]
+    path = PurePosixPath(f"/jfg-{secrets.token_hex(4)}.service")
+    group = mount.folder(mount.root / path.name)
+    assert group is not None
+    group.mkdir()
+    try:
+        yield str(mount.root / path.name), group
+    finally:
+        _remove(group)
 
 
 def _remove(group: Path) -> None:

@@ -125,6 +125,14 @@ class DeviceSensors:
     energy_mj: int | None = None  # used since the driver loaded (simulated: the monitor opened)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """What a control group may have of a device, and has, contexts included, MiB."""
+
+    hard_mib: int
+    used_mib: int
+
+
 class Monitor(Protocol):
     """Reads devices. Methods block for at most milliseconds on healthy hardware; the broker calls them off its loop."""
 
@@ -155,6 +163,16 @@ class Monitor(Protocol):
 
     def close(self) -> None:
         """Release everything."""
+
+
+class MemoryLimits(Protocol):
+    """Memory limits of control groups, enforced by the driver. `group`: its path from the hierarchy's root, on the host."""
+
+    def set(self, device_id: str, group: str, mib: int | None) -> None:
+        """Limit the group on the device, or end the limit (None). Raises GPUError."""
+
+    def read(self, device_id: str, group: str) -> MemoryLimit | None:
+        """Return the group's limit on the device, None without one. Raises GPUError."""
 
 
 class Checkpointer(Protocol):

@@ -6,7 +6,7 @@ Another package adds a kind of device with an entry point in the group `fraction
 
 from typing import Final, Protocol
 
-from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, Monitor
+from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, MemoryLimits, Monitor
 
 NVIDIA: Final = "nvidia"
 GROUP: Final = "fractional_gpu.devices"
@@ -52,6 +52,14 @@ def open_checkpointer(backend: str) -> Checkpointer:
 
         return NvidiaCheckpointer()
     return _kind(backend).open_checkpointer()
+
+
+def open_memory_limits(backend: str) -> MemoryLimits:
+    if backend != NVIDIA:
+        raise GPUError(GPUErrorCode.NOT_SUPPORTED, "these devices have no memory limits for control groups")
+    from fractional_gpu.gpu.nvidia.limits import NvidiaMemoryLimits  # noqa: PLC0415 (see above)
+
+    return NvidiaMemoryLimits()
 
 
 def _kind(backend: str) -> DeviceKind:

@@ -4,8 +4,9 @@
 
 Standard input is a SEQPACKET socket with one JSON object per packet, one operation at a time. The first message is `{protocol}`, or
 `{error: {code, message}}` if the backend cannot be opened. A request is `{op, target: {boot_id, pid, start_time}, ...}`; `lock` has
-`timeout_ms`, `restore` may have `moves`. A reply is `{state, elapsed_us}` or `{error: {code, message}}`. The worker checks the target's
-identity right before the operation: its pid may belong to another process by now. When the socket closes, it finishes the operation and
+`timeout_ms`, `restore` may have `moves`. `set_limit` and `read_limit` have `{device_id, group, mib}` instead of a target. A reply is
+`{state, elapsed_us, limit}` or `{error: {code, message}}`. The worker checks the target's identity right before the operation: its pid
+may belong to another process by now. When the socket closes, it finishes the operation and
 exits; a request's `deadline_s` ends a worker whose broker was killed. It ignores SIGINT and SIGTERM: a terminal or a service manager sends
 them to a whole group. It imports little: calls wait for a restarted worker's imports.
 """
@@ -18,14 +19,15 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, ProcessState
-from fractional_gpu.gpu.open import open_checkpointer
+from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, MemoryLimits, ProcessState
+from fractional_gpu.gpu.open import open_checkpointer, open_memory_limits
 from fractional_gpu.host import files
 from fractional_gpu.host.process import ProcessIdentity, identify
 
 PROTOCOL: Final = 1
 MAX_MESSAGE: Final = 1 << 16
 OPERATIONS: Final = ("ping", "state", "lock", "checkpoint", "restore", "unlock")
+LIMIT_OPERATIONS: Final = ("set_limit", "read_limit")
 
 
 def main(arguments: list[str]) -> int:
@@ -39,6 +41,7 @@ def main(arguments: list[str]) -> int:
     os.dup2(2, 1)  # driver libraries may print
     try:
         backend = open_checkpointer(arguments[1])
+        limits = _Limits(arguments[1])
     except GPUError as error:
         sys.stderr.write(f"the checkpoint worker cannot start: {error}\n")
         _send(error_fields(error))
@@ -46,7 +49,7 @@ def main(arguments: list[str]) -> int:
     try:
         _send({"protocol": PROTOCOL})
         while packet := os.read(0, MAX_MESSAGE):
-            _send(_answer(backend, packet))
+            _send(_answer(backend, limits, packet))
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the broker has ended; the operation is done
     return 0
@@ -60,9 +63,30 @@ def _send(message: Mapping[str, Any]) -> None:
     os.write(0, json.dumps(message).encode())
 
 
-def _answer(backend: Checkpointer, packet: bytes) -> dict[str, Any]:
+class _Limits:
+    """Opened at its first use: few drivers have them."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._opened: MemoryLimits | None = None
+
+    def perform(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if self._opened is None:
+            self._opened = open_memory_limits(self._backend)
+        device_id, group, mib = str(request["device_id"]), str(request["group"]), request.get("mib")
+        if request["op"] == "set_limit":
+            self._opened.set(device_id, group, None if mib is None else int(mib))
+            return {}
+        found = self._opened.read(device_id, group)
+        return {} if found is None else {"limit": {"hard_mib": found.hard_mib, "used_mib": found.used_mib}}
+
+
+def _answer(backend: Checkpointer, limits: _Limits, packet: bytes) -> dict[str, Any]:
     try:
-        state, elapsed_us = _perform(backend, json.loads(packet))
+        request = json.loads(packet)
+        if request["op"] in LIMIT_OPERATIONS:
+            return limits.perform(request)
+        state, elapsed_us = _perform(backend, request)
     except GPUError as error:
         return error_fields(error)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:

@@ -24,7 +24,7 @@ from typing import Final
 
 import msgspec
 
-from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, MemoryLimit, ProcessState
 from fractional_gpu.gpu.worker import MAX_MESSAGE, PROTOCOL
 from fractional_gpu.gpu.worker_process import Reply, Worker, connect, parse
 from fractional_gpu.host import files
@@ -174,6 +174,15 @@ class WorkerLink:
 
     async def unlock(self, target: ProcessIdentity) -> int:
         return (await self._call("unlock", target, self._answer_s)).elapsed_us
+
+    async def set_limit(self, device_id: str, group: str, mib: int | None) -> None:
+        """Limit a control group's memory on a device, or end the limit (None). Raises GPUError."""
+        await self._call("set_limit", None, self._answer_s, device_id=device_id, group=group, mib=mib)
+
+    async def read_limit(self, device_id: str, group: str) -> MemoryLimit | None:
+        """Return a control group's memory limit on a device, None without one. Raises GPUError."""
+        reply = await self._call("read_limit", None, self._answer_s, device_id=device_id, group=group)
+        return None if reply.limit is None else MemoryLimit(**reply.limit)
 
     def renew(self) -> None:
         """Serve the next call with a new worker: this one's view of the driver may be out of date."""

@@ -40,6 +40,7 @@ class Reply(msgspec.Struct):
     pid: int = 0  # the service has started it; the message carries its channel and pidfd
     state: str | None = None
     elapsed_us: int = 0
+    limit: dict[str, int] | None = None
     error: dict[str, str] | None = None
 
     def failure(self) -> GPUError | None:

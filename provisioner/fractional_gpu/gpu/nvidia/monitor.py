@@ -127,7 +127,7 @@ class NvidiaMonitor:
     def devices(self) -> list[DeviceInfo]:
         if not self._start():
             return []
-        with self._translated("listing the devices"):
+        with translated(self._nvml, "listing the devices"):
             version: str = self._nvml.nvmlSystemGetDriverVersion()
             count: int = self._nvml.nvmlDeviceGetCount()
         self.warnings = driver_warnings(version)
@@ -149,7 +149,7 @@ class NvidiaMonitor:
 
     def use(self, device_id: str) -> DeviceUse:
         self._must_start(device_id)
-        with self._translated(f"reading device {device_id}"):
+        with translated(self._nvml, f"reading device {device_id}"):
             return self._read(device_id, partial(self._use, device_id))
 
     def _use(self, device_id: str, handle: object) -> DeviceUse:
@@ -181,7 +181,7 @@ class NvidiaMonitor:
             return None
         was_set = self._was_set(device_id, self._steps_known)
         offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
-        with self._translated(f"reading who works on device {device_id}"):
+        with translated(self._nvml, f"reading who works on device {device_id}"):
             samples = self._read(device_id, partial(self._samples, max(0, since_us + offset_us)))
         if samples is None:
             return None
@@ -205,7 +205,7 @@ class NvidiaMonitor:
             return None
         was_set = self._was_set(device_id, self._steps_measured)
         offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
-        with self._translated(f"reading the utilisation of device {device_id}"):
+        with translated(self._nvml, f"reading the utilisation of device {device_id}"):
             samples = self._read(device_id, partial(self._samples, max(0, since_us + offset_us)))
             busy_percent = self._read(device_id, self._busy_percent)
         if samples is None and busy_percent is None:
@@ -271,7 +271,7 @@ class NvidiaMonitor:
     def sensors(self, device_id: str) -> DeviceSensors:
         # Since Ampere, power is the last second's mean (on GA100 the current value). Since Volta, energy counts from the driver's start.
         self._must_start(device_id)
-        with self._translated(f"reading the sensors of device {device_id}"):
+        with translated(self._nvml, f"reading the sensors of device {device_id}"):
             return self._read(device_id, partial(self._sensors, device_id))
 
     def _sensors(self, device_id: str, handle: object) -> DeviceSensors:
@@ -337,7 +337,7 @@ class NvidiaMonitor:
             return True
 
     def _describe(self, index: int, refusal: str) -> list[DeviceInfo]:
-        with self._translated(f"reading the device with index {index}"):
+        with translated(self._nvml, f"reading the device with index {index}"):
             try:
                 handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
                 if self._has_mig_instances(handle):
@@ -388,13 +388,15 @@ class NvidiaMonitor:
         yield ProcessKind.COMPUTE, list(self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
         yield ProcessKind.GRAPHICS, self._optional("nvmlDeviceGetGraphicsRunningProcesses", handle) or []
 
-    @contextmanager
-    def _translated(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except self._nvml.NVMLError as error:
-            code = _CODES.get(error.value, GPUErrorCode.UNKNOWN)
-            raise GPUError(code, f"{doing} failed: {error} (NVML error {error.value})") from error
+
+@contextmanager
+def translated(nvml: ModuleType, doing: str) -> Iterator[None]:
+    """Raise NVML's errors as GPUError."""
+    try:
+        yield
+    except nvml.NVMLError as error:
+        code = _CODES.get(error.value, GPUErrorCode.UNKNOWN)
+        raise GPUError(code, f"{doing} failed: {error} (NVML error {error.value})") from error
 
 
 def _process_of(number: int) -> int:
