@@ -57,7 +57,7 @@ class Driver:
 
 def test_the_process_reads_back_what_it_wrote_through_the_driver() -> None:
     driver = Driver()
-    read = hold_nvidia(driver)
+    read = hold_nvidia(driver).read
     assert driver.calls == ["init", "context of device 0"]
     assert read() == b"\xa5\x5a\x3c\xc3" * (MEMORY_MIB << 18)
     driver.memory.raw = bytes(MEMORY_MIB << 20)

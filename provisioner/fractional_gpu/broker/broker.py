@@ -33,6 +33,7 @@ from fractional_gpu.broker.metrics import Metrics
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, remove_token_file
 from fractional_gpu.broker.persistence.ledger_writer import History, LeaseRecords, LedgerWriter
 from fractional_gpu.broker.supervision.enforcement import ContextLearner, Enforcement, GpuActivity
+from fractional_gpu.broker.supervision.hard_caps import HardCaps
 from fractional_gpu.broker.supervision.survivors import OomKills, Survivors
 from fractional_gpu.broker.swap.operations import Operations
 from fractional_gpu.broker.swap.swap import Swaps
@@ -145,6 +146,7 @@ class Broker:
         swaps.connect(roots=self.roots, is_quiet=self.gpu_activity.is_quiet)
         self._networks = Networks()
         self._alarm: asyncio.TimerHandle | None = None
+        self.hard_caps = HardCaps(self, swaps.worker)
         self.operations = Operations(self, swaps)
 
     def dispatch(self, event: Event) -> list[Effect]:
@@ -357,7 +359,9 @@ class Broker:
                 held = [device for device in self.arbiter.devices() if device.device_id in device_ids]
                 environment |= sharing_environment(pool, view.spec, limit_mib, held)
         if device_ids and device_ids[0] in self.devices:
-            environment["JUPYTER_GPU_DEVICE_MIB"] = str(self.devices[device_ids[0]].memory_mib)
+            kernel = self.kernels.get(lease_id)
+            told_mib = self.hard_caps.told_mib(kernel, device_ids[0]) if kernel is not None else None
+            environment["JUPYTER_GPU_DEVICE_MIB"] = str(told_mib or self.devices[device_ids[0]].memory_mib)
             environment["JUPYTER_GPU_CONTEXT_MIB"] = str(self.contexts.context_mib(lease_id, device_ids))
         return environment
 

@@ -225,6 +225,11 @@ class Pool(HasTraits):
         help="What happens to processes that a kernel started, that outlive it and that hold device memory: 'keep': they run on "
         "and keep the kernel's reservation; 'end': the broker ends them (SIGTERM, then SIGKILL) if its user may do that.",
     )
+    exclusive = Setting(
+        values.boolean, False, True, to="exclusive",
+        help="Where the driver enforces memory limits: keep the pool's kernels, and all other processes in their control groups, off "
+        "devices that they hold nothing on. False: other programs of the same user or unit may use those.",
+    )
     suspend_unseen = Setting(
         values.boolean, True, False, to="suspend_unseen",
         help="Suspend kernels without our extension (other languages), although the broker cannot detect whether they use managed "

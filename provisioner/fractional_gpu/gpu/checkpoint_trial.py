@@ -51,7 +51,7 @@ async def try_checkpoint(
     """
     result = TrialResult()
     try:
-        async with _probe_process(monitor, device_id, exempt_pids if exempt_pids is not None else set()) as process:
+        async with probe_process(monitor, device_id, exempt_pids if exempt_pids is not None else set()) as process:
             await _move_out_and_back(worker, monitor, device_id, process, result)
     except GPUError as error:
         result.wrong, result.code = str(error), error.code
@@ -77,12 +77,17 @@ async def _move_out_and_back(
     result.left_mib = await _used_mib(monitor, device_id, identity)
     result.phases_us["restore"] = await worker.restore(identity, None, _COPY_S)
     result.phases_us["unlock"] = await worker.unlock(identity)
-    if process.stdin is None:
-        raise RuntimeError("the process has no standard input")
-    process.stdin.write(b"\n")  # it checks its memory's contents
-    answer = await _read_line(process, _ANSWER_S)
+    answer = await ask_probe(process, "check")
     if answer != "intact":
         raise RuntimeError(f"its memory was not the same afterwards ({answer or 'it ended'})")
+
+
+async def ask_probe(process: asyncio.subprocess.Process, command: str) -> str:
+    """Return the probe process's answer, "" if it has ended. Raises TimeoutError, RuntimeError."""
+    if process.stdin is None:
+        raise RuntimeError("the process has no standard input")
+    process.stdin.write(f"{command}\n".encode())
+    return await _read_line(process, _ANSWER_S)
 
 
 async def _used_mib(monitor: Monitor, device_id: str, identity: ProcessIdentity) -> int | None:
@@ -91,11 +96,11 @@ async def _used_mib(monitor: Monitor, device_id: str, identity: ProcessIdentity)
 
 
 @asynccontextmanager
-async def _probe_process(
-    monitor: Monitor, device_id: str, exempt_pids: set[int]
+async def probe_process(
+    monitor: Monitor, device_id: str, exempt_pids: set[int], *group: str
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "fractional_gpu.gpu.probe_process", monitor.kind),
+        *(sys.executable, "-P", "-m", "fractional_gpu.gpu.probe_process", monitor.kind, *group),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

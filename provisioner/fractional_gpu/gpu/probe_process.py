@@ -1,10 +1,11 @@
-"""A child process with a little device memory, for trying checkpoints (see `checkpoint_trial`).
+"""A child process with a little device memory, for trying checkpoints and memory limits (see `checkpoint_trial`, `limit_trial`).
 
-python -P -m fractional_gpu.gpu.probe_process nvidia|simulated
+python -P -m fractional_gpu.gpu.probe_process nvidia|simulated [GROUP]
 
-It prints `ready` when it has filled its memory, or one line that begins with `failed`. For each line on standard input it reads its
-memory back and prints `intact` or `changed`; it exits at end of input. In between it makes no CUDA call, so a lock does not block it.
-It drops variables that change the driver: the trial is about the machine, not the broker's environment.
+It joins the control group (a folder), if one is given. It prints `ready` when it has filled its memory, or one line that begins with
+`failed`. For each line on standard input it reads its memory back and prints `intact` or `changed`; for `grow` it allocates as much again
+and prints `grown` or `full`, for `size` the device's MiB as it sees them. It exits at end of input. In between it makes no CUDA call, so a
+lock does not block it. It drops variables that change the driver: the trial is about the machine, not the broker's environment.
 """
 
 import ctypes
@@ -12,41 +13,64 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from fractional_gpu.gpu import driver_environment
 
 MEMORY_MIB: Final = 64
 _BYTES: Final = MEMORY_MIB << 20
+_OUT_OF_MEMORY: Final = 2
 _PATTERN: Final = b"\xa5\x5a\x3c\xc3"
 
 
 def main(arguments: list[str]) -> int:
     """Return 1 if it gets no device memory, 2 for bad arguments."""
-    opened = {"nvidia": hold_nvidia, "simulated": hold_simulated}.get(arguments[0] if len(arguments) == 1 else "")
+    known = {"nvidia": hold_nvidia, "simulated": hold_simulated}
+    opened = known.get(arguments[0]) if len(arguments) in (1, 2) else None
     if opened is None:
-        sys.stderr.write("usage: python -P -m fractional_gpu.gpu.probe_process nvidia|simulated\n")
+        sys.stderr.write("usage: python -P -m fractional_gpu.gpu.probe_process nvidia|simulated [GROUP]\n")
         return 2
+    for group in arguments[1:]:
+        (Path(group) / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
     driver_environment.clean(os.environ, keep=("CUDA_VISIBLE_DEVICES",))
     try:
-        read = opened()
+        memory = opened()
     except (RuntimeError, ImportError) as error:
         _say(f"failed: {' '.join(str(error).split())}")
         return 1
     _say("ready")
-    for _ in sys.stdin:
-        _say("intact" if read() == _PATTERN * (_BYTES // len(_PATTERN)) else "changed")
+    for line in sys.stdin:
+        _say(_answer(memory, line.strip()))
     return 0
 
 
-def hold_simulated() -> Callable[[], bytes]:
+@dataclass(frozen=True)
+class Memory:
+    """What the process holds. `grow` allocates as much again and says whether it could; `size` returns the device's bytes."""
+
+    read: Callable[[], bytes]
+    grow: Callable[[], bool] = lambda: False
+    size: Callable[[], int] = lambda: 0
+
+
+def _answer(memory: Memory, line: str) -> str:
+    if line == "grow":
+        return "grown" if memory.grow() else "full"
+    if line == "size":
+        return str(memory.size() >> 20)
+    return "intact" if memory.read() == _PATTERN * (_BYTES // len(_PATTERN)) else "changed"
+
+
+def hold_simulated() -> Memory:
     cuda = importlib.import_module("fractional_gpu.gpu.simulated.cuda")
     buffer = cuda.allocate(_BYTES)
     buffer.fill(_PATTERN)
-    return lambda: bytes(buffer.read())
+    return Memory(lambda: bytes(buffer.read()))
 
 
-def hold_nvidia(driver: Any = None) -> Callable[[], bytes]:  # noqa: ANN401 - the bindings have no types
+def hold_nvidia(driver: Any = None) -> Memory:  # noqa: ANN401 - the bindings have no types
     cuda = importlib.import_module("cuda.bindings.driver") if driver is None else driver
 
     def do(call: str, *given: object) -> Any:  # noqa: ANN401 - whatever this call of the driver gives
@@ -66,7 +90,17 @@ def hold_nvidia(driver: Any = None) -> Callable[[], bytes]:  # noqa: ANN401 - th
         do("cuMemcpyDtoH", ctypes.addressof(host), pointer, _BYTES)
         return host.raw
 
-    return read
+    def grow() -> bool:
+        result, _ = cuda.cuMemAlloc(_BYTES)
+        if int(result) not in (0, _OUT_OF_MEMORY):
+            raise RuntimeError(f"cuMemAlloc gave {getattr(result, 'name', result)} ({int(result)})")
+        return int(result) == 0
+
+    def size() -> int:
+        result, _, total = cuda.cuMemGetInfo()
+        return int(total) if int(result) == 0 else 0
+
+    return Memory(read, grow, size)
 
 
 def _say(line: str) -> None:

@@ -3,6 +3,8 @@
 The arbiter's view of a lease (`core.model`) is included unchanged. Kernels do not load this module at startup.
 """
 
+from enum import StrEnum
+
 from msgspec import Struct
 
 from fractional_gpu.core.forecasts.advice import Advice
@@ -84,6 +86,14 @@ class KernelFacts(Struct, frozen=True, kw_only=True):
     resumes: int = 0
 
 
+class Cap(StrEnum):
+    """What keeps a kernel within its device memory, the strictest first."""
+
+    DRIVER = "driver"  # the driver limits its control group: allocations past its share fail
+    FRAMEWORK = "framework"  # its extension limits the frameworks that it knows
+    SAMPLE = "sample"  # nothing does: the broker sees afterwards what it uses
+
+
 class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
     """One lease, for people and programs: what the arbiter knows, and what the broker knows of its kernel."""
 
@@ -99,6 +109,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
     gated: bool  # its extension is connected
     measured: bool = True  # its use was measured after its last cell began or ended
     working: bool = False  # its processes use the device though no cell runs
+    cap: Cap = Cap.SAMPLE  # what keeps it within its device memory
     left: list[LeftProcess] = []  # processes with device memory left by its ended kernel
     position: int | None = None  # place in the queue
     expected: Span | None = None  # forecast of its remaining wait

@@ -353,9 +353,11 @@ class LeaseRecords:
             kernel.link.send(GateVerb.LIMIT, environment=self._broker.environment(kernel.lease_id, device_ids))
 
     def may_use(self, kernel: Kernel) -> tuple[str, ...]:
-        """Return the devices that a resident kernel may use now: those with its reservation in the ledger. There may be none."""
+        """Return the devices that a resident kernel may use now: reserved for it in the ledger and by the driver. There may be none."""
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state is not LeaseState.RESIDENT or view.device_ids != kernel.on_disk.reserved:
+            return ()
+        if not self._broker.hard_caps.allows(kernel):
             return ()
         return kernel.on_disk.reserved
 

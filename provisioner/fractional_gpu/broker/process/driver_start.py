@@ -26,6 +26,7 @@ from fractional_gpu.core.events import Checkpointable, DeviceSeen
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.gpu.checkpoint_trial import try_checkpoint
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode, Monitor
+from fractional_gpu.gpu.limit_trial import try_memory_limit
 from fractional_gpu.gpu.open import NVIDIA, backend_name, open_monitor
 from fractional_gpu.gpu.simulated.device_memory import DeviceMemoryServer
 from fractional_gpu.gpu.simulated.host import choose_directory, create, destroy
@@ -105,6 +106,15 @@ class DriverStart:
             for one, spec in list(self._specs.items()):
                 if not spec.why_not:
                     self._tell(broker, one, result.wrong)
+        if not result.wrong:
+            limited = await try_memory_limit(
+                self._worker,
+                broker.monitor,
+                device_id,
+                self._specs[device_id].memory_mib,
+                exempt_pids=broker.enforcement.exempt_pids,
+            )
+            broker.hard_caps.tried(limited)
         outcome = result.wrong or f"it works, and took {sum(result.phases_us.values()) / 1e6:.2f} s"
         return f"checkpointing was tried on a process of our own: {outcome}"
 

@@ -170,6 +170,7 @@ class BrokerRun:
         await self._take_back_leases(files, swaps)
         await sampler.sample()  # leases' use is known before any request is answered
         await driver.try_checkpoint(broker, swaps)
+        await broker.hard_caps.recall()
 
         # The API.
         service = self.service = LeaseService(broker, settings, refresh=sampler.refresh)
@@ -190,6 +191,7 @@ class BrokerRun:
             self.repair.run(),
             broker.gpu_activity.run(),
             broker.metering.run(),
+            broker.hard_caps.run(),
             driver.run(broker, swaps),
             OomProtection(broker, ledger.path.with_suffix(".oom.json")).run(),
             service.seats.run(),

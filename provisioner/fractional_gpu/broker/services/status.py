@@ -23,7 +23,15 @@ from fractional_gpu.gpu.interface import DeviceSensors
 from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.limits import PULSE_S
 from fractional_gpu.protocol.messages import COMMAND, KERNEL
-from fractional_gpu.protocol.status import DeviceStatus, HostChange, HostStatus, LeaseStatus, LeftProcess, Neighbour
+from fractional_gpu.protocol.status import (
+    Cap,
+    DeviceStatus,
+    HostChange,
+    HostStatus,
+    LeaseStatus,
+    LeftProcess,
+    Neighbour,
+)
 
 HAD_ITS_TURN = "this kernel had its turn on the device; others waited before this cell began, and go first"
 """Why a cell waits at its kernel's closed gate (`wait.turn`)."""
@@ -71,12 +79,19 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
             LeftProcess(pid=one.identity.pid, command=one.command, used_mib=one.used_mib)
             for one in kernel.ending.survivors
         ],
+        cap=_cap(broker, kernel),
         slowdown=broker.arbiter.slowdown(kernel.lease_id),
         foresight=str(pool.foresight) if pool is not None else "",
         budget=kernel.budget,
         budget_used_up=kernel.budget_used_up,
         host_goes_away_in_ms=_left_ms(broker.host_deadline_ms),
     )
+
+
+def _cap(broker: Broker, kernel: Kernel) -> Cap:
+    if broker.hard_caps.caps(kernel):
+        return Cap.DRIVER
+    return Cap.FRAMEWORK if kernel.link is not None else Cap.SAMPLE
 
 
 def _left_ms(deadline_ms: int | None) -> int | None:

@@ -145,7 +145,10 @@ class Operations:
                 return
             # Reading the processes changes nothing: it does not wait until the intent is written.
             await asyncio.gather(self._write_down(kernel, "resume"), self._swaps.glance())
-            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib)
+            if why := await self._broker.hard_caps.apply(kernel):  # a restore past the limit would kill the process
+                outcome, sentence = ResumeOutcome.NOT_STARTED, f"it cannot be brought back now: {why}"
+            else:
+                outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib)
             if outcome is ResumeOutcome.NOT_STARTED:
                 await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
         except LedgerError as error:

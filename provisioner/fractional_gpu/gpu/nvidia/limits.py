@@ -56,7 +56,7 @@ class NvidiaMemoryLimits:
 
 def _folder(group: str) -> bytes:
     path = PurePosixPath(group)
-    folders = [mount.folder(path) for mount in mounts() if mount.version == 2]  # noqa: PLR2004 - of control groups
+    folders = [mount.folder(path) for mount in mounts() if mount.version == 2]
     found = next((folder for folder in folders if folder is not None and folder.is_dir()), None)
     if found is None:
         raise GPUError(

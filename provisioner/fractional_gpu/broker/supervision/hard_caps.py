@@ -1,0 +1,172 @@
+"""Caps that the driver enforces: each control group may hold on a device what its leases hold there.
+
+A group is limited if it belongs to one seat's or user's processes alone (`own_group`). Its limit is raised before a lease of it may use a
+device or is restored there, and lowered after a suspend. It ends with the group's last lease.
+
+A restore past a limit would kill the process, so nothing is restored before its limit is set. A broker that starts among living kernels
+cannot try the driver: it goes on with the limits if it finds one.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from typing import TYPE_CHECKING, Final
+
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.core.model import HOLDING, LeaseView
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode
+from fractional_gpu.gpu.limit_trial import LimitTrial
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.own_group import OwnGroup, own_group
+from fractional_gpu.host.process import ProcessIdentity
+
+if TYPE_CHECKING:
+    from fractional_gpu.broker.broker import Broker
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S: Final = 5.0
+_GONE: Final = frozenset({GPUErrorCode.OPERATING_SYSTEM, GPUErrorCode.NO_SUCH_DEVICE, GPUErrorCode.DEVICE_LOST})
+_NOT_TRIED: Final = "whether the driver enforces memory limits was not tried"
+
+Key = tuple[str, str]
+"""A control group and a device."""
+
+
+class HardCaps:
+    """`why_not`: why the driver caps no kernel, a sentence; empty: it caps those in a group of their own."""
+
+    def __init__(self, broker: "Broker", worker: WorkerLink) -> None:
+        self.why_not = _NOT_TRIED
+        self._broker = broker
+        self._worker = worker
+        self._is_told = False
+        self._groups: dict[ProcessIdentity, OwnGroup | None] = {}
+        self._set: dict[Key, int] = {}  # MiB
+        self._failed: dict[Key, str] = {}  # why the driver refused the last change
+        self._turn = asyncio.Lock()
+        self._known = asyncio.Event()  # what the driver can do, as far as this broker finds out
+
+    def tried(self, result: LimitTrial) -> None:
+        self.why_not, self._is_told = result.why_not, result.is_told
+        log.info("memory limits by the driver: %s", result.why_not or "they work")
+
+    async def recall(self) -> None:
+        """Go on with the limits of an earlier broker, if it set any for a living kernel. Call it once, after the trial."""
+        for kernel, view in self._broker.views():
+            group = self._group(kernel)
+            if group is None or self.why_not != _NOT_TRIED:
+                continue
+            try:
+                found = [await self._worker.read_limit(device_id, group.path) for device_id in view.device_ids]
+            except GPUError as error:
+                if error.code is GPUErrorCode.NOT_SUPPORTED:
+                    self.why_not = str(error)
+                continue
+            if any(found):
+                self.why_not, self._is_told = "", True
+        self._known.set()
+
+    def allows(self, kernel: Kernel) -> bool:
+        """Whether the kernel's limit on its devices is at least what it holds: it may use them."""
+        wanted = self._wanted() if not self.why_not else {}
+        return all(self._set.get(key, -1) >= mib for key, mib in wanted.items() if self._concerns(kernel, key))
+
+    def told_mib(self, kernel: Kernel, device_id: str) -> int | None:
+        """Return the MiB that the kernel's frameworks see as the device's size, None if they see the whole device."""
+        group = self._group(kernel) if not self.why_not and self._is_told else None
+        return self._set.get((group.path, device_id)) if group is not None and group.is_leaf else None
+
+    def caps(self, kernel: Kernel) -> bool:
+        """Whether the driver limits the kernel's control group now."""
+        return any(self._concerns(kernel, key) for key in self._set)
+
+    async def apply(self, kernel: Kernel | None = None) -> str:
+        """Bring the limits up to date; return why the kernel's could not be raised, or ""."""
+        await self._known.wait()
+        if self.why_not:
+            return ""
+        async with self._turn:
+            wanted = self._wanted()
+            for key, mib in wanted.items():
+                if self._set.get(key) != mib:
+                    await self._change(key, mib)
+            for key in [key for key in self._set if key not in wanted]:
+                await self._change(key, None)
+        if kernel is None or self.allows(kernel):
+            return ""
+        return next(
+            (why for key, why in self._failed.items() if self._concerns(kernel, key)), "its limit is not set yet"
+        )
+
+    async def run(self) -> None:
+        """Follow the arbiter's decisions, and open the gates of kernels whose limit was raised."""
+        while True:
+            changed = self._broker.anything_changed
+            waiting = [kernel for kernel, _ in self._broker.views() if not self.allows(kernel)]
+            await self.apply()
+            for kernel in waiting:
+                if self.allows(kernel):
+                    self._broker.open_gate(kernel)
+                    kernel.notify()
+            if self._failed:
+                await asyncio.wait([asyncio.ensure_future(changed.wait())], timeout=_AGAIN_S)
+            else:
+                await changed.wait()
+
+    async def _change(self, key: Key, mib: int | None) -> None:
+        group, device_id = key
+        try:
+            await self._worker.set_limit(device_id, group, mib)
+        except GPUError as error:
+            if mib is None and error.code in _GONE:  # with its group, or its device
+                self._set.pop(key, None)
+                return
+            if self._failed.get(key) != str(error):
+                log.warning("the memory limit of control group %s cannot be changed: %s", group, error)
+            self._failed[key] = str(error)
+            return
+        self._failed.pop(key, None)
+        if mib is None:
+            self._set.pop(key, None)
+        else:
+            self._set[key] = mib
+
+    def _wanted(self) -> dict[Key, int]:
+        by_group: dict[str, list[LeaseView]] = defaultdict(list)
+        for kernel, view in self._broker.views():
+            if (group := self._group(kernel)) is not None:
+                by_group[group.path].append(view)
+        wanted: dict[Key, int] = {}
+        for path, views in by_group.items():
+            if len({view.spec.seat or view.spec.owner for view in views}) > 1:
+                continue  # several seats or users share the group
+            for view in views:
+                for device_id in view.device_ids:
+                    holds_mib = view.reserved_mib if view.state in HOLDING else 0
+                    wanted[path, device_id] = wanted.get((path, device_id), 0) + holds_mib
+                if self._is_exclusive(view):
+                    for device_id in self._broker.devices:
+                        wanted.setdefault((path, device_id), 0)
+        return wanted
+
+    def _is_exclusive(self, view: LeaseView) -> bool:
+        pool = self._broker.arbiter.pools().get(view.spec.pool)
+        return pool is not None and pool.exclusive
+
+    def _concerns(self, kernel: Kernel, key: Key) -> bool:
+        group, view = self._group(kernel), self._broker.arbiter.lease(kernel.lease_id)
+        return group is not None and view is not None and key[0] == group.path and key[1] in view.device_ids
+
+    def _group(self, kernel: Kernel) -> OwnGroup | None:
+        identity = kernel.identity
+        if identity is None:
+            return None
+        if identity not in self._groups:
+            if len(self._groups) > 2 * len(self._broker.kernels) + 16:
+                self._groups.clear()
+            try:
+                self._groups[identity] = own_group(identity.pid, kernel.uid)
+            except (ProcessLookupError, OSError):
+                return None
+        return self._groups[identity]

@@ -1,0 +1,69 @@
+"""Tries a memory limit on our own child process: whether the driver enforces what a control group may hold of a device.
+
+The child gets a control group of its own, below the broker's. It may allocate while the limit is far away, not past the limit, and again
+when the limit is raised.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from fractional_gpu.gpu.checkpoint_trial import ask_probe, probe_process
+from fractional_gpu.gpu.interface import GPUError, Monitor
+from fractional_gpu.gpu.probe_process import MEMORY_MIB
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.control_groups import ROOT, mounts
+from fractional_gpu.host.own_group import group_of_self
+
+
+@dataclass(slots=True, kw_only=True)
+class LimitTrial:
+    """`why_not` is a sentence, empty if the driver enforces limits. `is_told`: a process sees its group's limit as the device's size."""
+
+    why_not: str = ""
+    is_told: bool = False
+
+
+async def try_memory_limit(
+    worker: WorkerLink, monitor: Monitor, device_id: str, device_mib: int, *, exempt_pids: set[int]
+) -> LimitTrial:
+    """Takes seconds. Cancellation kills the child and ends the limit with its group."""
+    try:
+        with _group() as (group, folder):
+            await worker.set_limit(device_id, group, device_mib)
+            async with probe_process(monitor, device_id, exempt_pids, folder) as process:
+                found = await worker.read_limit(device_id, group)
+                if found is None or found.hard_mib != device_mib or found.used_mib < MEMORY_MIB:
+                    return LimitTrial(why_not=f"a limit of {device_mib} MiB was set, and the driver says {found}")
+                near_mib = found.used_mib + MEMORY_MIB // 2
+                await worker.set_limit(device_id, group, near_mib)
+                is_told = await ask_probe(process, "size") == str(near_mib)
+                past = await ask_probe(process, "grow")
+                await worker.set_limit(device_id, group, device_mib)
+                within = await ask_probe(process, "grow")
+                if (past, within) != ("full", "grown"):
+                    return LimitTrial(
+                        why_not=f"past the limit a process is {past or 'ended'}, below it {within or 'ended'}"
+                    )
+                await worker.set_limit(device_id, group, None)
+                return LimitTrial(is_told=is_told)
+    except (GPUError, OSError, RuntimeError) as error:  # TimeoutError is an OSError
+        return LimitTrial(why_not=str(error) or "the process did not answer in time")
+
+
+@contextmanager
+def _group() -> Iterator[tuple[str, str]]:
+    """Make a control group below our own and remove it with the block. Raises OSError, RuntimeError."""
+    mount = next((one for one in mounts() if one.version == 2), None)
+    own = group_of_self()
+    folder = mount.folder(own) if mount is not None and own is not None else None
+    if folder is None:
+        raise RuntimeError("there are no control groups of version 2")
+    name = f"jupyter-gpu-trial-{os.getpid()}"
+    (folder / name).mkdir()
+    try:
+        yield str((own or ROOT) / PurePosixPath(name)), str(folder / name)
+    finally:
+        (folder / name).rmdir()

@@ -1,0 +1,63 @@
+"""The control group that belongs to one user's or seat's processes alone: a unit, a container, a user's slice, a job or pod.
+
+Only control groups of version 2 count: the driver's memory limits know no others.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from fractional_gpu.host.control_groups import ROOT, absolute, mounts
+from fractional_gpu.host.process import PROC, lines_of, read_of
+from fractional_gpu.host.workload import parse_workload
+
+_USER: Final = re.compile(r"/user\.slice/user-(\d+)\.slice(?=/|$)", re.ASCII)
+_UNIT: Final = re.compile(r"\.(service|scope)$|^[0-9a-f]{64}$", re.ASCII)  # a unit, or a container without systemd
+
+
+@dataclass(frozen=True, slots=True)
+class OwnGroup:
+    """A group's path from the hierarchy's root. `is_leaf`: the process is in this group itself, not in one below it."""
+
+    path: str
+    is_leaf: bool
+
+
+def group_of(pid: int, *, proc: Path = PROC) -> PurePosixPath | None:
+    """Return the host's path of the process's group of version 2, or None. Raises ProcessLookupError, OSError."""
+    lines = (line.split(":", 2) for line in lines_of(read_of(pid, "cgroup", proc=proc)))
+    path = next((parts[2] for parts in lines if parts[0] == "0"), None)
+    mount = next((one for one in mounts(proc=proc) if one.version == 2), None)
+    if path is None or mount is None:
+        return None
+    return absolute(PurePosixPath(path), mount.own or ROOT)
+
+
+def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
+    """Return the group that the process shares with nothing but its own user's or seat's processes, or None if none is known.
+
+    Raises ProcessLookupError, OSError. A group may still turn out to be shared: see `HardCaps`.
+    """
+    leaf = group_of(pid, proc=proc)
+    if leaf is None or leaf == ROOT or leaf == group_of_self(proc=proc):
+        return None
+    workload = parse_workload(b"0::" + str(leaf).encode())
+    user = _USER.match(str(leaf))
+    if workload is not None and workload.group:
+        path = PurePosixPath(workload.group)
+    elif user is not None:
+        if int(user[1]) != uid:
+            return None
+        path = PurePosixPath(user[0])
+    elif _UNIT.search(leaf.name):
+        path = leaf
+    else:
+        return None
+    return OwnGroup(str(path), path == leaf)
+
+
+def group_of_self(*, proc: Path = PROC) -> PurePosixPath | None:
+    """Return this process's own group."""
+    own = (proc / "self").readlink()
+    return group_of(int(own.name), proc=proc)

@@ -1,0 +1,121 @@
+"""Caps that the driver enforces: what a kernel's children take counts, whatever they ignore, and neighbours always come back."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from fractional_gpu.gpu.interface import MemoryLimit
+from tests.driver_double.remote import Remote
+from tests.support.control_group import unit_group
+from tests.support.nvidia_mode import CHECK, CONTEXT_MIB, DATA_MIB, NvidiaMode, fill, nvidia_mode
+from tests.support.world import Notebook, Server, until
+
+GREEDY = """
+import subprocess, sys
+child = "from tests.driver_double import device; device.allocate({mib} << 20); print('took it', flush=True); input()"
+taker = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+print(taker.stdout.read() if {waits} else taker.stdout.readline())
+"""
+TAKES_TOO_MUCH = GREEDY.format(mib=900, waits=True)
+
+
+@contextmanager
+def unit(mode: NvidiaMode) -> Iterator[tuple[Server, str]]:
+    """A server in a control group of its own, as a systemd unit or a container has one, and the group's path."""
+    with unit_group() as (group, folder), Server(mode.world) as server:
+        (folder / "cgroup.procs").write_text(str(server.process.pid))
+        try:
+            yield server, group
+        finally:
+            server.clear()
+
+
+@pytest.fixture
+def mode() -> Iterator[NvidiaMode]:
+    with nvidia_mode(driver="615") as mode:
+        mode.world.start_broker()
+        yield mode
+
+
+@pytest.fixture
+def driver(mode: NvidiaMode) -> Iterator[Remote]:
+    with Remote(mode.double) as remote:
+        yield remote
+
+
+def limit(driver: Remote, mode: NvidiaMode, group: str) -> int | None:
+    found: MemoryLimit | None = driver.call("limits", "read", (mode.double.devices[0].device_id, group))
+    return None if found is None else found.hard_mib
+
+
+def held_mib(mode: NvidiaMode, notebook: Notebook) -> int:
+    return mode.world.lease(notebook.kernel_id).lease.reserved_mib
+
+
+def test_a_child_that_ignores_every_limit_cannot_exceed_its_seat_and_a_neighbour_comes_back(
+    mode: NvidiaMode, driver: Remote
+) -> None:
+    with unit(mode) as (greedy_server, greedy), unit(mode) as (server, other):
+        neighbour = mode.start(server)
+        neighbour.must(fill(1))
+        assert limit(driver, mode, other) == held_mib(mode, neighbour)
+        notebook = mode.start(greedy_server)
+        notebook.must(fill(2))
+        mode.world.await_state(neighbour.kernel_id, "suspended")
+        until(lambda: limit(driver, mode, other) == 0, "what is suspended may hold nothing")
+        assert limit(driver, mode, greedy) == held_mib(mode, notebook) < 900
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in notebook.must(TAKES_TOO_MUCH).text
+        assert neighbour.must(CHECK).text == "intact\n"
+        assert notebook.must(CHECK).text == "intact\n"
+
+
+def test_a_suspended_kernels_child_cannot_take_a_neighbours_memory(mode: NvidiaMode, driver: Remote) -> None:
+    with unit(mode) as (first_server, first), unit(mode) as (second_server, _):
+        suspended = mode.start(first_server)
+        suspended.must(fill(1))
+        neighbour = mode.start(second_server)
+        neighbour.must(fill(2))
+        mode.world.await_state(suspended.kernel_id, "suspended")
+        until(lambda: limit(driver, mode, first) == 0, "the limit follows the suspend")
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in suspended.must("%%cpu\n" + GREEDY.format(mib=4, waits=True)).text
+        assert suspended.must(CHECK).text == "intact\n"
+
+
+def test_a_broker_that_was_killed_leaves_limits_that_the_next_one_raises(mode: NvidiaMode, driver: Remote) -> None:
+    with unit(mode) as (server, group):
+        first, second = mode.start(server), mode.start(server)
+        first.must(fill(1))
+        second.must(fill(2))
+        mode.world.await_state(first.kernel_id, "suspended")
+        (broker,) = mode.brokers()
+        os.kill(broker, signal.SIGKILL)
+        mode.world.start_broker()
+        assert first.must(CHECK).text == "intact\n"
+        assert second.must(CHECK).text == "intact\n"
+        assert limit(driver, mode, group) == held_mib(mode, second)
+
+
+def test_a_limit_ends_with_the_last_kernel_of_its_group(mode: NvidiaMode, driver: Remote) -> None:
+    with unit(mode) as (server, group):
+        notebook = mode.start(server)
+        notebook.must(fill(1))
+        assert limit(driver, mode, group) == held_mib(mode, notebook)
+        server.clear()
+        until(lambda: limit(driver, mode, group) is None, "the limit ends")
+
+
+def test_without_the_drivers_limits_a_greedy_child_is_caught_by_the_sample() -> None:
+    with nvidia_mode(driver="610") as mode:
+        mode.world.start_broker()
+        with unit(mode) as (server, _):
+            notebook = mode.start(server)
+            notebook.must(fill(1))
+            assert "took it" in notebook.must(GREEDY.format(mib=900, waits=False)).text
+            used_mib = 900 + DATA_MIB + 2 * CONTEXT_MIB
+            until(
+                lambda: mode.world.lease(notebook.kernel_id).lease.used_mib >= used_mib, "the sample counts the child"
+            )
+            until(lambda: any("cap" in line for line in mode.story(notebook)), "its user is told")
