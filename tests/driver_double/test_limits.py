@@ -1,4 +1,4 @@
-"""Memory limits of control groups: what the driver is told, and what processes then see."""
+"""Memory limits of control groups: the calls to the driver, and what processes then see."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -13,6 +13,8 @@ from tests.support.control_group import unit_group
 from tests.support.nvidia_mode import CHECK, CONTEXT_MIB, DATA_MIB, NvidiaMode, fill, nvidia_mode
 from tests.support.world import Notebook, Server, until
 
+pytestmark = pytest.mark.promise("hard-caps")
+
 GREEDY = """
 import subprocess, sys
 child = "from tests.driver_double import device; device.allocate({mib} << 20); print('took it', flush=True); input()"
@@ -24,7 +26,7 @@ TAKES_TOO_MUCH = GREEDY.format(mib=900, waits=True)
 
 @contextmanager
 def unit(mode: NvidiaMode) -> Iterator[tuple[Server, str]]:
-    """A server in a control group of its own, as a systemd unit or a container has one, and the group's path."""
+    """A server in a separate control group, like a systemd unit's or a container's, and the group's path."""
     with unit_group() as (group, folder), Server(mode.world) as server:
         (folder / "cgroup.procs").write_text(str(server.process.pid))
         try:
@@ -118,4 +120,4 @@ def test_without_the_drivers_limits_a_greedy_child_is_caught_by_the_sample() -> 
             until(
                 lambda: mode.world.lease(notebook.kernel_id).lease.used_mib >= used_mib, "the sample counts the child"
             )
-            until(lambda: any("cap" in line for line in mode.story(notebook)), "its user is told")
+            until(lambda: any("cap" in line for line in mode.story(notebook)), "its user is warned")

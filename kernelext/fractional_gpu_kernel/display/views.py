@@ -8,7 +8,7 @@ from html import escape
 from fractional_gpu.core.model import HOLDING
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, format_rough
 from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_meaning, state_words
-from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
+from fractional_gpu.protocol.status import Cap, DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
 from fractional_gpu_kernel.display.lines import View
 
 # Colours are JupyterLab's CSS variables for light and dark themes, with a fallback for other programs. The text says what colours show.
@@ -75,6 +75,13 @@ def moment(at_ms: int, now_ms: int) -> str:
     return f"{at:%H:%M:%S}" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}"
 
 
+_KEPT_BY = {
+    Cap.DRIVER: "the driver refuses more memory to all processes of this kernel",
+    Cap.FRAMEWORK: "torch, JAX and CuPy keep to it; what else allocates memory is measured afterwards",
+    Cap.SAMPLE: "nothing refuses more memory; what is used is measured afterwards",
+}
+
+
 class StatusView(View):
     def __init__(self, status: LeaseStatus) -> None:
         self._status = status
@@ -89,6 +96,7 @@ class StatusView(View):
             ("device", (status.device_name or "none yet") + (" (simulated)" if status.simulated else "")),
             ("memory", f"{format_memory(status.lease.used_mib)} of {format_memory(status.spec.reserve_mib)} used"),
         ]
+        rows.append(("cap", _KEPT_BY[status.cap]))
         if status.note:
             rows.append(("note", status.note))
         if deadline := lease_deadline(status):

@@ -29,6 +29,14 @@ _NO_RIGHTS: Final = (
 )
 
 
+@dataclass(slots=True, kw_only=True)
+class LimitTrial:
+    """`why_not` is a sentence, empty if the driver enforces limits. `is_told`: a process sees its group's limit as the device's size."""
+
+    why_not: str = ""
+    is_told: bool = False
+
+
 @dataclass(slots=True)
 class TrialResult:
     """Memory in MiB, phases in microseconds. `wrong` is a sentence about the failure, empty after a success."""
@@ -39,6 +47,7 @@ class TrialResult:
     wrong: str = ""
     code: GPUErrorCode | None = None  # of the failed device operation
     not_tried: str = ""  # a sentence, if there was no trial
+    limit: LimitTrial | None = None  # of a memory limit, if that was tried, too
 
 
 async def try_checkpoint(

@@ -1,16 +1,14 @@
 """Tries a memory limit on our own child process: whether the driver enforces what a control group may hold of a device.
 
-The child gets a control group of its own, below the broker's. It may allocate while the limit is far away, not past the limit, and again
-when the limit is raised.
+The child runs in a separate control group below the broker's. It must be able to allocate below the limit, and not past it.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from fractional_gpu.gpu.checkpoint_trial import ask_probe, probe_process
+from fractional_gpu.gpu.checkpoint_trial import LimitTrial, ask_probe, probe_process
 from fractional_gpu.gpu.interface import GPUError, Monitor
 from fractional_gpu.gpu.probe_process import MEMORY_MIB
 from fractional_gpu.gpu.worker_link import WorkerLink
@@ -18,22 +16,16 @@ from fractional_gpu.host.control_groups import ROOT, mounts
 from fractional_gpu.host.own_group import group_of_self
 
 
-@dataclass(slots=True, kw_only=True)
-class LimitTrial:
-    """`why_not` is a sentence, empty if the driver enforces limits. `is_told`: a process sees its group's limit as the device's size."""
-
-    why_not: str = ""
-    is_told: bool = False
-
-
 async def try_memory_limit(
-    worker: WorkerLink, monitor: Monitor, device_id: str, device_mib: int, *, exempt_pids: set[int]
+    worker: WorkerLink, monitor: Monitor, device_id: str, device_mib: int, *, exempt_pids: set[int] | None = None
 ) -> LimitTrial:
     """Takes seconds. Cancellation kills the child and ends the limit with its group."""
     try:
         with _group() as (group, folder):
             await worker.set_limit(device_id, group, device_mib)
-            async with probe_process(monitor, device_id, exempt_pids, folder) as process:
+            async with probe_process(
+                monitor, device_id, exempt_pids if exempt_pids is not None else set(), folder
+            ) as process:
                 found = await worker.read_limit(device_id, group)
                 if found is None or found.hard_mib != device_mib or found.used_mib < MEMORY_MIB:
                     return LimitTrial(why_not=f"a limit of {device_mib} MiB was set, and the driver says {found}")

@@ -35,9 +35,9 @@ def group_of(pid: int, *, proc: Path = PROC) -> PurePosixPath | None:
 
 
 def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
-    """Return the group that the process shares with nothing but its own user's or seat's processes, or None if none is known.
+    """Return the group for the processes of the process's user or seat, or None. Other kernels in it may prove it shared: see `HardCaps`.
 
-    Raises ProcessLookupError, OSError. A group may still turn out to be shared: see `HardCaps`.
+    Raises ProcessLookupError, OSError.
     """
     leaf = group_of(pid, proc=proc)
     if leaf is None or leaf == ROOT or leaf == group_of_self(proc=proc):

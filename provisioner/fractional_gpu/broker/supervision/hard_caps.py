@@ -4,18 +4,19 @@ A group is limited if it belongs to one seat's or user's processes alone (`own_g
 device or is restored there, and lowered after a suspend. It ends with the group's last lease.
 
 A restore past a limit would kill the process, so nothing is restored before its limit is set. A broker that starts among living kernels
-cannot try the driver: it goes on with the limits if it finds one.
+cannot try the driver: it keeps the limits up to date if it finds one.
 """
 
 import asyncio
 import logging
 from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.core.model import HOLDING, LeaseView
+from fractional_gpu.gpu.checkpoint_trial import LimitTrial
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode
-from fractional_gpu.gpu.limit_trial import LimitTrial
 from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.host.own_group import OwnGroup, own_group
 from fractional_gpu.host.process import ProcessIdentity
@@ -34,13 +35,20 @@ Key = tuple[str, str]
 
 
 class HardCaps:
-    """`why_not`: why the driver caps no kernel, a sentence; empty: it caps those in a group of their own."""
+    """`why_not`: why the driver caps no kernel, a sentence; empty: it caps those whose control group is limited."""
 
-    def __init__(self, broker: "Broker", worker: WorkerLink) -> None:
+    def __init__(
+        self,
+        broker: "Broker",
+        worker: WorkerLink,
+        *,
+        group_of: Callable[[int, int], OwnGroup | None] = own_group,
+    ) -> None:
         self.why_not = _NOT_TRIED
         self._broker = broker
         self._worker = worker
         self._is_told = False
+        self._group_of = group_of
         self._groups: dict[ProcessIdentity, OwnGroup | None] = {}
         self._set: dict[Key, int] = {}  # MiB
         self._failed: dict[Key, str] = {}  # why the driver refused the last change
@@ -52,7 +60,7 @@ class HardCaps:
         log.info("memory limits by the driver: %s", result.why_not or "they work")
 
     async def recall(self) -> None:
-        """Go on with the limits of an earlier broker, if it set any for a living kernel. Call it once, after the trial."""
+        """Take over the limits of an earlier broker, if it set any for a running kernel. Call it once, after the trial."""
         for kernel, view in self._broker.views():
             group = self._group(kernel)
             if group is None or self.why_not != _NOT_TRIED:
@@ -166,7 +174,7 @@ class HardCaps:
             if len(self._groups) > 2 * len(self._broker.kernels) + 16:
                 self._groups.clear()
             try:
-                self._groups[identity] = own_group(identity.pid, kernel.uid)
+                self._groups[identity] = self._group_of(identity.pid, kernel.uid)
             except (ProcessLookupError, OSError):
                 return None
         return self._groups[identity]

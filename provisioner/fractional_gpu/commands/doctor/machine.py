@@ -22,6 +22,7 @@ from fractional_gpu.core.model import Sharing
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.checkpoint_trial import PHASES, TrialResult, try_checkpoint
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode, Monitor
+from fractional_gpu.gpu.limit_trial import try_memory_limit
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.gpu.nvidia.support import (
     MOVING_CUDA_VERSION,
@@ -472,9 +473,12 @@ def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo])
             return TrialResult(not_tried=str(error))
 
         async def with_worker() -> TrialResult:
-            worker = WorkerLink(backend)
+            worker, device = WorkerLink(backend), able[0]
             try:
-                return await try_checkpoint(worker, monitor, able[0].device_id)
+                result = await try_checkpoint(worker, monitor, device.device_id)
+                if not result.wrong and monitor.kind == "nvidia":
+                    result.limit = await try_memory_limit(worker, monitor, device.device_id, device.memory_mib)
+                return result
             finally:
                 await worker.close()
 
@@ -520,6 +524,10 @@ def findings_of(result: TrialResult, *, kind: str) -> Iterator[Finding]:
         )
     else:
         yield ok("process-use", f"{result.before_mib} MiB were counted for it, and none while it was saved")
+    if result.limit is not None and result.limit.why_not:
+        yield note("memory-limits", f"caps are kept by frameworks and measured afterwards: {result.limit.why_not}")
+    elif result.limit is not None:
+        yield ok("memory-limits", "the driver keeps kernels in control groups of their own within their caps")
 
 
 def _advice(code: GPUErrorCode | None) -> str:
