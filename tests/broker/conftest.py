@@ -1,4 +1,4 @@
-"""One live broker for all tests of a module: what one test sends must not disturb the next, and that is a promise, too."""
+"""One live broker for all tests of a module: no request of one test may disturb the next, which is a promise as well."""
 
 import logging
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def _live() -> Iterator[LiveBroker]:
 
 @pytest.fixture
 def live(_live: LiveBroker, caplog: pytest.LogCaptureFixture) -> Iterator[LiveBroker]:
-    """The module's broker; whatever a test did to it, it must still answer."""
+    """The module's broker; it must still answer after each test."""
     yield _live
     assert _live.is_alive()
     failures = [record.getMessage() for record in caplog.get_records("call") if record.levelno >= logging.ERROR]

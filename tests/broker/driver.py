@@ -1,4 +1,4 @@
-"""A driver under the test's control: the states of processes as data, and each step fails or lies when told to."""
+"""A driver under the test's control: process states are data, and each step fails or lies on demand."""
 
 import asyncio
 import uuid
@@ -44,23 +44,21 @@ _STEPS: Mapping[str, tuple[ProcessState, ProcessState]] = {
 
 
 class Driver:
-    """Plays the monitor and the checkpoint worker. `mib` is what each process with a context has, wherever that is."""
+    """Replaces the monitor and the checkpoint worker. `mib` is the memory of each process with a context, wherever its state is."""
 
     kind = "simulated"
 
     def __init__(self) -> None:
         self.states: dict[int, ProcessState] = {}
         self.mib: dict[int, int] = {}
-        self.used_milli: dict[int, int] | None = None  # what each process uses of its device; None: not told
+        self.used_milli: dict[int, int] | None = None  # what each process uses on its device; None: not reported
         self.others_mib = 0
         self.where: dict[int, str] = {}  # the device of a process that is not on DEVICE
-        self.moves: list[tuple[int, object]] = []  # what each restore was told to move
+        self.moves: list[tuple[int, object]] = []  # the moves that each restore was told to make
         self.calls: list[tuple[str, int]] = []
         self.failures: dict[tuple[str, int], GPUErrorCode] = {}
-        self.leaves: dict[
-            tuple[str, int], ProcessState
-        ] = {}  # the state in which a step leaves a process, whatever it says
-        self.silent_after_a_step = False  # the next failing step is followed by no answer about states
+        self.leaves: dict[tuple[str, int], ProcessState] = {}  # the state in which a step really leaves a process
+        self.silent_after_a_step = False  # no states are reported after the next failing step
         self.silent = False
 
     def has_context(self, pid: int, state: ProcessState, mib: int) -> None:
@@ -128,7 +126,7 @@ class Driver:
         return self._step("unlock", identity.pid)
 
     async def wait_for_previous_worker(self) -> None:
-        """There is no other worker."""
+        """There is no earlier worker."""
 
     def _step(self, name: str, pid: int) -> int:
         self.calls.append((name, pid))
@@ -150,7 +148,7 @@ class Driver:
 
 
 class Quiet:
-    """A watch that says what it is told to say."""
+    """A watch that reports what the test sets."""
 
     doubt_s = 0.0
 
@@ -159,7 +157,7 @@ class Quiet:
         self.executing = self.runs_cell = False
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to close."""
 
 
 async def nothing_against(_kernel: Kernel, _processes: object, _host: object) -> str:
@@ -170,14 +168,14 @@ async def nothing_against(_kernel: Kernel, _processes: object, _host: object) ->
 def swaps_of(
     driver: Driver, *, overhead_mib: int = 0, gate_s: float = 30, check: CheckpointCheck = nothing_against
 ) -> Swaps:
-    """The swaps that this driver carries out."""
+    """Return the swaps that this driver carries out."""
     times = SwapTimes(gate_s=gate_s, lock_s=1, checkpoint_s=30)
     overheads = dict.fromkeys((DEVICE, *OTHERS), overhead_mib)
     return Swaps(cast("Monitor", driver), cast("WorkerLink", driver), times, overheads, check=check)
 
 
 def suspend_of(kernel: Kernel, *, preempt: bool = False, host_mib: int = 100_000) -> Suspend:
-    """What the arbiter asks for."""
+    """Return a suspend as the arbiter would request it."""
     return Suspend(
         lease_id=kernel.lease_id, operation_id=1, generation=1, device_ids=(DEVICE,), host_mib=host_mib, preempt=preempt
     )
@@ -187,11 +185,11 @@ def suspend_of(kernel: Kernel, *, preempt: bool = False, host_mib: int = 100_000
 async def kernel_of(
     processes: int = 1, answers: Mapping[str, str | Callable[[], str]] | None = None, *, first: str = ""
 ) -> AsyncIterator[tuple[Kernel, Quiet, list[int]]]:
-    """An idle kernel of real processes; with `answers` (verb to "word" or "word: detail") its extension is connected and says these.
+    """An idle kernel of real processes; with `answers` (verb to "word" or "word: detail") its extension is connected and replies so.
 
     `first` is what each of the processes runs before it waits.
     """
-    # Processes belong to a kernel by its lease's id, too: another run of these tests, on the same machine, has other ids.
+    # A lease's id also marks its kernel's processes, so another run of these tests on this machine must use other ids.
     kernel, quiet = Kernel(lease_id=uuid.uuid4().hex, uid=0, token_sha256=""), Quiet()
     with ExitStack() as stack:
         pids = [stack.enter_context(started_for(kernel.lease_id, first=first))["pid"] for _ in range(processes)]
@@ -210,7 +208,7 @@ async def kernel_of(
 
 
 async def run_extension(link: GateLink, answers: Mapping[str, str | Callable[[], str]]) -> None:
-    """Answer the commands on the line as `kernel_of` says, until it ends."""
+    """Answer commands on the connection as `kernel_of` describes, until it closes."""
     while (command := await link.next()) is not None:
         answer = answers.get(str(command.verb))
         said = answer() if callable(answer) else answer
@@ -222,7 +220,7 @@ async def run_extension(link: GateLink, answers: Mapping[str, str | Callable[[],
 
 
 def journal(phases: list[str], then: Callable[[str], None] = lambda _: None) -> Any:  # noqa: ANN401 - swaps' Journal
-    """A journal that keeps the phases and does something at each."""
+    """A journal that keeps the phases and runs an action at each."""
 
     async def write(phase: str) -> None:
         phases.append(phase)

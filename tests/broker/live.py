@@ -41,7 +41,7 @@ from tests.broker.persistence.disk import Disk
 __all__ = ["BECOME_NOBODY", "DEADLINE_S", "Answer", "LiveBroker", "live_broker", "started_for"]
 
 DEADLINE_S = 30.0
-# A program's first lines. It begins as root, because the interpreter may lie where nobody else can start it.
+# A program's first lines. It starts as root, because other users may be unable to run the interpreter.
 BECOME_NOBODY = """
 import os, pwd
 nobody = pwd.getpwnam("nobody")
@@ -52,14 +52,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request got: `body` is the decoded JSON, or of a stream the decoded first line."""
+    """The answer to one request: `body` is the decoded JSON, or the first line of a stream."""
 
     status: int
     body: dict[str, Any]
 
     @property
     def error(self) -> dict[str, str]:
-        """The error's code, reason and message; fails if this is no error."""
+        """The error's code, reason and message; fails if this is not an error."""
         assert self.status >= 400, self
         assert set(self.body) == {"error"}, self
         error: dict[str, str] = self.body["error"]
@@ -79,10 +79,10 @@ class _Connection(http.client.HTTPConnection):
 
 
 class LiveBroker:
-    """The broker and ways to talk to it. `on_loop` runs things where the broker runs."""
+    """The broker, and ways to talk to it. `on_loop` runs a coroutine on the broker's loop."""
 
     def __init__(self, folder: Path, devices: str, overrides: Mapping[str, Any]) -> None:
-        # Tests that share a broker leave leases behind whose kernels never start.
+        # Tests that share a broker leave leases whose kernels never start.
         pools = {"default": {"unattached_leases": 512, "unattached_share": "100%"}}
         self._overrides = {"idle_exit": "never", "pools": pools, **overrides}
         self.socket = str(folder / "broker.sock")
@@ -99,12 +99,12 @@ class LiveBroker:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
 
     def start(self) -> None:
-        """Return when it serves."""
+        """Start it and wait until it serves."""
         self._thread.start()
         assert self._ready.wait(DEADLINE_S)
 
     def stop(self) -> None:
-        """Return when its thread has ended."""
+        """Stop it and wait until its thread has ended."""
         self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
@@ -143,7 +143,7 @@ class LiveBroker:
         destroy(host)
 
     async def stop_seats(self) -> None:
-        """End what runs for the seats, as the broker does when it stops. On the loop."""
+        """End what runs for the seats, as the broker does when it stops. Call it on the loop."""
         self._seats.cancel()
         await asyncio.wait([self._seats])
 
@@ -159,7 +159,7 @@ class LiveBroker:
         authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
         connection = _Connection(self.socket)
         try:
-            with suppress(BrokenPipeError):  # it may be refused before its body is taken
+            with suppress(BrokenPipeError):  # the request may be refused before its body is read
                 connection.request(method, target, raw, {**authorization, **headers})
             reply = connection.getresponse()
             stream = reply.getheader("Transfer-Encoding") == "chunked"
@@ -171,12 +171,14 @@ class LiveBroker:
             connection.close()
 
     def raw(self, data: bytes, *, end: bool = False) -> bytes:
-        """Send bytes and return what comes until the broker hangs up; with `end`, say first that no more will come."""
+        """Send bytes and return everything received until the broker closes the connection; with `end`, close our side first."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
             line.settimeout(DEADLINE_S)
             line.connect(self.socket)
             received = b""
-            with suppress(BrokenPipeError, ConnectionResetError):  # hung up in the middle of what we had to say
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # the broker closed the connection while we were sending
                 line.sendall(data)
                 if end:
                     line.shutdown(socket.SHUT_WR)
@@ -192,7 +194,6 @@ class LiveBroker:
         return LeaseReply(**answer.body)
 
     def state(self, lease_id: str) -> str:
-        """The state of a lease."""
         state: str = self.call("GET", f"/v1/leases/{lease_id}").body["lease"]["state"]
         return state
 
@@ -203,7 +204,7 @@ class LiveBroker:
 
 @contextmanager
 def live_broker(devices: str = "1x1GiB", **overrides: Any) -> Iterator[LiveBroker]:  # noqa: ANN401 - any setting
-    """A broker for one block, in a folder that other users may enter, with simulated devices; `revoke` are settings."""
+    """A broker for one block with simulated devices, in a folder that other users may enter; `revoke` holds settings."""
     folder = Path(tempfile.mkdtemp(prefix="jfg-"))
     folder.chmod(0o711)
     live = LiveBroker(folder, devices, overrides)
@@ -219,16 +220,16 @@ def live_broker(devices: str = "1x1GiB", **overrides: Any) -> Iterator[LiveBroke
 def started_for(
     lease_id: str, *, first: str = "", environment: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A process with the lease's id in its environment, as an attach request; it ends with the block.
+    """Start a process with the lease's id in its environment; yields an attach request. The process ends with the block.
 
-    `first` is what it runs before that, `environment` what else its environment has.
+    `first` is what it runs before that, `environment` adds variables.
     """
     environment = {**(environment or {}), "JUPYTER_GPU_LEASE": lease_id, "PATH": os.environ["PATH"]}
     argv = [sys.executable, "-S", "-c", f"{first}\nprint(flush=True); open(0).read()"]
     process = subprocess.Popen(argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/")
     with process:
         assert process.stdout is not None
-        process.stdout.readline()  # its program runs: /proc shows its environment
+        process.stdout.readline()  # its program is running: /proc shows its environment
         try:
             yield attach_fields(process.pid)
         finally:
@@ -236,6 +237,6 @@ def started_for(
 
 
 def attach_fields(pid: int) -> dict[str, Any]:
-    """Describe a process truthfully."""
+    """Return an attach request that describes a process truthfully."""
     connection = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 9, "shell_port": 9, "key": "k"}
     return {**identify(pid).to_dict(), "connection": connection}

@@ -1,4 +1,4 @@
-"""Pins and seats end when their time is over, whoever sets the wall clock; over a reboot the wall clock counts."""
+"""Pins and seats end on time even if the wall clock is set; only across a reboot does the wall clock count."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What one user costs is charged to that user, who waits once it is too much; no other user does."""
+"""A user's requests are charged to that user, who must wait after too many; no other user waits."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ class Clock:
 
 
 def spin(seconds: float) -> None:
-    """Compute for so long, by the thread's own clock."""
+    """Compute for this long, by the thread's own clock."""
     end_s = time.thread_time() + seconds
     while time.thread_time() < end_s:
         pass
@@ -36,7 +36,7 @@ async def test_an_account_gets_its_share_and_one_burst_and_no_more(charges: list
     spent_s = 0.0
     for cost_s, pause_s in charges:
         clock.now_s += pause_s
-        await asyncio.sleep(0)  # another round of the loop
+        await asyncio.sleep(0)  # another iteration of the loop
         if account.take_turn():
             account.charge(cost_s)
             spent_s += cost_s
@@ -170,7 +170,7 @@ async def test_blocking_work_is_charged_to_the_task_that_asks_for_it() -> None:
         await lane.run(spin, 0.01)
 
     await asyncio.create_task(asks(charges.append))
-    await lane.run(spin, 0.01)  # of nobody's task
+    await lane.run(spin, 0.01)  # outside any task
     await asyncio.sleep(0)
     assert len(charges) == 1
     assert charges[0] >= 0.01

@@ -1,7 +1,7 @@
-"""The broker and the simulator decide alike: what one has recorded, the other's arbiter answers with the same effects.
+"""The broker and the simulator decide alike: the other's arbiter answers one's recorded events with the same effects.
 
-The arbiters are made as each of the two makes its own, from the same configuration file. So a broker that chose devices by other rules
-than the simulator's would not pass.
+Each builds its arbiter as in production, from the same configuration file. A broker that chose devices by other rules than the
+simulator's would fail.
 """
 
 import json
@@ -53,7 +53,7 @@ def _placed(effects: Sequence[Effect]) -> Iterator[Placed]:
 
 
 def _recorded(path: Path) -> Iterator[tuple[Event, str]]:
-    """The recorded events, each with the digest of what the simulator's arbiter answered."""
+    """Return the recorded events, each with the digest of the simulator's answer."""
     for line in path.read_text().splitlines()[1:]:
         entry = json.loads(line)
         if "event" in entry:
@@ -74,7 +74,7 @@ def _machine(run: Path) -> tuple[DeviceSpec, ...]:
 
 
 def _backend(devices: Sequence[DeviceSpec]) -> Backend:
-    """The same devices, as a broker's backend finds them."""
+    """The same devices as a broker's backend finds them."""
     found = [
         DeviceInfo(
             device_id=one.device_id,
@@ -90,10 +90,10 @@ def _backend(devices: Sequence[DeviceSpec]) -> Backend:
 
 
 async def _answers(broker: Broker, run: Path) -> tuple[list[str], list[str], list[Placed]]:
-    """Hand the recorded events to the broker; return the digests as recorded, those of its answers, and who was placed where.
+    """Pass the recorded events to the broker; return the recorded digests, those of its answers, and the placements.
 
-    The broker stops, so it carries no swap out: the results of all are among the events. Its loop gets no turn meanwhile, so its own
-    alarm, by its own clock, adds no event.
+    The broker is stopping, so it carries no swap out: all results are among the events. Its loop does not run meanwhile, so its own
+    alarm adds no event.
     """
     broker.stopping = True
     expected, given, placed = [], [], list[Placed]()
@@ -142,7 +142,7 @@ def test_a_broker_is_configured_as_the_simulator_is(tmp_path: Path, capsys: pyte
 
 
 def test_what_a_broker_decided_is_replayed_by_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels are without a gate, so each has its device before it starts; they are of several sizes, and come and go."""
+    """Its kernels have no gate, so each gets its device before it starts; they have several sizes, and come and go."""
     handled: list[tuple[Event, list[Effect]]] = []
     handle = Arbiter.handle
 

@@ -1,4 +1,4 @@
-"""The broker's refusals as people read them: golden/refusals.txt. Other tests assert codes, reasons and names in a sentence."""
+"""The broker's refusals as users read them: golden/refusals.txt. Other tests assert codes, reasons and names in a sentence."""
 
 import ast
 import os
@@ -32,9 +32,9 @@ GOLDEN = Path(__file__).with_name("golden") / "refusals.txt"
 NOBODY = getpwnam("nobody")
 LEASE = {"fraction_milli": 250}
 SEAT = {"owner": "ada", "pool": "default", "fraction_milli": 250}
-CLOSED = time.strftime("%a", time.localtime(time.time() + 3 * 86_400))  # a day that is not today, nor near it
+CLOSED = time.strftime("%a", time.localtime(time.time() + 3 * 86_400))  # a date far from today
 
-# Reasons whose refusal takes a machine that fails, a race, or thousands of requests; other tests make them.
+# Reasons that need a failing machine, a race, or thousands of requests; other tests cover them.
 ELSEWHERE = frozenset(
     {
         "audit-log",
@@ -57,7 +57,7 @@ ELSEWHERE = frozenset(
 
 @dataclass
 class Refusals:
-    """What a broker refuses, by what was asked."""
+    """The broker's refusals by request."""
 
     live: LiveBroker
     said: dict[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Refusals:
     pids: set[int] = field(default_factory=lambda: {os.getpid()})
 
     def of(self, heading: str, answer: Answer) -> None:
-        """Note a refusal. Fails if it is none, or if another one has the heading."""
+        """Record a refusal. Fails if it is none, or if the heading is already used."""
         assert heading not in self.said
         error = (
             answer.error if answer.status >= 400 else answer.body
@@ -76,11 +76,11 @@ class Refusals:
         self.said[heading] = f"{what}, {error['reason']}\n{self._example(error.get('message') or error['sentence'])}"
 
     def post(self, heading: str, target: str, body: object = None, **how: str) -> None:
-        """Note what a POST is refused with."""
+        """Record the refusal of a POST."""
         self.of(heading, self.live.call("POST", target, {} if body is None else body, **how))
 
     def _example(self, sentence: str) -> str:
-        """Put example values where each run has others."""
+        """Put example values in place of what differs between runs."""
         for pid in self.pids:
             sentence = re.sub(rf"\b{pid}\b", "4711", sentence)
         sentence = re.sub(r"SIM-[0-9a-f-]+", "SIM-0a1b2c3d", sentence)
@@ -90,14 +90,14 @@ class Refusals:
 
 @contextmanager
 def as_another(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The broker takes the peer for an ordinary user."""
+    """Make the broker see an ordinary user."""
     with monkeypatch.context() as patch:
         patch.setattr(server, "peer_credentials", lambda _: PeerCredentials(os.getpid(), NOBODY.pw_uid, NOBODY.pw_gid))
         yield
 
 
 def leases(note: Refusals) -> None:
-    """What nobody gets a lease for."""
+    """Requests for leases that are refused to all users."""
     wishes: dict[str, dict[str, Any]] = {
         "a pool that is not there": {"pool": "gold"},
         "a fraction out of range": {"fraction_milli": 1500},
@@ -137,7 +137,7 @@ def attached(note: Refusals, stack: ExitStack, **fields: Any) -> LeaseReply:  # 
 
 
 def kernels(note: Refusals, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused about a lease that is there."""
+    """Refusals about an existing lease."""
     live, lease, other = note.live, note.live.lease(), note.live.lease()
     target = f"/v1/leases/{lease.lease_id}"
     note.of("a lease that is not there", live.call("GET", "/v1/leases/nothing"))
@@ -181,7 +181,7 @@ def kernels(note: Refusals, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def administration(note: Refusals, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What only administrators may do, and what not even they."""
+    """What only administrators may do, and what not even they may do."""
     with as_another(monkeypatch):
         note.post("a drain, by an ordinary user", "/v1/devices/0/drain", {})
         note.post("a change of a pool, by an ordinary user", "/v1/pools/default", {"keys": {}})
@@ -195,7 +195,7 @@ def administration(note: Refusals, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def connections() -> dict[str, str]:
-    """What the connection of a kernel may not be."""
+    """What a kernel's connection must not be."""
     fields: dict[str, dict[str, Any]] = {
         "an address of the network": {"ip": "10.0.0.1"},
         "a relative path": {"transport": "ipc", "ip": "kernel"},
@@ -216,7 +216,7 @@ def connections() -> dict[str, str]:
 
 
 def seats(note: Refusals) -> None:
-    """What seats are refused, and kernels on them."""
+    """Refusals about seats, and about kernels on them."""
     live = note.live
     wishes: dict[str, dict[str, Any]] = {
         "a pool that is not there": {"pool": "gold"},
@@ -301,7 +301,7 @@ def policies(said: dict[str, str], reasons: set[str]) -> None:
 
 
 def accounts(said: dict[str, str], reasons: set[str]) -> None:
-    """What is refused about usage and budgets."""
+    """Refusals about usage and budgets."""
     none_left = {"user": "*", "limit": "0 GPU hours", "per": "month"}
     pools = {"default": {"over_budget": "no-new-seats"}}
     with live_broker(budgets=[none_left], pools=pools) as live:
@@ -327,7 +327,7 @@ def accounts(said: dict[str, str], reasons: set[str]) -> None:
 
 
 def written_reasons() -> set[str]:
-    """The reasons that the broker's sources give their refusals."""
+    """Return the reasons that the broker's sources give for refusals."""
     found = set()
     for file in (ROOT / "provisioner/fractional_gpu/broker").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""What the broker does about budgets: who goes behind whom, who is warned, who is refused; through restarts and what is added."""
+"""How the broker applies budgets: lower priority, warnings and refusals, also across restarts and after additions."""
 
 import time
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ pytestmark = pytest.mark.promise("budgets")
 EUR = Budget(
     kind="user", name="*", unit=Unit.MONEY, amount=1000, currency="EUR", window=WindowKind.DAY, text="1.00 EUR per day"
 )
-ANN = Subject("user", "ann")  # whose leases `Hand` makes
+ANN = Subject("user", "ann")  # the user of the leases that `Hand` makes
 HOUR = 3600
 
 
 class Link:
-    """The line to a kernel's extension."""
+    """The connection to a kernel's extension."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -42,7 +42,7 @@ class Link:
 
 @dataclass
 class World:
-    """A broker of which leases and budgets are real. The wall clock is the test's own."""
+    """A broker with real leases and budgets. The test sets the wall clock."""
 
     ledger: Ledger
     budgets: tuple[Budget, ...] = (EUR,)
@@ -68,7 +68,7 @@ class World:
         self.keeper.recover(self.ledger)
 
     def kernel(self, name: str, *, linked: bool = True) -> Link:
-        """A kernel of ann's that has just been admitted."""
+        """A kernel of ann's that was just admitted."""
         self.hand.start(name)
         self.kernels[name] = Kernel(lease_id=name, uid=0, token_sha256="")
         link = Link()
@@ -78,7 +78,7 @@ class World:
         return link
 
     def spend(self, amount: int, owner: str = "ann", group: str = "", hours_ago: int = 0) -> None:
-        """The meter has counted this."""
+        """Record an amount as the meter would."""
         hour_s = self.wall_ms // 1000 // HOUR * HOUR - HOUR * hours_ago
         row = UsageRow.of(hour_s, "EUR", Party("p", owner, group), Usage(reserved_ms=1, charge_milli=amount))
         self.ledger.add_metered([row], "{}")
@@ -87,7 +87,7 @@ class World:
     def priority(self, name: str) -> int:
         return self.hand.view(name).spec.priority
 
-    # what the keeper needs of the broker
+    # what the keeper needs from the broker
 
     def views(self) -> list[tuple[Kernel, LeaseView]]:
         return [
@@ -145,7 +145,7 @@ def test_a_notebook_is_told_once_at_four_fifths_and_once_at_the_end(world: World
     assert [one.split(";")[0] for one in link.said] == [
         "Your budget of 1.00 EUR per day: 0.80 EUR are spent (80 %)",
     ]
-    assert "(90 %)" in world.kernels["a"].budget  # what status shows stays true
+    assert "(90 %)" in world.kernels["a"].budget  # the status stays correct
     world.spend(100)
     world.spend(100)
     assert len(link.said) == 2
@@ -182,7 +182,7 @@ def test_a_group_spends_together_and_its_members_are_treated_alike(tmp_path: Pat
         world = World(ledger, budgets=(group,), over=(Consequence.NO_SEATS,))
         ann, bob = Party("p", "ann", "staff"), Party("p", "bob", "staff")
         world.spend(600, "ann", "staff")
-        for party in (ann, bob):  # both may take the last of it
+        for party in (ann, bob):  # both may use the last of it
             world.keeper.check(party)
         world.spend(600, "bob", "staff")
         for party in (ann, bob):

@@ -1,4 +1,4 @@
-"""What the meter counts is in Prometheus's counters at every moment: exact, never falling, and by user only apart."""
+"""Prometheus's counters always agree with the meter: exact, never falling, and split by user only on request."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ def counters_of(world: World) -> UsageCounters:
 
 
 def scraped(collector: Collector) -> Counted:
-    """Return the counters by name, without the prefix, and the values of their labels."""
+    """Return the counters by name (without the prefix), with the values of their labels."""
     return {
         (sample.name.removeprefix(PREFIX).removesuffix("_total"), *sample.labels.values()): sample.value
         for family in collector.collect()

@@ -1,4 +1,4 @@
-"""What the broker keeps of shares and advises: written whole, taken up by the next broker, followed up, and shown to its user only."""
+"""The broker's record of share use and its advice: complete, resumed by the next broker, followed up, and shown only to its user."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ from tests.core.driving import Hand, lease_measured
 pytestmark = pytest.mark.promise("advice")
 
 DAY_MS = 86_400_000
-KEPT = Share(250, 250)  # what `Hand` asks for, of a device of 1000 MiB
+KEPT = Share(250, 250)  # the request that `Hand` makes, on a device of 1000 MiB
 
 
 class Writer:
-    """Writes at once."""
+    """Writes immediately."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -32,7 +32,7 @@ class Writer:
 
 @dataclass
 class World:
-    """An arbiter with a lease, its habits over a ledger, and a wall clock of the test's own."""
+    """An arbiter with a lease, its habits in a ledger, and a wall clock that the test sets."""
 
     ledger: Ledger
     wall_ms: int = 20_000 * DAY_MS
@@ -57,7 +57,7 @@ class World:
         self.habits.begin(self.ledger)
 
     def work(self, days: int, used_mib: int, use_milli: int = 100) -> None:
-        """Run a cell for 20 minutes on each of so many days."""
+        """Run a cell for 20 minutes on each of this many days."""
         for _ in range(days):
             self.hand.send(lease_measured(self.hand.now, "a", used_mib, util_milli=use_milli))
             for _ in range(20):

@@ -1,4 +1,4 @@
-"""What the broker writes down of its leases' use: complete through restarts, and short of a minute at most when it is killed."""
+"""The broker's record of what its leases used: complete across restarts, and missing at most a minute after a kill."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ SECOND = 1000
 
 
 class Writer:
-    """Writes at once what would be written again if the disk were full."""
+    """Writes immediately what would be retried if the disk were full."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -38,7 +38,7 @@ class Writer:
 
 
 class Metered(Hand):
-    """A hand whose events the meter sees, as the broker shows them."""
+    """A hand whose meter sees each event as the broker shows it."""
 
     metering: Metering | None = None
 
@@ -51,7 +51,7 @@ class Metered(Hand):
 
 @dataclass
 class World:
-    """A broker's arbiter and meter over a ledger, with clocks of the test's own."""
+    """A broker's arbiter and meter over a ledger, with clocks that the test sets."""
 
     ledger: Ledger
     wall_ms: int = 1_700_000_100_000
@@ -62,7 +62,7 @@ class World:
         self.begin()
 
     def begin(self) -> None:
-        """Start a broker that knows nothing but the ledger. Its arbiter's clock goes on from where the machine's is."""
+        """Start a broker that knows only the ledger. Its arbiter's clock continues from the machine's."""
         self.hand = Metered()
         self.hand.now = self.boot_ms
         self.writer = Writer(self.ledger)
@@ -118,7 +118,7 @@ def test_a_lease_is_counted_through_its_states_and_its_swaps(world: World) -> No
 
 
 def test_room_that_was_kept_for_a_start_is_the_pools(world: World) -> None:
-    """So nothing that was charged is lost when the ledger forgets a lease that never had a process."""
+    """Otherwise a charge would be lost when the ledger forgets a lease that never had a process."""
     for name in ("never", "late"):
         world.kernel(name)
         world.hand.send(LeaseRequested(at_ms=world.hand.now, spec=spec(name, gated=False), needs_reservation=True))
@@ -152,7 +152,7 @@ def test_a_broker_that_is_killed_loses_what_it_counted_since_the_last_write(worl
     world.draw(6_000_000, 90)
     world.metering.write()
     a = world.written("a")
-    # Everything but that it was busy in the time that nobody saw.
+    # Everything except what was busy while no broker watched.
     assert (a.reserved_ms, a.held_ms) == (90_000 + lost_ms, 90_000 + lost_ms)
     assert a.busy_ms == 70_000
     assert world.written().occupied_us == (90_000 + lost_ms) * 1000

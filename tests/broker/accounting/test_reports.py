@@ -1,4 +1,4 @@
-"""Who sees which sums of what leases used, by what, in local days, and with which carbon."""
+"""Which user may see which sums of use, grouped by what, in local days, and with which carbon figure."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +48,7 @@ def row(owner: str, group: str = "", *, seated: bool = False, when: str = "2026-
 
 
 class World:
-    """A ledger with rows, and reports of it by each setting."""
+    """A ledger with rows, and reports of it under each setting."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -70,7 +70,7 @@ class World:
     async def sums(
         self, reader: Reader, by: Sequence[str] = (), visible: str = "own", **only: str
     ) -> dict[tuple[str, ...], int]:
-        """What is charged, by what is asked; of a user of the hub, `hub` follows."""
+        """Return the charges by the requested key; `hub` follows a hub user's name."""
         entries, _, _ = await self.reports(visible).answer(reader, ReportQuery(tuple(by), 0, EVER, only))
         return {
             tuple(value for value in one.of.values() if value != "machine"): one.usage.charge_milli for one in entries
@@ -89,7 +89,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 @pytest.fixture
 def busy(world: World) -> World:
-    """Two of physics, one of biology, ada of the hub, and the pool."""
+    """Two kernels of physics, one of biology, ada's from the hub, and the pool's own use."""
     world.has(
         row("ada", "physics", charge_milli=1),
         row("grace", "physics", charge_milli=20),

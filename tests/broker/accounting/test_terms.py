@@ -1,4 +1,4 @@
-"""Prices and what is charged, in words: short, and the same times as configured."""
+"""Prices and charges in words: short, with the times as configured."""
 
 import pytest
 

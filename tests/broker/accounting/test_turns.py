@@ -1,4 +1,4 @@
-"""What turns cost the broker: they are noted at each event."""
+"""What turns cost the broker at each event."""
 
 from typing import Any, cast
 
@@ -9,7 +9,7 @@ from tests.support.counted import calls_of
 
 
 def calls_for_one_of(waiting: int) -> int:
-    """How many functions it calls to note that the last one of so many waiting kernels handles nothing now."""
+    """Count the calls it takes to note that the last of this many waiting kernels now handles no request."""
     hand = Hand(pools=[pool(preempt_equals=True)])
     hand.run("runs")
     for number in range(waiting):

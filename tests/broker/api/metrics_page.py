@@ -1,4 +1,4 @@
-"""The tables of docs/metrics.md, written from the code: `python -m tests.broker.api.metrics_page`."""
+"""The tables of docs/metrics.md, generated from the code: `python -m tests.broker.api.metrics_page`."""
 
 from collections.abc import Iterable
 
@@ -35,7 +35,7 @@ def _name(metric: Metric) -> str:
 
 
 def names() -> set[str]:
-    """Return every name under which a metric may be asked for."""
+    """Return every name under which a metric can be queried."""
     suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
     return {
         f"{PREFIX}{metric.name}{suffix}"
@@ -46,7 +46,7 @@ def names() -> set[str]:
 
 
 def written(page: str) -> str:
-    """Return the page with its tables as the code is. Metrics by user are those of the meter again, so they have no table."""
+    """Return the page with tables that match the code. Metrics by user repeat the meter's, so they have no table."""
     for name, metrics in _TABLES.items():
         if name == "users":
             continue

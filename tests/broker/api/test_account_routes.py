@@ -1,4 +1,4 @@
-"""Whose figures the routes of the account answer with. Rows are put into the ledger of a broker that runs."""
+"""Which user's figures the account routes return. The tests put rows into a running broker's ledger."""
 
 import getpass
 import time
@@ -39,7 +39,7 @@ def _amount(report: UsageReport) -> int:
 
 
 def test_a_kernels_month_is_its_own_users_however_much_users_may_see(live: LiveBroker) -> None:
-    """The group's, or everybody's, sums are no user's bill."""
+    """A group's or the whole pool's sums are not one user's bill."""
     lease = live.lease()
     answer = live.call("GET", f"/v1/leases/{lease.lease_id}/cost", token=lease.token)
     cost = decode_reply(answer.body, Cost)

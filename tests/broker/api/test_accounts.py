@@ -1,4 +1,4 @@
-"""The routes of use and cost: what they refuse, and whose figures a peer gets by its token."""
+"""The usage and cost routes: what they refuse, and which figures a token gives access to."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Any bytes to any route get one JSON answer, and none is the broker's own failure."""
+"""Any bytes sent to any route get one JSON answer, and never an internal error."""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from tests.broker.live import Answer, LiveBroker
 
 pytestmark = pytest.mark.promise("any-bytes")
 
-# In parentheses the kind of message that the route takes.
+# The kind of message that the route takes is in parentheses.
 ROUTES: Mapping[str, type[Any]] = {
     "": LeaseRequest,
     "/attach": AttachRequest,
@@ -49,7 +49,7 @@ LIKELY = {
     "fraction_milli": st.integers(-10, 1100),
     "pool": st.sampled_from(["default", "", "gold"]),
     "gated": st.booleans(),
-    "wait_ms": st.integers(max_value=1),  # a wait that is granted would only make the test slow
+    "wait_ms": st.integers(max_value=1),  # a wait that is granted would only slow the test down
     "pid": st.integers(-1, 50),
     "number": st.integers(-1, 5),
     "connection": st.dictionaries(st.sampled_from(["ip", "iopub_port", "shell_port", "key", "transport"]), JSON),

@@ -1,4 +1,4 @@
-"""A command's lease: attached without a connection, in use while its runner says so, and followed by it."""
+"""A command's lease: attached without a connection, in use while its runner says so, and ended with it."""
 
 import os
 from collections.abc import Generator, Iterator

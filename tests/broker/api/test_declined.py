@@ -1,4 +1,4 @@
-"""A refusal answers the request that it is about, whatever else is under way for the same lease."""
+"""A refusal answers only the request it belongs to, whatever else is pending for the same lease."""
 
 import asyncio
 import threading
@@ -31,7 +31,7 @@ def live() -> Iterator[LiveBroker]:
 
 @contextmanager
 def acquiring(live: LiveBroker, lease: LeaseReply) -> Iterator[list[Progress]]:
-    """A cell of the lease that waits; yields what the broker tells it, once it has told anything."""
+    """A cell that waits for the lease; yields the broker's messages once the first has arrived."""
     told: list[Progress] = []
     heard = threading.Event()
 

@@ -1,4 +1,4 @@
-"""A lease is steered by those whose it is, and only a process that was started for it can stand behind it."""
+"""Only a lease's owner controls it, and only a process started for it can hold it."""
 
 import json
 import os
@@ -45,7 +45,7 @@ Ask = Callable[..., Answer]
 
 @pytest.fixture
 def ask_as_another(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> Ask:
-    """Make a request as another user: as `nobody` really, where we may (root); else the broker is told that we are another."""
+    """Make a request as another user: really as `nobody` if we are root; otherwise the broker is made to see another uid."""
 
     def really(method: str, target: str, body: object = None, *, token: str | None = None) -> Answer:
         raw = b"" if body is None else json.dumps(body).encode()
@@ -157,7 +157,7 @@ def attach(live: LiveBroker, lease_id: str, token: str, fields: dict[str, Any]) 
 def test_the_process_that_was_started_for_the_lease_stands_behind_it(live: LiveBroker) -> None:
     lease = live.lease()
     with started_for(lease.lease_id) as fields:
-        for _ in range(2):  # a second time changes nothing
+        for _ in range(2):  # repeating it changes nothing
             answer = attach(live, lease.lease_id, lease.token, fields)
             assert (answer.status, answer.body["lease"]["state"], answer.body["pid"]) == (200, "unarmed", fields["pid"])
             assert answer.body["busy"] is True, "nobody has heard of it yet"
@@ -232,7 +232,7 @@ def test_a_lease_that_cannot_be_written_down_is_not_given(
     assert (answer.status, answer.error["reason"]) == (500, "ledger")
     assert answer.error["message"] == "the ledger cannot be used: the disk is full; free some room"
     assert "POST /v1/leases failed" in caplog.text
-    caplog.clear()  # this one was to be an error
+    caplog.clear()  # this request was meant to fail
     after = live.call("GET", "/v1/status").body["leases"]
     assert [one["lease"] for one in after] == [one["lease"] for one in before]
 
@@ -261,7 +261,7 @@ def test_no_room_now_for_a_kernel_that_must_have_it_says_who_is_in_the_way(live:
 
 
 def test_a_class_that_starts_in_the_same_second_waits_for_its_first_kernels_and_is_admitted() -> None:
-    """Thirty kernels of one user, where ten may be starting at a time."""
+    """Thirty kernels of one user, of which ten may be starting at a time."""
     with live_broker(pools={"default": {"unattached_leases": 10}}) as small, ExitStack() as stack:
         started: list[str] = []
 

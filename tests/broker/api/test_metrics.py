@@ -1,4 +1,4 @@
-"""Each metric moves when what it counts happens, in a form that Prometheus reads; none names a user unless that is configured."""
+"""Each metric moves when the event it counts happens, in Prometheus's format; none names a user unless configured to."""
 
 import asyncio
 import socket
@@ -51,7 +51,7 @@ def values_of(text: str) -> Values:
 
 
 def value(values: Values, name: str, **labels: str) -> float:
-    """Return a sample; what was never counted is not there."""
+    """Return a sample; a metric that was never counted is missing."""
     return values.get((PREFIX + name, frozenset(labels.items())), 0.0)
 
 
@@ -89,7 +89,7 @@ def test_a_day_in_the_life_of_a_kernel_is_counted(fresh: LiveBroker) -> None:
 
 
 class started_for_lease:  # noqa: N801 - a context manager
-    """A process with a lease, attached, and a client with its token."""
+    """A lease with an attached process, and a client with its token."""
 
     def __init__(self, live: LiveBroker) -> None:
         self._live = live
@@ -349,7 +349,6 @@ def test_everything_that_is_documented_is_there_and_nothing_else(fresh: LiveBrok
 
 @pytest.fixture
 def port(fresh: LiveBroker) -> Iterator[int]:
-    """The port on which the broker's metrics are."""
     number = free_port()
 
     async def begin() -> Any:  # noqa: ANN401 - a server

@@ -1,4 +1,4 @@
-"""A broker as a process: it serves its metrics by TCP where its settings say so, and lets go of the port when it ends."""
+"""A broker process serves its metrics over TCP if configured to, and releases the port when it ends."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.support.world import DEADLINE_S, until
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder with a short name, for a socket."""
+    """A folder whose path is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="jfg-") as name:
         yield Path(name)
 

@@ -1,4 +1,4 @@
-"""However somebody asks, he gets no more than the rate and the burst allow, and no less."""
+"""Whatever the pattern of requests, a caller gets exactly what the rate and the burst allow."""
 
 from hypothesis import given
 from hypothesis import strategies as st

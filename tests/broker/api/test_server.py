@@ -1,4 +1,4 @@
-"""Whoever knocks on the broker without a pause, or while it can open nothing, costs it neither its loop nor a core."""
+"""Endless connections, even when the broker can open no file, block neither its loop nor a core."""
 
 import asyncio
 import uuid
@@ -16,7 +16,7 @@ DEVICE = f"GPU-{uuid.uuid4()}"
 
 
 class Drained(DeviceClaim):
-    """A claim that counts how often it was to be drained, and of how many."""
+    """A claim that counts how often it was drained, and from how many."""
 
     calls = 0
     forgotten = 0

@@ -1,4 +1,4 @@
-"""What a waiting cell is told by the broker: what it waits for, by name where it may, and anew when a forecast is over."""
+"""What the broker tells a waiting cell: what it waits for, by name if allowed, and again when a forecast has expired."""
 
 import re
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.promise("overdue")
 
 @contextmanager
 def kernel(live: LiveBroker, label: str, milli: int = 1000) -> Iterator[LeaseReply]:
-    """A kernel, of the whole device if nothing else is said."""
+    """A kernel; it gets the whole device by default."""
     lease = live.lease(fraction_milli=milli, label=label)
     with started_for(lease.lease_id) as process:
         answer = live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
@@ -44,14 +44,14 @@ def acquiring(live: LiveBroker, lease: LeaseReply) -> Iterator[Iterator[Progress
 
 @contextmanager
 def running(live: LiveBroker, label: str, milli: int = 1000) -> Iterator[LeaseReply]:
-    """A kernel that runs a cell: it has the device, or its part of it."""
+    """A kernel that runs a cell: it has the device, or its fraction of it."""
     with kernel(live, label, milli) as lease, acquiring(live, lease) as lines:
         assert [line.kind for line in lines][-1] == ProgressKind.GRANTED
         yield lease
 
 
 def why(live: LiveBroker, lease: LeaseReply) -> str:
-    """What the status of a waiting kernel says."""
+    """Return the reason in a waiting kernel's status."""
     body: dict[str, Any] = live.call("GET", f"/v1/leases/{lease.lease_id}").body
     assert body["position"] == 1
     sentence: str = body["sentence"]
@@ -78,7 +78,7 @@ def test_a_waiting_cell_is_told_which_notebook_is_pinned_and_for_how_long(live: 
 
 
 def test_use_counts_as_measured_until_a_cell_begins_or_ends(live: LiveBroker) -> None:
-    """What an allocation took is not in the last measurement, so 0 MiB would be wrong."""
+    """The last measurement misses the new allocation, so 0 MiB would be wrong."""
     with ExitStack() as stack:
         lease = resident(live, stack)
         mine = live.broker.kernels[lease.lease_id]
@@ -96,7 +96,7 @@ def test_use_counts_as_measured_until_a_cell_begins_or_ends(live: LiveBroker) ->
 
 
 def test_a_cell_at_its_closed_gate_is_told_for_how_long_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel alone cannot make room: the other half of the device is busy for ever, and nothing else ends this wait here."""
+    """Its kernel alone cannot make room: the other half of the device stays busy for ever, and nothing else ends the wait."""
     monkeypatch.setattr(fairness, "_TOGETHER_MS", 3_600_000)
     pool = {"devices": "all", "min_residency": 0, "min_residency_swaps": 0, "preempt": "never"}
     with (

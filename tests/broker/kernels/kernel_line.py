@@ -1,4 +1,4 @@
-"""The publishing side of a kernel's Jupyter line, under the test's control: it says what it is told to say, and nothing else."""
+"""The kernel's end of its Jupyter connection, under the test's control: it sends exactly what the test says."""
 
 import asyncio
 import hashlib
@@ -69,7 +69,7 @@ class KernelLine:
         return bytes(frame[1:])
 
     async def asked(self) -> dict[str, Any]:
-        """Wait for a request on the shell channel, and return its header."""
+        """Wait for a request on the shell channel and return its header."""
         async with asyncio.timeout(DEADLINE_S):
             frames = await self.shell.recv_multipart()
         parts = frames[frames.index(b"<IDS|MSG>") + 1 :]
@@ -79,24 +79,24 @@ class KernelLine:
         return header
 
     async def answer(self, header: dict[str, Any]) -> None:
-        """Say busy and idle about a request."""
+        """Publish busy and idle for a request."""
         await self.say("busy", header)
         await self.say("idle", header)
 
     async def say(self, state: str, parent: dict[str, Any] | None, key: str = KEY) -> None:
-        """Publish a status message about a request (None: about nothing that anybody asked, as xeus kernels write it)."""
+        """Publish a status message about a request (None: without a parent, as xeus kernels do)."""
         header = {"msg_id": f"{state} {parent}", "msg_type": "status"}
         parts = [json.dumps(part).encode() for part in (header, parent, {}, {"execution_state": state})]
         await self.iopub.send_multipart([b"kernel.x.status", b"<IDS|MSG>", sign(parts, key).encode(), *parts])
 
     async def busy(self, msg_id: str, msg_type: str = "execute_request", **header: object) -> dict[str, Any]:
-        """Say busy about a request of this kind, and return the request's header."""
+        """Publish busy for a request of this kind; return the request's header."""
         parent = {"msg_id": msg_id, "msg_type": msg_type, **header}
         await self.say("busy", parent)
         return parent
 
     def break_line(self) -> None:
-        """Cut the IOPub connection; `mend_line` takes subscribers again on the same port."""
+        """Cut the IOPub connection; `mend_line` accepts subscribers on the same port again."""
         self.iopub.close(linger=0)
 
     def mend_line(self) -> None:
@@ -104,17 +104,17 @@ class KernelLine:
         self.iopub, _ = self._bind(zmq.XPUB, self.iopub_port)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the sockets."""
         self.context.destroy(linger=0)
 
 
 def sign(parts: list[bytes], key: str) -> str:
-    """Sign as Jupyter does."""
+    """Sign a message as Jupyter does."""
     return hmac.new(key.encode(), b"".join(parts), hashlib.sha256).hexdigest()
 
 
 class _Watch(IOPubWatch):
-    """Tells when it has taken a message in."""
+    """Signals each message it has processed."""
 
     taken: asyncio.Event
 
@@ -125,7 +125,7 @@ class _Watch(IOPubWatch):
 
 
 class Watched:
-    """A watch on a line; `until` waits for its next changes."""
+    """A watch on a connection; `until` waits for its next changes."""
 
     def __init__(self, line: KernelLine, *, ipykernel: bool = True) -> None:
         self.line = line
@@ -150,20 +150,20 @@ class Watched:
         self._change.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds; fails loudly after a while."""
+        """Wait until the condition holds; fails after a while."""
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 self._change.clear()
                 await self._change.wait()
 
     async def settle(self) -> None:
-        """Subscribe, answer the first probe and become certain."""
+        """Subscribe, answer the first probe, and wait until the watch is certain."""
         await self.line.subscribed()
         await self.line.answer(await self.line.asked())
         await self.until(lambda: not self.watch.busy)
 
     async def has_heard_all(self) -> None:
-        """Return when everything published so far has been taken in: messages come in order."""
+        """Return once everything published so far has been processed: messages come in order."""
         marker = await self.line.busy("marker", subshell_id="marker's own")
         await self._until_taken(lambda: "marker" in self.watch._busy)
         await self.line.say("idle", marker)

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_folder_that_only_its_user_can_write_is_a_place_for_sockets(folder: Path, tmp_path: Path) -> None:
     check_endpoints(ipc(folder), OWN, os.getpid())
-    folder.parent.chmod(0o1777)  # sticky: others may write there, but not exchange what is ours
+    folder.parent.chmod(0o1777)  # sticky: others may write there but not replace our files
     check_endpoints(ipc(folder), OWN, os.getpid())
     (tmp_path / "link").symlink_to(folder)
     check_endpoints(ipc(tmp_path / "link"), OWN, os.getpid())

@@ -1,4 +1,4 @@
-"""What contexts take: an upper estimate for each user, which one user's kernels do not raise for all others."""
+"""Estimated context sizes: an upper bound for each user, which one user's kernels do not raise for all others."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ ME, OTHER, NEW = 1, 2, 3
 
 
 def learnt(*figures: tuple[int, int], device: str = "G") -> ContextSizes:
-    """From one kernel each: uid and MiB."""
+    """Return sizes learnt from one kernel each, given as (uid, MiB)."""
     sizes = ContextSizes()
     for number, (uid, mib) in enumerate(figures):
         sizes.saw(device, f"kernel {number}", ContextSize(uid, mib), CAP)

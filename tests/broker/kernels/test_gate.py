@@ -1,4 +1,4 @@
-"""The line to a kernel's extension: every question gets an answer or "", in time, and a line that is lost stays lost."""
+"""The connection to a kernel's extension: every question gets an answer or "" in time, and a lost connection stays lost."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def answer(number: int, word: str) -> GateAnswer:
 
 
 async def asked(link: GateLink) -> tuple[asyncio.Task[str], GateCommand]:
-    """Ask, and return the question under way and the command that the extension reads."""
+    """Ask; return the pending question and the command that the extension reads."""
     question = asyncio.create_task(link.ask(GateVerb.CLOSE, LONG_S))
     command = await link.next()
     assert command is not None
@@ -50,7 +50,7 @@ async def test_a_question_without_an_answer_ends_in_time() -> None:
     assert await link.ask(GateVerb.CLOSE, 0.01) == ""
     command = await link.next()
     assert command is not None
-    link.take(answer(command.number, "closed"), 1.0)  # too late: nobody waits for it
+    link.take(answer(command.number, "closed"), 1.0)  # too late: the caller has stopped waiting
     assert link._answers == {}
 
 
@@ -112,7 +112,7 @@ async def test_an_extension_that_reads_nothing_has_lost_the_line() -> None:
 
 
 class Wire:
-    """Plays the stream; the test says whether the extension has read it, and whether it takes another line."""
+    """Replaces the stream; the test decides whether the extension has read it, and whether it accepts another line."""
 
     def __init__(self) -> None:
         self.lines = 0
@@ -170,7 +170,7 @@ def shared_of(live: LiveBroker) -> HandlerContext:
 
 @contextmanager
 def connected(live: LiveBroker) -> Iterator[tuple[GateLink, BinaryIO]]:
-    """A line as an extension opens it, and the lines that come down it."""
+    """A connection as an extension opens it, and the lines it receives."""
     lease = live.lease()
     hello = json.dumps({"version": "1", "open": False, "busy": False}).encode()
     head = f"POST /v1/leases/{lease.lease_id}/gate HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {lease.token}\r\n"
@@ -198,7 +198,7 @@ def next_line(lines: BinaryIO) -> dict[str, Any]:
 
 
 def looked(live: LiveBroker, link: GateLink, *times_s: float) -> float:
-    """Look at these moments; return when Python was known to run."""
+    """Look at these times; return when Python was known to run."""
 
     async def look() -> float:
         for time_s in times_s:
@@ -231,7 +231,7 @@ def test_a_keep_alive_comes_between_no_line_and_its_end(live: LiveBroker) -> Non
         async def taken_just_now() -> None:
             while stream.writing():
                 stream._handle_write()
-            link.look(PULSE_S)  # before the line has learnt that it is taken
+            link.look(PULSE_S)  # before the connection has noticed that it is replaced
 
         send(live, link, "x" * 4_000_000)
         until(stream.writing, "the line is more than the system takes at once")

@@ -1,4 +1,4 @@
-"""The broker knows whether a kernel is busy, and where it does not know it believes that it is."""
+"""The broker knows whether a kernel is busy, and assumes so when it cannot know."""
 
 import asyncio
 import json
@@ -81,7 +81,7 @@ async def test_what_only_a_person_at_work_sends_is_a_sign_and_no_cell(line: Kern
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the watch, which is to start after this, wait for the answer to its first question."""
+    """Make the watch, started after this, wait for the answer to its first question."""
     monkeypatch.setattr(iopub, "_PROBE_PATIENCE_S", DEADLINE_S * 2)
 
 
@@ -91,7 +91,7 @@ async def test_a_busy_kernel_is_not_flooded_with_questions_and_its_first_late_an
 ) -> None:
     await line.subscribed()
     probe = await line.asked()
-    for number in range(200):  # what a late subscriber hears of a running cell and its neighbours
+    for number in range(200):  # what a late subscriber sees of a running cell and its neighbours
         await line.say("idle", {"msg_id": f"{number}", "msg_type": "kernel_info_request"})
     await watched.has_heard_all()
     assert not await line.shell.poll(0), "every message heard made the watch ask again"
@@ -116,7 +116,7 @@ async def test_questions_about_the_kernel_are_no_use(line: KernelLine, watched: 
         await line.busy(kind, kind)
     await watched.has_heard_all()
     assert not watched.watch.busy
-    assert watched.changes == before + 2  # the marker's own
+    assert watched.changes == before + 2  # from the marker itself
 
 
 async def test_overlapping_subshells_are_busy_until_the_last_one_is_done(line: KernelLine, watched: Watched) -> None:
@@ -312,7 +312,7 @@ async def test_while_the_account_is_overdrawn_nothing_is_read_and_the_kernel_cou
     assert not watched.watch.executing
     assert not watched.watch.taken.is_set()
     watched.account.charge(-20.0)
-    watched.account._wake()  # its timer was set for its debt
+    watched.account._wake()  # its timer was set for the debt
     await line.say("idle", {"msg_id": "unread", "msg_type": "execute_request"})
     await line.answer(await line.asked())
     await watched.until(lambda: not watched.watch.busy)
@@ -321,7 +321,7 @@ async def test_while_the_account_is_overdrawn_nothing_is_read_and_the_kernel_cou
 async def test_what_a_kernel_sends_is_charged_by_message_and_by_byte(line: KernelLine, watched: Watched) -> None:
     await watched.settle()
     account = watched.account
-    account._clock = lambda: account._at_s  # nothing is earned meanwhile
+    account._clock = lambda: account._at_s  # no time is earned meanwhile
     costs = []
     for padding in ("", "x" * (iopub._LONGEST_STATUS // 2)):
         before_s = account._left

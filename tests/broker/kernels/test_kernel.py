@@ -1,4 +1,4 @@
-"""What the broker remembers of a kernel: its process's end is noticed at once, and nothing of it outlives it."""
+"""What the broker remembers about a kernel: it notices the end of the process at once and then forgets everything."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ async def test_a_process_that_is_not_the_one_meant_is_not_watched() -> None:
 
 
 class Handles:
-    """A watch that has seen these requests begin, and none end."""
+    """A watch that has seen these requests begin and none end."""
 
     busy = executing = runs_cell = True
 

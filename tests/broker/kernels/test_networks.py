@@ -1,4 +1,4 @@
-"""The broker's ZeroMQ contexts in kernels' network namespaces: one for each, for as long as a kernel is in it."""
+"""The broker's ZeroMQ contexts in kernels' network namespaces: one per namespace, for as long as a kernel is in it."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from fractional_gpu.host.namespaces import namespace_of, own_namespace
 from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.support.world import until
 
-# Publishes on a loopback interface of its own, until its input ends.
+# Publishes on the loopback interface of a separate namespace, until its input ends.
 PUBLISHER = """
 import fcntl, select, socket, struct, sys, zmq
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as up:
@@ -29,7 +29,7 @@ while not select.select([sys.stdin], [], [], 0.01)[0]:
 
 @contextmanager
 def publisher(word: str) -> Iterator[tuple[ProcessIdentity, int]]:
-    """A process in a network of its own that publishes the word, and its port."""
+    """Return a process in a separate network namespace that publishes the word, and its port."""
     argv = ["unshare", "--net", sys.executable, "-c", PUBLISHER, word]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -40,7 +40,7 @@ def publisher(word: str) -> Iterator[tuple[ProcessIdentity, int]]:
 
 
 def threads_in(namespace: tuple[int, int]) -> int:
-    """How many threads of this process are in a network namespace."""
+    """Count this process's threads in a network namespace."""
     found = 0
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
@@ -50,7 +50,7 @@ def threads_in(namespace: tuple[int, int]) -> int:
 
 
 async def hears(networks: Networks, lease_id: str, identity: ProcessIdentity, port: int) -> bytes:
-    """What is published on the port, as it is reached through the context of the process."""
+    """Return what the port publishes, read through the context of the process."""
     with networks.context_for(lease_id, identity).socket(zmq.SUB) as subscriber:
         subscriber.linger = 0
         subscriber.subscribe(b"")

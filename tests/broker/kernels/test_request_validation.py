@@ -1,4 +1,4 @@
-"""Whatever is sent gets one JSON error that says what was given and what is allowed, and the broker lives on."""
+"""Every invalid request gets one JSON error with what was given and what is allowed, and the broker keeps running."""
 
 import json
 import threading
@@ -117,7 +117,7 @@ def test_a_body_that_is_too_large_or_of_unknown_length_is_refused_unread(
     live: LiveBroker, head: bytes, status: bytes, says: str
 ) -> None:
     request = b"POST /v1/leases HTTP/1.1\r\nHost: b\r\n" + head + b"\r\n\r\n"
-    for body in (b"", b"1" * (8 * MAX_BODY_BYTES)):  # the answer comes before the body has, and before it is taken
+    for body in (b"", b"1" * (8 * MAX_BODY_BYTES)):  # the answer comes before the body is sent or read
         reply = live.raw(request + body)
         assert reply.startswith(b"HTTP/1.1 %s " % status)
         assert says in json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["message"]

@@ -1,4 +1,4 @@
-"""A pool's way of sharing reaches its kernels through their environment; what the machine lacks for it stops the broker at its start."""
+"""A pool's sharing mode reaches its kernels through their environment; if the machine lacks something for it, the broker does not start."""
 
 from pathlib import Path
 

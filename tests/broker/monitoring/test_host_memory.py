@@ -1,4 +1,4 @@
-"""The machine's memory and each kernel's control group are watched, and what is short there is told once."""
+"""The broker watches the machine's memory and each kernel's control group, and reports each shortage once."""
 
 import pytest
 
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.promise("race-host-memory")
 @pytest.mark.parametrize(
     ("room_mib", "saved_mib", "budget_mib"),
     [
-        (50_000, 0, 8_000),  # plenty: what is configured
+        (50_000, 0, 8_000),  # plenty: the configured budget
         (5_000, 3_000, 7_000),  # 5,000 more, of which 1,000 stay free
         (1_000, 3_000, 3_000),  # nothing more
-        (400, 3_000, 2_400),  # 600 are to go back
+        (400, 3_000, 2_400),  # 600 should go back
         (0, 500, 0),
     ],
 )

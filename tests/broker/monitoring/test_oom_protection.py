@@ -1,7 +1,7 @@
-"""A suspended kernel is not the one that the out-of-memory killer takes, and who is taken is told why.
+"""The out-of-memory killer spares suspended kernels, and the user of the killed one learns why.
 
-Processes, control groups and the killer are real; the driver is played. Adjustments are raised first, so that whoever runs the tests may
-lower them again.
+Processes, control groups and the killer are real; only the driver is simulated. The tests raise adjustments first, so that any user
+may lower them again.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ RAISED = 600
 LIMIT_MIB = 400
 S, L = ProcessState, LeaseState
 
-# Holds memory as a suspended kernel does, and reads it back. It fills page by page: the killer comes in the middle of that.
+# Holds memory as a suspended kernel does, and reads it back page by page, so that the killer interrupts it.
 KERNEL = """
 import sys
 held = []
@@ -59,7 +59,7 @@ for line in sys.stdin:
 
 
 class Process:
-    """A process with the id of a lease in its environment, in a group, whose adjustment is raised."""
+    """A process with a lease's id in its environment, in a group, with a raised adjustment."""
 
     def __init__(self, lease_id: str, group: Path | None = None) -> None:
         join = "" if group is None else JOIN.format(group=str(group))
@@ -76,7 +76,7 @@ class Process:
         self.identity = identify(self.popen.pid)
 
     def ask(self, line: str) -> str:
-        """Say a line and return the answer, "" if it ended instead."""
+        """Send a line and return the answer; "" if the process ended instead."""
         assert self.popen.stdin is not None
         assert self.popen.stdout is not None
         self.popen.stdin.write(f"{line}\n")
@@ -164,7 +164,7 @@ def test_the_system_s_log_names_what_was_killed() -> None:
 
 
 class Leases:
-    """Plays the broker: one lease, of which the state is what the test says."""
+    """Replaces the broker: one lease, in the state that the test sets."""
 
     def __init__(self, identity: ProcessIdentity, uid: int = 1000) -> None:
         self.kernel = Kernel(lease_id=LEASE, uid=uid, token_sha256="", identity=identity)
@@ -233,7 +233,7 @@ SAVED_MIB = {"first": 200, "second": 60}
 
 @asynccontextmanager
 async def broker_of(tmp_path: Path, driver: Driver, *processes: Process) -> AsyncIterator[Broker]:
-    """A broker that finds these leases: those with saved state are suspended, the others on the device."""
+    """Return a broker that finds these leases: those with saved state are suspended, the others are on the device."""
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
     for one in processes:
         saved_mib = SAVED_MIB.get(one.lease_id, 0)
@@ -264,7 +264,7 @@ async def until(broker: Broker, lease_id: str, state: LeaseState) -> None:
 
 @pytest.mark.parametrize("protected", [True, False])
 async def test_in_a_full_group_the_one_that_filled_it_is_taken_and_told_why(tmp_path: Path, *, protected: bool) -> None:
-    """Without the protection the first one is taken, which is the biggest: what is protected here is in need of it."""
+    """Without protection the killer takes the first one, which is the biggest: here the protected lease needs its protection."""
     driver = Driver()
     with memory_group(LIMIT_MIB) as group, ExitStack() as stack:
         first, second, neighbour = (
@@ -311,7 +311,7 @@ async def test_who_ends_by_itself_is_not_said_to_have_been_killed(tmp_path: Path
         driver.has_context(one.popen.pid, S.RUNNING, 100)
         async with broker_of(tmp_path, driver, one) as broker:
             sampler = Sampler(broker, {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)}, lambda _: 4096)
-            await asyncio.to_thread(victim.ask, f"hold {LIMIT_MIB}")  # of no lease, and before the broker looked
+            await asyncio.to_thread(victim.ask, f"hold {LIMIT_MIB}")  # without a lease, and before the broker looked
             assert victim.popen.wait(DEADLINE_S) == -9
             await sampler.sample()
             one.end()

@@ -1,4 +1,4 @@
-"""The broker sees who uses which device, says what changed and only that, and gives a voice to kernels that cannot ask."""
+"""The broker sees which process uses which device, reports only changes, and asks for kernels that cannot ask themselves."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ LEASE = "lease"
 
 
 class World:
-    """Plays the broker and its arbiter: one lease, whose kernel is this very process."""
+    """Replaces the broker and its arbiter: one lease, whose kernel is this process."""
 
     def __init__(self, state: LeaseState = LeaseState.RESIDENT, *, reserve_mib: int = 500) -> None:
         self.monitor = Driver()
@@ -62,10 +62,10 @@ class World:
         self.sampler = Sampler(cast("Broker", self), {DEVICE: device}, lambda _saved: self.budget_mib)
 
     def read_energy(self, sensors: dict[str, DeviceSensors], utilisation: dict[str, int]) -> None:
-        """Divide nothing: no test here asks for energy."""
+        """Nothing: no test here needs energy."""
 
     def sampled(self, utilisation: dict[str, int]) -> None:
-        """Record nothing: no test here asks for habits."""
+        """Nothing: no test here needs habits."""
 
     def lease(self, lease_id: str) -> LeaseView | None:
         return self.view if lease_id in self.kernels or lease_id == LEASE else None
@@ -102,7 +102,7 @@ class World:
             self.view = replace(self.view, used_mib=one.used_mib, is_measured=True)
 
     async def told(self) -> list[Event]:
-        """What one look tells."""
+        """Return what one look reports."""
         self.events = []
         await self.sampler.sample()
         return self.events
@@ -281,14 +281,14 @@ def test_a_stopped_kernel_is_told_while_somebody_waits_and_again_when_it_goes_on
     ("state", "linked", "silent_s", "busy_s", "exempt", "wanted"),
     [
         (LeaseState.SUSPENDED, False, 0, 0, False, False),  # idle
-        (LeaseState.SUSPENDED, False, 0, 0.5, False, False),  # a moment's completion
-        (LeaseState.SUSPENDED, False, 0, 5, False, True),  # blocked in a CUDA call, nobody to ask for it
+        (LeaseState.SUSPENDED, False, 0, 0.5, False, False),  # one moment of a completion
+        (LeaseState.SUSPENDED, False, 0, 5, False, True),  # blocked in a CUDA call, so its extension cannot ask for it
         (LeaseState.SUSPENDED, True, 0, 0, False, False),
         (LeaseState.SUSPENDED, True, 0, 5, False, True),  # an inspection that touched a tensor
         (LeaseState.SUSPENDED, True, 0, 5, True, False),  # a cell that said that it needs no GPU
         (LeaseState.SUSPENDED, True, 60, 0, False, True),  # Python does not run: a thread blocks with the GIL held
         (LeaseState.SUSPENDED, True, 60, 0, True, True),
-        (LeaseState.NO_CONTEXT, False, 0, 5, False, True),  # its extension never came
+        (LeaseState.NO_CONTEXT, False, 0, 5, False, True),  # its extension never connected
         (LeaseState.NO_CONTEXT, True, 60, 5, False, False),
         (LeaseState.NO_CONTEXT, True, 0, 15, False, True),  # its extension cannot reach the broker to ask
         (LeaseState.NO_CONTEXT, True, 0, 15, True, False),
@@ -321,7 +321,7 @@ def test_a_kernel_that_needs_the_gpu_and_cannot_say_so_gets_a_ticket(  # noqa: P
 
 
 class Reader:
-    """Plays the stream to an extension that reads whatever is written, or nothing."""
+    """Replaces the stream to an extension that reads everything, or nothing."""
 
     def __init__(self, *, reads: bool) -> None:
         self.reads = reads
@@ -344,7 +344,7 @@ def test_only_time_in_which_the_broker_looked_counts_as_silence(
     world = World(LeaseState.SUSPENDED)
     link = world.kernel.link = GateLink(now_s)
     link.stream = Reader(reads=reads)
-    for _ in range(30):  # as often as a driver that is slow to answer, or a machine that stood still, lets it
+    for _ in range(30):  # as often as a slow driver or a machine that paused allows
         now_s += between_s
         world.sampler.check_gates()
         world.sampler.request_for_silent()

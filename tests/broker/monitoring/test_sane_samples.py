@@ -1,7 +1,7 @@
-"""Whatever utilisation samples a driver gives and whoever sets the clock, no kernel counts as busy longer than documented.
+"""Whatever samples a driver gives and whenever the clock is set, no kernel counts as busy longer than documented.
 
-Documented is: until the counters have shown that it is quiet, which takes a second and a quarter after a cell's end, and two seconds after
-the last sample that can be true.
+The documented limit: until the counters show that it is quiet, which takes 1.25 s after a cell's end, and two seconds after the last
+plausible sample.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ AHEAD_US = SECOND
 
 @dataclass
 class Clock:
-    """The machine's wall clock and its time since boot, microseconds."""
+    """The machine's wall clock and its time since boot, in microseconds."""
 
     wall_us: int = BEGAN_US
     steady_us: int = 5_000 * SECOND
@@ -47,7 +47,7 @@ class Clock:
 
 
 class RealMonitor(World):
-    """One kernel, idle by its messages, whose device is read through the real monitor."""
+    """One kernel that is idle according to its messages; the real monitor reads its device."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_no_samples_keep_a_kernel_busy_for_longer_than_documented(
         world = RealMonitor(clock)
         world.cell_ends()
         world.gpu.samples = samples
-        true_us = 0  # the last stamp that could be true when it was read
+        true_us = 0  # the last stamp that was plausible when it was read
         for us in looks:
             clock.passes(us)
             await world.look()
@@ -95,7 +95,7 @@ def test_no_samples_keep_a_kernel_busy_for_longer_than_documented(
 @example(step_s=-3600, looks=[2 * SECOND, 2 * SECOND])
 @example(step_s=3600, looks=[2 * SECOND, 2 * SECOND])
 def test_a_clock_that_is_set_keeps_nobody_busy_and_hides_no_work(step_s: int, looks: list[int]) -> None:
-    """Samples from before a clock was set count no more, and it is busy for as long as if nobody had set it."""
+    """Samples from before the clock was set no longer count, and the kernel stays busy exactly as long as without the change."""
     clock = Clock()
 
     async def run() -> None:
@@ -114,7 +114,7 @@ def test_a_clock_that_is_set_keeps_nobody_busy_and_hides_no_work(step_s: int, lo
         clock.passes(max(0, due_us - clock.steady_us) + 1)
         await world.look()
         assert not world.busy
-        clock.passes(max(0, worked_us - clock.wall_us) + 1)  # its time comes once more
+        clock.passes(max(0, worked_us - clock.wall_us) + 1)  # the same time comes again
         await world.look()
         assert not world.busy
         clock.passes(SECOND)

@@ -1,4 +1,4 @@
-"""What a lease uses of its devices is measured while one cell runs, and only where the devices tell whose work it is."""
+"""A lease's utilisation is measured while it alone runs a cell, or if the devices report it per process."""
 
 import time
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ A, B, CHILD, STRANGER = 11, 12, 13, 14
 
 
 class World:
-    """Plays the broker and its devices: leases, each with a process of its own, and what the devices tell of them."""
+    """Replaces the broker and its devices: leases with a process each, and what the devices report about them."""
 
     def __init__(self) -> None:
         self.leases: list[tuple[Kernel, LeaseView]] = []
@@ -51,7 +51,7 @@ class World:
         return self.leases
 
     def lease(self, name: str, pid: int, *devices: str, busy_s: float | None = LONG_AGO_S) -> Kernel:
-        """A lease on these devices; `busy_s`: for how long its cell has been running."""
+        """A lease on these devices; `busy_s`: how long its cell has been running."""
         on = devices or (DEVICE,)
         kernel = Kernel(lease_id=name, uid=0, token_sha256="")
         kernel.cell.executing_since_s = None if busy_s is None else time.monotonic() - busy_s
@@ -69,7 +69,7 @@ class World:
         return kernel
 
     def runs(self, name: str, pid: int, *devices: str, kind: ProcessKind = ProcessKind.COMPUTE) -> None:
-        """A process of the lease, or with an empty name of none, is on these devices."""
+        """A process of the lease (with an empty name: of no lease) runs on these devices."""
         if name:
             self.owners[pid] = name, cast("ProcessIdentity", SimpleNamespace(pid=pid))
         for device_id in devices or (DEVICE,):

@@ -1,4 +1,4 @@
-"""The watchdog ends a broker whose loop stands still, and no other."""
+"""The watchdog ends a broker whose loop is blocked, and no other."""
 
 import asyncio
 import logging
@@ -27,12 +27,12 @@ def log_file(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def undebugged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest itself loads pdb."""
+    """Hide pdb, which pytest itself loads."""
     monkeypatch.setattr(module, "_DEBUGGERS", frozenset())
 
 
 class Clock:
-    """Seconds that pass by `step_s` each time that the watchdog looks."""
+    """A clock that advances by `step_s` each time the watchdog looks."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -46,14 +46,14 @@ class Clock:
             return self._looks * self._step_s
 
     def await_looks(self, more: int) -> None:
-        """Block the calling thread until the watchdog has looked so many times more."""
+        """Block the calling thread until the watchdog has looked this many more times."""
         with self._looked:
             wanted = self._looks + more
             assert self._looked.wait_for(lambda: self._looks >= wanted, DEADLINE_S)
 
 
 class Ends:
-    """What the watchdog calls to end the process."""
+    """Replaces the function with which the watchdog ends the process."""
 
     def __init__(self) -> None:
         self.codes: list[int] = []
@@ -84,7 +84,7 @@ def test_a_blocked_loop_is_ended_with_the_stacks_of_its_threads_in_the_log(log_f
 
 async def test_a_loop_that_answers_between_long_steps_stays() -> None:
     ends, clock = Ends(), Clock(0.2)
-    with watchdog(1000, end=ends, clock=clock):  # looks ten times in the limit
+    with watchdog(1000, end=ends, clock=clock):  # ten looks within the limit
         for _ in range(8):
             clock.await_looks(3)
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A ledger whose disk can be full, or hold every write back."""
+"""A ledger whose disk can be full, or delay every write."""
 
 import sqlite3
 import threading
@@ -15,7 +15,7 @@ _PATIENCE_S = 30.0
 
 
 class Disk(Ledger):
-    """While it is full every write fails, for `reason`. While `goes_on` is clear every write waits, up to 30 s."""
+    """While it is full, every write fails with `reason`. While `goes_on` is clear, every write waits, up to 30 s."""
 
     full = False
     reason = "the disk is full"

@@ -1,4 +1,4 @@
-"""The audit log: every act of an administrator, before it is answered; nobody else's; and nothing is done that cannot be written."""
+"""The audit log: it records every act of an administrator before the answer, no other user's, and no act happens that it cannot record."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def acts(live: LiveBroker) -> list[tuple[str, str]]:
-    """What is in the log beyond what was asked."""
+    """Return the log without plain queries."""
     entries = lines(live.service.audit.path)
     return [(one["act"], one["outcome"]) for one in entries if one["outcome"] != "asked"]
 
@@ -41,7 +41,7 @@ def acts(live: LiveBroker) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def fresh() -> Iterator[LiveBroker]:
-    """A broker whose log is empty."""
+    """A broker with an empty log."""
     with live_broker() as live:
         yield live
 

@@ -1,4 +1,4 @@
-"""What was learnt outlives the broker, and what cannot be understood of it is no reason not to start."""
+"""Learnt forecasts outlive the broker, and unreadable ones do not stop it from starting."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from fractional_gpu.ledger.ledger import Ledger
 
 
 def experienced() -> Forecasts:
-    """Return forecasts with something in each part."""
+    """Return forecasts with data in each part."""
     forecasts, alone = Forecasts(), Company("G", 0, 1_000, None)
     for number in range(50):
         forecasts.swap_finished("suspend", "G", 1000, 9_000)

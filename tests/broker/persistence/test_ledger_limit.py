@@ -1,4 +1,4 @@
-"""A ledger at its limit gives up its oldest history, says so, and writes what kernels need."""
+"""A ledger at its limit drops its oldest history, reports that, and still writes what kernels need."""
 
 import logging
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def seat(seat_id: str) -> SeatRecord:
 
 
 def fill(ledger: Ledger) -> None:
-    """Write 80 days of history, a lease each three hours, with what it was charged; and what lives since the first of these days."""
+    """Write 80 days of history, with a lease and its charge every three hours, and data that lives from the first day on."""
     begun_ms = NOW_MS - 80 * DAY_MS
     with ledger.transaction():
         for at_ms in range(begun_ms, NOW_MS, 3 * HOUR_MS):
@@ -84,7 +84,7 @@ def assert_what_lives_is_there(ledger: Ledger) -> None:
 
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Ledger]:
-    """A ledger with much history, which fits no limit of these tests."""
+    """A ledger with too much history for any limit in these tests."""
     with Ledger.open(tmp_path / "state" / "ledger.sqlite") as ledger:
         fill(ledger)
         yield ledger

@@ -1,4 +1,4 @@
-"""Ledger writes keep their order, share transactions, and a failed one fails for whoever waits for it and for nobody else."""
+"""Ledger writes keep their order and share transactions, and a failed one fails only for its own callers."""
 
 import asyncio
 import logging
@@ -176,7 +176,7 @@ async def test_a_full_disk_is_told_until_something_could_be_written(
     await writer.flushed()  # which writes nothing, and so shows nothing
     assert writer.trouble
     disk.full = False
-    await changed.wait()  # nobody writes but the look
+    await changed.wait()  # only the look itself writes
     assert changes[0]
     assert changes[1:] == [""]
     await writer.close()
@@ -208,7 +208,7 @@ async def test_what_must_be_written_is_repeated_before_all_later_writes(
 async def test_while_nothing_can_be_written_what_is_repeated_is_kept_in_order(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the disk is not full, but fails."""
+    """This also holds if the disk is not full but fails."""
     monkeypatch.setattr(writer_module, "_LOOK_AGAIN_S", 60)
     monkeypatch.setattr(disk, "reason", "disk I/O error")
     writer = LedgerWriter(disk)

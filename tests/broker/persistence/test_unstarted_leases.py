@@ -1,4 +1,4 @@
-"""A lease that never had a process leaves a count in the ledger, whatever was asked of it; one that had keeps its history."""
+"""A lease that never had a process leaves only a count in the ledger; a lease that had one keeps its history."""
 
 import os
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def fresh() -> Iterator[LiveBroker]:
 
 
 def written(live: LiveBroker) -> tuple[dict[str, int], int]:
-    """Return the rows of each table, and the pages of the file, once all is written."""
+    """Return the rows of each table and the file's pages, once everything is written."""
     live.on_loop(live.broker.writer.flushed)
     tables = [str(row["name"]) for row in live.disk._read("SELECT name FROM sqlite_master WHERE type = 'table'")]
     rows = {table: live.disk._read(f"SELECT count(*) FROM {table}")[0][0] for table in tables}  # noqa: S608 - our own names
@@ -28,7 +28,7 @@ def written(live: LiveBroker) -> tuple[dict[str, int], int]:
 
 
 def test_leases_that_never_start_leave_a_count_by_user_and_hour_and_nothing_else(fresh: LiveBroker) -> None:
-    """Those with and without room kept for their start, and those of which more was asked while they lived."""
+    """With or without room kept for their start, and with further requests during their life."""
     with BrokerClient(fresh.socket) as client:
         rows, pages = written(fresh)
         for number in range(300):

@@ -1,4 +1,4 @@
-"""A driver that is not ready yet is tried again while the broker serves, and suspending begins when it works."""
+"""The broker serves while it retries a driver that is not ready, and starts suspending when the driver works."""
 
 import asyncio
 import re
@@ -35,7 +35,7 @@ ON_MIG = "it is a MIG instance"
 
 
 class Worker:
-    """Starts as told: each attempt takes the next answer, the last one stays. It waits for `proceed` before each but the first."""
+    """A worker whose start attempts give the test's answers, the last one repeatedly. Each attempt but the first waits for `proceed`."""
 
     def __init__(self, *answers: GPUError | None) -> None:
         self.answers = list(answers)
@@ -57,7 +57,7 @@ class Worker:
 
 
 class World:
-    """A broker with one device and perhaps one lease of an earlier broker, whose worker starts as told."""
+    """A broker with one device, perhaps an earlier broker's lease, and such a worker."""
 
     def __init__(self, broker: Broker, swaps: Swaps, start: DriverStart, specs: dict[str, DeviceSpec]) -> None:
         self.broker = broker
@@ -71,7 +71,7 @@ class World:
         return view
 
     def why_not(self, device_id: str = DEVICE) -> str:
-        """What the arbiter was told of the device, as the sampler will tell it again."""
+        """Return what the arbiter was told about the device, as the sampler will repeat it."""
         (view,) = [one for one in self.broker.arbiter.devices() if one.device_id == device_id]
         assert view.why_not == self.specs[device_id].why_not
         return view.why_not
@@ -89,7 +89,7 @@ async def world_of(
     record: LeaseRecord | None = None,
     driver: Driver | None = None,
 ) -> AsyncIterator[World]:
-    """A broker after its start, whose attempts go on in the background."""
+    """A broker after its start, with further attempts in the background."""
     driver = Driver() if driver is None else driver
     ledger = Disk.open(tmp_path / "ledger.sqlite")
     if record is not None:
@@ -118,7 +118,7 @@ async def world_of(
 
 
 async def settled(world: World, worker: Worker, attempts: int) -> None:
-    """Return when so many attempts have been made and told."""
+    """Return once this many attempts were made and reported."""
     async with asyncio.timeout(DEADLINE_S):
         while worker.attempts < attempts or world.swaps.inspector.off != world.start.off:  # noqa: ASYNC110 - attempts wake nobody
             await asyncio.sleep(0)
@@ -161,7 +161,7 @@ async def test_what_is_refused_for_good_is_not_tried_again(tmp_path: Path, code:
 
 
 async def test_what_the_driver_left_locked_waits_for_it_and_then_runs(tmp_path: Path) -> None:
-    """A broker was killed in the middle of a suspend; to the devices' counters the locked process looks as if it ran."""
+    """A broker was killed in the middle of a suspend; by the device's counters the locked process seems to run."""
     worker = Worker(NOT_READY, None)
     with started_for(LEASE) as process:
         driver = Driver()
@@ -198,7 +198,7 @@ async def test_a_lease_whose_suspend_met_the_reason_is_released_from_it(tmp_path
         driver.has_context(process["pid"], ProcessState.RUNNING, 300)
         async with world_of(tmp_path, worker, record_of(process, LeaseState.RESIDENT), driver) as world:
             told = Checkpointable(at_ms=now_ms(), lease_id=LEASE, why_not=world.swaps.inspector.off)
-            world.broker.dispatch(told)  # as the end of such a suspend does
+            world.broker.dispatch(told)  # as when such a suspend ends
             worker.proceed.release()
             await settled(world, worker, 2)
             assert world.lease().unsuspendable_reason == ""

@@ -1,4 +1,4 @@
-"""The log: equal lines are not repeated without end, and a log that cannot be written hurts nothing."""
+"""The log does not repeat equal lines without end, and a log that cannot be written harms nothing."""
 
 import logging
 import os

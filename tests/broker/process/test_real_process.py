@@ -1,4 +1,4 @@
-"""The life of a lease with a broker in a process of its own, over the client that provisioners and kernels use."""
+"""The life of a lease with a broker in a separate process, through the client that provisioners and kernels use."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Without a broker, too, nothing is restored to find out whether there is room."""
+"""Even without a broker, no process is restored just to find out whether there is room."""
 
 from pathlib import Path
 from typing import cast
@@ -13,7 +13,7 @@ from tests.broker.driver import DEVICE, Driver, kernel_of, swaps_of
 
 
 class OneDevice:
-    """A backend of the test's driver."""
+    """A backend that uses the test's driver."""
 
     def __init__(self, driver: Driver) -> None:
         self.monitor = driver

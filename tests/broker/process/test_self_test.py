@@ -1,4 +1,4 @@
-"""Whether checkpoints are possible is tried on a process of our own before any kernel depends on it."""
+"""Checkpoints are tried on a test process before any kernel depends on them."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
@@ -22,7 +22,7 @@ from tests.support import faults
 
 
 class World:
-    """Plays the broker of a simulated host."""
+    """Replaces the broker of a simulated host."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,13 +49,13 @@ class World:
             await worker.close()
 
     async def found(self) -> str:
-        """What the self-test finds."""
+        """Return the self-test's result."""
         async with self.worker() as worker:
             return await DriverStart(worker, self.specs).self_test(cast("Broker", self), cast("Swaps", self.swaps))
 
     @property
     def why_not(self) -> str:
-        """What the arbiter was told of the device."""
+        """Return what the arbiter was told about the device."""
         (view,) = self.arbiter.devices()
         assert view.stranger_mib == 7
         (spec,) = self.specs.values()

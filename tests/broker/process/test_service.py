@@ -1,4 +1,4 @@
-"""A broker as a node's service, on any socket; and where none may start: in a job or a pod, with which it would end."""
+"""A broker as a node's service on any socket; and where none may start: in a job or a pod, as it would end with that."""
 
 import os
 import secrets
@@ -33,9 +33,7 @@ def folder() -> Iterator[Path]:
     made.chmod(0o755)
     yield made
     shutil.rmtree(made)
-    shutil.rmtree(
-        simulated_folder(str(made / "gpu" / "broker.sock")), ignore_errors=True
-    )  # a lease that lives keeps it
+    shutil.rmtree(simulated_folder(str(made / "gpu" / "broker.sock")), ignore_errors=True)  # a living lease keeps it
 
 
 def command(folder: Path, *words: str) -> list[str]:
@@ -171,7 +169,7 @@ except BrokerUnavailableError as error:
 
 
 def test_a_users_kernel_never_starts_a_broker_in_roots_folder(folder: Path) -> None:
-    """A service that does not run on a path of its own: its administrator starts it."""
+    """If a service on a custom path is not running, only its administrator may start it."""
     socket = folder / f"gpu-{secrets.token_hex(4)}" / "broker.sock"
     socket.parent.mkdir(mode=0o755)
     ask = f"""

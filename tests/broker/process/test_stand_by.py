@@ -1,4 +1,4 @@
-"""A service's broker waits while another one serves, takes over when that ends, and runs with what it was told."""
+"""A service's broker waits while another one serves, takes over when that ends, and uses its own settings."""
 
 import json
 import resource

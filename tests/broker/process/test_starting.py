@@ -1,4 +1,4 @@
-"""A broker that cannot start says why in one sentence, which reaches whoever needed it, and leaves everything as it was."""
+"""A broker that cannot start explains why in one sentence, which reaches the caller, and changes nothing."""
 
 import os
 import re
@@ -30,7 +30,7 @@ from tests.support.world import World, new_world
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A world whose environment is this process's, so that it starts brokers as a provisioner does."""
+    """A world that uses this process's environment, so that it starts brokers as a provisioner does."""
     with new_world() as made:
         for name, value in made.environment.items():
             monkeypatch.setenv(name, value)
@@ -38,7 +38,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def complaint(world: World) -> str:
-    """What whoever needed a broker is told; nothing serves."""
+    """Return the error that the caller of a broker gets; no broker serves."""
     with pytest.raises(BrokerUnavailableError) as caught:
         ensure_broker(world.socket)
     assert world.broker_pid() is None
@@ -118,7 +118,7 @@ def test_a_bad_configuration_stops_the_broker_with_the_place_and_what_is_allowed
 ) -> None:
     world.configure(config)
     message = complaint(world)
-    assert not message.startswith("jupyter gpu broker: ")  # a dialog has no use for the command's name
+    assert not message.startswith("jupyter gpu broker: ")  # a dialog does not need the command's name
     assert str(world.folder / "config" / "jupyter_gpu_config.py") in message
     assert all(part in message for part in says), message
 
@@ -150,7 +150,7 @@ def test_without_a_gpu_the_sentence_says_why_and_how_to_try_without_one(
 def test_a_service_waits_for_its_first_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At boot a service may start before the driver's kernel module is loaded, and before the driver works."""
+    """At boot a service may start before the driver's kernel module is loaded, or before the driver works."""
     device = DeviceInfo(device_id="GPU-0", index=0, name="G", memory_mib=1, simulated=False, checkpointable=True)
     looks: list[list[DeviceInfo] | GPUError] = [[], [], GPUError(GPUErrorCode.UNKNOWN, "it fails"), [device]]
 
@@ -165,7 +165,7 @@ def test_a_service_waits_for_its_first_device(
             return look
 
         def close(self) -> None:
-            """Nothing is held."""
+            """There is nothing to close."""
 
     pauses: list[float] = []
     monkeypatch.setattr(driver_start, "open_monitor", lambda _: Late())
@@ -233,17 +233,17 @@ def test_a_broker_that_a_kernel_starts_is_not_bound_to_the_kernel_s_share(
     assert not any(f"{name}=" in environment for name in theirs)
 
 
-# What the broker and the programs that it starts do not read from their own environment, though other processes do.
+# Variables that the broker and the programs it starts do not read, although other processes do.
 READ_ELSEWHERE = {
-    "JUPYTER_GPU_BROKER_IN_WORKLOAD",  # who starts a broker
-    "JUPYTER_GPU_DEFAULT_FRACTION",  # Jupyter servers and commands, as the next ones
+    "JUPYTER_GPU_BROKER_IN_WORKLOAD",  # names the process that starts a broker
+    "JUPYTER_GPU_DEFAULT_FRACTION",  # for Jupyter servers and commands, as are the next ones
     "JUPYTER_GPU_DEFAULT_POOL",
     "JUPYTER_GPU_DEFAULT_PROVISIONER",
     "JUPYTER_GPU_MEASURE",
     "JUPYTER_GPU_MEMORY_INFO",  # a kernel
     "JUPYTER_GPU_POD_SHARE",
     "JUPYTER_GPU_FAILPOINTS",  # this test suite sets it for each process
-    "JUPYTER_GPU_PAGE_COMPONENT",  # the hub's page
+    "JUPYTER_GPU_PAGE_COMPONENT",  # for the hub's page
     "JUPYTER_GPU_PAGE_NAMESPACE",
     "JUPYTER_GPU_PAGE_NODES",
     "JUPYTER_GPU_SIMULATED_DIR",

@@ -1,4 +1,4 @@
-"""A process that was started a moment ago is believed, though /proc does not show its new environment yet."""
+"""A process that has just started is trusted although /proc does not show its new environment yet."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ NAME = "JUPYTER_GPU_LEASE"
 
 @contextmanager
 def about_to_become(lease_id: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that takes on the lease's id with an exec once it reads a line."""
+    """A process that gets the lease's id by an exec, once it reads a line."""
     argv = ["sh", "-c", f"read go; exec env {NAME}={lease_id} cat"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, env={"PATH": os.environ["PATH"]}) as process:
         yield process
@@ -28,7 +28,7 @@ async def test_the_new_environment_is_waited_for(monkeypatch: pytest.MonkeyPatch
         def look(pid: int, name: str) -> str | None:
             value = environment_value(pid, name)
             looks.append(value)
-            if len(looks) == 1:  # only now does it go on
+            if len(looks) == 1:  # only now does it continue
                 assert process.stdin is not None
                 process.stdin.write(b"go\n")
                 process.stdin.flush()

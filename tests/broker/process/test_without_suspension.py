@@ -1,4 +1,4 @@
-"""A host whose driver cannot checkpoint is shared all the same: every kernel stays resident, and everybody is told why."""
+"""A host whose driver cannot checkpoint is still shared: every kernel stays resident, and all users learn why."""
 
 import asyncio
 import logging
@@ -55,7 +55,7 @@ async def serving(folder: Path, bindings: str, worker: str) -> AsyncIterator[Bro
         everyone=False,
     )
     serving = asyncio.create_task(run.main())
-    serving.add_done_callback(lambda _: ready.close())  # one that fails at its start says nothing
+    serving.add_done_callback(lambda _: ready.close())  # a broker that fails at its start prints nothing
     with os.fdopen(reader) as report:
         if await asyncio.to_thread(report.read) != "ready":
             await serving
@@ -83,7 +83,7 @@ async def test_a_broker_whose_worker_cannot_work_serves_and_says_why(folder: Pat
 async def test_a_driver_that_is_not_ready_yet_is_used_as_soon_as_it_works(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker is real, its bindings are not: CUDA starts with an error as on an HGX host whose fabric manager still starts."""
+    """The worker is real, its bindings are not: CUDA starts with an error, as on an HGX host whose fabric manager is still starting."""
     caplog.set_level(logging.INFO, logger="fractional_gpu.broker.process.driver_start")
     monkeypatch.setattr(driver_start, "_FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(driver_start, "_LONGEST_PAUSE_S", 0.05)

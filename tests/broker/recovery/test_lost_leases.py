@@ -1,4 +1,4 @@
-"""A broker without its ledger: leases of living processes are taken back, and nobody gets anything by a claim alone."""
+"""A broker without its ledger takes back the leases of living processes, and no process gets a lease by a claim alone."""
 
 import json
 import os
@@ -46,7 +46,7 @@ SEAT = SeatRecord(
 
 
 class OneDevice(Driver):
-    """A machine with one device: where a checkpoint was made is no question."""
+    """A machine with one device, so the device of a checkpoint is certain."""
 
     def devices(self) -> list[Any]:
         return super().devices()[:1]
@@ -56,7 +56,7 @@ class OneDevice(Driver):
 def carrier(
     lease_id: str, socket: Path, *, connection: Path | None = None, first: str = "", **environment: str
 ) -> Iterator[ProcessIdentity]:
-    """A process that was started for a lease of the broker on `socket`; it is a kernel if it names a connection file."""
+    """A process started for a lease of the broker on `socket`; it is a kernel if it names a connection file."""
     argv = [sys.executable, "-S", "-c", f"{first}\nprint(flush=True); open(0).read()"]
     process = subprocess.Popen(
         [*argv, "-f", str(connection)] if connection is not None else argv,
@@ -115,7 +115,7 @@ def write_record(socket: Path, record: LeaseRecord) -> Path:
 
 @asynccontextmanager
 async def started(socket: Path, driver: Driver, *, ledger: Ledger | None = None) -> AsyncIterator[Broker]:
-    """A broker that has just started on the socket, with a new ledger unless one is given."""
+    """A broker that has just started on the socket, with a new ledger by default."""
     ledger = ledger or Ledger.open(socket.with_name("ledger.sqlite"))
     swaps = swaps_of(driver)
     files = LeaseFiles(Path(f"{socket}.leases"))
@@ -170,7 +170,7 @@ async def test_a_record_counts_only_for_the_process_that_it_names(socket: Path, 
 
 
 async def test_a_record_of_another_lease_is_not_taken_by_a_process(socket: Path) -> None:
-    """A kernel of the same user does not become another lease's by a record that names it."""
+    """A record cannot make a kernel hold another lease, even of the same user."""
     with carrier("mine", socket) as process:
         write_record(socket, record_of("richer", process))
         async with started(socket, OneDevice()) as broker:
@@ -209,11 +209,11 @@ async def test_what_the_ledger_knows_to_be_over_stays_over(socket: Path) -> None
 async def test_kernels_without_a_record_are_listed_and_nothing_of_them_is_guessed(
     socket: Path, connection: Path
 ) -> None:
-    """Another broker's are not, nor what is no kernel, nor those of a lease that is over."""
+    """Not listed: another broker's kernels, processes that are not kernels, and those of an ended lease."""
     driver = OneDevice()
     other = socket.with_name("other.sock")
     with (
-        carrier("one", other, connection=connection),  # older, and of the same id: it hides nothing
+        carrier("one", other, connection=connection),  # older, with the same id: it hides nothing
         carrier("one", socket, connection=connection) as process,
         carrier("job", socket),
         carrier("theirs", other, connection=connection),
@@ -284,7 +284,7 @@ async def test_a_file_that_cannot_be_written_is_written_later(socket: Path, capl
 
 
 async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
-    """With it a server's next kernels keep what the hub gave it; a seat that was ended stays so."""
+    """The seat lets a server's next kernels keep what the hub gave it; an ended seat stays ended."""
     async with started(socket, OneDevice()) as broker:
         seats = LeaseService(broker, load(None, {})).seats
         for name in ("kept", "ended"):

@@ -1,4 +1,4 @@
-"""A new broker believes the driver and /proc, not the ledger; what cannot be known is neither dead nor free."""
+"""A new broker trusts the driver and /proc, not the ledger; what it cannot know counts as neither dead nor free."""
 
 import asyncio
 import errno
@@ -69,7 +69,7 @@ async def recovered(
     *records: LeaseRecord,
     full_disk: bool = False,
 ) -> AsyncIterator[Broker]:
-    """A new broker that finds this in its ledger, and, with `full_disk`, can write nothing until it has found everything."""
+    """A new broker that finds this in its ledger; with `full_disk` it cannot write until it has found everything."""
     ledger = Disk.open(tmp_path / "ledger.sqlite")
     for record in records:
         ledger.save_lease(record)
@@ -96,7 +96,7 @@ async def recovered(
         (L.RESIDENT, S.CHECKPOINTED, L.SUSPENDED),
         (L.SUSPENDED, S.CHECKPOINTED, L.SUSPENDED),
         (L.SUSPENDING, S.LOCKED, L.RESIDENT),
-        (L.RESIDENT, None, L.RESIDENT),  # its gate may be open: it may create a context at any moment
+        (L.RESIDENT, None, L.RESIDENT),  # its gate may be open, so it may create a context at any moment
         (L.NO_CONTEXT, None, L.NO_CONTEXT),
         (L.RESIDENT, S.FAILED, L.QUARANTINED),
         (L.SUSPENDED, S.CHECKPOINTING, L.QUARANTINED),
@@ -132,7 +132,7 @@ async def test_whether_a_lease_ever_had_a_process_outlives_the_broker(tmp_path: 
 
 @pytest.mark.promise("race-pids")
 async def test_after_a_reboot_nobody_is_taken_for_the_kernel_that_had_its_pid(tmp_path: Path) -> None:
-    """What was saved is gone with the machine's memory, and a process that has the pid by chance is nobody's kernel."""
+    """Saved state is lost with the machine's memory, and a process that happens to have the pid is no kernel."""
     driver = Driver()
     with started_for(LEASE) as process:
         driver.has_context(process["pid"], S.CHECKPOINTED, 300)

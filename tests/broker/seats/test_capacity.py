@@ -1,4 +1,4 @@
-"""Seats of an engine's jobs and pods, and what the host says that it could still give: `GET /v1/capacity`."""
+"""Seats of an engine's jobs and pods, and what the host reports that it can still give: `GET /v1/capacity`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 pytestmark = pytest.mark.promise("workload-seat")
 
 POOLS: dict[str, Any] = {
-    # By its forecast, one seat of an eighth is all that `small` takes beside nothing else.
+    # By its forecast, `small` can take only one seat of an eighth, even if it has no other seats.
     "default": {"devices": [0, 1], "fractions": ["1/8", "1/4", "1/2", "1"], "wait_bound": "5%"},
     "promised": {"devices": [2], "fractions": ["1/4"], "oversubscription": 1, "wait_bound": "100%"},
 }

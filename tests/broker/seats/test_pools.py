@@ -1,4 +1,4 @@
-"""An administrator changes a pool while the broker runs: at once, for what exists too, or not at all."""
+"""An administrator changes a pool while the broker runs: at once and for existing leases too, or not at all."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Kernels that outlive their seat: their leases are suspended, count for their user, are taken over by the next seat, or end."""
+"""Kernels that outlive their seat: their leases are suspended, count against their user, pass to the next seat, or end."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -57,7 +57,7 @@ def leases(live: LiveBroker) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def kernel_of(live: LiveBroker, lease: LeaseReply) -> Iterator[int]:
-    """A process behind the lease."""
+    """The process of the lease."""
     with started_for(lease.lease_id) as process:
         answer = live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
         assert answer.status == 200, answer
@@ -65,7 +65,7 @@ def kernel_of(live: LiveBroker, lease: LeaseReply) -> Iterator[int]:
 
 
 def wants(live: LiveBroker, lease: LeaseReply) -> tuple[str, str]:
-    """What a cell of the kernel is told first."""
+    """Return the first message that a cell of the kernel gets."""
     body = to_builtins(AcquireRequest())
     answer = live.call("POST", f"/v1/leases/{lease.lease_id}/acquire", body, token=lease.token)
     return answer.body["kind"], answer.body["reason"]

@@ -1,4 +1,4 @@
-"""A hub takes seats from a broker, and kernels never have more than the seat that they draw on."""
+"""A hub takes seats from a broker, and kernels never get more than the seat they use."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker
 
 pytestmark = pytest.mark.promise("full-disk", "seats")
 
-CLOSED = time.strftime("%a", time.localtime(time.time() + 3 * 86_400))  # a day that is not today, nor near it
+CLOSED = time.strftime("%a", time.localtime(time.time() + 3 * 86_400))  # a date far from today
 POOLS: dict[str, Any] = {
     "default": {"wait_bound": "100%", "kernels_per_seat": 2, "price": "0.80 EUR"},
 }
@@ -59,7 +59,7 @@ def client_of(live: LiveBroker) -> SeatClient:
 
 
 def take(live: LiveBroker, **fields: Any) -> SeatProgress:  # noqa: ANN401 - SeatRequest's
-    """Take a seat, and return the last line."""
+    """Take a seat and return the last line."""
     request = SeatRequest(**{"owner": "ada", "pool": "default", "fraction_milli": 250, **fields})
     with client_of(live) as client:
         return list(client.take_seat(request))[-1]
@@ -142,7 +142,7 @@ def test_a_seat_that_is_not_confirmed_ends_by_itself(live: LiveBroker) -> None:
     kept = take(live)
     with client_of(live) as client:
         assert client.confirm_seat(kept.seat_id).expires_ms is None
-    lost = take(live, owner="bob", ttl_ms=2_000)  # longer than a busy disk takes to write it down
+    lost = take(live, owner="bob", ttl_ms=2_000)  # longer than a busy disk takes for the write
 
     async def gone() -> None:
         seats: Seats = live.service.seats
@@ -166,7 +166,7 @@ def test_a_server_has_one_seat(live: LiveBroker) -> None:
 
 def test_only_the_user_whose_seat_it_is_may_draw_on_it(live: LiveBroker) -> None:
     seat = take(live, uid=12_345)
-    # Root may; anybody else with the token, who could have stolen it, may not.
+    # Root may; another user with the token, which may be stolen, may not.
     body = json.dumps(to_builtins(LeaseRequest(fraction_milli=250, seat=seat.seat_id)))
     reply = as_nobody(live, "POST", "/v1/leases", body, token=seat.token)
     assert " 403 " in reply.partition("\n")[0]
@@ -209,7 +209,7 @@ def test_users_of_one_uid_see_and_steer_only_what_is_of_their_seat(live: LiveBro
     own, foreign = f"/v1/leases/{ids[0]}", f"/v1/leases/{ids[1]}"
     assert " 200 " in as_nobody(live, "GET", own, "", token=seats[0].token)
     assert " 404 " in as_nobody(live, "GET", own, "")
-    as_nobody(live, "DELETE", own, "")  # as for a lease that is over: no error
+    as_nobody(live, "DELETE", own, "")  # no error, as for a lease that has ended
     assert " 200 " in as_nobody(live, "GET", own, "", token=seats[0].token), "it was not ended"
     assert " 401 " in as_nobody(live, "GET", foreign, "", token=seats[0].token)
     assert " 401 " in as_nobody(live, "POST", own + "/detach", "{}", token=seats[0].token), "the kernel's own route"
@@ -283,7 +283,7 @@ def test_the_wait_for_a_seat_is_forecast_with_bounds_and_compared_with_what_happ
 
 @contextmanager
 def waiting_for(live: LiveBroker, owner: str, fraction_milli: int) -> Iterator[Iterator[SeatProgress]]:
-    """A request for a seat in the pool's line; what it is told further."""
+    """A request for a seat in the pool's queue; yields its further progress."""
     with client_of(live) as client:
         lines = client.take_seat(
             SeatRequest(owner=owner, pool="default", fraction_milli=fraction_milli, wait_ms=3_600_000)
@@ -348,7 +348,7 @@ def test_small_seats_pass_a_large_one_that_has_no_room_so_many_times_and_no_more
 
 @contextmanager
 def held_back(live: LiveBroker) -> Iterator[None]:
-    """Nothing that is written reaches the disk during the block."""
+    """During the block no write reaches the disk."""
     live.disk.goes_on.clear()
     try:
         yield
@@ -531,7 +531,7 @@ def test_seats_are_packed_by_use_until_cells_would_wait_too_long() -> None:
         assert "of the cells would wait longer than 30 s for the GPU (5 % are allowed)" in refused.sentence
         offer = client.offers(OfferRequest(owner="one more")).pools[0].fractions[1]
         assert (offer.free, offer.sentence) == (False, "full now")
-        # Somebody who is known to use little still finds room ...
+        # A user known to use little still finds room ...
         hour = 3_600_000
         light = UsageRecord(
             owner="light",
@@ -557,11 +557,11 @@ def test_seats_outlive_the_broker() -> None:
 
 
 def found_again(live: LiveBroker) -> list[SeatRecord]:
-    """What the next broker would find."""
+    """Return what the next broker would find."""
 
     async def again() -> list[SeatRecord]:
-        with suppress(LedgerError):  # a write that is tried again at that moment fails, and this one with it
-            await live.broker.writer.run(lambda: None)  # everything before is on the disk
+        with suppress(LedgerError):  # a write that is retried at that moment fails, and this one with it
+            await live.broker.writer.run(lambda: None)  # everything earlier is on disk
         fresh = Seats(live.broker, live.service.settings)
         fresh.recover(live.broker.writer.ledger)
         return fresh.live()
@@ -582,7 +582,7 @@ def test_a_seat_is_confirmed_when_that_is_on_the_disk() -> None:
 
 
 def test_a_seat_is_given_back_when_that_is_on_the_disk() -> None:
-    """A broker that died between its reply and the write would leave the seat to the next one."""
+    """Otherwise, if a broker died between its reply and the write, the next one would find the seat again."""
     with live_broker() as live:
         seat, seats = take(live), live.service.seats
 

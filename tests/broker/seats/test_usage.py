@@ -1,4 +1,4 @@
-"""What users do is measured: how long they have kernels, how long these are busy, and with how much memory."""
+"""What users do is measured: how long they have kernels, how long those are busy, and how much memory they use."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ DAY_MS = 86_400_000
 
 @dataclass
 class World:
-    """A broker of which only the leases are looked at, and two clocks."""
+    """A broker reduced to its leases, and two clocks."""
 
     ledger: Ledger
     now_ms: int = 5

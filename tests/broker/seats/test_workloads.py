@@ -82,7 +82,7 @@ def test_only_the_jobs_own_processes_use_its_seat(live: LiveBroker) -> None:
         with client_in(group, live) as own:
             status, lease = lease_on(own, seat)
             assert status == 200, lease
-            # The kernel's process must be one of the job, too, not only the one that asked for the lease.
+            # The kernel's process must be in the job as well, not only the process that asked for the lease.
             with started_for(lease["lease_id"], first=JOIN.format(group=str(elsewhere))) as foreign:
                 status, refused = own.call("POST", f"/v1/leases/{lease['lease_id']}/attach", lease["token"], foreign)
                 assert (status, refused["error"]["reason"]) == (403, "other-workload"), refused
@@ -185,7 +185,7 @@ def test_too_little_memory_is_said_with_the_seat_and_in_the_story_and_status(liv
 
 
 def test_users_cannot_claim_a_workload(live: LiveBroker) -> None:
-    """Only the engine's side, which is root or an administrator, takes seats at all."""
+    """Only root and administrators, such as the engine's agent, take seats at all."""
     request = SeatRequest(
         owner="ada", pool="default", fraction_milli=250, admitted=True, workload=Workload(engine="slurm", id="1")
     )

@@ -1,4 +1,4 @@
-"""On whose behalf an administrator's program asks: any name gets through, and nobody else may say one."""
+"""For which user an administrator's program asks: any name is accepted, but only from an administrator."""
 
 from urllib.parse import quote
 
@@ -35,7 +35,7 @@ def test_what_is_no_name_is_refused_before_anything_is_sent(name: str) -> None:
 
 @pytest.fixture
 def heard(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
-    """Whom the broker took the requests to be for, in their order."""
+    """Return the users for which the broker took the requests, in order."""
     del live
     names: list[str | None] = []
     prepare = Handler.prepare

@@ -1,4 +1,4 @@
-"""What administrators do to somebody's lease: who may, what is refused, and that an eviction leaves no process behind."""
+"""What administrators may do to a user's lease, what is refused, and that an eviction leaves no process."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ from tests.broker.live import BECOME_NOBODY, LiveBroker, attach_fields, started_
 
 pytestmark = pytest.mark.promise("evicted")
 
-# A kernel that will not end when it is asked to, with a child in a session of its own.
+# A kernel that ignores a request to end, with a child in a separate session.
 STUBBORN = """
 import signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -25,7 +25,7 @@ print(child.pid, flush=True)
 open(0).read()
 """
 
-# A kernel that says when it is asked to end, and ends when its input does.
+# A kernel that reports a request to end, and ends when its input does.
 SLOW_TO_END = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -149,7 +149,7 @@ with BrokerClient(sys.argv[1]) as client:
 
 
 def _is_over(pid: int) -> bool:
-    """Whether it has ended, though its parent may not have asked for its status yet."""
+    """Whether it has ended, even if its parent has not read its status yet."""
     try:
         with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
             return file.read().rpartition(")")[2].split()[0] in "ZX"

@@ -1,4 +1,4 @@
-"""What people may change about leases that exist, and administrators about devices; and what of it is refused, with which words."""
+"""What users may change about their leases and administrators about devices; what is refused, and with which message."""
 
 import grp
 import os
@@ -142,7 +142,7 @@ def test_a_pin_lasts_as_long_as_was_said_and_is_on_the_disk_when_that_is_answere
 
 
 def saved_pin_ms(live: LiveBroker, lease_id: str) -> int:
-    """How long the ledger says that the lease stays pinned."""
+    """Return how long the lease stays pinned according to the ledger."""
     (record,) = [one for one in live.broker.writer.ledger.live_leases() if one.spec.lease_id == lease_id]
     return record.pinned_until_ms - wall_ms()
 
@@ -167,7 +167,7 @@ def test_a_burst_is_on_the_disk_with_the_size_before_it_until_it_is_over(live: L
     lease = live.lease()
 
     def resize(fraction_milli: int, *, burst: bool) -> tuple[int, tuple[int, int] | None]:
-        """Return the size and the own size that the ledger has."""
+        """Return the size and the user's own size in the ledger."""
         size = {"fraction_milli": fraction_milli, "burst": burst}
         assert live.call("POST", f"/v1/leases/{lease.lease_id}/resize", size).status == 200
         (record,) = [one for one in live.broker.writer.ledger.live_leases() if one.spec.lease_id == lease.lease_id]
@@ -186,7 +186,7 @@ def test_a_burst_is_on_the_disk_with_the_size_before_it_until_it_is_over(live: L
 
 @pytest.fixture
 def drained(live: LiveBroker) -> Iterator[dict[str, Any]]:
-    """The device, which is being emptied as long as the test runs."""
+    """The device, which drains during the test."""
     answer = live.call("POST", "/v1/devices/0/drain", {"evict_busy": False})
     assert answer.status == 200, answer
     yield answer.body
@@ -256,7 +256,7 @@ AskInGroup = Callable[[str | None], int]
 
 @pytest.fixture
 def ask_in_group(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> AskInGroup:
-    """Ask as another user whose groups are ours, with that group as the administrators'; return the status."""
+    """Ask as another user with our groups, one of which is the administrators'; return the status."""
     groups = {"nogroup": -2, "this one": os.getgid(), None: None}
 
     def ask(name: str | None) -> int:

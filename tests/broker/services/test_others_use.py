@@ -1,4 +1,4 @@
-"""What others use of a lease's device: not the lease's own processes, nor those of the leases that are named, but any other."""
+"""Other processes' use of a lease's device: all processes but the lease's own and those of the named leases."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def live() -> Iterator[LiveBroker]:
 
 
 class Worker:
-    """A process that is on the device, and works there from `go` on. Without a lease it is a stranger."""
+    """A process on the device that computes after `go`. Without a lease it is a stranger."""
 
     def __init__(self, live: LiveBroker, process: "subprocess.Popen[str]", lease: LeaseReply | None) -> None:
         self.live, self.process, self.lease = live, process, lease
@@ -71,7 +71,7 @@ def worker(live: LiveBroker, *, leased: bool) -> Iterator[Worker]:
 
 
 def begin(live: LiveBroker, lease: LeaseReply, pid: int) -> None:
-    """Attach the process, and have its device."""
+    """Attach the process and give it its device."""
     identity: dict[str, Any] = identify(pid).to_dict()
     body = to_builtins(AttachRequest(**identity, connection={}, language="", ipykernel=False, kind=COMMAND))
     assert live.call("POST", f"/v1/leases/{lease.lease_id}/attach", body, token=lease.token).status == 200

@@ -1,4 +1,4 @@
-"""A notice that the host goes away drains all its devices, and gives them back when it is withdrawn."""
+"""A notice that the host goes away drains all its devices; withdrawing the notice gives them back."""
 
 import json
 import threading
@@ -56,7 +56,7 @@ def test_a_notice_is_read_as_clouds_write_it(text: str, notice: Notice | None) -
 
 @contextmanager
 def metadata(answer: Callable[[str, str, Mapping[str, str]], tuple[int, str]]) -> Iterator[str]:
-    """Serve on a loopback address, and yield the URL of its root."""
+    """Serve on a loopback address, and yield the root URL."""
 
     class Service(BaseHTTPRequestHandler):
         def _reply(self) -> None:
@@ -146,7 +146,7 @@ def test_all_devices_are_drained_by_the_deadline_of_a_notice_and_given_back_as_t
     story = two.call("GET", f"/v1/leases/{lease.lease_id}/story", token=lease.token).body["lines"]
     assert "Save to a disk that outlives it now" in story[-1]["sentence"]
     path.unlink()
-    later = RevocationNotice(two.broker, path, 30_000, drains=True)  # as a broker that starts meanwhile
+    later = RevocationNotice(two.broker, path, 30_000, drains=True)  # as in a broker that starts meanwhile
     devices = _look(two, later)
     assert [one.get("draining", False) for one in devices] == [False, True]
     assert [one.get("goes_away_in_ms") for one in devices] == [None, None]

@@ -1,4 +1,4 @@
-"""A subscriber gets the present status at once, every change soon, nothing twice, and its own leases only."""
+"""A subscriber gets the current status at once and every change soon, nothing twice, and only its own leases."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ from tests.broker.live import DEADLINE_S, LiveBroker
 
 
 class Following:
-    """A client that follows in a thread."""
+    """A client that follows the stream in a thread."""
 
     def __init__(self, socket: str) -> None:
         self.client = BrokerClient(socket)
@@ -37,7 +37,7 @@ class Following:
             self.ended = error
 
     def until_leases(self, expected: set[str]) -> list[HostStatus]:
-        """Return the lines up to the first that has exactly these leases."""
+        """Return the lines up to the first one with exactly these leases."""
         lines = [self.lines.get(timeout=DEADLINE_S)]
         while {lease.lease_id for lease in lines[-1].leases} != expected:
             lines.append(self.lines.get(timeout=DEADLINE_S))
@@ -183,7 +183,7 @@ def test_quiet_is_a_keep_alive_and_costs_nothing_when_nobody_follows(
     async def story() -> None:
         async with aclosing(stream.follow(Viewer())) as news:
             assert (await anext(news)) is not None
-            while looks < 3:  # a lease that only becomes older is no news
+            while looks < 3:  # a lease that only gets older causes no message
                 assert (await anext(news)) is None
         assert followers_asked == 1, "what is no news is not looked at for each follower"
         assert stream._sampling is None

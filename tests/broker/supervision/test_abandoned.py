@@ -1,4 +1,4 @@
-"""A lease ends with its kernel's process where no process is left that could start the kernel again, and takes its token's file along."""
+"""A lease, and its token's file, go when its kernel ends and no process is left that could restart it."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from tests.support.world import until
 
 pytestmark = pytest.mark.promise("abandoned")
 
-# Asks for a lease, and then, for each line that it reads, attaches or detaches a process of that description.
+# Asks for a lease; then, for each line it reads, attaches or detaches the process described there.
 SERVER = """
 import json, sys
 from pathlib import Path
@@ -74,7 +74,7 @@ class _Server:
 
 @contextmanager
 def _kernel(server: _Server, tmp_path: Path) -> Iterator[tuple[dict[str, Any], Path]]:
-    """A process of the server's lease, and the file of the lease's token."""
+    """Return a process of the server's lease, and the file with its token."""
     token_file = tmp_path / f"{server.lease_id}-1f.token"
     token_file.write_text(server.token)
     with started_for(server.lease_id, environment={"JUPYTER_GPU_TOKEN_FILE": str(token_file)}) as process:

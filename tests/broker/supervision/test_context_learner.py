@@ -1,4 +1,4 @@
-"""What a context takes is learnt from one moment in which the frameworks' and the device's figures are both known, or not at all."""
+"""A context's size is learnt only from one moment in which both the framework's and the device's figures are known."""
 
 import asyncio
 from types import SimpleNamespace
@@ -24,13 +24,13 @@ CAP_MIB = 20_000
 
 
 class Watch:
-    """A kernel's line to its messages."""
+    """A kernel's message connection."""
 
     busy = executing = runs_cell = False
 
 
 class World:
-    """As much of a broker as learning needs, with one kernel that is idle."""
+    """The parts of a broker that learning needs, with one idle kernel."""
 
     def __init__(self, used_mib: int = 10_900) -> None:
         self.state = LeaseState.RESIDENT
@@ -71,14 +71,14 @@ class World:
         return self.kernel.link
 
     async def answer(self, word: str = "done", detail: str = "gc, torch, reserved_mib=10000") -> None:
-        """Answer the command that comes next, as an extension does."""
+        """Answer the next command as an extension does."""
         command = await self.link.next()
         assert command is not None
         assert command.verb == GateVerb.SHRINK
         self.link.take(GateAnswer(number=command.number, word=word, detail=detail), 1.0)
 
     async def suspended(self, detail: str = "gc, torch, reserved_mib=10000") -> None:
-        """A suspend as `Swaps` makes it: caches are given back, then what the locked process has is counted."""
+        """A suspend as `Swaps` does it: caches are given back, then the memory of the locked process is counted."""
         asked = asyncio.create_task(self.link.ask(GateVerb.SHRINK, 30))
         await self.answer(detail=detail)
         await asked
@@ -106,7 +106,7 @@ async def test_a_kernel_on_several_devices_teaches_nothing_and_gets_the_largest(
 
 
 async def told(world: World) -> dict[str, str]:
-    """What the extension is told next."""
+    """Return the next message to the extension."""
     command = await world.link.next()
     assert command is not None
     assert command.verb == GateVerb.LIMIT

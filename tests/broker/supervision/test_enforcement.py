@@ -1,4 +1,4 @@
-"""The broker ends what has no right to a device, and nobody else; who goes past its cap is told."""
+"""The broker ends only processes without a right to a device, and tells users who exceed their cap."""
 
 import signal
 import subprocess

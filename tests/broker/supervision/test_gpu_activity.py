@@ -1,4 +1,4 @@
-"""The counters decide whether a kernel without a running cell is idle: soon after a cell, during work, and for devices that say nothing."""
+"""The counters decide whether a kernel without a running cell is idle: soon after a cell, during work, and without any counters."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ SETTLE_US = SECOND
 
 
 class World:
-    """Plays the broker: one kernel, this very process, and a device whose counters say what the test says."""
+    """Replaces the broker: one kernel, which is this process, and a device whose counters the test sets."""
 
     def __init__(self, state: LeaseState = LeaseState.RESIDENT) -> None:
         self.monitor = self
@@ -77,7 +77,7 @@ class World:
         return self.kernel.busy
 
     def cell_ends(self) -> int:
-        """A cell runs and ends; return when, in microseconds."""
+        """Run a cell to its end; return when it ended, in microseconds."""
         self.gpu_activity._looks = True
         self.quiet.busy = True
         self.sync_busy_state(self.kernel)

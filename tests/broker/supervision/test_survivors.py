@@ -1,4 +1,4 @@
-"""The room of an ended kernel is given away when the device counts its memory no more: not when its processes are gone."""
+"""The room of an ended kernel is free when the device no longer counts its memory, not when its processes are gone."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.promise("left-behind")
 
 LEASE = "lease"
 AT_REST_MIB = 40
-ROOT = ProcessIdentity(boot_id(), os.getpid(), 1)  # this number's process of another time: it has ended
+ROOT = ProcessIdentity(boot_id(), os.getpid(), 1)  # an earlier process with this pid, which has ended
 
 
 def use(beyond_mib: int, *processes: ProcessUse) -> DeviceUse:
@@ -32,12 +32,12 @@ def use(beyond_mib: int, *processes: ProcessUse) -> DeviceUse:
 
 
 class World:
-    """Plays the broker and its arbiter: no process of the kernel is left, and the device says this, one look after another."""
+    """Replaces the broker and its arbiter: the kernel has no process left, and each look at the device gives the next of these answers."""
 
     def __init__(self, looks: Iterable[DeviceUse | GPUError]) -> None:
         self.looks = list(looks)
         self.arbiter = self
-        self.events: list[tuple[Event, int]] = []  # and how many looks were still to come
+        self.events: list[tuple[Event, int]] = []  # how many looks remained
         self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="")
         self.kernels = {LEASE: self.kernel}
         self.survivors = Survivors(cast("Broker", self), cast("ProcessInspector", self))

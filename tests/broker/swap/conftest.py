@@ -1,4 +1,4 @@
-"""No test of swaps depends on the host memory of the machine that runs it."""
+"""Makes tests of swaps independent of the host memory of the machine that runs them."""
 
 import pytest
 

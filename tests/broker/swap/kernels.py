@@ -1,4 +1,4 @@
-"""What the tests of suspend, resume and truth share: the states of kernels, and a machine that falls short."""
+"""What the tests of suspend, resume and recovery share: the states of kernels, and a machine with too little memory."""
 
 import errno
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +25,7 @@ CLOSES = {"close": "closed", "shrink": "done"}
 
 
 def room_for(left_mib: int, limited_by: str) -> Callable[[Mapping[int, int]], Shortage | None]:
-    """What tells whether the host has room for several processes, where one limit leaves so much for all of them."""
+    """Return a check of host memory for several processes that share one limit with this much left."""
 
     def shortage(needs: Mapping[int, int]) -> Shortage | None:
         need_mib = sum(needs.values())
@@ -43,7 +43,7 @@ SHORT = OSError(errno.EMFILE, "Too many open files")
 
 
 def fails_to_look(monkeypatch: pytest.MonkeyPatch, error: Exception, at: Collection[int]) -> None:
-    """Have these looks at the machine fail, counted from one. However slow the machine is, none is repeated for its age."""
+    """Make these looks at the machine fail, counted from one. None is repeated because of its age, even on a slow machine."""
     looks = 0
 
     def scan(name: str, *_: object) -> Snapshot:

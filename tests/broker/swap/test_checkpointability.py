@@ -1,4 +1,4 @@
-"""A kernel that is known not to survive a checkpoint is not locked to find out; each refusal has its own reason."""
+"""A kernel known not to survive a checkpoint is not even locked; each refusal has its own reason."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ sys.stdin.read()
 
 @contextmanager
 def mapping(path: Path, then: str = "") -> Iterator[int]:
-    """A process that has the file mapped; `remove`: the file's name is gone."""
+    """A process that has the file mapped; with `remove`, the file's name is deleted."""
     argv = [sys.executable, "-S", "-c", MAPPER, str(path), then]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -118,7 +118,7 @@ async def test_an_injected_profiler_is_seen_and_a_linked_interface_is_not_one(
 
 @contextmanager
 def started_with(environment: dict[str, str]) -> Iterator[int]:
-    """A process that was started with this environment."""
+    """A process started with this environment."""
     argv = [sys.executable, "-S", "-c", SLEEPER]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None

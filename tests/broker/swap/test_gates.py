@@ -1,4 +1,4 @@
-"""A kernel's gate is closed, or shut for its next cell, before a suspend, and what it answers decides."""
+"""Before a suspend the kernel's gate closes, or shuts for its next cell, and the kernel's answer decides."""
 
 import asyncio
 from collections.abc import Callable
@@ -48,7 +48,7 @@ async def test_a_gate_that_does_not_shut_leaves_the_kernel_untouched(answers: di
 
 
 class Counters:
-    """Says whether a kernel was quiet, and counts how often that was asked."""
+    """Says whether a kernel was quiet, and counts how often it was asked."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
@@ -60,7 +60,7 @@ class Counters:
 
 
 def impatient(driver: Driver, counters: Counters) -> Swaps:
-    """Swaps that wait for a gate for a moment only."""
+    """Swaps that wait only briefly for a gate."""
     swaps = swaps_of(driver, gate_s=0.05)
     swaps.connect(roots=list, is_quiet=counters)
     return swaps
@@ -156,7 +156,7 @@ async def test_a_preempted_kernel_is_saved_in_the_middle_of_its_cell(answers: di
 async def test_an_extension_that_comes_back_only_now_shuts_its_gate_before_the_kernel_is_saved(
     *, preempt: bool
 ) -> None:
-    """Right after a broker's start its line is not there yet: a cell that entered the open gate would wait without being told why."""
+    """Just after a broker's start it is not connected yet: a cell that passed the open gate would wait without being told why."""
     driver, asked = Driver(), list[str]()
 
     def word(verb: str) -> Callable[[], str]:
@@ -219,7 +219,7 @@ async def test_between_two_cells_no_other_cell_runs(detail: str, outcome: Suspen
 
 @pytest.mark.parametrize("uses", [False, True])
 async def test_a_cell_gives_up_room_that_it_never_used_and_keeps_what_it_begins_to_use(*, uses: bool) -> None:
-    """Its kernel counts as idle, though the cell runs on behind the shut gate."""
+    """Its kernel counts as idle, although the cell runs on behind the shut gate."""
     async with kernel_of(1, {"preempt": f"closed: {CELL_RUNS}"}) as (kernel, _, pids):
         kernel.cell.unused = frozenset({"request"})
         driver = Driver()

@@ -1,4 +1,4 @@
-"""Operations are begun and ended in the ledger, and neither a full disk nor a look that fails stops a lease for good."""
+"""The ledger records each operation's begin and end, and neither a full disk nor a failed look stops a lease for good."""
 
 import asyncio
 import errno
@@ -41,7 +41,7 @@ SPEC = LeaseSpec(lease_id=LEASE, pool="default", owner="me", fraction_milli=500,
 
 @dataclass
 class Stage:
-    """One lease with its operations, which succeed at once; after as many of them as it says the disk is full."""
+    """One lease and its operations, which succeed at once; the disk fills up after as many of them as the test sets."""
 
     writer: LedgerWriter
     disk: Disk
@@ -50,7 +50,7 @@ class Stage:
     truths: list[Truth] = field(default_factory=list)  # what the first looks find
     events: list[Event] = field(default_factory=list)
     need_mib: int = 0  # what suspends ask the arbiter for
-    reserved_mib: list[int] = field(default_factory=list)  # and are told
+    reserved_mib: list[int] = field(default_factory=list)  # and the answers
     operations: Operations = field(init=False)
     broker: Broker = field(init=False)
 
@@ -116,7 +116,7 @@ class Stage:
     # the test
 
     async def carry_out(self, effect: Suspend | Resume) -> SuspendOutcome | ResumeOutcome:
-        """Return the outcome once the end was written, or was not to be."""
+        """Return the outcome once the end was written, or will never be."""
         self.operations.start(effect)
         await asyncio.gather(*self.operations._tasks)
         await asyncio.gather(self.writer.flushed(), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Every cell of the table of errors is what really becomes of the lease, and the document shows that table."""
+"""Each cell of the table of errors is what really happens to the lease, and the document shows that table."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def _plenty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def suspend(step: str, code: GPUErrorCode, leaves: ProcessState | None = None) -> tuple[SuspendOutcome, Driver]:
-    """Suspend a kernel whose step fails, leaving its process in that state."""
+    """Suspend a kernel whose step fails and leaves its process in that state."""
     driver = Driver()
     async with kernel_of(1, CLOSES) as (kernel, _, (pid,)):
         driver.has_context(pid, S.RUNNING, 300)

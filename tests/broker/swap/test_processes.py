@@ -1,4 +1,4 @@
-"""A suspend and a resume know which processes are the kernel's, which of them have CUDA state, and read no other device."""
+"""A suspend and a resume know the kernel's processes, which of them have CUDA state, and read no other device."""
 
 import os
 
@@ -19,7 +19,7 @@ from tests.support.stopping import stop
 
 @pytest.mark.promise("race-processes")
 async def test_a_cuda_process_that_no_device_counts_is_saved_at_the_most_it_can_have() -> None:
-    """It only initialised the driver, or the device does not list it: what no process is charged with is the most that it has."""
+    """It only initialised the driver, or the device does not list it: it may have all memory that is charged to no process."""
     driver = Driver()
     driver.others_mib = 120
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
@@ -50,7 +50,7 @@ if os.fork() == 0:
 
 
 def forked_by(kernel: Kernel) -> int:
-    """The pid of the process that the kernel forked."""
+    """Return the pid of the process that the kernel forked."""
     assert kernel.identity is not None
     (child,) = [one for one in real_scan().tree(kernel.identity) if one != kernel.identity]
     return child.pid
@@ -94,7 +94,7 @@ async def test_a_forked_child_on_which_the_driver_fails_is_none_of_what_a_saved_
         child = forked_by(kernel)
         driver.failures["state", child] = GPUErrorCode.OPERATING_SYSTEM
         assert await swaps.inspector.with_memory(kernel, kernel.identity, host, saved=True) == [kernel.identity]
-        kernel.checkpoint.sizes = {}  # another broker saved it: what it saved is not known
+        kernel.checkpoint.sizes = {}  # another broker saved it: how much it saved is unknown
         with pytest.raises(GPUError):
             await swaps.inspector.with_memory(kernel, kernel.identity, host, saved=True)
 
@@ -158,7 +158,7 @@ async def test_a_stopped_process_without_device_memory_does_not_matter() -> None
 
 
 class ReadDriver(Driver):
-    """Notes which devices are read."""
+    """Records which devices are read."""
 
     def __init__(self) -> None:
         super().__init__()

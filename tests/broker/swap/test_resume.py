@@ -1,4 +1,4 @@
-"""A resume takes every step in order, and is begun only where the room is free."""
+"""A resume takes every step in order, and begins only if the room is free."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ async def test_a_restore_is_never_tried_to_find_out_whether_there_is_room() -> N
 
 
 async def test_what_nobody_wrote_down_needs_what_is_reserved_for_it() -> None:
-    """All its processes were saved by somebody else."""
+    """Another program saved all its processes."""
     driver = Driver()
     driver.others_mib = 500
     async with kernel_of(2) as (kernel, _, pids):
@@ -55,7 +55,7 @@ async def test_what_nobody_wrote_down_needs_what_is_reserved_for_it() -> None:
 
 
 async def test_a_resume_whose_kernel_ends_meanwhile_is_not_called_done() -> None:
-    """What its children have is saved still: the lease must not count as resident."""
+    """Its children's state is still saved, so the lease must not count as resident."""
 
     class EndsMeanwhile(Driver):
         def use(self, device_id: str) -> DeviceUse:

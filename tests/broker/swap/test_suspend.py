@@ -1,4 +1,4 @@
-"""A suspend takes every step in order, and from each failure goes back to where it can prove to be."""
+"""A suspend takes every step in order, and after any failure goes back to a state that it can prove."""
 
 from collections.abc import Callable, Mapping
 
@@ -240,7 +240,7 @@ async def test_a_suspend_looks_at_the_processes_twice_and_again_if_shrinking_tak
 
 @pytest.mark.promise("race-host-memory")
 async def test_what_several_processes_would_save_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspend_module, "shortage", room_for(500, "the test"))  # room for each, and not for both
+    monkeypatch.setattr(suspend_module, "shortage", room_for(500, "the test"))  # room for either one, but not for both
     driver = Driver()
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids)

@@ -1,4 +1,4 @@
-"""What a kernel is, is found out from the driver, and half-done work is finished or undone where that is safe."""
+"""The driver tells what state a kernel is in, and half-done operations are finished or undone where that is safe."""
 
 import pytest
 
@@ -79,7 +79,7 @@ async def test_what_a_suspend_left_half_saved_comes_back_only_where_the_saved_ha
         driver.others_mib = 500  # 200 are left
         assert await swaps_of(driver).truth(kernel, DEVICE, 0) is None
         assert driver.calls == []
-        driver.others_mib = 400  # 300 are left: the other half is there already
+        driver.others_mib = 400  # 300 are left: the other half is already there
         assert await swaps_of(driver).truth(kernel, DEVICE, 0) == Truth(state=LeaseState.RESIDENT, device_id=DEVICE)
 
 
@@ -108,7 +108,7 @@ async def test_what_a_resume_has_brought_back_needs_no_room_again(left_mib: int,
 
 
 async def test_of_what_runs_nobody_knows_how_much_of_it_was_to_be_saved() -> None:
-    """A new broker knows the sum only: what runs beside the saved half may have come since."""
+    """A new broker knows only the sum: what runs next to the saved half may have come since."""
     driver = Driver()
     driver.others_mib = 200
     async with kernel_of(2) as (kernel, _, pids):
@@ -120,7 +120,7 @@ async def test_of_what_runs_nobody_knows_how_much_of_it_was_to_be_saved() -> Non
 
 @pytest.mark.parametrize("state", [S.RUNNING, S.LOCKED])
 async def test_what_somebody_else_saved_comes_back_only_to_a_device_without_others(state: ProcessState) -> None:
-    """Nobody wrote down how much it is."""
+    """No record says how much it is."""
     driver = Driver()
     async with kernel_of(2) as (kernel, _, pids):
         driver.has_context(pids[0], S.CHECKPOINTED, 300)
@@ -148,14 +148,14 @@ async def test_a_new_suspend_does_not_go_by_what_the_last_one_saved() -> None:
         running(driver, pids)
         assert (await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([])))[0] is SuspendOutcome.SAVED
         assert kernel.checkpoint.total_mib == 600
-        driver.has_context(pids[0], S.CHECKPOINTED, 900)  # it grew, and then somebody else saved it
+        driver.has_context(pids[0], S.CHECKPOINTED, 900)  # it grew, and then another program saved it
         driver.has_context(pids[1], S.RUNNING, 300)
         assert (await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([])))[0] is SuspendOutcome.REFUSED
         assert kernel.checkpoint.total_mib == 0
 
 
 async def test_room_is_looked_for_anew_before_a_half_saved_kernel_is_brought_back() -> None:
-    """The look that a broker begins with is taken before it brings back whom it finds first."""
+    """The look that a broker begins with is older than the first lease it brings back."""
     driver = Driver()
     async with kernel_of(2) as (kernel, _, pids):
         driver.has_context(pids[0], S.CHECKPOINTED, 300)
