@@ -1,4 +1,4 @@
-"""A person at a browser: Chromium, JupyterLab with the extension, and what can be seen and clicked there."""
+"""A user at a browser: Chromium, JupyterLab with the extension, and what can be seen and clicked there."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _EXTENSIONS = {"jupyterlab": True, "jupyter_lsp": False, "jupyter_server_termina
 _NOTEBOOK_7 = {**_EXTENSIONS, "notebook": True, "notebook_shim": True}
 _QUIET = {
     "disabledExtensions": {
-        "@jupyterlab/apputils-extension:announcements": True,  # asks whether one wants news
+        "@jupyterlab/apputils-extension:announcements": True,  # the offer to show news
         "@jupyterlab/lsp-extension:plugin": True,
     }
 }
@@ -31,7 +31,7 @@ _UNASKED = {"@jupyterlab/docmanager-extension:plugin": {"renameUntitledFileOnSav
 
 
 class Lab:
-    """One page of JupyterLab, in front of which a notebook is."""
+    """One JupyterLab page that shows a notebook."""
 
     def __init__(self, server: Server, page: Page) -> None:
         self.server = server
@@ -55,7 +55,7 @@ class Lab:
 
     @property
     def output(self) -> Locator:
-        """What the cell before the last has said: the last is empty, and waits for what is run next."""
+        """The output of the cell before the last; the last cell is empty, for the next code."""
         return self.page.locator(f"{_PANEL} .jp-CodeCell:nth-last-child(2 of .jp-CodeCell) .jp-OutputArea")
 
     @property
@@ -72,7 +72,7 @@ class Lab:
         self.page.keyboard.press("Shift+Enter")
 
     def turn_dark(self) -> None:
-        """Choose the dark theme and load the page anew; what was open is opened again, as it is now."""
+        """Choose the dark theme and reload the page; the same documents open again, with their current contents."""
         self.page.keyboard.press("Control+s")
         expect(self.page.locator(".lm-TabBar-tab.jp-mod-dirty")).to_have_count(0)
         theme = json.dumps({"theme": "JupyterLab Dark"})
@@ -91,7 +91,7 @@ _PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
 def opened_browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert chromium, "these tests need Chromium (Debian and Ubuntu: apt-get install chromium)"
-    # There is no GPU to draw with, and playing one takes a quarter of the browser's processor time.
+    # There is no GPU to draw with, and emulating one takes a quarter of the browser's processor time.
     arguments = ["--disable-gpu"]
     if os.geteuid() == 0:
         arguments.append("--no-sandbox")
@@ -111,7 +111,7 @@ def new_page(browser: Browser) -> Page:
 
 
 def _install(world: World) -> None:
-    """Put the extension where servers of this world and their pages find it, and switch off what asks questions."""
+    """Install the extension for the servers and pages of this world, and turn off dialogs that ask questions."""
     enable(world)
     extensions = world.folder / "data" / "labextensions"
     extensions.mkdir()
@@ -124,7 +124,7 @@ def _install(world: World) -> None:
 
 @contextmanager
 def opened_lab(world: World, browser: Browser, *, with_notebook: bool = False) -> Iterator[Lab]:
-    """JupyterLab in a browser, at the launcher, for the block; its server has the pages of Notebook 7 too `with_notebook`."""
+    """JupyterLab in a browser, at the launcher, for the block; with `with_notebook` its server also has the pages of Notebook 7."""
     _install(world)
     extensions = _NOTEBOOK_7 if with_notebook else _EXTENSIONS
     with Server(world, extensions=extensions) as server, closing(new_page(browser)) as page:
@@ -142,7 +142,7 @@ def _talks(server: Server) -> bool:
     try:
         kernels = server.request("GET", "api/kernels?no_track_activity=1")
     except HTTPError as error:
-        # Jupyter's server lists a kernel a moment before it knows the kernel's last activity, and fails meanwhile.
+        # Jupyter's server lists a kernel a moment before it knows the kernel's last activity, and fails in between.
         if error.code != HTTPStatus.INTERNAL_SERVER_ERROR:
             raise
         return False
@@ -151,7 +151,7 @@ def _talks(server: Server) -> bool:
 
 @contextmanager
 def opened_notebook(world: World, browser: Browser, kernelspec: str) -> Iterator[Lab]:
-    """A new notebook in Notebook 7, whose kernel is of that kernelspec and has started, for the block."""
+    """A new notebook in Notebook 7 with a started kernel of that kernelspec, for the block."""
     _install(world)
     cell: dict[str, Any] = {"cell_type": "code", "id": "first", "metadata": {}, "source": ""}
     cell |= {"outputs": [], "execution_count": None}

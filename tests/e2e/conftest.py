@@ -29,7 +29,7 @@ def shared_server() -> Iterator[SharedServer]:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest, has_failed: Callable[[], bool]) -> Iterator[World]:
-    if "shared_server" not in request.fixturenames:  # the test asks for no server, or its file has another one
+    if "shared_server" not in request.fixturenames:  # the test needs no server, or its file has a separate one
         with new_world() as made:
             yield made
         return
@@ -42,7 +42,7 @@ def world(request: pytest.FixtureRequest, has_failed: Callable[[], bool]) -> Ite
 
 @pytest.fixture
 def server(world: World, shared_server: SharedServer) -> Iterator[Server]:
-    """The server that most tests share, or one of the test's own where its world is of its own."""
+    """The server that most tests share, or a separate one if the test has a separate world."""
     shared = shared_server.server_of(world)
     if shared is not None:
         yield shared

@@ -1,14 +1,14 @@
-"""Somebody dies at every point that a story reaches, one after the other: at its first time, and at the last.
+"""Kills a process at every point that a story reaches, one after another: at the first time, and at the last.
 
     python tests/e2e/failpoints.py [--only PREFIX ...] [--full-disk]
 
-Who dies is the point's first word: the broker (api, event, ledger, link), its checkpoint worker (worker), a kernel (kernel) or a Jupyter
-server that keeps its kernels (server). With --full-disk the broker lives on, and each write to the ledger fails instead: the first, the
-second, and so on.
+The point's first word names the process: the broker (api, event, ledger, link), its checkpoint worker (worker), a kernel (kernel)
+or a Jupyter server that keeps its kernels (server). With --full-disk the broker survives and each write to the ledger fails
+instead: the first, the second, and so on.
 
-After each death every kernel that lived must answer with its bytes intact, what was cut off must succeed when it is done again, books
-and driver must agree, nothing may be granted twice and nothing may stay behind. Prints each point and how long its story took, and the
-points that exist and that no story reaches. Exits with 1 at the first broken promise, or when there are such points.
+After each death every surviving kernel must answer with its bytes intact, an interrupted action must succeed when repeated, the
+books and the driver must agree, nothing may be granted twice and nothing may be left over. Prints each point and how long its
+story took, and the existing points that no story reaches. Exits with 1 at the first broken promise, or if there are such points.
 """
 
 import argparse
@@ -40,9 +40,9 @@ def _is_write(point: str) -> bool:
 def run(
     kind: type[Story], only: tuple[str, ...], *, full_disk: bool, keeps: bool, told: set[str], figures: Figures
 ) -> None:
-    """Tell the story again and again in one world; where somebody dies, points that were told before are left out.
+    """Repeat the story in one world, skipping points from earlier stories.
 
-    A point is the place in the code and the state of the lease, such as `event.Wanted@suspended.before`. Adds those reached to `told`.
+    A point is a place in the code and the lease's state, such as `event.Wanted@suspended.before`. Adds the reached points to `told`.
     """
     with new_world(kind.simulate) as world:
         story = kind(world, keeps=keeps)
@@ -71,7 +71,7 @@ def run(
 
 
 def _is_wanted(kind: type[Story], point: str, only: tuple[str, ...], *, keeps: bool) -> bool:
-    """Servers die where they keep their kernels; in the story of what people do to a kernel, only the broker and its worker die."""
+    """Servers die where they keep their kernels; in the story of a user's commands only the broker and its worker die."""
     if kind is SteeredStory and point.startswith((_SERVERS, "kernel.")):
         return False
     return point.startswith(only) and point.startswith(_SERVERS) is keeps

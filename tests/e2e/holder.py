@@ -1,7 +1,7 @@
 """Holds bytes on the simulated GPU for a kernel of another language: `holder.py SEED MIB QUESTIONS ANSWERS` (two named pipes).
 
-Each line written to QUESTIONS is answered with one line on ANSWERS: whether every byte is still there. It ends with the shell that
-started it: one that is killed tells its jobs nothing.
+For each line on QUESTIONS it writes a line to ANSWERS: whether every byte is still there. It ends with the shell that started it,
+because a killed shell does not signal its jobs.
 """
 
 import ctypes

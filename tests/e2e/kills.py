@@ -2,12 +2,12 @@
 
     python tests/e2e/kills.py 30 [--seed 7] [--worlds 3] [--minutes 60]
 
-Each of the worlds has a device, a broker, a server and kernels of its own, and takes its part of the kills; they wait more than they
-compute, so several share a core. With --minutes no kill is begun after so long, and the figures say how many there were.
+Each world has a separate device, broker, server and kernels, and does its share of the kills. Worlds mostly wait, so several can
+share a core. With --minutes no kill begins after that time, and the figures say how many there were.
 
-After each kill every kernel that lived must answer with its bytes intact, books and driver must agree, and no reservation may be left
-of the dead. Prints what was struck, at which moments, and how long it took until everybody had answered. The seed decides victims and
-delays; what a delay hits depends on the machine. Exits with 1 at the first broken promise.
+After each kill every surviving kernel must answer with its bytes intact, the books and the driver must agree, and the dead may
+hold no reservation. Prints what was killed, when, and how long it took until all kernels had answered. The seed decides victims
+and delays; what a delay hits depends on the machine. Exits with 1 at the first broken promise.
 """
 
 import argparse
@@ -34,8 +34,8 @@ from tests.support.victims import brokers, kill_all, released, settled, wait_for
 from tests.support.world import Notebook, Server, World, new_world, until
 
 KERNELS = 3
-MIB = 64  # data of each kernel: with its context it fills its fraction, so that two at once cannot fit
-SPEED_MIB_S = 200  # a move takes a third of a second, so that many kills strike in the middle of one
+MIB = 64  # data of each kernel: with its context it fills its fraction, so that two do not fit at once
+SPEED_MIB_S = 200  # a move takes a third of a second, so that many kills hit one
 LONGEST_DELAY_S = 2.5
 VICTIMS = ("broker", "broker", "broker", "worker", "worker", "broker and worker", "kernel", "kernel", "server")
 CONFIG = 'c.GPUBroker.pools = {"default": {"retry_refused": "300ms", "unattached_ttl": "20s"}}\n'
@@ -87,7 +87,7 @@ class Turns:
             notebook.must(fill(self.random.randrange(1 << 30), MIB))
 
     def strike(self) -> None:
-        """Let every kernel ask for the device, kill somebody after a while, and see that all is well."""
+        """Let every kernel ask for the device, kill a process after a while, and check everything."""
         victim = self.random.choice(VICTIMS)
         chosen = self.random.choice(self.notebooks)
         delay_s = self.random.uniform(0, LONGEST_DELAY_S)
@@ -108,7 +108,7 @@ class Turns:
             kill_all(kill[victim]())
             self._answers(cells)
         took_s = time.monotonic() - begun_s
-        self.world.start_broker()  # it may have died when nobody needed it any more
+        self.world.start_broker()  # it may have died when no longer needed
         settled(self.world)
         self.figures.kills[victim] += 1
         self.figures.moments[moment] += 1
@@ -158,7 +158,7 @@ class Turns:
         self._start_all()
 
     def finish(self) -> None:
-        """Look at everybody's bytes once more, shut down, and see that nothing is left."""
+        """Check all bytes once more, shut down, and check that nothing is left."""
         self._answers([(notebook, notebook.send(CHECK)) for notebook in self.notebooks])
         settled(self.world)
         for notebook in self.notebooks:
@@ -171,7 +171,7 @@ class Turns:
 
 
 class Worlds:
-    """Several of them at once; the first broken promise in one of them stops all."""
+    """Several worlds at once; the first broken promise stops them all."""
 
     def __init__(self, seed: int, end_s: float) -> None:
         self._seed = seed

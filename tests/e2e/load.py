@@ -1,12 +1,12 @@
-"""A crowd on one simulated host: real kernels on real servers in random use, and what they leave behind in the broker.
+"""Many kernels on one simulated host: real kernels on real servers in random use, and their effect on the broker.
 
     python tests/e2e/load.py [--kernels 200] [--minutes 10] [--rest 60] [--devices 8] [--seed 1]
 
-The kernels are ipykernels with the extension, on four Jupyter servers; a quarter to a third of them fit on the devices at once. At the end
-every kernel must have every byte; the broker's descriptors, threads, children and memory, looked at after a tenth of the time and at
-the end, may not have grown by more than stated; and when all is over no process, no token, no file in the temporary folder and no
-simulated memory may be left. Prints a table, with the broker's share of a core while nobody does anything, and what an acquire of a
-resident kernel costs beside an empty request. Exits with 1 at the first broken promise.
+The kernels are ipykernels with the extension, on four Jupyter servers; a quarter to a third of them fit on the devices at once. At
+the end every kernel must have every byte. The broker's descriptors, threads, children and memory, measured after a tenth of the time
+and at the end, must not have grown beyond the stated bounds. Afterwards no process, token, temporary file or simulated memory may be
+left. Prints a table, with the broker's share of a core when idle, and what it costs to acquire a resident kernel compared with an
+empty request. Exits with 1 at the first broken promise.
 """
 
 import argparse
@@ -38,16 +38,16 @@ __all__ = ["Footprint", "Plan", "Result", "run_load"]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What the broker uses of the machine."""
+    """What the broker uses on the machine."""
 
     descriptors: int
     threads: int
     children: int
-    own_kib: int  # anonymous memory; what it shares with files is not counted
+    own_kib: int  # anonymous memory, without memory shared with files
 
     @classmethod
     def of(cls, pid: int) -> "Footprint":
-        """Look at a process. Raises OSError when it is gone."""
+        """Measure a process. Raises OSError if it is gone."""
         folder = Path(f"/proc/{pid}")
         memory = re.search(r"^RssAnon:\s+(\d+) kB", (folder / "status").read_text(), re.MULTILINE)
         tasks = list((folder / "task").iterdir())
@@ -59,7 +59,7 @@ class Footprint:
         )
 
     def grown(self, before: "Footprint") -> list[str]:
-        """Name what has grown by more than is allowed since then."""
+        """Name what has grown too much since then."""
         allowed = {
             "descriptors": round(before.descriptors * MAY_GROW) + 8,
             "threads": 4,
@@ -100,7 +100,7 @@ class Result:
 
 
 def run_load(size: Size, plan: Plan) -> Result:
-    """Run it all and return the figures. Raises AssertionError at the first broken promise."""
+    """Run everything and return the figures. Raises AssertionError at the first broken promise."""
     result = Result(size)
     temporary = Path(tempfile.mkdtemp(prefix="jfl-"))
     try:
@@ -158,7 +158,7 @@ def _go_through(world: World, crowd: Crowd, result: Result, plan: Plan) -> None:
 
 
 def _show_trouble(world: World) -> None:
-    """Print what is no everyday line of anybody's log: the logs of a crowd are long."""
+    """Print only unusual lines of the logs, as the logs of a crowd are long."""
     run = world.folder / "run"
     for file in (run / "broker.log", run / "broker.err", world.folder / "server.err"):
         lines = file.read_text(errors="replace").splitlines() if file.exists() else []
@@ -235,7 +235,7 @@ def _ping(socket: str, _lease_id: str, _token: str) -> None:
 
 
 def _check_nothing_left(world: World, temporary: Path) -> None:
-    """After the world's end: whoever was started in it is gone, and so are the simulated memory and every file outside its folder."""
+    """After the world's end, check that no process, simulated memory or file outside its folder is left."""
     until(lambda: not anybody(world) or None, "every process has ended")
     assert not world.simulated_folder.exists(), f"simulated memory is left in {world.simulated_folder}"
     left = sorted(temporary.iterdir())

@@ -1,10 +1,10 @@
-"""A plugin for pytest that puts our Slurm spawner in the place of batchspawner's in batchspawner's tests.
+"""A pytest plugin that replaces batchspawner's Slurm spawner with ours in batchspawner's tests.
 
-Those tests play Slurm themselves: each command of the spawner goes to `run_command`, which compares it with what comes next and gives the
-answer. Ours sends words without a shell, asks for other columns, and has sbatch's options on the command line. So this plugin stands
-between: it passes each command on as one line, an option of sbatch as the `#SBATCH` line that means the same, and puts the state and node
-of an answer into our columns. What batchspawner's spawner does not ask (nodes, jobs that an earlier start left), it answers itself. It
-runs in the suite's own environment, so it imports nothing of `tests`.
+Those tests imitate Slurm: each command of the spawner goes to `run_command`, which compares it with the next expected one and gives
+the answer. Our spawner runs commands without a shell, asks for other columns, and passes sbatch's options on the command line. So
+this plugin translates: it passes each command as one line, options of sbatch as equivalent `#SBATCH` lines, and the state and node of
+an answer in our columns. Requests that batchspawner's spawner does not make (nodes, jobs of an earlier start) it answers itself. It
+runs in the suite's environment, so it imports nothing from `tests`.
 """
 
 import shlex
@@ -25,7 +25,7 @@ _made: list["_Spawner"] = []
 
 
 class _Spawner(slurm.FractionalGPUSlurmSpawner):
-    """Remembers itself: the commands of the spawner that was made last go to its `run_command`."""
+    """Remembers the spawner made last, whose `run_command` gets all commands."""
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - the spawner's
         super().__init__(**kwargs)

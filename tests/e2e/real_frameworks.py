@@ -1,14 +1,14 @@
-"""The real CPU packages of torch, JAX and Dask in real kernels that are suspended meanwhile, on a simulated GPU.
+"""The real CPU packages of torch, JAX and Dask in real kernels on a simulated GPU, which are suspended in between.
 
     tests/run frameworks [--venv FOLDER]
 
 Each kernel has a share of the simulated GPU and bytes on it, and uses its framework on the CPU. A neighbour takes the GPU twice. Each
-time the kernel is suspended while it is idle, and its next cell must find everything: the bytes, the framework's own state, and its
-worker processes. Also shown: which variables hold the limit and that the installed release accepts them, what torch reports as the
-device's memory, and what the kernel freed when it was asked to shrink. Prints a table, and exits with 1 if anything does not hold.
+time the idle kernel is suspended, and its next cell must find everything: the bytes, the framework's state, and its worker
+processes. It also shows which variables hold the limit and that the installed release accepts them, what torch reports as the
+device's memory, and what the kernel freed when asked to shrink. Prints a table, and exits with 1 if anything fails.
 
-The packages are installed into a virtual environment (`build/frameworks`), which is used again until the requirements change. Needs a
-network for pip: about 300 MB with a CPU build of torch, several GB with the build that an ordinary index has for Linux.
+The packages are installed into a virtual environment (`build/frameworks`), which is reused until the requirements change. Needs a
+network for pip: about 300 MB with a CPU build of torch, several GB with the default Linux build.
 """
 
 import argparse
@@ -48,7 +48,7 @@ limits.free_caches = noting
 
 
 class Program(NamedTuple):
-    """Cells of one kernel. `begin` checks the limits, makes state and prints `figure: value` lines; `check` finds it all again."""
+    """The cells of one kernel. `begin` checks the limits, creates state and prints `figure: value` lines; `check` finds it all again."""
 
     name: str
     begin: str
@@ -56,7 +56,7 @@ class Program(NamedTuple):
     end: str = ""
 
 
-# The CPU build's own functions are called; only the driver below them, which it lacks, is a stand-in.
+# Everything but the driver is the CPU build's real code; only the missing driver is replaced.
 TORCH = Program(
     "torch",
     begin="""
@@ -193,7 +193,7 @@ def run() -> bool:
 
 
 def environment(folder: Path) -> Path:
-    """Return the Python of a virtual environment with everything, made if it is missing or of other requirements."""
+    """Return the Python of a virtual environment with everything; create it if it is missing or has other requirements."""
     stamp, python = folder / "stamp", folder / "bin" / "python"
     wanted = hashlib.sha256("\n".join((*REQUIREMENTS, sys.version, (ROOT / "pyproject.toml").read_text())).encode())
     if not stamp.exists() or stamp.read_text() != wanted.hexdigest():

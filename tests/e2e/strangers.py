@@ -40,8 +40,8 @@ from tests.support.paths import ROOT
 REPOSITORY = ROOT
 PINS = Path(__file__).with_suffix(".toml")
 AGAIN = 2
-TEST_S = 180  # the longest that one test may take
-INTERRUPT_S = 60  # for a suite that is interrupted to write its report
+TEST_S = 180  # time limit of one test
+INTERRUPT_S = 60  # for an interrupted suite to write its report
 _MARK = "JUPYTER_GPU_STRANGERS"  # in the environment of every process of a suite: names the suite's folder
 _LOCAL, _OURS = "local-provisioner", "fractional-gpu-provisioner"
 
@@ -49,15 +49,15 @@ Outcomes = dict[str, str]  # a test's name -> passed, skipped, failed or error
 
 
 class SuiteError(Exception):
-    """A suite cannot be run, or did not end; the sentence names the log."""
+    """A suite cannot run, or did not finish; the message names the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Project:
-    """One entry of the pins. `known` maps the names of tests that differ to the reason.
+    """One pinned project. `known` maps the names of tests that differ to the reason.
 
-    `plugin`: the module beside this file that puts our spawner into the suite; `repository`: what is cloned, for lack of a source
-    distribution with tests.
+    `plugin`: the module in this folder that puts our spawner into the suite; `repository`: what to clone if no source distribution
+    contains the tests.
     """
 
     name: str
@@ -110,7 +110,7 @@ def differing(local: Outcomes, ours: Outcomes) -> list[str]:
 
 
 def settle(tests: Iterable[str], local: Sequence[Outcomes], ours: Sequence[Outcomes]) -> tuple[list[str], list[str]]:
-    """Divide tests that differed once, by all runs under both: those whose outcomes overlap are unsteady, the others differ."""
+    """Classify tests that differed once, by all runs under both: if the outcomes overlap the test is flaky, otherwise it differs."""
     unsteady: list[str] = []
     differ: list[str] = []
     for test in tests:
@@ -148,7 +148,7 @@ class Suite:
             (self.folder / "plugin").mkdir()
             shutil.copy(PINS.with_name(f"{self._project.plugin}.py"), self.folder / "plugin")
         elif not (self.folder / "venv/share/jupyter/kernels/python3/kernel.json").exists():
-            # Our wheel would bring ipykernel along, and tests that start kernels would fail with the local provisioner only.
+            # Our wheel would bring ipykernel along, and then tests that start kernels would fail only with the local provisioner.
             raise SuiteError(f"no kernelspec python3 without our wheel: add ipykernel to `requires` in {PINS.name}")
 
     def compare(self) -> Comparison:
@@ -208,10 +208,10 @@ class Suite:
         return outcomes(report)
 
     def _environment(self, run: Path, provisioner: str) -> dict[str, str]:
-        """Return what a fresh user would have: folders of their own, nothing of Jupyter's, and one broker for all tests.
+        """Return a fresh user's environment: new folders, nothing of Jupyter's, and one broker for all tests.
 
-        Many suites give each test its own runtime folder, where each would start its own broker: on a busy machine the tests' time
-        limits would then be about that.
+        Many suites give each test a separate runtime folder, and so each test would start a broker: on a busy machine that would use up
+        the tests' time limits.
         """
         kept = {
             name: value
@@ -262,7 +262,7 @@ def end_marked(run: Path) -> None:
     mark = f"{_MARK}={run}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with suppress(OSError):  # it ended meanwhile, or is another user's
+            with suppress(OSError):  # it has ended meanwhile, or belongs to another user
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
                     os.kill(int(entry.name), signal.SIGKILL)
 
@@ -306,7 +306,7 @@ def main() -> int:
     for name in options.names:
         if name not in projects:
             parser.error(f"{name!r} is not in {PINS.name}; allowed: {', '.join(projects)}")
-    # A shell's background jobs ignore SIGINT, and so would each server of a suite.
+    # A shell's background jobs ignore SIGINT, and so would every server of a suite.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     folder, rows, good = Path(tempfile.mkdtemp(prefix="jfg-")), [], True
     try:

@@ -1,4 +1,4 @@
-"""What `%gpu` shows and what a waiting cell says, in Notebook 7 by axe: in its light and its dark theme, on a small and a large screen."""
+"""axe checks the output of `%gpu` and of a waiting cell in Notebook 7: in the light and the dark theme, on a small and a large screen."""
 
 import re
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.support.world import World, until
 pytestmark = pytest.mark.promise("accessibility")
 
 OUTPUT = ".jp-OutputArea-output"
-WIDTH_PX, TALL_PX = 1200, 3000  # no output is outside of the window
+WIDTH_PX, TALL_PX = 1200, 3000  # every output is inside the window
 SHOWN = {
     "%gpu": "of 768 MiB used",
     "%gpu top": "In the bars",
@@ -37,7 +37,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.mark.timeout(300)
 def test_what_a_notebook_shows_and_a_wait_that_it_says_aloud_are_accessible(world: World, browser: Browser) -> None:
-    """There is no status bar. One page is changed to the dark theme, as its user does; all outputs are in sight of axe at once."""
+    """Notebook 7 has no status bar. One page changes to the dark theme, as its user does; axe sees all outputs at once."""
     world.install(750)
     with opened_notebook(world, browser, "fractional-gpu-default-750") as lab:
         expect(lab.page.locator("body")).to_have_attribute("data-jp-theme-name", "JupyterLab Light")
@@ -51,7 +51,7 @@ def test_what_a_notebook_shows_and_a_wait_that_it_says_aloud_are_accessible(worl
 
 
 def is_accessible_in_each_look(lab: Lab) -> None:
-    """The light theme at the page's own width and the dark one on a small screen; with ALL_LOOKS each at both widths. Ends with dark."""
+    """Check the light theme at the page's width and the dark one on a small screen; with ALL_LOOKS each at both widths. Ends with dark."""
     for theme, width in (("Light", WIDTH_PX), ("Dark", SMALL_PX)):
         if theme == "Dark":
             choose_theme(lab, "JupyterLab Dark")

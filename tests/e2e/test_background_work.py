@@ -1,4 +1,4 @@
-"""A kernel whose threads or children work on the GPU is not idle, although no cell runs."""
+"""A kernel whose threads or children use the GPU is not idle, although no cell runs."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""`jupyter gpu broker --stop` and `--restart`: healthy brokers, stopped ones, hung ones, ones without a socket, and other people's."""
+"""`jupyter gpu broker --stop` and `--restart`: healthy, stopped and hung brokers, one without a socket, and another user's."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.promise("broker-restart")
 
 
 def ended(world: World, *words: str, code: int = 0) -> dict[str, Any]:
-    # What broker.json does not tell must come from the broker that ran: nothing of it is in this environment.
+    # What broker.json does not contain must come from the running broker: none of it is in this environment.
     with patch.dict(world.environment):
         del world.environment["JUPYTER_GPU_SIMULATE"]
         done = world.command("broker", *words, "--json")

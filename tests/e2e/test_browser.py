@@ -60,7 +60,7 @@ def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, browse
         expect(lab.item).to_contain_text(re.compile(r"[\d.]+ MiB of 768 MiB"))
         lab.picture("resident")
 
-        lab.launch(KERNEL)  # a second notebook, for which there is no room beside the first
+        lab.launch(KERNEL)  # a second notebook, which does not fit next to the first
         go = tmp_path / "go"
         lab.run(fill(2, 64).strip() + "\n" + BUSY.format(go=str(go)).strip())
         expect(lab.item).to_contain_text("of 768 MiB")
@@ -99,7 +99,7 @@ def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, browse
 
 
 def the_debuggers_panel_brings_a_kernel_back_whose_variables_it_shows(world: World, lab: Lab) -> None:
-    """Needs two notebooks that do not fit together, `Untitled.ipynb` on the GPU."""
+    """Needs two notebooks that do not fit together, with `Untitled.ipynb` on the GPU."""
     kernels = {one["path"]: one["kernel"]["id"] for one in lab.server.request("GET", "api/sessions")}
     first = kernels["Untitled.ipynb"]
     lab.turn_to("Untitled.ipynb")
@@ -120,7 +120,7 @@ def the_debuggers_panel_brings_a_kernel_back_whose_variables_it_shows(world: Wor
 
 @pytest.fixture(scope="module")
 def desk(browser: Browser) -> Iterator[tuple[World, Lab]]:
-    """JupyterLab with a notebook whose kernel has bytes on the GPU. The page's settings switch foresight off."""
+    """JupyterLab with a notebook whose kernel has bytes on the GPU. The page's settings turn foresight off."""
     with new_world() as world:
         world.install(250)
         keep_days(world.ledger, str(world.notebooks / "Untitled.ipynb"), Share(250, 256), 60)
@@ -142,7 +142,7 @@ def test_a_kernel_is_back_before_shift_enter_and_the_page_sends_one_word_or_noth
     suspend_for_others(world, lab)
     nothing_is_told_where_it_is_switched_off(world, lab, told)
     switch_on(world, lab)
-    told.clear()  # while the page was loaded its kernel was on the GPU
+    told.clear()  # its kernel was on the GPU while the page loaded
     the_kernel_is_back_and_the_cell_waits_for_nothing(world, lab)
     only_one_word_leaves_the_page(told)
     a_released_kernel_stays_away_while_a_comment_is_typed_and_run(world, lab)
@@ -155,7 +155,7 @@ def suspend_for_others(world: World, lab: Lab) -> None:
 
 
 def switch_on(world: World, lab: Lab) -> None:
-    """Switch foresight on in the page's settings, load the page with this notebook alone, and suspend its kernel again."""
+    """Turn foresight on in the page's settings, load the page with only this notebook, and suspend its kernel again."""
     lab.server.request("PUT", SETTINGS, {"raw": json.dumps({"foresight": True})})
     lab.page.goto(f"{lab.server.url}lab/tree/Untitled.ipynb?reset")
     expect(lab.item).to_contain_text("of 256 MiB")
@@ -248,7 +248,7 @@ def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notific
     a_new_size_becomes_the_kernels_name(world, lab)
     the_panel_is_there_in_the_dark_and_goes_at_a_click_beside_it(lab)
     state: State = lab.server.request("GET", "jupyter-fractional-gpu/state")
-    world.kill_broker()  # from now on the server tells its pages what the test says
+    world.kill_broker()  # from now on the server sends its pages what the test says
     expect(lab.item).to_be_hidden()
     doubt_is_an_alert(lab, state)
     slowness_is_told(lab, state)
@@ -271,7 +271,7 @@ def the_panels_buttons_act(lab: Lab) -> None:
     lab.page.keyboard.press("Tab")
     expect(suspend).to_be_focused()
     lab.page.keyboard.press("Tab")
-    expect(pin).to_be_focused()  # nothing is to be resumed, and nothing is pinned
+    expect(pin).to_be_focused()  # nothing is about to resume, and nothing is pinned
     lab.page.keyboard.press("Shift+Tab")
     lab.page.keyboard.press("Enter")
     expect(lab.panel.get_by_role("status")).to_contain_text("Suspend: done, ")
@@ -294,7 +294,7 @@ def the_panels_buttons_act(lab: Lab) -> None:
 
 
 def the_panel_fits_a_small_screen(lab: Lab) -> None:
-    """The item is beyond the screen's edge, where JupyterLab has no room for it; the keyboard reaches it."""
+    """The item is outside the visible status bar, where JupyterLab has no room for it; the keyboard reaches it."""
     size = lab.page.viewport_size
     assert size is not None
     lab.page.keyboard.press("Escape")
@@ -316,7 +316,7 @@ def the_panel_shows_the_advice(lab: Lab) -> None:
     """One row, with the figures and the risk; a narrow window does not cut it off."""
     advice = lab.panel.locator("dt", has_text="Advice").locator("xpath=following-sibling::dd[1]")
     suffices = (
-        r"1/8 GPU \(128 MiB\) would suffice: at most 60 MiB of 256 MiB was used on [89] days"  # with today, or not yet
+        r"1/8 GPU \(128 MiB\) would suffice: at most 60 MiB of 256 MiB was used on [89] days"  # with or without today
     )
     expect(advice).to_contain_text(re.compile(suffices))
     expect(advice).to_contain_text(re.compile("(9|10) % of the days to come may be short"))
@@ -324,7 +324,7 @@ def the_panel_shows_the_advice(lab: Lab) -> None:
 
 
 def a_new_size_becomes_the_kernels_name(world: World, lab: Lab) -> None:
-    """Whether the notebook asks for it or another program does."""
+    """The same is true whether the notebook or another program asks for it."""
     name = lab.page.locator(".jp-NotebookPanel .jp-KernelName")
     lab.run("%gpu resize 1/2")
     expect(lab.item).to_contain_text("1/2 GPU · ")
@@ -349,7 +349,7 @@ def the_panel_is_there_in_the_dark_and_goes_at_a_click_beside_it(lab: Lab) -> No
 
 
 def tell(lab: Lab, state: State) -> None:
-    """Let the server tell its pages this state, as it tells them the broker's."""
+    """Make the server send its pages this state, as it does with the broker's."""
     lab.server.request("POST", "api/events", {"schema_id": STATE_ID, "version": "1", "data": state})
 
 
@@ -447,7 +447,7 @@ def the_panel_does_not_come_back_with_the_item(lab: Lab, state: State) -> None:
 
 
 def a_kernel_without_a_gpu_is_told_of(world: World, lab: Lab) -> None:
-    """It restarts while no broker can be started."""
+    """The kernel restarts while no broker can be started."""
     (kernel,) = lab.server.request("GET", "api/kernels")
     restart_file = Path(world.socket).with_name("broker.json")
     restart_file.write_text("no broker can be started from this")

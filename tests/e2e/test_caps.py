@@ -1,4 +1,4 @@
-"""A kernel that allocates past its cap behind the framework's back is caught, and the pool's choice is carried out."""
+"""A kernel that allocates past its cap without the framework's knowledge is caught, and the pool's policy is applied."""
 
 import json
 import subprocess
@@ -64,7 +64,7 @@ def test_it_is_warned_suspended_or_ended_as_the_pool_says(world: World, server: 
     world.await_restart(notebook.kernel_id, pid)
     again = server.connect(notebook.kernel_id)
     again.send("1")
-    # Above that cell, or beneath it if the broker's word comes later.
+    # The cell's output is above the broker's message, or below it if that comes later.
     assert "256 MiB" in heard(again, "more than its cap")
     assert not Path(f"/proc/{pid}").exists()
 
@@ -77,7 +77,7 @@ def test_a_stranger_is_shown_and_if_the_pool_says_so_ended(world: World) -> None
     world.configure("c.GPUBroker.pools = {'default': {'strangers': 'show'}}")
     world.start_broker()
     with world.client() as client:
-        client.create_lease(LeaseRequest(fraction_milli=250))  # without one the broker seldom looks at the device
+        client.create_lease(LeaseRequest(fraction_milli=250))  # otherwise the broker seldom looks at the device
     argv = [sys.executable, "-P", STRANGER, str(world.simulated_folder), "0", "64"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, env=world.environment) as stranger:
         try:

@@ -1,4 +1,4 @@
-"""Programs that run kernels and know nothing of us: they work with a fractional kernelspec as with any."""
+"""Programs that run kernels and do not know this project: a fractional kernelspec works like any other."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def last_text(path: Path) -> str:
 
 
 def used_a_device(world: World) -> None:
-    """The lease was a real one, and no process is behind it any more (the console ends without giving it back: it expires)."""
+    """The lease was real, and no process holds it any more (the console ends without giving it back: it expires)."""
     log = Path(world.socket).with_name("broker.log").read_text()
     assert "768 MiB are reserved" in log
     assert [lease for lease in world.status().leases if lease.pid is not None] == []
@@ -70,7 +70,7 @@ def test_papermill_runs_a_notebook(world: World, name: str) -> None:
 
 
 def hears_the_kernel(world: World, pid: int) -> bool:
-    """Whether a process has its connection to the one kernel's IOPub channel."""
+    """Whether a process is connected to the only kernel's IOPub channel."""
     for path in (world.folder / "run").glob("kernel-*.json"):
         try:
             port = json.loads(path.read_text())["iopub_port"]
@@ -92,7 +92,7 @@ def test_the_console_talks_to_a_kernel(world: World, name: str) -> None:
         "buffer = cuda.allocate(1 << 20); buffer.write(b'kept')",
         "print('read back:', buffer.read(4))",
     ]
-    # It gives up asking the kernel after a second, and takes all lines for one cell from then on.
+    # It stops asking the kernel after a second, and from then on treats all lines as one cell.
     patience = f"--ZMQTerminalInteractiveShell.kernel_is_complete_timeout={DEADLINE_S}"
     console = subprocess.Popen(
         [sys.executable, "-m", "jupyter", "console", "--simple-prompt", patience, "--kernel", name],
@@ -105,7 +105,7 @@ def test_the_console_talks_to_a_kernel(world: World, name: str) -> None:
     assert console.stdin is not None
     assert console.stdout is not None
     try:
-        # It does not wait for this connection, and waits for ever for the end of a cell that ended before: with any kernel.
+        # It does not wait for this connection, and waits for ever for the end of a cell that ended earlier: with any kernel.
         until(lambda: hears_the_kernel(world, console.pid), "the console hears what the kernel publishes")
         console.stdin.write("".join(f"{line}\n" for line in lines).encode())
         seen = b""
@@ -114,7 +114,7 @@ def test_the_console_talks_to_a_kernel(world: World, name: str) -> None:
             piece = os.read(console.stdout.fileno(), 1 << 16)
             assert piece, f"the console ended after {seen!r}"
             seen += piece
-            console.stdin.write(b"\n")  # it may show a cell's last output only when somebody presses Enter
+            console.stdin.write(b"\n")  # it may show a cell's last output only after Enter is pressed
         console.stdin.write(b"exit\n")
         console.stdin.close()
         assert console.wait(DEADLINE_S) == 0

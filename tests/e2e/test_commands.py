@@ -1,4 +1,4 @@
-"""The commands meet real kernels, and a broker that crashed."""
+"""The commands with real kernels, and with a broker that crashed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Busy kernels are spread over the devices by what they use of them, as the broker measures it, and are told who slows them down."""
+"""Busy kernels are spread over devices by their measured utilisation, and each learns which kernels slow it down."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.support.world import Notebook, Server, World, until
 
 pytestmark = pytest.mark.promise("contention")
 
-# Uses so much of the device until it is told to end.
+# Uses that much of the device until it is told to end.
 WORK = """
 import pathlib
 from fractional_gpu.gpu.simulated import cuda
@@ -21,7 +21,9 @@ end = pathlib.Path({end!r})
 while not end.exists():
     cuda.launch(0.2, {part})
 """
-NEAR_MILLI = 150  # no prior of these tests is so near: what counts before anything was seen is 300, and then the mean of the pool
+NEAR_MILLI = (
+    150  # Not close to any prior of these tests: before the first measurement 300 counts, then the mean of the pool.
+)
 
 
 def end_of(world: World) -> Path:
@@ -106,7 +108,7 @@ def test_a_busy_kernel_moves_off_a_crowded_device_in_the_middle_of_its_cell_with
             assert begin(world, notebook, 0.9).lease.device_id != apart, (
                 "the large kernel has the other device to itself"
             )
-            if not number:  # the second is never seen without its neighbour
+            if not number:  # the second is never measured without its neighbour
                 await_measured(world, notebook, 0.9)
         until(lambda: demands(world)[world.lease(small[0].kernel_id).lease.device_id or ""] > 1200, "the crowd is seen")
         leaves.touch()

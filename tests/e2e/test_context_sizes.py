@@ -1,4 +1,4 @@
-"""A device whose contexts are larger than was assumed: the first kernel teaches it, and honest kernels stay within their caps."""
+"""A device with larger contexts than assumed: the first kernel teaches the broker, and honest kernels stay within their caps."""
 
 import signal
 
@@ -12,7 +12,8 @@ CONTEXT_MIB = 700
 CAP_MIB = 1024
 SLACK_MIB = 16  # a breach is more than this over the cap
 
-# As much of torch as its allocator's limit needs, on the simulated device. A driver knows no cap, so it is hidden from the device.
+# As much of torch as its allocator's limit needs, on the simulated device. A driver knows no cap, so it is hidden
+# from the device.
 TORCH = """
 import os
 from fractional_gpu.gpu.simulated import cuda as device
@@ -67,7 +68,7 @@ def world(world: World) -> World:
 
 def filled(world: World, notebook: Notebook) -> int:
     notebook.must(FILL)
-    with world.client() as client:  # fresh: the broker's last sample may be of a moment in which it was not full yet
+    with world.client() as client:  # again: the broker's last sample may be from before it was full
         leases = client.status(fresh=True).leases
     return next(lease.lease.used_mib for lease in leases if lease.kernel_id == notebook.kernel_id)
 

@@ -1,4 +1,4 @@
-"""A kernel whose extension cannot answer keeps no neighbour waiting for longer than documented, and loses nothing."""
+"""A kernel whose extension cannot answer delays its neighbours no longer than documented, and loses nothing."""
 
 import os
 import signal
@@ -15,10 +15,10 @@ from tests.support.world import Notebook, Server, World, until
 
 pytestmark = pytest.mark.promise("deaf-kernels")
 
-# What a cell may do that leaves our extension without a way to answer the broker.
+# Ways in which a cell leaves our extension unable to answer the broker.
 MUTE = {
     "no-descriptors": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))",
-    # Unlike a real one, the simulated device's memory is files, which the kernel opens again and again.
+    # Unlike a real device, the simulated one keeps memory in files, which the kernel keeps reopening.
     "another-user": """
 import os
 for folder, _, files in os.walk(os.environ["JUPYTER_GPU_SIMULATED_DIR"]):
@@ -27,8 +27,8 @@ for folder, _, files in os.walk(os.environ["JUPYTER_GPU_SIMULATED_DIR"]):
 os.setuid(65534)
 """,
 }
-PATIENCE_S = 55.0  # far beyond what docs/policies.md says, for slow machines; without an end before
-# The simulated device's memory is files, too: with no descriptor nobody can look at it.
+PATIENCE_S = 55.0  # far longer than docs/policies.md says, for slow machines; it does not end earlier
+# The simulated device's memory consists of files: without a free descriptor no process can look at it.
 MENDS = "import resource\nmost = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\nresource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
 
 
@@ -64,7 +64,7 @@ def test_a_kernel_that_is_stopped_or_whose_interpreter_is_held_while_its_child_w
 
 
 def stopped_and_named(world: World, first: Notebook, second: Notebook) -> None:
-    """A stopped kernel is named to the one that waits, with what to do."""
+    """The waiting kernel is told the name of a stopped one, and what to do."""
     pid = world.lease(first.kernel_id).pid
     assert pid is not None
     stop(pid)
@@ -89,7 +89,7 @@ def stopped_and_named(world: World, first: Notebook, second: Notebook) -> None:
 
 
 def held_and_busy(world: World, first: Notebook, second: Notebook) -> None:
-    """A kernel whose interpreter is held counts as busy as long as its child works, and steps aside when its counters are quiet."""
+    """A kernel whose interpreter is blocked counts as busy while its child works, and is suspended when its counters are quiet."""
     stuck = world.notebooks / "stuck"
     try:
         child = int(first.must(f"{CHILD}print(child.pid){STUCK}").text)

@@ -1,4 +1,4 @@
-"""The debugger of JupyterLab and others on a suspended kernel: what it asks is answered, and nothing else brings the kernel back."""
+"""Debuggers, such as JupyterLab's, on a suspended kernel: their requests are answered, and nothing else resumes the kernel."""
 
 import json
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ KERNEL = "Python 3 · 3/4 GPU"
 
 
 def launched(lab: Lab, code: str) -> Notebook:
-    """Run the code in a new notebook, and return another connection to its kernel."""
+    """Run the code in a new notebook, and return a second connection to its kernel."""
     before = {kernel["id"] for kernel in lab.server.request("GET", "api/kernels")}
     lab.launch(KERNEL)
     lab.run(code.strip() + '\nprint("there")')

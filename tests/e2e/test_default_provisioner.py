@@ -1,4 +1,4 @@
-"""As everybody's default provisioner: plain kernels, kernels without our extension and kernels of other makes take turns too."""
+"""As the default provisioner for all kernelspecs: plain kernels, kernels without our extension, and other languages take turns too."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def ours_by_default(world: World) -> None:
-    """Have every kernel without a stanza be ours: three quarters of the one device."""
+    """Make every kernel without a stanza ours: three quarters of the only device."""
     world.environment["JUPYTER_DEFAULT_PROVISIONER_NAME"] = PROVISIONER_NAME
     world.environment["JUPYTER_GPU_DEFAULT_FRACTION"] = "3/4"
 
@@ -71,7 +71,7 @@ def take_turns(world: World, *notebooks: Notebook) -> None:
     for _ in range(TURNS):
         for running in notebooks:
             assert running.must(CHECK).text == "intact\n"
-            # A kernel without a gate runs on as soon as the driver lets it, a moment before the broker has noted that.
+            # A kernel without a gate continues as soon as the driver lets it, a moment before the broker has noted that.
             world.await_state(running.kernel_id, "resident")
             for other in notebooks:
                 assert other is running or world.lease(other.kernel_id).state == "suspended"
@@ -87,7 +87,7 @@ def test_kernels_with_and_without_our_extension_and_of_another_make_take_turns(
     plain.must(fill(1))
     bare = server.start(
         bare_spec(world, bare_python)
-    )  # the first is suspended for it: its device is bound from the start
+    )  # the first is suspended for it: its device was assigned at its start
     lease = world.lease(bare.kernel_id)
     assert (lease.gated, lease.spec.fraction_milli, lease.state) == (False, 750, "resident")
     assert world.lease(plain.kernel_id).state == "suspended"
@@ -113,7 +113,7 @@ def test_a_suspended_kernel_without_our_extension_is_restarted_and_shut_down_in_
     first.restart()
     restarted = world.lease(first.kernel_id)
     assert restarted.pid != lease.pid
-    assert restarted.state == "resident"  # it had to be made room for again
+    assert restarted.state == "resident"  # room had to be made for it again
     assert world.lease(second.kernel_id).state == "suspended"
     first.shut_down()
     assert time.monotonic() - begun < 30
@@ -130,7 +130,7 @@ def test_an_interrupt_of_a_kernel_that_is_blocked_on_the_gpu_arrives_once_it_is_
     second = server.start("python3")
     second.must(fill(2))
     world.await_state(first.kernel_id, "suspended")
-    cell = first.send(f"read = buffer.read()\n{SLEEPS}")  # blocked; its being busy brings the memory back
+    cell = first.send(f"read = buffer.read()\n{SLEEPS}")  # blocked; the fact that it is busy brings the memory back
     world.await_state(first.kernel_id, "resident")
     first.interrupt()
     assert first.wait(cell).error.startswith("KeyboardInterrupt")
@@ -147,7 +147,7 @@ def test_where_no_broker_can_be_had_kernels_start_all_the_same(
     with entered(world):
         monkeypatch.setattr(provisioner, "_NVIDIA_PATHS", signs)
         monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(nowhere / "broker.sock"))
-        # jupyter_client reads its variable once in a process, and an earlier test may have been there.
+        # jupyter_client reads its variable once per process, perhaps in an earlier test.
         factory = KernelProvisionerFactory.instance(parent=None)
         monkeypatch.setattr(factory, "default_provisioner_name", PROVISIONER_NAME)
         manager = KernelManager(kernel_name="python3")
@@ -161,7 +161,7 @@ def test_where_no_broker_can_be_had_kernels_start_all_the_same(
             manager.shutdown_kernel(now=True)
     lines = [record.getMessage() for record in caplog.records if "GPU" in record.getMessage()]
     assert len(lines) == 1
-    if has_gpu:  # it must not get at a device that others share: no GPU for it, and a sentence why
+    if has_gpu:  # it must not reach a device that others share: it gets no GPU, and a sentence that says why
         assert "['JUPYTER_GPU_NOTICE']" in said
     else:
         assert said == "[]\n"

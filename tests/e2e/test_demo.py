@@ -1,4 +1,4 @@
-"""`jupyter gpu demo`, the whole of it, against a real broker: what it promises, and what it leaves behind (nothing)."""
+"""All of `jupyter gpu demo` against a real broker: what it promises, and that it leaves nothing behind."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def nobody_names(folder: Path) -> bool:
         try:
             told = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
         except OSError:
-            continue  # it has ended, or is somebody else's
+            continue  # it has ended, or belongs to another user
         if os.fsencode(folder) + b"/" in told:
             return False
     return True

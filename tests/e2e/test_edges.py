@@ -1,4 +1,4 @@
-"""What else may happen to a kernel that is suspended, or about to be: nobody hangs for ever, and nothing is lost."""
+"""What else may happen to a kernel that is suspended or about to be: no process hangs for ever, and nothing is lost."""
 
 import json
 import time
@@ -160,7 +160,7 @@ def test_completion_and_inspection_that_touch_the_gpu_bring_the_memory_back(pair
     begun = time.monotonic()
     answer = first.ask(kind, {"code": code, "cursor_pos": len(code), "detail_level": 0})
     assert answer["status"] == "ok"
-    assert time.monotonic() - begun < 15  # it is noticed after a moment, not at some later look
+    assert time.monotonic() - begun < 15  # noticed within a moment, not at some later look
     pair.world.await_state(first.kernel_id, "resident")
     assert first.must(CHECK).text == "intact\n"
     assert second.must(CHECK).text == "intact\n"
@@ -180,7 +180,7 @@ def test_a_background_thread_is_held_while_suspended_and_goes_on_afterwards(pair
 @pytest.mark.promise("race-background")
 def test_a_task_that_outlives_its_cell_and_blocks_on_the_gpu_gets_a_suspended_kernel_back(pair: Pair) -> None:
     first, second = pair.ready()
-    first.must(TASK)  # runs when the cell is over, and holds the main loop
+    first.must(TASK)  # runs after the cell and blocks the main loop
     assert first.must("%%cpu\nprint(seen)").text == "True\n"
     assert pair.world.lease(first.kernel_id).state == "resident"
     assert second.must(CHECK).text == "intact\n"
@@ -196,7 +196,7 @@ def test_a_child_process_is_suspended_and_resumed_with_its_kernel(pair: Pair, ki
     lease = world.lease(first.kernel_id)
     assert phases(world) == ["device", "saved", "saved"]
     assert lease.lease.saved_mib >= 4 + 8
-    first.must("%%cpu\nask()")  # the child tries to use the GPU, and is held
+    first.must("%%cpu\nask()")  # the child tries to use the GPU, and must wait
     assert second.must(CHECK).text == "intact\n"
     assert first.must("print(answer())").text == digest
     assert first.must(CHECK).text == "intact\n"
@@ -243,7 +243,7 @@ def test_an_interrupt_reaches_a_cell_that_said_it_needs_no_gpu_and_is_blocked_on
 
 
 def test_a_kernel_that_was_blocked_by_its_finished_work_becomes_idle_again(pair: Pair) -> None:
-    """GPU work that a cell left running in a thread delays the suspend, and does not break it."""
+    """GPU work that a cell leaves running in a thread delays the suspend without breaking it."""
     first, _ = pair.ready("import threading\nthreading.Thread(target=cuda.launch, args=(1.0,), daemon=True).start()")
     assert first.must(CHECK).text == "intact\n"
     assert until(lambda: "saved" in phases(pair.world), "the second one is suspended for the first")

@@ -17,8 +17,8 @@ from tests.support.world import new_world
 
 pytestmark = pytest.mark.promise("failpoints", "full-disk")
 
-# Kinds of points at which nothing else here strikes: servers and a second write of the ledger have tests of their own, and
-# `test_kills` has the broker and its worker die at each call of the driver (the points `link` and `worker`). In the story's order.
+# Points that no other test here strikes: servers and a second ledger write have separate tests, and `test_kills`
+# kills the broker and its worker at each driver call (the points `link` and `worker`). In the story's order.
 SAMPLE = [
     Strike("ledger.save_lease.unfinished"),
     Strike("api.create.reply"),
@@ -33,7 +33,7 @@ def struck(story: Story, *strikes: Strike) -> None:
 
 
 def test_every_injected_point_names_a_function_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # what the file adds to it is for other processes
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # other processes use what the file adds to it
     for module, (_, functions) in runpy.run_path(str(INJECTED / "sitecustomize.py"))["POINTS"].items():
         for name in functions:
             assert callable(attrgetter(name)(importlib.import_module(module))), f"{module}: {name}"
@@ -48,7 +48,7 @@ def test_nothing_is_lost_when_somebody_dies_and_every_step_is_a_point() -> None:
 
 
 def test_nothing_is_lost_when_a_server_dies_that_keeps_its_kernels() -> None:
-    """Its kernel's process runs, and only this server knows of it."""
+    """Its kernel's process runs, and only this server knows about it."""
     with new_world(Story.simulate) as world, closing(Story(world, keeps=True)) as story:
         struck(story, Strike("server.KernelLease.attach.before"))
 

@@ -1,4 +1,4 @@
-"""A suspended kernel is back before its next cell asks, because of what a person does in the notebook; and never in a neighbour's way."""
+"""A suspended kernel comes back before its next cell asks, because of its user's actions in the notebook; never at a neighbour's cost."""
 
 import pytest
 

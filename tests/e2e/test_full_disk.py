@@ -1,4 +1,4 @@
-"""A broker that can write neither ledger nor log tells those who wait, and continues when it can again."""
+"""A broker that can write neither ledger nor log tells waiting kernels so, and continues when it can write again."""
 
 import resource
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ LEAST_BYTES = 1
 
 @contextmanager
 def no_room(pid: int) -> Iterator[None]:
-    """No file of the process can grow: every write of its ledger and its log fails meanwhile."""
+    """No file of the process can grow: meanwhile every write of its ledger and its log fails."""
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (LEAST_BYTES, before[1]))
     try:
@@ -55,4 +55,4 @@ def test_a_cell_and_status_say_that_nothing_can_be_written_and_the_cell_goes_on(
     assert world.broker_pid() == pid
     log = Path(world.socket).with_name("broker.log").read_text()
     assert "of this log could not be written" in log
-    assert log.count("the ledger was not written") <= 6  # nothing is said without end
+    assert log.count("the ledger was not written") <= 6  # no message repeats without end

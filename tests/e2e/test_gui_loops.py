@@ -1,4 +1,4 @@
-"""GUI event loops in kernels (`%gui`): such a kernel is suspended when it idles, and its loop goes on, before and after its resume."""
+"""GUI event loops in kernels (`%gui`): such a kernel is suspended when idle, and its loop runs before and after the resume."""
 
 import os
 import subprocess
@@ -75,7 +75,7 @@ def display() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def desk(display: str) -> Iterator[Server]:
-    """A server whose kernels can open windows, and leave the GPU as soon as they idle."""
+    """A server whose kernels can open windows, and leave the GPU as soon as they are idle."""
     with new_world() as world:
         world.environment |= {"DISPLAY": display, "QT_QPA_PLATFORM": "offscreen", "XDG_RUNTIME_DIR": str(world.folder)}
         world.configure("c.GPUBroker.pools = {'default': {'idle_after': 0, 'min_residency': 0}}")
@@ -85,7 +85,7 @@ def desk(display: str) -> Iterator[Server]:
 
 @contextmanager
 def nudged(notebook: Notebook) -> Iterator[None]:
-    """Send a small message every five seconds: ipykernel may leave one that comes while it enters a GUI loop until the next one."""
+    """Send a small message every five seconds: ipykernel may leave a message that comes while it enters a GUI loop until the next one."""
     over = threading.Event()
 
     def nudge() -> None:
@@ -102,7 +102,7 @@ def nudged(notebook: Notebook) -> Iterator[None]:
 
 
 def await_ticks(world: World) -> None:
-    """Wait until the loop has gone on. No message does that: it would wake the loop."""
+    """Wait until the loop has run on. This sends no message, which would wake the loop."""
     ticks = world.notebooks / "ticks"
     before = ticks.stat().st_size if ticks.exists() else 0
     until(lambda: ticks.exists() and ticks.stat().st_size > before, "the loop goes on")

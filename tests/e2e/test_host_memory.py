@@ -1,6 +1,7 @@
-"""Saved state lies in host memory: where a kernel's control group or the machine runs short of it, a real broker acts.
+"""Saved state uses host memory: if a kernel's control group or the machine runs short of it, a real broker acts.
 
-The broker reads its machine's memory from a folder that looks like /proc, so that the test decides what is left. All else is real.
+The broker reads its machine's memory from a folder that looks like /proc, so that the test sets how much is left. Everything else
+is real.
 """
 
 from pathlib import Path
@@ -45,7 +46,7 @@ class Machine:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write at once what a reader sees whole, as it does in the real files."""
+    """Write in one step, so that a reader sees the whole file, as with the real ones."""
     beside = file.with_name(f"{file.name}.new")
     beside.write_text(text)
     beside.replace(file)

@@ -1,6 +1,6 @@
-"""A broker that is there and does not answer: who waits for it is told so, with its process and what to do, and nothing is lost.
+"""A broker that runs but does not answer: its callers learn which process it is and what to do, and nothing is lost.
 
-One whose own loop is blocked ends itself. One that was stopped does not, however long that took.
+A broker whose loop is blocked ends itself. A stopped process does not, however long it is stopped.
 """
 
 import subprocess
@@ -24,7 +24,7 @@ HANG_LIMIT_S = 3
 
 @pytest.fixture(autouse=True)
 def _limited(world: World) -> None:
-    """Have a broker serve that ends itself soon when its loop is blocked, and that a test can block."""
+    """Start a broker that soon ends itself when its loop is blocked, and that a test can block."""
     world.configure(f"{NO_TURNS}c.GPUBroker.hang_limit = '{HANG_LIMIT_S}s'")
     world.environment[VARIABLE] = str(world.folder / "failpoint")
     world.start_broker()
@@ -102,7 +102,7 @@ def test_a_cell_that_waits_already_says_it_too_and_keeps_its_place(world: World,
     assert pid is not None
     with stopped(pid):
         shown(waiter, f"kill -CONT {pid}")
-    shown(waiter, "place 1 in the queue")  # what the broker said last is shown again
+    shown(waiter, "place 1 in the queue")  # the broker's last message is shown again
     stop.touch()
     assert holder.wait(busy).status == "ok"
     assert waiter.wait(cell).text == "intact\n"

@@ -1,4 +1,4 @@
-"""A kernel that waits in `input()` keeps no neighbour waiting, and has the GPU again before its cell goes on."""
+"""A kernel that waits in `input()` delays no neighbour, and has the GPU again before its cell continues."""
 
 import json
 import os
@@ -73,9 +73,9 @@ def test_the_answer_waits_for_its_turn_and_says_so_and_an_interrupt_ends_the_wai
 
 @pytest.mark.promise("race-interrupt")
 def test_what_an_interrupt_asks_for_a_kernel_that_may_be_blocked_is_withdrawn_when_it_is_not(pair: Pair) -> None:
-    """After an interrupt a cell runs without its memory, and may be blocked in a call of the GPU: the server asks for it, a second later.
+    """After an interrupt a cell runs without its memory and may block in a GPU call, so the server asks for the memory a second later.
 
-    By then, or while it waits, the cell may have ended: a busy neighbour is not to make room for an idle kernel.
+    By then, or while it waits, the cell may have ended: a busy neighbour must not make room for an idle kernel.
     """
     first, second = two(pair)
     cell = first.send(GOES_ON, stdin=True)
@@ -84,7 +84,7 @@ def test_what_an_interrupt_asks_for_a_kernel_that_may_be_blocked_is_withdrawn_wh
     until((pair.world.notebooks / "running").exists, "the neighbour's cell runs")
     lease = pair.world.lease(first.kernel_id)
     assert lease.pid is not None
-    os.kill(lease.pid, signal.SIGINT)  # not by the server, which would ask, too
+    os.kill(lease.pid, signal.SIGINT)  # not by the server, which would ask too
     until(lambda: pair.world.lease(first.kernel_id).busy, "the cell goes on")
     with ThreadPoolExecutor() as threads, pair.world.client() as client:
         asked = threads.submit(client.resume, lease.lease_id, ResumeRequest(if_blocked=True))

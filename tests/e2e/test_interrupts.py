@@ -1,4 +1,4 @@
-"""Interrupting, restarting and shutting down kernels that wait or are suspended is as prompt as with any kernel, and loses nothing."""
+"""Interrupting, restarting and shutting down waiting or suspended kernels is as fast as with any kernel, and loses nothing."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.support.world import Notebook, Server, World, until
 
 pytestmark = pytest.mark.promise("race-interrupt", "race-shutdown")
 
-PROMPT_S = 15.0  # on the slowest machine; the holder does not let go before
+PROMPT_S = 15.0  # even on the slowest machine; the holder does not give up earlier
 INTERRUPTED = "KeyboardInterrupt"
 
 
@@ -66,7 +66,7 @@ def interrupted_after_s(notebook: Notebook, messages: Iterator[dict[str, Any]]) 
 
 
 def without_ticket(world: World, notebook: Notebook) -> LeaseStatus:
-    """Return the kernel's lease once its ticket is withdrawn: the broker may see the cell's hang-up after the cell's reply is read."""
+    """Return the kernel's lease once its ticket is withdrawn: the broker may notice the cell's end after its reply is read."""
 
     def ask() -> LeaseStatus | None:
         lease = world.lease(notebook.kernel_id)
@@ -179,7 +179,7 @@ def test_a_suspended_kernel_whose_exit_blocks_on_the_gpu_is_restarted_and_shut_d
             after = world.lease(second.kernel_id)
             assert (after.lease_id, after.state, after.lease.saved_mib) == (before.lease_id, "unarmed", 0)
             holder.let_go()
-            second = server.connect(second.kernel_id)  # the old line may not be subscribed again yet
+            second = server.connect(second.kernel_id)  # the old connection may not have subscribed again yet
             assert second.must("print('buffer' in globals())").text == "False\n"
             second.must(fill(4))
             assert holder.notebook.must(CHECK).text == "intact\n"

@@ -1,4 +1,4 @@
-"""Kernels that outlive their server: a new one finds them alive, with all they had."""
+"""Kernels that outlive their server: a new one finds them alive, with everything they had."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def pid_of(notebook: Notebook) -> str:
 
 
 def test_new_servers_find_the_kernels_that_live_whatever_ended_the_last_one(world: World, servers: Servers) -> None:
-    """Resident and suspended ones, a notebook's through its session, and none that ended meanwhile; a death is noticed as ever."""
+    """Resident and suspended ones, a notebook's through its session, and none that ended meanwhile; a later death is noticed as usual."""
     most, quarter = world.install(750, 250)
     old = servers.start()
     first, second, doomed = old.start(most), old.start(most), old.start(quarter)
@@ -86,7 +86,7 @@ def test_new_servers_find_the_kernels_that_live_whatever_ended_the_last_one(worl
         old = new
 
     new.connect(first.kernel_id).restart()
-    restarted = new.connect(first.kernel_id)  # a connection from before may miss the new process's first words
+    restarted = new.connect(first.kernel_id)  # an older connection may miss the new process's first messages
     assert pid_of(restarted) != pids[first.kernel_id]
     restarted.must(fill(3))
     pid = int(pids[second.kernel_id])
@@ -120,7 +120,7 @@ def test_damaged_records_keep_no_server_from_its_start(world: World, servers: Se
 
 
 def test_nobody_takes_what_another_server_has_or_what_is_of_another_folder(world: World, servers: Servers) -> None:
-    """And kernels that are not of ours are shut down with their server as ever."""
+    """Kernels that are not ours are still shut down with their server."""
     (name,) = world.install(250)
     first = servers.start()
     notebook = first.start(name)
@@ -156,7 +156,7 @@ def test_what_the_next_server_needs_is_put_back_and_a_kernel_is_managed_without_
     assert {path.stat().st_mode & 0o777 for path in before} == {0o600}
     world.kill_broker()
     old.stop(signal.SIGKILL)
-    before[1].unlink()  # with no process there to put it back
+    before[1].unlink()  # no process there puts it back
     new = servers.start()
     (kernel,) = new.request("GET", "api/kernels")
     again = new.connect(kernel["id"])

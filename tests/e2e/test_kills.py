@@ -1,7 +1,7 @@
 """SIGKILL to the broker, its worker, a kernel or the server, at rest and in the middle of a swap.
 
-Nobody's bytes are lost, no reservation stays behind, nothing is given away twice, and the next broker finds out what is true.
-Every swap in hand is held up by a fault of the simulated GPU, so each kill strikes at a known step.
+No bytes are lost, no reservation is left behind, nothing is given away twice, and the next broker finds out the truth.
+A fault of the simulated GPU delays every pending swap, so each kill strikes at a known step.
 """
 
 import json
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.promise("kills")
 MIB = 16
 ALL_KILLS = bool(os.environ.get("JUPYTER_GPU_ALL_KILLS"))
 STEPS = [(operation, fault) for operation in ("lock", "checkpoint", "restore", "unlock") for fault in ("hang", "late")]
-"""Operation, and whether it is held up before (`hang`) or after (`late`) it was done. In a turn they come in this order."""
+"""Operation, and whether it is delayed before (`hang`) or after (`late`) it is done. A turn has them in this order."""
 
 CONFIG = """
 c.GPUBroker.pools = {
@@ -47,7 +47,7 @@ c.GPUBroker.pools = {
 
 
 class Pair:
-    """Two kernels with data that take turns on one device, and a third that runs a cell on the other one all the time."""
+    """Two kernels with data that take turns on one device, and a third that runs one cell on the other device all the time."""
 
     def __init__(self, world: World, server: Server) -> None:
         self.world = world
@@ -66,7 +66,7 @@ class Pair:
         self.endless = self.bystander.send(
             "import os, time\nlooks = 0\nwhile not os.path.exists("
             f"{str(self.stop)!r}):\n    assert hashlib.sha256(buffer.read()).hexdigest() == digest\n    looks += 1\n"
-            "    time.sleep(0.5)"  # it is there to be undisturbed, not to take a processor from the others
+            "    time.sleep(0.5)"  # it only has to stay undisturbed, without taking a processor from the others
         )
 
     def begin_turn(self) -> str:
@@ -78,7 +78,7 @@ class Pair:
         self.resident, self.suspended = self.suspended, self.resident
 
     def finish(self) -> None:
-        """Check everybody's data, the bystander's undisturbed cell and the books; the pair is at rest then."""
+        """Check all data, the bystander's undisturbed cell and the books; the pair is then at rest."""
         for notebook in (self.suspended, self.resident):
             assert notebook.must(CHECK).text == "intact\n"
         self.stop.touch()
@@ -99,7 +99,7 @@ class Pair:
 
 
 class Stage:
-    """A world of two devices that hold one kernel each, in a pool of their own, with a server and, once asked for, the pair."""
+    """A world of two devices that hold one kernel each, in a separate pool, with a server and, once asked for, the pair."""
 
     def __init__(self, world: World, server: Server, config: str) -> None:
         self.world = world
@@ -124,7 +124,7 @@ class Stage:
 
 
 _PATIENT = "--KernelRestarter.restart_limit=1000"
-"""The pair dies again and again; after five deaths of a young kernel Jupyter gives it up."""
+"""The pair dies repeatedly; Jupyter gives a young kernel up after five deaths."""
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def pair(stage: Stage) -> Pair:
 
 @pytest.fixture
 def empty(stage: Stage) -> Iterator[None]:
-    """The stage without kernels and broker, and again at the end."""
+    """The stage without kernels and broker, before and after the test."""
     stage.clear()
     yield
     stage.clear()
@@ -240,8 +240,8 @@ def _worker_alone(world: World) -> list[int]:
     return workers(world)
 
 
-# Each step once, and each operation with two or three of the victims; the fourth pairs are those of `test_nvidia_mode`. With
-# JUPYTER_GPU_ALL_KILLS every victim dies at every step.
+# Each step once, and each operation with two or three of the victims; `test_nvidia_mode` has the remaining pairs.
+# With JUPYTER_GPU_ALL_KILLS every victim dies at every step.
 SAMPLE: dict[Callable[[World], list[int]], list[tuple[str, str]]] = {
     _broker_alone: [("checkpoint", "hang"), ("restore", "late"), ("unlock", "hang")],
     _broker_and_worker: [("lock", "hang"), ("checkpoint", "late"), ("restore", "hang")],
@@ -273,7 +273,7 @@ def test_a_kill_at_any_step_of_a_turn_loses_nothing(
 
 
 def _new_broker_waits_for_the_orphan(world: World, old: int | None) -> None:
-    """The waiting cell starts a broker; while the old one's worker is held up, that broker has none and touches nothing."""
+    """The waiting cell starts a broker; while the old one's worker is delayed, the new broker has no worker and changes nothing."""
     (orphan,) = workers(world)
     new_broker(world, old)
     assert workers(world) == [orphan]
@@ -302,7 +302,7 @@ def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_nobody(
         assert pair.resident.must(CHECK).text == "intact\n"
     world.await_restart(
         victim.kernel_id, pid
-    )  # a young kernel gets new ports, and a line to the old ones would never be answered
+    )  # a young kernel gets new ports, and requests to the old ones would never be answered
     pair.suspended = _again(server, victim)
     pair.suspended.must(fill(7, MIB))
     pair.resident, pair.suspended = pair.suspended, pair.resident
@@ -384,7 +384,7 @@ def test_a_broker_told_to_stop_finishes_what_it_began(world: World, pair: Pair, 
 
 
 def test_a_worker_that_hangs_without_its_broker_ends_itself(stage: Stage, world: World, pair: Pair) -> None:
-    """The next broker gets its turn at the old one's deadline, and the cell that waits for it goes on."""
+    """The next broker gets its turn at the old one's deadline, and the cell that waits for it continues."""
     world.configure(stage.config + 'c.GPUBroker.checkpoint_deadline = "3s"\n')
     kill_all(brokers(world) + workers(world))
     world.start_broker()
@@ -407,7 +407,7 @@ def test_starters_at_once_end_up_with_one_broker(world: World) -> None:
     options = json.dumps({"socket": world.socket})
     command = [sys.executable, "-P", "-m", "fractional_gpu.broker", "--detach", options]
     world.start_broker()
-    world.kill_broker()  # they start over what a killed one leaves behind
+    world.kill_broker()  # they reset what a killed one leaves behind
     starters = [subprocess.Popen(command, env=world.environment, stderr=subprocess.PIPE) for _ in range(3)]
     for starter in starters:
         _, complaint = starter.communicate(timeout=120)
@@ -422,7 +422,7 @@ def test_starters_at_once_end_up_with_one_broker(world: World) -> None:
 def test_nothing_is_granted_before_the_ledger_holds_it_and_what_was_let_in_keeps_its_room(
     world: World, server: Server
 ) -> None:
-    """A kernel that was let in, and a broker killed before that was written down: the next one would give the room away again.
+    """The broker is killed before it has written down that a kernel was let in: the next one would give the same room away again.
 
     None of the kernels touches the device.
     """
@@ -454,7 +454,7 @@ def test_nothing_is_granted_before_the_ledger_holds_it_and_what_was_let_in_keeps
 @pytest.mark.promise("race-moves")
 @pytest.mark.usefixtures("empty")
 def test_a_broker_killed_in_a_move_remembers_where_the_checkpoint_was_made(world: World, server: Server) -> None:
-    """Restored onto the device where its room is, not onto the one it came from, which is full: that would be fatal."""
+    """It must be restored onto the device where its room is. The device it came from is full: a restore there would be fatal."""
     world.configure('c.GPUBroker.pools = {"default": {"may_move": True, "retry_refused": "200ms"}}')
     (name,) = world.install(750)
     staying, leaving, moving = (server.start(name) for _ in range(3))

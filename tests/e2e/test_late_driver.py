@@ -1,4 +1,4 @@
-"""A broker in its NVIDIA mode, on the doubles of the driver's libraries: a driver that is late, and memory that runs out.
+"""A broker in NVIDIA mode, on doubles of the driver's libraries: a driver that starts late, and memory that runs out.
 
 Broker, worker, NVIDIA's Python packages, Jupyter, kernels, the control group and the out-of-memory killer are real.
 """
@@ -20,7 +20,7 @@ MIB = 1 << 20
 HELD_MIB = 200
 LEFT_MIB = 150
 GROUP_MIB = 1200
-RAISED = 600  # what the kernels start with, so that any broker may lower it
+RAISED = 600  # the kernels' adjustment at their start, so that any broker may lower it
 NOT_READY = 802
 
 HOLD = f"""
@@ -34,7 +34,7 @@ do("cuCtxSetCurrent", do("cuDevicePrimaryCtxRetain", do("cuDeviceGet", 0)))
 held = do("cuMemAlloc", {HELD_MIB * MIB})
 do("cuMemsetD32", held, 0x5A5A5A5A, {HELD_MIB * MIB // 4})
 """
-# In pieces: reading back shall not need much memory.
+# In pieces: reading back must not need much memory.
 LOOK = f"""
 piece, whole = bytearray({MIB}), True
 for at in range({HELD_MIB}):
@@ -56,7 +56,7 @@ def world() -> Iterator[World]:
 
 @pytest.fixture
 def double(world: World) -> DriverDouble:
-    """The machine's driver, for everything that the world starts."""
+    """The machine's driver, for every process of the world."""
     made = DriverDouble(world.folder / "driver", [Device(mib=4096)])
     nvml = python_path("nvidia-ml-py", newest("nvidia-ml-py"))
     given = made.environment()
@@ -93,7 +93,7 @@ def test_a_driver_that_becomes_ready_while_the_broker_serves_is_used_from_then_o
         assert {one.pid: one.saved_mib for one in double.processes() if one.saved_mib} == {pid: HELD_MIB}
         assert notebook.must(LOOK).text == "True\n"
 
-        # What an earlier broker saved is whole after a start without the driver.
+        # What an earlier broker saved is intact after a start without the driver.
         suspended(world, notebook)
         world.kill_broker()
         double.fail("cuInit", NOT_READY, times=None)
@@ -111,7 +111,7 @@ def test_a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back
     world.start_broker()
     with memory_group(GROUP_MIB) as group, Server(world) as server:
         Path(f"/proc/{server.process.pid}/oom_score_adj").write_text(str(RAISED))
-        (group / "cgroup.procs").write_text(str(server.process.pid))  # what it starts from now on is in it
+        (group / "cgroup.procs").write_text(str(server.process.pid))  # processes that it starts from now on are in it
         (name,) = world.install(250)
         saved = [server.start(name) for _ in range(2)]
         neighbour = server.start(name)
@@ -123,7 +123,7 @@ def test_a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back
         until(lambda: all(memory.adjustment(pid) < RAISED for pid in pids), "what is saved is protected")
         lease = world.lease(neighbour.kernel_id)
         neighbour.must("pass")
-        # So little is left that the neighbour is smaller than a suspended kernel when it has filled that.
+        # So little is left that the neighbour, once it has filled that, is smaller than a suspended kernel.
         set_limit(group, used_mib(group) + LEFT_MIB)
         neighbour.send(f"filled = b'x' * {GROUP_MIB * MIB}")
         world.await_restart(neighbour.kernel_id, lease.pid)

@@ -1,4 +1,4 @@
-"""What a kernel leaves on a device when it ends keeps its room, and nobody else is let in there before it is gone."""
+"""What an ended kernel leaves on a device keeps its room: no other kernel is let in there before it is gone."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ IN_A_SESSION = """
 import subprocess, sys
 print(subprocess.Popen([sys.executable, "-c", {program!r}], start_new_session=True).pid)
 """
-# Its father starts it without the lease's variable, shows it to the broker for as long as somebody reads, and ends.
+# Its parent starts it without the lease's variable, shows it to the broker while the pipe is open, and ends.
 FORKED_TWICE = """
 import os, subprocess, sys
 father = '''
@@ -92,7 +92,7 @@ def half(world: World) -> str:
 def test_a_child_that_outlives_its_kernel_keeps_its_room_until_it_is_gone(
     world: World, server: Server, half: str
 ) -> None:
-    """The neighbour allocates all of its own cap meanwhile: were the room given to the third, one of them would fail."""
+    """Meanwhile the neighbour fills its whole cap: if the room went to the third kernel, one of them would fail."""
     first, second, third = (server.start(half) for _ in range(3))
     second.must("from fractional_gpu.gpu.simulated import cuda; cuda.launch(0)")
     with child_of(world, first) as pid:
@@ -112,7 +112,7 @@ def test_a_child_that_outlives_its_kernel_keeps_its_room_until_it_is_gone(
         lease = waits(world, third)
         assert f"process {pid} (" in lease.sentence
         assert f"jupyter gpu end {lease_id[:8]}" in lease.sentence
-        os.kill(pid, signal.SIGUSR1)  # its cap is what its kernel's was: there is room for more
+        os.kill(pid, signal.SIGUSR1)  # its cap equals its kernel's: there is room for more
         until(lambda: world.lease(first.kernel_id).left[0].used_mib == CHILD_MIB + 64, "it has grown")
         assert world.lease(third.kernel_id).position == 1
         world.end(pid, signal.SIGKILL)
@@ -143,7 +143,7 @@ def test_a_killed_kernel_and_a_killed_broker_make_no_difference(world: World, ha
 def test_what_a_kernel_leaves_behind_stays_over_its_restart_and_its_owner_can_end_it(
     world: World, server: Server, half: str
 ) -> None:
-    """What was suspended with a kernel comes back when that is over."""
+    """Leftovers that were suspended with a kernel come back when the kernel has ended."""
     notebook = server.start(half)
     with child_of(world, notebook) as pid:
         before = world.lease(notebook.kernel_id)
@@ -155,7 +155,7 @@ def test_what_a_kernel_leaves_behind_stays_over_its_restart_and_its_owner_can_en
         after = world.lease(notebook.kernel_id)
         assert (after.lease_id, after.state, after.left) == (before.lease_id, "resident", [])
         assert after.pid not in (None, before.pid, pid)
-        with world.client() as client:  # both are suspended, and come back, as one
+        with world.client() as client:  # both are suspended and come back together
             assert client.suspend(after.lease_id).state == "suspended"
         again.must("assert len(buffer.read()) == 100 << 20")
         os.kill(pid, 0)

@@ -1,4 +1,4 @@
-"""A ledger that is lost, with everything else that a broker keeps: the memory of living kernels comes back with their next cell."""
+"""A lost ledger, and with it the broker's other records: living kernels get their memory back with their next cell."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def lose_ledger(world: World, *, records: bool) -> None:
 
 
 def suspend(world: World, notebook: Notebook) -> None:
-    """Have its bytes in host memory, if they are not: where sizes were lost, the other one may have had it suspended."""
+    """Save its bytes in host memory, if they are not there: with sizes lost, the other kernel may already have caused that."""
     lease = world.lease(notebook.kernel_id)
     if lease.state != "suspended":
         with world.client() as client:
@@ -48,7 +48,7 @@ def suspend(world: World, notebook: Notebook) -> None:
 
 
 def lost_and_back(world: World, notebook: Notebook) -> tuple[LeaseStatus, LeaseStatus]:
-    """Lose the ledger; the next cell brings the kernel back on the lease that it had. Returns the lease as it was before and after."""
+    """Lose the ledger; the next cell brings the kernel back on its old lease. Returns the lease before and after."""
     before = world.lease(notebook.kernel_id)
     lose_ledger(world, records=False)
     assert notebook.must(CHECK).text == "intact\n"
@@ -71,7 +71,7 @@ def test_after_the_ledger_is_lost_cells_and_a_rescue_go_by_the_second_records(wo
     assert (after.spec.fraction_milli, after.spec.reserve_mib) == (before.spec.fraction_milli, before.spec.reserve_mib)
     assert second.must(CHECK).text == "intact\n"
 
-    # Both are brought back at once, where without the records' sizes the second one would need an empty device.
+    # Both come back at once; without the records' sizes the second one would need an empty device.
     for notebook in notebooks:
         suspend(world, notebook)
     lose_ledger(world, records=False)
@@ -84,7 +84,7 @@ def test_after_the_ledger_is_lost_cells_and_a_rescue_go_by_the_second_records(wo
 
 
 def test_without_any_record_kernels_are_listed_and_a_rescue_brings_them_back(world: World, server: Server) -> None:
-    """Nothing is guessed: the cell and status name the command that writes the records again, for kernels of each kind."""
+    """Nothing is guessed: the cell and status name the command that writes the records again, for each sort of kernel."""
     (quarter, half) = world.install(250, 500)
     notebooks = [suspended(world, server, quarter, 1), suspended(world, server, half, 2)]
     bare = server.start(quarter)
@@ -95,7 +95,7 @@ def test_without_any_record_kernels_are_listed_and_a_rescue_brings_them_back(wor
     assert "the records of 3 living kernels were lost" in found["trouble"]
     error = notebooks[0].run(CHECK).error
     assert "restart the kernel" not in error
-    command = ["bash", "-c", error.split("`")[1]]  # as the person who reads it
+    command = ["bash", "-c", error.split("`")[1]]  # as the user who reads it
     done = subprocess.run(command, env=world.environment, check=True, capture_output=True, text=True)
     assert done.stdout.count("\n") >= len([*notebooks, bare])
     for notebook in notebooks:
@@ -107,7 +107,7 @@ def test_without_any_record_kernels_are_listed_and_a_rescue_brings_them_back(wor
 
 
 def test_a_damaged_ledger_is_set_aside_by_the_command_that_the_cell_is_told(world: World, server: Server) -> None:
-    """And a kernel whose token was removed is served, and can be restarted."""
+    """A kernel whose token was removed is served too, and can be restarted."""
     (spec,) = world.install(250)
     notebook = suspended(world, server, spec, 1)
     world.kill_broker()
@@ -133,7 +133,7 @@ def test_a_damaged_ledger_is_set_aside_by_the_command_that_the_cell_is_told(worl
 
 
 def a_broker_that_another_environment_starts_finds_the_ledger(world: World) -> None:
-    """It is started with the state folder that the last broker had."""
+    """It starts with the state folder of the last broker."""
     ledger = world.ledger
     world.kill_broker()
     elsewhere = {**world.environment, "XDG_STATE_HOME": str(world.folder / "elsewhere")}

@@ -8,7 +8,8 @@ from tests.support.pair import NO_TURNS
 from tests.support.stories import SLEEPS
 from tests.support.world import Notebook, Server, World, until
 
-# The whole buffer counts as used; bytes that no test reads are not written: moving them takes a second of processor time for each GiB.
+# The whole buffer counts as used; bytes that no test reads are not written, as moving them takes a second of
+# processor time per GiB.
 FILL = """
 from fractional_gpu.gpu.simulated import cuda
 buffer = cuda.allocate(192 << 20)
@@ -123,7 +124,7 @@ def printed(notebook: Notebook, cell: str) -> str:
 
 
 def waits_says_why_and_can_be_interrupted(world: World, first: Notebook, second: Notebook) -> None:
-    """The first kernel's burst has no room beside a cell of the second one."""
+    """The first kernel's larger request does not fit next to a cell of the second one."""
     working = second.send(f"print('on')\n{SLEEPS}")
     printed(second, working)
     asking = first.send("%%gpu 1\nprint('ran')")
@@ -147,7 +148,7 @@ def test_an_idle_suspension_is_announced_beneath_the_last_cell_and_a_pin_is_a_ve
     (whole,) = world.install(1000)
     notebook = server.start(whole)
     notebook.must(FILL)
-    while True:  # after the cell's end: the kernel idles
+    while True:  # after the cell's end: the kernel is idle
         message = json.loads(notebook.socket.recv())
         if "This kernel is idle" in message["content"].get("data", {}).get("text/plain", ""):
             break

@@ -1,4 +1,4 @@
-"""A kernel that uses managed memory stays on its device: it is not tried, and it survives who asks for it."""
+"""A kernel that uses managed memory stays on its device: no checkpoint is tried, and it survives requests to suspend it."""
 
 import pytest
 
@@ -11,7 +11,7 @@ HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64
 
 
 def test_managed_memory_that_the_extension_sees_is_refused_and_survives(world: World, server: Server) -> None:
-    write(world.notebooks, CUPY)  # what a kernel finds where its notebook lies
+    write(world.notebooks, CUPY)  # what a kernel finds next to its notebook
     (name,) = world.install(250)
     notebook = server.start(name)
     notebook.must(HOLD + "\nimport cupy; memory = cupy.cuda.malloc_managed(1 << 20)")

@@ -154,7 +154,7 @@ def test_where_another_lease_works_on_the_device_it_says_that_nothing_can_be_kno
 
 
 def test_others_who_come_while_it_measures_are_noticed_by_their_work_and_their_steps_repeated() -> None:
-    """Also those that stay for whole steps, and those whose leases the measuring user cannot see."""
+    """Including kernels that stay for whole steps, and leases that the measuring user cannot see."""
     with seated_world() as (world, seated):
         options = ("--json", "--fractions", "1/3,1", "--memory", MEMORY, "--within", "170s")
         load = (sys.executable, "-c", WORKS, "8", "0.2")

@@ -71,6 +71,6 @@ def a_measurement_ends_with_its_kernel(world: World, server: Server, notebook: N
     until(lambda: not leases(world), "its leases end")
     assert set(Path(files).iterdir()) == before, "no file of the kernel's is left"
     world.await_restart(notebook.kernel_id, pid)
-    # Jupyter believes it busy still, and so does not wait with a message until it is heard: the reply would be lost.
+    # Jupyter still believes that it is busy and does not wait until a message is received: the reply would be lost.
     until(lambda: not world.lease(notebook.kernel_id).busy, "the kernel that was started again answers")
-    server.connect(notebook.kernel_id).must("1")  # Jupyter cannot shut a kernel down before it has started it again
+    server.connect(notebook.kernel_id).must("1")  # Jupyter cannot shut down a kernel before it has restarted it

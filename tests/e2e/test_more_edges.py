@@ -1,4 +1,4 @@
-"""What an awkward user and a tired machine do to it: leases taken away, few descriptors, little host memory, kernels within kernels."""
+"""Difficult users and an overloaded machine: leases taken away, few descriptors, little host memory, kernels within kernels."""
 
 import contextlib
 import json
@@ -23,14 +23,16 @@ from tests.support.pair import Pair, new_pair
 from tests.support.stories import BLOCKED, CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
-POOL = min(32, (os.cpu_count() or 1) + 4)  # asyncio's threads for what blocks, which come one by one as they are needed
+POOL = min(
+    32, (os.cpu_count() or 1) + 4
+)  # asyncio's threads for blocking calls, which start one by one as they are needed
 LOOKING = """
 class Touching:
     __doc__ = property(lambda self: str(buffer.read(1)))
 touching = Touching()
 """
 
-# A thread that keeps the GIL, as one that is blocked in CUDA may: the kernel can neither say so nor do anything else.
+# A thread that keeps the GIL, as one blocked in CUDA may: the kernel can neither report that nor do anything else.
 STUCK = """
 import ctypes, os, threading, time
 def be_stuck():
@@ -72,7 +74,7 @@ def time_spent_s(pid: int) -> float:
 
 
 def resident_kib(pid: int) -> int:
-    """A process's own memory: what it shares with files is not counted."""
+    """A process's private memory, without memory shared with files."""
     found = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     assert found
     return int(found[1])
@@ -158,7 +160,7 @@ def test_what_is_long_over_is_forgotten(world: World) -> None:
     with Ledger.open(path) as ledger:
         ledger.record("old", now_ms - 100 * 24 * 3_600_000, "test", "a hundred days ago")
         ledger.record("young", now_ms - 10 * 24 * 3_600_000, "test", "ten days ago")
-    world.start_broker()  # removes it beside its other work
+    world.start_broker()  # removes it in a separate task
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as reader:
         until(lambda: not _stories(reader, "old"), "a ledger without what ended a hundred days ago")
         assert _stories(reader, "young") == ["ten days ago"]

@@ -1,6 +1,6 @@
-"""Real kernels in namespaces of their own: their idleness is seen, they are suspended, and every byte comes back.
+"""Real kernels in private namespaces: their idleness is noticed, they are suspended, and every byte comes back.
 
-What starts the kernel is in the namespaces with it, as a server in a container is. The broker is outside.
+The process that starts the kernel is in the namespaces as well, like a server in a container. The broker is outside.
 """
 
 import json
@@ -27,9 +27,10 @@ FORMS = {
     "all": ["--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--mount", "--net"],
 }
 ALL_FORMS = bool(os.environ.get("JUPYTER_GPU_ALL_FORMS"))
-"""Each namespace by itself, too."""
+"""Each namespace alone, too."""
 
-# Starts a kernel and runs the cells that its input has, a JSON line each; prints the pid that it knows of it, then each cell's output.
+# Starts a kernel and runs the cells on its input, a JSON line each; prints the kernel's pid as seen there, then each
+# cell's output.
 SCRIPT = """
 import fcntl, json, socket, struct, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as up:  # what `ip link set lo up` does

@@ -1,7 +1,7 @@
-"""The whole broker in its NVIDIA mode, on a double of the driver's libraries: no kernel loses a byte, and each refusal says why.
+"""The whole broker in NVIDIA mode, on a double of the driver's libraries: no kernel loses a byte, and each refusal says why.
 
-Drivers 570 and 580 are what the double plays of them. What NVIDIA does not document (the caller dies in the middle of a checkpoint or a
-restore) is played both ways: the target recovers, or it has failed for good.
+The double imitates drivers 570 and 580. What NVIDIA does not document (the caller dies in the middle of a checkpoint or a restore)
+is simulated both ways: the target recovers, or it has failed for good.
 """
 
 import json
@@ -36,12 +36,13 @@ from tests.support.victims import kill_all
 from tests.support.world import Notebook, Server, World, until
 
 ALL_KILLS: Final = bool(os.environ.get("JUPYTER_GPU_ALL_KILLS"))
-"""Kill at every step, every victim, on every driver; by default each pair of these comes once."""
+"""Kill at every step, every victim, on every driver; by default each of these pairs comes once."""
 
 CALLS: Final = {name: f"cuCheckpointProcess{name.title()}" for name in ("lock", "checkpoint", "restore", "unlock")}
 MOMENTS: Final = [(name, late) for name in CALLS for late in (False, True)]
 VICTIMS: Final = {"broker": ("brokers",), "worker": ("workers",), "both": ("brokers", "workers")}
-# Each call once and each victim, before and after on either driver; `test_kills` has the other pairs of a call and a victim.
+# Each call once and each victim, before and after on either driver; `test_kills` has the other pairs of a call and a
+# victim.
 SAMPLE: Final = {
     "570": [("lock", False, "broker"), ("restore", True, "worker")],
     "580": [("checkpoint", False, "worker"), ("unlock", True, "both")],
@@ -61,7 +62,7 @@ def served(driver: str, devices: int) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def kept_modes() -> Iterator[dict[tuple[str, int], Kept[Served]]]:
-    """By driver and number of devices, what this file's tests use one after another: brokers and servers go on, kernels do not."""
+    """By driver and number of devices, shared by this file's tests one after another: brokers and servers stay, kernels do not."""
     with ExitStack() as stack:
         yield {key: stack.enter_context(Kept(partial(served, *key))) for key in (("570", 1), ("580", 1), ("580", 3))}
 
@@ -70,7 +71,7 @@ def kept_modes() -> Iterator[dict[tuple[str, int], Kept[Served]]]:
 def lent(
     request: pytest.FixtureRequest, kept_modes: dict[tuple[str, int], Kept[Served]], has_failed: Callable[[], bool]
 ) -> Iterator[Served]:
-    """One device, driver 580. The parameter of `mode`: another driver, and how many devices."""
+    """One device, driver 580. The parameter of `mode`: another driver, and the number of devices."""
     with kept_modes[getattr(request, "param", ("580", 1))].taken(has_failed) as (mode, server):
         yield mode, server
         if not has_failed():
@@ -98,7 +99,7 @@ on_each_driver = pytest.mark.parametrize("lent", [("570", 1), ("580", 1)], indir
 
 @contextmanager
 def asked(mode: NvidiaMode, notebook: Notebook) -> Iterator[None]:
-    """Have another thread ask for a suspend whose answer may never come, because what carries it out is killed."""
+    """Ask for a suspend in another thread; the answer may never come, because the process that suspends is killed."""
 
     def ask() -> None:
         with suppress(FractionalGPUError):
@@ -210,7 +211,7 @@ def test_turns_keep_every_byte_and_a_kill_at_any_step_of_one_loses_nothing(
 
 
 def die_in_the_middle(mode: NvidiaMode, notebook: Notebook, operation: str, *, of: tuple[str, ...]) -> str:
-    """Kill in the middle of a checkpoint or a restore, and wait until the target has noticed; return the cell that waits for it."""
+    """Kill in the middle of a checkpoint or a restore and wait until the target has noticed; return the waiting cell."""
     pid, moving = mode.pid(notebook), {"checkpoint": "checkpointing", "restore": "restoring"}[operation]
     cell = ""
     if operation == "restore":
@@ -308,7 +309,7 @@ print(forked)
 
 
 def test_processes_that_only_started_the_driver_are_saved_and_come_back(mode: NvidiaMode, server: Server) -> None:
-    """Whether NVML's list has them, with no memory, or does not."""
+    """They are saved whether NVML lists them, with no memory, or not."""
     bare, parent = mode.start(server), mode.start(server)
     bare.must("from tests.driver_double import device as cuda; cuda.start()")
     parent.must(fill(1) + CHILD)
@@ -344,7 +345,7 @@ def test_threads_that_nvml_names_and_a_daemon_of_mps_keep_no_kernel(mode: Nvidia
 
 
 def test_a_child_that_only_asked_for_the_devices_is_left_alone(mode: NvidiaMode, server: Server) -> None:
-    """NVML lists it with no memory, and the driver does not know it when it is to be locked."""
+    """NVML lists it with no memory, and the driver does not know it when asked to lock it."""
     mode.double.set(init_only_listed="zero", init_only_lock=3, no_cuda=1)
     parent = mode.start(server)
     parent.must(fill(1) + CHILD)
@@ -423,10 +424,10 @@ def test_no_restore_is_tried_where_a_stranger_leaves_too_little_room(mode: Nvidi
 
 
 def _stranger_comes(mode: NvidiaMode, notebook: Notebook, restores: int, *, is_seen_before: bool) -> None:
-    """Either before the broker looks for room, or suddenly, after it has."""
+    """Either before the broker looks for room, or suddenly after it has."""
     pid = mode.pid(notebook)
     mode.suspend(notebook)
-    free_mib = DATA_MIB + CONTEXT_MIB + 16  # room for what is saved, and not for the margin
+    free_mib = DATA_MIB + CONTEXT_MIB + 16  # room for what is saved, but not for the margin
     with stranger(mode, DEVICE_MIB - free_mib):
         if is_seen_before:
             until(lambda: mode.world.status().devices[0].stranger_mib > 0, "the broker sees the stranger")
@@ -442,7 +443,7 @@ def _stranger_comes(mode: NvidiaMode, notebook: Notebook, restores: int, *, is_s
 
 
 def waits(mode: NvidiaMode, notebook: Notebook) -> list[str]:
-    """Return what was said about the kernel since it was suspended."""
+    """Return what was reported about the kernel since it was suspended."""
     said = mode.story(notebook)
     last = max(index for index, line in enumerate(said) if "saved in host memory" in line)
     return [*said[last + 1 :], mode.world.lease(notebook.kernel_id).sentence]

@@ -1,4 +1,4 @@
-"""Kernels that our extension is not in: the broker's own ear at IOPub is enough for them to share a device and lose nothing."""
+"""Kernels without our extension: the broker only listens at IOPub, and they still share a device and lose nothing."""
 
 import json
 import sys
@@ -68,7 +68,7 @@ def test_two_kernels_without_our_extension_take_turns_and_keep_their_state(
     assert not spec.gated
     first = server.start(spec.name)
     assert first.must(kind.fill(1)).text.replace("\r", "").endswith("filled\n")
-    second = server.start(spec.name)  # for which the idle first makes room
+    second = server.start(spec.name)  # for which the idle one first makes room
     assert world.await_state(first.kernel_id, "suspended").lease.saved_mib >= MIB
     assert second.must(kind.fill(2)).text.replace("\r", "").endswith("filled\n")
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""A kind of device that another package offers: kernels take turns on it, and where it cannot be had the reason is told."""
+"""A kind of device from another package: kernels take turns on it, and if it is unavailable the reason is given."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.support.world import Server, World, until
 
 @pytest.fixture
 def outside(world: World, tmp_path: Path) -> Iterator[World]:
-    """A world whose brokers and kernels find the example of a kind, and whose broker is told to take it."""
+    """A world whose brokers and kernels find the example kind, and whose broker is told to use it."""
     devices = tmp_path / "devices"
     create(devices, "1x256MiB")
     with as_installed("device-kind", tmp_path / "site") as path:

@@ -1,9 +1,9 @@
-"""What the manifests for Kubernetes set up, without Kubernetes: each part runs as its container does, as far as one machine has it.
+"""What the manifests for Kubernetes set up, without Kubernetes: each part runs as its container does, as far as possible on one machine.
 
 - The broker has the capabilities of its container, the control group namespace of a container, and the host's pids; no CUDA privilege.
-- The checkpoint worker is the child of a service of its own.
-- The kernel runs as another user, in a pod's control group, with pids, network and mounts of its own. It has no token.
-- What the agent does for a pod, its code does here. No cluster was there: validated, never seen running.
+- The checkpoint worker is the child of a separate service.
+- The kernel runs as another user, in a pod's control group, with separate pids, network and mounts. It has no token.
+- The agent's real code does what it does for a pod. There was no cluster: validated, never seen running.
 """
 
 import os

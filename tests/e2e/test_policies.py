@@ -1,4 +1,4 @@
-"""The policies that steer kernels in the middle of their work: nothing they do loses a byte, or a cell."""
+"""Policies that act on kernels in the middle of their work: they lose no byte and no cell."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ buffer.write(data)
 digest = hashlib.sha256(data).hexdigest()
 del data
 """
-# Works on the GPU until it is told to end, and tells how far it came.
+# Works on the GPU until it is told to end, and reports how far it came.
 WORK = """
 import pathlib
 end, turns = pathlib.Path({end!r}), 0
@@ -33,7 +33,7 @@ CHECK = 'assert buffer.sha256() == digest, "the bytes differ"'
 
 def begin_work(world: World, notebook: Notebook, end: Path) -> str:
     cell = notebook.send(WORK.format(end=str(end)))
-    # The broker may still count the cell before it as busy: the cell itself says that it works.
+    # The broker may still count the previous cell as busy, so the cell itself reports that it works.
     until(end.with_suffix(".begun").exists, "the cell works")
     until(lambda: world.lease(notebook.kernel_id).busy, "the broker counts it as busy")
     return cell
@@ -94,7 +94,7 @@ def respecified(world: World, name: str, **config: object) -> str:
     return changed
 
 
-# A child on the second device, as the ranks of a distributed training are: it fills memory, and checks it when asked.
+# A child on the second device, as in distributed training: it fills memory, and checks it on request.
 CHILD = """
 import subprocess, sys
 devices = os.environ["JUPYTER_GPU_SIMULATED_DEVICE"].split(",")

@@ -1,4 +1,4 @@
-"""What a pool says of kernels that work, and of pins, holds on two that do not fit together: nothing it does loses a byte, or a cell."""
+"""A pool's rules for busy kernels and for pins hold for two kernels that do not fit together, and no byte or cell is lost."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

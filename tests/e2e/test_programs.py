@@ -1,4 +1,4 @@
-"""Ordinary programs that start kernels and know nothing of us, in the ways in which they treat event loops, forks and their own end."""
+"""Ordinary programs that start kernels without knowing this project, with various event loops, forks and ways to end."""
 
 import signal
 import subprocess
@@ -56,7 +56,7 @@ for code in CODES:
 
 
 def run_program(world: World, program: str) -> str:
-    """Run it to its successful end, with us as everybody's default provisioner, and return what it said. `CODES` are two cells."""
+    """Run it to success, with ours as the default provisioner, and return its output. `CODES` are two cells."""
     world.environment |= {"JUPYTER_DEFAULT_PROVISIONER_NAME": PROVISIONER_NAME, "JUPYTER_GPU_DEFAULT_FRACTION": "1/4"}
     script, said = world.notebooks / "program.py", world.notebooks / "said.txt"
     script.write_text(f"CODES = {(fill(1), CHECK)!r}\n{program}")

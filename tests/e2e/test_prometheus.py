@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a broker whose kernels suspend and resume; the dashboard's and the alerts' expressions return what happened.
+"""A real Prometheus scrapes a broker whose kernels suspend and resume; the dashboard's and the alerts' expressions return the facts.
 
 `promtool` and `prometheus` come with Debian's package prometheus, which `tests/run setup` installs. Without them these tests fail.
 """
@@ -118,7 +118,7 @@ def told(port: int) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def scraping(told: Pair, port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that has seen two kernels take turns, a lease that was refused and one that ended."""
+    """A Prometheus that has seen two kernels take turns, a refused lease and one that ended."""
     with prometheus(tmp_path_factory.mktemp("prometheus"), port) as made:
         first, second = told.ready()
         until(lambda: made.value('jupyter_gpu_leases{state="suspended"}') == 1, "it has seen one of them suspended")
@@ -241,7 +241,8 @@ def test_the_counters_say_what_the_kernels_did(scraping: Prometheus) -> None:
     assert scraping.value('jupyter_gpu_swap_seconds_count{kind="suspend"}') >= 3
     assert scraping.value('jupyter_gpu_swap_seconds_count{kind="resume"}') >= 2
     assert scraping.value("jupyter_gpu_moved_bytes_total") > 0
-    # Of one scrape: what swaps moved, what users had in sum (counted milliseconds apart), and 1 EUR for each GPU second.
+    # Of one scrape: what swaps moved, the sum of all users' use (counted milliseconds apart), and 1 EUR for each GPU
+    # second.
     same = {
         "jupyter_gpu_moved_bytes_total - on () sum(jupyter_gpu_swap_bytes_total)": 0,
         "jupyter_gpu_held_gpu_seconds_total - on () sum(jupyter_gpu_user_held_gpu_seconds_total)": 0.1,

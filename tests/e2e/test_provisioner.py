@@ -1,4 +1,4 @@
-"""jupyter_client's own notion of a provisioner holds, with the real broker and whatever manager."""
+"""The broker's provisioner behaves as jupyter_client expects, with any kernel manager."""
 
 import asyncio
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def test_a_kernel_is_started_interrupted_restarted_and_shut_down(world: World, n
         must(client, fill(1))
         first = only_lease(world)
         assert (first.state, first.kernel_id, first.gated) == ("resident", manager.kernel_id, True)
-        # without stop_on_error: ipykernel aborts what comes in the moment after a failed cell's reply
+        # without stop_on_error: ipykernel aborts requests that come just after a failed cell's reply
         code = f"print('sleeps', flush=True)\n{SLEEPS}"
         client.execute(code, store_history=False, stop_on_error=False)
         while client.get_iopub_msg(timeout=DEADLINE_S)["content"].get("text") != "sleeps\n":
@@ -60,7 +60,7 @@ def test_a_kernel_is_started_interrupted_restarted_and_shut_down(world: World, n
         assert must(client, CHECK) == "intact\n"
     manager.shutdown_kernel()
     assert_nothing_is_left(world)
-    manager.cleanup_resources()  # a second time: some callers do
+    manager.cleanup_resources()  # twice, as some callers do
     assert_nothing_is_left(world)
 
 
@@ -70,7 +70,7 @@ def test_a_kernel_that_crashes_on_a_server_comes_back_under_its_lease(world: Wor
     crashing.must(fill(1))
     before = world.lease(crashing.kernel_id)
     crashing.send("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-    other.must(fill(2))  # what the dead process held is free at once: nobody has to be suspended for it
+    other.must(fill(2))  # the dead process's memory is free at once: no kernel has to be suspended for it
 
     def attached() -> LeaseStatus | None:
         lease = world.lease(crashing.kernel_id)

@@ -1,4 +1,4 @@
-"""Where a kernel cannot start, what a person sees is the sentence that says why and what to do."""
+"""If a kernel cannot start, its user sees the sentence that says why and what to do."""
 
 import json
 import pickle
@@ -56,7 +56,7 @@ def test_a_server_answers_with_the_sentence_however_a_kernel_is_asked_for(world:
             status, message = refused(server, "POST", "api/kernels", {"name": name})
             assert status == 400
             assert sentence in message
-            # The routes of sessions have one status for everything, and jupyter_server's own words around the sentence in one of them.
+            # The session routes have one status for everything, and one of them wraps the sentence in jupyter_server's words.
             status, message = refused(server, "POST", "api/sessions", session(f"{name}.ipynb", name))
             assert status == 500
             assert sentence in message
@@ -64,9 +64,7 @@ def test_a_server_answers_with_the_sentence_however_a_kernel_is_asked_for(world:
             assert status == 501
             assert sentence in message.replace("\\", "")
         left = server.request("GET", "api/sessions")
-        assert [one["kernel"]["id"] for one in left] == [
-            running["kernel"]["id"]
-        ]  # the notebook has the kernel that it had
+        assert [one["kernel"]["id"] for one in left] == [running["kernel"]["id"]]  # the notebook keeps its kernel
 
 
 def test_without_a_broker_the_server_says_that_it_is_not_available(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Two real kernels on one device, one of them suspended for the other: what they used, the same in each form of the report."""
+"""Two real kernels on one device, one suspended for the other: each form of the report shows the same use."""
 
 import csv
 import getpass

@@ -1,4 +1,4 @@
-"""The last resort: no broker can run any more, and the memory of suspended kernels comes back all the same."""
+"""The last resort: no broker can run any more, and the memory of suspended kernels still comes back."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def test_a_suspended_kernel_is_rescued_where_no_broker_starts(world: World, serv
     assert notebook.must(WITHOUT_WAITING).text == "intact\n"
     code, result, _ = rescue(world)
     assert (code, by_pid(result, notebook)["outcome"]) == (0, "running")
-    world.start_broker()  # one that can run again finds the kernel on its device
+    world.start_broker()  # a broker that can run again finds the kernel on its device
     world.await_state(notebook.kernel_id, "resident")
     assert notebook.must(CHECK).text == "intact\n"
 

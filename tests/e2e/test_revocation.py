@@ -1,4 +1,4 @@
-"""A device that goes away, with real kernels on a simulated device whose bandwidth is known: what is saved in time, and what users see."""
+"""A device that goes away, with real kernels on a simulated device of known bandwidth: what is saved in time, and what users see."""
 
 import json
 import time
@@ -18,7 +18,7 @@ MIB_S = 64
 
 @pytest.fixture
 def slow(world: World) -> World:
-    """A world with one device, that saves so slowly that it matters."""
+    """A world with one device that saves so slowly that it matters."""
     world.start_broker("1x1GiB")
     store = Store(world.simulated_folder)
     store.configure(checkpoint_mib_s=MIB_S)
@@ -33,7 +33,7 @@ def _filled(world: World, server: Server, name: str, seed: int) -> tuple[Noteboo
 
 
 def _saves_s(world: World, notebook: Notebook, lease_id: str) -> float:
-    """Suspend the kernel and bring it back, so that the broker learns how long that takes; return how long the suspend took."""
+    """Suspend the kernel and bring it back, so that the broker learns the time; return how long the suspend took."""
     until(lambda: not world.lease(notebook.kernel_id).busy, "the kernel idles")
     began_s = time.monotonic()
     assert world.command("suspend", lease_id).returncode == 0
@@ -66,9 +66,7 @@ def test_a_deadline_too_short_for_both_saves_the_one_that_worked_and_tells_the_o
     end = slow.folder / "fresh"
     cell = begin_work(slow, fresh, end)
 
-    deadline_ms = round(
-        500 + 1800 * median(saves_s)
-    )  # one that the machine held up must not make it long enough for both
+    deadline_ms = round(500 + 1800 * median(saves_s))  # a delay of the machine must not make it long enough for both
     drained = slow.command("drain", "--all", "--deadline", f"{deadline_ms}ms")
     began_s = time.monotonic()
     assert drained.returncode == 0, drained.stderr

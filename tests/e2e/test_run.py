@@ -1,4 +1,4 @@
-"""`jupyter gpu run`: scripts and servers under the lease of a kernel, in real processes on the simulated device."""
+"""`jupyter gpu run`: scripts and servers with a kernel's lease, in real processes on the simulated device."""
 
 import json
 import os
@@ -46,7 +46,7 @@ WAITS = "jupyter gpu run: waiting for the GPU: "
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[World]:
-    """One world, and where possible one broker, for the tests of this file. Runs end with their tests."""
+    """One world, and if possible one broker, for this file's tests. Runs end with their tests."""
     with new_world() as world:
         world.configure(QUICK)
         yield world
@@ -69,7 +69,7 @@ def run_to_end(world: World, *words: str) -> tuple[int, str, str]:
 
 
 def beside_waits(complaint: str) -> str:
-    """All that was said but waits: a slow machine has some that are long enough to be told."""
+    """Return the output without lines about waits: a slow machine has some that are long enough to be reported."""
     return "".join(line for line in complaint.splitlines(keepends=True) if not line.startswith(WAITS))
 
 
@@ -114,7 +114,9 @@ def test_two_commands_take_turns_beside_a_kernel(world: World, server: Server) -
 def test_a_wait_is_told_with_its_reason_and_has_a_limit(shared: World) -> None:
     with pool(shared, "idle_after=on-demand"), Run.python(shared, "holds", READER) as holds:
         holds.pin()
-        status, _, complaint = run_to_end(shared, "--fraction", "3/4", "--wait", "3.5s", "--", "true")  # told after 2 s
+        status, _, complaint = run_to_end(
+            shared, "--fraction", "3/4", "--wait", "3.5s", "--", "true"
+        )  # reported after 2 s
     assert status == 1
     told, refused = complaint.splitlines()
     assert told.startswith(WAITS)
@@ -157,7 +159,7 @@ def test_a_server_is_suspended_without_connections_and_back_at_the_first_one(sha
         answer, took_s = intact(port)
         assert (answer, took_s < 10) == ("intact\n", True)
         with socket.create_connection(("127.0.0.1", port)) as line:
-            # Open, and nothing goes over it: it stays, although its pool suspends what is idle at once.
+            # Open but unused: it stays, although its pool suspends idle leases at once.
             until(lambda: (found := run.lease()) is not None and found.busy, "the connection is seen")
             line.sendall(b"look\n")
             assert line.recv(100) == b"intact\n"
@@ -261,7 +263,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def test_a_command_inherits_what_it_inherits_without_us(shared: World) -> None:
-    """Descriptors under their numbers, signals that are ignored or blocked, niceness, processors, mask of modes, limits."""
+    """Descriptors with their numbers, ignored or blocked signals, niceness, processors, umask, limits."""
     command = [sys.executable, "-c", HERITAGE]
     found = []
     for words in (command, [sys.executable, "-m", "fractional_gpu.commands.main", "run", "--", *command]):
@@ -319,13 +321,14 @@ def test_a_signal_ends_the_wait_for_the_gpu(shared: World) -> None:
 
 
 def test_a_terminals_ctrl_z_stops_it_fg_continues_it_and_ctrl_c_ends_a_loop_of_it(shared: World) -> None:
-    # The system's own reaction to Ctrl-C: an interrupt between Python's print and its read would be noticed after the read only.
+    # Here the system itself reacts to Ctrl-C; Python would notice an interrupt between its print and its read only after
+    # the read.
     told = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
         "print('rea' + 'dy', flush=True); print('got', input(), flush=True)"
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads; the child becomes bash
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn about threads; the child becomes bash
         pid, terminal = pty.fork()
     if pid == 0:
         os.environ.update({**shared.environment, "PS1": "$ "})
@@ -352,7 +355,7 @@ def test_a_terminals_ctrl_z_stops_it_fg_continues_it_and_ctrl_c_ends_a_loop_of_i
         os.write(terminal, python.encode())
         expect(b"ready\r\n")
         os.write(terminal, b"\x03")
-        expect(b"$ ")  # as after any command that dies of that: what follows on its line does not run
+        expect(b"$ ")  # as after any command that dies of that: the rest of its command line does not run
         os.write(terminal, b"echo end$?ed\n")
         expect(b"end130ed")
         os.write(terminal, f"for i in 1 2 3; do {python.strip()}; done; echo went o''n\n".encode())
@@ -395,9 +398,7 @@ def test_bad_input_gets_one_clear_error_and_takes_no_lease(
 ) -> None:
     if shared.broker_pid() is None:
         shared.start_broker()
-    before = {
-        lease.lease_id for lease in shared.status().leases
-    }  # what another test of this world leaves may still be ending
+    before = {lease.lease_id for lease in shared.status().leases}  # processes of another test may still be ending
     done = shared.command("run", *words)
     assert (done.returncode, says in done.stderr, done.stderr.count("\n")) == (status, True, 1), done.stderr
     assert {lease.lease_id for lease in shared.status().leases} <= before

@@ -12,7 +12,7 @@ from tests.support.world import DEADLINE_S, World, until
 
 pytestmark = pytest.mark.promise("abandoned")
 
-# Says which process its kernel is, and ends in the way that it is told.
+# Prints the process of its kernel, and ends in the way it is told.
 SCRIPT = """
 import os, sys
 from jupyter_client.manager import KernelManager

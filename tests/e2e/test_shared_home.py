@@ -1,6 +1,6 @@
-"""Two nodes with one home on NFS, in real processes: each has its own broker, socket, ledger and records of kernels, and one kernelspec.
+"""Two nodes with one home on NFS, in real processes: each has a separate broker, socket, ledger and kernel records, but one kernelspec.
 
-A node is a set of processes that take another machine's id, host name, /var/tmp and list of mounts for theirs (`sitecustomize`).
+A node is a set of processes that see another machine's id, host name, /var/tmp and list of mounts (`sitecustomize`).
 """
 
 import copy
@@ -63,7 +63,7 @@ def places(one: World) -> tuple[str, Path]:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[tuple[World, World]]:
-    """Two nodes that booted one image: their machine's id is the same."""
+    """Two nodes that booted the same image, and so have the same machine id."""
     with new_world() as home, ExitStack() as brokers:
         pair = node(home, tmp_path / "a", "node-a"), node(home, tmp_path / "b", "node-b")
         for one in pair:
@@ -95,7 +95,7 @@ def test_two_nodes_with_one_home_do_not_meet(nodes: tuple[World, World], tmp_pat
         assert second.broker_pid() == pids[1], "nothing that the other node did replaced its socket"
         assert theirs.must(CHECK).text == "intact\n"
 
-    # A socket that a node left behind is none of another node: all kernels have ended with their servers.
+    # A node's leftover socket does not belong to another node: all kernels ended with their servers.
     pid = first.broker_pid()
     assert pid is not None
     first.end(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Kernels on devices that cannot be checkpointed share them all the same, without ever being suspended."""
+"""Kernels on devices that cannot be checkpointed still share them, and are never suspended."""
 
 import ast
 import subprocess

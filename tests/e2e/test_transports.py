@@ -1,4 +1,4 @@
-"""Kernels on UNIX sockets: the broker hears them as it hears those on TCP ports, and they take turns like these."""
+"""Kernels on UNIX sockets: the broker reads their messages as it does over TCP, and they take turns like other kernels."""
 
 import pytest
 from jupyter_client.manager import KernelManager

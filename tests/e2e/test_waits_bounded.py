@@ -1,6 +1,6 @@
-"""A kernel that always wants the GPU does not keep another one waiting for longer than its turn.
+"""A kernel that always wants the GPU delays another one no longer than its turn.
 
-Each neighbour goes on for as long as the other kernel waits. The tests print the waits; `docs/policies.md` gives their bounds.
+Each neighbour continues as long as the other kernel waits. The tests print the waits; `docs/policies.md` gives their bounds.
 """
 
 import threading
@@ -119,7 +119,7 @@ def test_a_kernel_without_a_context_makes_room_after_its_turn_or_when_the_pool_s
 
 
 def looked(world: World) -> bool:
-    """Have the broker look at the device at once; if nothing changes it seldom does."""
+    """Make the broker look at the device at once; if nothing changes it seldom does."""
     with world.client() as client:
         client.status(fresh=True)
     return True
@@ -146,7 +146,7 @@ def a_pool_may_take_the_room_until_the_cell_uses_it(world: World, first: Noteboo
     looked(world)
     wait_of(second, world, first, "a cell that has not used the GPU")
     assert world.lease(first.kernel_id).state == "unarmed"
-    go.touch()  # nothing keeps the cell from the GPU: it counts as a stranger there until its ticket is served
+    go.touch()  # nothing keeps the cell from the GPU: there it counts as a stranger until its ticket is served
     until(
         lambda: looked(world) and world.lease(first.kernel_id).state == "resident",
         "it is admitted on the device that it uses",
@@ -165,7 +165,7 @@ USE_MIB, CONTEXT_MIB, CAP_MIB, BUDGET_MIB = 72, 32, 128, 220
 
 @pytest.mark.promise("race-host-memory")
 def test_busy_kernels_whose_caps_the_host_could_not_hold_take_turns(world: World, server: Server) -> None:
-    """Of four kernels two are saved at any time, and a third one while they change places: three fit in host memory by use, not by cap."""
+    """Of four kernels two are saved at any time, and a third while they change places: three fit in host memory by use, not by cap."""
     assert 3 * USE_MIB <= BUDGET_MIB < 2 * USE_MIB + CAP_MIB
     _configure(world, "fair", f"c.GPUBroker.host_memory = '{BUDGET_MIB}MiB'")
     world.start_broker("1x256MiB")

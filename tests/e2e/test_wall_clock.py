@@ -1,4 +1,4 @@
-"""No wall clock that is set, back or forward, changes who gets the GPU, and when."""
+"""Setting a wall clock, back or forward, does not change which kernel gets the GPU, or when."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ HOUR_S = 3600
 @pytest.fixture
 def world() -> Iterator[World]:
     with new_world() as made:
-        # Where busy kernels take no turns, one that looks busy keeps the others out.
+        # If busy kernels take no turns, one that looks busy keeps the others out.
         made.configure("c.GPUBroker.pools = {'default': {'preempt': 'never'}}")
         (made.folder / "wall").write_text("0")
         made.environment["TEST_WALL_CLOCK"] = str(made.folder / "wall")
@@ -42,7 +42,7 @@ def test_kernels_take_turns_as_before_and_a_pin_lasts_as_long(world: World, serv
 def turns_and_a_pin(world: World, first: Notebook, second: Notebook, step_s: int) -> None:
     first.must(fill(1))
     set_by(world, step_s)
-    second.must(fill(2))  # the first one is idle, whatever its last work's date is
+    second.must(fill(2))  # the first one is idle, whatever the date of its last work
     assert first.must(CHECK).text == "intact\n"
     assert second.must(CHECK).text == "intact\n"
 

@@ -35,7 +35,7 @@ def suspended(world: World, server: Server, seed: int) -> Notebook:
 
 
 def suspend(world: World, notebook: Notebook) -> None:
-    """Suspend it. A request that the broker cuts off, because it executes itself again, is made once more."""
+    """Suspend it. Repeat a request that was cut off because the broker re-executes itself."""
 
     def ask() -> bool:
         with suppress(BrokerUnavailableError), world.client() as client:
@@ -72,7 +72,8 @@ def is_back(world: World, paths: dict[Path, int]) -> bool:
     return False
 
 
-# Deleted one after the other; `tests/run wiping` removes each file separately. `test_wiping` has the moments in which the broker dies.
+# Deleted one after another; `tests/run wiping` removes each file separately. `test_wiping` covers the moments in
+# which the broker dies.
 DELETED: dict[str, Callable[[World], list[Path]]] = {
     "socket": lambda world: [Path(world.socket)],
     "lock, settings and tokens": lambda world: [
@@ -93,7 +94,7 @@ def test_what_was_deleted_comes_back_and_every_byte_is_there(world: World, serve
     first, second = suspended(world, server, 1), suspended(world, server, 2)
     for what, paths in DELETED.items():
         delete_and_look(world, what, paths(world), second)
-    world.kill_broker()  # what was put back is whole
+    world.kill_broker()  # the restored files are complete
     assert first.must(CHECK).text == "intact\n"
     states = {lease.kernel_id: lease.state for lease in world.status().leases}
     assert states == {first.kernel_id: "resident", second.kernel_id: "suspended"}
@@ -141,7 +142,7 @@ def test_a_broker_without_leases_ends_with_its_folder_and_one_with_leases_after_
 
 
 def test_a_broker_that_is_to_end_while_it_repairs_ends(world: World, server: Server) -> None:
-    """It waits for a swap before it executes itself again; the next broker has all that it wrote meanwhile."""
+    """It waits for a swap before it re-executes itself; the next broker has everything it wrote meanwhile."""
     notebook = suspended(world, server, 1)
     broker = pid_of(world)
     store = Store(world.simulated_folder)
@@ -164,7 +165,7 @@ def test_a_broker_that_is_to_end_while_it_repairs_ends(world: World, server: Ser
 def test_a_broker_that_executes_itself_again_runs_the_version_that_is_installed_by_then(
     world: World, tmp_path: Path
 ) -> None:
-    """An upgrade under living leases: the process stays."""
+    """An upgrade with living leases: the process stays."""
     installed = tmp_path / "installed"
     shutil.copytree(ROOT / "provisioner", installed, ignore=shutil.ignore_patterns("__pycache__"))
     world.environment["PYTHONPATH"] = f"{installed}{os.pathsep}{world.environment['PYTHONPATH']}"
@@ -194,12 +195,12 @@ def test_a_broker_that_is_to_serve_for_ever_puts_its_folder_back(world: World) -
 
 
 def test_the_tools_find_a_broker_whose_files_are_gone(world: World, server: Server) -> None:
-    """Stopped, it cannot put them back: whoever looks is told its process, and what to do."""
+    """While stopped it cannot put them back: its callers learn its process and what to do."""
     notebook = suspended(world, server, 1)
     broker = pid_of(world)
     stop(broker)
     try:
-        remove(run(world))  # its kernel may put its token back meanwhile
+        remove(run(world))  # meanwhile its kernel may put its token back
         done = world.command("rescue")
         assert done.returncode == 1
         assert f"a broker serves on {world.socket} (process {broker})" in done.stderr
@@ -239,12 +240,12 @@ def test_a_folder_that_another_made_meanwhile_is_not_used(world: World, what: st
     world.start_broker()
     broker = pid_of(world)
     with world.client() as client:
-        client.create_lease(LeaseRequest(fraction_milli=250))  # else it would end with its folder
-    # It checks the folder and then writes: stopped in between it would write into the one that comes after.
+        client.create_lease(LeaseRequest(fraction_milli=250))  # otherwise it would end with its folder
+    # It checks the folder and then writes: stopped in between, it would write into the next folder.
     until(lambda: list(run(world).glob("*.leases*/*.json")), "the second record of the lease is there")
     stop(broker)
     place = run(world)
-    log = (place / "broker.log").open(encoding="utf-8")  # deleted with the folder, and written on
+    log = (place / "broker.log").open(encoding="utf-8")  # deleted with the folder, and still written to
     shutil.rmtree(place)
     elsewhere = world.folder / "theirs"
     elsewhere.mkdir(mode=0o777)

@@ -1,4 +1,4 @@
-"""What the product keeps on disk is removed under suspended kernels, a sample: `tests/run wiping` takes everything."""
+"""A sample of removing the product's files under suspended kernels; `tests/run wiping` removes everything."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,7 +9,7 @@ from tests.support.wiping import Case, Stage, new_stage, play
 
 pytestmark = pytest.mark.promise("removed-files")
 
-# Each moment with the broker alive and killed, but at rest and alive: `test_wiped_files`.
+# Each moment with the broker alive and killed, except at rest and alive: see `test_wiped_files`.
 SAMPLE = [
     Case(kind="everything", moment="rest", alive=False),
     Case(kind="everything", moment="swap", alive=False),

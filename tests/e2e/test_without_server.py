@@ -49,7 +49,7 @@ async def test_turns_of_two_notebooks_under_nbclient(world: World, name: str) ->
         for cell in notebook.cells[1:]:
             assert [output.get("text") for output in cell.outputs] == [
                 "intact\n"
-            ]  # and no line about waiting is left behind
+            ]  # and no output about waiting is left
 
 
 def test_whole_notebooks_that_run_at_the_same_time_end_well(world: World, name: str) -> None:

@@ -1,4 +1,4 @@
-"""A broker whose checkpoint worker another process starts, as in a container without privileges: either may be killed; nothing is lost."""
+"""A broker whose checkpoint worker another process starts, as in an unprivileged container: either may be killed; nothing is lost."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_worker_and_broker_may_be_killed_apart_and_no_state_is_lost() -> None:
                     client.suspend(world.lease(notebook.kernel_id).lease_id)
                 (worker,) = workers(world)
                 assert _parent(worker) == service.pid, "the broker starts none itself"
-                # The container of the worker is killed, with all that runs in it. The kernel stays saved.
+                # The worker's container is killed with all its processes. The kernel stays saved.
                 service.kill()
                 os.kill(worker, signal.SIGKILL)
                 service.wait()
@@ -73,13 +73,13 @@ def test_worker_and_broker_may_be_killed_apart_and_no_state_is_lost() -> None:
                     assert _parent(worker) == second.pid
                     with world.client() as client:
                         client.suspend(world.lease(notebook.kernel_id).lease_id)
-                    # The container of the broker is killed. The next cell starts another one, with the same service.
+                    # The broker's container is killed. The next cell starts another one, with the same service.
                     world.kill_broker()
                     assert notebook.must(CHECK).text == "intact\n"
                     (worker,) = workers(world)
                     assert _parent(worker) == second.pid
                     second.kill()
                     kill_all(workers(world))
-                # Without a service nothing is suspended, and a kernel that is on its device works.
+                # Without a service nothing is suspended, but a kernel on its device works.
                 assert notebook.must(CHECK).text == "intact\n"
         assert service.returncode == -signal.SIGKILL

@@ -1,10 +1,10 @@
-"""Everything that the product keeps on disk is removed, one thing after the other and all at once, and every byte must come back.
+"""Removes each file that the product keeps on disk, one after another and all at once; every byte must come back.
 
     python tests/e2e/wiping.py [--only TEXT ...]
 
-At rest and in the middle of a swap, with the broker alive and with the broker killed just before; one kernel is suspended and one is
-resident. Afterwards each kernel's next cell must find its bytes, at once or after the command that the refusal names. Prints how each
-case ended; exits with 1 if a byte was lost, or a promise broken.
+At rest and in the middle of a swap, with the broker alive and with the broker killed just before; one kernel is suspended and one
+is resident. Afterwards each kernel's next cell must find its bytes, at once or after the command that the refusal names. Prints how
+each case ended; exits with 1 if a byte was lost or a promise was broken.
 """
 
 import argparse
