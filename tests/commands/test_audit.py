@@ -43,7 +43,7 @@ def test_each_act_is_one_line_oldest_first(log: Path, capsys: pytest.CaptureFixt
     first, second, third = capsys.readouterr().out.splitlines()
     assert first.endswith("  drain GPU-0 evict_busy=true: done, by root (uid 0, process 7) for ada")
     assert "  undrain GPU-0 evict_busy=true: refused, by root" in second
-    assert "  move GPU-0 evict_busy=true: asked, and no outcome (yet), by root" in third
+    assert "  move GPU-0 evict_busy=true: requested, no outcome yet, by root" in third
 
 
 def test_only_what_is_new_enough_is_shown(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +62,7 @@ def test_a_line_that_is_none_is_counted_and_the_others_are_shown(log: Path, caps
     assert main(["audit", "--file", str(log)]) == 0
     shown = capsys.readouterr()
     assert len(shown.out.splitlines()) == 2
-    assert shown.err.endswith(" has 3 lines without an entry, cut short by a crash or changed\n")
+    assert shown.err == f"skipped 3 unreadable lines of {log}: cut short by a crash, or edited\n"
 
 
 def test_nothing_in_the_log_steers_the_terminal(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

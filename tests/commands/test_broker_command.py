@@ -59,7 +59,7 @@ def test_in_the_background_it_says_that_a_broker_which_serves_already_keeps_its_
         socket = str(live.socket)
         assert main(["broker", "--detach", "--socket", socket, "--idle-exit", "1m"]) == 0
         said = capsys.readouterr().err
-        assert f"process {os.getpid()}, already serves on {socket} and keeps its options" in said
+        assert f"a broker (process {os.getpid()}) is already running on {socket} and keeps its options" in said
         assert f"`jupyter gpu broker --stop --socket {socket}`" in said
         assert main(["broker", "--detach", "--socket", socket]) == 0
         assert capsys.readouterr().err == ""
@@ -79,10 +79,10 @@ def test_the_generated_configuration_can_be_used_as_it_is(
 
 def test_a_stop_tells_of_kernels_only_where_there_are_some() -> None:
     done = Stopped(socket="/run/b.sock", pid=7, how="orderly", resident=0, suspended=0, waiting=0, restarted=None)
-    assert "live on" not in "\n".join(_render(done))
-    assert "No kernel had memory on a GPU or saved" in "\n".join(_render(done))
-    assert "The kernels live on (1 resident, 0 suspended)" in "\n".join(_render(replace(done, resident=1)))
-    assert "The kernels live on: " in "\n".join(_render(replace(done, resident=None, suspended=None)))
+    assert "keep running" not in "\n".join(_render(done))
+    assert "No kernel had GPU memory, live or saved" in "\n".join(_render(done))
+    assert "The kernels keep running (1 resident, 0 suspended)" in "\n".join(_render(replace(done, resident=1)))
+    assert "The kernels keep running. " in "\n".join(_render(replace(done, resident=None, suspended=None)))
 
 
 def test_the_unit_of_the_examples_runs_a_service_with_options_that_there_are(ran: list[BrokerOptions]) -> None:

@@ -74,7 +74,7 @@ def test_a_hubs_user_and_one_of_the_machine_with_the_same_name_are_added_to_apar
     assert take(live, "ada") not in {"over-budget", "refused"}
     assert len(budget(live, capsys, "--user", "ada", "--account", "hub")) == 1
     assert main(["budget", "--group", "students", "--account", "hub", "--socket", live.socket]) == 2
-    assert "--account hub goes with --user NAME" in capsys.readouterr().err
+    assert "--account hub needs --user NAME" in capsys.readouterr().err
 
 
 def test_what_is_left_is_listed(live: LiveBroker, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,8 +114,8 @@ def test_two_users_race_for_the_last_of_a_groups_budget(live: LiveBroker, capsys
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--add", "10 EUR"], "say to whose budget it is added"),
-        (["--until", "7d"], "--until goes with --add"),
+        (["--add", "10 EUR"], "--add needs --user or --group"),
+        (["--until", "7d"], "--until can only be used with --add"),
         (["--user", "ada", "--add", "much"], "allowed: an amount and its unit"),
         (["--user", "ada", "--add", "10 EUR"], "has no budget in the unit of '10 EUR'"),
         (["--user", "ada", "--add", "1 GPU hour", "--until", "soon"], "--until 'soon' is not a time"),

@@ -56,7 +56,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/engines/accounting.py": "which hours of the meter a job's figures may lie in",
     "provisioner/fractional_gpu/commands/node/node.py": "dates of lines of the log",
     "provisioner/fractional_gpu/commands/audit.py": "what to show",
-    "provisioner/fractional_gpu/commands/budget.py": "what to show, and until when more is given: an administrator's date",
+    "provisioner/fractional_gpu/commands/budget.py": "what to show, and until when an addition lasts: an administrator's date",
     "provisioner/fractional_gpu/commands/lease_commands.py": "what to show",
     "provisioner/fractional_gpu/commands/logs.py": "what to show",
     "provisioner/fractional_gpu/broker/accounting/budgets.py": "budgets run over days, weeks and months of the calendar",

@@ -29,21 +29,21 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError
 _KEYS = ("time", "id", "act", "object", "outcome")
 EPILOG = """\
 examples:
-  jupyter gpu audit                     every act that is kept, oldest first
-  jupyter gpu audit --since 2h          the acts of the last two hours
+  jupyter gpu audit                     every recorded action, oldest first
+  jupyter gpu audit --since 2h          only the actions of the last two hours
   jupyter gpu audit --json | jq 'select(.acting_for == "ada")'
-  jupyter gpu audit --follow            and then each new one (Ctrl-C ends it)
+  jupyter gpu audit --follow            then also each new one (Ctrl-C stops)
 
-For root and the user who runs the broker. docs/audit.md says what is written down, and how long it is kept.
+For root and the user who runs the broker. docs/audit.md says what is recorded and how long it is kept.
 """
 
 
 def configure(parser: Parser) -> None:
     parser.describe("Show what administrators did: who, when, on whose behalf, and the outcome.", EPILOG)
-    parser.argument("--since", "DURATION", "only what was done in this time until now, such as 2h")
-    parser.flag("--json", "print each act as a line of JSON")
-    parser.flag("--follow", "continue with each act as it is done")
-    parser.argument("--file", "PATH", "the log itself (default: the broker's)")
+    parser.argument("--since", "DURATION", "only actions since this long ago, such as 2h")
+    parser.flag("--json", "print each action as a line of JSON")
+    parser.flag("--follow", "keep printing new actions as they happen")
+    parser.argument("--file", "PATH", "the log file to read (default: the broker's)")
     parser.add_socket()
 
 
@@ -64,9 +64,9 @@ def run(options: argparse.Namespace) -> int:
             for entry in log.follow():
                 print(say(entry), flush=True)
     if not entries:
-        print(f"nothing was written to {path} yet", file=sys.stderr)
+        print(f"{path} has no entries yet", file=sys.stderr)
     if torn:
-        print(f"{path} has {plural(torn, 'line')} without an entry, cut short by a crash or changed", file=sys.stderr)
+        print(f"skipped {plural(torn, 'unreadable line')} of {path}: cut short by a crash, or edited", file=sys.stderr)
     return 0
 
 
@@ -82,7 +82,7 @@ def _path(socket: str | None) -> Path:
     try:
         settings = load()
     except ConfigError as error:
-        raise CommandError(f"{error}; or name the log with --file") from None
+        raise CommandError(f"{error}; fix that, or name the log with --file") from None
     return settings.audit_file or state_folder(where, settings.state_dir) / FILE_NAME
 
 
@@ -113,7 +113,7 @@ def outcomes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def sentence(entry: dict[str, Any]) -> str:
-    """Return an act as one line, with unprintable text as JSON so that it cannot control a terminal."""
+    """Return an action as one line, with unprintable text as JSON so that it cannot control a terminal."""
     try:
         at = datetime.fromisoformat(entry["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except ValueError:
@@ -122,7 +122,7 @@ def sentence(entry: dict[str, Any]) -> str:
     who = (
         f"{_plain(entry.get('user'))} (uid {_plain(entry.get('uid'))}, process {_plain(entry.get('pid'))}){acting_for}"
     )
-    outcome = _plain(entry["outcome"]) if entry["outcome"] != "asked" else "asked, and no outcome (yet)"
+    outcome = _plain(entry["outcome"]) if entry["outcome"] != "asked" else "requested, no outcome yet"
     why = f" ({_plain(entry['reason'])}: {_plain(entry.get('sentence'))})" if entry.get("reason") else ""
     given = entry.get("parameters")
     parameters = (

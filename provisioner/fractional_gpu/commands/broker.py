@@ -31,81 +31,81 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 EPILOG = """\
 examples:
   jupyter gpu broker                                  on your own socket, in the foreground
-  jupyter gpu broker --detach                         in the background; returns when it serves
+  jupyter gpu broker --detach                         in the background; returns once it is ready
   jupyter gpu broker --simulate 2x80GiB               two simulated GPUs instead of real ones
   jupyter gpu broker --generate-config > jupyter_gpu_config.py
-  jupyter gpu broker --config jupyter_gpu_config.py   pools and policies of your own
+  jupyter gpu broker --config jupyter_gpu_config.py   with your own pools and policies
   jupyter gpu broker --service                        for all users of a node: what examples/systemd/jupyter-gpu.service runs
-  jupyter gpu broker --restart                        end the one that runs and start it with the same options, in the background
+  jupyter gpu broker --restart                        restart the running one in the background, with the same options
   jupyter gpu broker --stop --json
 
-There is one broker for each machine or user. The first kernel that wants a GPU starts it (not within a Slurm job or a
-Kubernetes pod, with which it would end), and it stops when it is no longer needed; it never stops while kernels hold or wait for
-a GPU. Ctrl-C, SIGTERM or --stop stops it: kernels live on without it. Resident ones work as before; suspended ones wait until a broker
-is started, which their next cell does. With --service, an administrator starts and stops it.
+There is one broker for each machine or user. The first kernel that needs a GPU starts it, except in a Slurm job
+or Kubernetes pod, which would take the broker down when it ends. It exits when it is no longer needed, never while kernels hold or
+wait for a GPU. Ctrl-C, SIGTERM or --stop also stops it. Kernels keep running: resident ones work as before, and suspended ones stay
+suspended until their next cell starts a broker. With --service, an administrator starts and stops it.
 
---stop and --restart also find a broker that does not answer, and one whose socket was deleted. They send SIGTERM, and SIGKILL after
-30 s; neither loses anything of a kernel. What runs under a supervisor is restarted there: a system service with systemctl, the hub's
-own broker by the hub, which restarts it.
+--stop and --restart also find a broker that does not answer, and one whose socket was deleted. They send SIGTERM, then SIGKILL
+after 30 s; kernels lose nothing either way. Restart a supervised broker through its supervisor: a system service with systemctl. A hub
+restarts its own broker.
 """
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Run the broker: it decides which kernel is on which GPU, and suspends and resumes them.", EPILOG)
-    parser.argument("--socket", "PATH", "where it listens (default: $JUPYTER_GPU_SOCKET, else your own socket)")
+    parser.describe("Run the broker, which assigns kernels to GPUs and suspends and resumes them.", EPILOG)
+    parser.argument("--socket", "PATH", "the socket to listen on (default: $JUPYTER_GPU_SOCKET, else your own socket)")
     parser.argument("--config", "FILE", "a configuration file (see --generate-config)")
-    parser.flag("--generate-config", "print an example of a configuration file and exit")
+    parser.flag("--generate-config", "print an example configuration file and exit")
     parser.argument(
         "--simulate",
         "COUNTxMEMORY",
         "simulated GPUs instead of real ones, such as 2x80GiB (default: $JUPYTER_GPU_SIMULATE, else real GPUs)",
     )
-    parser.flag("--detach", "run in the background; return 0 once a broker serves on the socket")
+    parser.flag("--detach", "run in the background; exit with 0 once a broker answers on the socket")
     parser.argument(
-        "--idle-exit", "DURATION", "stop after this time without kernels and questions, such as 10m or never"
+        "--idle-exit", "DURATION", "exit after this long without kernels or requests, such as 10m, or never"
     )
     parser.argument(
         "--state-dir",
         "DIR",
-        "where the ledger is kept: an absolute path on a local disk (default: a folder of this host in your state folder)",
+        "the folder for the ledger: an absolute path on a local disk (default: this host's folder in your state folder)",
     )
-    parser.argument("--settings", "JSON", "settings by their names, which win over the files: what a hub passes on")
+    parser.argument("--settings", "JSON", "settings by name, which override the files; a hub passes these")
     parser.flag(
         "--service",
-        "serve all users of the machine while it runs: as root, outside any job or pod (default socket: "
+        "serve all users of the machine; run it as root, outside any job or pod (default socket: "
         "$JUPYTER_GPU_SOCKET, else /run/jupyter-gpu/broker.sock)",
     )
-    parser.flag("--stand-by", "if another broker serves on the socket, wait until it ends, then serve (for a service)")
+    parser.flag(
+        "--stand-by", "if another broker is using the socket, wait for it to end, then take over (for a service)"
+    )
     parser.argument(
         "--worker-socket",
         "PATH",
-        "have the service on this socket start the checkpoint worker (`jupyter gpu node worker`), for containers: this process then "
-        "needs no privileges",
+        "let the service on this socket (`jupyter gpu node worker`) start the checkpoint worker, so that this process needs no "
+        "privileges; for containers",
     )
     ending = parser.add_mutually_exclusive_group()
-    ending.add_argument("--stop", action="store_true", help="end the broker that runs on the socket; kernels live on")
+    ending.add_argument("--stop", action="store_true", help="stop the broker on the socket; kernels keep running")
     ending.add_argument(
-        "--restart", action="store_true", help="end it and start it in the background, with the options that it had"
+        "--restart", action="store_true", help="stop it and start it again in the background with the same options"
     )
     parser.flag("--json", "with --stop and --restart: print what was done as one JSON object")
-    parser.argument(
-        "--log-level", None, "how much it writes to its log (default: INFO)", choices=LOG_LEVELS, type=str.upper
-    )
+    parser.argument("--log-level", None, "the lowest level it logs (default: INFO)", choices=LOG_LEVELS, type=str.upper)
 
 
 def _check_ending(options: argparse.Namespace) -> None:
     if not (options.stop or options.restart):
         if options.json:
             raise UsageError(
-                "--json goes with --stop and --restart; a running broker is shown by `jupyter gpu status --json`"
+                "--json can only be used with --stop or --restart; `jupyter gpu status --json` shows a running broker"
             )
         return
     what = "--stop" if options.stop else "--restart"
     others = [*_BROKER_OPTIONS, "generate_config", "detach", "service", "stand_by"]
     if given := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
         raise UsageError(
-            f"{what} takes --socket and --json only, not {', '.join(given)}: a broker that is restarted has the options that it had; "
-            "to give it others, stop it and start it with them"
+            f"{what} only takes --socket and --json, not {', '.join(given)}: a restarted broker keeps its options; "
+            "to change them, stop it and start it again"
         )
 
 
@@ -119,8 +119,8 @@ def _about_unused_options(options: argparse.Namespace, given: BrokerOptions) -> 
     except FractionalGPUError:
         return ""
     return (
-        f"note: a broker, process {pid}, already serves on {path} and keeps its options; "
-        f"to give it others, end it with `jupyter gpu broker --stop --socket {path}`, then run this command again"
+        f"note: a broker (process {pid}) is already running on {path} and keeps its options; "
+        f"to change them, stop it with `jupyter gpu broker --stop --socket {path}`, then run this command again"
     )
 
 
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
     if options.detach:
         unused = _about_unused_options(options, given)
         # Its output goes below the bar, not into it.
-        with Progress("the broker starts ...", blocks=True, silent=True), redirect_stderr(io.StringIO()) as said:
+        with Progress("starting the broker ...", blocks=True, silent=True), redirect_stderr(io.StringIO()) as said:
             code = start_detached(given)
         sys.stderr.write(said.getvalue())
         if code == 0 and unused:
@@ -209,7 +209,7 @@ def run_stop(options: argparse.Namespace) -> int:
         )  # before it ends: a broker without leases removes its record then
         with suppress(FractionalGPUError), BrokerClient(path, timeout_s=ANSWER_S) as client:
             status = client.status()
-        with Progress(f"the broker, process {pid}, ends ...", blocks=True, silent=True):
+        with Progress(f"stopping the broker (process {pid}) ...", blocks=True, silent=True):
             how = end_process(pid)
     restarted = _start(path, command) if options.restart else None
     states = None if status is None else [lease.state for lease in status.leases]
@@ -228,19 +228,19 @@ def run_stop(options: argparse.Namespace) -> int:
 
 def _render(done: Stopped) -> list[str]:
     if done.pid is None:
-        lines = [f"No broker ran on {done.socket}."]
+        lines = [f"No broker was running on {done.socket}."]
     else:
-        how = "" if done.how == "orderly" else f" (killed: it did not end within {ORDERLY_S:g} s of being asked to)"
-        lines = [f"The broker, process {done.pid}, has ended{how}."]
+        how = "" if done.how == "orderly" else f" (killed, because it did not stop within {ORDERLY_S:g} s)"
+        lines = [f"The broker (process {done.pid}) has stopped{how}."]
     if done.restarted is not None:
-        lines.append(f"A broker, process {done.restarted}, serves on {done.socket} with the same options.")
+        lines.append(f"A new broker (process {done.restarted}) is running on {done.socket} with the same options.")
     elif done.resident == 0 == done.suspended:
-        lines.append("No kernel had memory on a GPU or saved; the next one that wants a GPU starts a broker.")
+        lines.append("No kernel had GPU memory, live or saved. The next one that needs a GPU starts a broker.")
     elif done.pid is not None:
         counts = "" if done.resident is None else f" ({done.resident} resident, {done.suspended} suspended)"
         lines.append(
-            f"The kernels live on{counts}: resident ones work as before, suspended ones wait until a broker is started, which their next "
-            "cell, a cell that waits or a new kernel does; `jupyter gpu broker --detach` does it now."
+            f"The kernels keep running{counts}. Resident ones work as before. Suspended ones need a broker: any kernel that needs the GPU "
+            "starts one, or start it now with `jupyter gpu broker --detach`."
         )
     return lines
 
@@ -284,18 +284,18 @@ def check_owner(path: str, pid: int) -> None:
         return  # it has ended in the meantime
     if "rescue" in words:
         raise CommandError(
-            f"process {pid} is no broker: it rescues the kernels of {path} at the moment; wait until it has ended"
+            f"process {pid} is not a broker: it is rescuing the kernels of {path}; wait for it to finish"
         )
     if os.geteuid() not in (0, uid):
         raise CommandError(
-            f"the broker on {path}, process {pid}, is another user's (uid {uid}); that user or an administrator restarts it"
+            f"the broker on {path} (process {pid}) belongs to another user (uid {uid}); only that user or an administrator can stop it"
         )
 
 
 def _service_refusal(path: str, unit: str | None) -> str:
     name = unit or "jupyter-gpu"
     return (
-        f"the broker on {path} is a system service; an administrator stops it with `systemctl stop {name}` and restarts it with "
+        f"the broker on {path} is a system service; an administrator can stop it with `systemctl stop {name}` and restart it with "
         f"`systemctl restart {name}`"
     )
 
@@ -329,8 +329,8 @@ def end_process(pid: int, number: signal.Signals = signal.SIGTERM) -> str:
     finally:
         os.close(descriptor)
     raise CommandError(
-        f"process {pid} does not end although it was killed: it hangs in a call of the system (a disk that does not answer, "
-        "or the driver); its kernel log (`dmesg`) may say which"
+        f"process {pid} was killed but is still there: it hangs in a system call, because of the driver or an unresponsive disk; "
+        "the kernel log (`dmesg`) may say which"
     )
 
 
@@ -355,9 +355,9 @@ def _own_command(pid: int) -> _Command | None:
 def _start(path: str, command: _Command | None) -> int:
     try:
         with (
-            Progress("the broker starts ...", blocks=True, silent=True),
+            Progress("starting the broker ...", blocks=True, silent=True),
             ensure_broker(path, command=command) as client,
         ):
             return client.ping().pid
     except FractionalGPUError as error:
-        raise CommandError(f"no broker serves now: {error}") from error
+        raise CommandError(f"no broker is running now: {error}") from error

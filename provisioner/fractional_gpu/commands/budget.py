@@ -17,18 +17,16 @@ from fractional_gpu.reports.columns import budget_names
 if TYPE_CHECKING:
     from rich.text import Text
 
-NO_BUDGETS: Final = (
-    f"and only a running one knows what is left; {RUN_ONE}. c.GPUBroker.budgets in jupyter_gpu_config.py sets budgets"
-)
+NO_BUDGETS: Final = f"and only a running broker knows what is left; {RUN_ONE}. c.GPUBroker.budgets in jupyter_gpu_config.py sets budgets"
 
 EPILOG = """\
 examples:
-  jupyter gpu budget                                        your budgets; for administrators, everybody's
+  jupyter gpu budget                                        your budgets; for administrators, all budgets
   jupyter gpu budget --user ada --add "10 GPU hours"        more for ada, until her budget resets
   jupyter gpu budget --group students --add "50 EUR" --until 2026-12-24
 
-An amount is added to the budgets of that user or group that are in its unit. Administrators add; it is written to the audit log. What
-happens when a budget is used up is the pool's `over_budget`: no kernel is ended, and nothing is lost.
+--add adds the amount to all of that user's or group's budgets in the same unit. Only administrators can add, and the audit log records
+it. The pool's `over_budget` sets what happens when a budget is used up: no kernel is ended, and nothing is lost.
 """
 
 
@@ -40,10 +38,10 @@ def configure(parser: Parser) -> None:
     parser.argument(
         "--account",
         None,
-        "with --user: only the user of that name of the hub, or of the machine: two with the same name are two (default: both)",
+        "with --user: only the hub user or only the machine user of that name (default: both)",
         choices=ACCOUNTS,
     )
-    parser.argument("--add", "AMOUNT", "give them more: such as '10 GPU hours', '50 EUR' or '5 kWh'")
+    parser.argument("--add", "AMOUNT", "add to the budget, such as '10 GPU hours', '50 EUR' or '5 kWh'")
     parser.argument(
         "--until",
         "WHEN",
@@ -57,12 +55,12 @@ def run(options: argparse.Namespace) -> int:
     adds = options.add is not None
     if adds and not (options.user or options.group):
         raise UsageError(
-            'say to whose budget it is added: `jupyter gpu budget --user NAME --add "10 GPU hours"`, or --group'
+            '--add needs --user or --group, for example: `jupyter gpu budget --user NAME --add "10 GPU hours"`'
         )
     if not adds and options.until is not None:
-        raise UsageError("--until goes with --add: until when more is given")
+        raise UsageError("--until can only be used with --add")
     if options.account is not None and not options.user:
-        raise UsageError(f"--account {options.account} goes with --user NAME: whose user that is")
+        raise UsageError(f"--account {options.account} needs --user NAME")
     until_s = None if options.until is None else _until(options.until)
     with running_broker(options.socket, without=NO_BUDGETS) as running, BrokerClient(running.socket_path) as client:
         if adds:
@@ -100,13 +98,13 @@ def _until(text: str) -> int:
 
 def _listed(budgets: list[BudgetStatus]) -> "list[Text]":
     if not budgets:
-        return [line("no budget applies, or nothing of one was spent yet (c.GPUBroker.budgets sets them)")]
+        return [line("no budget applies, or nothing has been spent yet (c.GPUBroker.budgets sets budgets)")]
     lines = []
     names = budget_names(budgets)
     for one in sorted(budgets, key=lambda one: (one.kind, one.name, one.account, one.text)):
         state = ("used up", Style.WRONG) if one.used_up else f"{one.left_text} left"
         reset = "" if one.until_s is None else f"; resets {_moment(one.until_s)}"
-        more = "" if one.amount_text in one.text else f" (of {one.amount_text}, with what was added)"
+        more = "" if one.amount_text in one.text else f" (of {one.amount_text}, including additions)"
         lines.append(line(f"{names(one)}: {one.text}: {one.spent_text} spent, ", state, f"{more}{reset}"))
     return lines
 

@@ -10,22 +10,22 @@ from fractional_gpu.protocol.nodes import Capacity, PoolCapacity
 
 EPILOG = """\
 examples:
-  jupyter gpu capacity                  each pool: what is held, what more is granted now, and how long cells would wait
-  jupyter gpu capacity --json           the same for programs: the fields of GET /v1/capacity
+  jupyter gpu capacity                  for each pool: held and available shares, and how long cells would wait
+  jupyter gpu capacity --json           the same as JSON: the fields of GET /v1/capacity
 
-What is granted now keeps the forecast wait within the pool's wait_bound, in any of the sizes on offer. Shares are thousandths of a GPU
-in JSON. Node agents of Slurm and Kubernetes read the same.
+An available share keeps the forecast wait within the pool's wait_bound, for every size that the pool offers. In JSON, shares are in
+thousandths of a GPU. The node agents of Slurm and Kubernetes read the same figures.
 """
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Show what this host's pools could still give. Does not start a broker.", EPILOG)
+    parser.describe("Show how much more GPU this host's pools can grant. Does not start a broker.", EPILOG)
     parser.flag("--json", "print JSON, with the fields of GET /v1/capacity")
     parser.add_socket()
 
 
 def run(options: argparse.Namespace) -> int:
-    with running_broker(options.socket) as client, say_if_slow("The broker forecasts the waits ..."):
+    with running_broker(options.socket) as client, say_if_slow("forecasting the waits ..."):
         capacity = client.capacity()
     answer(options, capacity, lambda _: described(capacity))
     return 0
@@ -35,7 +35,7 @@ def described(capacity: Capacity) -> list[str]:
     simulated = " (simulated GPUs)" if capacity.simulated else ""
     lines = [_pool(pool) + simulated for pool in capacity.pools] or ["this broker manages no devices"]
     left, total = format_memory(capacity.host_memory_left_mib), format_memory(capacity.host_memory_total_mib)
-    return [*lines, f"host memory: saved state may take {left} more, of {total}"]
+    return [*lines, f"host memory: {left} of {total} left for saved state"]
 
 
 def _pool(pool: PoolCapacity) -> str:
@@ -44,6 +44,6 @@ def _pool(pool: PoolCapacity) -> str:
     queue = f"; {pool.waiting} waiting" if pool.waiting else ""
     return (
         f"pool {pool.name}: {plural(len(pool.devices), 'GPU')}, {format_gpus(pool.held_milli)} held, "
-        f"{format_gpus(pool.admissible_milli)} more granted now; with one more seat of {format_fraction(pool.fraction_milli)} GPU "
+        f"{format_gpus(pool.admissible_milli)} available now; with one more seat of {format_fraction(pool.fraction_milli)} GPU, "
         f"95 % of the cells {wait}{queue}"
     )

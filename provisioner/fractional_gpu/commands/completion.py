@@ -25,15 +25,13 @@ examples:
   eval "$(jupyter gpu completion zsh)"             in ~/.zshrc, below compinit
   jupyter gpu completion fish > ~/.config/fish/completions/jupyter.fish
 
-It completes `jupyter` as a whole: every Jupyter command that can, completes its own arguments. Leases, devices and pools come from
-the running broker.
+This completes the whole `jupyter` command; subcommands that support completion complete their own arguments. Leases, devices and
+pools come from the running broker.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Print what a shell evaluates to complete `jupyter gpu`: commands, options, leases, devices and pools."
-    )
+    parser.description = "Print shell code that completes `jupyter gpu`: commands, options, leases, devices and pools."
     parser.epilog = EPILOG
     parser.add_argument("shell", choices=SHELLS, nargs="?", help="the shell (default: the one in $SHELL)")
 
@@ -43,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
     shell = options.shell or Path(os.environ.get("SHELL", "")).name
     if shell not in SHELLS:
-        raise UsageError(f"say for which shell: {', '.join(SHELLS)} ($SHELL is {os.environ.get('SHELL') or 'not set'})")
+        raise UsageError(f"name a shell: {', '.join(SHELLS)} ($SHELL is {os.environ.get('SHELL') or 'not set'})")
     sys.stdout.write(shellcode(_COMMANDS, shell=shell))
     return 0
 
