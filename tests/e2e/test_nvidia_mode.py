@@ -121,7 +121,7 @@ def test_doctor_and_broker_try_a_checkpoint() -> None:
         said = run_command(mode.world, "doctor", "--json")
         findings = {one["check"]: one for one in json.loads(said.stdout)["findings"]}
         assert findings["checkpoint"]["severity"] == findings["process-use"]["severity"] == "ok", said.stdout
-        assert "saved and brought back" in findings["checkpoint"]["finding"]
+        assert "saved and restored" in findings["checkpoint"]["finding"]
         assert mode.calls("cuCheckpointProcessRestore")
         mode.world.start_broker()
         assert "tried on a process of our own: it works" in mode.world.logs()["broker.log"], "before it serves"

@@ -33,7 +33,7 @@ Simulated GPU, 1 GiB
   KERNEL    GPU  STATE       SUSPENDED  RESUMED  MOVING  COMPARED  INTACT
   tenant-a  3/4  suspended   5 times    4 times  1.2 s   576 MiB   yes
   tenant-b  3/4  on the GPU  4 times    4 times  1.0 s   576 MiB   yes
-Together they asked for 1.5 GPUs, and every byte is where it was.
+Together they asked for 1.5 GPUs, and every byte survived.
 """
     )
 

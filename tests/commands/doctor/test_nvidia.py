@@ -104,7 +104,7 @@ def test_a_driver_that_cannot_be_trusted_is_an_error(proc: Path, version: str) -
 def test_missing_bindings_are_an_error_where_there_is_a_device(proc: Path) -> None:
     found = of(look(DoctorsNVML(FakeGPU()), proc, "the bindings are missing: pip install 'x[cuda]'"), "cuda-bindings")
     assert (found.severity, found.finding) == (Severity.ERROR, "the bindings are missing: kernels cannot be suspended")
-    assert found.advice == "pip install 'x[cuda]' (where the broker runs)"
+    assert found.advice == "pip install 'x[cuda]' (in the broker's environment)"
 
 
 def test_persistence_mode_off_is_a_warning_with_the_command(proc: Path) -> None:

@@ -1,4 +1,4 @@
-"""`jupyter gpu demo`: two notebooks that do not fit on one GPU together take turns on it, and no byte is lost."""
+"""`jupyter gpu demo`: two notebooks that do not fit on one GPU together, taking turns on it, and no byte is lost."""
 
 import argparse
 import asyncio
@@ -47,7 +47,7 @@ class DemoKernel:
 def find_problems(kernels: Sequence[DemoKernel]) -> list[str]:
     wrong = [f"{kernel.name} lost state" for kernel in kernels if not kernel.state_intact]
     return wrong + [
-        f"{one.name} was suspended {one.lease.suspends} and resumed {plural(one.lease.resumes, 'time')}: nothing was shown"
+        f"{one.name} was suspended {one.lease.suspends} and resumed {plural(one.lease.resumes, 'time')}: this shows nothing"
         for one in kernels
         if not one.lease.suspends or not one.lease.resumes
     ]
@@ -88,7 +88,7 @@ def render_report(host: HostStatus, kernels: Sequence[DemoKernel], width: int | 
     ]
     wrong = find_problems(kernels)
     asked = sum(kernel.lease.spec.fraction_milli for kernel in kernels)
-    good = f"Together they asked for {format_gpus(asked)}, and every byte is where it was."
+    good = f"Together they asked for {format_gpus(asked)}, and every byte survived."
     conclusion = line(("Something is wrong", Style.WRONG), f": {'; '.join(wrong)}.") if wrong else line(good)
     device = host.devices[0]  # the sandbox's broker has exactly one
     return [
@@ -151,17 +151,19 @@ _END_S = 30.0
 EPILOG = """\
 examples:
   jupyter gpu demo                      run the two notebooks, show what happened, then open them in JupyterLab
-  jupyter gpu demo --check              stop after the table; the exit code says whether all is well
-  jupyter gpu demo --check --json       the same for programs
+  jupyter gpu demo --check              stop after the table; exit with 0 if all is well
+  jupyter gpu demo --check --json       the same as JSON
   jupyter gpu demo --simulate 1x2GiB    on a simulated GPU even if there is a real one
 
-Everything is in a temporary folder, with a separate broker, and is removed at the end, also after Ctrl-C.
-On a machine without a GPU whose memory can be saved, a simulated one takes its place, and the table says so.
+The demo uses a separate broker and a temporary folder, and removes both at the end, also after Ctrl-C.
+If no GPU here can be suspended, it uses a simulated one, and the table says so.
 """
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Two notebooks with three quarters of one GPU each take turns on it, and nothing is lost.", EPILOG)
+    parser.describe(
+        "Run two notebooks that take turns on one GPU, with three quarters of it each. Nothing is lost.", EPILOG
+    )
     parser.flag("--check", "do not open JupyterLab at the end")
     parser.flag("--json", "print one JSON object instead of the table")
     parser.argument(
@@ -169,7 +171,7 @@ def configure(parser: Parser) -> None:
         "COUNTxMEMORY",
         f"use a simulated GPU (default: $JUPYTER_GPU_SIMULATE, else a real one, else {SIMULATED})",
     )
-    parser.flag("--keep", "leave the folder with the executed notebooks and the logs")
+    parser.flag("--keep", "keep the folder with the executed notebooks and the logs")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -177,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
     simulate = checked_simulate(options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None)
     with interrupt_on_termination(), open_sandbox(keep=options.keep) as sandbox:
         if options.keep:
-            say(f"the folder {sandbox.root} stays when this ends", sys.stderr, flush=True)
+            say(f"the folder {sandbox.root} is kept", sys.stderr, flush=True)
         with Progress("two notebooks take turns on one GPU", blocks=True, silent=True) as progress:
             broker = _prepare(sandbox, simulate, progress.say)
             host = broker.status()
@@ -196,7 +198,7 @@ def _prepare(sandbox: Sandbox, simulate: str | None, tell: Callable[[str], None]
     broker = None if simulate else _set_up_real(sandbox, tell)
     if broker is None:
         simulate = simulate or SIMULATED
-        tell(f"Using a simulated GPU ({simulate}): its bytes are real and are really moved, its speed says nothing.")
+        tell(f"Using a simulated GPU ({simulate}): it moves real bytes, but its speed means nothing.")
         os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # for a broker that has to be started again
         broker = sandbox.start_broker(simulate=simulate, device=0)
     return broker
@@ -204,13 +206,13 @@ def _prepare(sandbox: Sandbox, simulate: str | None, tell: Callable[[str], None]
 
 def _set_up_real(sandbox: Sandbox, tell: Callable[[str], None]) -> BrokerClient | None:
     if importlib.util.find_spec("torch") is None:
-        tell("torch, which the notebooks use on a real GPU, is not installed here.")
+        tell("torch is not installed here; the notebooks need it on a real GPU.")
         return None
     try:
         with closing(open_monitor("nvidia")) as monitor:
             devices = monitor.devices()
     except GPUError as error:
-        tell(f"The GPUs of this machine cannot be used: {error}")
+        tell(f"This machine's GPUs cannot be used: {error}")
         return None
     if not devices:
         tell("This machine has no GPU.")
@@ -245,10 +247,10 @@ def _run_notebooks(sandbox: Sandbox, broker: BrokerClient, progress: Progress) -
                     for sentence in tracker.feed(time.monotonic(), client.status().leases):
                         tell(sentence)
         except FractionalGPUError as error:
-            tell(f"cannot watch any more: {error}")
+            tell(f"lost the connection to the broker: {error}")
 
     def finish() -> None:
-        over.set()  # the demonstration does not show how kernels shut down
+        over.set()  # the demo does not show how kernels shut down
         watcher.join()
         kernels.extend(_results_of(notebooks, broker, tracker))
 
@@ -273,7 +275,7 @@ def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, track
         lease = leases.get(notebook.kernel_id)
         if lease is None:
             raise CommandError(
-                f"{notebook.name}: the broker does not know its kernel; it ran without a share of the GPU"
+                f"{notebook.name}: the broker does not know its kernel, which ran without a share of the GPU"
             )
         result = result_of(notebook)
         kernels.append(
@@ -293,7 +295,7 @@ def _open_lab(sandbox: Sandbox) -> None:
     """Run JupyterLab on fresh copies of the notebooks. Ctrl-C ends it without asking."""
     sandbox.copy_notebooks()
     say(
-        "Opening JupyterLab: open both notebooks and run their cells in turn. Ctrl-C here ends it and tidies up.",
+        "Opening JupyterLab: open both notebooks and run their cells in turn. Ctrl-C here stops it and cleans up.",
         sys.stderr,
         flush=True,
     )
@@ -313,4 +315,4 @@ def _open_lab(sandbox: Sandbox) -> None:
             lab.kill()
             lab.wait()
     if code != 0:
-        raise CommandError(f"JupyterLab ended with exit code {code}; what it wrote above says why")
+        raise CommandError(f"JupyterLab exited with code {code}; see its output above")

@@ -51,7 +51,7 @@ def result_of(notebook: DemoNotebook) -> dict[str, Any]:
             result = output.get("data", {}).get("application/json")
             if isinstance(result, dict):
                 return dict(result)
-    raise CommandError(f"{notebook.path.name} ended without its result; run it by hand to see why")
+    raise CommandError(f"{notebook.path.name} finished without its result; run it by hand to see why")
 
 
 async def run_in_turns(
@@ -87,7 +87,7 @@ async def _kernel(notebook: DemoNotebook, tell: Callable[[str], None]) -> AsyncI
                 await manager.start_kernel(cwd=str(notebook.path.parent), kernel_id=notebook.kernel_id, stderr=log)
             await client.async_start_new_kernel_client()
         except RuntimeError as error:
-            raise CommandError(f"{notebook.name}: its kernel does not start: {error}") from error
+            raise CommandError(f"{notebook.name}: its kernel did not start: {error}") from error
         yield client
     finally:
         if client.kc is not None:
@@ -104,7 +104,7 @@ async def _run_cell(notebook: DemoNotebook, client: NotebookClient, index: int, 
         said = _ESCAPES.sub("", f"{error.ename}: {error.evalue}")
         raise CommandError(f"{notebook.name}: a cell failed with {said}") from error
     except CellTimeoutError as error:
-        raise CommandError(f"{notebook.name}: a cell did not end within {CELL_TIMEOUT_S} s") from error
+        raise CommandError(f"{notebook.name}: a cell did not finish within {CELL_TIMEOUT_S} s") from error
     except DeadKernelError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():  # nbclient takes our cancellation for the death of its kernel

@@ -1,7 +1,7 @@
-"""A sandbox for the demonstration: folders, settings, copies of the example notebooks and a separate broker.
+"""A sandbox for the demo: folders, settings, copies of the example notebooks and a separate broker.
 
-The user's Jupyter files are neither read nor written, and the user's brokers are not used. At the end, whatever happened, the
-remaining kernels are ended, then the broker, and then the folder is removed.
+The user's Jupyter files are neither read nor written, and the user's brokers are not used. At the end, even after
+an error, it ends the remaining kernels, then the broker, and removes the folder.
 """
 
 import os
@@ -27,10 +27,10 @@ from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 EXAMPLES = ("tenant-a.ipynb", "tenant-b.ipynb", "device.py")
-"""The files of the demonstration."""
+"""The demo's files."""
 FRACTION_MILLI = 750  # a device has room for one at a time
 _START_S = 120.0
-_IDLE_EXIT = "5m"  # so that a killed demonstration does not leave its broker running
+_IDLE_EXIT = "5m"  # so that a killed demo does not leave its broker running
 _CONFIG = """\
 c.GPUBroker.devices = [{device!r}]
 c.GPUBroker.pools = {{"default": {{"fractions": ["3/4"], "idle_after": "on-demand"}}}}
@@ -44,7 +44,7 @@ def examples_dir() -> Path:
         if all((folder / name).is_file() for name in EXAMPLES):
             return folder
     looked = " and ".join(str(folder) for folder in candidates)
-    raise CommandError(f"the example notebooks are missing (looked in {looked}); install jupyter-fractional-gpu again")
+    raise CommandError(f"the example notebooks are missing (looked in {looked}); reinstall jupyter-fractional-gpu")
 
 
 def sandbox_environment(root: Path, outside: Mapping[str, str]) -> dict[str, str]:
@@ -85,7 +85,7 @@ class Sandbox:
         command += ["--simulate", simulate] if simulate else []
         code, said = _run_quietly(command)
         if code != 0:
-            last = (said.splitlines() or [f"the broker ended with exit code {code}"])[-1]
+            last = (said.splitlines() or [f"the broker exited with code {code}"])[-1]
             raise CommandError(last.removeprefix("jupyter gpu broker: ").removeprefix("jupyter gpu: "))
         return BrokerClient(self.socket)
 
@@ -140,7 +140,7 @@ def open_sandbox(*, keep: bool) -> Iterator[Sandbox]:
         sandbox = Sandbox(root)
         if len(os.fsencode(sandbox.socket)) > LONGEST_SOCKET:
             raise CommandError(
-                f"the temporary folder {root.parent} has too long a path for a socket; set TMPDIR to a shorter one"
+                f"the path of the temporary folder {root.parent} is too long for a socket; set TMPDIR to a shorter one"
             )
         stack.enter_context(_environment(sandbox_environment(root, os.environ)))
         for name in ("data", "runtime", "config", "ipython"):

@@ -1,6 +1,6 @@
 """The doctors, `jupyter gpu doctor` and `jupyter gpu node doctor`: one table of checks, a line of advice for each finding.
 
-The doctors change nothing and start no broker. If no broker manages the device, they try checkpointing on a process of their own. A missing
+The doctors change nothing and start no broker. If no broker manages the device, they try checkpointing a test process. A missing
 GPU or driver is a warning. A check that fails to run says so; the others still run.
 """
 
@@ -44,22 +44,22 @@ EPILOG = """\
 examples:
   jupyter gpu doctor
   jupyter gpu doctor --json             one object: {"ok": ..., "worst": ..., "findings": [...]}
-  jupyter gpu doctor --no-try           do not try a checkpoint (it takes some seconds)
+  jupyter gpu doctor --no-try           skip the trial checkpoint, which takes some seconds
   jupyter gpu doctor --bundle for-support.tar.gz
   JUPYTER_GPU_SIMULATE=1x2GiB jupyter gpu doctor
 
-Exit code 0: it works, perhaps with warnings. 1: something cannot work.
+Exit code 0: everything works, perhaps with warnings. 1: something does not work.
 """
 _PROBE_HOST = "1x256MiB"
 
 
 def configure(parser: Parser) -> None:
     parser.describe(
-        "Examine the machine, the driver, the broker and Jupyter, and say what to do. Changes nothing.", EPILOG
+        "Check the machine, the driver, the broker and Jupyter, and say how to fix problems. Changes nothing.", EPILOG
     )
     parser.flag("--json", "print one JSON object")
-    parser.flag("--no-try", "do not try a checkpoint on a process of our own")
-    parser.argument("--bundle", "FILE", "write an archive for support, without secrets", type=Path)
+    parser.flag("--no-try", "do not checkpoint a test process")
+    parser.argument("--bundle", "FILE", "write a support archive, without secrets", type=Path)
     parser.add_socket()
 
 
@@ -89,15 +89,15 @@ def show(findings: Sequence[Finding], *, as_json_: bool, step: str = "") -> int:
 def next_step(findings: Sequence[Finding], specs: Sequence[InstalledSpec]) -> str:
     wrong = next((one for one in findings if one.severity is Severity.ERROR), None)
     if wrong is not None:
-        return f"mend the error of the check `{wrong.check}`: {wrong.advice}; then run `jupyter gpu doctor` again."
+        return f"fix the error in the check `{wrong.check}`: {wrong.advice}; then run `jupyter gpu doctor` again."
     has_gpu = not any(one.check == "driver" and one.finding.startswith(machine.NO_GPU) for one in findings)
     starts = [spec for spec in specs if (has_gpu or spec.simulated) and spec.shadowed_by is None]
     if starts:
         where = "VS Code or another program" if starts[0].launcher else "JupyterLab (`jupyter lab`) or Notebook"
         return f"start {where} and choose the kernel {starts[0].display_name!r}; `jupyter gpu status --watch` shows who is on the GPU."
     if has_gpu:
-        return "`jupyter gpu kernels install` puts the kernels into the launcher of this environment's JupyterLab."
-    return "`jupyter gpu demo` shows two notebooks take turns on a simulated GPU, and `jupyter gpu lab --simulate 1x2GiB` lets you try it."
+        return "`jupyter gpu kernels install` adds the kernels to the launcher of this environment's JupyterLab."
+    return "`jupyter gpu demo` shows two notebooks taking turns on a simulated GPU, and `jupyter gpu lab --simulate 1x2GiB` lets you try."
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Subject:
     options: argparse.Namespace
     simulate: str | None = None  # $JUPYTER_GPU_SIMULATE
     devices: Sequence[DeviceInfo] = field(default=(), init=False)  # real ones, once devices were checked
-    socket: str | None = field(default=None, init=False)  # once the broker was checked; None: there can be none
+    socket: str | None = field(default=None, init=False)  # once the broker was checked; None: there cannot be one
 
     @cached_property
     def configuration(self) -> tuple[Settings | None, list[Finding]]:
@@ -179,8 +179,8 @@ def examine(where: str, subject: Subject) -> list[Finding]:
             try:
                 findings.extend(check.make(subject))
             except (OSError, RuntimeError) as error:
-                advice = "mend that; without a home folder, set HOME to one"
-                findings.append(problem(check.name, f"it cannot be examined: {error}", advice))
+                advice = "fix that; if there is no home folder, set HOME to one"
+                findings.append(problem(check.name, f"the check failed: {error}", advice))
             progress.what = f"{what} {plural(len(findings), 'check')} made"
     return findings
 
@@ -190,9 +190,9 @@ def _check_kind(name: str) -> Finding:
         with closing(open_monitor(backend_name(name))) as monitor:
             devices = monitor.devices()
     except GPUError as error:
-        return problem("devices", str(error), "mend that: no broker starts before")
+        return problem("devices", str(error), "fix that: until then, no broker starts")
     listed = ", ".join(f"{device.name} ({format_memory(device.memory_mib)})" for device in devices)
-    return ok("devices", f"of the kind {name!r}: {listed or 'none'}; whether they can be checkpointed was not tried")
+    return ok("devices", f"of kind {name!r}: {listed or 'none'}; checkpointing them was not tried")
 
 
 def _try_simulated() -> Iterator[Finding]:
@@ -201,7 +201,7 @@ def _try_simulated() -> Iterator[Finding]:
         try:
             create(host, _PROBE_HOST)
         except SimulatedHostError as error:
-            yield problem("checkpoint", f"no simulated device: {error}", "make room in the temporary folder")
+            yield problem("checkpoint", f"no simulated device: {error}", "free some space in the temporary folder")
             return
         try:
             with closing(SimulatedMonitor(host)) as monitor:

@@ -1,4 +1,4 @@
-"""Checks of the machine: host memory, NVIDIA's driver and devices, and whether this user may checkpoint here. Nothing is changed.
+"""Checks of the machine: host memory, NVIDIA's driver and devices, and whether this user may checkpoint here. Changes nothing.
 
 Page faults are the slow part of saving: without a GPU, one thread populated memory at 1.65 GB/s on 4 KiB pages, two at 8.6 GB/s on huge
 pages. A trial checkpoint claims the devices and skips those that a broker manages: two workers at a time are not safe.
@@ -40,8 +40,8 @@ from fractional_gpu.host.process import PROC, owner_uid
 
 SYS: Final = Path("/sys")
 _REASON: Final = (
-    "saving a kernel fills fresh host memory, where page faults are the slow part: 1.65 GB/s with one thread on small pages and 8.6 GB/s "
-    "with two on huge ones, populated without a GPU"
+    "saving a kernel fills new host memory, where page faults are the slow part: without a GPU, one thread filled 1.65 GB/s of small "
+    "pages, and two filled 8.6 GB/s of huge ones"
 )
 _UNMEASURED: Final = "whether NVIDIA's driver gains from it has not been measured: compare suspends before and after"
 _TOTAL: Final = re.compile(r"MemTotal:\s*(\d+) kB")
@@ -49,11 +49,11 @@ _CAP_SYS_RESOURCE: Final = 1 << 24
 _LEAST_SWAPPINESS: Final = 1  # swap is used only to avoid killing
 _ALL_IDS: Final = ["0", "0", "4294967295"]  # the map of the first user namespace
 _OTHER_KILLERS: Final = {
-    "earlyoom": "it uses the same adjustments",
-    "nohang": "it uses the same adjustments",
-    "systemd-oomd": "it ends whole control groups by their swap and pressure, and ignores a process's adjustment",
+    "earlyoom": "it respects the same adjustments",
+    "nohang": "it respects the same adjustments",
+    "systemd-oomd": "it kills whole control groups by swap use and pressure, and ignores processes' adjustments",
 }
-_BIGGEST: Final = "a suspended kernel holds its saved state in its own memory, and is the biggest process there"
+_BIGGEST: Final = "a suspended kernel holds its saved state in its memory and is the biggest process"
 
 
 def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, proc: Path = PROC) -> Iterator[Finding]:
@@ -61,7 +61,7 @@ def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, pr
         system, here = system_headroom(proc=proc), LimitReader(proc=proc).headroom(os.getpid())
     except (OSError, ValueError) as error:
         yield problem(
-            "host-memory", f"cannot be read: {error}", "suspending needs it: mend the access to /proc and cgroups"
+            "host-memory", f"cannot be read: {error}", "suspending needs it: allow access to /proc and cgroups"
         )
         return
     total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
@@ -72,21 +72,21 @@ def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, pr
     if device_mib > room_mib:
         yield warning(
             "host-memory",
-            f"{what}, less than the {format_memory(device_mib)} that the devices hold: not all of it can be suspended at once",
+            f"{what}, less than the {format_memory(device_mib)} of device memory: not all of it can be suspended at once",
             "raise host_memory in jupyter_gpu_config.py, or add memory: what does not fit stays on the device",
         )
     else:
         yield ok("host-memory", what if not devices else f"{what}, devices hold {format_memory(device_mib)}")
     if here.mib >= system.mib:
-        yield ok("cgroup", "no control group limits this process more than the system does")
+        yield ok("cgroup", "no control group limits this process below the system's memory")
         return
     largest_mib = max((device.memory_mib for device in devices), default=0)
-    limit = f"a process started here can take {format_memory(here.mib)} more, by {here.limited_by}"
+    limit = f"a process started here can use {format_memory(here.mib)} more, limited by {here.limited_by}"
     if here.mib < largest_mib:
         yield warning(
             "cgroup",
             f"{limit}: a kernel that fills a device of {format_memory(largest_mib)} cannot be suspended",
-            "raise the memory limit of the kernels' control group (container, unit, job) by the device's memory",
+            "raise the memory limit of the kernels' control group (container, unit or job) by the device's memory",
         )
     else:
         yield note("cgroup", limit)
@@ -96,7 +96,7 @@ def check_huge_pages(sys: Path = SYS) -> Iterator[Finding]:
     folder = sys / "kernel/mm/transparent_hugepage"
     enabled = _setting(folder / "enabled")
     if not enabled:
-        yield note("huge-pages", "this system does not report transparent huge pages: fresh memory comes in small ones")
+        yield note("huge-pages", "this system does not report transparent huge pages: new memory uses small pages")
         return
     rest = {name: _setting(folder / name) for name in ("defrag", "shmem_enabled", "khugepaged/defrag")}
     settings = ", ".join(f"{name} {value}" for name, value in rest.items() if value)
@@ -104,13 +104,13 @@ def check_huge_pages(sys: Path = SYS) -> Iterator[Finding]:
     if enabled != "always":
         yield note(
             "huge-pages",
-            f"{found}: a process that does not ask for huge pages gets small ones; {_REASON}",
+            f"{found}: processes get huge pages only if they ask for them; {_REASON}",
             f"to try it, as root: echo always > {folder}/enabled; {_UNMEASURED}",
         )
     elif rest["defrag"] == "never":
         yield note(
             "huge-pages",
-            f"{found}: fresh memory is huge only while free huge pages are left, for nothing makes new ones; {_REASON}",
+            f"{found}: new memory is huge only while free huge pages are left, because nothing makes more; {_REASON}",
             f"to try it, as root: echo madvise > {folder}/defrag, or defer; {_UNMEASURED}",
         )
     else:
@@ -135,8 +135,8 @@ def check_nodes(devices: Sequence[DeviceInfo], addresses: Mapping[str, str], sys
         if node < 0:
             yield note(
                 "numa",
-                f"the machine has {len(nodes)} memory nodes, and does not tell which {named} is near to",
-                "`nvidia-smi topo -m` may tell more; on some machines a firmware setting hides it",
+                f"the machine has {len(nodes)} memory nodes, and does not say which one {named} is near",
+                "`nvidia-smi topo -m` may say; on some machines a firmware setting hides it",
             )
             continue
         held_mib = sum(device.memory_mib for device in there)
@@ -144,16 +144,16 @@ def check_nodes(devices: Sequence[DeviceInfo], addresses: Mapping[str, str], sys
         if held_mib > nodes[node]:
             yield warning(
                 "numa",
-                f"{what}, less than the {format_memory(held_mib)} of the device{'s' if len(there) > 1 else ''}: what is saved beyond "
-                "that lies on another node, and crosses the link between the processors both ways",
-                "add memory to that node, or spread the devices over the nodes; by how much it slows a swap has not been measured",
+                f"{what}, less than the {format_memory(held_mib)} of the device{'s' if len(there) > 1 else ''}: the rest of the "
+                "saved state goes to another node, across the link between the processors both ways",
+                "add memory to that node, or spread the devices over the nodes; the slowdown has not been measured",
             )
         else:
             yield note(
                 "numa",
-                f"{what}: state of a kernel that runs on another node's processors is saved there, and crosses the link between them",
-                f"start kernels near their device where you can (numactl --cpunodebind={node} --preferred={node}, or CPUAffinity= and "
-                "NUMAPolicy= of a unit); by how much it helps has not been measured",
+                f"{what}: a kernel on another node's processors saves its state there, across the link between them",
+                f"if you can, start kernels near their device (numactl --cpunodebind={node} --preferred={node}, or CPUAffinity= and "
+                "NUMAPolicy= of a unit); the gain has not been measured",
             )
 
 
@@ -176,8 +176,8 @@ def check_swap(*, proc: Path = PROC) -> Iterator[Finding]:
     if not total_mib:
         yield note(
             "swap",
-            "none: where host memory runs out, the system kills a process at once",
-            "keep host_memory in jupyter_gpu_config.py well below what is free, or add some swap as a cushion (a file, or zram)",
+            "none: if host memory runs out, the system kills a process at once",
+            "keep host_memory in jupyter_gpu_config.py well below the free memory, or add some swap as a cushion (a file or zram)",
         )
         return
     swappiness = _number(proc / "sys/vm/swappiness")
@@ -187,8 +187,8 @@ def check_swap(*, proc: Path = PROC) -> Iterator[Finding]:
     if swappiness is None or swappiness > _LEAST_SWAPPINESS:
         yield note(
             "swap",
-            f"{what}: saved state lies idle, so it is swapped out first, and a resume then waits until it is read back",
-            "as root: sysctl vm.swappiness=1, or for the kernels' units MemorySwapMax=0 (memory.swap.max of their groups)",
+            f"{what}: saved state is idle, so it is swapped out first, and a resume must wait to read it back",
+            "as root: sysctl vm.swappiness=1, or MemorySwapMax=0 for the kernels' units (memory.swap.max of their groups)",
         )
     else:
         yield ok("swap", what)
@@ -198,29 +198,29 @@ def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]
     if _number(proc / "sys/vm/panic_on_oom"):
         yield warning(
             "oom",
-            "vm.panic_on_oom is set: the whole machine stops where memory runs out, and every kernel is lost",
+            "vm.panic_on_oom is set: if memory runs out, the whole machine stops and every kernel is lost",
             "as root: sysctl vm.panic_on_oom=0",
         )
     yield from _killed_together(proc)
     yield from _other_killers(proc)
-    pid, whose = (os.getpid(), "a broker that is started here") if broker_pid is None else (broker_pid, "the broker")
+    pid, whose = (os.getpid(), "a broker started here") if broker_pid is None else (broker_pid, "the broker")
     try:
         effective = int(dict(_fields(proc / str(pid) / "status")).get("CapEff", "0"), 16)
         is_first_namespace = (proc / str(pid) / "uid_map").read_text().split() == _ALL_IDS
         may = bool(effective & _CAP_SYS_RESOURCE) and is_first_namespace  # in another one the capability is void here
         value, uid = adjustment(pid, proc=proc), owner_uid(pid, proc=proc)
     except (OSError, ValueError) as error:
-        yield note("oom", f"what {whose} may do against the out-of-memory killer cannot be read: {error}")
+        yield note("oom", f"cannot read what {whose} may do against the out-of-memory killer: {error}")
         return
     if may:
-        yield ok("oom", f"{whose} keeps the out-of-memory killer from taking kernels for their saved state")
+        yield ok("oom", f"{whose} keeps the out-of-memory killer from killing kernels because of their saved state")
         return
     yield note(
         "oom",
         f"{whose} (user {uid}, oom_score_adj {value}) has no CAP_SYS_RESOURCE here: if memory runs out, {_BIGGEST}, so the killer may "
-        "take it although another one filled the memory",
+        "kill it even if another process filled the memory",
         "run the broker as a system service of root (docs/hub.md), or give each user's kernels a separate memory limit and keep "
-        "host_memory below what is free",
+        "host_memory below the free memory",
     )
 
 
@@ -251,8 +251,8 @@ def _killed_together(proc: Path) -> Iterator[Finding]:
     if together:
         yield warning(
             "oom-group",
-            f"control group {together[0]} is killed as a whole if its memory runs out: nothing keeps a suspended kernel in it",
-            "as root: write 0 to its memory.oom.group; on Kubernetes, singleProcessOOMKill of the kubelet",
+            f"if control group {together[0]} runs out of memory, the system kills all of it, with its suspended kernels",
+            "as root: write 0 to its memory.oom.group; on Kubernetes, set singleProcessOOMKill of the kubelet",
         )
 
 
@@ -288,7 +288,7 @@ def _number(file: Path) -> int | None:
 
 NO_GPU: Final = "no GPU was found"
 SIMULATE: Final = (
-    "install NVIDIA's driver; to try things out without a GPU: jupyter gpu demo, or JUPYTER_GPU_SIMULATE=1x2GiB in the environment of "
+    "install NVIDIA's driver; to try it without a GPU: jupyter gpu demo, or JUPYTER_GPU_SIMULATE=1x2GiB in the environment of "
     "the Jupyter server"
 )
 _MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of nvidia-cuda-mps-control and nvidia-cuda-mps-server
@@ -334,7 +334,7 @@ def check_nvidia(
         try:
             devices = tuple(monitor.devices())
         except GPUError as error:
-            return NvidiaReport((), (problem("driver", str(error), "`nvidia-smi` and `dmesg` tell more"),))
+            return NvidiaReport((), (problem("driver", str(error), "`nvidia-smi` and `dmesg` may say more"),))
         if not devices:
             why = f"{NO_GPU}: {monitor.why_none}; kernels with a share of a real GPU do not start here"
             missing = bindings()
@@ -364,25 +364,27 @@ def _driver(nvml: ModuleType, read_level: Callable[[], int | None]) -> Iterator[
     refusal = driver_refusal(version)
     if refusal:
         now = f" (now {version}{api})" if api else ""
-        yield problem("driver", f"{refusal}{now}", "kernels run, and are never suspended, until it is replaced")
+        yield problem("driver", f"{refusal}{now}", "until it is replaced, kernels run but are never suspended")
     else:
         yield ok("driver", f"{version}{api}")
     if level and level < MOVING_CUDA_VERSION:
         yield note(
             "moving",
-            f"driver {version} cannot bring a kernel's state back on another device than its own",
-            "install driver 580 or newer; until then a suspended kernel waits for its own device",
+            f"driver {version} can restore a kernel's state only on the device it came from",
+            "install driver 580 or newer; until then, a suspended kernel waits for its own device",
         )
     for sentence in driver_warnings(version):
-        yield warning("driver", sentence, "plan for another release, and try it before use")
+        yield warning("driver", sentence, "plan to install another release, and test it first")
 
 
 def _bindings(why_not: str) -> Iterator[Finding]:
     if why_not:
         what, _, command = why_not.partition(": ")
-        yield problem("cuda-bindings", f"{what}: kernels cannot be suspended", f"{command} (where the broker runs)")
+        yield problem(
+            "cuda-bindings", f"{what}: kernels cannot be suspended", f"{command} (in the broker's environment)"
+        )
     else:
-        yield ok("cuda-bindings", "installed, and new enough for checkpoints")
+        yield ok("cuda-bindings", "installed and new enough for checkpoints")
 
 
 def _device(device: DeviceInfo) -> Finding:
@@ -399,7 +401,7 @@ def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
     if persistent == 0:
         yield warning(
             "persistence",
-            f"device {device.index} is not in persistence mode: the first kernel after a pause waits seconds for the driver",
+            f"device {device.index} is not in persistence mode: after a pause, the first kernel waits seconds for the driver",
             f"as root: nvidia-smi -i {device.index} -pm 1, or enable nvidia-persistenced",
         )
     elif persistent == 1:
@@ -412,8 +414,8 @@ def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
         turn = "on" if mig[1] else "off"
         yield warning(
             "mig",
-            f"MIG on device {device.index} will be switched {turn}",
-            "reset the device or reboot, then look again",
+            f"MIG on device {device.index} will be turned {turn} at the next reset",
+            "reset the device or reboot, then check again",
         )
 
 
@@ -422,19 +424,19 @@ def check_pools(settings: Settings | None, devices: Sequence[DeviceInfo], proc: 
         if pool.sharing is Sharing.MPS and not mps_processes(proc):
             yield problem(
                 "mps-pool",
-                f"pool {pool.name!r} shares through MPS, and no MPS control daemon runs: its kernels would have no limit on compute",
+                f"pool {pool.name!r} shares through MPS, but no MPS control daemon is running: its kernels would have no compute limit",
                 "nvidia-cuda-mps-control -d, as the user of the kernels or as root",
             )
         if pool.sharing is Sharing.MIG and not any(device.device_id.startswith("MIG-") for device in devices):
             yield problem(
                 "mig-pool",
-                f"pool {pool.name!r} hands out MIG instances, and there is none",
+                f"pool {pool.name!r} hands out MIG instances, but there are none",
                 "as root: nvidia-smi -mig 1, then nvidia-smi mig -cgi PROFILE -C",
             )
         library = pool.hami_library
         if library and not Path(library).is_file():
             yield problem(
-                "hami", f"pool {pool.name!r} preloads {library}, and there is no such file", "install HAMi-core there"
+                "hami", f"pool {pool.name!r} preloads {library}, which does not exist", "install HAMi-core there"
             )
 
 
@@ -443,8 +445,8 @@ def _mps(proc: Path) -> Iterator[Finding]:
     if pids:
         yield warning(
             "mps",
-            f"MPS runs (process {pids[0]}): its clients cannot be checkpointed",
-            "echo quit | nvidia-cuda-mps-control, or keep kernels that should be suspended away from it",
+            f"MPS is running (process {pids[0]}): its clients cannot be checkpointed",
+            "echo quit | nvidia-cuda-mps-control, or keep kernels off MPS if they should be suspended",
         )
     else:
         yield ok("mps", "not running")
@@ -461,7 +463,7 @@ def _read(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
 
 
 def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo]) -> TrialResult:
-    """Try it on the first suitable device. Blocks for seconds, or minutes if the driver hangs."""
+    """Try a checkpoint on the first suitable device. Blocks for seconds, or minutes if the driver hangs."""
     able = [device for device in devices if device.checkpointable]
     if not able:
         return TrialResult(not_tried="no device can be checkpointed")
@@ -494,7 +496,7 @@ def check_claims(devices: Sequence[DeviceInfo], broker: int | None) -> Iterator[
                 yield warning(
                     "broker",
                     str(error),
-                    "no kernel of yours starts there before: ask an administrator for one that serves all users (docs/operating.md)",
+                    "until that ends, your kernels cannot start there: ask an administrator for a broker for all users (docs/operating.md)",
                 )
 
 
@@ -503,27 +505,25 @@ def findings_of(result: TrialResult, *, kind: str) -> Iterator[Finding]:
         yield note("checkpoint", f"not tried: {result.not_tried}")
         return
     if result.wrong:
-        yield problem("checkpoint", f"tried on a process of our own: {result.wrong}", _advice(result.code))
+        yield problem("checkpoint", f"the trial on a test process failed: {result.wrong}", _advice(result.code))
         return
     each = ", ".join(f"{phase} {result.phases_us[phase] / 1000:.0f} ms" for phase in PHASES)
     simulated = " on a simulated device" if kind == "simulated" else ""
-    yield ok(
-        "checkpoint", f"tried on a process of our own{simulated}: {MEMORY_MIB} MiB saved and brought back ({each})"
-    )
+    yield ok("checkpoint", f"tried on a test process{simulated}: {MEMORY_MIB} MiB saved and restored ({each})")
     if result.before_mib is None:
         yield warning(
             "process-use",
-            "the driver does not count memory under the process ids that are seen here: what a kernel uses is not known",
+            "the driver does not know the process ids used here, so it cannot say how much a kernel uses",
             "in a container, share the host's process ids (--pid=host), or run the broker on the host",
         )
     elif result.left_mib:
         yield warning(
             "process-use",
-            f"of {result.before_mib} MiB the process still held {result.left_mib} MiB on the device while it was saved",
-            "plan for so much per suspended kernel, and please report it with the driver's version",
+            f"while the process was suspended, it still held {result.left_mib} MiB of its {result.before_mib} MiB on the device",
+            "allow for that much per suspended kernel, and please report it with the driver's version",
         )
     else:
-        yield ok("process-use", f"{result.before_mib} MiB were counted for it, and none while it was saved")
+        yield ok("process-use", f"the driver counted {result.before_mib} MiB for it, and none while it was suspended")
     if result.limit is not None and result.limit.why_not:
         yield note("memory-limits", f"caps are kept by frameworks and measured afterwards: {result.limit.why_not}")
     elif result.limit is not None:
@@ -536,8 +536,8 @@ def _advice(code: GPUErrorCode | None) -> str:
         level = scope.read_text().strip() if scope.is_file() else "not set"
         return (
             "run the broker as root (a system service), or give it CAP_SYS_PTRACE; "
-            f"kernel.yama.ptrace_scope is {level}: 0 allows it to the same user"
+            f"kernel.yama.ptrace_scope is {level}: 0 allows it for the same user"
         )
     if code is GPUErrorCode.WORKER_HUNG:
-        return "the driver did not answer: `nvidia-smi` and `dmesg` may tell more; a reboot may be needed"
-    return "kernels run, and are not suspended, until this works; see the driver's release notes"
+        return "the driver did not respond: `nvidia-smi` and `dmesg` may say more; you may have to reboot"
+    return "until this works, kernels run but are not suspended; see the driver's release notes"

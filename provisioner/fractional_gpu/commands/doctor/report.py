@@ -55,8 +55,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 class Severity(StrEnum):
     OK = "ok"
-    NOTE = "note"  # an ordinary circumstance that a reader should know
-    WARNING = "warning"  # it works, and something will be missed
+    NOTE = "note"  # normal, but good to know
+    WARNING = "warning"  # it works, but something is missing
     ERROR = "error"  # something that this project promises cannot work
 
 
@@ -101,7 +101,7 @@ def render(findings: Sequence[Finding], next_step: str = "", width: int | None =
     elif counts[Severity.WARNING]:
         conclusion = f"No errors, {plural(counts[Severity.WARNING], 'warning')}."
     else:
-        conclusion = "Nothing to complain of."
+        conclusion = "No problems found."
     room = None if width is None else min(width, _MOST_READABLE)
     end = fitted([line(("Next:", Style.HEADING), f" {next_step}")], room) if next_step else []
     rows: list[tuple[Piece, str, str]] = []
@@ -147,7 +147,7 @@ def write_bundle(path: Path, findings: Sequence[Finding], socket: str | None) ->
                 entry.size, entry.mode = len(content), 0o600
                 archive.addfile(entry, io.BytesIO(content))
     except OSError as error:
-        raise CommandError(f"the bundle cannot be written to {path}: {error.strerror}; choose another place") from error
+        raise CommandError(f"cannot write the bundle to {path}: {error.strerror}; choose another file") from error
     return list(files)
 
 
@@ -175,5 +175,5 @@ def _logs(socket: str) -> dict[str, str]:
                 file.seek(max(0, size - _LAST_BYTES))
                 logs[name] = file.read().decode(errors="replace")
         except OSError:
-            continue  # there is none, or this user may not read it: the findings say which
+            continue  # missing, or not readable by this user: the findings say which
     return logs
