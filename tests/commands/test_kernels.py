@@ -101,7 +101,7 @@ def test_an_unknown_base_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_the_list_for_people_and_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "list", "--prefix", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "No kernel is installed; `jupyter gpu kernels install` adds some.\n"
+    assert capsys.readouterr().out == "No kernels are installed; add some with `jupyter gpu kernels install`.\n"
     main(["kernels", "install", "--fraction", "1/4", "--prefix", str(tmp_path)])
     capsys.readouterr()
     assert main(["kernels", "list", "--prefix", str(tmp_path)]) == 0

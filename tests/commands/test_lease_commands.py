@@ -34,7 +34,7 @@ def test_a_kernel_is_resized_to_what_was_said(broker: OwnBroker, capsys: pytest.
     broker.add("resident", kernel_id="kernel-1")
     assert main(["resize", "kernel-1", "1/2", "--memory", "20GiB", "--wait", "0"]) == 0
     assert broker.bodies("resize") == [to_builtins(ResizeRequest(fraction_milli=500, memory_mib=20_480, wait_ms=0))]
-    assert "1/4 of a GPU with 2 GiB before, 1/2 of a GPU with 2 GiB now" in capsys.readouterr().out
+    assert "was 1/4 of a GPU with 2 GiB, is now 1/2 of a GPU with 2 GiB" in capsys.readouterr().out
     assert main(["resize", "kernel-1", "--memory", "1GiB"]) == 0
     assert broker.bodies("resize")[-1] == to_builtins(ResizeRequest(memory_mib=1024))
 
@@ -42,11 +42,14 @@ def test_a_kernel_is_resized_to_what_was_said(broker: OwnBroker, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["pin", "kernel-1", "soon"], "'soon' is not how long a pin can last; allowed: a duration such as 30m or 2h"),
-        (["pin", "kernel-1", "0"], "'0' is not how long a pin can last; allowed: a duration such as 30m or 2h"),
-        (["pin", "kernel-1", "forever"], "`%gpu pin always` in the notebook renews one until it is ended"),
-        (["pin", "forever"], "say for how long: `jupyter gpu pin LEASE 30m`; given: 'forever' alone"),
-        (["resize", "kernel-1"], "say the new size: a FRACTION such as 1/2, --memory such as 20GiB, or both"),
+        (
+            ["pin", "kernel-1", "soon"],
+            "'soon' is not a valid duration for a pin; allowed: a duration such as 30m or 2h",
+        ),
+        (["pin", "kernel-1", "0"], "'0' is not a valid duration for a pin; allowed: a duration such as 30m or 2h"),
+        (["pin", "kernel-1", "forever"], "`%gpu pin always` in the notebook keeps renewing one"),
+        (["pin", "forever"], "only 'forever' was given; add a duration, as in `jupyter gpu pin LEASE 30m`"),
+        (["resize", "kernel-1"], "give the new size: a FRACTION such as 1/2, a --memory such as 20GiB, or both"),
         (["resize", "kernel-1", "2"], "fraction '2' is out of range"),
         (["resize", "kernel-1", "--memory", "much"], "memory 'much' is not a size"),
         (["resize", "kernel-1", "1/2", "--wait", "long"], "duration 'long' is not a duration"),
@@ -64,11 +67,11 @@ def test_a_value_that_is_not_allowed_is_wrong_usage(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["drain", "0"], "without one no GPU takes kernels or is drained; run one with `jupyter gpu broker`"),
-        (["undrain", "0"], "without one no GPU takes kernels or is drained; run one with `jupyter gpu broker`"),
-        (["pool"], "only a running one tells its pools or changes them; run one with `jupyter gpu broker`"),
-        (["pool", "default", "price=3"], "What it starts with is set in jupyter_gpu_config.py"),
-        (["pin", "3f2a", "30m"], "so there are no kernels on a GPU; it starts with the first kernel that wants one"),
+        (["drain", "0"], "without one, GPUs neither take kernels nor drain; start one with `jupyter gpu broker`"),
+        (["undrain", "0"], "without one, GPUs neither take kernels nor drain; start one with `jupyter gpu broker`"),
+        (["pool"], "only a running broker can show or change its pools; start one with `jupyter gpu broker`"),
+        (["pool", "default", "price=3"], "jupyter_gpu_config.py sets the initial values"),
+        (["pin", "3f2a", "30m"], "so no kernels are on a GPU; the first kernel that wants one starts a broker"),
     ],
 )
 def test_without_a_broker_each_command_says_what_its_reader_can_do(
@@ -144,7 +147,7 @@ def test_a_device_is_drained_and_undrained(broker: OwnBroker, capsys: pytest.Cap
         "GPU-0",
         {"evict_busy": True},
     )
-    assert capsys.readouterr().out == "GPU 0 (H100): draining, 512 MiB are still held there\n"
+    assert capsys.readouterr().out == "GPU 0 (H100): draining, kernels still hold 512 MiB there\n"
     assert main(["undrain", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["device_id"] == "GPU-0"
 
@@ -169,7 +172,7 @@ def test_whoever_waits_in_vain_is_told_and_the_code_says_so(
 ) -> None:
     broker.device = replace(broker.device, index=3)
     assert main(["drain", "0", "--wait", "0"]) == 1
-    assert "GPU 3 was not empty after 0 ms: 512 MiB are still held; wait longer, or add --evict-busy" in (
+    assert "GPU 3 was not empty after 0 ms: kernels still hold 512 MiB; wait longer, or add --evict-busy" in (
         capsys.readouterr().err
     )
 
@@ -182,4 +185,4 @@ def test_the_status_tells_of_pins_forecasts_and_emptied_devices() -> None:
     )
     assert "8 GiB are needed; about 30 s (up to 1 min)" in plain(render_leases([waiting]))
     shown = plain(render_status(a_host(devices=[a_device(draining=True)], leases=[])))
-    assert "draining: it admits no kernel" in shown
+    assert "draining: it accepts no new kernels" in shown

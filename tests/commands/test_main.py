@@ -123,7 +123,7 @@ def test_a_full_disk_is_one_line(arguments: list[str], unbuffered: str) -> None:
         )
     assert done.returncode == 1
     assert done.stderr == (
-        "jupyter gpu: what it writes does not fit: No space left on device; free some space, or write elsewhere\n"
+        "jupyter gpu: cannot write the output: No space left on device; free some space, or write elsewhere\n"
     )
 
 
@@ -148,9 +148,9 @@ def test_an_unknown_command_names_those_there_are(capsys: pytest.CaptureFixture[
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert (
-        "there is no command 'statsu'; did you mean `jupyter gpu status`? choose from demo, lab, run, measure, status"
+        "unknown command 'statsu'; did you mean `jupyter gpu status`? choose from demo, lab, run, measure, status"
         in said
     )
     with pytest.raises(SystemExit):
         main(["frobnicate"])
-    assert "there is no command 'frobnicate'; choose from demo" in capsys.readouterr().err
+    assert "unknown command 'frobnicate'; choose from demo" in capsys.readouterr().err

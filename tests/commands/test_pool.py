@@ -26,5 +26,5 @@ def test_a_list_that_is_no_json_is_told_from_text(
     live: LiveBroker, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["pool", "default", change, "--socket", live.socket]) == 2
-    assert "the value is no JSON" in capsys.readouterr().err
+    assert "the value is not valid JSON" in capsys.readouterr().err
     assert main(["pool", "default", 'fractions=["1/4", "1/2"]', "--socket", live.socket]) == 0

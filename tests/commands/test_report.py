@@ -73,7 +73,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 def test_text_has_parts_what_no_lease_held_and_a_total_for_each_currency(usage: Path, said: Said) -> None:
     lines = said("--from", usage, "--by", "user,pool").splitlines()
     assert lines[0] == (
-        "Use of GPUs from 2026-11-24 06:00 to 2026-11-26 07:00. The figures of all users; simulated: no real GPU was used."
+        "GPU use from 2026-11-24 06:00 to 2026-11-26 07:00. The figures of all users; simulated: no real GPU was used."
     )
     table = [line.split() for line in lines[2:9]]
     assert table[0][:4] == ["USER", "POOL", "RESERVED", "HELD"]
@@ -150,7 +150,7 @@ def test_filters_and_times_leave_what_fits(usage: Path, said: Said) -> None:
     assert users("--group", "physics") == ["ada"]
     assert users("--device", "gpu-1") == ["grace"]
     assert users("--device", "1") == ["grace"], "the number of a device"
-    assert "--device 'gpu' fits gpu-0, gpu-1, gpu-2; name one of them" in said(
+    assert "--device 'gpu' matches gpu-0, gpu-1, gpu-2; name one of them" in said(
         "--from", usage, "--device", "gpu", code=1
     )
     assert users("--user", "nobody") == []
@@ -167,7 +167,7 @@ def test_filters_and_times_leave_what_fits(usage: Path, said: Said) -> None:
         (("--since", "soon"), 2, "--since 'soon' is not a time; allowed: today, yesterday"),
         (("--since", "today", "--until", "2026-01-01"), 2, "give a later --until"),
         (("--user", ""), 2, "--user is empty; name one, or leave it out for all"),
-        (("--socket", "/nowhere"), 2, "leave one of the two out"),
+        (("--socket", "/nowhere"), 2, "leave one of them out"),
         (("--output", "/nowhere/use.txt"), 1, "/nowhere/use.txt cannot be written: No such file or directory"),
     ],
 )

@@ -34,7 +34,7 @@ def test_a_lease_is_found_by_its_id_its_beginning_or_its_kernel(name: str, lease
 
 
 def test_a_beginning_that_fits_several_is_refused_with_their_names() -> None:
-    with pytest.raises(CommandError, match=r"'3f' is the beginning of train.ipynb \(3f2a9c1b\), 3f99aabb; give more"):
+    with pytest.raises(CommandError, match=r"'3f' matches train.ipynb \(3f2a9c1b\), 3f99aabb; give more"):
         find_lease("3f", LEASES)
 
 
@@ -93,5 +93,5 @@ def test_neither_or_both_of_names_and_all_is_wrong_usage(
     arguments: list[str], broker: OwnBroker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    assert "say which kernels to" in capsys.readouterr().err
+    assert "name the leases to" in capsys.readouterr().err
     assert broker.calls == []

@@ -113,7 +113,7 @@ def test_it_takes_spare_room_only_and_disturbs_nothing(shared: World) -> None:
         options = ("--fractions", "1/2,1", "--within", "2s")
         status, _, complaint = measure(shared, *options, "--", sys.executable, "-c", WORKS, "8", "0.3")
         assert status == 1
-        assert "nothing could be measured: no device of the pool default has" in complaint
+        assert "could not measure: no device of pool default has" in complaint
         lease = holds.lease()
         assert lease is not None
         assert (lease.state, lease.suspends) == ("resident", 0)
@@ -130,13 +130,13 @@ def test_a_pinned_kernel_of_the_user_stays_and_an_idle_one_leaves_for_a_measurem
     once = ("--", sys.executable, "-c", RUNS_ONCE)
     status, _, complaint = measure(world, "--fractions", "1", "--within", "30m", *once)
     assert status == 1, "the first look is the answer"
-    assert "nothing could be measured: no device of the pool default has" in complaint
+    assert "could not measure: no device of pool default has" in complaint
     assert world.lease(notebook.kernel_id).suspends == 0
     notebook.must("%gpu unpin")
     _, found, complaint = measure(world, "--fractions", "1", *once)
     assert found["unit_is_whole_run"], "the program reports nothing"
     assert found["settings"][0]["unit_s"] >= 0.1, complaint
-    assert "is idle and leaves the GPU" in complaint
+    assert "is idle: suspending it to make room" in complaint
     assert world.lease(notebook.kernel_id).suspends == 1
     assert notebook.must("print(hashlib.sha256(buffer.read()).hexdigest() == digest)").text == "True\n"
 
@@ -149,7 +149,7 @@ def test_where_another_lease_works_on_the_device_it_says_that_nothing_can_be_kno
         until(lambda: (lease := run.lease()) is not None and lease.working, "its work is seen")
         options = ("--fractions", "1/2", "--within", "12s")
         status, _, complaint = measure(shared, *options, "--", sys.executable, "-c", WORKS, "8", "0.3")
-        assert (status, "nothing could be measured: busy worked on the device" in complaint) == (1, True), complaint
+        assert (status, "could not measure: busy worked on the device" in complaint) == (1, True), complaint
     assert_nothing_left(shared)
 
 
@@ -160,7 +160,7 @@ def test_others_who_come_while_it_measures_are_noticed_by_their_work_and_their_s
         load = (sys.executable, "-c", WORKS, "8", "0.2")
         with start(world, *options, "--", *load, environment=seated) as process:
             read_until(process, "round 1,")
-            said = ("a process without a lease worked on the device", "a kernel of another user worked on the device")
+            said = ("a process without a lease worked on the device", "another user's kernel worked on the device")
             for kind, why in zip(("stranger", "hidden"), said, strict=True):
                 with visitor(world, seated, Visit(kind, 0, 0, 0.8)) as other:
                     read_until(process, why)
@@ -180,7 +180,7 @@ def test_a_program_that_fails_is_told_with_the_last_that_it_printed(shared: Worl
     program = "import sys; print('no such data', file=sys.stderr); sys.exit(3)"
     status, _, complaint = measure(shared, "--fractions", "1", "--", sys.executable, "-c", program)
     assert status == 1
-    assert 'the program ended with exit status 3; the last that it printed: "no such data"' in complaint
+    assert 'the program ended with exit status 3; its last output: "no such data"' in complaint
     assert_nothing_left(shared)
 
 
@@ -198,8 +198,8 @@ def test_an_interrupt_ends_all_programs_and_leases(shared: World) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "say what to measure after --"),
-        (("--fractions", "1/2", "--copies", "1", "--", "true"), "leave one of the two out"),
+        ((), "give a program after --"),
+        (("--fractions", "1/2", "--copies", "1", "--", "true"), "leave one of them out"),
         (("--copies", "0", "--", "true"), "allowed: a whole number from 1 to 63"),
         (("--interval", "wide", "--", "true"), "allowed: a percentage above 0"),
         (("--within", "1h30", "--", "true"), "is not a duration"),

@@ -55,7 +55,7 @@ def test_what_hinders_it_is_told_in_one_sentence(world: World, server: Server) -
     assert "--setup" in missing.error
     notebook.must("buffer = cuda.allocate(8 << 20)")
     held = notebook.run("%%gpu measure --setup 1 --fractions 1 --within 3s\n1")
-    assert "no device of the pool default has" in held.error
+    assert "no device of pool default has" in held.error
     assert "This kernel itself holds 512 MiB" in held.error
     assert "%gpu release" in held.error
 

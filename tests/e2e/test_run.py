@@ -377,7 +377,7 @@ def test_a_terminals_ctrl_z_stops_it_fg_continues_it_and_ctrl_c_ends_a_loop_of_i
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        ((), 2, "say what to run after --"),
+        ((), 2, "give a program after --"),
         (("--fraction", "5/4", "--", "true"), 2, "5/4"),
         (("--serve", "70000", "--", "true"), 2, "--serve is '70000'; allowed: a whole number from 1 to 65535"),
         (("--devices", "9", "--", "true"), 2, "--devices is '9'; allowed: a whole number from 1 to 8"),
@@ -385,7 +385,7 @@ def test_a_terminals_ctrl_z_stops_it_fg_continues_it_and_ctrl_c_ends_a_loop_of_i
         (("--priority", "high", "--", "true"), 2, "--priority is 'high'"),
         (("--memory", "much", "--", "true"), 2, "'much'"),
         (("--wait", "long", "--", "true"), 2, "'long'"),
-        (("--wait", "2h", "--", "true"), 2, "--wait is 2h; allowed: up to 1 h, or leave it out"),
+        (("--wait", "2h", "--", "true"), 2, "--wait is 2h; allowed: at most 1 h, or leave it out"),
         (("--pool", "a/b", "--", "true"), 2, "'a/b' is not a pool's name"),
         (("--pool", "nowhere", "--", "true"), 1, "there is no pool 'nowhere'"),
         (("--memory", "2TiB", "--", "true"), 1, "memory of 2048 GiB was asked"),

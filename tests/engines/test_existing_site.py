@@ -181,7 +181,7 @@ def the_doctor_finds_a_prolog_that_does_not_find_slurm_and_install_keeps_an_edit
     assert "`squeue` cannot be run" in doctor(site)["hook"]
     done = site.view.run("/opt/jupyter-gpu/bin/jupyter", "gpu", "node", "install", "--node", "n1")
     assert done.returncode == 1
-    assert f"{script} differs and is unchanged" in done.stdout
+    assert f"{script} differs and was not changed" in done.stdout
     assert site.type(f"diff {script} {script}.new || true").count("/opt/slurm/bin") == 1
     site.type("/opt/jupyter-gpu/bin/jupyter gpu node install --force")
     assert doctor(site) == {}

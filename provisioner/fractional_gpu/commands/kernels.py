@@ -1,4 +1,4 @@
-"""`jupyter gpu kernels`: the kernelspecs that the launcher offers, such as "Python 3 · 1/4 GPU"; one for each fraction of each pool."""
+"""`jupyter gpu kernels`: the kernelspecs that the launcher offers, such as "Python 3 · 1/4 GPU": one for each fraction of each pool."""
 
 import argparse
 import json
@@ -30,12 +30,12 @@ from fractional_gpu.jupyter.kernelspecs import InstalledSpec, install, list_inst
 from fractional_gpu.protocol.status import HostStatus
 
 ANY_OFFERS_MILLI: tuple[int, ...] = PoolSpec(name="", devices=()).fractions_milli
-"""The fractions that are installed for a pool that offers any fraction."""
+"""The fractions to install for a pool that offers any fraction."""
 
 EPILOG = """\
 examples:
-  jupyter gpu kernels install                                what every pool offers, for all users of this environment
-  jupyter gpu kernels install --user --fraction 1/4 1/2      two of them, for yourself, without asking a broker
+  jupyter gpu kernels install                                everything the pools offer, for all users of this environment
+  jupyter gpu kernels install --user --fraction 1/4 1/2      two fractions, for yourself, without a broker
   jupyter gpu kernels install --base ir --fraction 1/4       for R, in addition to those for Python
   jupyter gpu kernels list
   jupyter gpu kernels remove --all
@@ -47,15 +47,15 @@ examples:
   jupyter gpu kernels install --simulate 1x2GiB --user
   jupyter gpu kernels install --launcher --user              for VS Code and others that ignore kernel provisioners
 
-Without --fraction the command reads from the broker what its pools offer, starts a broker if none runs, and removes kernels from there
-that no pool offers any more. With --fraction it needs no broker, for instance while a container image is built.
+Without --fraction, this asks the broker (and starts one if necessary) what its pools offer, and removes installed kernels that no pool
+offers any more. With --fraction it needs no broker, for instance in the build of a container image.
 """
 REMOVE_EPILOG = """\
 examples:
   jupyter gpu kernels remove fractional-gpu-default-250
   jupyter gpu kernels remove --all --user
 
-Kernels that run are not touched.
+Running kernels are not affected.
 """
 
 
@@ -64,20 +64,20 @@ def configure(parser: Parser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="install|list|remove", required=True)
     adding = actions.add_parser("install", help="add kernels to the launcher", epilog=INSTALL_EPILOG)
     adding.argument("--pool", None, "only this pool (default: every pool; with --fraction: default)", by=POOLS)
-    adding.argument("--fraction", "F", 'only these fractions, as 1/4, 0.25 or "250m"', by=FRACTIONS, nargs="+")
-    adding.argument("--base", None, "the kernelspec to copy from (default: python3)", default="python3")
+    adding.argument("--fraction", "F", "only these fractions, such as 1/4, 0.25 or 250m", by=FRACTIONS, nargs="+")
+    adding.argument("--base", None, "the kernelspec to copy (default: python3)", default="python3")
     adding.argument("--name", None, "another name for the kernelspec (one fraction only)")
     adding.argument("--display-name", "TEXT", "what the launcher shows (one fraction only)")
-    adding.argument("--simulate", "COUNTxMEMORY", "simulated GPUs; the kernels start a broker with them")
+    adding.argument("--simulate", "COUNTxMEMORY", "start the kernels' broker with simulated GPUs")
     adding.flag(
         "--launcher",
-        "kernels whose command takes the lease, for VS Code and other programs that ignore kernel provisioners",
+        "make the kernel's command take the lease, for VS Code and other programs that ignore kernel provisioners",
     )
     _add_place(adding, default="this environment")
-    listing = actions.add_parser("list", help="show the kernels that are installed")
+    listing = actions.add_parser("list", help="show the installed kernels")
     listing.flag("--json", 'print {"kernels": [...]}')
     _add_place(listing, default="wherever Jupyter looks")
-    removing = actions.add_parser("remove", help="take kernels off the launcher", epilog=REMOVE_EPILOG)
+    removing = actions.add_parser("remove", help="remove kernels from the launcher", epilog=REMOVE_EPILOG)
     seen = "a kernelspec's name (see `jupyter gpu kernels list`)"
     removing.argument("names", "NAME", seen, by=KERNELSPECS, nargs="*")
     removing.flag("--all", "every kernel that this package installed")
@@ -114,7 +114,7 @@ def _install(options: argparse.Namespace) -> int:
     how = {"base": options.base, "simulated": simulated, "simulate": simulate}
     own = {"launcher": options.launcher, "name": options.name, "display_name": options.display_name}
     specs: list[InstalledSpec] = []
-    with Progress("the kernels are installed ...", blocks=True, silent=True) as progress:
+    with Progress("installing kernels ...", blocks=True, silent=True) as progress:
         for pool, milli in offers.items():
             for spec in install(pool, milli or ANY_OFFERS_MILLI, **how, **own, **_place(options)):
                 for sentence in _said_of(spec):
@@ -122,20 +122,20 @@ def _install(options: argparse.Namespace) -> int:
                 specs.append(spec)
         if specs and not options.fraction:
             for spec in _remove_stale(offers, str(specs[0].folder.parent), pool=options.pool):
-                progress.say(f"removed {spec.display_name}  {spec.folder}  (not on offer any more)", sys.stdout)
+                progress.say(f"removed {spec.display_name}  {spec.folder}  (no longer offered)", sys.stdout)
     if specs:
         say(_where_they_appear(specs[0].folder.parent))
     return 0
 
 
 def _said_of(spec: InstalledSpec) -> Iterator[str]:
-    without = "" if spec.gated else "  (without our extension: it holds its share from its start)"
+    without = "" if spec.gated else "  (without our extension: it holds its share from the start)"
     yield f"{'replaced' if spec.replaced else 'installed'} {spec.display_name}  {spec.folder}{without}"
     if spec.obstacle:
         yield f"note: {spec.obstacle}"
     if spec.shadowed_by is not None:
         yield (
-            f"note: Jupyter does not show it: {spec.shadowed_by} has the same name and is found first; remove that one, or give this one "
+            f"note: Jupyter does not show it: it finds {spec.shadowed_by}, with the same name, first; remove that one, or give this one "
             "another --name"
         )
 
@@ -144,21 +144,21 @@ def _where_they_appear(place: Path) -> str:
     seen = [Path(folder) for folder in jupyter_path("kernels")]
     if place not in seen:
         return (
-            f"The Jupyter of this environment ({sys.prefix}) does not look there: start its server with JUPYTER_PATH={place.parent}, or "
+            f"This environment's Jupyter ({sys.prefix}) does not look there: start its server with JUPYTER_PATH={place.parent}, or "
             "leave out --prefix."
         )
     if place == Path(jupyter_data_dir()) / "kernels":
-        where = "of yours, in every environment that has jupyter-fractional-gpu"
+        where = "of yours whose environment has jupyter-fractional-gpu"
     elif place.is_relative_to(sys.prefix):
-        where = f"of the environment {sys.prefix}"
+        where = f"in the environment {sys.prefix}"
     else:
-        where = "of this machine whose environment has jupyter-fractional-gpu"
-    said = f"They are in the launcher of each Jupyter server {where}; if one is open, reload its page."
+        where = "on this machine whose environment has jupyter-fractional-gpu"
+    said = f"They are in the launcher of every Jupyter server {where}. Reload the page if it is open."
     lab = shutil.which("jupyter-lab") or shutil.which("jupyter-notebook")
     if lab is not None and place.is_relative_to(sys.prefix) and not Path(lab).is_relative_to(sys.prefix):
         said += (
-            f"\nnote: the {Path(lab).name} on your PATH ({lab}) is of another environment and does not show them: install JupyterLab here, "
-            "or this package there and the kernels with --user"
+            f"\nnote: the {Path(lab).name} on your PATH ({lab}) belongs to another environment and does not show them: install "
+            "JupyterLab here, or install this package there and the kernels with --user"
         )
     return said
 
@@ -199,8 +199,8 @@ def _ask_broker(pool: str | None, *, must_simulate: bool) -> tuple[Mapping[str, 
         status = broker.status()
     if must_simulate and not status.simulated:
         raise CommandError(
-            f"the broker that runs (process {status.pid} on {status.socket}) has real GPUs; leave out --simulate, or name "
-            "another socket in JUPYTER_GPU_SOCKET"
+            f"the running broker (process {status.pid} on {status.socket}) has real GPUs; leave out --simulate, or set "
+            "JUPYTER_GPU_SOCKET to another socket"
         )
     if pool is None:
         return status.pools, status
@@ -211,7 +211,7 @@ def _ask_broker(pool: str | None, *, must_simulate: bool) -> tuple[Mapping[str, 
 
 def _remove(options: argparse.Namespace) -> int:
     if bool(options.names) == bool(options.all):
-        raise UsageError("say which kernels to remove: their names, or --all (`jupyter gpu kernels list` shows them)")
+        raise UsageError("give the names of the kernels to remove, or --all (`jupyter gpu kernels list` shows them)")
     removed = remove(None if options.all else options.names, **_place(options))
     for spec in removed:
         say(f"removed {spec.display_name}  {spec.folder}")
@@ -235,7 +235,7 @@ def _list(options: argparse.Namespace) -> int:
         print(json.dumps({"kernels": listed}))
         return 0
     if not specs:
-        print("No kernel is installed; `jupyter gpu kernels install` adds some.")
+        print("No kernels are installed; add some with `jupyter gpu kernels install`.")
         return 0
     rows = []
     for spec in specs:

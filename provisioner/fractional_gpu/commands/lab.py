@@ -22,11 +22,11 @@ from fractional_gpu.protocol.status import HostStatus
 
 EPILOG = """\
 examples:
-  jupyter gpu lab                              on this machine's GPUs
+  jupyter gpu lab                              use this machine's GPUs
   jupyter gpu lab --simulate 1x2GiB            try it without a GPU
-  jupyter gpu lab --no-browser --port 9999     every other argument goes to JupyterLab
+  jupyter gpu lab --no-browser --port 9999     all other arguments go to JupyterLab
 
-Nothing is installed: the kernels are in a private folder that only this JupyterLab sees. To have them in every
+This installs nothing: the kernels are in a private folder that only this JupyterLab sees. To add them to every
 JupyterLab of this environment, run `jupyter gpu kernels install`.
 """
 
@@ -34,7 +34,7 @@ JupyterLab of this environment, run `jupyter gpu kernels install`.
 def configure(parser: Parser) -> None:
     parser.usage = "jupyter gpu lab [--help] [--simulate COUNTxMEMORY] [arguments of jupyter lab ...]"
     parser.describe("Start JupyterLab with kernels on fractions of a GPU.", EPILOG)
-    parser.argument("--simulate", "COUNTxMEMORY", "simulated GPUs, such as 1x2GiB, with a separate broker")
+    parser.argument("--simulate", "COUNTxMEMORY", "use a separate broker with simulated GPUs, such as 1x2GiB")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # the broker that is started now reads it
     with started_broker(socket) as broker:
         status = broker.status()
-    with Progress("the kernels are prepared ...", blocks=True, silent=True):
+    with Progress("preparing the kernels ...", blocks=True, silent=True):
         specs = install_offers(
             status.pools,
             directory=str(data / "kernels"),
@@ -68,7 +68,9 @@ def _locate(simulate: str | None) -> tuple[Path, str]:
     folder.mkdir(mode=0o700, exist_ok=True)
     socket = str(folder / "broker.sock")
     if len(os.fsencode(socket)) > LONGEST_SOCKET:
-        raise CommandError(f"{socket} is too long a path for a socket; set JUPYTER_RUNTIME_DIR to a shorter folder")
+        raise CommandError(
+            f"{socket} is too long for a socket's path; set JUPYTER_RUNTIME_DIR to a folder with a shorter one"
+        )
     return folder / "lab", socket
 
 

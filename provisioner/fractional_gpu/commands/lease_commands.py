@@ -49,7 +49,7 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 _LEASE_HELP: Final = "a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)"
 _DEVICE_HELP: Final = "a GPU by its number, its id, or the beginning of one (see `jupyter gpu status`)"
-_NO_DEVICES: Final = f"and without one no GPU takes kernels or is drained; {RUN_ONE}"
+_NO_DEVICES: Final = f"and without one, GPUs neither take kernels nor drain; {RUN_ONE}"
 
 
 def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
@@ -59,7 +59,7 @@ def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
     if len(found) == 1:
         return found[0]
     if found:
-        raise CommandError(f"{name!r} is the beginning of {_listed(found)}; give more of the id")
+        raise CommandError(f"{name!r} matches {_listed(found)}; give more of the id")
     there_are = f"there are {_listed(leases)}" if leases else "there are none"
     raise CommandError(f"there is no lease {name!r}; {there_are}")
 
@@ -89,7 +89,7 @@ class LeaseCommand(Generic[Request, Answer]):
     def configure(self, parser: Parser) -> None:
         parser.describe(self.description, self.epilog)
         parser.argument("lease", "LEASE", _LEASE_HELP, by=LEASES)
-        parser.flag("--json", "print what the broker answers as JSON")
+        parser.flag("--json", "print the broker's answer as JSON")
         parser.add_socket()
         self.arguments(parser)
 
@@ -98,7 +98,7 @@ class LeaseCommand(Generic[Request, Answer]):
         with running_broker(options.socket) as client:
             lease = self.find(options.lease, client.status().leases)
             try:
-                with say_if_slow(f"{self.doing} {lease_name(lease)} ... (Ctrl-C gives up)", client):
+                with say_if_slow(f"{self.doing} {lease_name(lease)} ... (Ctrl-C cancels)", client):
                     reply = self.call(client, lease.lease_id, request)
             except BrokerUnavailableError:
                 raise
@@ -135,9 +135,7 @@ class BulkCommand:
 
     def run(self, options: argparse.Namespace) -> int:
         if bool(options.leases) == bool(options.all):
-            raise UsageError(
-                f"say which kernels to {self.verb}: the ids of leases, or --all (`jupyter gpu status` lists them)"
-            )
+            raise UsageError(f"name the leases to {self.verb}, or say --all (`jupyter gpu status` lists them)")
         done: list[LeaseStatus] = []
         refused: list[tuple[LeaseStatus, str]] = []
         with running_broker(options.socket) as client:
@@ -217,7 +215,7 @@ def _pin_request(options: argparse.Namespace) -> PinRequest:
     text: str | None = options.duration
     if text is None:
         raise UsageError(
-            f"say for how long: `jupyter gpu pin LEASE 30m`; given: {options.lease[:80]!r} alone (`jupyter gpu status` lists the leases)"
+            f"only {options.lease[:80]!r} was given; add a duration, as in `jupyter gpu pin LEASE 30m` (see `jupyter gpu status`)"
         )
     try:
         duration_ms = parse_duration_ms(text)
@@ -226,14 +224,14 @@ def _pin_request(options: argparse.Namespace) -> PinRequest:
     if duration_ms:
         return PinRequest(duration_ms=duration_ms)
     raise UsageError(
-        f"{text[:80]!r} is not how long a pin can last; allowed: a duration such as 30m or 2h. `jupyter gpu unpin` ends a pin; "
-        "`%gpu pin always` in the notebook renews one until it is ended"
+        f"{text[:80]!r} is not a valid duration for a pin; allowed: a duration such as 30m or 2h. `jupyter gpu unpin` ends a pin; "
+        "`%gpu pin always` in the notebook keeps renewing one"
     )
 
 
 def _say_pinned(_: LeaseStatus, after: LeaseStatus) -> str:
     stays = "stays on the GPU" if after.state == "resident" else "will stay on the GPU once it is there,"
-    return f"{lease_name(after)}: {stays} for {format_duration(after.pinned_ms)} from now"
+    return f"{lease_name(after)}: {stays} for the next {format_duration(after.pinned_ms)}"
 
 
 def _add_resize_arguments(parser: Parser) -> None:
@@ -244,7 +242,7 @@ def _add_resize_arguments(parser: Parser) -> None:
 
 def _resize_request(options: argparse.Namespace) -> ResizeRequest:
     if options.fraction is None and options.memory is None:
-        raise UsageError("say the new size: a FRACTION such as 1/2, --memory such as 20GiB, or both")
+        raise UsageError("give the new size: a FRACTION such as 1/2, a --memory such as 20GiB, or both")
     return ResizeRequest(
         fraction_milli=None if options.fraction is None else parse_argument(parse_fraction_milli, options.fraction),
         memory_mib=None if options.memory is None else parse_argument(parse_memory_mib, options.memory),
@@ -257,7 +255,7 @@ def _say_resized(before: LeaseStatus, after: LeaseStatus) -> str:
         f"{format_fraction(lease.spec.fraction_milli)} of a GPU with {format_memory(lease.spec.reserve_mib)}"
         for lease in (before, after)
     )
-    return f"{lease_name(after)}: {was} before, {is_now} now"
+    return f"{lease_name(after)}: was {was}, is now {is_now}"
 
 
 def render_story(lease: LeaseStatus, story: Story, now_ms: int, width: int | None = None) -> "list[Text]":
@@ -277,14 +275,14 @@ def _moment(at_ms: int, now_ms: int) -> str:
 
 
 def _add_evict_arguments(parser: Parser) -> None:
-    parser.flag("--confirm", "say that the kernel's state may be lost")
-    parser.argument("--why", "TEXT", "the reason, which the kernel's user reads", default="")
+    parser.flag("--confirm", "confirm that the kernel's state may be lost")
+    parser.argument("--why", "TEXT", "the reason, shown to the kernel's user", default="")
 
 
 def _evict_request(options: argparse.Namespace) -> EvictRequest:
     if not options.confirm:
         raise UsageError(
-            "evicting ends the kernel, and all its variables are lost: add --confirm if that is meant "
+            "evicting ends the kernel, and all its variables are lost: add --confirm to do it anyway "
             "(`jupyter gpu suspend` frees the GPU and keeps them)"
         )
     return EvictRequest(confirm=True, why=options.why)
@@ -300,7 +298,7 @@ def _find_left(word: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
     ):
         left = ", ".join(str(process.pid) for lease in leases for process in lease.left) or "none"
         raise CommandError(
-            f"no kernel of yours left process {word} behind; there are: {left} (see `jupyter gpu status`)"
+            f"none of your kernels left process {word} behind; left processes: {left} (see `jupyter gpu status`)"
         )
     return find_lease(word, leases)
 
@@ -309,7 +307,7 @@ def _say_ended(before: LeaseStatus, _: None) -> str:
     if not before.left:
         return f"{lease_name(before)}: ended"
     processes = ", ".join(f"process {one.pid}" for one in before.left)
-    return f"{lease_name(replace(before, left=[]))}: {processes} ended; the room is free"
+    return f"{lease_name(replace(before, left=[]))}: {processes} ended; the memory is free"
 
 
 _Drain = tuple[DrainRequest, int | None]
@@ -317,9 +315,9 @@ _Drain = tuple[DrainRequest, int | None]
 
 
 def _add_drain_arguments(parser: Parser) -> None:
-    parser.flag("--evict-busy", "do not wait for the cells that run there")
-    parser.argument("--deadline", "DURATION", "the GPU goes away in so long, for example 2m", by=DURATIONS)
-    parser.argument("--wait", "DURATION", "return when the GPU is empty, after so long at the latest")
+    parser.flag("--evict-busy", "do not wait for running cells")
+    parser.argument("--deadline", "DURATION", "how soon the GPU goes away, for example 2m", by=DURATIONS)
+    parser.argument("--wait", "DURATION", "wait up to this long until the GPU is empty")
 
 
 def _drain_request(options: argparse.Namespace) -> _Drain:
@@ -332,7 +330,7 @@ def _drain(client: BrokerClient, name: str, drain: _Drain) -> DeviceStatus:
     request, wait_ms = drain
     device = client.drain(name, request)
     if wait_ms is not None:
-        with say_if_slow(f"waiting until GPU {device.index} is empty ... (Ctrl-C stops the waiting)") as progress:
+        with say_if_slow(f"waiting until GPU {device.index} is empty ... (Ctrl-C stops waiting)") as progress:
             device = await_empty(client, device, wait_ms, freed=progress.counter("MiB freed"))
     return device
 
@@ -357,7 +355,7 @@ def await_empty(
 
 def _say_drained(device: DeviceStatus) -> str:
     left = (
-        f"{format_memory(device.reserved_mib)} are still held there"
+        f"kernels still hold {format_memory(device.reserved_mib)} there"
         if device.reserved_mib
         else "no kernel holds memory there"
     )
@@ -370,24 +368,24 @@ def _check_empty(device: DeviceStatus, drain: _Drain) -> None:
     _, wait_ms = drain
     if wait_ms is not None and device.reserved_mib:
         raise CommandError(
-            f"GPU {device.index} was not empty after {format_duration(wait_ms)}: {format_memory(device.reserved_mib)} are still "
-            "held; wait longer, or add --evict-busy"
+            f"GPU {device.index} was not empty after {format_duration(wait_ms)}: kernels still hold "
+            f"{format_memory(device.reserved_mib)}; wait longer, or add --evict-busy"
         )
 
 
 COMMANDS: Final[Mapping[str, LeaseCommand[Any, Any] | BulkCommand | DeviceCommand[Any]]] = {
     "suspend": BulkCommand(
-        description="Save the GPU memory of idle kernels in host memory and free the GPU for others.",
+        description="Save idle kernels' GPU memory to host memory, and free the GPU for others.",
         epilog="""\
 examples:
   jupyter gpu suspend 3f2a              the beginning of the id is enough
-  jupyter gpu suspend --all             free the GPUs, for instance before an update of the driver
+  jupyter gpu suspend --all             free the GPUs, for instance before a driver update
 
-A suspended kernel keeps every variable; its next cell brings it back. A busy kernel is not suspended.
+A suspended kernel keeps every variable; its next cell brings it back. Busy kernels are not suspended.
 """,
         verb="suspend",
         doing="suspending",
-        interrupted="stops the waiting; a suspend that has begun continues",
+        interrupted="stops waiting; a suspend that has started continues",
         call=BrokerClient.suspend,
         applies=lambda lease: lease.state == "resident",
         success=lambda lease: (
@@ -397,30 +395,30 @@ A suspended kernel keeps every variable; its next cell brings it back. A busy ke
         ),
     ),
     "resume": BulkCommand(
-        description="Bring suspended kernels back onto a GPU; waits until there is room.",
+        description="Bring suspended kernels back onto a GPU, waiting for room if necessary.",
         epilog="""\
 examples:
   jupyter gpu resume 3f2a               the beginning of the id is enough
   jupyter gpu resume --all              bring everything back, for instance before removing this package
 
-You rarely need this: the next cell of a kernel brings it back. Without room it waits for its turn.
+You rarely need this: a kernel's next cell brings it back. If there is no room, it waits for its turn.
 """,
         verb="resume",
         doing="resuming",
-        interrupted="gives its place in the queue up",
+        interrupted="gives up its place in the queue",
         call=BrokerClient.resume,
         applies=lambda lease: lease.state == "suspended",
         success=lambda lease: f"on the GPU ({lease.device_name})" if lease.device_name else "on the GPU",
     ),
     "pin": LeaseCommand(
-        description="Keep a kernel on its GPU for a while: it is not suspended for others, nor for being idle.",
+        description="Keep a kernel on its GPU for a while: neither other kernels nor idling suspend it.",
         epilog="""\
 examples:
-  jupyter gpu pin 3f2a 30m              not suspended for others, nor for being idle, for half an hour
-  jupyter gpu pin 3f2a 2h               a new pin replaces the one there was
-  jupyter gpu unpin 3f2a                what is left of it goes back to your budget
+  jupyter gpu pin 3f2a 30m              keep it on its GPU for half an hour
+  jupyter gpu pin 3f2a 2h               a new pin replaces the old one
+  jupyter gpu unpin 3f2a                the rest of it goes back to your budget
 
-A pool limits how long a pin may be, and how much pinned time each user has in a day. `jupyter gpu suspend` still works, and ends it.
+A pool limits how long a pin may last, and each user's pinned time per day. `jupyter gpu suspend` still works, and ends the pin.
 """,
         arguments=_add_pin_arguments,
         request=_pin_request,
@@ -432,9 +430,9 @@ A pool limits how long a pin may be, and how much pinned time each user has in a
         description="End a kernel's pin.",
         epilog="""\
 examples:
-  jupyter gpu unpin 3f2a                the kernel may be suspended again when it idles
+  jupyter gpu unpin 3f2a                the kernel can be suspended again when idle
 
-What is left of the pin goes back to your budget. A kernel that is not pinned is no error.
+The rest of the pin goes back to your budget. It is no error if the kernel is not pinned.
 """,
         doing="unpinning",
         call=lambda client, lease_id, _: client.because_of("`jupyter gpu unpin`").unpin(lease_id),
@@ -443,15 +441,15 @@ What is left of the pin goes back to your budget. A kernel that is not pinned is
         ),
     ),
     "resize": LeaseCommand(
-        description="Give a running kernel another share of a GPU, without a restart.",
+        description="Change a running kernel's share of a GPU without a restart.",
         epilog="""\
 examples:
   jupyter gpu resize 3f2a 1/2           half a GPU, and half of its memory
   jupyter gpu resize 3f2a --memory 30GiB
   jupyter gpu resize 3f2a 1/8 --wait 0  now or not at all
 
-The kernel keeps running. A larger share waits until there is room on its GPU: idle neighbours are suspended, and an idle kernel may
-move to another GPU if the pool allows that. A smaller one must hold what the kernel uses.
+The kernel keeps running. To get a larger share, it waits for room on its GPU: idle neighbours are suspended, and an idle kernel may
+move to another GPU if the pool allows that. A smaller share must still hold what the kernel uses.
 """,
         arguments=_add_resize_arguments,
         request=_resize_request,
@@ -460,30 +458,30 @@ move to another GPU if the pool allows that. A smaller one must hold what the ke
         success=_say_resized,
     ),
     "explain": LeaseCommand(
-        description="Tell why a kernel waited, was suspended, moved or refused something.",
+        description="Say why a kernel waited, was suspended, moved or refused.",
         epilog="""\
 examples:
-  jupyter gpu explain 3f2a              the kernel's story, oldest first
-  jupyter gpu explain 3f2a --json       the same with machine-readable reasons and times since 1970
+  jupyter gpu explain 3f2a              the kernel's history, oldest first
+  jupyter gpu explain 3f2a --json       the same as JSON, with reason codes and times since 1970
 """,
-        doing="reading the story of",
+        doing="reading the history of",
         call=lambda client, lease_id, _: client.story(lease_id),
         success=lambda lease, story: render_story(lease, story, int(time.time() * 1000), terminal_width(sys.stdout)),
     ),
     "drain": DeviceCommand(
-        description="Empty a GPU: it admits no kernel any more, and those on it are suspended.",
+        description="Empty a GPU: it accepts no new kernels, and those on it are suspended.",
         epilog="""\
 examples:
-  jupyter gpu drain 0                   no kernel comes to GPU 0 any more; idle ones leave it now, busy ones after their cell
-  jupyter gpu drain 0 --evict-busy      busy ones leave it at once, in the middle of their cell, which continues elsewhere or later
-  jupyter gpu drain 0 --wait 10m        return when no kernel is left; exit code 1 if one is after ten minutes
-  jupyter gpu drain 0 --deadline 2m     the GPU goes away in two minutes: the most valuable kernels are saved before, the users of
-                                        the others are told at once
+  jupyter gpu drain 0                   GPU 0 accepts no new kernels; idle ones leave now, busy ones after their cell
+  jupyter gpu drain 0 --evict-busy      busy ones leave at once, in mid-cell; the cell continues elsewhere or later
+  jupyter gpu drain 0 --wait 10m        wait until no kernel is left; exit code 1 if one is after ten minutes
+  jupyter gpu drain 0 --deadline 2m     the GPU goes away in two minutes: the most valuable kernels are saved first, and the
+                                        users of the others are told at once
   jupyter gpu drain --all --deadline 2m all GPUs of this host go away
-  jupyter gpu undrain 0                 the GPU takes part again; a deadline is withdrawn
+  jupyter gpu undrain 0                 the GPU is in use again; any deadline is cancelled
 
-Without a deadline nothing is lost: what leaves is saved in host memory. Host memory is lost with its host (docs/revocation.md). It stays
-drained, over restarts of the broker too. For administrators.
+Without a deadline nothing is lost: kernels that leave are saved in host memory, which is lost with its host (docs/revocation.md).
+The GPU stays drained even if the broker restarts. For administrators.
 """,
         arguments=_add_drain_arguments,
         request=_drain_request,
@@ -492,42 +490,42 @@ drained, over restarts of the broker too. For administrators.
         check=_check_empty,
     ),
     "undrain": DeviceCommand(
-        description="Let a GPU take part again that was drained.",
+        description="Put a drained GPU back into use.",
         epilog="""\
 examples:
-  jupyter gpu undrain 0                 kernels may come to GPU 0 again
-  jupyter gpu undrain --all             and to all others
+  jupyter gpu undrain 0                 GPU 0 accepts kernels again
+  jupyter gpu undrain --all             all GPUs do
 
-A GPU that is not drained is no error. For administrators.
+It is no error if the GPU is not drained. For administrators.
 """,
         call=lambda client, device, _: client.undrain(device),
-        success=lambda device: f"GPU {device.index} ({device.name}): takes part again",
+        success=lambda device: f"GPU {device.index} ({device.name}): in use again",
     ),
     "move": LeaseCommand(
-        description="Have an idle kernel go to another GPU of its pool. For administrators.",
+        description="Move an idle kernel to another GPU of its pool. For administrators.",
         epilog="""\
 examples:
   jupyter gpu move 3f2a                 to any other GPU of its pool that has room
   jupyter gpu move 3f2a --to 1          to GPU 1 (a number, an id or the beginning of one)
 
-The kernel keeps every variable: its state goes through host memory. One that runs a cell is not moved. A pin ends.
+The kernel keeps every variable: its state goes through host memory. A kernel that runs a cell is not moved. A pin ends.
 """,
         arguments=lambda parser: parser.argument(
-            "--to", "DEVICE", "the GPU; without it, one of the pool, chosen as for a kernel that starts"
+            "--to", "DEVICE", "the GPU (default: chosen from the pool as for a new kernel)"
         ),
         request=lambda options: MoveRequest(device=options.to),
         doing="moving",
         call=BrokerClient.move,
-        success=lambda before, after: f"{lease_name(before)}: is on {after.lease.device_id} now",
+        success=lambda before, after: f"{lease_name(before)}: now on {after.lease.device_id}",
     ),
     "evict": LeaseCommand(
         description="End a kernel and its lease. All its variables are lost. For administrators.",
         epilog="""\
 examples:
-  jupyter gpu suspend 3f2a              frees the GPU just as well, and loses nothing: try this first
+  jupyter gpu suspend 3f2a              also frees the GPU and loses nothing: try this first
   jupyter gpu evict 3f2a --confirm      ends the kernel's processes; all its variables are lost
 
-Its notebook shows that the kernel died; a Jupyter server may start a fresh one in its place, which says who ended the last one and why.
+Its notebook shows that the kernel died. A Jupyter server may start a new one, which says who ended the last one and why.
 """,
         arguments=_add_evict_arguments,
         request=_evict_request,
@@ -537,21 +535,21 @@ Its notebook shows that the kernel died; a Jupyter server may start a fresh one 
     ),
     "end": LeaseCommand(
         description=(
-            "End processes with GPU memory that outlived the kernel that started them, or a kernel that outlived its hub server. "
-            "Your own; administrators: any user's."
+            "End processes that still hold GPU memory after their kernel ended, or a kernel that outlived its hub server. "
+            "Administrators can do this for any user."
         ),
         epilog="""\
 examples:
   jupyter gpu status                    lists them: "its kernel has ended, and process 4242 (python train.py) ..."
-  jupyter gpu end 3f2a                  end all that the kernel of this lease left behind
-  jupyter gpu end 4242                  the same, by one of its processes
+  jupyter gpu end 3f2a                  end everything that this lease's kernel left behind
+  jupyter gpu end 4242                  the same, named by one of the processes
 
   jupyter gpu end 3f2a                  on a hub: end a kernel of yours whose own server has ended
 
-They are asked to end (SIGTERM), and made to 5 seconds later (SIGKILL). What other kernels run is left alone.
+Processes get SIGTERM, and SIGKILL 5 seconds later. Other kernels' processes are left alone.
 """,
         find=_find_left,
-        doing="ending what is left of",
+        doing="ending the leftovers of",
         call=lambda client, lease_id, _: client.end_left(lease_id),
         success=_say_ended,
     ),

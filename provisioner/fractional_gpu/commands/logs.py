@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 EPILOG = """\
 examples:
   jupyter gpu logs                      the last 100 entries
-  jupyter gpu logs --follow             and then each new one (Ctrl-C ends it)
-  jupyter gpu logs 4f2a                 those that name the lease whose id begins so
+  jupyter gpu logs --follow             then also each new one (Ctrl-C stops)
+  jupyter gpu logs 4f2a                 those that name the lease whose id begins with 4f2a
   jupyter gpu logs --level warning --since 1h --lines all
   jupyter gpu logs --json | jq 'select(.level == "ERROR")'
 
-For root and the user who runs the broker. `jupyter gpu explain LEASE` says why a kernel waited, was suspended or was refused something.
+For root and the user who runs the broker. `jupyter gpu explain LEASE` says why a kernel waited, was suspended or refused.
 """
 T = TypeVar("T")
 INTERVAL_S = 0.5  # how often a command that follows a log looks for new lines
@@ -61,7 +61,7 @@ def explained(path: Path, what: str, advice: str = "") -> Iterator[None]:
         yield
     except PermissionError as error:
         raise CommandError(
-            f"you may not read {what} {error.filename or path}: root and the user who runs the broker may; run this as one of them"
+            f"you may not read {what} {error.filename or path}: only root and the user who runs the broker may; run this as one of them"
         ) from None
     except OSError as error:
         raise CommandError(f"{what} {path} cannot be read: {error.strerror or error}{advice}") from None
@@ -144,14 +144,14 @@ class LogEntry:
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Show what the broker wrote into its log.", EPILOG)
+    parser.describe("Show the broker's log.", EPILOG)
     parser.argument(
-        "lease", "LEASE", "only entries that name this lease: its id or the beginning of it", by=LEASES, nargs="?"
+        "lease", "LEASE", "only entries that name this lease; give its id or the beginning of it", by=LEASES, nargs="?"
     )
-    parser.flag("--follow", "continue with each entry as it is written")
+    parser.flag("--follow", "keep printing new entries as they are written")
     parser.argument("--lines", "N", f"the last N entries, or `{_ALL}` (default: {_LINES})", default=str(_LINES))
-    parser.argument("--since", "DURATION", "only what was written in this time until now, such as 2h")
-    parser.argument("--level", None, "only entries of this level and above", choices=LEVELS, default=LEVELS[0])
+    parser.argument("--since", "DURATION", "only entries since this long ago, such as 2h")
+    parser.argument("--level", None, "only entries of this level or above", choices=LEVELS, default=LEVELS[0])
     parser.flag("--json", "print each entry as a line of JSON")
     parser.add_socket()
 
@@ -167,15 +167,15 @@ def run(options: argparse.Namespace) -> int:
             there = deque((entry for entry in log.entries() if wanted(entry)), maxlen=last)
         if not log.has_files:
             raise CommandError(
-                f"there is no log {path}: no broker has run here, or it writes to a terminal, or it is a service of systemd; "
-                "for that one use `journalctl --unit jupyter-gpu`, or name another broker's socket with --socket"
+                f"there is no log {path}: no broker has run here, or it logs to a terminal, or it is a systemd service; "
+                "read a service's log with `journalctl --unit jupyter-gpu`, or name another broker's socket with --socket"
             )
         _print(there, as_json=options.json)
         if options.follow:
             for entry in filter(wanted, log.follow()):
                 _print([entry], as_json=options.json)
     if not there:
-        say(f"no entry of {path} is of that kind", sys.stderr)
+        say(f"no matching entries in {path}", sys.stderr)
     return 0
 
 
@@ -192,7 +192,7 @@ def _number(text: str) -> int | None:
     if text == _ALL:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise UsageError(f"--lines {text!r} is not a number of entries; give one, such as 500, or `{_ALL}`")
+        raise UsageError(f"--lines is {text!r}; allowed: a number of entries, such as 500, or `{_ALL}`")
     return int(text)
 
 
@@ -211,9 +211,7 @@ def _short_id(name: str, socket: str | None) -> str:
         if any(lease.lease_id.startswith(name) for lease in leases):  # of several
             raise
     if not re.fullmatch(r"[0-9a-f]{4,}", name):
-        raise UsageError(
-            f"there is no lease {name!r} now; of one that has ended give the id, or its first 4 to 8 characters"
-        )
+        raise UsageError(f"there is no lease {name!r} now; if it has ended, give its id or the first 4 to 8 characters")
     return name[:_SHORT_ID]
 
 

@@ -32,43 +32,43 @@ class _Entry(NamedTuple):
 
 _LEASES = "lease_commands"
 COMMANDS: dict[str, _Entry] = {
-    "demo": _Entry("demo.demo", "two notebooks take turns on one GPU, and nothing is lost"),
-    "lab": _Entry("lab", "JupyterLab with kernels on fractions of a GPU", passes_on=True),
-    "run": _Entry("run.run", "a script or a model server on a share of a GPU, as a kernel is"),
-    "measure": _Entry("measuring.measure", "which share of a GPU suffices for a program, and how sure that is"),
-    "status": _Entry("status", "the GPUs, and which kernels hold them or wait"),
-    "suspend": _Entry(_LEASES, "save a kernel's GPU memory on the host and free the GPU"),
+    "demo": _Entry("demo.demo", "watch two notebooks take turns on one GPU"),
+    "lab": _Entry("lab", "start JupyterLab with kernels on fractions of a GPU", passes_on=True),
+    "run": _Entry("run.run", "run a script or a model server on a share of a GPU"),
+    "measure": _Entry("measuring.measure", "measure which share of a GPU is enough for a program"),
+    "status": _Entry("status", "show the GPUs, and which kernels hold or wait for them"),
+    "suspend": _Entry(_LEASES, "save a kernel's GPU memory to host memory and free the GPU"),
     "resume": _Entry(_LEASES, "bring a suspended kernel back onto a GPU"),
     "pin": _Entry(_LEASES, "keep a kernel on its GPU for a while"),
     "unpin": _Entry(_LEASES, "end a kernel's pin"),
     "resize": _Entry(_LEASES, "give a running kernel another share of a GPU"),
-    "explain": _Entry(_LEASES, "why a kernel waited, was suspended, moved or refused"),
+    "explain": _Entry(_LEASES, "say why a kernel waited, was suspended, moved or refused"),
     "drain": _Entry(_LEASES, "empty a GPU (administrators)"),
-    "undrain": _Entry(_LEASES, "let a drained GPU take part again (administrators)"),
-    "move": _Entry(_LEASES, "have an idle kernel go to another GPU (administrators)"),
+    "undrain": _Entry(_LEASES, "put a drained GPU back into use (administrators)"),
+    "move": _Entry(_LEASES, "move an idle kernel to another GPU (administrators)"),
     "evict": _Entry(_LEASES, "end a kernel; its state is lost (administrators)"),
     "end": _Entry(_LEASES, "end processes that a kernel left on a GPU when it ended"),
-    "report": _Entry("report", "what kernels used of the GPUs, and what it costs"),
-    "audit": _Entry("audit", "what administrators did, when, and for whom (administrators)"),
-    "capacity": _Entry("capacity", "what each pool could still give, by the forecast of waits"),
-    "seats": _Entry("seats", "the seats of hub servers, and ending one (administrators)"),
-    "pool": _Entry("pool", "what the pools are, and changing them while the broker runs"),
-    "budget": _Entry("budget", "what is left of budgets, and giving a user or group more"),
+    "report": _Entry("report", "report how much of the GPUs kernels used, and the costs"),
+    "audit": _Entry("audit", "show what administrators did, when, and for whom (administrators)"),
+    "capacity": _Entry("capacity", "show how much more GPU each pool can grant"),
+    "seats": _Entry("seats", "list the seats of hub servers, or end one (administrators)"),
+    "pool": _Entry("pool", "show the pools, or change them while the broker runs"),
+    "budget": _Entry("budget", "show what is left of budgets, or add to one"),
     "kernels": _Entry("kernels", "install, list and remove the kernels that the launcher offers"),
-    "doctor": _Entry("doctor.doctor", "examine the machine, the driver, the broker and Jupyter"),
-    "logs": _Entry("logs", "what the broker wrote into its log, and follow it"),
-    "simulate": _Entry("simulate", "how many GPUs a group of notebook users needs, in virtual time"),
-    "rescue": _Entry("rescue", "bring suspended kernels back when no broker can run any more"),
-    "uninstall": _Entry("uninstall", "remove kernelspecs, state and settings of this user"),
-    "completion": _Entry("completion", "what bash, zsh or fish needs to complete `jupyter gpu`"),
-    "node": _Entry("node.node", "what a cluster's node runs next to the broker (administrators)"),
-    "broker": _Entry("broker", "run the broker (it starts automatically when it is needed)"),
+    "doctor": _Entry("doctor.doctor", "check the machine, the driver, the broker and Jupyter"),
+    "logs": _Entry("logs", "show the broker's log, or follow it"),
+    "simulate": _Entry("simulate", "simulate how many GPUs a group of notebook users needs"),
+    "rescue": _Entry("rescue", "resume suspended kernels when no broker can run"),
+    "uninstall": _Entry("uninstall", "remove this user's kernelspecs, state and settings"),
+    "completion": _Entry("completion", "print completion for bash, zsh or fish"),
+    "node": _Entry("node.node", "run and set up the parts for cluster nodes (administrators)"),
+    "broker": _Entry("broker", "run the broker (it starts automatically when needed)"),
 }
 
 EPILOG = """\
 start here:
   jupyter gpu demo                       see it work, with or without a GPU
-  jupyter gpu kernels install            add "Python 3 · 1/4 GPU" and its like to the launcher
+  jupyter gpu kernels install            add kernels such as "Python 3 · 1/4 GPU" to the launcher
   jupyter gpu status --watch             watch which kernels are on the GPU
 
 `jupyter gpu COMMAND --help` explains a command.
@@ -83,7 +83,7 @@ def _overview() -> Parser:
         description=f"Jupyter kernels on fractions of a GPU.\n\ncommands:\n{lines}",
         epilog=EPILOG,
     )
-    parser.flag("--version", "show program's version number and exit")
+    parser.flag("--version", "show the version and exit")
     return parser
 
 
@@ -102,7 +102,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
         close = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean `jupyter gpu {close[0]}`? " if close else ""
-        overview.error(f"there is no command {name[:80]!r}; {hint}choose from {', '.join(COMMANDS)}")
+        overview.error(f"unknown command {name[:80]!r}; {hint}choose from {', '.join(COMMANDS)}")
     command, parser = subcommand(name)
     if entry.passes_on:
         options, others = parser.parse_known_args(arguments[1:])
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _discard_output()
         say(
-            f"jupyter gpu: what it writes does not fit: {error.strerror}; free some space, or write elsewhere",
+            f"jupyter gpu: cannot write the output: {error.strerror}; free some space, or write elsewhere",
             sys.stderr,
         )
         return FAILED

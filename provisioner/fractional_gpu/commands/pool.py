@@ -15,23 +15,25 @@ from fractional_gpu.protocol.seats import PoolKeys
 if TYPE_CHECKING:
     from rich.text import Text
 
-NO_POOLS = f"and only a running one tells its pools or changes them; {RUN_ONE}. What it starts with is set in jupyter_gpu_config.py"
+NO_POOLS = (
+    f"and only a running broker can show or change its pools; {RUN_ONE}. jupyter_gpu_config.py sets the initial values"
+)
 
 EPILOG = """\
 examples:
   jupyter gpu pool                                     every pool and its keys
   jupyter gpu pool default idle_after=2m               suspend idle kernels after two minutes, from now on
   jupyter gpu pool default 'user_limits={"leases": 2}' 'hours=Mon-Fri 08:00-18:00'
-  jupyter gpu pool default price=null                  a value in JSON; anything else is text
+  jupyter gpu pool default price=null                  values are JSON; anything else is text
 
-A change applies at once, also to running kernels, until the broker is restarted. To keep it, write it into the broker's
-configuration (`jupyter gpu broker --generate-config` explains every key). What exists keeps its size. For administrators.
+A change applies at once, also to running kernels, until the broker restarts. To keep it, add it to the broker's configuration
+(`jupyter gpu broker --generate-config` explains every key). Existing leases and seats keep their size. For administrators.
 """
 
 
 def configure(parser: Parser) -> None:
     parser.describe("Show the keys of pools, or change them while the broker runs.", EPILOG)
-    parser.argument("pool", "POOL", "a pool's name; all of them without it", by=POOLS, nargs="?")
+    parser.argument("pool", "POOL", "a pool's name (default: all pools)", by=POOLS, nargs="?")
     parser.argument("changes", "KEY=VALUE", "a key and its new value", nargs="*")
     parser.flag("--json", "print the keys as JSON")
     parser.add_socket()
@@ -58,7 +60,7 @@ def _change(text: str) -> tuple[str, Any]:
     except ValueError:
         if value[:1] in {"[", "{"}:
             raise UsageError(
-                f"{text!r}: the value is no JSON; lists and objects are written with double quotes within single ones, such as "
+                f"{text!r}: the value is not valid JSON; use double quotes in lists and objects, and single quotes around them, such as "
                 """'fractions=["1/4", "1/2"]'"""
             ) from None
         return key, value
@@ -68,7 +70,7 @@ def _said(pools: Sequence[PoolKeys], width: int | None) -> "list[Text]":
     lines: list[Text] = []
     for pool in pools:
         rows = [
-            (key, _value(value, ("  (changed since the broker was started)" if key in pool.changed else "")))
+            (key, _value(value, ("  (changed since the broker started)" if key in pool.changed else "")))
             for key, value in pool.keys.items()
         ]
         lines += [line()] if lines else []

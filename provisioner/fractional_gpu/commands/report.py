@@ -1,6 +1,6 @@
 """`jupyter gpu report`: what leases used and what it costs, from the broker or a file of metered rows.
 
-The command asks the broker once, at the finest grain that the form needs, and sums that answer, so that a report's tables, charts and
+The command asks the broker once, at the finest grain that the output needs, and sums that answer, so that a report's tables, charts and
 totals agree even while kernels run.
 """
 
@@ -45,23 +45,23 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _ONLY = ("user", "group", "pool", "device")
-_WITHOUT_BROKER = f"and it has the figures; {RUN_ONE}, or name a file of metered rows with --from"
+_WITHOUT_BROKER = f"and only a running broker has the figures; {RUN_ONE}, or name a file of metered rows with --from"
 _MEANING = (
-    "Hours are GPU hours: a whole GPU for an hour, or half of one for two. busy %: of the hours held. "
-    "docs/costs.md says what each figure is; --html and --json have all of them."
+    "Hours are GPU hours: a whole GPU for an hour, or half of one for two. busy %: share of the hours held. "
+    "docs/costs.md explains each figure; --html and --json have all of them."
 )
 EPILOG = """\
 examples:
-  jupyter gpu report                                    your use of this month; for administrators, everybody's
+  jupyter gpu report                                    your use this month; for administrators, everyone's
   jupyter gpu report --by notebook --since 7d           what each of your notebooks used in the last seven days
   jupyter gpu report --by group,pool --since last-month --until last-month
-  jupyter gpu report --by day --html --output use.html  one page with a picture, for people
+  jupyter gpu report --by day --html --output use.html  a page with charts
   jupyter gpu report --csv --since last-month --until last-month --output october.csv
-                                                        rows for chargeback systems (FOCUS 1.2), one for each day
-  jupyter gpu report --from usage.json                  of a simulated week (`jupyter gpu simulate --set usage=usage.json`)
+                                                        rows for chargeback systems (FOCUS 1.2), one a day
+  jupyter gpu report --from usage.json                  a simulated week (from `jupyter gpu simulate --set usage=usage.json`)
 
-A word or a date is a whole period: --until yesterday includes yesterday. Hours that begin within the time count. What users see of
-others is what the broker's `usage_visible` says; what others' notebooks are called is never shown to them.
+A word or a date is a whole period: --until yesterday includes yesterday. An hour counts if it begins within the period. The broker's
+`usage_visible` sets what users see of others; they never see the names of others' notebooks.
 """
 
 
@@ -89,35 +89,37 @@ class _Ask:
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Show what kernels used of the GPUs, and what it costs.", EPILOG)
+    parser.describe("Report how much of the GPUs kernels used, and what it costs.", EPILOG)
     parser.argument(
         "--by",
         "WHAT,...",
-        f"what to sum by, several with commas: {', '.join(USAGE_BY)} (default: user)",
+        f"what to group by, separated by commas: {', '.join(USAGE_BY)} (default: user)",
         by=_propose_by,
         default="user",
     )
     for name, default, says in (
-        ("since", None, f"from when on: {', '.join(WORDS)}, 7d, 12h, a date or a time (default: {DEFAULT})"),
-        ("until", None, "until when, likewise (default: now)"),
+        ("since", None, f"start of the period: {', '.join(WORDS)}, 7d, 12h, a date or a time (default: {DEFAULT})"),
+        ("until", None, "end of the period, in the same form (default: now)"),
     ):
         parser.argument(f"--{name}", "WHEN", says, by=WORDS, default=default)
-    parser.argument("--user", None, "only of this user")
+    parser.argument("--user", None, "only this user")
     parser.argument(
         "--account",
         None,
-        "only of users of the hub, or of the machine: two with the same name are two (default: of both)",
+        "only hub users, or only users of the machine; the same name may exist in both (default: both)",
         choices=ACCOUNTS,
     )
-    parser.argument("--group", None, "only of users of this group")
-    parser.argument("--pool", None, "only of this pool", by=POOLS)
-    parser.argument("--device", None, "only of this device: its number, or its id or the beginning of it", by=DEVICES)
+    parser.argument("--group", None, "only users of this group")
+    parser.argument("--pool", None, "only this pool", by=POOLS)
+    parser.argument("--device", None, "only this device: its number, its id, or the beginning of its id", by=DEVICES)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", action="store_true", help="print rows for chargeback systems, as FOCUS 1.2 names them")
-    form.add_argument("--json", action="store_true", help="print all figures as JSON, integers with units")
-    form.add_argument("--html", action="store_true", help="print a page with tables and a picture")
-    parser.argument("--output", "FILE", "write it there instead", type=Path)
-    parser.argument("--from", "FILE", "report on the rows of this file; no broker is asked", dest="rows", type=Path)
+    form.add_argument(
+        "--csv", action="store_true", help="print rows for chargeback systems, in the format of FOCUS 1.2"
+    )
+    form.add_argument("--json", action="store_true", help="print all figures as JSON, with units")
+    form.add_argument("--html", action="store_true", help="print an HTML page with tables and charts")
+    parser.argument("--output", "FILE", "write the report to this file", type=Path)
+    parser.argument("--from", "FILE", "read rows from this file instead of asking the broker", dest="rows", type=Path)
     parser.add_socket()
 
 
@@ -148,7 +150,7 @@ def _ask(options: argparse.Namespace) -> _Ask:
     by = tuple(part.strip() for part in options.by.split(","))
     if not set(by) <= set(USAGE_BY) or len(set(by)) < len(by):
         raise UsageError(
-            f"--by {options.by[:60]!r} is not allowed; allowed: each of {', '.join(USAGE_BY)} at most once, with commas"
+            f"--by {options.by[:60]!r} is not allowed; allowed: each of {', '.join(USAGE_BY)} at most once, separated by commas"
         )
     only: dict[str, str | int] = {name: value for name in _ONLY if (value := getattr(options, name)) is not None}
     if empty := [name for name, value in only.items() if not value]:
@@ -177,7 +179,7 @@ def _from_broker(options: argparse.Namespace, ask: _Ask) -> UsageReport:
         if "device" in only:
             devices = {one.device_id: str(one.index) for one in client.status().devices}
             only["device"] = _device(devices, only["device"])
-        with say_if_slow("The broker adds up the figures ..."):
+        with say_if_slow("adding up the figures ..."):
             return client.usage(ask.grain, since_s, until_s, only)
 
 
@@ -186,16 +188,16 @@ def _device(devices: Mapping[str, str], word: str) -> str:
     found = [device_id for device_id, number in devices.items() if word in (number, device_id)]
     found = found or [device_id for device_id in devices if device_id.startswith(word)]
     if len(found) > 1:
-        raise CommandError(f"--device {word[:60]!r} fits {', '.join(found)}; name one of them")
+        raise CommandError(f"--device {word[:60]!r} matches {', '.join(found)}; name one of them")
     return found[0] if found else word
 
 
 def _from_file(options: argparse.Namespace, ask: _Ask) -> UsageReport:
     if options.socket is not None:
-        raise UsageError("--from reads a file and --socket names a broker; leave one of the two out")
+        raise UsageError("--from reads a file, and --socket names a broker; leave one of them out")
     path: Path = options.rows
     try:
-        with file_errors("read", path, "; check --from"), say_if_slow(f"{path} is read and added up ..."):
+        with file_errors("read", path, "; check --from"), say_if_slow(f"reading {path} ..."):
             file = rows_file.read(path.read_bytes(), str(path))
             since_s, until_s = file.begins_s, file.ends_s
             if options.since is not None or options.until is not None:
@@ -229,9 +231,9 @@ def _formed(report: UsageReport, ask: _Ask, zone: tzinfo | None, provider: str, 
 def as_text(
     report: UsageReport, by: Sequence[str], *, width: int | None = None, zone: tzinfo | None = None
 ) -> "list[Text]":
-    lines = [line(f"Use of GPUs from {period_text(report, zone)}. {scope_text(report)}"), line()]
+    lines = [line(f"GPU use from {period_text(report, zone)}. {scope_text(report)}"), line()]
     if not report.entries:
-        lines.append(line("Nothing was used in this time, or nothing that you may see."))
+        lines.append(line("No use in this period, or none that you may see."))
     else:
         tables = [_drawn(tabulated(report, by), None)]
         if width is not None and max(one.cell_len for one in tables[0]) > width:

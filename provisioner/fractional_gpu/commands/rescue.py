@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  jupyter gpu rescue                    after the broker could not be started any more
+  jupyter gpu rescue                    when the broker can no longer start
   jupyter gpu rescue --json
 
-It takes the broker's place for a moment: if one serves, use `jupyter gpu resume --all` instead. Kernels that do not fit on their
-device now stay saved; shut others down and run it again. Kernels whose records were lost with the broker's files get new ones.
+This briefly takes the broker's place: if a broker is running, use `jupyter gpu resume --all` instead. Kernels that do not fit on their
+device stay saved; shut others down and run this again. Kernels whose records were lost with the broker's files get new ones.
 
-Without a broker a cell still waits for one. Begin it with %%cpu to run it all the same, and save what you need from there.
+Cells still wait for a broker. Start a cell with %%cpu to run it anyway, and save what you need from there.
 """
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Bring suspended kernels back onto the GPU without any broker, and tell what was done.", EPILOG)
-    parser.argument("--socket", "PATH", "the broker's (default: $JUPYTER_GPU_SOCKET, else your own socket)")
-    parser.argument("--config", "FILE", "the broker's configuration file (default: its last one)")
-    parser.argument("--state-dir", "DIR", "where the ledger is (default: as the last broker had it)")
-    parser.argument("--simulate", "COUNTxMEMORY", "the simulated GPUs it had (default: as the last broker had them)")
+    parser.describe("Bring suspended kernels back onto the GPU without a broker, and report what was done.", EPILOG)
+    parser.argument("--socket", "PATH", "the broker's socket (default: $JUPYTER_GPU_SOCKET, else your own)")
+    parser.argument("--config", "FILE", "the broker's configuration file (default: the last one it used)")
+    parser.argument("--state-dir", "DIR", "the ledger's folder (default: the last broker's)")
+    parser.argument("--simulate", "COUNTxMEMORY", "the broker's simulated GPUs (default: the last broker's)")
     parser.flag("--json", 'print {"ledger", "problem", "kernels": [...]}')
 
 
@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
         socket = options.socket or socket_path()
         if pids := kernels_of(socket):
             raise CommandError(
-                f"no GPU was found: {why}; the state of {plural(len(pids), 'kernel')} comes back onto a device only: make the driver "
-                "work again (`jupyter gpu doctor` says what it finds), leave those processes alone, then run this again"
+                f"no GPU was found: {why}; the saved state of {plural(len(pids), 'kernel')} needs a device: get the driver "
+                "working again (`jupyter gpu doctor` helps), leave those processes alone, then run this again"
             )
         return Rescue(ledger="", problem="", kernels=[])
 
@@ -58,14 +58,14 @@ def run(options: argparse.Namespace) -> int:
         socket=options.socket, config_file=options.config, simulate=options.simulate, state_dir=options.state_dir
     )
     try:
-        with say_if_slow("looking for kernels and bringing them back ..."):
+        with say_if_slow("finding kernels and bringing them back ..."):
             result = rescue(given)
     except NoDeviceError as error:
         result = nothing(error.why)
     except (ConfigError, BackendError, DeviceClaimedError, GPUError, LedgerError, OSError) as error:
         raise CommandError(str(error)) from error
     if result.problem and not options.json:
-        say(f"{result.problem}; the kernels were looked for in /proc", sys.stderr)
+        say(f"{result.problem}; searched /proc for the kernels instead", sys.stderr)
     answer(options, result, lambda _: [*map(_said, result.kernels)] or ["There is no kernel to rescue."])
     return 0 if all(one.is_well for one in result.kernels) else 1
 

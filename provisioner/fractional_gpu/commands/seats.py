@@ -1,4 +1,4 @@
-"""`jupyter gpu seats`: lists the seats of a hub's servers, and ends one that its hub did not give back."""
+"""`jupyter gpu seats`: lists the seats of a hub's servers, and ends one that its hub did not release."""
 
 import argparse
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ _WORKLOADS = {SLURM: "Slurm job", KUBERNETES: "pod"}
 _FEWEST = 4  # characters of a seat's id
 EPILOG = """\
 examples:
-  jupyter gpu seats                     every seat: whose it is, its share, and what its kernels use of it
+  jupyter gpu seats                     every seat: its owner, its share, and how much its kernels use
   jupyter gpu seats release ada         end the seat of ada's default server
-  jupyter gpu seats release ada/big     the same for her server `big`; a seat's id, or the beginning of it, does too
+  jupyter gpu seats release ada/big     end that of her server `big`; a seat's id, or the beginning of it, works too
 
-Release a seat whose server does not run, if its hub is gone: a hub that runs releases such seats itself. If the server runs, it
-gets no further kernels with a GPU until it is started again. Kernels that run are suspended and keep their variables. For administrators.
+Release a seat if its server is not running and its hub is gone; a running hub releases such seats itself. If the server is running, it
+gets no more GPU kernels until it restarts. Running kernels are suspended and keep their variables. For administrators.
 """
 
 
@@ -34,15 +34,15 @@ def configure(parser: Parser) -> None:
     parser.argument(
         "action", None, "what to do (default: list)", nargs="?", choices=("list", "release"), default="list"
     )
-    parser.argument("seat", "SEAT", "with release: USER, USER/SERVER or a seat's id", nargs="?")
-    parser.flag("--json", "print the seats, or the seat that was released, as JSON")
+    parser.argument("seat", "SEAT", "for release: USER, USER/SERVER or a seat's id", nargs="?")
+    parser.flag("--json", "print the seats, or the released seat, as JSON")
     parser.add_socket()
 
 
 def run(options: argparse.Namespace) -> int:
     if (options.action == "release") is not (options.seat is not None):
         raise UsageError(
-            "say which seat: `jupyter gpu seats release SEAT`, where SEAT is USER, USER/SERVER or a seat's id"
+            "name a seat to release: `jupyter gpu seats release SEAT`, where SEAT is USER, USER/SERVER or a seat's id"
         )
     with running_broker(options.socket) as running, SeatClient(running.socket_path) as client:
         listing = client.seats()
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         seat = find_seat(options.seat, listing.seats)
         with say_if_slow(f"ending the seat of {_name(seat)} ..."):
             client.release_seat(seat.seat_id)
-    kept = f"; suspended, with all variables: {plural(seat.kernels, 'kernel')}" if seat.kernels else ""
+    kept = f"; {plural(seat.kernels, 'kernel')} suspended, with all variables" if seat.kernels else ""
     answer(options, {"released": seat}, lambda _: [f"the seat of {_name(seat)} ({_share(seat)}) has ended{kept}"])
     return 0
 
@@ -66,7 +66,7 @@ def find_seat(word: str, seats: Sequence[SeatStatus]) -> SeatStatus:
         there = ", ".join(_name(seat) for seat in seats) or "none"
         raise CommandError(f"there is no seat {word!r}; seats: {there} (`jupyter gpu seats` lists them)")
     ids = ", ".join(seat.seat_id for seat in found)
-    raise CommandError(f"{word!r} fits {len(found)} seats; name one by its id: {ids}")
+    raise CommandError(f"{word!r} matches {len(found)} seats; give the id of one: {ids}")
 
 
 def _name(seat: SeatStatus) -> str:

@@ -26,19 +26,19 @@ _CLEAR = "\x1b[H\x1b[2J"  # cursor home, erase the screen
 EPILOG = """\
 examples:
   jupyter gpu status
-  jupyter gpu status --watch            a new picture every 2 seconds
+  jupyter gpu status --watch            update every 2 seconds
   jupyter gpu status --json             one object; {"running": false} if no broker runs
-  jupyter gpu status --watch --json     one such object a line, every 2 seconds
+  jupyter gpu status --watch --json     one such object per line, every 2 seconds
 
-You see your own kernels and your server's seat; administrators see all of them, and the servers that wait for a seat. The sums of a
-device count all users.
+You see your own kernels and your server's seat. Administrators see everyone's, and the servers waiting for a seat. A device's totals
+include all users.
 """
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Show the GPUs, and which kernels hold them or wait. Does not start a broker.", EPILOG)
+    parser.describe("Show the GPUs, and which kernels hold or wait for them. Does not start a broker.", EPILOG)
     parser.flag("--json", "print JSON, with the fields of GET /v1/status, and `running`")
-    parser.flag("--watch", "show it every 2 seconds until Ctrl-C")
+    parser.flag("--watch", "update every 2 seconds until Ctrl-C")
     parser.add_socket()
 
 
@@ -47,9 +47,9 @@ def show(status: HostStatus | None, *, as_json: bool, socket: str, out: TextIO) 
         return json.dumps({"running": False} if status is None else {"running": True, **to_builtins(status)}) + "\n"
     if status is None:
         starts = (
-            "an administrator starts it"
+            "an administrator must start it"
             if is_service_socket(socket)
-            else "it starts with the first kernel that wants a GPU"
+            else "the first kernel that wants a GPU starts one"
         )
         return f"No broker is running on {socket}; {starts}.\n"
     return shown(render_status(status, terminal_width(out)), out)
@@ -79,7 +79,7 @@ def watch(
 def _beginning(text: str) -> str:
     lines, most = text.splitlines(keepends=True), max(1, shutil.get_terminal_size().lines - 2)
     more = f"... {plural(len(lines) - most, 'more line')}; " if len(lines) > most else "\n"
-    return f"{''.join(lines[:most])}{more}Ctrl-C ends this.\n"
+    return f"{''.join(lines[:most])}{more}Ctrl-C stops this.\n"
 
 
 def run(options: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ def test_a_broker_that_serves_is_named(tmp_path: Path) -> None:
         path, found = check_broker(broker.path)
     assert path == broker.path
     assert found[0].check == "broker"
-    assert f"serves on {broker.path}: 0 leases" in found[0].finding
+    assert f"runs on {broker.path} with 0 leases" in found[0].finding
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,14 @@ def test_what_a_broker_has_of_the_program_that_started_it_is_a_warning(how: list
 @pytest.mark.parametrize(
     ("covered_permille", "severity", "words"),
     [
-        (640, Severity.WARNING, "64 % of the last 256 outcomes lay within the bounds of wait forecasts; 80 % is what"),
+        (
+            640,
+            Severity.WARNING,
+            "64 % of the last 256 outcomes were within the bounds of wait forecasts; the bounds promise 80 %",
+        ),
         (800, Severity.OK, "wait 80 %"),
         (651, Severity.OK, "wait 65 %"),
-        (960, Severity.NOTE, "wider than they need to be"),
+        (960, Severity.NOTE, "wider than needed"),
     ],
 )
 def test_bounds_of_forecasts_that_do_not_hold_are_found(covered_permille: int, severity: Severity, words: str) -> None:
@@ -99,7 +103,7 @@ def test_a_folder_that_is_not_there_means_no_broker_and_a_file_in_its_place_is_a
 def test_a_service_that_does_not_run_is_an_error() -> None:
     _, found = check_broker("/run/jupyter-gpu-nowhere/b.sock")
     assert the(found).severity is Severity.ERROR
-    assert "an administrator starts it" in the(found).advice
+    assert "an administrator must start it" in the(found).advice
 
 
 # -- the ledger -------------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_a_shadowed_kernelspec_is_a_warning(specs: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "first"))
     install("default", [250], directory=str(tmp_path / "first" / "kernels"), base="plain")
     install("default", [250], directory=str(specs), base="plain")
-    (finding,) = [one for one in check_kernelspecs(None) if "is not shown" in one.finding]
+    (finding,) = [one for one in check_kernelspecs(None) if "does not show" in one.finding]
     assert str(tmp_path / "first") in finding.finding
 
 
@@ -107,7 +107,7 @@ def test_a_kernelspec_for_what_is_not_on_offer_is_a_warning(specs: Path, jupyter
     known = settings(jupyter_home, "c.GPUBroker.pools = {'default': {'fractions': ['1/2', '1']}}")
     offer, pool = check_kernelspecs(known)
     assert (offer.severity, pool.severity) == (Severity.WARNING, Severity.WARNING)
-    assert "asks for 1/4, and its pool offers 1/2, 1" in offer.finding
+    assert "asks for 1/4, but its pool only offers 1/2, 1" in offer.finding
     assert "pool 'teaching', which is not configured" in pool.finding
 
 

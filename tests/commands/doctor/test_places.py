@@ -35,7 +35,7 @@ def test_a_ledger_on_a_network_filesystem_is_warned_of(shared: Path, tmp_path: P
 def test_a_socket_that_another_host_would_replace_is_warned_of(shared: Path) -> None:
     _, found = check_broker(str(shared / "broker.sock"))
     assert [one.severity for one in found] == ["warning", "note"]
-    assert "the broker of another host that shares it would put its own in its place" in found[0].finding
+    assert "a broker on another host that shares it would replace it" in found[0].finding
     own = shared / f"gpu-{node_name()}"
     own.mkdir(mode=0o700)
     _, found = check_broker(str(own / "broker.sock"))

@@ -89,7 +89,7 @@ def test_where_there_is_no_room_at_first_that_is_the_answer_at_once(measured: Me
         attempts.append(setting)
         return error
 
-    with pytest.raises(CommandError, match=f"nothing could be measured: {error}; try again later"):
+    with pytest.raises(CommandError, match=f"could not measure: {error}; try again later"):
         measured(outcome)
     assert attempts == [ALONE]
 
@@ -139,6 +139,6 @@ def test_the_shares_are_those_on_offer_or_asked_for(
 def test_a_share_that_is_not_on_offer_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     world = cast("BrokerClient", World(lambda *_: None))
     with pytest.raises(
-        UsageError, match=r"--fractions has 1/5, but pool 'default' offers 1, 1/2, 1/4; choose of these"
+        UsageError, match=r"--fractions has 1/5, but pool 'default' offers 1, 1/2, 1/4; choose from these"
     ):
         Measurement(replace(PLAN, fractions_milli=[250, 200]), world, tmp_path, lambda _: None)

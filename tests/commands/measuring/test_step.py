@@ -189,13 +189,13 @@ def test_steady_tenants_are_measured_while_all_of_them_work(make: Make) -> None:
 @pytest.mark.parametrize("ends_s", [0.51, 0.61, 0.71, 0.81, 0.91, 1.01, 1.11])
 def test_a_program_that_fails_is_told_and_not_taken_for_a_disturbance(make: Make, ends_s: float) -> None:
     step, _ = make(Program("good"), Program("bad", ends_s=ends_s, status=3))
-    with pytest.raises(TenantError, match=r'exit status 3; the last that it printed: "it said so"'):
+    with pytest.raises(TenantError, match=r'exit status 3; its last output: "it said so"'):
         step.run()
 
 
 def test_beside_others_who_work_all_the_time_nothing_is_begun(make: Make) -> None:
     step, place = make(Program("one"), others_milli=lambda _: 400)
-    with pytest.raises(DisturbedError, match="a kernel of another user worked on the device"):
+    with pytest.raises(DisturbedError, match="another user's kernel worked on the device"):
         step.run()
     assert place.programs[0].went_s is None
 
@@ -210,7 +210,7 @@ def test_others_who_begin_to_work_end_the_step_though_their_memory_was_there_bef
 
 def test_memory_that_comes_or_goes_ends_the_step(make: Make) -> None:
     step, _ = make(Program("one"), strangers_mib=lambda at_s: 300 if at_s > 0.7 else 0)
-    with pytest.raises(DisturbedError, match="came, went or changed"):
+    with pytest.raises(DisturbedError, match="came, left or changed"):
         step.run()
 
 

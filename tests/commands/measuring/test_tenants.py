@@ -78,13 +78,13 @@ STRANGER = Stranger(pid=7, user="eve", used_mib=5)
     [
         ({"busy": True}, 300, 0, "ada.ipynb worked on the device"),
         ({"busy": True}, 19, 9, ""),  # its cell runs, and does not use the device
-        ({}, 300, 0, "a kernel of another user worked on the device"),
-        ({"device_id": "gpu-1", "busy": True}, 300, 0, "a kernel of another user worked on the device"),
+        ({}, 300, 0, "another user's kernel worked on the device"),
+        ({"device_id": "gpu-1", "busy": True}, 300, 0, "another user's kernel worked on the device"),
         ({"busy": True}, None, 0, "ada.ipynb worked on the device"),
         ({"working": True}, None, 0, "ada.ipynb worked on the device"),
         ({"busy": True, "device_id": "gpu-1"}, None, 0, ""),
         ({}, None, 0, ""),
-        ({}, None, 1, "a kernel of another user worked on the device"),
+        ({}, None, 1, "another user's kernel worked on the device"),
     ],
 )
 def test_others_disturb_when_they_work_as_the_device_counts_or_else_as_their_cells_say(

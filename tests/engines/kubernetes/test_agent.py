@@ -136,7 +136,7 @@ def test_an_agent_lives_with_its_pods_and_ends_in_order(
         process.terminate()
         assert process.wait(60) == 0
         assert capacity(server) == free, "the counts stay as they are"
-        assert "ended; the counts stay as they are" in log.read_text()
+        assert "stopped; the counts stay as they are" in log.read_text()
     finally:
         process.kill()
         process.wait()
@@ -145,7 +145,7 @@ def test_an_agent_lives_with_its_pods_and_ends_in_order(
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (("--pool", "default=jgpu"), "a pool's name alone; its count is fractional-gpu.jupyter.org/POOL"),
+        (("--pool", "default=jgpu"), "give only the pool's name; its count is fractional-gpu.jupyter.org/POOL"),
         (("--kubeconfig", "/nowhere/config"), "cannot be reached by /nowhere/config"),
     ],
 )

@@ -1,8 +1,8 @@
 """Checks of what is installed and set up: versions, configuration, simulated devices, the broker, its ledger, kernelspecs and idle cullers.
 
 The checks start no first broker and open the ledger read-only, without its lock. They read Jupyter's configuration files as text and never
-run them, so they miss computed settings; a finding names the file and line. To a culler, a suspended kernel looks idle: it shuts the kernel
-down, and the variables are lost.
+run them, so they miss computed settings; a finding names the file and line. A culler sees a suspended kernel as idle and shuts it down: its
+variables are lost.
 """
 
 import json
@@ -39,7 +39,7 @@ from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import FractionalGPUError
 
 _PACKAGES: Final = ("jupyter_client", "ipykernel", "jupyterlab", "jupyterhub", "nvidia-ml-py", "cuda-bindings")
-_LOAD: Final = "no kernelspec of ours can start"
+_LOAD: Final = "no GPU kernel can start"
 
 
 def check_versions() -> Iterator[Finding]:
@@ -61,20 +61,20 @@ def check_simulation(simulate: str | None) -> Iterator[Finding]:
     try:
         sizes = parse_devices(simulate)
     except SimulatedHostError as error:
-        yield problem("simulated", f"JUPYTER_GPU_SIMULATE: {error}", "set it to a valid text, or unset it")
+        yield problem("simulated", f"JUPYTER_GPU_SIMULATE: {error}", "correct it, or unset it")
         return
     devices = ", ".join(format_memory(mib) for mib in sizes)
-    yield note(
-        "simulated", f"JUPYTER_GPU_SIMULATE={simulate}: brokers that start here have simulated devices ({devices})"
-    )
+    yield note("simulated", f"JUPYTER_GPU_SIMULATE={simulate}: brokers started here have simulated devices ({devices})")
 
 
 def check_settings() -> tuple[Settings | None, list[Finding]]:
     try:
         settings = load()
     except ConfigError as error:
-        return None, [problem("configuration", str(error), "mend it: no broker starts before that")]
-    files = ", ".join(str(file) for file in settings.files) or "no jupyter_gpu_config.py: everything has its default"
+        return None, [problem("configuration", str(error), "fix it: until then, no broker starts")]
+    files = (
+        ", ".join(str(file) for file in settings.files) or "no jupyter_gpu_config.py: all settings have their defaults"
+    )
     return settings, [ok("configuration", f"{files}; pools: {', '.join(pool.name for pool in settings.pools)}")]
 
 
@@ -88,20 +88,26 @@ def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
         path = socket or socket_path()
         client = broker_if_running(path)
     except FractionalGPUError as error:
-        return socket, [problem("broker", str(error), "mend that first: no kernel of ours starts without a broker")]
+        return socket, [problem("broker", str(error), "fix that first: without a broker, no GPU kernel starts")]
     shared = list(_check_place(path))
     if client is None and is_service_socket(path):
-        stopped = f"the system service on {path} does not run: no kernel starts"
-        return path, [*shared, problem("broker", stopped, "an administrator starts it: systemctl status jupyter-gpu")]
+        stopped = f"the system service on {path} is not running: no kernel can start"
+        return path, [
+            *shared,
+            problem("broker", stopped, "an administrator must start it: systemctl status jupyter-gpu"),
+        ]
     if client is None:
-        return path, [*shared, note("broker", f"none runs on {path}: it starts with the first kernel that wants a GPU")]
+        return path, [
+            *shared,
+            note("broker", f"none is running on {path}: the first kernel that wants a GPU starts one"),
+        ]
     with client:
         try:
             return path, [*shared, *_check_answers(client, path)]
         except FractionalGPUError as error:
             return path, [
                 *shared,
-                problem("broker", f"the broker on {path} fails: {error}", "see broker.log next to its socket"),
+                problem("broker", f"the broker on {path} failed: {error}", "see broker.log next to its socket"),
             ]
 
 
@@ -110,36 +116,34 @@ def _check_place(path: str) -> Iterator[Finding]:
     if is_network(folder) and node_name() not in folder.name:
         yield warning(
             "broker",
-            f"the socket {path} is on a network filesystem ({filesystem_type(folder)}): the broker of another host that shares it would "
-            "put its own in its place",
-            "name one on a local disk in JUPYTER_GPU_SOCKET, or leave that out: then each host has a separate folder",
+            f"the socket {path} is on a network filesystem ({filesystem_type(folder)}): a broker on another host that shares it would "
+            "replace it with its own socket",
+            "set JUPYTER_GPU_SOCKET to a path on a local disk, or unset it: then each host has a separate folder",
         )
 
 
 def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
     pong = client.ping()
     status = client.status()
-    what = (
-        f"process {pong.pid}, version {pong.version}, serves on {path}: {plural(len(status.leases), 'lease')} of yours"
-    )
+    what = f"process {pong.pid}, version {pong.version}, runs on {path} with {plural(len(status.leases), 'lease')} of yours"
     if pong.simulated:
         yield note("broker", f"{what}; its devices are simulated")
     elif pong.version != __version__:
-        yield warning("broker", what, f"restart it to have version {__version__}: kernels outlive that")
+        yield warning("broker", what, f"restart it to get version {__version__}; kernels keep running")
     else:
         yield ok("broker", what)
     yield from inherited_findings(pong.pid)
     for lease in status.leases:
         if lease.state == "quarantined":
             yield warning(
-                "broker", f"lease {lease.lease_id}: {lease.sentence}", "it is looked at again; broker.log tells more"
+                "broker", f"lease {lease.lease_id}: {lease.sentence}", "the broker will check it again; see broker.log"
             )
     for device in status.devices:
         if device.lost or device.over_committed:
-            wrong = "does not answer" if device.lost else "holds more than fits"
+            wrong = "is not responding" if device.lost else "is over-committed"
             yield warning(
                 "broker",
-                f"device {device.index} {wrong} and admits no kernel",
+                f"device {device.index} {wrong} and accepts no kernels",
                 "`jupyter gpu status` shows which processes hold its memory",
             )
     yield from forecast_findings(status.forecasts)
@@ -148,7 +152,7 @@ def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
         yield warning(
             "broker",
             f"kernels on device {which} cannot be suspended now: {why_not}",
-            "they stay on it; if the broker tries again it says when, else mend the reason and restart it (kernels outlive that)",
+            "they stay on it; unless the reason says when the broker tries again, fix it and restart the broker (kernels keep running)",
         )
 
 
@@ -161,8 +165,8 @@ def inherited_findings(pid: int) -> Iterator[Finding]:
     if kept:
         yield warning(
             "broker",
-            f"the broker has {' and '.join(kept)} from the program that started it: every kernel's waits and swaps suffer from that",
-            "`jupyter gpu broker --restart` in a shell without them starts another; kernels outlive that",
+            f"the broker has {' and '.join(kept)} from the program that started it, which slows every kernel's waits and swaps",
+            "run `jupyter gpu broker --restart` in a shell without them; kernels keep running",
         )
 
 
@@ -171,23 +175,21 @@ def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
     known = [one for one in errors if one.count >= _LEAST_FORECASTS]
     for one in known:
         off = one.covered_permille - one.stated_permille
-        said = f"{one.covered_permille // 10} % of the last {min(one.count, 256)} outcomes lay within the bounds of {one.what} forecasts"
-        promised = f"{one.stated_permille // 10} % is what these promise"
+        said = f"{one.covered_permille // 10} % of the last {min(one.count, 256)} outcomes were within the bounds of {one.what} forecasts"
+        promised = f"the bounds promise {one.stated_permille // 10} %"
         if off < -_FAR_PERMILLE:
             yield warning(
                 "forecasts",
                 f"{said}; {promised}",
-                "take those bounds as too narrow: they widen automatically with each miss",
+                "treat those bounds as too narrow; they widen automatically with each miss",
             )
         elif off > _FAR_PERMILLE:
-            yield note(
-                "forecasts", f"{said}; {promised}: they are wider than they need to be, and narrow automatically"
-            )
+            yield note("forecasts", f"{said}; {promised}: they are wider than needed, and narrow automatically")
     if known and all(abs(one.covered_permille - one.stated_permille) <= _FAR_PERMILLE for one in known):
         shown = ", ".join(f"{one.what} {one.covered_permille // 10} %" for one in known)
         yield ok(
             "forecasts",
-            f"their bounds hold as many outcomes as they promise ({known[0].stated_permille // 10} %): {shown}",
+            f"the bounds are right about as often as they promise ({known[0].stated_permille // 10} %): {shown}",
         )
 
 
@@ -206,9 +208,9 @@ def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
         if lost:
             living = plural(len(lost), "living kernel")
             what = f"{none}, but this broker's leases have {living} (process {lost[0]}{', ...' if lost[1:] else ''})"
-            yield warning("ledger", what, "run `jupyter gpu status`: the broker that it starts takes their leases back")
+            yield warning("ledger", what, "run `jupyter gpu status`: it starts a broker, which takes their leases back")
         else:
-            yield note("ledger", f"{none}: the first broker makes one")
+            yield note("ledger", f"{none}: the first broker creates it")
     if is_network(folder):
         yield warning(
             "ledger",
@@ -223,7 +225,7 @@ def _ledger(file: Path) -> Finding:
     except LedgerError as error:
         wrong, _, remedy = str(error).partition("; ")
         return problem("ledger", wrong, remedy)
-    return ok("ledger", f"{file} is sound, with {plural(leases, 'live lease')}")
+    return ok("ledger", f"{file} is intact, with {plural(leases, 'live lease')}")
 
 
 _INSTALL: Final = "jupyter gpu kernels install"
@@ -235,16 +237,16 @@ _SET: Final = re.compile(rf"^\s*c\.(\w+)\.({'|'.join(_TRAITS)})\s*=\s*([^#\n]+)"
 _FLAG: Final = re.compile(rf"^--(\w+)\.({'|'.join(_TRAITS)})=(.+)$")
 _CULLERS: Final = ("jupyterhub_idle_culler", "jupyterhub-idle-culler", "cull_idle_servers")
 _CONFIGS: Final = re.compile(r"jupyter_(?:\w+_)?config\.(?:py|json)")
-_ADVICE: Final = "set it to 0 where fractional kernels run, and let the pool's idle_after suspend them instead"
+_ADVICE: Final = "set it to 0 for fractional kernels, and let the pool's idle_after suspend them instead"
 
 
 def check_kernelspecs(settings: Settings | None, specs: Iterable[InstalledSpec] | None = None) -> Iterator[Finding]:
     found = list(list_installed() if specs is None else specs)
     if not found:
-        yield note("kernelspecs", "none installed: the launcher offers no fractions", _INSTALL)
+        yield note("kernelspecs", "none installed, so the launcher offers no fractions", _INSTALL)
         return
     wrong = [finding for spec in found for finding in _check_spec(spec, settings)]
-    by_command: dict[tuple[str, ...], InstalledSpec] = {}  # their imports are tried once
+    by_command: dict[tuple[str, ...], InstalledSpec] = {}  # so that each command's imports are tried once
     for spec in found:
         if spec.command and find_interpreter(spec.command[0], os.environ):
             by_command.setdefault(spec.command, spec)
@@ -256,14 +258,16 @@ def check_kernelspecs(settings: Settings | None, specs: Iterable[InstalledSpec] 
 
 def _check_spec(spec: InstalledSpec, settings: Settings | None) -> Iterator[Finding]:
     if not spec.argv:
-        yield problem("kernelspecs", f"{spec.folder / 'kernel.json'} names no command", f"{_INSTALL} writes it again")
+        yield problem(
+            "kernelspecs", f"{spec.folder / 'kernel.json'} names no command", f"run {_INSTALL} to write it again"
+        )
     elif find_interpreter(spec.argv[0], os.environ) is None:
-        gone = f"{spec.name} starts {spec.argv[0]}, which is not there or cannot be run"
+        gone = f"{spec.name} starts {spec.argv[0]}, which is missing or not executable"
         yield problem("kernelspecs", gone, f"{_INSTALL} for another base, or jupyter gpu kernels remove {spec.name}")
     yield from _offer(spec, settings)
     if spec.shadowed_by is not None:
-        hidden = f"{spec.folder} is not shown: {spec.shadowed_by} has the same name and is found first"
-        advice = f"remove one of the two, or install one under another name: {_INSTALL} --name"
+        hidden = f"Jupyter does not show {spec.folder}: it finds {spec.shadowed_by}, with the same name, first"
+        advice = f"remove one of them, or install one under another name: {_INSTALL} --name"
         yield warning("kernelspecs", hidden, advice)
 
 
@@ -280,7 +284,7 @@ def _offer(spec: InstalledSpec, settings: Settings | None) -> Iterator[Finding]:
     offered = pools[spec.pool].fractions
     if offered and spec.fraction_milli not in offered:
         names = ", ".join(format_fraction(one) for one in offered)
-        refused = f"{spec.name} asks for {format_fraction(spec.fraction_milli)}, and its pool offers {names}"
+        refused = f"{spec.name} asks for {format_fraction(spec.fraction_milli)}, but its pool only offers {names}"
         yield warning("kernelspecs", refused, f"{_INSTALL}, and jupyter gpu kernels remove {spec.name}")
 
 
@@ -313,13 +317,15 @@ def check_cullers(
     found = [*_configured(where), *_running(proc)]
     for place, value in found:
         yield warning(
-            "cullers", f"{place} is {value}: idle kernels are shut down, suspended ones too, variables and all", _ADVICE
+            "cullers",
+            f"{place} is {value}: idle kernels are shut down with all their variables, even suspended ones",
+            _ADVICE,
         )
     if "JUPYTERHUB_SERVICE_PREFIX" in environment:
         yield note(
             "cullers",
-            "this is a JupyterHub user's server: the hub's own culler cannot be seen from here",
-            "ask its administrator whether idle servers are culled, and after how long",
+            "this is a JupyterHub user's server, which cannot see the hub's own culler",
+            "ask the hub's administrator whether and when it culls idle servers",
         )
     elif not found:
         yield ok("cullers", "none is configured for this user's servers")

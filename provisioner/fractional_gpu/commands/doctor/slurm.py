@@ -32,7 +32,7 @@ def check_slurm(options: argparse.Namespace) -> Iterator[Finding]:
     try:
         config = slurm.config()
     except EngineError as error:
-        yield problem("slurmctld", str(error), "start slurmctld, or set SLURM_CONF, and run this again")
+        yield problem("slurmctld", str(error), "start slurmctld or set SLURM_CONF, then run this again")
         return
     yield from check_preemption(config)
     yield from check_accounting(slurm, config)
@@ -46,7 +46,7 @@ def check_preemption(config: Mapping[str, str]) -> Iterator[Finding]:
     mode = config.get("PreemptMode", "")
     for sign, what in (
         ("suspend", "a job that Slurm suspends keeps its share, so this makes no room"),
-        ("requeue", "a job that is preempted is started again, and its kernels' variables are lost"),
+        ("requeue", "a preempted job restarts, and its kernels' variables are lost"),
     ):
         if sign in mode.lower().replace("gang", "suspend"):
             advice = "slurm.conf: PreemptMode=OFF for partitions with shares"
@@ -56,7 +56,7 @@ def check_preemption(config: Mapping[str, str]) -> Iterator[Finding]:
 def check_accounting(slurm: Slurm, config: Mapping[str, str]) -> Iterator[Finding]:
     """Check access to the accounting database, which many sites give only to the controller."""
     if "slurmdbd" not in config.get("AccountingStorageType", ""):
-        said = "there is no accounting database: jobs' figures are in AdminComment while they run only"
+        said = "there is no accounting database: AdminComment has a job's figures only while it runs"
         yield note("accounting", said)
         return
     try:
@@ -64,11 +64,11 @@ def check_accounting(slurm: Slurm, config: Mapping[str, str]) -> Iterator[Findin
     except EngineError as error:
         yield warning(
             "accounting",
-            f"jobs' last figures do not get into AdminComment at their end: {error}",
+            f"a job's final figures cannot be written to its AdminComment: {error}",
             "let this node reach slurmdbd (slurm.conf: AccountingStorageHost and -Port), or give the agent --comment-every never",
         )
     else:
-        yield ok("accounting", "jobs' figures go into AdminComment, while they run and at their end")
+        yield ok("accounting", "AdminComment has a job's figures while it runs and after it ends")
 
 
 def check_scripts(config: Mapping[str, str]) -> Iterator[Finding]:
@@ -76,11 +76,11 @@ def check_scripts(config: Mapping[str, str]) -> Iterator[Finding]:
         try:
             status = path.stat()
         except OSError as error:
-            said = f"{path}: {error.strerror}: Slurm drains this node at its next job"
+            said = f"{path}: {error.strerror}: Slurm will drain this node at its next job"
             yield problem("scripts", said, "copy it to every node")
             continue
         if status.st_uid != 0 or status.st_mode & _ROOT_ONLY or not status.st_mode & 0o111:
-            said = f"{path} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:04o}, and root runs it on every node"
+            said = f"{path} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:04o}, but root runs it on every node"
             yield problem("scripts", said, f"chown root {path}; chmod 755 {path}")
         else:
             yield ok("scripts", f"{path}")
@@ -97,13 +97,13 @@ def check_everywhere(options: argparse.Namespace) -> Iterator[Finding]:
         try:
             found = slurm.call("srun", "--job-name=jupyter-gpu-doctor", "--chdir=/", *where, "sh", "-c", test)
         except EngineError as error:
-            yield warning(node, f"it takes no job now: {error}", f"look there: test -x {wrapper}")
+            yield warning(node, f"it accepts no job now: {error}", f"on that node: test -x {wrapper}")
             continue
         if "there" in found.split():
             there.append(node)
         else:
             yield problem(
-                node, f"{wrapper} is missing: Slurm drains the node once slurm.conf names it", "copy it there"
+                node, f"{wrapper} is missing: Slurm will drain the node once slurm.conf names it", "copy it there"
             )
     if there:
         yield ok("wrapper", f"{wrapper} is on {plural(len(there), 'node')}: {', '.join(there)}")
@@ -121,11 +121,11 @@ def check_hook(script: Path, slurm: Slurm) -> Iterator[Finding]:
     if done is None or done.returncode:
         yield problem(
             "hook",
-            f"{script}, started as slurmd starts it, cannot ask Slurm: {said[:300]}",
-            "`jupyter gpu node install --force --slurm-bin DIR`, with the folder of squeue and scontrol",
+            f"{script} cannot reach Slurm when slurmd runs it: {said[:300]}",
+            "`jupyter gpu node install --force --slurm-bin DIR`; DIR has squeue and scontrol",
         )
     else:
-        yield ok("hook", f"{script} reaches slurmctld with the environment that slurmd gives it")
+        yield ok("hook", f"{script} reaches slurmctld in slurmd's environment")
 
 
 def check_files(slurm: Slurm, files: NodeFiles) -> Iterator[Finding]:
@@ -133,21 +133,21 @@ def check_files(slurm: Slurm, files: NodeFiles) -> Iterator[Finding]:
         confs = site_files(slurm.conf())
         change_site(files, confs, confs[0].path.with_name(WRAPPER), slurm.node, slurm.names)
     except (EngineError, OSError) as error:
-        yield problem("slurm.conf", str(error), "`jupyter gpu node install` also needs it")
+        yield problem("slurm.conf", str(error), "fix it: `jupyter gpu node install` needs it too")
         return
     for found in (found for key in KEYS if len(found := confs[0].of_key(key)) > 1):
         said = " and ".join(f"{one.text.strip()} ({one.file})" for one in found)
-        yield problem("given twice", f"{said}: Slurm takes the last one only", "make one line of them")
+        yield problem("given twice", f"{said}: Slurm only uses the last one", "merge them into one line")
     for conf in confs:
         lines = conf.diff().splitlines()
         changes = [line for line in lines if line[:1] in ("+", "-") and line[1:3] not in ("++", "--")]
         if not conf.path.exists():
-            yield note(conf.path.name, f"{conf.path} is not on this node: with configless Slurm look at the controller")
+            yield note(conf.path.name, f"{conf.path} is not on this node: if Slurm is configless, check the controller")
         elif changes:
             said = f"shares need changes: {'; '.join(changes)}"
             yield problem(conf.path.name, said, "`jupyter gpu node install` prints them as a diff")
         else:
-            yield ok(conf.path.name, "it has what shares need")
+            yield ok(conf.path.name, "it has everything that shares need")
 
 
 def check_node(slurm: Slurm, counts: list[str], *, shards: bool) -> Iterator[Finding]:
@@ -155,40 +155,41 @@ def check_node(slurm: Slurm, counts: list[str], *, shards: bool) -> Iterator[Fin
         fields = slurm.fields()
         there = parse_gres(fields.get("Gres", ""))
     except EngineError as error:
-        yield problem("node", str(error), "give the node's name in slurm.conf with --node")
+        yield problem("node", str(error), "name the node as in slurm.conf with --node")
         return
     state, has = fields.get("State", "UNKNOWN"), f"node {slurm.node} has {fields.get('Gres', '(null)')}"
     why = f"node {slurm.node} is {state}: {fields.get('Reason', 'no reason is given')}"
     if any(sign in state for sign in _NO_JOBS):
-        yield problem("node", why, "start slurmd there; its log says why it does not register")
+        yield problem("node", why, "start slurmd there, or see in its log why it does not register")
     elif "DRAIN" in state:
         yield warning("node", why, f"scontrol update nodename={slurm.node} state=resume")
     elif total_of(there, "shard"):
         advice = "" if shards else "; give --shards POOL to agent, Prolog and Epilog"
         yield note(
-            "node", f"{has}: Slurm cannot change counts of a node with shards, and each job stays on its GPU{advice}"
+            "node",
+            f"{has}: Slurm cannot change the counts of a node with shards, and each job stays on its GPU{advice}",
         )
     if not total_of(there, "shard"):
         missing = [name for name in counts if not {f"{name}:{OPEN}", f"{name}:{CLOSED}"} <= there.keys()]
         if missing:
             yield problem(
                 "counts",
-                f"{has}, without the open and the closed type of {', '.join(missing)}",
-                "if slurm.conf has them, restart slurmctld, then each slurmd: `scontrol reconfigure` takes no new GresTypes",
+                f"{has}, without the types open and closed of {', '.join(missing)}",
+                "if slurm.conf has them, restart slurmctld, then each slurmd: `scontrol reconfigure` does not load new GresTypes",
             )
         else:
             yield ok("counts", f"{has}, in use: {fields.get('GresUsed', 'unknown')}")
     try:
         summary = parse_summary(fields.get("Extra", ""))
     except ValueError:
-        said = "the agent has published no summary in the node's Extra"
+        said = "the agent has not published a summary in the node's Extra"
         yield warning("agent", said, "systemctl status jupyter-gpu-agent")
         return
     if summary.problem:
         yield warning("agent", f"the agent says: {summary.problem}", "systemctl status jupyter-gpu")
     else:
         free = ", ".join(f"{pool.name}: {format_gpus(pool.admissible_milli)}" for pool in summary.pools)
-        yield ok("agent", f"the agent's last summary says what is free: {free or 'no pools'}")
+        yield ok("agent", f"available by the agent's last summary: {free or 'no pools'}")
 
 
 def check_broker(options: argparse.Namespace) -> Iterator[Finding]:
@@ -197,17 +198,17 @@ def check_broker(options: argparse.Namespace) -> Iterator[Finding]:
         with BrokerClient(socket, timeout_s=5) as client:
             there = {pool.name for pool in client.capacity().pools}
     except FractionalGPUError as error:
-        advice = "systemctl enable --now jupyter-gpu: the node's broker is a service, outside of any job"
+        advice = "systemctl enable --now jupyter-gpu: the node's broker must be a service, outside any job"
         yield problem("broker", str(error), advice)
         return
     if missing := sorted(counts.keys() - there):
-        said = f"it has no pool {', '.join(missing)}, but {', '.join(sorted(there))}"
+        said = f"it has no pool {', '.join(missing)}; its pools: {', '.join(sorted(there))}"
         yield problem("broker", said, "give --pool POOL=COUNT, or add the pool")
     else:
         yield ok("broker", f"it answers on {socket}, with pool {', '.join(sorted(counts))}")
     mode = Path(socket).stat().st_mode & 0o777
     if mode & 0o006 != 0o006:
-        said = f"users may not connect to {socket} (mode {mode:04o})"
+        said = f"users are not allowed to connect to {socket} (mode {mode:04o})"
         yield problem("broker", said, "run it as `jupyter gpu broker --service`")
 
 
@@ -216,14 +217,14 @@ def check_seats(options: argparse.Namespace) -> Iterator[Finding]:
     try:
         status = folder.lstat()
     except FileNotFoundError:
-        yield note("seats", f"{folder} is not there yet: the first job makes it")
+        yield note("seats", f"{folder} does not exist yet: the first job creates it")
         return
     except OSError as error:
         yield problem("seats", f"{folder}: {error.strerror}", f"remove {folder}")
         return
     if status.st_uid != os.geteuid() and status.st_uid != 0:
         said = f"{folder} belongs to uid {status.st_uid}"
-        yield problem("seats", said, f"remove {folder}: the next job makes it again")
+        yield problem("seats", said, f"remove {folder}: the next job creates it again")
     else:
         yield ok("seats", f"{folder} has the files of {plural(len(list(folder.glob('job-*.wanted'))), 'job')}")
 
@@ -233,7 +234,7 @@ def check_unit() -> Iterator[Finding]:
     try:
         done = subprocess.run(call, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = f"systemd cannot be asked ({error}): the program that starts the agent must restart it when it ends"
+        said = f"cannot ask systemd ({error}): whatever starts the agent must also restart it when it ends"
         yield note("unit", said)
         return
     if done.stdout.strip() == "active":

@@ -1,4 +1,4 @@
-"""`jupyter gpu measure`: measures which share of a GPU a program needs beside others, with confidence intervals.
+"""`jupyter gpu measure`: measures which share of a GPU a program needs next to others, with confidence intervals.
 
 A trial run shows whether the program reports units of work or is itself one. Rounds of steps (`study`) follow, each a few seconds with
 fresh processes under leases (`tenants`), until every interval is narrow enough or time is up.
@@ -99,9 +99,9 @@ def sentences(findings: Sequence[Finding], most_slower: float) -> list[str]:
 def _alone(found: Finding) -> str:
     share = format_fraction(found.setting.fraction_milli)
     if math.isnan(found.unit_s):
-        return f"alone on {share}: cannot be known in this time: {found.why_not}"
-    memory = f", {format_memory(found.memory_mib)} of GPU memory at most" if found.memory_mib else ""
-    return f"alone on {share}: {seconds(found.unit_s)} for a unit of work, 95 % within {seconds(found.p95_s)}{memory}"
+        return f"alone on {share}: unknown: {found.why_not}"
+    memory = f", at most {format_memory(found.memory_mib)} of GPU memory" if found.memory_mib else ""
+    return f"alone on {share}: {seconds(found.unit_s)} per unit of work, 95 % within {seconds(found.p95_s)}{memory}"
 
 
 def name(found: Finding) -> str:
@@ -112,7 +112,7 @@ def name(found: Finding) -> str:
 
 def _compared(found: Finding) -> str:
     if found.slower is None or found.cost is None:
-        return f"{name(found)}: cannot be known in this time: {found.why_not}"
+        return f"{name(found)}: unknown: {found.why_not}"
     return f"{name(found)}: {slower(found)}, {cost_text(found.cost)}"
 
 
@@ -144,10 +144,10 @@ def verdict(findings: Sequence[Finding], most_slower: float) -> str:
         for one in findings[1:]
         if one.suffices(most_slower) is None and one.setting.fraction_milli < least_milli
     ]
-    doubt = f" Whether {' or '.join(unknown)} does cannot be said." if unknown else ""
+    doubt = f" It is unknown whether {' or '.join(unknown)} is enough." if unknown else ""
     if best is None:
-        return f"No smaller share is known to suffice ({limit}).{doubt}"
-    return f"{format_fraction(least_milli)} suffices ({limit}), also on a full device.{doubt}"
+        return f"No smaller share is known to be enough ({limit}).{doubt}"
+    return f"{format_fraction(least_milli)} is enough ({limit}), even on a full device.{doubt}"
 
 
 def figures(findings: Sequence[Finding], width: int | None = None) -> "list[Text]":
@@ -214,7 +214,7 @@ def picture(findings: Sequence[Finding]) -> str:
     """
     alone = findings[0]
     if math.isnan(alone.unit_s):
-        raise ValueError("nothing was measured alone, so there is nothing to draw")
+        raise ValueError("there is nothing to draw: the program was not measured alone")
     shown: dict[int, Finding] = {}
     for one in sorted(findings, key=lambda one: -one.setting.fraction_milli):
         if not math.isnan(one.unit_s):
@@ -224,13 +224,13 @@ def picture(findings: Sequence[Finding]) -> str:
 
     panels: list[tuple[str, Callable[[Finding], float], Callable[[Finding], float]]] = [
         (
-            "units of work in a second, all tenants",
+            "units of work per second, all tenants",
             lambda one: one.device_units_s,
             lambda one: one.setting.tenants / alone.unit_s,
         ),
         ("median latency, ms", lambda one: one.median_s * 1000, lambda _: alone.median_s * 1000),
         ("95th percentile, ms", lambda one: one.p95_s * 1000, lambda _: alone.p95_s * 1000),
-        ("GPU seconds for a unit of work", lambda one: one.unit_gpu_s, lambda _: whole_gpu_s),
+        ("GPU seconds per unit of work", lambda one: one.unit_gpu_s, lambda _: whole_gpu_s),
     ]
 
     def points(value: Callable[[Finding], float]) -> list[tuple[str, float, float]]:
@@ -253,17 +253,17 @@ _RETRY_S: Final = 0.5
 _LEAST_MS: Final = 1000
 _COPIES: Final = range(1, 64)
 _ROUNDS_WANTED: Final = 10
-_DESCRIPTION: Final = "Measure which share of a GPU suffices for a program: alone, and next to others on one device."
+_DESCRIPTION: Final = "Measure which share of a GPU is enough for a program, alone and next to others on one device."
 _EPILOG: Final = """\
 examples:
   jupyter gpu measure -- python train.py
   jupyter gpu measure --copies 1,2,3 --within 10m --picture tenants.svg -- python serve_batch.py
   jupyter gpu measure --beside "python other.py" --beside "python third.py" -- python train.py
 
-The program says when a unit of work is done: `from fractional_gpu_kernel.measure import tick`, and `tick()` after each batch. A program
-that never does, and ends, is one unit of work, and so is a notebook (NAME.ipynb). The program is started many times, and ended
-after some seconds: it should have no effects that add up. Units of 50 ms and more are measured well. It uses only spare
-room of the pool, and suspends your idle kernels for it, unless --may-wait. The exit status is 0 if something could be compared, else 1.
+The program reports units of work: `from fractional_gpu_kernel.measure import tick`, then `tick()` after each batch. If it ends without
+reporting any, its whole run is one unit, as for a notebook (NAME.ipynb). The program is started many times and ended after a few
+seconds, so its side effects must not add up. Units should take at least 50 ms. Without --may-wait, this only uses spare room in
+the pool, and suspends your idle kernels to make room. The exit status is 0 if anything could be compared, else 1.
 """
 
 
@@ -272,19 +272,26 @@ def configure(parser: Parser) -> None:
     pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
     parser.argument("--pool", "POOL", "the pool of devices", by=POOLS, default=pool)
     parser.argument(
-        "--fractions", "F,...", "shares, each on a device full of such tenants (default: all on offer)", by=FRACTIONS
+        "--fractions",
+        "F,...",
+        "shares to measure, each on a device full of tenants with that share (default: all on offer)",
+        by=FRACTIONS,
     )
-    parser.argument("--copies", "N,...", "instead: next to N copies, each with the largest share that fits")
     parser.argument(
-        "--beside", "COMMAND", "next to this program instead of copies; repeatable", action="append", default=[]
+        "--copies", "N,...", "instead of --fractions: run next to N copies, with the largest share that fits"
     )
-    parser.argument("--memory", "SIZE", "device memory of each (default: the fraction's share)")
-    parser.argument("--within", "DURATION", "how long at most (5m)", by=DURATIONS, default="5m")
-    parser.argument("--interval", "PERCENT", "how wide an interval may be (5%%)", default="5%")
-    parser.argument("--at-most", "PERCENT", "how much slower a share may be that suffices (10%%)", default="10%")
-    parser.flag("--may-wait", "wait for room as other programs do, not in spare room only")
+    parser.argument(
+        "--beside", "COMMAND", "run next to this program instead of copies (repeatable)", action="append", default=[]
+    )
+    parser.argument("--memory", "SIZE", "device memory of each program (default: the fraction's share)")
+    parser.argument("--within", "DURATION", "the longest time to measure (default: 5m)", by=DURATIONS, default="5m")
+    parser.argument("--interval", "PERCENT", "the widest acceptable confidence interval (default: 5%%)", default="5%")
+    parser.argument(
+        "--at-most", "PERCENT", "how much slower a share may be and still be enough (default: 10%%)", default="10%"
+    )
+    parser.flag("--may-wait", "wait for room like other programs, instead of using spare room only")
     parser.flag("--json", "print all figures as JSON")
-    parser.argument("--picture", "FILE", "write an SVG picture, over the number of tenants", type=Path)
+    parser.argument("--picture", "FILE", "write charts over the number of tenants as SVG", type=Path)
     parser.flag("--end-with-input", argparse.SUPPRESS)  # for %%gpu measure
     parser.argument("command", "COMMAND", "the program, and its arguments", nargs=argparse.REMAINDER)
 
@@ -329,13 +336,13 @@ def _show(options: argparse.Namespace, measurement: "Measurement", *, interrupte
     plan, findings = measurement.plan, measurement.study.findings()
     if findings[0].slower is None:
         raise CommandError(
-            f"nothing could be measured alone: {findings[0].why_not}; try again later, or with more time (--within)"
+            f"the program could not be measured alone: {findings[0].why_not}; try again later, or with more time (--within)"
         )
     if options.json:
         about = {**measurement.about(), "interrupted": interrupted, "remarks": measurement.remarks()}
         print(as_json(findings, plan.most_slower, about), end="")
     else:
-        remarks = [*(["interrupted; this is known so far"] if interrupted else []), *measurement.remarks()]
+        remarks = [*(["interrupted; results so far"] if interrupted else []), *measurement.remarks()]
         width = terminal_width(sys.stdout)
         said = [*remarks, *sentences(findings, plan.most_slower)]
         write([*fitted(said, width), line(), *figures(findings, width)])
@@ -361,16 +368,16 @@ class Plan:
 def _plan(options: argparse.Namespace) -> Plan:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
-        raise UsageError("say what to measure after --, for example: jupyter gpu measure -- python train.py")
+        raise UsageError("give a program after --, for example: jupyter gpu measure -- python train.py")
     if options.fractions is not None and options.copies is not None:
-        raise UsageError("--fractions and --copies both say how many tenants a device has; leave one of the two out")
+        raise UsageError("--fractions and --copies both set the number of tenants; leave one of them out")
     command = _notebook(command)
     beside = [_words(text) for text in options.beside]
     for one in [command, *beside]:
         check_program(one)
     within_ms = parse_argument(parse_duration_ms, options.within)
     if within_ms < _LEAST_MS:
-        raise UsageError(f"--within is {options.within}; allowed: a second or more")
+        raise UsageError(f"--within is {options.within}; allowed: at least a second")
     copies = _listed(options.copies, lambda text: whole_number("--copies", text, _COPIES))
     if copies is None and beside and options.fractions is None:
         copies = [len(beside)]
@@ -394,9 +401,7 @@ def _notebook(command: Sequence[str]) -> list[str]:
     if not Path(command[0]).is_file():
         raise UsageError(f"there is no notebook {command[0]}; check its path")
     if find_spec("nbclient") is None:
-        raise CommandError(
-            "notebooks are run by nbclient, which is not installed here; install nbclient, or measure a script"
-        )
+        raise CommandError("a notebook needs nbclient, which is not installed; install it, or measure a script")
     # The kernel belongs to the measured program's lease: one of ours would take another.
     return [sys.executable, "-c", _NOTEBOOK, "--kernel_name=python3", *command]
 
@@ -405,7 +410,7 @@ def _words(text: str) -> list[str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"--beside {text[:60]!r} is not a command: {error}; quote it as for a shell") from None
+        raise UsageError(f"--beside {text[:60]!r} is not a valid command: {error}; quote it as for a shell") from None
     if not words:
         raise UsageError("--beside is empty; give a command, for example --beside 'python other.py'")
     return words
@@ -432,7 +437,7 @@ class Measurement:
     plan: Plan
     client: BrokerClient
     folder: Path
-    say: Callable[[str], None]  # how far it is
+    say: Callable[[str], None]  # reports progress
     study: Study = field(init=False)
     disturbed: dict[str, int] = field(default_factory=dict)  # how often, by reason
     _places: Places = field(init=False)
@@ -481,16 +486,16 @@ class Measurement:
     def remarks(self) -> list[str]:
         lines = ["on a simulated device"] if self._host.simulated else []
         if self._repeats:
-            lines.append("a unit of work is a whole run of the program, as it reports none")
+            lines.append("a unit of work is a whole run, because the program reports none")
         samples = [one for each in self.study.samples.values() for one in each]
         if any(one.is_company_unknown for one in samples):
             lines.append(
-                "others were on the device, which does not tell whether they worked: if they did all the time, that is part of the figures"
+                "others were on the device, which does not say whether they were working; if they were, the figures include that"
             )
         if self.disturbed:
             often = sum(self.disturbed.values())
             reason = max(self.disturbed, key=lambda one: self.disturbed[one])
-            lines.append(f"{plural(often, 'step')} left out as others came between, most often: {reason}")
+            lines.append(f"{plural(often, 'step')} left out because of others, most often: {reason}")
         return lines
 
     def _settings(self) -> list[Setting]:
@@ -504,7 +509,7 @@ class Measurement:
             if offered and (others := [one for one in asked if one not in offered]):
                 wrong, there = (", ".join(map(format_fraction, milli)) for milli in (others, offered))
                 raise UsageError(
-                    f"--fractions has {wrong}, but pool {self.plan.pool!r} offers {there}; choose of these"
+                    f"--fractions has {wrong}, but pool {self.plan.pool!r} offers {there}; choose from these"
                 )
             return settings_of_fractions(asked)
         try:
@@ -514,7 +519,7 @@ class Measurement:
 
     def _trial(self) -> None:
         limit_s = self._began_s + self.plan.within_s / _TRIAL_PART
-        self.say(f"a trial on {format_fraction(self.study.baseline.fraction_milli)}, to see what a unit of work is")
+        self.say(f"a trial run on {format_fraction(self.study.baseline.fraction_milli)}, to find the unit of work")
         while True:
             began_s = time.monotonic()
             try:
@@ -526,12 +531,12 @@ class Measurement:
             except _PASSING as error:
                 if not isinstance(error, DisturbedError) or time.monotonic() >= limit_s:
                     raise CommandError(
-                        f"nothing could be measured: {error}; try again later, with smaller --fractions, or with --may-wait"
+                        f"could not measure: {error}; try again later, with smaller --fractions, or with --may-wait"
                     ) from None
                 self._tell(f"the trial waits: {error}")
                 time.sleep(_RETRY_S)
             except TooSlowError as error:
-                raise CommandError(f"{error}; give more time with --within, or smaller units of work") from None
+                raise CommandError(f"{error}; give it more time with --within, or use smaller units of work") from None
             except TickError as error:
                 raise CommandError(str(error)) from None
             else:
@@ -547,7 +552,7 @@ class Measurement:
             try:
                 return self._step(setting, min(now_s + patience_s, self.until_s))
             except _PASSING as error:
-                self._tell(f"a step is left out and will be repeated: {error}")
+                self._tell(f"a step will be repeated: {error}")
                 self.disturbed[str(error)] = self.disturbed.get(str(error), 0) + 1
                 self.study.trouble[setting] = str(error)
                 if time.monotonic() >= give_up_s:

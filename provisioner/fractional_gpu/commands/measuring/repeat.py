@@ -2,7 +2,7 @@
 
     python -I -S repeat.py COMMAND [ARGUMENTS]
 
-Its first line, before the first run, says when that began. It exits as the first run that failed.
+Its first line, before the first run, says when that began. It exits with the status of the first failed run.
 """
 
 import os

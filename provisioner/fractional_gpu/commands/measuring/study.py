@@ -57,7 +57,7 @@ def _parsed(line: bytes) -> Tick:
             return Tick(at_ns, units)
     shown = line[:60].decode("utf-8", "replace")
     raise TickError(
-        f"the program reported {shown!r} as a unit of work; allowed: NANOSECONDS UNITS, the time of CLOCK_MONOTONIC and a number"
+        f"the program reported {shown!r} as a unit of work; allowed: NANOSECONDS UNITS, a CLOCK_MONOTONIC time and a number"
     )
 
 
@@ -80,7 +80,7 @@ def units_between(ticks: Sequence[Tick], since_ns: int, until_ns: int) -> int:
 
 WHOLE_MILLI: Final = 1000
 LOOK_CONFIDENCE: Final = 0.985
-"""Of the interval at each look. Measuring stops at the first narrow one, and this choice makes it too narrow more often."""
+"""The interval's confidence at each look. Measuring stops at the first narrow interval, which is more often too narrow."""
 LEAST_ROUNDS: Final = 8  # fewer have no such interval
 
 
@@ -102,7 +102,7 @@ class Sample:
     unit_mj: float | None = None  # the device's energy per unit of work of all tenants
     hour_milli: int = 0  # the share's hourly price, thousandths of the currency; 0: none
     currency: str = ""
-    is_company_unknown: bool = False  # others were on the device, which does not tell whether they worked
+    is_company_unknown: bool = False  # others were on the device, which does not say whether they worked
 
     @property
     def typical_s(self) -> float:
@@ -119,7 +119,7 @@ class Finding:
     rounds: int
     why_not: str = ""  # a sentence; why it is unknown
     slower: Estimate | None = None  # a unit's typical time as a multiple of its time alone; exactly 1 for the baseline
-    unit_s: float = math.nan  # the mean, pauses and stalls included: what throughput and cost follow from
+    unit_s: float = math.nan  # the mean, with pauses and stalls: the basis of throughput and cost
     median_s: float = math.nan  # latency
     p95_s: float = math.nan
     device_units_s: float = math.nan
@@ -185,14 +185,14 @@ class Study:
         quotients = self.quotients.get(setting, [])
         rounds = len(samples if setting == self.baseline else quotients)
         if setting in self.failed or not samples:
-            why = self.failed.get(setting) or self.trouble.get(setting, "the time was over before it was measured")
+            why = self.failed.get(setting) or self.trouble.get(setting, "there was no time to measure it")
             return Finding(setting=setting, rounds=rounds, why_not=why)
         slower: Estimate | None = Estimate(1.0, 1.0, 1.0)
         why = ""
         if setting != self.baseline:
             slower = quotient_estimate(quotients) if len(quotients) >= LEAST_ROUNDS else None
             if slower is None:
-                why = f"{rounds} of the {LEAST_ROUNDS} rounds that it takes at least could be measured"
+                why = f"only {rounds} of at least {LEAST_ROUNDS} rounds could be measured"
                 why += f"; {self.trouble[setting]}" if setting in self.trouble else ""
         unit_s = median([one.unit_s for one in samples])
         alone = self.samples.get(self.baseline)
@@ -245,7 +245,7 @@ def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> l
         if not fitting:
             least = min(offered_milli)
             raise ValueError(
-                f"{number} next to the measured one do not fit on a device: the smallest share on offer is {format_fraction(least)}; "
+                f"{number} copies next to the program do not fit on a device: the smallest share on offer is {format_fraction(least)}; "
                 f"allowed: at most {WHOLE_MILLI // least - 1}"
             )
         found.append(Setting(max(fitting), number + 1))

@@ -99,7 +99,7 @@ class Tenant:
     def failure(self) -> TenantError:
         status = self.running.end(PATIENCE_S) if self.running is not None else 0
         printed = (self.folder / "output").read_bytes()[-_TAIL:].decode("utf-8", "replace").strip().splitlines()
-        said = f'; the last that it printed: "{printed[-1][:200]}"' if printed else ""
+        said = f'; its last output: "{printed[-1][:200]}"' if printed else ""
         return TenantError(f"the program ended with exit status {status}{said}")
 
 
@@ -140,7 +140,7 @@ class Places:
                     continue
                 elsewhere.append(tenant)  # it keeps its place for now, so that the next one does not get it too
                 if len(elsewhere) >= _MOST_ELSEWHERE:
-                    raise NoSpareRoomError(f"the pool {self.pool} gave {_MOST_ELSEWHERE} places on other devices")
+                    raise NoSpareRoomError(f"pool {self.pool} gave {_MOST_ELSEWHERE} places on other devices")
             for tenant in elsewhere:
                 tenant.end()
             self._patience_s = PATIENCE_S
@@ -184,7 +184,7 @@ class Places:
             leaving = leases_to_suspend(status, lease.lease_id, wanted, device_id, self._asked)
             for one in leaving:
                 self._asked.add(one.lease_id)
-                self.say(f"{one.spec.label or one.lease_id} is idle and leaves the GPU")
+                self.say(f"{one.spec.label or one.lease_id} is idle: suspending it to make room")
                 with suppress(ConflictError):  # it may have begun a cell
                     self.client.because_of("`jupyter gpu measure`").suspend(one.lease_id)
             if not leaving:
@@ -233,12 +233,12 @@ def leases_to_suspend(
 
 def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, device_id: str = "") -> str:
     if waiting := next((one for one in status.leases if one.spec.pool == pool and one.position is not None), None):
-        return f"{waiting.spec.label or waiting.lease_id} waits for a GPU of the pool {pool}"
+        return f"{waiting.spec.label or waiting.lease_id} waits for a GPU of pool {pool}"
     spare_mib = max((_spare_mib(one) for one in _devices(status, pool, device_id)), default=0)
     if spare_mib >= reserve_mib * wanted:
         return ""
     return (
-        f"no device of the pool {pool} has {reserve_mib * wanted} MiB unreserved, for {wanted} more of such a share; "
+        f"no device of pool {pool} has {reserve_mib * wanted} MiB unreserved for {wanted} more of these shares; "
         f"the most is {max(0, spare_mib)} MiB"
     )
 
@@ -265,7 +265,7 @@ def others_work(
     *,
     bystander: str = "",
 ) -> str:
-    """Return a sentence about who else worked on the device; empty: nobody known.
+    """Return a sentence about who else worked on the device, or an empty string.
 
     `used_milli`: what others used of the device, if it counts that. Otherwise a lease works while its cell runs. `busy_neighbours`
     counts such leases of all users, and all tenants but one. `bystander`: the lease of the kernel whose cell measures. That cell
@@ -286,13 +286,13 @@ def others_work(
         return f"{named[0].spec.label or named[0].lease_id} worked on the device"
     if used_milli is None:
         others = busy_neighbours - (len(tenants) - 1) - stands_by
-        return "a kernel of another user worked on the device" if others > 0 else ""
+        return "another user's kernel worked on the device" if others > 0 else ""
     device = next((one for one in status.devices if one.device_id == device_id), None)
     if device is not None and device.strangers:
         return "a process without a lease worked on the device"
     if stands_by:
-        return "this kernel itself, or one of another user, worked on the device"
-    return "a kernel of another user worked on the device"
+        return "this kernel, or another user's, worked on the device"
+    return "another user's kernel worked on the device"
 
 
 def others_mib(status: HostStatus, tenants: Collection[Tenant], device_id: str) -> int:
@@ -400,7 +400,7 @@ class Step:
         mib = others_mib(status, self.tenants, device_id)
         device = next(one for one in status.devices if one.device_id == device_id)
         if self._others_mib is not None and abs(mib - self._others_mib) > device.memory_mib // _CHANGE_PARTS:
-            return "others on the device came, went or changed"
+            return "other users of the device came, left or changed"
         self._others_mib = mib
         self._looks.append((seen_ns, device))
         measured = {one.lease.lease_id for one in self.tenants[: self.measured]}
@@ -426,15 +426,15 @@ class Step:
     def _sample(self, *, is_over: bool) -> Sample:
         ticks = self._ticks()
         if is_over and not all(ticks):
-            raise SilentError("the program ended and reported no unit of work")
+            raise SilentError("the program ended without reporting a unit of work")
         span = self._span(ticks)
         paces = [pace(each, *span) for each in ticks] if span is not None else []
         known = [one for one in paces if one is not None]
         if len(known) < self.measured:
             if self.measured < len(self.tenants) and span is None and all(ticks):
-                raise TooSlowError("a program next to it did not use the device in the time of a step")
-            what = "ended" if is_over else "had reported too little when the step's time was over"
-            raise TooSlowError(f"a program {what} before two units of work were done next to the others")
+                raise TooSlowError("a neighbour did not use the device during the step")
+            what = "ended" if is_over else "reached the end of the step"
+            raise TooSlowError(f"a program {what} before it had done two units of work next to the others")
         cost = self.tenants[0].cost()
         busy = [one.busy_percent for at_ns, one in self._looks if span and at_ns >= span[0]]
         percents = [one for one in busy if one is not None]

@@ -33,20 +33,20 @@ EPILOG = """\
 examples:
   jupyter gpu node agent --engine slurm                    on a node whose name in Slurm is its host's
   jupyter gpu node agent --engine slurm --node gpu07 --pool default=jgpu --pool big=jgpubig
-  jupyter gpu node agent --engine slurm --once --json      write once, and show what
+  jupyter gpu node agent --engine slurm --once --json      write once, and show the result
   jupyter gpu node agent --engine kubernetes --node gpu07 --hub-namespace jhub
   jupyter gpu node agent --engine kubernetes --node gpu07 --remove --kubeconfig ~/.kube/config
 
 In Slurm it sets the node's counts (`scontrol update nodename=... gres=jgpu:open:N,jgpu:closed:M`, thousandths of a GPU): open is what
-jobs hold plus what the broker would still grant; the sum of the two never changes. The node's Extra gets a summary. The agent writes on
-change, at most once in --floor, and reads the node's record every --look. If the broker does not answer, the count stays for
---patience, and is then lowered to what is in use. It needs the right to update nodes: root, SlurmUser, or an operator of Slurm.
+jobs hold plus what the broker would still grant; the sum of the two never changes. The node's Extra gets a summary. The agent writes
+changes, at most once every --floor, and reads the node's record every --look. If the broker does not answer, the count stays for
+--patience, then drops to what is in use. It needs the right to update nodes: root, SlurmUser, or an operator of Slurm.
 
 In Kubernetes it patches the node's status: the extended resource fractional-gpu.jupyter.org/POOL in thousandths of a GPU, and an
-annotation with the summary. It watches the node's pods and registers the share of each at the broker. docs/kubernetes.md says which
-rights it needs; --remove takes what it wrote from the node again.
+annotation with the summary. It watches the node's pods and registers their shares with the broker. docs/kubernetes.md lists
+the rights it needs; --remove removes what it wrote to the node.
 
-SIGTERM ends it; the counts stay as they are.
+SIGTERM stops it; the counts stay as they are.
 """
 
 
@@ -62,9 +62,7 @@ def ending() -> Iterator[Callable[[float], bool]]:
 
 
 def configure(parser: Parser) -> None:
-    parser.describe(
-        "Give the cluster's engine the numbers of this node's broker: how much more it would grant.", EPILOG
-    )
+    parser.describe("Tell the cluster's engine how much more GPU this node's broker would grant.", EPILOG)
     parser.argument("--engine", None, "the cluster's engine", choices=(SLURM, KUBERNETES), required=True)
     parser.argument(
         "--node",
@@ -75,36 +73,34 @@ def configure(parser: Parser) -> None:
     parser.argument(
         "--hub-namespace",
         "NAMESPACE",
-        "Kubernetes: pods of this namespace state their owner (once for each hub; default: none does)",
+        "Kubernetes: trust pods in this namespace to name their owner (repeatable, once per hub; default: none)",
         action="append",
     )
-    parser.argument(
-        "--kubeconfig", "FILE", "Kubernetes: how the API is reached (default: as this pod's service account)"
-    )
-    parser.flag("--remove", "Kubernetes: remove counts and summary from the node, and end")
-    parser.flag("--once", "write once, at once, and end")
+    parser.argument("--kubeconfig", "FILE", "Kubernetes: how to reach the API (default: this pod's service account)")
+    parser.flag("--remove", "Kubernetes: remove the counts and summary from the node, then exit")
+    parser.flag("--once", "write once, immediately, then exit")
     parser.flag("--json", "with --once: print what was written as one JSON object")
     for name, default, text in (
-        ("--every", "2s", "how often the broker is asked"),
-        ("--floor", "5s", "the least time between two writes"),
-        ("--jitter", "2s", "a change waits for a random part of this time"),
-        ("--look", "30s", "how often the node's record is read, to find what others changed"),
-        ("--patience", "2m", "how long the last count stays while no broker answers"),
-        ("--comment-every", "5m", "how often a job's figures are written into its AdminComment, or never"),
+        ("--every", "2s", "how often to ask the broker"),
+        ("--floor", "5s", "the shortest time between writes"),
+        ("--jitter", "2s", "delay each change by a random part of this time"),
+        ("--look", "30s", "how often to read the node's record for changes by others"),
+        ("--patience", "2m", "how long to keep the last count if the broker does not answer"),
+        ("--comment-every", "5m", "how often to write a job's figures to its AdminComment, or never"),
     ):
         parser.argument(name, "DURATION", f"{text} (default: {default})", default=default)
 
 
 def run(options: argparse.Namespace) -> int:
     if options.json and not options.once:
-        raise UsageError("--json goes with --once; a running agent writes its log to stderr")
+        raise UsageError("--json can only be used with --once; a running agent writes its log to stderr")
     return _run_kubernetes(options) if options.engine == KUBERNETES else _run_slurm(options)
 
 
 def _run_slurm(options: argparse.Namespace) -> int:
     given = {"--hub-namespace": options.hub_namespace, "--kubeconfig": options.kubeconfig, "--remove": options.remove}
     if named := [name for name, value in given.items() if value]:
-        raise UsageError(f"{', '.join(named)}: only with --engine {KUBERNETES}")
+        raise UsageError(f"{', '.join(named)} can only be used with --engine {KUBERNETES}")
     from fractional_gpu.client.seat import SeatClient  # noqa: PLC0415 - not for help texts
     from fractional_gpu.engines.agent import Agent  # noqa: PLC0415 - as above
     from fractional_gpu.engines.job_keeper import JobKeeper, KeeperRules  # noqa: PLC0415 - as above
@@ -138,7 +134,7 @@ def _run_slurm(options: argparse.Namespace) -> int:
     with ending() as ended:
         while not ended(pause_s):
             pause_s = min(every_ms, max(_LEAST_EVERY_MS, agent.step())) / 1000
-    _say("ended; the counts stay as they are")
+    _say("stopped; the counts stay as they are")
     return 0
 
 
@@ -199,7 +195,7 @@ def _run_kubernetes(options: argparse.Namespace) -> int:
         from fractional_gpu.engines.kubernetes import KubernetesEngine, configuration  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise CommandError(
-            f"the agent of a Kubernetes node needs more packages ({error}); run: pip install 'jupyter-fractional-gpu[kubernetes]'"
+            f"the agent needs more packages for Kubernetes ({error}); run: pip install 'jupyter-fractional-gpu[kubernetes]'"
         ) from error
     node, file = options.node or socket_module.gethostname(), options.kubeconfig
     remedy = "run the agent in a pod with a service account, or give --kubeconfig FILE"
@@ -207,7 +203,7 @@ def _run_kubernetes(options: argparse.Namespace) -> int:
     with KubernetesEngine(settings, node, pools, _say) as engine:
         if options.remove:
             engine.remove()
-            _say(f"node {node}: its counts and its summary are removed; pods that run keep their seats")
+            _say(f"node {node}: removed its counts and summary; running pods keep their seats")
             return 0
 
         def connect() -> SeatClient:
@@ -229,7 +225,7 @@ def _run_kubernetes(options: argparse.Namespace) -> int:
         _say(f"agent of node {node}: pools {', '.join(pools)}")
         with ending() as ended:
             _keep_pods(engine, agent, seats, ended, every_s)
-    _say("ended; the counts stay as they are")
+    _say("stopped; the counts stay as they are")
     return 0
 
 
@@ -271,6 +267,6 @@ def _pools(options: argparse.Namespace) -> list[str]:
     for word in options.pool or ():
         if "=" in word or not word:
             raise UsageError(
-                f"--pool {word!r}: with --engine kubernetes a pool's name alone; its count is {resource_of('POOL')}"
+                f"--pool {word!r}: with --engine kubernetes, give only the pool's name; its count is {resource_of('POOL')}"
             )
     return list(dict.fromkeys(options.pool or ["default"]))

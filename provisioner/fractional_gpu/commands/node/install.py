@@ -20,14 +20,14 @@ FOLDER = Path("/etc/jupyter-gpu/slurm")
 WRAPPER = "jupyter-gpu-wrapper"  # next to slurm.conf
 EPILOG = """\
 examples:
-  jupyter gpu node install --wrapper                write the wrapper that slurm.conf names, next to slurm.conf; on every node
+  jupyter gpu node install --wrapper                write the wrapper that slurm.conf names next to slurm.conf; do this on every node
   jupyter gpu node install                          write this node's scripts and the unit to /etc/jupyter-gpu/slurm
   jupyter gpu node install --print                  print them, and write nothing
   jupyter gpu node install --pool default=jgpu --pool big=jgpubig
 
-It never writes Slurm's own files: it prints what has to change in them, and writes that to site.diff for `patch`. If a file of an earlier
-installation differs, because you edited it or chose other options, it stays and the new one is written as FILE.new. Nothing is started.
- docs/clusters.md has the steps, and how to uninstall.
+It never writes Slurm's own files: it prints the necessary changes, and writes them to site.diff for `patch`. If an installed file differs,
+because you edited it or chose other options, it stays, and the new one is written to FILE.new. Nothing is started.
+docs/clusters.md has the steps, and how to uninstall.
 """
 
 
@@ -35,11 +35,11 @@ def configure(parser: Parser) -> None:
     parser.describe(
         "Write Slurm's scripts and the agent's unit for this node, and say what to change in Slurm's files.", EPILOG
     )
-    parser.argument("--folder", "DIR", f"where to (default: {FOLDER})", type=Path, default=FOLDER)
+    parser.argument("--folder", "DIR", f"the folder to write to (default: {FOLDER})", type=Path, default=FOLDER)
     parser.flag("--print", "print the files, and write nothing")
     parser.flag("--force", "replace files that differ")
     parser.flag("--wrapper", "write only the wrapper, which every node needs")
-    only = "only its jobs may have shares: others cost slurmctld no question (default: all; several: once for each)"
+    only = "only this partition's jobs can have shares; other jobs cost slurmctld no query (repeatable; default: all)"
     parser.argument("--partition", "NAME", only, action="append", default=[])
     for name, metavar, kind, text in (
         ("--slurm-bin", "DIR", str, "where Slurm's commands are (default: where this shell finds squeue)"),
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
     for name, value in (("--devices", options.devices), ("--promise", options.promise)):
         if value is not None and not 1 <= value <= 64:
-            raise UsageError(f"{name} {value}: allowed are 1 to 64")
+            raise UsageError(f"{name} is {value}; allowed: 1 to 64")
     if not options.folder.is_absolute():
         raise UsageError(f"--folder {options.folder}: Slurm needs an absolute path, such as {FOLDER}")
     node = options.node or socket_module.gethostname().partition(".")[0]
@@ -70,7 +70,9 @@ def run(options: argparse.Namespace) -> int:
     named = {name: confs[0].value(name) for name in SCRIPTS}
     if options.wrapper:
         if str(wrapper) in named.values():
-            raise CommandError(f"{path} already names {wrapper}, which knows the site's own scripts: it is unchanged")
+            raise CommandError(
+                f"{path} already names {wrapper}, which calls the site's own scripts; it was not changed"
+            )
         return _put(options, {wrapper: wrapper_text(options.folder, named)})
     change_site(files, confs, wrapper, node, slurm.names, devices=options.devices, promise=options.promise)
     texts = {options.folder / name: text for name, text in install_files(files).items()}
@@ -78,12 +80,13 @@ def run(options: argparse.Namespace) -> int:
     code = _put(options, {**texts, **({options.folder / "site.diff": diff} if diff else {})})
     if options.print:
         return code
-    print(f"==== changes of Slurm's files\n{diff or 'none: they have what shares need'}")
+    print(f"==== changes to Slurm's files\n{diff or 'none: they have everything that shares need'}")
     if not wrapper.exists():
-        print(f"{wrapper} is missing: give --wrapper, and copy it to every node before slurm.conf names it.")
+        print(f"{wrapper} is missing: create it with --wrapper, and copy it to every node before slurm.conf names it.")
     print(
-        f"Next: `patch -d / -p1 < {options.folder / 'site.diff'}` where you keep these files; copy them to all nodes; restart slurmctld "
-        "and each slurmd (`scontrol reconfigure` takes no new GresTypes). Then the agent, and `jupyter gpu node doctor`: docs/clusters.md."
+        f"Next: run `patch -d / -p1 < {options.folder / 'site.diff'}` where you keep these files; copy them to all nodes; restart "
+        "slurmctld and each slurmd (`scontrol reconfigure` does not load new GresTypes). Then start the agent and run "
+        "`jupyter gpu node doctor`; see docs/clusters.md."
     )
     return code
 
@@ -111,7 +114,7 @@ def _put(options: argparse.Namespace, texts: Mapping[Path, str]) -> int:
         fresh = path
         if path.exists() and path.read_bytes() != text.encode(errors="surrogateescape") and not options.force:
             fresh, code = path.with_name(f"{path.name}.new"), 1
-            print(f"{path} differs and is unchanged: compare it with {fresh}, or give --force")
+            print(f"{path} differs and was not changed: compare it with {fresh}, or use --force")
         _write(fresh, text, executable=path.suffix not in (".service", ".diff"))
         print(f"wrote {fresh}")
     return code

@@ -23,10 +23,10 @@ from fractional_gpu.commands.terminal.text import CommandError
 EPILOG = """\
 examples:
   jupyter gpu node install --devices 4      write Slurm's scripts and the agent's unit, and say what to add to slurm.conf
-  jupyter gpu node doctor                   what is wrong on this node, and what to change
+  jupyter gpu node doctor                   check this node, and say how to fix problems
   jupyter gpu node agent --engine slurm     what the unit runs
 
-An administrator's guide, line by line: docs/clusters.md. `jupyter gpu node ACTION --help` explains an action.
+docs/clusters.md is a step-by-step guide for administrators. `jupyter gpu node ACTION --help` explains an action.
 """
 _WORKER_EPILOG = """\
 examples:
@@ -34,32 +34,33 @@ examples:
   jupyter gpu broker --worker-socket /run/jupyter-gpu-worker/worker.sock       the broker that uses it
   jupyter gpu node worker --socket PATH --backend simulated                    for a broker with --simulate
 
-It starts the worker when the broker connects, for root and its own user only. The folder of the socket must be its own, and writable by no
-other user. SIGTERM lets the worker finish its operation; a kernel that is suspended then stays so, and resumes when the service is back.
+It starts the worker when a broker of root or of its own user connects. It must own the socket's folder, and no other user may
+write to it. On SIGTERM, the worker finishes its operation. Suspended kernels stay suspended until the service is back.
 """
 _HOOK_EPILOG = """\
-Slurm runs it through the script that `jupyter gpu node install` writes. The exit code is 0 whatever happens: another one would drain the
-node. What went wrong is in the system's log (`journalctl -t jupyter-gpu-slurm`), or in the file that --log names.
+Slurm runs this through the script that `jupyter gpu node install` writes. The exit code is always 0, because any other would drain the
+node. Errors are in the system log (`journalctl -t jupyter-gpu-slurm`), or in the file given with --log.
 """
 _DOCTOR_EPILOG = """\
 examples:
   jupyter gpu node doctor
   jupyter gpu node doctor --json        one object: {"ok": ..., "worst": ..., "findings": [...]}
-  jupyter gpu node doctor --everywhere  whether every node has the wrapper: a short job on each; before slurm.conf names it
+  jupyter gpu node doctor --everywhere  check by a short job on each node that it has the wrapper; do this before slurm.conf names it
 
-Exit code 0: it works, perhaps with warnings. 1: something cannot work. Run it as root on a node; nothing is changed.
+Exit code 0: everything works, perhaps with warnings. 1: something does not work. Run it as root on a node. It changes nothing.
 """
 
 
 def _add_worker_arguments(parser: Parser) -> None:
     parser.describe(
-        "Start the checkpoint worker for a broker in another container, which then needs no privileges.", _WORKER_EPILOG
+        "Start the checkpoint worker for a broker in another container, so that the broker needs no privileges.",
+        _WORKER_EPILOG,
     )
     parser.argument("--socket", "PATH", "where the broker connects", required=True)
     parser.argument(
         "--backend",
         "KIND",
-        "the devices: nvidia, simulated (as the broker that connects has), or another package's kind, as the broker's "
+        "the kind of devices: nvidia, simulated (those of the connecting broker), or another package's kind, like the broker's "
         "device_kind (default: nvidia)",
         default="nvidia",
     )
@@ -72,21 +73,21 @@ def _run_worker(options: argparse.Namespace) -> int:
     try:
         run_service(options.socket, options.backend)
     except OSError as error:
-        raise CommandError(f"the checkpoint worker's service cannot listen on {options.socket}: {error}") from error
+        raise CommandError(f"the checkpoint worker service cannot listen on {options.socket}: {error}") from error
     return 0
 
 
 def _add_hook_arguments(parser: Parser) -> None:
     begins = parser.prog.endswith("prolog")
     parser.describe(
-        "Slurm's Prolog: register the share of the job that begins as a seat at this node's broker."
+        "Slurm's Prolog: register a starting job's share as a seat with this node's broker."
         if begins
-        else "Slurm's Epilog: end the seat of the job that has ended, and remove its files.",
+        else "Slurm's Epilog: end a finished job's seat, and remove its files.",
         _HOOK_EPILOG,
     )
     add_node_options(parser)
-    parser.flag("--check", "only say whether Slurm's commands answer in this environment")
-    parser.argument("--log", "FILE", "write the log there (default: the system's log)", type=Path)
+    parser.flag("--check", "only check that Slurm's commands work in this environment")
+    parser.argument("--log", "FILE", "the log file (default: the system log)", type=Path)
 
 
 def _run_hook(options: argparse.Namespace) -> int:
@@ -122,12 +123,12 @@ def _logger(name: str, file: Path | None) -> Callable[[str], None]:
 
 
 def _add_doctor_arguments(parser: Parser) -> None:
-    parser.describe(
-        "Examine Slurm's configuration, the scripts, the broker and the agent of this node.", _DOCTOR_EPILOG
-    )
+    parser.describe("Check Slurm's configuration, and this node's scripts, broker and agent.", _DOCTOR_EPILOG)
     parser.flag("--json", "print one JSON object")
     parser.flag("--everywhere", "only check that every node has the wrapper")
-    parser.argument("--folder", "DIR", f"of the scripts (default: {install.FOLDER})", type=Path, default=install.FOLDER)
+    parser.argument(
+        "--folder", "DIR", f"the scripts' folder (default: {install.FOLDER})", type=Path, default=install.FOLDER
+    )
     parser.argument("--node", "NAME", "the node's name in Slurm (default: the host's short name)")
     add_node_options(parser)
 
@@ -146,30 +147,30 @@ class _Action(NamedTuple):
 
 ACTIONS: dict[str, _Action] = {
     "agent": _Action(
-        agent.configure, agent.run, "give the cluster's engine the numbers of this node's broker, as a service"
+        agent.configure, agent.run, "a service that tells the cluster's engine what this node's broker would grant"
     ),
     "prolog": _Action(_add_hook_arguments, _run_hook, "Slurm's Prolog: register a job's share as a seat"),
     "epilog": _Action(_add_hook_arguments, _run_hook, "Slurm's Epilog: end the job's seat"),
     "worker": _Action(
         _add_worker_arguments,
         _run_worker,
-        "the checkpoint worker as a service, for a broker in a container without privileges",
+        "the checkpoint worker as a service, for a broker in an unprivileged container",
     ),
     "install": _Action(
         install.configure,
         install.run,
-        "write or print the files for a node, and the lines for Slurm's configuration",
+        "write or print a node's files, and print the lines for Slurm's configuration",
     ),
     "doctor": _Action(
         _add_doctor_arguments,
         _run_doctor,
-        "examine Slurm's configuration, the scripts, the broker and the agent of this node",
+        "check Slurm's configuration, and this node's scripts, broker and agent",
     ),
 }
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Run and set up what a cluster's node needs in addition to the broker. For administrators.", EPILOG)
+    parser.describe("Run and set up what cluster nodes need in addition to the broker. For administrators.", EPILOG)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, entry in ACTIONS.items():
         entry.configure(actions.add_parser(name, help=entry.summary))

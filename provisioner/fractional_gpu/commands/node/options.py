@@ -20,30 +20,30 @@ RESERVED = ("gpu", "shard", "mps", "gres")
 def add_node_options(parser: Parser) -> None:
     parser.argument("--socket", "PATH", f"the broker's socket (default: {SOCKET})", default=SOCKET)
     parser.argument(
-        "--seats", "DIR", "the folder of the files of jobs' seats (default: `seats` next to the socket)", type=Path
+        "--seats", "DIR", "the folder for jobs' seat files (default: `seats` next to the socket)", type=Path
     )
     parser.argument(
         "--pool",
         "POOL[=COUNT]",
-        f"a pool, and the name of its count in the engine (default: default={COUNT}); several pools: once for each",
+        f"a pool, and the name of its count in the engine (repeatable; default: default={COUNT})",
         action="append",
     )
     parser.argument(
         "--shards",
         "POOL",
-        "Slurm's gres/shard is used too: a job's shards are a share of this pool, pinned to the GPU that Slurm chose",
+        "support Slurm's gres/shard: a job's shards become a share of this pool, pinned to the GPU that Slurm chose",
         default="",
     )
     parser.flag(
         "--no-groups",
-        "Slurm runs without proctrack/cgroup: a job's processes are then known by its user alone, and two jobs of one user "
-        "are not told apart",
+        "use this if Slurm runs without proctrack/cgroup: a job's processes are then only known by their user, so two jobs of "
+        "one user look the same",
     )
     parser.argument(
         "--short-memory",
         None,
-        "a share whose data the job's memory (--mem) cannot hold: make it smaller, give none, or give it although its kernels may "
-        "keep others from the GPU (default: fit)",
+        "if the job's memory (--mem) cannot hold the share's data: shrink the share, refuse it, or allow it although its kernels "
+        "may keep others from the GPU (default: fit)",
         choices=("fit", "refuse", "allow"),
         default="fit",
     )
@@ -73,14 +73,16 @@ def counts_of(words: list[str] | None) -> dict[str, str]:
         pool, separator, count = word.partition("=")
         count = count if separator else COUNT
         if not pool or not pool.isprintable():
-            raise UsageError(f"--pool {word!r} names no pool; write POOL or POOL=COUNT, such as default={COUNT}")
+            raise UsageError(
+                f"--pool {word!r} does not name a pool; allowed: POOL or POOL=COUNT, such as default={COUNT}"
+            )
         if not _NAME.fullmatch(count) or count in RESERVED:
             raise UsageError(
-                f"--pool {word!r}: the count's name is {count!r}; allowed: a lower-case letter, then letters, digits and `_`, but not "
-                f"{', '.join(RESERVED)}"
+                f"--pool {word!r}: the count's name is {count!r}; allowed: a lower-case letter followed by lower-case letters, "
+                f"digits and `_`, but not {', '.join(RESERVED)}"
             )
         if pool in counts or count in counts.values():
-            raise UsageError(f"--pool {word!r}: each pool and each count may be named once")
+            raise UsageError(f"--pool {word!r}: name each pool and each count only once")
         counts[pool] = count
     return counts
 

@@ -1,1 +1,1 @@
-"""`jupyter gpu run`: its command's process, the signs that it needs the GPU, and the lease that follows them."""
+"""`jupyter gpu run`: the command's process, the signs that it needs the GPU, and its lease."""

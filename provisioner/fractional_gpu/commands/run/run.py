@@ -44,7 +44,7 @@ _KILLED: Final = frozenset(
     {-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGTERM}
 )  # a shell adds 128
 _DESCRIPTION: Final = (
-    "Run a program on a share of a GPU, suspended while it is idle: a script, a training, a model server."
+    "Run a program on a share of a GPU, such as a script or a model server. It can be suspended while idle."
 )
 _EPILOG: Final = """\
 examples:
@@ -52,10 +52,10 @@ examples:
   jupyter gpu run --memory 20GiB --serve 8000 -- vllm serve MODEL --port 8000
   jupyter gpu run --wait 0 -- python probe.py       now or not at all
 
-The exit status is the command's; if a signal ends it, this program dies of the same one ($? is 128 + N). Signals are passed on to
-the command; a second SIGINT, SIGTERM or SIGHUP ends it at once.
+The exit status is the command's; if a signal kills the command, the same signal kills this program ($? is 128 + N). Signals are passed
+on to the command; a second SIGINT, SIGTERM or SIGHUP kills it.
 `jupyter gpu status` shows it, and `suspend`, `resume`, `pin`, `resize` and `evict` work on it.
-While it neither uses the GPU nor, with --serve, has a connection, it may be suspended: it keeps everything, and comes back automatically.
+The command may be suspended while it neither uses the GPU nor, with --serve, has a connection. It loses nothing, and resumes automatically.
 """
 
 
@@ -66,20 +66,20 @@ def configure(parser: Parser) -> None:
     pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
     parser.argument("--pool", "POOL", "the pool of devices (default: default)", default=pool)
     parser.argument("--memory", "SIZE", "device memory, for example 20GiB (default: the fraction's share)")
-    parser.argument("--devices", "N", "this many whole GPUs, 1 to 8 (default: 1)", default="1")
-    parser.argument("--priority", "N", "higher goes first, within the pool's limit", default="0")
+    parser.argument("--devices", "N", "the number of whole GPUs, 1 to 8 (default: 1)", default="1")
+    parser.argument("--priority", "N", "higher priorities go first, up to the pool's limit", default="0")
     parser.argument("--name", "TEXT", "its name in `jupyter gpu status`", default="")
     parser.argument(
         "--serve",
         "PORT",
-        "a TCP port that it serves: in use while a connection is open, and back at the first one; may be repeated",
+        "a TCP port that it serves: it is in use while a connection is open, and a new one resumes it (repeatable)",
         action="append",
         default=[],
     )
     parser.argument(
         "--wait",
         "DURATION",
-        "how long to wait for the GPU before the start (default: no limit)",
+        "how long to wait for the GPU before starting (default: no limit)",
         by=DURATIONS,
     )
     parser.argument("command", "COMMAND", "the program, and its arguments", nargs=argparse.REMAINDER)
@@ -123,11 +123,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseRequest:
     if not command:
-        raise UsageError("say what to run after --, for example: jupyter gpu run --fraction 1/4 -- python train.py")
+        raise UsageError("give a program after --, for example: jupyter gpu run --fraction 1/4 -- python train.py")
     devices = whole_number("--devices", options.devices, _DEVICES)
     if devices > 1 and options.fraction not in (None, "1", os.environ.get("JUPYTER_GPU_DEFAULT_FRACTION")):
         raise UsageError(
-            f"--fraction is {options.fraction} with {devices} devices; several devices are whole ones: leave --fraction out"
+            f"--fraction is {options.fraction} with {devices} devices; several devices are always whole: leave --fraction out"
         )
     fraction = "1" if devices > 1 else options.fraction or "1/4"
     # The program's name and its first file's name only: arguments may be secret.
@@ -150,7 +150,7 @@ def _wait_ms(text: str | None) -> int | None:
     wait_ms = None if text is None else parse_argument(parse_duration_ms, text)
     if wait_ms is not None and wait_ms > MAX_WAIT_S * 1000:
         longest = format_duration(MAX_WAIT_S * 1000)
-        raise UsageError(f"--wait is {text}; allowed: up to {longest}, or leave it out to wait without a limit")
+        raise UsageError(f"--wait is {text}; allowed: at most {longest}, or leave it out to wait without a limit")
     return wait_ms
 
 

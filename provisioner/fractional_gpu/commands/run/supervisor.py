@@ -107,7 +107,7 @@ def diagnosed(family: int, port: int) -> _Connections:
                 if kind == _DONE:
                     return found
                 if kind == _ERROR or length < _HEADER.size:
-                    raise OSError(errno.EPROTO, "the system does not list connections")
+                    raise OSError(errno.EPROTO, "the system cannot list connections")
                 body, answer = answer[_HEADER.size : length], answer[(length + 3) & ~3 :]
                 found.append((body[4 : 4 + _ID_BYTES], body[1]))
 
@@ -151,7 +151,7 @@ def _thread_us(folder: str) -> int:
 BUSY_US: Final = 5_000
 """The least CPU time between looks that means computing; with less, the command waits, perhaps for the GPU."""
 USEFUL_US: Final = 1_000
-"""A resume followed by less CPU time was in vain, unless the device saw work."""
+"""A resume followed by less CPU time was useless, unless the device saw work."""
 LOOK_S: Final = 0.25
 _DOUBTFUL: Final = 10
 FIRST_PATIENCE_S: Final = 5.0
@@ -178,7 +178,7 @@ class CpuWatch:
         self._used_before = False
         self._only_before = False
         self._last_us = 0
-        self._away_us = 0  # its use when last seen suspended
+        self._away_us = 0  # its CPU time when last seen suspended
         self._unseen = 0  # resumes in a row without visible GPU work
         self._woken = False
 
@@ -252,7 +252,7 @@ class _GPURequest:
         self._lock = threading.Lock()
         self._client: BrokerClient | None = None
         self._refused = ""
-        self._line = WaitLine(lambda text: say(f"the command waits for the GPU: {text}"))
+        self._line = WaitLine(lambda text: say(f"the command is waiting for the GPU: {text}"))
         threading.Thread(target=self._run, name="gpu-want", daemon=True).start()
 
     @property

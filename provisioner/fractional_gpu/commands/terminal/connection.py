@@ -13,9 +13,9 @@ from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
-NO_KERNELS = "so there are no kernels on a GPU; it starts with the first kernel that wants one"
+NO_KERNELS = "so no kernels are on a GPU; the first kernel that wants one starts a broker"
 LONGEST_SOCKET = 100  # bytes of its path; UNIX sockets take a little more
-RUN_ONE = "run one with `jupyter gpu broker`, or name another's socket with --socket"
+RUN_ONE = "start one with `jupyter gpu broker`, or name another broker's socket with --socket"
 
 
 def broker_if_running(socket: str | None = None) -> BrokerClient | None:
@@ -34,7 +34,7 @@ def broker_if_running(socket: str | None = None) -> BrokerClient | None:
 
 
 def started_broker(socket: str | None = None, token: str | None = None) -> BrokerClient:
-    with Progress("the broker starts ...", blocks=True, silent=True):
+    with Progress("starting the broker ...", blocks=True, silent=True):
         return ensure_broker(socket, token=token)
 
 

@@ -107,17 +107,17 @@ def _device_lines(device: DeviceStatus, *, simulated: bool) -> "list[Text]":
         named = f": {who}{f' and {more} more' if more > 0 else ''}" if who else ""
         lines.append(line(f"     other programs hold {format_memory(device.stranger_mib)}{named}"))
     if device.why_not:
-        lines.append(line(f"     kernels there stay on it: {device.why_not}"))
+        lines.append(line(f"     its kernels cannot be suspended: {device.why_not}"))
     if device.lost:
         lines.append(
-            line("     ", ("lost", Style.WRONG), ": the device does not answer; it admits no kernel until it does")
+            line("     ", ("lost", Style.WRONG), ": the device is not responding; it accepts no kernels until it does")
         )
     elif device.draining:
         when = f"; it {deadline}" if (deadline := device_deadline(device)) else ""
-        said = f": it admits no kernel, and those on it are suspended{when}"
+        said = f": it accepts no new kernels, and those on it are suspended{when}"
         lines.append(line("     ", ("draining", Style.ATTENTION), said))
     elif device.over_committed:
-        said = ": more is held than fits; it admits no kernel until that changes"
+        said = ": kernels hold more than fits; it accepts no new kernels until that changes"
         lines.append(line("     ", ("over-committed", Style.WRONG), said))
     return lines
 
@@ -203,7 +203,7 @@ def _seat_wait(wait: SeatWait) -> str:
     asked = f"{format_fraction(wait.fraction_milli)} GPU, {format_memory(wait.memory_mib)}"
     left = "" if wait.expected_ms is None else format_forecast(wait.expected_ms, wait.low_ms, wait.high_ms, more=True)
     expected = f"; {left}" if left else ""
-    passed = f"; {wait.passed_over} smaller ones were given before it" if wait.passed_over else ""
+    passed = f"; {wait.passed_over} smaller ones were granted before it" if wait.passed_over else ""
     return f"    {wait.position}. {server_name(wait.owner, wait.server)}: {asked}, for {format_duration(wait.waited_ms)}{expected}{passed}"
 
 
