@@ -117,8 +117,8 @@ def test_the_command_has_the_doors_and_says_what_does_not_go_with_them(capsys: p
     assert {**one, "wall_s": 0} == {**json.loads(capsys.readouterr().out), "wall_s": 0}
     assert one["door_wait_s"]["p50"] == 0
     for more, says in (
-        (["--find-devices", "--hosts", "?x(1x80GiB)"], "door=engine-count and find_devices exclude each other"),
-        (["--set", "meter=true"], "door=engine-count and meter exclude each other"),
+        (["--find-devices", "--hosts", "?x(1x80GiB)"], "door=engine-count and find_devices cannot be combined"),
+        (["--set", "meter=true"], "door=engine-count and meter cannot be combined"),
     ):
         assert main([*asked, *more]) == 2
         assert says in capsys.readouterr().err

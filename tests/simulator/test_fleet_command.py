@@ -72,17 +72,17 @@ def test_each_host_has_a_record_that_can_be_replayed(capsys: pytest.CaptureFixtu
     [
         (
             ["--hosts", "2x(8x80GiB)", "--set", "place=use", "--set", "door=fit"],
-            "door and place=use exclude each other: both give a session its host",
+            "door and place=use cannot be combined: both give a session its host",
         ),
-        (["--set", "place=count"], "place=count says nothing without hosts"),
+        (["--set", "place=count"], "place=count needs hosts"),
         (
             ["--hosts", "2x(8x80GiB)", "--set", "processes=2"],
-            "processes=2 needs place, by which each host runs separately",
+            "processes=2 needs place, which lets each host run separately",
         ),
         (["--set", "processes=2", "--set", "door=most-free"], "processes=2 needs place"),
         (
             ["--hosts", "?x(8x80GiB)", "--find-devices", "--set", "place=use", "--set", "record=x"],
-            "record and find_devices=true exclude each other",
+            "record and find_devices=true cannot be combined",
         ),
     ],
 )
@@ -105,7 +105,7 @@ def test_the_help_has_every_key_with_its_default(capsys: pytest.CaptureFixture[s
         main(["simulate", "--help"])
     said = capsys.readouterr().out
     assert not [name for name in Scenario.__struct_fields__ if f"\n  {name} " not in said]
-    assert re.search(r"\n  swap_fixed +fixed time of a swap \(300ms\)\n", said)
+    assert re.search(r"\n  swap_fixed +fixed time per swap \(300ms\)\n", said)
 
 
 # -- how far it is -----------------------------------------------------------------------------------------------------------

@@ -83,6 +83,6 @@ def test_what_is_no_ledger_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     empty = tmp_path / "state" / "ledger.sqlite"
     Ledger.open(empty).close()
     assert main(["simulate", "--from-ledger", str(empty)]) != 0
-    assert "has recorded no cell on a GPU yet" in capsys.readouterr().err
+    assert "has no GPU cells yet" in capsys.readouterr().err
     assert main(["simulate", "--from-ledger", str(empty), "--users", "3"]) != 0
-    assert "say whose sessions to simulate" in capsys.readouterr().err
+    assert "give the sessions to simulate" in capsys.readouterr().err

@@ -224,10 +224,10 @@ SMALL = ("simulate", "--users", "3", "--devices", "1x80GiB", "--set", "several_g
     ("arguments", "said"),
     [
         (("--set", "revoke=t4"), "no lifetimes of 't4' were published"),
-        (("--set", "revoke_notice=3s"), "revoke_notice=3s says nothing without revoke"),
-        (("--set", "revoke=v100", "--baseline", "cull"), "exclude each other: baselines know no revocation"),
-        (("--set", "revoke=v100", "--find-devices"), "revoke and find_devices=true exclude each other"),
-        (("--set", "revoke=v100", "--set", "revoke_notice=2h"), "a time of at most 1h is"),
+        (("--set", "revoke_notice=3s"), "revoke_notice=3s needs revoke"),
+        (("--set", "revoke=v100", "--baseline", "cull"), "cannot be combined: baselines do not support revocation"),
+        (("--set", "revoke=v100", "--find-devices"), "revoke and find_devices=true cannot be combined"),
+        (("--set", "revoke=v100", "--set", "revoke_notice=2h"), "allowed: at most 1h"),
         (("--set", "revoke=v100", "--set", "revoke_replace=soon"), "`$.revoke_replace`"),
     ],
 )

@@ -58,12 +58,12 @@ def test_signs_spare_waits_and_their_bytes_in_vain_are_counted() -> None:
 
 def test_wrong_options_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, says in (
-        (("--set", "false_signs=30"), "false_signs=30 says nothing without foresight"),
+        (("--set", "false_signs=30"), "false_signs=30 needs foresight"),
         (
             ("--set", "foresight=20s", "--set", "false_signs=95"),
             "Expected `int` <= 90 - at `$.false_signs`",
         ),
-        (("--set", "foresight=0s"), "foresight=0s is not allowed; a time such as 20s is"),
+        (("--set", "foresight=0s"), "foresight=0s is not allowed; allowed: a time such as 20s"),
         (("--set", "foresight=soon"), "duration 'soon' is not a duration"),
     ):
         assert main(["simulate", "--users", "1", *arguments]) != 0

@@ -153,7 +153,7 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
     simulated(capsys, "--users", "2", "--set", f"record={log}")
     assert main(["simulate", "--set", f"replay={log}"]) == 0
     events = log.read_text().count('\n{"event":')
-    assert capsys.readouterr().out.startswith(f"{events} events gave the same ")
+    assert capsys.readouterr().out.startswith(f"{events} events had the same ")
     lines = log.read_text().splitlines(keepends=True)
     attached = next(number for number, line in enumerate(lines) if '"Attached"' in line)
     log.write_text("".join(lines[:attached] + lines[attached + 1 :]))
@@ -164,60 +164,72 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], 2, "say whose sessions to simulate: either --users N, or --trace SESSIONS CELLS"),
-        (["--set", "sessions=a.csv"], 2, "sessions=a.csv says nothing without cells"),
-        (["--set", "users"], 2, "--set 'users' is not allowed; KEY=VALUE such as several_gpus=0 is"),
+        ([], 2, "give the sessions to simulate: either --users N, or --trace SESSIONS CELLS"),
+        (["--set", "sessions=a.csv"], 2, "sessions=a.csv needs cells"),
+        (["--set", "users"], 2, "--set 'users' is not allowed; allowed: KEY=VALUE, such as several_gpus=0"),
         (
             ["--set", "colour=3"],
             2,
-            "the scenario: Object contains unknown field `colour`; `jupyter gpu simulate --help` lists",
+            "invalid scenario: Object contains unknown field `colour`; `jupyter gpu simulate --help` lists",
         ),
         (["--scenario", "absent.toml"], 1, "absent.toml cannot be read: No such file"),
-        (["--users", "2", "--devices", "many"], 2, "--devices 'many' is not allowed; COUNTxMEMORY such as 8x80GiB"),
-        (["--users", "2", "--devices", "9999x80GiB"], 2, "at most 8192 in all"),
+        (
+            ["--users", "2", "--devices", "many"],
+            2,
+            "--devices 'many' is not allowed; allowed: COUNTxMEMORY such as 8x80GiB",
+        ),
+        (["--users", "2", "--devices", "9999x80GiB"], 2, "at most 8192 GPUs in all"),
         (["--users", "2", "--devices", "2x80kB"], 2, "--devices: memory '80kB' is not a size"),
-        (["--users", "2", "--hosts", "8x80GiB"], 2, "--hosts '8x80GiB' is not allowed; COUNTx(COUNTxMEMORY) such as"),
+        (
+            ["--users", "2", "--hosts", "8x80GiB"],
+            2,
+            "--hosts '8x80GiB' is not allowed; allowed: COUNTx(COUNTxMEMORY) such as",
+        ),
         (["--users", "2", "--hosts", "2x(8x80GiB),"], 2, "--hosts '2x(8x80GiB),' is not allowed"),
         (["--users", "2", "--hosts", "0x(8x80GiB)"], 2, "--hosts '0x(8x80GiB)' is not allowed"),
         (["--users", "2", "--hosts", "999x(16x80GiB)"], 2, "at most 8192 GPUs in all"),
         (["--users", "2", "--hosts", "2x(2x80kB)"], 2, "--hosts: memory '80kB' is not a size"),
-        (["--users", "2", "--hosts", "2x(20x80GiB)"], 2, "at most 16 are allowed: say more hosts with fewer GPUs, or"),
-        (["--users", "2", "--hosts", "?x(8x80GiB)"], 2, "without --find-devices is not allowed; say a number of hosts"),
-        (["--users", "2", "--hosts", "2x(8x80GiB)", "--find-devices"], 2, "is not allowed; say '?x(8x80GiB)'"),
+        (["--users", "2", "--hosts", "2x(20x80GiB)"], 2, "allowed: at most 16; use more hosts with fewer GPUs, or"),
+        (
+            ["--users", "2", "--hosts", "?x(8x80GiB)"],
+            2,
+            "without --find-devices is not allowed; give a number of hosts",
+        ),
+        (["--users", "2", "--hosts", "2x(8x80GiB)", "--find-devices"], 2, "is not allowed; use '?x(8x80GiB)'"),
         (
             ["--users", "2", "--hosts", "2x(8x80GiB)", "--devices", "8x80GiB"],
             2,
-            "devices and hosts=2x(8x80GiB) exclude",
+            "devices and hosts=2x(8x80GiB) cannot be combined",
         ),
         (["--users", "2", "--set", "save_speed=0B"], 2, "memory '0B' is not a size"),
         (["--users", "2", "--set", "save_speed=0"], 2, "Expected text such as 20GiB, got 0 - at `$.save_speed`"),
-        (["--users", "2", "--find-devices", "--set", "record=x"], 2, "record and find_devices=true exclude each other"),
+        (["--users", "2", "--find-devices", "--set", "record=x"], 2, "record and find_devices=true cannot be combined"),
         (["--trace", "absent.csv", "absent.csv"], 1, "absent.csv cannot be read: No such file"),
         (["--users", "2", *ONE_GPU, "--devices", "2x1GiB"], 1, "simulate larger devices with --devices"),
         (["--users", "1", "--picture", "/nonexistent/run.html"], 1, "/nonexistent/run.html cannot be written"),
         (["--users", "1", "--set", "record=/nonexistent/run.log"], 1, "/nonexistent/run.log cannot be written"),
         (["--users", "2", "--set", "lunch=noon"], 2, "duration 'noon' is not a duration"),
-        (["--users", "2", "--set", "lunch=5h"], 2, "lunch=5h is not allowed; a time of at most 4h is"),
+        (["--users", "2", "--set", "lunch=5h"], 2, "lunch=5h is not allowed; allowed: at most 4h"),
         (["--users", "2", "--set", "time_zones=25"], 2, "Expected `int` <= 24 - at `$.time_zones`"),
-        (["--users", "2", "--set", "door=back"], 2, "door=back is not allowed; one of fit, "),
-        (["--users", "2", "--set", "baselines=['none']"], 2, "the baseline 'none' is not known; allowed: "),
+        (["--users", "2", "--set", "door=back"], 2, "door=back is not allowed; allowed: fit, "),
+        (["--users", "2", "--set", "baselines=['none']"], 2, "unknown baseline 'none'; allowed: "),
         (
             ["--users", "2", "--set", "habit=trainers", *ONE_GPU],
             2,
-            "several_gpus=0 is about users of the published habit, not about trainers",
+            "several_gpus=0 only applies to the habit published, not to trainers",
         ),
         (
             ["--users", "2", "--set", "habit=teaching-lab", "--set", "lunch=1h"],
             2,
-            "classes of the habit teaching-lab have no lunch",
+            "the habit teaching-lab has no lunch",
         ),
-        (["--trace", "a.csv", "b.csv", *ONE_GPU], 2, "several_gpus=0 is about users that are made up"),
-        (["--from-ledger", "--set", "weekends=true"], 2, "weekends=true is about users that are made up"),
-        (["--users", "2", "--p95-wait", "5s"], 2, "p95_wait=5s says nothing without find_devices"),
+        (["--trace", "a.csv", "b.csv", *ONE_GPU], 2, "several_gpus=0 only applies to synthetic users"),
+        (["--from-ledger", "--set", "weekends=true"], 2, "weekends=true only applies to synthetic users"),
+        (["--users", "2", "--p95-wait", "5s"], 2, "p95_wait=5s needs find_devices"),
         (
             ["--set", "replay=run.log", "--users", "2"],
             2,
-            "replay and users=2 exclude each other: a replay runs no sessions",
+            "replay and users=2 cannot be combined: a replay runs no sessions",
         ),
     ],
 )

@@ -65,7 +65,7 @@ examples:
   jupyter gpu simulate --from-ledger --devices 8x80GiB --find-devices --baseline static-fraction
   jupyter gpu simulate --users 20 --set record=run.log && jupyter gpu simulate --set replay=run.log
 
-The arbiter is the one that the broker runs; only time is virtual. What is assumed is in docs/simulator.md.
+This runs the broker's own arbiter; only time is virtual. docs/simulator.md lists the assumptions.
 """
 
 
@@ -79,9 +79,9 @@ def run(options: argparse.Namespace) -> int:
     scenario = read_scenario(options)
     try:
         if scenario.replay is not None:
-            with Progress(f"{scenario.replay} is replayed ...", blocks=True):
+            with Progress(f"replaying {scenario.replay} ...", blocks=True):
                 events, effects = replay(Path(scenario.replay))
-            print(f"{events} events gave the same {effects} effects as when they were recorded")
+            print(f"{events} events had the same {effects} effects as in the recording")
             return 0
         return _run(scenario, options)
     except (SimulationError, ConfigError) as error:
@@ -116,7 +116,7 @@ def _run(scenario: Scenario, options: argparse.Namespace) -> int:
     _print(scenario, result, baselines, usage, as_json=options.json)
     if not machine.several and result.devices > MOST_IN_A_HOST:
         say(
-            f"note: all {result.devices} devices are in one host, more than any host has; --hosts simulates several",
+            f"note: all {result.devices} devices are in one host, more than any real host has; use --hosts to simulate several",
             sys.stderr,
         )
     return 0

@@ -36,12 +36,12 @@ _SOCKET_NAME = "broker.sock"
 
 EPILOG = """\
 examples:
-  jupyter gpu uninstall --dry-run       only show what would be removed
-  jupyter gpu uninstall                 ask, and remove it
+  jupyter gpu uninstall --dry-run       show what would be removed
+  jupyter gpu uninstall                 ask first, then remove it
   jupyter gpu uninstall --yes --json    for scripts
 
-Shut down the kernels on the GPU first: nothing is removed while one has a lease. Usage records (the ledger) are removed, too:
-`jupyter gpu report --json` keeps them elsewhere. The package itself stays; the command that removes it is printed last.
+Shut down GPU kernels first: nothing is removed while one has a lease. Usage records (the ledger) are removed too; save them with
+`jupyter gpu report --json`. The package itself stays; the last line says how to remove it.
 """
 
 
@@ -59,14 +59,17 @@ class Findings:
 
 
 def configure(parser: Parser) -> None:
-    parser.describe("Remove kernelspecs, settings, state and logs of this user; the package itself stays.", EPILOG)
+    parser.describe("Remove this user's kernelspecs, settings, state and logs. The package itself stays.", EPILOG)
     parser.flag("--dry-run", "show what would be removed, and remove nothing")
     parser.flag("--yes", "do not ask")
-    parser.flag("--json", "print one object: what was removed, what not and why, what stays (with --yes or --dry-run)")
+    parser.flag(
+        "--json",
+        "with --yes or --dry-run: print one JSON object with what was removed, what failed and why, and what stays",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    with Progress("looking for what is there ...", blocks=True, silent=True):
+    with Progress("looking for files ...", blocks=True, silent=True):
         found = _find()
     if options.dry_run:
         _report(found, as_json=options.json, removed=[], failed={}, dry=True)
@@ -75,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.yes:
         if options.json or not sys.stdin.isatty():
             raise CommandError(
-                "no terminal to ask on: say --yes to remove everything, or --dry-run to see what that is"
+                "there is no terminal to ask on: use --yes to remove everything, or --dry-run to see what would be removed"
             )
         for item in found.items:
             say(f"  {item.path}  ({item.what})")
@@ -96,7 +99,7 @@ def _find() -> Findings:
     found = Findings()
     for spec in list_installed():
         found.items.append(Item(spec.folder, f"kernel {spec.display_name!r}"))
-    # Where the usual path is too long for a socket (`fractional_gpu.client.discovery`), sockets are in a short one.
+    # If the usual path is too long for a socket (`fractional_gpu.client.discovery`), sockets are in a short one.
     short = (
         one
         for parent in {temporary_folder(), *map(Path, _TEMPORARY)}
@@ -106,7 +109,7 @@ def _find() -> Findings:
     states = own_host_folders()
     found.sockets = sorted({*_sockets_below(places), *_recorded_sockets(states)})
     found.items += [Item(place, "sockets and logs") for place in places if _is_own_folder(place)]
-    found.items += [Item(state, "usage records and forecasts of this host") for state in states]
+    found.items += [Item(state, "this host's usage records and forecasts") for state in states]
     simulated = map(simulated_folder, found.sockets)
     found.items += [Item(folder, "simulated GPUs") for folder in simulated if _is_own_folder(folder)]
     settings = Path(jupyter_config_dir()) / "lab" / "user-settings" / PACKAGE
@@ -159,12 +162,14 @@ def _check_no_leases(sockets: list[str]) -> None:
                 named = [lease.spec.label or lease.lease_id for lease in client.status().leases]
         except BrokerUnavailableError as error:
             if claim_holder(socket) is not None:
-                raise CommandError(f"a broker runs and does not say whether kernels have leases: {error}") from None
+                raise CommandError(
+                    f"a broker is running, but does not say whether kernels have leases: {error}"
+                ) from None
             named = [f"process {pid}" for pid in kernels_of(socket)]  # they start the broker again when they need it
         if named:
             raise CommandError(
-                f"kernels have a share of a GPU, and their state would be lost: {', '.join(sorted(named))} (broker {socket}); "
-                "shut them down, and try again"
+                f"kernels hold a share of a GPU and would lose their state: {', '.join(sorted(named))} (broker {socket}); "
+                "shut them down, then try again"
             )
 
 
@@ -193,7 +198,7 @@ def _remove(items: list[Item]) -> tuple[list[Item], dict[Path, str]]:
                 removed.append(item)
                 above = item.path.parent
                 if above.name == "jupyter-gpu" or above.name.startswith("jupyter-gpu-"):
-                    with suppress(OSError):  # it has the folders of other hosts
+                    with suppress(OSError):  # it contains other hosts' folders
                         above.rmdir()
     return removed, failed
 
@@ -233,5 +238,5 @@ def _report(found: Findings, *, as_json: bool, removed: list[Item], failed: dict
     for item in found.kept:
         say(f"kept {item.path}  ({item.what})")
     if not found.items:
-        print("There is nothing of this user to remove.")
-    print(f"The package itself is removed by: {command}")
+        print("There is nothing to remove for this user.")
+    print(f"To remove the package itself: {command}")

@@ -24,7 +24,7 @@ _DEVICES = re.compile(r"(\d{1,4})x(.{1,20})", re.ASCII)
 _HOSTS = re.compile(r"\s*(\d{1,4}|\?)x\(([^()]*)\)", re.ASCII)
 _POWER = re.compile(r"(\d{1,4})-(\d{1,4})", re.ASCII)
 _FORM = (
-    "COUNTx(COUNTxMEMORY) such as '4x(8x80GiB)' or '4x(8x80GiB),2x(6x80GiB,2x40GiB)' is, and with --find-devices '?x(8x80GiB)', "
+    "allowed: COUNTx(COUNTxMEMORY) such as '4x(8x80GiB)' or '4x(8x80GiB),2x(6x80GiB,2x40GiB)', or '?x(8x80GiB)' with --find-devices; "
     f"at most {MOST_DEVICES} GPUs in all"
 )
 
@@ -47,7 +47,7 @@ class MachineOptions:
         self.engine = EngineDoor(scenario.door) if scenario.has_engine else None
         if scenario.place is None and self.engine is None:
             self.way = HostChoice(rule=DoorRule(scenario.door))
-        else:  # behind an engine, the way says how its hosts run
+        else:  # with an engine, this says how its hosts run
             processes = scenario.processes or len(os.sched_getaffinity(0))
             self.way = HostChoice(rule=scenario.place or DoorRule.FIT, seed=scenario.seed, processes=processes)
 
@@ -118,8 +118,8 @@ def _hosts(text: str, most: int) -> list[tuple[int, ...]]:
         shape, count = tuple(_devices("--hosts", match[2])), 1 if match[1] == "?" else int(match[1])
         if len(shape) > most:
             raise UsageError(
-                f"--hosts {text[:60]!r} has {len(shape)} GPUs in a host; at most {most} are allowed: say more hosts with fewer GPUs, or "
-                f"allow them with --set gpus_per_host={len(shape)}"
+                f"--hosts {text[:60]!r} has {len(shape)} GPUs in a host; allowed: at most {most}; use more hosts with fewer GPUs, or "
+                f"raise the limit with --set gpus_per_host={len(shape)}"
             )
         if not 0 < count * len(shape) <= MOST_DEVICES - sum(map(len, shapes)):
             break
@@ -138,8 +138,8 @@ def _devices(option: str, text: str) -> list[int]:
         count = int(match[1]) if match else 0
         if match is None or not 0 < count <= MOST_DEVICES - len(sizes):
             raise UsageError(
-                f"{option} {text[:60]!r} is not allowed; COUNTxMEMORY such as 8x80GiB or 6x80GiB,2x40GiB is, at most "
-                f"{MOST_DEVICES} in all"
+                f"{option} {text[:60]!r} is not allowed; allowed: COUNTxMEMORY such as 8x80GiB or 6x80GiB,2x40GiB, at most "
+                f"{MOST_DEVICES} GPUs in all"
             )
         try:
             sizes += [parse_memory_mib(match[2])] * count
@@ -154,7 +154,7 @@ def read_meter(scenario: Scenario, machine: MachineOptions) -> RunMeter | None:
     match = _POWER.fullmatch(scenario.power.strip())
     idle, peak = (int(match[1]), int(match[2])) if match else (1, 0)
     if idle > peak:
-        raise UsageError(f"power={scenario.power[:40]!r} is not allowed; IDLE-PEAK in W, such as 75-700, is")
+        raise UsageError(f"power={scenario.power[:40]!r} is not allowed; allowed: IDLE-PEAK in W, such as 75-700")
     settings = machine.settings
     return RunMeter(
         Metering(
@@ -172,7 +172,7 @@ def check_pools(scenario: Scenario, trace: list[Session]) -> None:
     for name in ("baselines", "find_devices", "place"):
         if pool is not None and getattr(scenario, name):
             raise UsageError(
-                f"{name} knows the default pool only, and sessions run in pool {pool!r}, too; leave one of the two out"
+                f"{name} only supports the default pool, but sessions also run in pool {pool!r}; leave one of them out"
             )
 
 

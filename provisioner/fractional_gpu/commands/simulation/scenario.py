@@ -62,79 +62,79 @@ Percent = Annotated[int, Meta(ge=0, le=100)]
 class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     # whose sessions: exactly one of users, sessions with cells, and from_ledger
     users: Annotated[Count | None, _help("synthetic build-phase users")] = None
-    days: Annotated[Count, _help("for how many days they work")] = 1
-    seed: Annotated[int, _help("which of the synthetic traces")] = 1
+    days: Annotated[Count, _help("number of days they work")] = 1
+    seed: Annotated[int, _help("seed of the synthetic sessions")] = 1
     sessions: Annotated[str | None, _help("CSV of sessions, with `cells`")] = None
     cells: Annotated[str | None, _help("CSV of executed cells, with `sessions`")] = None
-    from_ledger: Annotated[str | None, _help("a broker's ledger; empty: the ledger of your broker")] = None
+    from_ledger: Annotated[str | None, _help("a broker's ledger; empty: your own broker's")] = None
     one_gpu_only: Annotated[bool, _help("leave out sessions that use several GPUs at once")] = False
     groups: Annotated[str | None, _help("NAME:SIZE or NAME:SIZE@POOL, separated by commas")] = None
     write_trace: Annotated[tuple[str, str] | None, _help("write sessions and cells to these two files")] = None
 
     # what synthetic users do; the defaults are the published trace's
     habit: Annotated[Habit, _help("how they work: " + ", ".join(Habit))] = Habit.PUBLISHED
-    pace: Annotated[Pace, _help("GPU cells of 11 min in the median (long), or more cells of 2 min (short)")] = Pace.LONG
-    memory_of: Annotated[Memory, _help("a session holds the peak of a session, or what one cell held")] = Memory.SESSION
-    several_gpus: Annotated[Percent, _help("percent of the sessions use 4 or 8 GPUs")] = SEVERAL_PERCENT
-    joint_starts: Annotated[Percent, _help(f"percent of the users begin together, in classes of {CLASS_SIZE}")] = 0
-    lunch: Annotated[Duration, _help("how long no cell begins at noon, at most 4h")] = Duration.of("0s")
-    weekends: Annotated[bool, _help("two days of seven are free")] = False
-    weekend_users: Annotated[Percent, _help("percent of the users work on a free day")] = 0
-    time_zones: Annotated[int, Meta(ge=1, le=24), _help("in which the users live")] = 1
+    pace: Annotated[Pace, _help("median GPU cell: 11 min (long), or 2 min and more cells (short)")] = Pace.LONG
+    memory_of: Annotated[Memory, _help("a session holds a session's peak memory, or one cell's")] = Memory.SESSION
+    several_gpus: Annotated[Percent, _help("percent of sessions that use 4 or 8 GPUs")] = SEVERAL_PERCENT
+    joint_starts: Annotated[Percent, _help(f"percent of users who start together, in classes of {CLASS_SIZE}")] = 0
+    lunch: Annotated[Duration, _help("time at noon when no cell starts, at most 4h")] = Duration.of("0s")
+    weekends: Annotated[bool, _help("leave two days of seven free")] = False
+    weekend_users: Annotated[Percent, _help("percent of users who work on a free day")] = 0
+    time_zones: Annotated[int, Meta(ge=1, le=24), _help("number of time zones that the users live in")] = 1
     ask_error: Annotated[int, Meta(ge=0, le=200), _help("percent by which requested and used memory differ")] = 0
-    urgent_users: Annotated[Percent, _help("percent of the users have priority 1")] = 0
+    urgent_users: Annotated[Percent, _help("percent of users with priority 1")] = 0
 
     # the machine
     devices: Annotated[str, _help("the GPUs of one host")] = "8x80GiB"
     hosts: Annotated[str | None, _help("several hosts: '4x(8x80GiB),2x(4x40GiB)'; to search '?x(8x80GiB)'")] = None
-    gpus_per_host: Annotated[Count, _help("the most that `hosts` may put into one host")] = MOST_IN_A_HOST
-    door: Annotated[str, _help("how a session gets its host when it opens: " + ", ".join(_DOORS))] = DoorRule.FIT.value
-    place: Annotated[PlaceRule | None, _help("sessions get their hosts beforehand: " + ", ".join(PlaceRule))] = None
-    processes: Annotated[Count | None, _help("hosts that run at the same time, with `place` or an engine's door")] = (
-        None
-    )
+    gpus_per_host: Annotated[Count, _help("the most GPUs in one host of `hosts`")] = MOST_IN_A_HOST
+    door: Annotated[str, _help("how a session gets a host when it opens: " + ", ".join(_DOORS))] = DoorRule.FIT.value
+    place: Annotated[PlaceRule | None, _help("assign hosts to sessions in advance, by: " + ", ".join(PlaceRule))] = None
+    processes: Annotated[Count | None, _help("hosts to simulate in parallel, with `place` or an engine's door")] = None
     policy: Annotated[str | None, _help("a broker's configuration file")] = None
-    host_memory: Annotated[Size | None, _help("of each host, for suspended state (the policy's, or 1TiB)")] = None
-    swap_fixed: Annotated[Duration, _help("fixed time of a swap")] = Duration.of("300ms")
+    host_memory: Annotated[
+        Size | None, _help("each host's memory for suspended state (default: the policy's, or 1TiB)")
+    ] = None
+    swap_fixed: Annotated[Duration, _help("fixed time per swap")] = Duration.of("300ms")
     save_speed: Annotated[Size, _help("saved per second")] = Size.of("1800MiB")
     restore_speed: Annotated[Size, _help("restored per second")] = Size.of("4000MiB")
-    parallel_swaps: Annotated[Count, _help("swaps of a host at a time")] = 1
-    failed_swaps: Annotated[Percent, _help("percent of the swaps fail harmlessly")] = 0
-    foresight: Annotated[Duration | None, _help("how long before a GPU cell its user gives a sign")] = None
-    false_signs: Annotated[int, Meta(ge=0, le=90), _help("percent of the signs that no cell follows")] = 0
+    parallel_swaps: Annotated[Count, _help("swaps at a time per host")] = 1
+    failed_swaps: Annotated[Percent, _help("percent of swaps that fail harmlessly")] = 0
+    foresight: Annotated[Duration | None, _help("how long before a GPU cell its user shows activity")] = None
+    false_signs: Annotated[int, Meta(ge=0, le=90), _help("percent of that activity that no cell follows")] = 0
     slowdown: Annotated[bool, _help("busy cells on one device slow each other down")] = True
-    every_cell_asks: Annotated[bool, _help("cells that touch no GPU wait for it, too")] = False
-    request: Annotated[
-        Percent, _help("percent of its cap that a session is guaranteed, if the policy reserves by use")
-    ] = 100
+    every_cell_asks: Annotated[bool, _help("make cells that do not use the GPU wait for it too")] = False
+    request: Annotated[Percent, _help("guaranteed percent of a session's cap, if the policy reserves by use")] = 100
     growth_patience: Annotated[
-        Duration, _help("how long a reservation may fail to grow before it is out of memory")
+        Duration, _help("how long a reservation may fail to grow before the session is out of memory")
     ] = Duration.of("1m")
 
     # what is asked
-    find_devices: Annotated[bool, _help("the fewest devices, or hosts, with short enough waits")] = False
-    p95_wait: Annotated[Duration | None, _help("short enough for 95 % of GPU cells; 3s if no goal is given")] = None
-    p99_wait: Annotated[Duration | None, _help("short enough for 99 % of GPU cells")] = None
-    p95_late: Annotated[Duration | None, _help("lateness for 95 % of the cells of 95 % of the users")] = None
-    baselines: Annotated[tuple[str, ...], _help("run these, too: " + ", ".join(BASELINES))] = ()
-    mps_fill: Annotated[Percent, _help("percent of a device that a cell fills, for mps-pack")] = MPS_FILL_PERCENT
+    find_devices: Annotated[bool, _help("find the fewest devices, or hosts, with short enough waits")] = False
+    p95_wait: Annotated[Duration | None, _help("goal: the longest wait of 95 % of GPU cells; 3s without any goal")] = (
+        None
+    )
+    p99_wait: Annotated[Duration | None, _help("goal: the longest wait of 99 % of GPU cells")] = None
+    p95_late: Annotated[Duration | None, _help("goal: the most lateness of 95 % of the cells of 95 % of users")] = None
+    baselines: Annotated[tuple[str, ...], _help("also run: " + ", ".join(BASELINES))] = ()
+    mps_fill: Annotated[Percent, _help("percent of a device that one cell uses, for mps-pack")] = MPS_FILL_PERCENT
     record: Annotated[str | None, _help("write the run line by line; gzip if the name ends in .gz")] = None
-    replay: Annotated[str | None, _help("check that a recorded run gives the same effects")] = None
+    replay: Annotated[str | None, _help("check that a recorded run has the same effects")] = None
 
     # what the leases use, as the broker meters it
-    meter: Annotated[bool, _help("count device time, energy and charges by the prices of `policy`")] = False
+    meter: Annotated[bool, _help("meter device time, energy and charges, at the prices of `policy`")] = False
     usage: Annotated[str | None, _help("write all rows of the meter to this file, as JSON")] = None
-    power: Annotated[str, _help("what each device draws, idle to peak, W")] = "75-700"
-    power_noise: Annotated[Percent, _help("percent of noise in draws and measured uses")] = 0
-    measured_use: Annotated[Percent, _help("percent of the kernels whose use is measured")] = 100
+    power: Annotated[str, _help("each device's power, idle to peak, in W")] = "75-700"
+    power_noise: Annotated[Percent, _help("percent of noise in power and measured use")] = 0
+    measured_use: Annotated[Percent, _help("percent of kernels whose use is measured")] = 100
 
     # devices or hosts that go away
     revoke: Annotated[
         str | None, _help("lifetimes of transient servers: " + ", ".join(PUBLISHED) + ", or KIND/REGION")
     ] = None
-    revoke_what: Annotated[str, _help("devices, or hosts")] = "devices"
-    revoke_notice: Annotated[Duration, _help("how long before it is known, at most 1h")] = Duration.of("30s")
-    revoke_replace: Annotated[Duration, _help("until another is there")] = Duration.of("87s")
+    revoke_what: Annotated[str, _help("what goes away: devices, or hosts")] = "devices"
+    revoke_notice: Annotated[Duration, _help("length of the notice, at most 1h")] = Duration.of("30s")
+    revoke_replace: Annotated[Duration, _help("time until a replacement arrives")] = Duration.of("87s")
 
     def load(self) -> Load:
         return Load(
@@ -191,15 +191,15 @@ _NEEDS: Final = (
     ("weekend_users", ("weekends",)),
     ("place", ("hosts",)),
 )
-_ONE_RUN = "it is about one run, and a search makes several; find first"
+_ONE_RUN = "it applies to one run, but a search makes several; search first"
 _ONE_CLOCK = "it needs all hosts on one clock"
 # Keys that exclude each other, and why.
 _EXCLUDES: Final = (
-    ("devices", "hosts", "the first is one host and the second several"),
+    ("devices", "hosts", "the first means one host, the second several"),
     ("door", "place", "both give a session its host"),
     *((one, "find_devices", _ONE_RUN) for one in ("record", "meter", "usage", "revoke")),
     *((one, "place", _ONE_CLOCK) for one in ("meter", "usage", "revoke")),
-    ("revoke", "baselines", "baselines know no revocation"),
+    ("revoke", "baselines", "baselines do not support revocation"),
     *(("replay", name, "a replay runs no sessions") for name in Scenario.__struct_fields__ if name != "replay"),
 )
 
@@ -216,7 +216,7 @@ def read_scenario(options: argparse.Namespace) -> Scenario:
     for text in options.set:
         name, equals, value = text.partition("=")
         if not equals:
-            raise UsageError(f"--set {text[:60]!r} is not allowed; KEY=VALUE such as several_gpus=0 is")
+            raise UsageError(f"--set {text[:60]!r} is not allowed; allowed: KEY=VALUE, such as several_gpus=0")
         values[name.strip()] = _toml_value(value.strip())
     flags = {name: getattr(options, name) for name in Scenario.__struct_fields__ if hasattr(options, name)}
     if options.trace is not None:
@@ -225,7 +225,7 @@ def read_scenario(options: argparse.Namespace) -> Scenario:
     try:
         scenario = msgspec.convert(values, Scenario, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        raise UsageError(f"the scenario: {error}; `jupyter gpu simulate --help` lists the keys") from error
+        raise UsageError(f"invalid scenario: {error}; `jupyter gpu simulate --help` lists the keys") from error
     _check(scenario, values)
     return scenario
 
@@ -234,7 +234,7 @@ def _toml_value(text: str) -> object:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except ValueError:
-        return text  # not everybody quotes strings
+        return text  # strings need no quotes
 
 
 def _decode(kind: type, value: object) -> object:
@@ -247,27 +247,23 @@ def _check(scenario: Scenario, given: Mapping[str, Any]) -> None:
     given = {name: value for name, value in given.items() if value is not False}
     for name, needed in _NEEDS:
         if name in given and not any(one in given for one in needed):
-            raise UsageError(
-                f"{_said(name, given)} says nothing without {' or '.join(needed)}; add it, or leave {name} out"
-            )
+            raise UsageError(f"{_said(name, given)} needs {' or '.join(needed)}; add it, or leave {name} out")
     for one, other, reason in _EXCLUDES:
         if one in given and other in given:
-            raise UsageError(f"{one} and {_said(other, given)} exclude each other: {reason}; leave one of them out")
+            raise UsageError(f"{one} and {_said(other, given)} cannot be combined: {reason}; leave one of them out")
     if scenario.replay is None and [scenario.users, scenario.sessions, scenario.from_ledger].count(None) != 2:
-        raise UsageError(
-            "say whose sessions to simulate: either --users N, or --trace SESSIONS CELLS, or --from-ledger"
-        )
+        raise UsageError("give the sessions to simulate: either --users N, or --trace SESSIONS CELLS, or --from-ledger")
     _check_made_up(scenario, given)
     for name, (longest, most_ms) in _LONGEST.items():
         if getattr(scenario, name) > most_ms:
-            raise UsageError(f"{_said(name, given)} is not allowed; a time of at most {longest} is")
+            raise UsageError(f"{_said(name, given)} is not allowed; allowed: at most {longest}")
     if scenario.foresight is not None and not scenario.foresight:
-        raise UsageError(f"{_said('foresight', given)} is not allowed; a time such as 20s is")
+        raise UsageError(f"{_said('foresight', given)} is not allowed; allowed: a time such as 20s")
     for name, allowed in (("door", _DOORS), ("revoke_what", ("devices", "hosts"))):
         if getattr(scenario, name) not in allowed:
-            raise UsageError(f"{_said(name, given)} is not allowed; one of {', '.join(allowed)} is")
+            raise UsageError(f"{_said(name, given)} is not allowed; allowed: {', '.join(allowed)}")
     if unknown := [name for name in scenario.baselines if name not in BASELINES]:
-        raise UsageError(f"the baseline {unknown[0]!r} is not known; allowed: {', '.join(BASELINES)}")
+        raise UsageError(f"unknown baseline {unknown[0]!r}; allowed: {', '.join(BASELINES)}")
     _check_hosts(scenario, given)
 
 
@@ -275,14 +271,12 @@ def _check_made_up(scenario: Scenario, given: Mapping[str, Any]) -> None:
     for name in _MADE_UP:
         if name in given and scenario.users is None and scenario.replay is None:
             raise UsageError(
-                f"{_said(name, given)} is about users that are made up; sessions of files or a ledger are as recorded"
+                f"{_said(name, given)} only applies to synthetic users; sessions from files or a ledger run as recorded"
             )
         if name in given and name in _OF_PUBLISHED and scenario.habit is not Habit.PUBLISHED:
-            raise UsageError(f"{_said(name, given)} is about users of the published habit, not about {scenario.habit}")
+            raise UsageError(f"{_said(name, given)} only applies to the habit published, not to {scenario.habit}")
     if scenario.habit is Habit.TEACHING_LAB and scenario.lunch:
-        raise UsageError(
-            f"{_said('lunch', given)}: classes of the habit {scenario.habit} have no lunch; leave one of them out"
-        )
+        raise UsageError(f"{_said('lunch', given)}: the habit {scenario.habit} has no lunch; leave one of them out")
 
 
 def _check_hosts(scenario: Scenario, given: Mapping[str, Any]) -> None:
@@ -294,15 +288,15 @@ def _check_hosts(scenario: Scenario, given: Mapping[str, Any]) -> None:
         for name in ("find_devices", "usage", "meter", "revoke"):
             if name in given:
                 raise UsageError(
-                    f"{_said('door', given)} and {name} exclude each other: jobs wait in the engine's queue"
+                    f"{_said('door', given)} and {name} cannot be combined: jobs wait in the engine's queue"
                 )
     elif scenario.processes is not None and scenario.place is None:
-        raise UsageError(f"{_said('processes', given)} needs place, by which each host runs separately")
+        raise UsageError(f"{_said('processes', given)} needs place, which lets each host run separately")
     if scenario.hosts is not None and scenario.hosts.strip().startswith("?") != scenario.find_devices:
         instead = (
-            "say '?x(8x80GiB)'"
+            "use '?x(8x80GiB)'"
             if scenario.find_devices
-            else "say a number of hosts such as '4x(8x80GiB)', or --find-devices"
+            else "give a number of hosts, such as '4x(8x80GiB)', or add --find-devices"
         )
         raise UsageError(
             f"--hosts {scenario.hosts[:60]!r} {'with' if scenario.find_devices else 'without'} --find-devices is not allowed; {instead}"
@@ -323,18 +317,18 @@ def _text(value: Any) -> str:  # noqa: ANN401 - any value of TOML
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--scenario", type=Path, metavar="FILE", help="a file in TOML with any of the keys below")
+    add("--scenario", type=Path, metavar="FILE", help="a TOML file with any of the keys below")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="one of the keys below (repeatable)")
     add("--users", type=int, metavar="N", help="synthetic build-phase users")
-    add("--days", type=int, metavar="D", help="for this many days (default: 1)")
-    add("--seed", type=int, metavar="S", help="which of the synthetic traces (default: 1)")
+    add("--days", type=int, metavar="D", help="number of days (default: 1)")
+    add("--seed", type=int, metavar="S", help="seed of the synthetic sessions (default: 1)")
     add("--trace", nargs=2, metavar=("SESSIONS", "CELLS"), help="sessions and their cells, two CSV files")
     add(
         "--from-ledger",
         nargs="?",
         const="",
         metavar="FILE",
-        help="kernels and cells that a broker recorded (default: your own)",
+        help="kernels and cells recorded by a broker (default: your own)",
     )
     add("--devices", metavar="NxSIZE", help="the GPUs, all in one host (default: 8x80GiB)")
     add(
@@ -342,12 +336,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="Nx(NxSIZE)",
         help="hosts with their GPUs, such as '4x(8x80GiB)'; with --find-devices '?x(8x80GiB)'",
     )
-    add("--policy", metavar="FILE", help="a broker's configuration file (default: the pool of a broker without one)")
+    add("--policy", metavar="FILE", help="a broker's configuration file (default: a broker's default pool)")
     add("--find-devices", action="store_true", help="find the fewest devices, or hosts, with short enough waits")
-    add("--p95-wait", metavar="TIME", help="short enough for 95 %% of GPU cells (default: 3s)")
-    add("--baseline", action="append", dest="baselines", choices=BASELINES, help="run this, too (repeatable)")
-    add("--picture", type=Path, metavar="FILE", help="draw the run as an HTML page")
-    add("--json", action="store_true", help="print JSON; baselines come under `baselines`")
+    add("--p95-wait", metavar="TIME", help="the longest wait of 95 %% of GPU cells (default: 3s)")
+    add("--baseline", action="append", dest="baselines", choices=BASELINES, help="also run this baseline (repeatable)")
+    add("--picture", type=Path, metavar="FILE", help="write an HTML page that shows the run")
+    add("--json", action="store_true", help="print JSON, with the baselines in `baselines`")
 
 
 def keys_help() -> str:

@@ -46,7 +46,7 @@ def read_trace(scenario: Scenario) -> list[Session]:
         print(f"left out: {plural(len(trace) - len(kept), 'session')} with several GPUs at once", file=sys.stderr)
     if not kept:
         where = scenario.sessions or "the synthetic users"
-        raise CommandError(f"every session of {where} uses several GPUs at once; nothing is left to simulate")
+        raise CommandError(f"nothing to simulate: every session of {where} uses several GPUs at once")
     return kept
 
 
@@ -56,8 +56,8 @@ def _groups(text: str) -> list[Group]:
         match = _GROUP.fullmatch(part.strip())
         if match is None or not int(match[2]) or any(group.name == match[1] for group in groups):
             raise UsageError(
-                f"groups={text[:60]!r} is not allowed; NAME:SIZE or NAME:SIZE@POOL, each name once and each size from 1 on, such as "
-                "'physics:3,biology:2,teaching:1@small' is"
+                f"groups={text[:60]!r} is not allowed; allowed: NAME:SIZE or NAME:SIZE@POOL, with each name once and sizes from 1, such as "
+                "'physics:3,biology:2,teaching:1@small'"
             )
         groups.append(Group(match[1], int(match[2]), match[3] or ""))
     return groups
@@ -70,16 +70,14 @@ def read_history(given: str) -> list[PastLease]:
         folder = state_folder(socket_path())
         found_here = [folder / name for name in LEDGER_NAMES if (folder / name).exists()]
         if not found_here:
-            raise CommandError(f"{folder} has no ledger; name one: --from-ledger FILE")
+            raise CommandError(f"{folder} has no ledger; name one with --from-ledger FILE")
         path = found_here[0]
     try:
         found = [one for one in read_past(path) if one.turns]
     except LedgerError as error:
         raise CommandError(str(error)) from None
     if not found:
-        raise CommandError(
-            f"{path} has recorded no cell on a GPU yet; run some notebooks with a broker of this version first"
-        )
+        raise CommandError(f"{path} has no GPU cells yet; run some notebooks with a broker of this version first")
     return found
 
 

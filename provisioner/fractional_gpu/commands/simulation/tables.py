@@ -1,4 +1,4 @@
-"""What `jupyter gpu simulate` prints besides a run's figures: leases' use, possible losses, and what a ledger recorded."""
+"""What `jupyter gpu simulate` prints in addition to a run's figures: leases' use, possible losses, and what a ledger recorded."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -60,16 +60,16 @@ def revocation_text(figures: dict[str, Any], width: int | None = None) -> "list[
     ]
     before = (
         f"{plural(figures['devices'], 'device')} went away, after {plural(figures['notices'], 'notice')}; "
-        f"on them were {plural(there['kernels'], 'kernel')} with "
+        f"they held {plural(there['kernels'], 'kernel')} with "
         f"{there['gib']:,.1f} GiB and the work of {there['busy_gpu_hours']:,.2f} busy GPU hours"
     )
     after = []
     if (lost := figures.get("lost_with_the_hosts")) is not None:
         after.append(
-            f"With the hosts' memory all of it is lost, in every order, and what was suspended before: "
+            "If the hosts' memory is lost too, everything is lost in any order, including what was suspended before: "
             f"{plural(lost['kernels'], 'kernel')} with "
-            f"{lost['gib']:,.1f} GiB and the work of {lost['busy_gpu_hours']:,.2f} busy GPU hours. A snapshot of the hosts would keep what "
-            "is not in the table."
+            f"{lost['gib']:,.1f} GiB and the work of {lost['busy_gpu_hours']:,.2f} busy GPU hours. A snapshot of the hosts would keep "
+            "everything that is not in the table."
         )
     return [
         *fitted([before], width),
@@ -99,4 +99,4 @@ def compared_text(recorded: Spread, simulated: Spread) -> list[str]:
         for name, one in (("recorded", recorded), ("simulated", simulated))
     ]
     off = compared(recorded, simulated)["mean_error_s"]
-    return [*lines, f"apart by {off:g} s in the mean over the percentiles"]
+    return [*lines, f"{off:g} s apart, as the mean over the percentiles"]
