@@ -525,9 +525,12 @@ def findings_of(result: TrialResult, *, kind: str) -> Iterator[Finding]:
     else:
         yield ok("process-use", f"the driver counted {result.before_mib} MiB for it, and none while it was suspended")
     if result.limit is not None and result.limit.why_not:
-        yield note("memory-limits", f"caps are kept by frameworks and measured afterwards: {result.limit.why_not}")
+        yield note(
+            "memory-limits",
+            f"frameworks enforce memory caps, and the broker checks them afterwards: {result.limit.why_not}",
+        )
     elif result.limit is not None:
-        yield ok("memory-limits", "the driver keeps kernels in control groups of their own within their caps")
+        yield ok("memory-limits", "the driver enforces the caps of kernels in separate control groups")
 
 
 def _advice(code: GPUErrorCode | None) -> str:
