@@ -80,7 +80,7 @@ class Refusals:
         self.of(heading, self.live.call("POST", target, {} if body is None else body, **how))
 
     def _example(self, sentence: str) -> str:
-        """Put example values in place of what differs between runs."""
+        """Replace what differs between runs by example values."""
         for pid in self.pids:
             sentence = re.sub(rf"\b{pid}\b", "4711", sentence)
         sentence = re.sub(r"SIM-[0-9a-f-]+", "SIM-0a1b2c3d", sentence)
@@ -244,7 +244,7 @@ def seats(note: Refusals) -> None:
         request = LeaseRequest(**{"fraction_milli": 250, "seat": seat["seat_id"], **fields})
         note.post(f"a lease on a seat, {heading}", "/v1/leases", to_builtins(request), token=token)
 
-    kernel("another token", token="guess")  # noqa: S106 - that of no seat
+    kernel("another token", token="guess")  # noqa: S106 - of no seat
     kernel("another pool", pool="other")
     kernel("a higher priority", priority=5)
     kernel("more than the seat", fraction_milli=750)

@@ -11,7 +11,7 @@ from tests.support.fake_broker import Call, FakeBroker
 
 
 class OwnBroker(FakeBroker):
-    """Lets the user who asks steer everything, as the real one does with a user's own leases."""
+    """Lets the caller control everything, as the real one does with a user's own leases."""
 
     def answer(self, call: Call, token: str) -> dict[str, Any]:
         lease = self.leases.get(call.lease_id)

@@ -1,4 +1,4 @@
-"""`jupyter gpu budget`: what is left, and an administrator who gives more, which the audit log has."""
+"""`jupyter gpu budget`: what is left, and an administrator's addition, which is in the audit log."""
 
 import json
 import time
@@ -61,7 +61,7 @@ def test_a_hubs_user_and_one_of_the_machine_with_the_same_name_are_added_to_apar
 ) -> None:
     spend(live, "ada", 4)
     spend(live, "ada", 40, seated=True)
-    budget(live, capsys, "--group", "students", "--add", "100 GPU hours")  # that budget is not the question here
+    budget(live, capsys, "--group", "students", "--add", "100 GPU hours")  # this test is not about that budget
     assert main(["budget", "--user", "ada", "--socket", live.socket]) == 0
     hub, machine = capsys.readouterr().out.splitlines()
     assert hub.startswith("user ada (hub): 40.0 GPU hours per month: 40.0 GPU hours spent, used up")
@@ -100,7 +100,7 @@ def test_two_users_race_for_the_last_of_a_groups_budget(live: LiveBroker, capsys
     with SeatClient(live.socket) as client:
         (offer,) = client.offers(OfferRequest(owner="mia", groups=["students"])).pools
         assert "The budget of the group 'students' of 10.0 GPU hours per week is used up" in offer.why_not
-        assert len(client.seats().seats) == 2  # those that run continue
+        assert len(client.seats().seats) == 2  # running ones continue
     (mine,) = budget(live, capsys, "--group", "students", "--add", "5 GPU hours")
     assert (mine["amount"], mine["used_up"]) == (15 * SHARE_HOUR, False)
     assert take(live, "mia") != "over-budget"

@@ -1,4 +1,4 @@
-"""`jupyter gpu capacity`: what a pool could still give, for people and for programs."""
+"""`jupyter gpu capacity`: what a pool can still give, for people and for programs."""
 
 import json
 from pathlib import Path

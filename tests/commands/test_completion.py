@@ -1,4 +1,4 @@
-"""Tab in a shell: what is proposed behind `jupyter gpu`."""
+"""Tab in a shell: the completions after `jupyter gpu`."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.promise("completion")
 
 
 def proposed(line: str, folder: Path, *, shell: str = "bash") -> list[str]:
-    """What the shell's function would be told: the line goes through `jupyter`, which hands it on."""
+    """Return the completions that the shell's function would get: the line goes through `jupyter`, which passes it on."""
     told = folder / "told"
     environment = {
         **os.environ,

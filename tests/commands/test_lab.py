@@ -13,7 +13,7 @@ from tests.commands.conftest import OwnBroker
 
 
 class BecameJupyterLabError(Exception):
-    """Stands for the moment after which this process is another program."""
+    """Raised where this process would become another program."""
 
     def __init__(self, path: str, command: list[str], environment: dict[str, str]) -> None:
         super().__init__(path)

@@ -1,4 +1,4 @@
-"""How the node agent ends, and what it must not miss."""
+"""How the node agent ends, and which events it must not miss."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def lines_of(call: Callable[[], object], at: int = 0, action: Callable[[], objec
 
 @pytest.fixture
 def patience() -> Iterator[None]:
-    """Fail where a test waits for ever, for a lock too."""
+    """Fail if a test waits for ever, even for a lock."""
 
     def fail(_number: int, _frame: FrameType | None) -> None:
         raise AssertionError(f"it still waits after {PATIENCE_S:g} s")
@@ -62,7 +62,7 @@ def test_a_signal_ends_the_agent_at_whatever_moment_of_its_wait_it_comes(number:
 
 
 class Changed(threading.Event):
-    """An event that another thread sets, where `late`, just after it was looked at."""
+    """An event that, with `late`, another thread sets just after it was checked."""
 
     late = False
 

@@ -19,7 +19,7 @@ class NoDevices:
         return []
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to close."""
 
 
 @pytest.fixture(autouse=True)

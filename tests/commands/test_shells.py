@@ -73,7 +73,7 @@ class Terminal:
         os.write(self._terminal, keys.encode())
 
     def completed(self, typed: str) -> str:
-        """Return the shell's line after Tab was pressed behind what is typed."""
+        """Return the shell's line after Tab was pressed at the end of the input."""
         self._line.unlink(missing_ok=True)
         self.write(f"{CLEAR}{typed}{TAB}{REPORT}")
         while not self._line.exists():

@@ -25,7 +25,7 @@ class EnoughError(Exception):
 
 
 def pictures_until_enough(out: io.StringIO, pictures: list[HostStatus | None], *, as_json: bool) -> list[float]:
-    """Watch as many pictures as there are and return the pauses between them."""
+    """Watch until the pictures run out and return the pauses between them."""
     pauses: list[float] = []
     left = list(pictures)
 

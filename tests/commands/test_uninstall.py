@@ -1,4 +1,4 @@
-"""`jupyter gpu uninstall` removes everything of a user, and nothing while a kernel has a lease."""
+"""`jupyter gpu uninstall` removes all of a user's files, and nothing while a kernel has a lease."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.support.world import World, new_world
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """An existing user of Jupyter: only what our product made may go. Other tests have the machine's own folders."""
+    """An existing user of Jupyter: only our product's files may go. Other tests cover the machine's own folders."""
     monkeypatch.setattr(uninstall, "_TEMPORARY", (str(tmp_path),))
     monkeypatch.setattr(uninstall, "temporary_folder", lambda: tmp_path)
     monkeypatch.setattr(state_folder, "_VAR_TMP", tmp_path)

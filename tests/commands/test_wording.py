@@ -1,4 +1,4 @@
-"""The words of `jupyter gpu`, as people read them: golden/help.txt and golden/status.txt."""
+"""The output of `jupyter gpu`, as users read it: golden/help.txt and golden/status.txt."""
 
 import argparse
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_the_words_of_the_status_are_as_they_were_read() -> None:
 
 
 def described(parser: argparse.ArgumentParser) -> str:
-    """What a parser explains, in an order and form that no version of argparse changes."""
+    """Return a parser's explanations, in an order and form that no version of argparse changes."""
     lines = [parser.description or ""]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -544,7 +544,7 @@ class Observer:
         ]
         size = (effect.fraction_milli, effect.reserve_mib)
         meant = [one for one in sizes if (one.fraction_milli, one.reserve_mib) == size]
-        law(0, meant, effect, "was asked by nobody:", seen.resizes)
+        law(0, meant, effect, "was not requested:", seen.resizes)
         view = self.arbiter.lease(effect.lease_id)
         seen.spec = view.spec if view is not None and view.spec in meant else meant[-1]
         if seen.spec != spec:

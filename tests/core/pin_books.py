@@ -63,7 +63,7 @@ class Pins:
         self.refund(seen)
         if effect.until_ms == 0:
             return
-        law(0, isinstance(event, PinRequested) and event.lease_id == seen.lease_id, effect, "was asked by nobody")
+        law(0, isinstance(event, PinRequested) and event.lease_id == seen.lease_id, effect, "was not requested")
         now, longest = self.world.now, self.world.pool(seen).max_pin_ms
         law(0, now <= effect.until_ms <= now + longest, effect, "is longer than", longest, "from", now)
         purse = self._purse(seen)

@@ -344,7 +344,7 @@ class World:
                 self.send(Tick(at_ms=self.now))
             begun += sum(isinstance(effect, Suspend | Resume) for effect in self.made[before:])
             if begun > most:
-                raise LawBrokenError(f"law 5: {begun} suspends and resumes, and nobody does anything: thrashing")
+                raise LawBrokenError(f"law 5: {begun} suspends and resumes, without any other activity: thrashing")
 
     def check_rest(self) -> None:
         """Check that nothing was left undone and that nothing would happen before the alarm."""

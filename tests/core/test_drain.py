@@ -169,6 +169,6 @@ def test_a_kernel_that_begins_to_run_is_evicted_at_once_where_what_it_would_have
         outcome=SuspendOutcome.ABORTED,
         need_mib=240,
     )
-    assert hand.suspends(hand.send(too_much)) == [], "240 MiB are to be saved, as far as is known while it is idle"
+    assert hand.suspends(hand.send(too_much)) == [], "240 MiB must be saved, as far as is known while it is idle"
     assert hand.suspends(hand.wait(60_000)) == []
     assert hand.suspends(hand.work("a")) == ["a"], "it may have freed something: only 160 MiB are known again"

@@ -47,7 +47,7 @@ CASES = {
         (("a", 100, 100, 1000), *[("b", 100, 100, 500)] * 2, *[("c", 100, 100, 250)] * 4), parallel_swaps=2, hours=2
     ),
     "slow swaps": Case((("a", 100, 100, 1000), ("b", 200, 100, 1000)), swap_ms=9_000, hours=6),
-    "no minimum but that of the swaps": Case((("a", 100, 100, 1000), ("b", 300, 100, 1000)), min_residency_ms=0),
+    "only the minimum by swaps": Case((("a", 100, 100, 1000), ("b", 300, 100, 1000)), min_residency_ms=0),
     "a long minimum": Case((("a", 100, 100, 1000), ("b", 300, 100, 1000)), min_residency_ms=300_000, hours=24),
 }
 
@@ -158,7 +158,7 @@ def test_a_higher_priority_preempts_a_lower_one_once_it_has_had_its_minimum() ->
     play.run(HOUR_MS)
     assert max(high.waits_ms) <= 20_000
     assert low.preempted == high.suspends or low.preempted == high.suspends + 1
-    assert play.ran_ms(low) > 0.8 * HOUR_MS, "it goes on as soon as the higher one rests"
+    assert play.ran_ms(low) > 0.8 * HOUR_MS, "it continues as soon as the higher one rests"
 
 
 def test_equals_do_not_preempt_each_other_where_the_pool_does_not_say_so() -> None:

@@ -77,7 +77,7 @@ def test_it_is_suspended_as_soon_as_it_is_idle_and_comes_back_where_all_of_it_fi
     assert breaches(effects) == [Breach.SUSPEND]
     assert hand.suspends(effects) == [], "a cell runs"
     effects = hand.rest("a")
-    assert hand.suspends(effects) == ["a"], "nobody needs the room, and minimum residency does not protect"
+    assert hand.suspends(effects) == ["a"], "no ticket needs the room, and minimum residency does not protect"
     assert hand.view("a").reason == "suspend.breach"
     hand.saved(effects, saved_mib=CAP + 100)
     hand.send(DeviceSeen(at_ms=hand.now, device=device(), stranger_mib=350))

@@ -71,9 +71,7 @@ def test_a_resume_is_a_wait_of_its_own() -> None:
     ticket = lease.ticket = Ticket(order=1, asked_ms=0, expected=span(1_000))
     assert shown_span(ticket, lease, span(1_000), 60_000).high_ms >= 60_000
     lease.state, lease.since_ms = LeaseState.RESUMING, 61_000
-    assert shown_span(ticket, lease, span(2_000), 61_000) == span(2_000), (
-        "the room is there: nothing but time is needed"
-    )
+    assert shown_span(ticket, lease, span(2_000), 61_000) == span(2_000), "the room is there: only time is needed"
     assert shown_span(ticket, lease, span(500), 70_000).high_ms >= 9_000, "but it hangs"
 
 

@@ -278,7 +278,7 @@ def test_nobody_leaves_while_room_is_made_for_it_to_grow() -> None:
     hand.want("c")
     _resize(hand, "a", 990)
     effects = hand.send(HostMemorySeen(at_ms=0, budget_mib=10_000))
-    assert hand.suspends(effects) == ["b"], "a kernel that has waited for long gathers room, but not that of a"
+    assert hand.suspends(effects) == ["b"], "a kernel that has waited for long collects room, but not from a"
     assert _sizes(hand.saved(effects)) == [("a", 990, 990)]
 
 

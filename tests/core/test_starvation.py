@@ -55,7 +55,7 @@ def test_a_large_kernel_gets_in_among_small_ones_that_ask_for_ever(most: int) ->
         play.enter(_actor(f"small{number}", 300), at_ms=number * 100)
     large = play.enter(_actor("large", 1000), at_ms=2_000)
     play.run(120_000)
-    rounds = 8 // 3 + 1 + most + 1  # those who asked before it, three at a time; then K grants; then the running cells
+    rounds = 8 // 3 + 1 + most + 1  # earlier tickets, three at a time; then K grants; then the running cells
     assert len(large.waits_ms) >= 10
     assert max(large.waits_ms) <= rounds * (CELL_MS + 6 * SWAP_MS)
 

@@ -247,7 +247,7 @@ def test_the_gate_is_closed_when_the_minimum_residency_is_over_and_the_next_cell
     assert _closed(hand.want("b")) == []
     assert _closed(hand.wait(4_999)) == []
     assert _closed(hand.wait(1)) == ["a"]
-    assert hand.state("a") is LeaseState.RESIDENT, "its cell goes on"
+    assert hand.state("a") is LeaseState.RESIDENT, "its cell continues"
     effects = hand.want("a")
     (suspend,) = [effect for effect in effects if isinstance(effect, Suspend)]
     assert (suspend.lease_id, suspend.preempt, suspend.between_cells) == ("a", False, True)
@@ -353,7 +353,7 @@ def test_a_cell_that_gives_up_at_its_gate_leaves_the_device_to_others_only_when_
     hand.now += 60_000
     hand.want("b")
     assert hand.suspends(hand.want("a")) == [], "the host has no memory for it"
-    assert hand.view("a").at_gate is False, "so nobody holds it up"
+    assert hand.view("a").at_gate is False, "so no gate holds it up"
 
 
 def test_neither_a_pinned_kernel_nor_one_of_higher_priority_makes_room() -> None:

@@ -166,7 +166,7 @@ class Turns:
         until(lambda: released(self.world) or None, "every lease and every reservation is gone")
         if len(brokers(self.world)) != 1 or len(workers(self.world)) != 1:
             raise AssertionError(
-                f"brokers {brokers(self.world)}, workers {workers(self.world)}: there is to be one of each"
+                f"brokers {brokers(self.world)}, workers {workers(self.world)}: there must be one of each"
             )
 
 

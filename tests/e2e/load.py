@@ -181,7 +181,7 @@ def _broker(world: World) -> int:
 
 
 def _words(found: Footprint) -> str:
-    return f"{found.descriptors} descriptors, {found.threads} threads, {found.children} children, {found.own_kib / 1024:.0f} MiB of its own"
+    return f"{found.descriptors} descriptors, {found.threads} threads, {found.children} children, {found.own_kib / 1024:.0f} MiB private"
 
 
 def _swaps(world: World, result: Result) -> None:
@@ -197,9 +197,9 @@ def _measure_rest(world: World, result: Result, rest_s: float) -> None:
     pid = _broker(world)
     before = _computed_s(pid)
     begun_s = time.monotonic()
-    time.sleep(rest_s)  # the time is what is measured, not a synchronisation
+    time.sleep(rest_s)  # this time is measured; it does not synchronise
     result.rest = (_computed_s(pid) - before) / (time.monotonic() - begun_s)
-    result.say(f"the broker while nobody does anything, {rest_s:.0f} s", f"{100 * result.rest:.2f} % of a core")
+    result.say(f"the broker while idle, {rest_s:.0f} s", f"{100 * result.rest:.2f} % of a core")
 
 
 def _computed_s(pid: int) -> float:
@@ -219,8 +219,8 @@ def _measure_acquires(world: World, result: Result, rounds: int) -> None:
             samples.append(1000 * (time.perf_counter() - begun_s))
     for percent in (50, 99):
         ours, theirs = (percentile(samples, percent) for samples in (result.acquire_ms, result.ping_ms))
-        figure = f"{ours:.2f} ms beside {theirs:.2f} ms: {ours / theirs:.2f} x"
-        result.say(f"acquire of a resident kernel beside an empty request, p{percent}", figure)
+        figure = f"{ours:.2f} ms, compared with {theirs:.2f} ms: {ours / theirs:.2f} x"
+        result.say(f"acquire of a resident kernel and an empty request, p{percent}", figure)
 
 
 def _acquire(socket: str, lease_id: str, token: str) -> None:
@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--kernels", type=int, default=200, help="how many kernels (default 200)")
     parser.add_argument("--devices", type=int, default=8, help="how many devices, each with room for eight (default 8)")
     parser.add_argument("--minutes", type=float, default=10, help="how long they are in use (default 10)")
-    parser.add_argument("--rest", type=float, default=60, help="how long nobody does anything, seconds (default 60)")
+    parser.add_argument("--rest", type=float, default=60, help="how long to stay idle, in seconds (default 60)")
     parser.add_argument("--seed", type=int, default=1, help="decides what the users do (default 1)")
     options = parser.parse_args()
     size = Size(kernels=options.kernels, devices=options.devices)

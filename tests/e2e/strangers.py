@@ -2,13 +2,13 @@
 
     python tests/e2e/strangers.py [--keep] [NAME ...]
 
-`strangers.toml`, beside this file, pins the projects and lists every test that is known to differ, with the reason. For each project this
+`strangers.toml`, in this folder, pins the projects and lists every test that is known to differ, with the reason. For each project this
 script downloads the pinned source distribution into a temporary folder, makes a virtual environment with the project and what its tests
 need, and runs the suite twice: with the local provisioner before this project is installed there, then with this project as the default
-provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) on a simulated device. A suite about spawners has a plugin for pytest beside this file,
-which puts ours into the second run. Where no distribution has the tests, the release is cloned with Git (`repository`); Git's own setting
+provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) on a simulated device. A suite about spawners has a plugin for pytest in this folder,
+which puts ours into the second run. If no distribution has the tests, Git clones the release (`repository`); Git's own setting
 `url.<base>.insteadOf` names a copy of it on a machine that the site is out of reach of. The files of tests that differ and are not listed
-run again, `AGAIN` times under both: a test whose outcomes overlap is unsteady by itself, and is printed as such. Prints a table, and
+run again, `AGAIN` times under both: a test whose outcomes overlap is flaky, and is printed as such. Prints a table, and
 exits with 1 if a test that is not listed differs, a listed one no longer differs, or a suite does not run to its end. `--keep` leaves the
 folder with every log and report. Needs a network for pip, configurable-http-proxy for JupyterHub's tests, and about an hour for all
 projects on an idle machine with two processors.

@@ -376,7 +376,7 @@ def slowness_is_told(lab: Lab, state: State) -> None:
 
 
 def waits_are_forecast_with_bounds(lab: Lab, state: State) -> None:
-    """Needs the panel open. The words are those of `format_forecast`."""
+    """Needs the panel open. The text comes from `format_forecast`."""
     before = dict(state["kernels"][0])
     for span_ms in (
         (40_000, 10_000, 120_000),

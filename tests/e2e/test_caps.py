@@ -16,7 +16,7 @@ pytestmark = pytest.mark.promise("race-limits", "caps")
 
 PAST = """
 from fractional_gpu.gpu.simulated import context, cuda
-context.memory_cap_bytes = lambda: None  # what allocates directly knows no cap, whenever the kernel is told of it
+context.memory_cap_bytes = lambda: None  # a direct allocation ignores the cap, whenever the kernel learns it
 buffer = cuda.allocate(400 << 20)
 buffer.write(b"abc")
 """

@@ -95,7 +95,7 @@ def test_the_demonstration_keeps_its_promise_and_leaves_nothing(temporary: Path,
         assert kernel["state_intact"] is True
     assert result["ok"] is True
     told = "".join(demo.said)
-    assert "no process" not in told, "what becomes of its kernels at its end is told to nobody"
+    assert "no process" not in told, "it does not report how its kernels end"
     assert "under examination" not in told
     demo.check_that_nothing_is_left()
 

@@ -105,7 +105,7 @@ def await_ticks(world: World) -> None:
     """Wait until the loop has run on. This sends no message, which would wake the loop."""
     ticks = world.notebooks / "ticks"
     before = ticks.stat().st_size if ticks.exists() else 0
-    until(lambda: ticks.exists() and ticks.stat().st_size > before, "the loop goes on")
+    until(lambda: ticks.exists() and ticks.stat().st_size > before, "the loop continues")
 
 
 def await_suspend(world: World, notebook: Notebook, number: int) -> None:

@@ -85,10 +85,10 @@ def test_what_an_interrupt_asks_for_a_kernel_that_may_be_blocked_is_withdrawn_wh
     lease = pair.world.lease(first.kernel_id)
     assert lease.pid is not None
     os.kill(lease.pid, signal.SIGINT)  # not by the server, which would ask too
-    until(lambda: pair.world.lease(first.kernel_id).busy, "the cell goes on")
+    until(lambda: pair.world.lease(first.kernel_id).busy, "the cell continues")
     with ThreadPoolExecutor() as threads, pair.world.client() as client:
         asked = threads.submit(client.resume, lease.lease_id, ResumeRequest(if_blocked=True))
-        until(lambda: pair.world.lease(first.kernel_id).position == 1, "it is to be brought back")
+        until(lambda: pair.world.lease(first.kernel_id).position == 1, "it waits to come back")
         (pair.world.notebooks / "end").touch()
         assert first.wait(cell).status == "ok"
         assert asked.result(DEADLINE_S).state == "suspended"

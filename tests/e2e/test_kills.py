@@ -371,8 +371,8 @@ def test_a_broker_told_to_stop_finishes_what_it_began(world: World, pair: Pair, 
         await_held(world)
         ended = os.pidfd_open(old)
         os.kill(old, signal.SIGTERM)
-        until(lambda: world.broker_pid() is None or None, "it serves nobody any more")
-        assert workers(world), "but its operation goes on"
+        until(lambda: world.broker_pid() is None or None, "it no longer serves")
+        assert workers(world), "but its operation continues"
     wait_for_end(ended)
     pair.end_turn(cell)  # its waiting cell has started another broker
     assert new_broker(world, old) != old

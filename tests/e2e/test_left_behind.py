@@ -166,7 +166,7 @@ def test_what_a_kernel_leaves_behind_stays_over_its_restart_and_its_owner_can_en
         left = world.await_state(notebook.kernel_id, "resident")
         assert [one.pid for one in left.left] == [pid]
         os.kill(pid, signal.SIGUSR1)
-        until(lambda: world.lease(notebook.kernel_id).left[0].used_mib == CHILD_MIB + 64, "it goes on")
+        until(lambda: world.lease(notebook.kernel_id).left[0].used_mib == CHILD_MIB + 64, "it continues")
         status = world.command("status")
         assert f"process {pid} (" in status.stdout
         assert f"`jupyter gpu end {before.lease_id[:8]}` ends it" in status.stdout

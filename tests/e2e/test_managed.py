@@ -25,6 +25,8 @@ def test_managed_memory_that_the_extension_sees_is_refused_and_survives(world: W
 
     world.kill_broker()
     world.start_broker()
-    until(lambda: world.lease(notebook.kernel_id).lease.unsuspendable_reason == REASON, "the next broker is told")
+    until(
+        lambda: world.lease(notebook.kernel_id).lease.unsuspendable_reason == REASON, "the next broker knows the reason"
+    )
     notebook.restart()
     until(lambda: world.lease(notebook.kernel_id).lease.unsuspendable_reason == "", "the next process is another one")

@@ -63,7 +63,7 @@ def test_a_kernel_leaves_an_emptied_device_in_the_middle_of_its_cell_and_none_co
         lease = two.lease(notebook.kernel_id)
         return lease if lease.state == "resident" and lease.lease.device_id != before.lease.device_id else None
 
-    lease = until(elsewhere, "the kernel goes on, on the other device")
+    lease = until(elsewhere, "the kernel continues on the other device")
     assert (lease.suspends, lease.resumes) == (1, 1)
     end.touch()
     reply = notebook.wait(cell)
@@ -175,7 +175,7 @@ def test_where_use_is_reserved_a_kernel_grows_step_by_step_and_idle_neighbours_m
         first.must(TAKE.format(mib=step))
         held += step
     until(lambda: may_use(held + 100), "it may use more than before")
-    assert world.await_state(second.kernel_id, "suspended").suspends == 1, "there was no room beside it"
+    assert world.await_state(second.kernel_id, "suspended").suspends == 1, "there was no room next to it"
     assert int(first.must(TAKE.format(mib=1)).text) >= 768
     first.must(CHECK)
     first.must("for buffer_of_mine in taken: buffer_of_mine.free()\ndel taken, buffer_of_mine")

@@ -142,7 +142,7 @@ def test_a_hosts_notice_is_told_beneath_the_last_cell_and_taken_back_there(world
     path.unlink()
     taken_back = _next_with(notebook, "does not go away after all")
     assert (shown["msg_type"], taken_back["msg_type"]) == ("display_data", "update_display_data")
-    assert shown["content"]["transient"] == taken_back["content"]["transient"], "in the place of the warning"
+    assert shown["content"]["transient"] == taken_back["content"]["transient"], "instead of the warning"
     assert world.status().goes_away_in_ms is None
     path.write_text("TRUE")
     _next_with(notebook, "goes away in")

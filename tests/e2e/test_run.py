@@ -332,7 +332,7 @@ def test_a_terminals_ctrl_z_stops_it_fg_continues_it_and_ctrl_c_ends_a_loop_of_i
         pid, terminal = pty.fork()
     if pid == 0:
         os.environ.update({**shared.environment, "PS1": "$ "})
-        os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])  # noqa: S606 - a shell is what is tested
+        os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])  # noqa: S606 - the test needs a shell
     seen = between = b""
 
     def expect(words: bytes) -> None:

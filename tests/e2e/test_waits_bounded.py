@@ -61,7 +61,7 @@ def wait_of(notebook: Notebook, world: World, neighbour: Notebook, kind: str) ->
     begun_s = time.monotonic()
     notebook.must(ALLOCATE)
     waited_s = time.monotonic() - begun_s
-    print(f"beside {kind}: waited {waited_s:.2f} s (a turn is {TURN_S:g} s)")  # noqa: T201 - the figure is what is asked for
+    print(f"beside {kind}: waited {waited_s:.2f} s (a turn is {TURN_S:g} s)")  # noqa: T201 - the figure is printed on purpose
     assert world.lease(neighbour.kernel_id).state != "resident"
 
 
@@ -74,7 +74,7 @@ def small_cells(world: World, first: Notebook, second: Notebook, pause_s: float)
     with cells(first, pause_s) as done:
         wait_of(second, world, first, f"small cells, pauses of {pause_s:g} s")
         before = done()
-        until(lambda: done() > before, "the neighbour goes on when its turn comes again")
+        until(lambda: done() > before, "the neighbour continues when its turn comes again")
     second.must(CHECK)
 
 

@@ -270,7 +270,7 @@ def test_a_folder_that_another_made_meanwhile_is_not_used(world: World, what: st
     assert list(elsewhere.iterdir()) == []
     assert pid_of(world) == broker
     remove_place(place)
-    until(world.broker_pid, "the broker is back in a folder of its own")
+    until(world.broker_pid, "the broker is back in a new folder")
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
     log.close()
 

@@ -1,4 +1,4 @@
-"""Tests in this room share a Slurm of two nodes for each file. Its logs are printed with a failure."""
+"""In this folder each file's tests share a Slurm of two nodes. Its logs are printed with a failure."""
 
 from collections.abc import Generator
 

@@ -1,6 +1,6 @@
 """Two users of a hub whose servers are Slurm jobs on one node, each with three quarters of its only device: they take turns.
 
-A command, too: `python -m tests.engines.hub_story --turns 10`, as root.
+Also a command: `python -m tests.engines.hub_story --turns 10`, as root.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tests.support.world import Notebook, new_world, until
 
 __all__ = ["USERS", "Story", "new_story"]
 
-USERS = ("games", "backup")  # users of every Debian machine, with uids of their own
+USERS = ("games", "backup")  # users of every Debian machine, with separate uids
 DEVICE_MIB = 512
 KERNEL = "fractional-gpu-default-750"
 _NODE = """
@@ -61,7 +61,7 @@ _STEP = "data.step(); print(data.wrong_bytes())"
 
 
 class Reader:
-    """A user, whose notebook holds data that must survive."""
+    """A user whose notebook holds data that must survive."""
 
     def __init__(self, hub: HubWorld, name: str) -> None:
         self.name = name
@@ -74,7 +74,7 @@ class Reader:
         self.notebook: Notebook
 
     def begin(self, seed: int, mib: int) -> None:
-        """Open a notebook on the server that was asked for, and put so much data on the device."""
+        """Open a notebook on the user's server and put this much data on the device."""
         self._hub.await_server(self.name)
         self.server = self._hub.connect(self.name)
         self.notebook = self.server.start(KERNEL)
@@ -95,7 +95,7 @@ class Story:
         self.readers = [Reader(hub, name) for name in USERS]
 
     def begin(self, mib: int) -> None:
-        """Start all servers, and put so much data on the device for each user; comparing it takes processor time."""
+        """Start all servers, and put this much data on the device for each user; comparing it takes processor time."""
         for reader in self.readers:
             self.hub.spawn(reader.name, pool="default", fraction="3/4")
         for seed, reader in enumerate(self.readers, 1):
@@ -107,7 +107,7 @@ class Story:
             reader.step()
 
     def restart_hub(self) -> None:
-        """The hub is killed; the next one knows the servers, and their jobs have gone on."""
+        """Kill the hub; the next one knows the servers, and their jobs have continued."""
         before = sorted(job["JobId"] for job in self.jobs())
         self.hub.stop_hub(signal.SIGKILL)
         self.hub.start_hub()
@@ -118,11 +118,11 @@ class Story:
         return [user["name"] for user in self.hub.api("GET", "users") if (user["servers"].get("") or {}).get("ready")]
 
     def jobs(self) -> list[dict[str, str]]:
-        """The jobs that have not ended."""
+        """Return the jobs that have not ended."""
         return [self.cluster.job(job_id) for job_id in self.cluster.call("squeue", "-h", "-o", "%A").split()]
 
     def check(self) -> None:
-        """The kernels really took turns, each with a seat of its job."""
+        """Check that the kernels really took turns, each with a seat of its job."""
         leases = self.nodes[0].status().leases
         assert {lease.spec.owner for lease in leases} == set(USERS)
         assert all(lease.suspends for lease in leases), "each of them made room for the other"
@@ -131,7 +131,7 @@ class Story:
         assert {seat.workload.id for seat in seats if seat.workload} == {job["JobId"] for job in self.jobs()}
 
     def logs(self) -> dict[str, str]:
-        """The end of every log."""
+        """Return the end of every log."""
         files = list(self.hub.homes.glob("*/*.log"))
         return {
             **self.hub.logs(), **self.cluster.logs(),
@@ -142,7 +142,7 @@ class Story:
 
 @contextmanager
 def new_story(**more: Any) -> Iterator[Story]:  # noqa: ANN401 - for the hub
-    """Everything, ended with the block. Takes root."""
+    """Everything, ended with the block. Needs root."""
     scripts = Path(sys.executable).parent
     with ExitStack() as stack:
         world = stack.enter_context(new_world(f"1x{DEVICE_MIB}MiB"))
@@ -172,7 +172,7 @@ def new_story(**more: Any) -> Iterator[Story]:  # noqa: ANN401 - for the hub
             for name, text in story.logs().items():
                 error.add_note(f"--- {name}\n{text}")
             raise
-        finally:  # a broker whose leases live leaves its simulated host behind
+        finally:  # a broker that still has leases leaves its simulated host behind
             cluster.cancel(*cluster.call("squeue", "-h", "-o", "%A").split())
             until(lambda: not any(node.status().leases for node in nodes), "no lease is left")
 
@@ -182,7 +182,7 @@ def _has_published(cluster: Cluster, node: str) -> bool:
 
 
 def main() -> int:
-    """Play it as told on the command line."""
+    """Run the story with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--mib", type=int, default=64, help="each user's data on the device")

@@ -1,6 +1,6 @@
-"""A real slurmdbd: what stands in the accounting database of jobs that have ended. Run by `tests/run slurmdbd`, as root.
+"""A real slurmdbd: what the accounting database contains about jobs that have ended. Run by `tests/run slurmdbd`, as root.
 
-Not a part of the suite, for its database server. Its name keeps it from being collected.
+It is not part of the suite because it needs a database server. Its name keeps it from being collected.
 """
 
 import os
@@ -53,14 +53,14 @@ def ours(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 
 def comments(slurm: Cluster, job: str) -> dict[str, str]:
-    """The comments in the database of a job, of an array's tasks or of a heterogeneous job's parts whose end it knows."""
+    """Return the comments in the database for a job, an array's tasks or a heterogeneous job's parts that have ended."""
     words = ["sacct", "--local", "-X", "-n", "-P", f"--jobs={job}", "--format=JobID,End,AdminComment"]
     rows = [line.split("|", 2) for line in slurm.call(*words).splitlines()]
     return {name: comment for name, end, comment in rows if end != "Unknown"}
 
 
 def await_end(slurm: Cluster, job: str, number: int = 1) -> None:
-    """Wait until the database knows the ends of a job's parts, and which parts they are."""
+    """Wait until the database knows the ends of a job's parts, and which parts there are."""
     until(
         lambda: len(names := comments(slurm, job)) == number and (number == 1 or job not in names),
         f"the database knows the end of job {job}",
@@ -135,7 +135,7 @@ def test_the_last_figures_of_a_job_come_into_the_database_when_it_is_back(
 
 
 def running_comment(slurm: Cluster, job: str) -> str:
-    """The comment that slurmctld has."""
+    """Return the comment in slurmctld."""
     found = re.search(r"AdminComment=(.*?)\s+StdErr=", slurm.call("scontrol", "show", "job", "-o", job))
     return found[1] if found is not None else ""
 
@@ -147,7 +147,7 @@ def figures_changed(slurm: Cluster, job: str, before: str) -> bool:
 
 
 def ended_job(slurm: Cluster, node: GPUNode, name: str) -> tuple[str, str]:
-    """Run a job with a kernel to its end. Return its number, and the last comment while it ran: it has used more since then."""
+    """Run a job with a kernel to its end. Return its number and its last comment while running; its use has grown since."""
     kernel = JobKernel(slurm.folder / name)
     job = slurm.sbatch(kernel.command, f"--gres={GRES}:open:250", "-w", node.node.name, "--mem=1600")
     assert kernel.cell(FIRST_KERNEL) == "3\n"

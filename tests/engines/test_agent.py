@@ -1,4 +1,4 @@
-"""The agent's decisions, in virtual time: what it writes into an engine, when, and what it says. No processes."""
+"""The agent's decisions, in virtual time: what it writes to an engine, when, and what it logs. No processes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.promise("slurm")
 
 @dataclass
 class World:
-    """An engine, a broker and a clock of the test's own."""
+    """An engine, a broker and a clock that the test sets."""
 
     now_ms: int = 0
     admissible: int = 2000
@@ -179,7 +179,7 @@ def test_without_a_broker_the_count_stays_for_a_while_and_is_then_lowered() -> N
 
 
 def test_an_agent_that_starts_without_a_broker_opens_one_device_only() -> None:
-    """Not 0: Slurm would refuse jobs then, and hold those that wait, in place of letting them wait."""
+    """Not 0: then Slurm would refuse new jobs and hold waiting ones, instead of letting them wait."""
     world = World(broker_down=True, counts={"jgpu": 4000})
     world.run(world.agent(), 20)
     assert world.counts == {"jgpu": 1000}

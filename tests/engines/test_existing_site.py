@@ -1,4 +1,4 @@
-"""A Slurm site that exists already: the installation page followed line by line, and jobs from environments of its users."""
+"""An existing Slurm site: the installation page followed line by line, and jobs from its users' environments."""
 
 import json
 import re
@@ -26,7 +26,7 @@ UNIT = ROOT / "examples" / "systemd" / "jupyter-gpu.service"
 
 
 class Page:
-    """The page's commands on the site, typed on its node n1, which gets shares. `n2` never has the package."""
+    """The page's commands, typed on the site's node n1, which gets shares. `n2` never has the package."""
 
     def __init__(self, cluster: Cluster, views: dict[str, View]) -> None:
         self.cluster, self.views = cluster, views
@@ -45,7 +45,7 @@ class Page:
         self.type("mv /etc/config.py /etc/jupyter/jupyter_gpu_config.py")
 
     def follow(self, section: str) -> Iterator[str]:
-        """Type the section's commands; yield each once it has run."""
+        """Type the section's commands; yield each one after it has run."""
         assert self.sections[section]
         for command in self.sections[section]:
             words = shlex.split(command)
@@ -53,7 +53,7 @@ class Page:
                 new_environment(self.cluster.folder / "view.n1" / "opt" / "jupyter-gpu", Path(words[3]), ours=True)
             elif words[0] == "systemctl":
                 self.systemctl(*(word for word in words[1:] if word != "--now"))
-            elif words[1] != "install":  # of pip: what is there is this checkout
+            elif words[1] != "install":  # for pip: what is installed is this checkout
                 self.type(command.replace("gpu[01-08]", "n1").replace("--mem=24G", "--mem=2G"))
             yield command
 
@@ -66,11 +66,11 @@ class Page:
         return done.stdout
 
     def systemctl(self, action: str, unit: str) -> None:
-        """Do what systemd does with the units that the page names."""
+        """Do what systemd does with the page's units."""
         match action, unit:
             case "enable", "jupyter-gpu":
                 text = UNIT.read_text()
-                # Another test's broker may have claimed the same socket in this network namespace.
+                # A broker of another test may have claimed the same socket in this network namespace.
                 self.start(unit, text, " --simulate 1x1GiB", "unshare", "-n", XDG_STATE_HOME="/var/lib/state")
                 until(self._serves, "the broker serves")
             case "enable", "jupyter-gpu-agent":
@@ -108,14 +108,14 @@ class Page:
         return False
 
     def files(self) -> dict[str, bytes]:
-        """The site's own files, and names of what lies beside them."""
+        """Return the site's files, and the names of what is added next to them."""
         folder = self.cluster.folder
         names = ("slurm.conf", "nodes.conf", "gres.conf", "cgroup.conf", "site-taskprolog", "prolog.d/10-log")
         wrappers = {file.name: b"" for file in folder.glob("jupyter*")}
         return {**{name: (folder / name).read_bytes() for name in names}, **wrappers}
 
     def drained(self) -> list[str]:
-        """Nodes that are drained for another reason than the page's."""
+        """Return nodes that are drained for any reason but the page's."""
         found = {node.name: self.cluster.node(node.name) for node in self.cluster.nodes}
         return [
             f"{name}: {fields['State']} {fields.get('Reason')}"
@@ -137,14 +137,14 @@ def site() -> Iterator[Page]:
 
 
 def job_on(site: Page, node: str, *options: str) -> str:
-    """Run a job and return what it wrote."""
+    """Run a job and return its output."""
     job = site.cluster.sbatch("echo $SITE $SLURMD_NODENAME", "-w", node, *options)
     site.cluster.await_job(job, "COMPLETED")
     return site.cluster.output(job)
 
 
 def doctor(site: Page, *words: str) -> dict[str, str]:
-    """Return what the doctor finds wrong, by check."""
+    """Return the doctor's problems, by check."""
     done = site.view.run("/opt/jupyter-gpu/bin/jupyter", "gpu", "node", "doctor", "--json", "--node", "n1", *words)
     found = json.loads(done.stdout)["findings"]
     assert done.returncode == any(one["severity"] == "error" for one in found)

@@ -1,4 +1,4 @@
-"""The files of a node: those in examples/slurm are what `jupyter gpu node install` writes, and they are sound."""
+"""The files of a node: the files in examples/slurm are what `jupyter gpu node install` writes, and they are sound."""
 
 import os
 import subprocess
@@ -52,7 +52,7 @@ def test_a_hook_ends_with_0_whatever_becomes_of_the_command(tmp_path: Path, name
     ],
 )
 def test_the_agents_unit_makes_the_folder_that_it_may_write_or_names_it(seats: str, lines: list[str]) -> None:
-    """A folder that the broker's unit makes after the agent's start would be read-only for the agent, whose /run is."""
+    """A folder that the broker's unit creates after the agent's start would be read-only in the agent's /run."""
     unit = install_files(NodeFiles(command=["x"], seats=Path(seats)))["jupyter-gpu-agent.service"].splitlines()
     assert set(lines) <= set(unit)
     assert sum(line.startswith(("ReadWritePaths", "RuntimeDirectory=")) for line in unit) == 1
@@ -87,7 +87,7 @@ def test_a_task_gets_what_the_prolog_wrote_and_nothing_is_run_of_it(tmp_path: Pa
     content = "A_B=$(touch x) `id` \\n\nprint jupyter gpu: a \\t warning\nnot this\n  NOR=this\n"
     assert task_prolog(tmp_path, content) == "export A_B=$(touch x) `id` \\n\nprint jupyter gpu: a \\t warning\n"
     assert not (tmp_path / "x").exists()
-    assert "print" not in task_prolog(tmp_path, content, SLURM_LOCALID="3")  # one task of a node says it
+    assert "print" not in task_prolog(tmp_path, content, SLURM_LOCALID="3")  # only one task per node prints it
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Prolog and Epilog where something is missing: they end, soon, and raise nothing; and they import little."""
+"""Prolog and Epilog if something is missing: they end soon, raise nothing, and import little."""
 
 import re
 import subprocess
@@ -67,7 +67,7 @@ def test_without_a_broker_the_request_is_kept_for_the_agent(
 def test_an_ssh_session_in_a_job_takes_its_environment_from_the_file(
     settings: HookSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line of docs/clusters-operating.md."""
+    """The line is in docs/clusters-operating.md."""
     commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:jgpu:open:250|12|cpu=1,mem=4G,node=1|1|"')
     hooks.begin(settings, ENVIRONMENT, lambda _: None)
     (line,) = re.findall(

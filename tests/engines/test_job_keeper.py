@@ -1,4 +1,4 @@
-"""The agent's work for jobs that have ended: their last figures wait for the accounting database, and nothing waits for them."""
+"""The agent's work for ended jobs: their last figures wait for the accounting database, and nothing waits for them."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ DOWN = EngineUnavailableError("slurmdbd does not answer")
 
 
 class Controller(Slurm):
-    """Slurm whose database knows the ends of the jobs in `known`, or raises `trouble`."""
+    """A Slurm whose database knows the ends of the jobs in `known`, or raises `trouble`."""
 
     def __init__(self) -> None:
         super().__init__("n1")
@@ -50,7 +50,7 @@ class Controller(Slurm):
 
 
 class Node:
-    """A keeper at `now`, and a broker with one kernel for each seat, which has used one hour more at each look."""
+    """A keeper at `now`, and a broker with one kernel per seat, whose use grows by an hour at each look."""
 
     def __init__(self, folder: Path) -> None:
         self.now = self.hours = 0
@@ -96,7 +96,7 @@ def test_a_database_that_is_down_keeps_no_job_from_its_comment_and_gets_the_last
 
 
 def test_a_database_that_is_down_is_asked_for_one_job_at_a_time(tmp_path: Path) -> None:
-    """Each question may take the whole limit of a command, and the counts wait meanwhile."""
+    """Each question may take a command's whole time limit, and the counts wait meanwhile."""
     node = Node(tmp_path)
     node.look(1, 2, 3)
     node.slurm.trouble = DOWN

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes, each with a broker and an agent, without control groups: counts, jobs with real kernels, troubles."""
+"""A real Slurm of two nodes, each with a broker and an agent, without control groups: counts, jobs with real kernels, failures."""
 
 import json
 import os
@@ -28,7 +28,7 @@ IDLE, BUSY = "1%", "100%"
 CONFIG = """
 c.GPUBroker.pools = {"default": {"fractions": ["1/4", "1/2"], "oversubscription": 4, "expected_use": "100%"}}
 """
-# Of what a kernel holds, a part has bytes that are compared: those take processor time.
+# Only part of a kernel's bytes is compared, as that takes processor time.
 FILL = (
     f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); import device; gpu = device.open(); "
     "data = gpu.fill(seed={seed}, size=16 * 2**20); rest = gpu.backend.cuda.allocate({rest} * 2**20); "
@@ -62,7 +62,7 @@ def _no_jobs_left(slurm: Cluster, nodes: list[GPUNode]) -> Iterator[None]:
 
 
 def share(node: GPUNode, use: str) -> None:
-    """Tell a node's pool how much of the time its users compute: what the forecast admits follows from it."""
+    """Tell a node's pool how much of the time its users compute: the forecast of how many it admits follows from that."""
     with node.client() as client:
         client.change_pool("default", {"expected_use": use})
 
@@ -119,7 +119,7 @@ def test_counts_are_written_again_after_a_reconfiguration_and_restarts_and_no_bu
     await_open(slurm, 4000)
     job = slurm.sbatch("exec sleep 600", HALF, "-w", "n1")
     slurm.await_job(job, "RUNNING")
-    slurm.restart_node(slurm.nodes[0])  # registers again: with a sum that had changed, it would be drained
+    slurm.restart_node(slurm.nodes[0])  # it registers again: if a sum had changed, it would be drained
     assert slurm.states()["n1"] == "mixed"
     slurm.call("scontrol", "reconfigure")
     await_open(slurm, 4000)
@@ -131,7 +131,7 @@ def test_counts_are_written_again_after_a_reconfiguration_and_restarts_and_no_bu
     finally:
         slurm.start_controller()
     slurm.call("scontrol", "update", "nodename=n1", f"gres={GRES}:open:0,{GRES}:closed:4000")
-    await_open(slurm, 4000)  # the agent goes on
+    await_open(slurm, 4000)  # the agent continues
     assert slurm.job(job)["JobState"] == "RUNNING"
     assert slurm.states()["n1"] == "mixed"
     summary = parse_summary(slurm.node("n1")["Extra"])
@@ -155,7 +155,7 @@ def test_without_a_broker_jobs_start_and_are_told_and_get_their_seats_when_it_is
     until(lambda: "no GPU share yet" in slurm.output(job), "the job is told")
     await_open(
         slurm, 500, "n2"
-    )  # the largest share on offer: with less Slurm would refuse jobs in place of letting them wait
+    )  # the largest share on offer: with less, Slurm would refuse jobs instead of letting them wait
     until(lambda: parse_summary(slurm.node("n2")["Extra"]).problem, "the summary says why")
     waiting = slurm.sbatch("true", HALF, "-w", "n2")
     until(lambda: slurm.job(waiting)["Reason"] == "Resources", "a further job waits")
@@ -276,7 +276,7 @@ def test_each_run_of_a_requeued_job_has_a_seat_of_its_own(slurm: Cluster, nodes:
 
 
 def test_a_jobs_comment_is_no_other_tasks_or_parts(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of an array's last task is the array's, and that of a heterogeneous job's first part the whole job's."""
+    """An array's last task has the array's number, and a heterogeneous job's first part the whole job's."""
     monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
     array = slurm.sbatch("exec sleep 600", "--array=1-2")
     script = slurm.folder / "two.sh"
@@ -326,7 +326,7 @@ def test_kernels_of_any_program_have_the_share_in_an_environment_with_the_packag
 
 
 def remote_calls(slurm: Cluster) -> int:
-    """How many requests of users slurmctld has answered that ask it about jobs or partitions: what `squeue` does."""
+    """Count the users' requests about jobs or partitions that slurmctld has answered, which is what `squeue` sends."""
     text = slurm.call("sdiag").partition("statistics by message type")[2].partition("by user")[0]
     asked = re.findall(r"REQUEST_(?:JOB_INFO\w*|PARTITION_INFO|FED_INFO)\s.*count:(\d+)", text)
     return sum(map(int, asked))

@@ -1,4 +1,4 @@
-"""A real Slurm with control groups, as root: whose seat it is, what a job may reach, and what is left when it ends in any way."""
+"""A real Slurm with control groups, as root: which job has a seat, what it may reach, and what is left however it ends."""
 
 import os
 import pwd
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.promise("slurm")
 
 HALF = f"--gres={GRES}:open:500"
 NOBODY = pwd.getpwnam("nobody")
-# Of what a kernel holds, 32 MiB are compared: that takes processor time. All of it has pages, which control groups count.
+# Only 32 MiB of a kernel's memory is compared, as that takes processor time. All of it has pages, which control
+# groups count.
 FILL = (
     f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); import device; gpu = device.open(); "
     "data = gpu.fill(seed={seed}, size=32 * 2**20); rest = gpu.backend.cuda.allocate(({mib} - 32) * 2**20); rest.fill(b'x'); "
@@ -50,7 +51,7 @@ def nodes(slurm: Cluster) -> Iterator[list[GPUNode]]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left(slurm: Cluster, nodes: list[GPUNode]) -> Iterator[None]:
-    """After each test: no lease, no seat, no file, no process of a job, and no node that is drained."""
+    """After each test: no lease, no seat, no file, no process of a job, and no drained node."""
     yield
     slurm.cancel_all()
     until(lambda: not nodes[0].lease_states(), "no lease is left")
@@ -71,9 +72,9 @@ def seat_of(node: GPUNode, job: str) -> str:
 
 
 def job_processes(slurm: Cluster) -> list[int]:
-    """Processes in the control group of any job of this cluster."""
+    """Return the processes in the control groups of this cluster's jobs."""
     found = []
-    for group, _, files in os.walk("/sys/fs/cgroup"):  # unlike `Path.glob`, it passes over what goes away meanwhile
+    for group, _, files in os.walk("/sys/fs/cgroup"):  # unlike `Path.glob`, it skips what disappears meanwhile
         number = next((int(part[4:]) for part in group.split("/") if part.startswith("job_")), 0)
         if "cgroup.procs" in files and slurm.first_job <= number < slurm.first_job + 1000:
             with suppress(FileNotFoundError, ProcessLookupError):
@@ -138,7 +139,7 @@ def test_two_jobs_of_one_user_cannot_use_each_others_seat(slurm: Cluster, nodes:
 
 @contextmanager
 def short_memory(slurm: Cluster, node: GPUNode, choice: str) -> Iterator[None]:
-    """The site's choice for jobs with too little memory, while the block runs."""
+    """During the block, the site has this policy for jobs with too little memory."""
     script = slurm.folder / "scripts" / "n1" / "prolog"
     text = script.read_text()
     words = ["install", "--force", "--folder", str(script.parent), "--node", "n1", "--short-memory", choice]
@@ -150,7 +151,7 @@ def short_memory(slurm: Cluster, node: GPUNode, choice: str) -> Iterator[None]:
 def test_a_share_that_the_jobs_memory_cannot_hold_becomes_the_largest_that_it_can(
     slurm: Cluster, nodes: list[GPUNode]
 ) -> None:
-    """The Prolog runs before the job has a control group: what the job asked Slurm for counts."""
+    """The Prolog runs before the job has a control group, so the memory requested from Slurm counts."""
     for mem in ("--mem=1300", "--mem-per-cpu=325"):
         job = slurm.sbatch(
             "echo $JUPYTER_GPU_DEFAULT_FRACTION; exec sleep 600", HALF, "-w", "n1", mem, "--cpus-per-task=4"
@@ -240,7 +241,7 @@ def test_a_full_disk_under_the_log_drains_no_node(slurm: Cluster, nodes: list[GP
 
 
 def test_shards_are_pinned_to_the_gpu_that_slurm_chose(tmp_path: Path) -> None:
-    """Slurm's own gres/shard: a device fence around each job, and a seat that stays on that device. Counts are left alone."""
+    """Slurm's own gres/shard: each job is fenced to one device, and its seat stays there. Counts are not changed."""
     for number in (0, 1):
         os.mknod(tmp_path / f"nvidia{number}", 0o666 | stat.S_IFCHR, os.makedev(195, number))
     tmp_path.chmod(0o755)
@@ -267,7 +268,9 @@ def test_shards_are_pinned_to_the_gpu_that_slurm_chose(tmp_path: Path) -> None:
                 devices = {device.index: device.device_id for device in client.status().devices}
             assert seat.fraction_milli == 500
             lines = {int(line[0]): line for line in said.splitlines() if line[:3] in ("0: ", "1: ")}
-            allowed = [number for number, line in lines.items() if "No such device" in line]  # no driver is behind it
+            allowed = [
+                number for number, line in lines.items() if "No such device" in line
+            ]  # there is no driver behind it
             assert len(allowed) == 1, said
             assert "Operation not permitted" in said
             assert seat.allowed_devices == (devices[allowed[0]],)

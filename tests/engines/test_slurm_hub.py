@@ -1,7 +1,7 @@
-"""A real hub in front of a real Slurm, as root: two users' servers are jobs on one node, and their kernels take turns on its device.
+"""A real hub on a real Slurm, as root: two users' servers are jobs on one node, and their kernels take turns on its device.
 
-The jobs have control groups with the memory that the hub asked for: resident bytes of the simulated device are not charged to them, saved
-ones are. `python -m tests.engines.hub_story` plays ten turns and more.
+The jobs have control groups with the memory that the hub asked for: resident bytes of the simulated device are not charged to them,
+saved ones are. `python -m tests.engines.hub_story` plays ten turns and more.
 """
 
 from collections.abc import Iterator

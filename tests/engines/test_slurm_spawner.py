@@ -1,4 +1,4 @@
-"""The Slurm spawner against a real Slurm of two nodes: what it asks for, shows, survives and leaves behind."""
+"""The Slurm spawner with a real Slurm of two nodes: what it asks for, shows, survives and leaves behind."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ class Database:
 
 
 def made(cluster: Cluster, server: str = "", **traits: Any) -> Any:  # noqa: ANN401 - an untyped spawner
-    """A spawner of the tests' own user, whose server is a process that stays until it is ended."""
+    """A spawner of the user running the tests, whose server is a process that stays until it is ended."""
     name = pwd.getpwuid(os.getuid()).pw_name
     user = SimpleNamespace(name=name, groups=[], id=7, url="/user/x/", escaped_name=name, spawners={})
     hub = SimpleNamespace(public_host="", api_url="http://127.0.0.1:1/hub/api", base_url="/hub/")

@@ -1,4 +1,4 @@
-"""What Slurm's commands print, and what is made of it. The texts were printed by Slurm 22.05.8."""
+"""How the output of Slurm's commands is parsed. The texts were printed by Slurm 22.05.8."""
 
 import os
 from contextlib import suppress
@@ -22,9 +22,9 @@ NODE = (
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """Slurm's commands that print the file `said`, end with the code in `code`, and write down what they were given.
+    """Slurm's commands, which print the file `said`, exit with the status in `code`, and record their arguments.
 
-    A file `said.COMMAND` is printed in its place, by that command.
+    If there is a file `said.COMMAND`, that command prints it instead.
     """
     for name in ("scontrol", "squeue", "sacct", "sacctmgr"):
         script = tmp_path / name
@@ -225,5 +225,5 @@ def test_whose_seat_it_is() -> None:
     assert job_of(seat(server=asked.server, admitted=True)) == 7
     assert (
         job_of(seat(server=asked.server, admitted=False, hub="http://hub")) is None
-    )  # a server that its user named so
+    )  # a server with that user-given name
     assert job_of(seat(server=asked.server, admitted=True, hub="http://hub")) is None

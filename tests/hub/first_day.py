@@ -1,8 +1,8 @@
-"""`tests/run first-day`: docs/hub.md's "Install" followed line by line, with users in a real browser.
+"""`tests/run first-day`: follows "Install" in docs/hub.md line by line, with users in a real browser.
 
-The package is built and installed as the pages say, into an environment that is made for it. The hub then runs on a machine of its own: in
-namespaces with other users, /etc, /home, /run, /var/lib, network and processes. It has no GPU, so the call gets what the page says for
-that. Three users take half of the GPU each and fill it in turns; the fourth is told how long the wait is.
+The package is built and installed as the pages say, into a new environment. The hub then runs on what looks like a separate machine:
+in namespaces with other users, /etc, /home, /run, /var/lib, network and processes. It has no GPU, so the call gets what the page
+says for that case. Three users take half of the GPU each and fill it in turns; the fourth learns how long the wait is.
 
 Needs root, Chromium, a package index, and npm or JupyterHub's proxy.
 """
@@ -89,7 +89,7 @@ def _place_of(program: str) -> set[Path]:
 
 
 def install(machine: Machine) -> None:
-    """Do what needs a network: build the wheel from a clone as docs/start.md says, and the page's first block."""
+    """Do everything that needs a network: build the wheel from a clone as docs/start.md says, and run the page's first block."""
     machine.here.mkdir()
     subprocess.run([sys.executable, "-m", "venv", machine.environment], check=True)
     clone = machine.here.parent / "clone"
@@ -120,7 +120,7 @@ def become_a_machine(folder: Path) -> None:
 
 @contextmanager
 def followed(machine: Machine) -> Iterator[Path]:
-    """Follow the page after its first block; yields the hub's log, and ends the hub with the block."""
+    """Follow the page after its first block; yields the hub's log. The hub ends with the block."""
     log, hub = machine.here / "hub.log", None
     _, *rest = section()
     try:
@@ -152,7 +152,7 @@ def _serves() -> bool:
         with urllib.request.urlopen(f"{ADDRESS}hub/login") as reply:  # noqa: S310 - loopback
             return bool(reply.status == 200)
     except urllib.error.HTTPError:
-        return False  # the proxy is there, and the hub is not yet
+        return False  # the proxy is running, but not yet the hub
     except OSError:
         return False
 
@@ -178,7 +178,7 @@ def opened(page: Page) -> Lab:
 
 
 def users_share_the_gpu(log: Path) -> None:
-    """Three users fill half of the GPU each, and find it as it was; the fourth waits for a place."""
+    """Three users fill half of the GPU each and find it unchanged; the fourth waits for a seat."""
     with opened_browser() as browser:
         labs = []
         for seed, name in enumerate(USERS):

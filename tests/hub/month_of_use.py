@@ -1,4 +1,4 @@
-"""Made figures of a few weeks, as a broker's ledger has them: six users in three groups and none, two devices, two pools, two prices."""
+"""Invented figures for a few weeks, as in a broker's ledger: six users, some of them in three groups, two devices, pools and prices."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""A person at a hub's pages: plain HTTP with cookies, as a browser without scripts would do it."""
+"""A user on a hub's pages: plain HTTP with cookies, like a browser without scripts."""
 
 import http.cookiejar
 import re
@@ -16,7 +16,7 @@ __all__ = ["Page", "Visitor"]
 
 @dataclass(frozen=True)
 class Page:
-    """What came back. `text` is what is read, without the tags."""
+    """A response. `text` is what a user reads, without the tags."""
 
     status: int
     url: str
@@ -60,9 +60,9 @@ class Visitor:
         return self._open(urllib.request.Request(self._hub.url + path, data=data))  # noqa: S310 - loopback
 
     def refused(self, **form: str) -> Page:
-        """Ask for a server that is not started, and return the form with the reason.
+        """Ask for a server that does not start, and return the form with the reason.
 
-        JupyterHub shows the form again for what is refused within a second. On a slow machine it takes longer, which leads to another page.
+        JupyterHub shows the form again for a refusal within a second. On a slow machine it takes longer, which leads to another page.
         """
 
         def ask() -> Page | None:

@@ -1,6 +1,6 @@
-"""Users of a hub share one device, each with the example notebook, while hub, proxy and broker are restarted under them.
+"""Users of a hub share one device, each with the example notebook, while hub, proxy and broker restart.
 
-A command, too: `python -m tests.hub.story --users 12 --seed 1`.
+Also a command: `python -m tests.hub.story --users 12 --seed 1`.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Story:
         self.readers = [Reader(hub, f"user{number}") for number in range(users)]
 
     def run(self) -> None:
-        """Run it to its end; whatever is not as promised fails."""
+        """Run to the end; fails at the first broken promise."""
         for reader in self.readers:
             reader.ask()
         for reader in self.readers:
@@ -98,7 +98,7 @@ class Story:
             reader.finish(reader.send())
 
     def _at_random(self, cells: int) -> None:
-        """Run so many cells, of up to four users at the same time."""
+        """Run this many cells, of up to four users at the same time."""
         while cells > 0:
             ready = [reader for reader in self.readers if reader.done < len(reader.cells)]
             some = self.random.sample(ready, min(len(ready), self.random.randint(1, 4)))
@@ -113,7 +113,7 @@ class Story:
         seats = self._seats()
         self.hub.stop_hub()
         self.say("the hub has ended, and its broker with it")
-        self._at_random(2)  # who needs a broker starts it
+        self._at_random(2)  # a client that needs a broker starts it
         self.hub.start_hub()
         until(lambda: len(self._ready()) == len(self.readers), "the hub has found its servers")
         assert self._seats() == seats

@@ -1,4 +1,4 @@
-"""What the nodes' summaries become on the spawn page, and the base of the engines' spawners over a bare spawner."""
+"""How the spawn page presents the nodes' summaries, and the engines' spawner base over a bare spawner."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence

@@ -1,4 +1,4 @@
-"""The page of a cluster: what it shows to whom, what it does when Slurm does not answer, and how it looks in a real browser."""
+"""The page of a cluster: what each user sees, what it does when Slurm does not answer, and how it looks in a real browser."""
 
 import asyncio
 import json
@@ -227,7 +227,7 @@ def _look(address: str, slurm: Slurm) -> None:
 
 
 def _a_wide_table_is_scrolled_by_keyboard(page: Page) -> None:
-    """The page has no button: its tables are the only stops after the link, if they are wider than the screen. On phones they are not."""
+    """The page has no buttons: after the link only tables wider than the screen can get the focus. On phones none are."""
     nodes = page.get_by_role("region", name="Nodes")
     link = page.get_by_role("link", name="Hub")
     link.focus()

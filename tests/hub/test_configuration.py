@@ -208,7 +208,7 @@ def test_a_broker_of_the_system_is_found_and_used(
         for name, value in (("pools", {"default": {}}), ("config_file", "pools.py"), ("simulate", "2x8GiB")):
             with pytest.raises(ConfigError, match=rf"{name} was given, but a broker of the system serves"):
                 configure(Config(), **{name: value})  # type: ignore[arg-type]
-        # What an earlier run of this hub started is not the system's.
+        # Processes left by an earlier run of this hub are not the system's.
         argv = {"argv": ["python", json.dumps({"settings": "{}"})]}
         Path(live.socket).with_name("broker.json").write_text(json.dumps(argv))
         c = Config()

@@ -1,4 +1,4 @@
-"""The combinations with systemd and Docker, by the commands and settings that they produce."""
+"""systemd and Docker as spawners: the commands and settings they get."""
 
 # ruff: noqa: ASYNC240 -- nobody waits for this loop
 
@@ -137,7 +137,7 @@ async def test_a_made_up_user_starts_again_with_a_new_credential(live: LiveBroke
 
 
 class FakeDocker:
-    """Docker's daemon: keeps what it is asked for. Host configurations are made by the real client."""
+    """A Docker daemon that records requests. The real client creates the host configurations."""
 
     def __init__(self) -> None:
         self.created: list[dict[str, Any]] = []

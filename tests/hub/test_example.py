@@ -1,4 +1,4 @@
-"""The example of a teaching lab is a configuration that works, and does what its guide says."""
+"""The example of a teaching lab is a working configuration and does what its guide says."""
 
 import csv
 import runpy
@@ -19,7 +19,7 @@ from tests.broker.live import live_broker
 from tests.support.paths import ROOT
 
 EXAMPLE = ROOT / "examples" / "jupyterhub"
-SHARED = {"devices", "hours", "may_move"}  # of the machine and the clock, not of the lesson
+SHARED = {"devices", "hours", "may_move"}  # facts about the machine and the clock, not the lesson
 
 
 def test_its_pools_are_understood() -> None:
@@ -54,7 +54,7 @@ def test_its_hub_runs_the_broker_with_these_pools(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_whole_class_has_seats_on_the_first_day() -> None:
-    """Half of the class on one of the two devices, which stands for both."""
+    """Half of the class on one of the two devices, which represents both."""
     pools: dict[str, Any] = runpy.run_path(str(EXAMPLE / "jupyter_gpu_config.py"), {"get_config": _config})[
         "c"
     ].GPUBroker.pools

@@ -1,4 +1,4 @@
-"""What `tests/run first-day` follows is there, and in the order in which it works."""
+"""Everything that `tests/run first-day` follows exists, in the order in which it works."""
 
 from tests.hub.first_day import WITHOUT_GPU, section
 from tests.site.blocks import commands

@@ -1,4 +1,4 @@
-"""Groups, limits, priorities, opening hours and full pools as a user meets them, on the page and by the API; and what users forge."""
+"""Groups, limits, priorities, opening hours and full pools as a user meets them on the page and by the API; and forged requests."""
 
 import json
 import time
@@ -29,7 +29,9 @@ POOLS: dict[str, Any] = {
     "full": {"devices": [3], "oversubscription": 1, "when_full": "refuse", "fractions": ["1"]},
 }
 GROUPS = {"staff": ["grace"], "students": ["ada", "bob"]}
-_SHOWN_WITH_200 = jupyterhub.version_info[0] < 6  # its page with the form and the error is no failure to JupyterHub 5
+_SHOWN_WITH_200 = (
+    jupyterhub.version_info[0] < 6
+)  # JupyterHub 5 does not count its page with the form and the error as a failure
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +130,7 @@ def test_the_page_shows_what_the_user_may_choose_and_a_sensible_default(hub: Hub
 
 
 def test_the_page_can_be_used_without_seeing_it(hub: HubWorld) -> None:
-    """Every choice has a label of its own, its description is bound to it, and every group is named."""
+    """Every choice has a label and a description bound to it, and every group has a name."""
     html = Visitor(hub, "bob").get("hub/spawn").html
     form = html[html.index('<fieldset class="gpu-choice">') : html.rindex("</fieldset>")]
     assert form.count("<fieldset") == form.count("<legend>")
@@ -209,7 +211,7 @@ def test_a_users_own_kernelspec_gets_no_more_than_the_seat(
 
 
 def test_variables_changed_in_the_server_give_nothing(hub: HubWorld, ada: HubServer) -> None:
-    """From a kernel of the server, as its user could: without the seat, with a forged one, and with another fraction."""
+    """A user changes the variables in a kernel of the server: without the seat, with a forged one, and with another fraction."""
     notebook = ada.start("python3")
     try:
         assert notebook.must("import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))").text == "''\n"
@@ -220,7 +222,7 @@ def test_variables_changed_in_the_server_give_nothing(hub: HubWorld, ada: HubSer
             "{'seat_id': '0' * 24, 'token': 'x' * 43, 'pool': 'default', 'fraction_milli': 1000, 'memory_mib': 256}"
         )
         assert "what was sent is not its token" in ask_from(notebook, fraction=1000, forged=forged)
-        # The file says more than the seat has: that convinces nobody.
+        # The file claims more than the seat has, which has no effect.
         assert "has 1/4 GPU" in ask_from(notebook, fraction=1000, more=True)
         assert hub.world.status().leases == []
         assert ask_from(notebook, fraction=250) == "granted\n", "and what is allowed works"

@@ -1,4 +1,4 @@
-"""What a hub says of its GPUs: spawns by what became of them, and the waits for seats."""
+"""A hub's metrics about its GPUs: spawns by outcome, and the waits for seats."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -54,7 +54,7 @@ class Bare(Spawner):  # type: ignore[misc] # untyped
 
 
 class Mixed(FractionalGPUMixin, Bare):
-    """What a site would write."""
+    """As a site would write it."""
 
 
 class Foreign(Mixed):
@@ -180,7 +180,7 @@ async def test_a_hub_that_dies_before_it_saved_the_seat_leaves_nothing(live: Liv
     await one.poll()
     with SeatClient(live.socket) as client:
         assert not client.seats().seats[0].confirmed, "it is not in the hub's database yet"
-    # The next hub knows nothing of it; its user's next server replaces it at once, and without that it expires.
+    # The next hub does not know the seat; its user's next server replaces it at once, and without one it expires.
     other = spawner(live)
     await hub_starts(other, pool="default", fraction="1/2")
     assert seats(live) != [seat.seat_id]

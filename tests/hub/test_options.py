@@ -1,4 +1,4 @@
-"""What the spawn page's form says of a pool's prices, terms and budgets: short, once for each pool, escaped."""
+"""What the spawn page's form says about a pool's prices, terms and budgets: short, once per pool, escaped."""
 
 from html import unescape
 

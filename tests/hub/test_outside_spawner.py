@@ -1,4 +1,4 @@
-"""A spawner that another package registers is configured by its name, and its servers have seats."""
+"""A spawner that another package registers can be configured by name, and its servers have seats."""
 
 import os
 from importlib.metadata import entry_points

@@ -1,4 +1,4 @@
-"""A hub gives back the seats of servers that are gone, no other hub's, and none that is used; its broker outlives its service."""
+"""A hub gives back the seats of servers that are gone, but no other hub's and none in use; its broker outlives its service."""
 
 import asyncio
 import os
@@ -116,7 +116,7 @@ async def test_a_hub_whose_configuration_took_the_broker_out_again_says_so(
     hub_seats.expect_service("culler", "another call")
     add_page(c, socket="/run/broker.sock")
     fractional_gpu_hub.configure(c, spawner="fractional-gpu-simple", simulate="1x1GiB", broker="managed")
-    await asyncio.sleep(0)  # one turn of the hub's loop
+    await asyncio.sleep(0)  # one iteration of the hub's loop
     for call in ("configure", "add_page"):
         assert f"{call}(...) in jupyterhub_config.py added, is not there" in caplog.text
     assert "another call" not in caplog.text
@@ -147,7 +147,7 @@ def test_the_broker_of_a_hub_that_ends_outlives_its_service_and_ends_with_the_hu
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as hub:
         assert hub.stdin is not None
         assert hub.stdout is not None
-        lines = {hub.stdout.readline().strip() for _ in range(2)}  # the hub's and the broker's, in any order
+        lines = {hub.stdout.readline().strip() for _ in range(2)}  # the hub's and the broker's, in either order
         assert "serves" in lines
         print("stop", file=hub.stdin, flush=True)
         assert hub.stdout.readline() == "0\n", "the service has ended, and the broker has not"

@@ -75,7 +75,7 @@ class Outliving:
 def test_a_kernel_that_outlives_its_servers_has_what_their_seats_give_and_no_seat_outlives_its_server(
     world: World,
 ) -> None:
-    """The server is killed in the middle of a cell, the broker, then the hub and its database; the next hub takes its servers along."""
+    """The server is killed in the middle of a cell, the broker, then the hub with its database; the next hub adopts its servers."""
     with new_hub(world, SETTINGS, cleanup=True) as hub:
         until(world.broker_pid, "the hub's broker serves")
         server = hub.server("ada", pool="default", fraction="1/2")

@@ -1,6 +1,6 @@
-"""The hub's page about its GPUs, over HTTP, with a real hub, proxy, broker and kernels: who sees what, who may do what.
+"""The hub's page about its GPUs, over HTTP, with a real hub, proxy, broker and kernels: what each user sees and may do.
 
-The users' names are such that no id in hexadecimal can contain them.
+The users' names cannot occur in a hexadecimal id.
 """
 
 import csv
@@ -210,7 +210,7 @@ def test_what_another_site_or_a_forger_sends_is_refused(scene: Scene) -> None:
         member.ask("status", xsrf=None),
         member.ask("events", Sec_Fetch_Site="cross-site"),
     ]
-    # Without the page's own token the hub's library does not even take the cookie for a login (401).
+    # Without the page's token the hub's library does not even accept the cookie as a login (401).
     assert [answer.status for answer in refused] == [401] * 3 + [403] * 4 + [401, 403], refused
     member.sees("kernels", scene.leases["lise"], "phase", "resident")
 

@@ -1,4 +1,4 @@
-"""What pages ask for is taken back when they go away; seats are ended by administrators who mean it."""
+"""A page's requests are withdrawn when the page closes; only administrators end seats, after a confirmation."""
 
 # ruff: noqa: ASYNC240 -- nobody waits for this loop
 

@@ -1,4 +1,4 @@
-"""What people see at a hub: the spawn page, and the page about the GPUs, in a real browser while kernels take turns."""
+"""What users see at a hub: the spawn page and the page about the GPUs, in a real browser while kernels take turns."""
 
 import asyncio
 import re
@@ -26,7 +26,7 @@ from tests.support.world import new_world, until
 pytestmark = pytest.mark.promise("accessibility")
 
 POOLS = {
-    # A kernel that waits goes on waiting, however long axe takes, and a third server with three quarters waits for a seat.
+    # A waiting kernel keeps waiting, however long axe takes, and a third server with three quarters waits for a seat.
     "default": {
         "devices": [0],
         "oversubscription": 2,
@@ -115,7 +115,7 @@ def an_administrator_changes_a_pools_settings_by_keyboard(page: Page) -> None:
     expect(edit).to_be_focused()
 
 
-# Words that stand on two lines, and boxes that scroll sideways.
+# Words that are split over two lines, and boxes that scroll sideways.
 _BROKEN = """() => {
   const broken = [...document.querySelectorAll('html, main *:not(thead, thead *)')]
     .filter((box) => box.scrollWidth > box.clientWidth + 1 && box.clientWidth)
@@ -143,7 +143,7 @@ def a_phone_shows_whole_words_and_scrolls_one_way(page: Page) -> None:
 
 
 def tabs_go_through_a_dialog_in_its_order(page: Page, dialog: Locator) -> None:
-    """From its first control, which has the focus, through all of them, and back with Shift."""
+    """From the first control, which has the focus, through all of them, and back with Shift."""
     controls = dialog.locator("input:visible, select:visible, summary:visible, button:visible")
     count = controls.count()
     assert count > 8
@@ -272,7 +272,7 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         second = hub.server("bob", pool="default", fraction="3/4").start("fractional-gpu-default-750")
         go = tmp_path / "go"
         running = second.send(fill(2, 32) + BUSY.format(go=str(go)))
-        expect(row).to_contain_text("suspended")  # live: nobody loads the page again
+        expect(row).to_contain_text("suspended")  # live: the page is not reloaded
         expect(row).to_contain_text("in host memory")
         expect(kernels.get_by_role("row").filter(has_text="bob")).to_contain_text("in use")
         waiting = first.send(CHECK)
@@ -331,7 +331,7 @@ def _complain(complaints: list[str], message: ConsoleMessage) -> None:
 
 def _look_at_weeks(address: str) -> None:
     with opened_browser() as browser:
-        since = time.strftime("%Y-%m-%d", time.localtime(time.time() - 20 * 86_400))  # a month may have begun just now
+        since = time.strftime("%Y-%m-%d", time.localtime(time.time() - 20 * 86_400))  # a new month may have just begun
         dates = f"period=dates&since={since}"
         for user, path, by in (("grace", f"/all?by=user&{dates}", "By user"), ("ada", f"?{dates}", "By notebook")):
             context = browser.new_context(extra_http_headers={"Authorization": f"token {user}"})

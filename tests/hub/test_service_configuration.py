@@ -1,4 +1,4 @@
-"""`add_page` adds the page to a hub: the service, its scopes, and the roles that hold them."""
+"""`add_page` adds the page to a hub: the service, its scopes, and the roles that have them."""
 
 import os
 import subprocess
@@ -23,7 +23,9 @@ def listed(lazy: Any) -> list[Any]:  # noqa: ANN401 - traitlets' own
 def test_the_page_is_a_service_beside_the_broker_and_follows_its_socket(
     open_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(JupyterHub, "extra_user_scopes", set(), raising=False)  # JupyterHub 6, whichever this is
+    monkeypatch.setattr(
+        JupyterHub, "extra_user_scopes", set(), raising=False
+    )  # JupyterHub 6, whichever version is installed
     c, socket = Config(), str(open_folder / "broker.sock")
     configure(c, socket=socket, pools={"default": {}})
     add_page(c, admins=["grace"], admin_groups=["operators"])
@@ -54,7 +56,7 @@ def test_a_hub_of_version_5_names_the_users_role_anew_with_all_that_it_held(monk
 def test_a_role_for_all_users_that_the_site_defines_gets_the_scopes_of_the_page(
     monkeypatch: pytest.MonkeyPatch, version: int, *, assigned: bool
 ) -> None:
-    """JupyterHub ignores its own `extra_user_scopes` beside such a role, and refuses a second role of the name."""
+    """With such a role JupyterHub ignores its own `extra_user_scopes`, and it refuses a second role of that name."""
     if version == 5:
         monkeypatch.delattr(JupyterHub, "extra_user_scopes", raising=False)
     else:

@@ -1,4 +1,4 @@
-"""Somebody answers at the page's port before the service is ready, and then the service has it."""
+"""The page's port answers before the service is ready; then the service takes over."""
 
 import http.client
 import socket
@@ -44,7 +44,7 @@ class _Ready(BaseHTTPRequestHandler):
         self.wfile.write(b"<p>here it is</p>")
 
     def log_message(self, *_: object) -> None:
-        """Nothing: the requests are the test's own."""
+        """Log nothing: all requests are the test's."""
 
 
 def test_a_page_that_came_early_is_accessible_and_turns_into_the_services_by_itself() -> None:

@@ -1,4 +1,4 @@
-"""An open page's events follow what its user may see, and cost the service little: a real service's handlers before a scripted hub."""
+"""An open page's events follow its user's rights and cost the service little: a real service's handlers with a scripted hub."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ ACCESS = "access:services!service=gpu"
 
 
 class Hub(web.RequestHandler):
-    """Answers who has the token: `scopes` are what they have now, None that the token is unknown."""
+    """Says which user has a token: `scopes` are the user's current ones, None means that the token is unknown."""
 
     scopes: list[str] | None = None
 
@@ -101,7 +101,7 @@ async def opened(follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch, scop
             with suppress(ConnectionResetError):
                 await writer.wait_closed()
         auth._pool.shutdown()
-        auth._thread_loop.close()  # the library's own, for questions that block
+        auth._thread_loop.close()  # the library's own thread, for calls that block
 
 
 def stir(follower: BrokerFollower) -> None:
@@ -146,7 +146,7 @@ async def test_an_administrator_who_is_none_any_more_sees_what_users_see(
 
 
 async def test_what_was_taken_away_counts_for_half_a_minute_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that begins with the oldest answer of the hub that is still trusted, and asks anew as late as it may."""
+    """The stream begins with the oldest answer of the hub that is still trusted, and asks again as late as it may."""
     asked: list[dict[str, float]] = []
     monkeypatch.setattr(HubOAuth, "instance", lambda **options: asked.append(options))
     monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/services/gpu/")
@@ -159,7 +159,7 @@ async def test_what_was_taken_away_counts_for_half_a_minute_at_most(monkeypatch:
 async def test_a_browser_that_reads_nothing_keeps_no_stream(
     follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped, or behind a line that broke silently: its user may open sixteen pages, no matter how often that happened."""
+    """The browser is stopped, or its connection broke silently: its user may still open sixteen pages."""
     monkeypatch.setattr(app, "TAKEN_S", 0.01)
     monkeypatch.setattr(app, "view_of", lambda *_arguments: {"much": "x" * 2**26})
     async with opened(follower, monkeypatch, [READ_SCOPE]) as page:
@@ -179,7 +179,7 @@ async def test_the_more_pages_are_open_the_rarer_each_gets_an_event(
         return {}
 
     async def note(longest_s: float, *events: asyncio.Event) -> None:
-        if len(events) == 1:  # no news end it
+        if len(events) == 1:  # no message ends it
             pauses_s.append(longest_s)
         await wait(DEADLINE_S, *events)
 

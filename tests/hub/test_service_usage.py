@@ -1,4 +1,4 @@
-"""Who may read whose figures on the hub's pages: the service's handlers, a real broker with figures, and a hub that a test scripts.
+"""Which figures each user may read on the hub's pages: the service's handlers, a real broker with figures, and a scripted hub.
 
 `ada`, `bob` and `eve` are users of the hub, and a user of the machine is called `ada`, too.
 """
@@ -46,7 +46,7 @@ OTHERS = re.compile(r"bob|eve|carol|secret")
 
 
 class Hub(web.RequestHandler):
-    """Answers who has the token: the token is the user's name."""
+    """Says which user has a token: the token is the user's name."""
 
     users: Mapping[str, dict[str, Any]] = {}
 
@@ -140,7 +140,7 @@ async def service(
         async with serving(app._application(cluster or follower, actions)) as port:
             yield Service(port)
         auth._pool.shutdown()
-        auth._thread_loop.close()  # the library's own, for questions that block
+        auth._thread_loop.close()  # the library's own thread, for calls that block
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ async def test_a_user_reads_their_own_figures_as_a_user_of_the_hub_whatever_is_a
 
 
 ADVISED = {("ada", True): 60, ("ada", False): 61, ("bob", True): 62}
-"""Whose notebooks have a record of little use, and the peaks of these, MiB."""
+"""Users whose notebooks have a record of little use, with its peaks in MiB."""
 
 
 @pytest.mark.parametrize("visible", ["own", "all"])
@@ -292,7 +292,7 @@ async def test_budgets_are_shown_to_whose_they_are_and_warned_of(monkeypatch: py
 
 
 class _Careless:
-    """A broker that answers with everything, whatever it is asked, and with a setting that this version does not know."""
+    """A broker that answers every request with everything, and with a setting that this version does not know."""
 
     def __init__(self, visible: str) -> None:
         self.asked: list[Mapping[str, str] | None] = []

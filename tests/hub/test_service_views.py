@@ -1,4 +1,4 @@
-"""What the page shows, from what the broker says: in words, and of others only sums."""
+"""What the page makes of the broker's status: words, and only sums for other users."""
 
 import json
 from dataclasses import replace
@@ -203,7 +203,7 @@ def test_what_the_editor_suggests_is_what_the_broker_takes(key: str) -> None:
     (setting,) = (one for one in (*shown.common, *shown.others) if one.key == key)
     for text in (setting.default, setting.example):
         try:
-            value = json.loads(text)  # as the page's script reads what is typed
+            value = json.loads(text)  # as the page's script reads the input
         except ValueError:
             value = text
         POOL_KEYS[key].parse(value)

@@ -1,4 +1,4 @@
-"""What the Slurm spawner makes of texts: what goes to Slurm's commands, and what comes back from them. Without Slurm."""
+"""How the Slurm spawner translates texts to and from Slurm's commands. Without Slurm."""
 
 import json
 import shlex
@@ -240,7 +240,7 @@ def test_servers_are_known_by_their_jobs_names_which_stand_last() -> None:
 
 
 class _Posted(_PortHandler):
-    """The handler without a hub around it."""
+    """The handler without a hub."""
 
     def __init__(self, body: object, token: str, spawners: dict[str, Any]) -> None:
         self.body, self.token, self._user = body, token, SimpleNamespace(spawners=spawners)

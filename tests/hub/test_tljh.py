@@ -1,7 +1,7 @@
 """The plugin for The Littlest JupyterHub, called as TLJH's plugin manager calls it, and its configuration run by a real hub.
 
-TLJH itself is not installed: a stand-in has the hook specifications (names and arguments as in tljh/hooks.py) and the few functions of its
-modules that the plugin calls. Its installer, systemd and traefik are not run.
+TLJH itself is not installed: a stand-in has the hook specifications (names and arguments as in tljh/hooks.py) and the few functions
+of its modules that the plugin calls. Its installer, systemd and traefik are not run.
 """
 
 import json
@@ -195,7 +195,7 @@ def test_a_real_hub_runs_with_its_configuration(stand_in: Path) -> None:
     with new_world("1x256MiB") as world:
         world.install(500)
         for folder in (world.folder, Path(world.socket).parent):
-            folder.chmod(0o755)  # its users reach the socket
+            folder.chmod(0o755)  # its users can reach the socket
         world.environment["PYTHONPATH"] = f"{stand_in}:{world.environment['PYTHONPATH']}"
         before = (
             "import os\nfrom jupyterhub.spawner import SimpleLocalProcessSpawner\n"

@@ -1,6 +1,6 @@
-"""Users of a real hub share one device of a pool with oversubscription, and nothing that restarts is noticed by a kernel.
+"""Users of a real hub share one device of a pool with oversubscription, and their kernels notice no restart.
 
-`tests/run hub` tells the same story of twelve users.
+`tests/run hub` tells the same story with twelve users.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A scripted broker, and a kernel that has a lease at it."""
+"""A scripted broker, and a kernel with a lease there."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""ipykernel in a fork of a process that has imported it: the imports are most of a kernel's start, and the same for every test."""
+"""ipykernel in a fork of a process that has already imported it: the imports take most of a kernel's start."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""An interrupt at one step of the code, where chance would rarely bring it."""
+"""An interrupt at one chosen step of the code, which chance would rarely hit."""
 
 import signal
 import sys
@@ -12,7 +12,7 @@ __all__ = ["interrupt_at"]
 
 @contextmanager
 def interrupt_at(function: Callable[..., Any]) -> Iterator[None]:
-    """Have SIGINT strike at the very beginning of the function's next call: one of the places where Python handles signals."""
+    """Raise SIGINT at the very beginning of the function's next call: one of the places where Python handles signals."""
 
     def strike(frame: FrameType, event: str, _argument: object) -> None:
         if event == "call" and frame.f_code is function.__code__:

@@ -64,7 +64,7 @@ class RunningKernel:
         return str(self.client.execute(code, **options))
 
     def send_with_header(self, code: str, **header: str) -> str:
-        """Execute with further header fields, such as `subshell_id`."""
+        """Execute with additional header fields, such as `subshell_id`."""
         content = {"code": code, "silent": False, "store_history": True, "user_expressions": {}, "allow_stdin": False}
         message = self.client.session.msg("execute_request", content)
         message["header"].update(header)
@@ -141,7 +141,7 @@ def running_kernel(environment: dict[str, str], *, extension: bool = True) -> It
 
 
 class _Forked:
-    """What a client that waits for its kernel asks a provisioner, after each second without an answer: does the process live?"""
+    """The part of a provisioner that a waiting client needs: whether the process is alive, each second without an answer."""
 
     has_process = True
 
@@ -154,7 +154,7 @@ class _Forked:
 
 @contextmanager
 def forked_kernel(environment: dict[str, str]) -> Iterator[RunningKernel]:
-    """The same with the extension, in a third of the time; the environment has no say in where modules are found."""
+    """The same with the extension, in a third of the time; the environment does not affect where modules are found."""
     manager = plain_manager("python3")
     manager.write_connection_file()
     process = forking.start(manager.connection_file, environment)

@@ -1,4 +1,4 @@
-"""As much of a kernel as a test of one of its parts needs."""
+"""A kernel reduced to what a test of one of its parts needs."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""The fake broker with streams that a test leads line by line."""
+"""The fake broker with streams that a test controls line by line."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ class Stream:
         self._put(None)
 
     def break_off(self) -> None:
-        """Close the connection in the middle, as a broker that dies."""
+        """Close the connection in the middle, like a broker that dies."""
         self._put(b"")
 
     def command(self, verb: GateVerb, number: int = 0, **environment: str) -> None:
@@ -54,12 +54,12 @@ class Stream:
         self.send(Progress(kind="waiting", sentence=sentence, position=position))
 
     def _put(self, *lines: bytes | None) -> None:
-        """All in one step: the kernel may hang up after each."""
+        """All in one step: the kernel may disconnect after each."""
         self._lines.extend(lines)
         os.write(self._wake_write, b"x" * len(lines))
 
     def serve(self, handler: _Handler) -> None:
-        """Write lines until the stream is ended or the kernel hangs up."""
+        """Write lines until the stream ends or the kernel disconnects."""
         connection = handler.connection.fileno()
         try:
             while True:
@@ -67,7 +67,9 @@ class Stream:
                 if self._wake_read not in ready:
                     self.hung_up = True
                     return
-                os.read(self._wake_read, 1)  # before checking the connection: a client with its answer may hang up
+                os.read(
+                    self._wake_read, 1
+                )  # before checking the connection: a client that has its answer may disconnect
                 line = self._lines.popleft()
                 if line is None:
                     with contextlib.suppress(ConnectionError):
@@ -88,7 +90,7 @@ def _encode(line: Progress | GateCommand | HostStatus) -> bytes:
 
 
 class ScriptedBroker(FakeBroker):
-    """Knows one lease. `on_acquire` says what happens to each acquire stream; by default the test decides through `streams`."""
+    """Knows one lease. `on_acquire` handles each acquire stream; by default the test does that through `streams`."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)

@@ -1,4 +1,4 @@
-"""Samples of what a broker says, for tests of what is shown."""
+"""Sample broker statuses, for tests of what is shown."""
 
 from fractional_gpu.core.forecasts.advice import Advice, Risk, Verdict
 from fractional_gpu.core.forecasts.habits import Share

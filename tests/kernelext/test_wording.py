@@ -1,4 +1,4 @@
-"""What the kernel's extension says, as people read it: golden/views.txt and golden/magics.txt."""
+"""The kernel extension's texts, as users read them: golden/views.txt and golden/magics.txt."""
 
 import re
 from pathlib import Path

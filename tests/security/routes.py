@@ -1,8 +1,8 @@
-"""Who may call what: every route and method of the broker's API, tried by everybody who could.
+"""Which role may call which route: every route and method of the broker's API, tried in every role.
 
     python -m tests.security.routes > docs/routes.md
 
-The routes come from `protocol.routes`, the answers from a broker that runs. Needs root: the roles are real users.
+The routes come from `protocol.routes`, the answers from a running broker. Needs root: the roles are real users.
 """
 
 import json
@@ -20,7 +20,8 @@ from tests.broker.live import LiveBroker, live_broker
 
 __all__ = ["ROLES", "Cell", "end_as_stranger", "probe", "routes_of", "table"]
 
-# The owner of the tried leases, and another user; the program starts as root, because other users may not reach the interpreter.
+# The owner of the leases used, and another user; the program starts as root, because other users may be unable to run
+# the interpreter.
 _CALLER = """
 import http.client, json, os, pwd, socket, sys
 user, path, calls = json.load(sys.stdin)
@@ -60,7 +61,7 @@ ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one role got from one route. `refused` is the error's reason; empty if the call was let through, perhaps to a later error."""
+    """A role's result on a route. `refused` is the error's reason; empty if the call was let through, even to a later error."""
 
     route: Route[Any, Any]
     role: str
@@ -69,7 +70,7 @@ class Cell:
 
 
 def routes_of() -> list[Route[Any, Any]]:
-    """Every route; the one that ends a lease comes last."""
+    """Return every route; the one that ends a lease comes last."""
     routes = sorted(ROUTES, key=lambda route: (route.path, route.method))
     return [route for route in routes if route is not RELEASE] + [RELEASE]
 
@@ -96,12 +97,12 @@ def _lease(live: LiveBroker) -> tuple[str, str]:
 
 
 def probe(live: LiveBroker) -> list[Cell]:
-    """Try every route as everybody, on leases that exist."""
+    """Try every route in every role, on existing leases."""
     cells = []
     _, other = _lease(live)
     device = next(iter(live.broker.devices))
     for role, (user, whose) in ROLES.items():
-        lease_id, token = _lease(live)  # a fresh one: some of this ends it
+        lease_id, token = _lease(live)  # a new one, as some routes end it
         sent = {"own": token, "other": other, None: None}[whose]
         named = {"lease": lease_id, "seat": "no-such-seat", "device": device, "pool": "default"}
         calls: list[tuple[str, str, str | None, object]] = [
@@ -115,14 +116,14 @@ def probe(live: LiveBroker) -> list[Cell]:
 
 
 def end_as_stranger(live: LiveBroker) -> str:
-    """Let another user, who has even its token, end a lease; return the state it is in afterwards."""
+    """Let another user, who even has its token, end a lease; return the lease's state afterwards."""
     lease_id, token = _lease(live)
     _call("daemon", live, [("DELETE", f"/v1/leases/{lease_id}", sent, None) for sent in (None, token)])
     return live.state(lease_id)
 
 
 def table(cells: list[Cell]) -> str:
-    """Return the answers as a page of documentation: routes that answer every role alike share a section."""
+    """Return the answers as a documentation page: routes that answer every role alike share a section."""
     groups: dict[tuple[str, tuple[str, ...]], list[Route[Any, Any]]] = {}
     for route in sorted(routes_of(), key=lambda route: [ANYONE, LEASE, KERNEL, ADMIN].index(route.who)):
         by_role = {cell.role: cell for cell in cells if cell.route is route}

@@ -1,4 +1,4 @@
-"""A user who runs processes with many uids counts as one user, and sees and controls no further leases."""
+"""A user who runs processes with many uids counts as one user, and sees and controls no other user's leases."""
 
 import logging
 import pwd
@@ -33,7 +33,7 @@ def _subuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def callers(live: LiveBroker, *uids: int) -> Iterator[list[Caller]]:
-    """A process of each uid."""
+    """A process for each uid."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(caller(live.socket, first=f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({uid})"))
@@ -153,7 +153,7 @@ def test_a_kernel_of_a_seat_counts_for_the_seats_owner_whatever_its_uid(monkeypa
 
 @pytest.mark.parametrize("settings", [{}, {"account_of_unknown_uids": "nobody"}], ids=["owner", "account"])
 def test_who_shares_an_account_neither_sees_nor_steers_the_others_leases(settings: dict[str, str]) -> None:
-    """The owner gets nothing from its subordinates, and they get nothing from the owner or each other."""
+    """The owner has no access through its subordinates, and they have none to the owner's or each other's leases."""
     uids = (FIRST, SECOND) if not settings else (UNKNOWN, OTHER)
     with live_broker(**settings) as live, callers(live, *uids, NOBODY) as every:
         leases = [taken(who, label=f"secret-{number}.ipynb") for number, who in enumerate(every)]
@@ -170,7 +170,7 @@ def test_who_shares_an_account_neither_sees_nor_steers_the_others_leases(setting
                 for token in ("", own["token"], lease["token"]):
                     assert who.call("GET", route, token)[0] == 404
                     assert who.call("POST", f"{route}/suspend", token, {})[0] == 404
-                    who.call("DELETE", route, token)  # a lease that is not the caller's counts as ended already
+                    who.call("DELETE", route, token)  # a lease that is not the caller's counts as already ended
         assert owners(live) == ["nobody"] * 3
 
 

@@ -1,7 +1,7 @@
-"""What one user sends or plants costs the others a bounded amount of work. Needs root: the users are real ones.
+"""One user's requests and files cost other users a bounded amount of work. Needs root: the users are real.
 
-Each test runs a real attack (`tests/support/attacks.py`) against a live broker and asserts causes: what was read, where, and how much was
-done for the attacker before another user was answered. `tests/benchmarks/hostile.py` measures the effects at full size.
+Each test runs a real attack (`tests/support/attacks.py`) against a live broker and asserts causes: what was read, where, and how much
+work was done for the attacker before another user was answered. `tests/benchmarks/hostile.py` measures the effects at full size.
 """
 
 import asyncio
@@ -31,26 +31,26 @@ pytestmark = pytest.mark.promise("hostile")
 
 USER, ATTACKER = (base + os.getpid() % 10_000 for base in (70_000, 80_000))  # other tests attack at the same time
 MOST_ANSWERS = 40
-"""What the broker may answer the attacker between another user's question and its answer. Without turns it is hundreds."""
+"""How often the broker may answer the attacker between another user's question and its answer. Without turns it is hundreds."""
 LONGEST_STEP_S = 0.1  # of processor time
 PINGS = 20
 
 
 class Seen:
-    """What the broker does, as it does it."""
+    """Records the broker's work."""
 
     def __init__(self) -> None:
         self.answers: list[int] = []  # uids, in order
-        self.read = Counter[str]()  # bytes of files whose size a process chooses, by path
+        self.read = Counter[str]()  # bytes read from files whose size a process chooses, by path
         self.read_in: set[int] = set()  # threads that read such files
         self.loop_thread = 0
         self.longest_step_s = 0.0
         self.shared: list[str] = []  # work in the shared executor
         self.scans = self.scanning = self.most_scanning = 0
         self.refused = 0  # by their heads
-        self.bodies = 0  # bytes of the attacker's bodies that were taken
+        self.bodies = 0  # bytes read of the attacker's bodies
         self.hashed = 0  # bytes of kernels' messages that were verified
-        self.frames = [0]  # the largest of each message
+        self.frames = [0]  # the largest part of each message
 
     def answer(self, handler: Handler, *_: object) -> None:
         self.loop_thread = threading.get_ident()
@@ -70,7 +70,7 @@ class Seen:
         self.frames.append(max(map(len, frames)))
 
     def environments(self) -> list[int]:
-        """What was read of each large environment of the attacker's processes."""
+        """Return what was read of each large environment of the attacker's processes."""
         return [
             size
             for path, size in self.read.items()
@@ -79,7 +79,7 @@ class Seen:
 
 
 def before(patch: pytest.MonkeyPatch, target: object, name: str, note: Callable[..., None]) -> None:
-    """Have `note` called before the target's function, with the same arguments."""
+    """Call `note` before the target's function, with the same arguments."""
     real = getattr(target, name)
 
     def noted(*words: Any) -> Any:  # noqa: ANN401 - the function's own
@@ -137,7 +137,7 @@ async def watch_shared_executor(seen: Seen) -> None:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """Watch the broker that is started after this."""
+    """Watch the broker that the test starts next."""
     seen = Seen()
     count_pieces(monkeypatch, seen)
     count_scans(monkeypatch, seen)
@@ -165,7 +165,7 @@ def other(live: LiveBroker) -> Iterator[Caller]:
 
 
 def bounded(live: LiveBroker, seen: Seen, name: str, enough: Callable[[], bool]) -> dict[str, Any]:
-    """Attack until it is enough, while another user asks; assert that each question is answered after a bounded amount of work."""
+    """Attack until enough was tried, while another user asks; check that each answer comes after a bounded amount of work."""
     with other(live) as asker:
         asker.call("GET", "/v1/ping")
         with attacking(live.socket, name, uid=ATTACKER) as got:

@@ -1,4 +1,4 @@
-"""What must never be seen: a lease's token anywhere but in its file, and a stranger's text as a line of the log."""
+"""A lease's token appears only in its file, and another user's text never becomes a line of the log."""
 
 import dataclasses
 import io
@@ -47,7 +47,7 @@ SECRETS = {"token", "key", "curve", "connection"}
 
 
 def run(world: World, *words: str) -> str:
-    """Everything that a command prints."""
+    """Return everything that a command prints."""
     printed = io.StringIO()
     with patch.dict(os.environ, world.environment, clear=True), redirect_stdout(printed), redirect_stderr(printed):
         main(list(words))
@@ -55,7 +55,7 @@ def run(world: World, *words: str) -> str:
 
 
 def processes(world: World) -> list[Path]:
-    """The folders in /proc of everything that belongs to the world."""
+    """Return the folders in /proc of all processes that belong to the world."""
     return [Path(f"/proc/{pid}") for pid in {*anybody(world), *brokers(world), *workers(world)}]
 
 
@@ -67,7 +67,7 @@ def world() -> Iterator[World]:
 
 @pytest.fixture
 def told() -> dict[str, str]:
-    """Everything readable that a story of two kernels leaves, by place, with the tokens under `tokens`."""
+    """Return everything readable that a story of two kernels leaves, by place, with the tokens under `tokens`."""
     with new_world() as world, Server(world) as server:
         (name,) = world.install(750)
         first, second = server.start(name), server.start(name)
@@ -121,8 +121,8 @@ def test_a_token_is_nowhere_but_in_its_file(told: dict[str, str]) -> None:
     assert any(name.startswith("/proc/") and "JUPYTER_GPU_TOKEN_FILE" in text for name, text in told.items())
     leaks = [name for name, text in told.items() for token in tokens if token in text]
     assert leaks == []
-    # A kernel's signing key is in its connection file, and for the broker's next life in the ledger and in the lease's second record,
-    # which are their owner's alone.
+    # A kernel's signing key is in its connection file, and for the broker's next run in the ledger and the lease's second
+    # record, which only their owner can read.
     allowed = re.compile(r"/kernel-[^/]*\.json$|\.sqlite(-wal|-shm)?$|\.leases-simulated/[0-9a-f]+\.json$")
     assert [name for name, text in told.items() for key in keys if key in text and not allowed.search(name)] == []
 
@@ -153,7 +153,7 @@ def test_how_to_start_the_broker_again_is_kept_without_a_secret_of_its_environme
     "module", [messages, seats, seat, request_validation, iopub, records, kernel_lease], ids=lambda one: one.__name__
 )
 def test_nothing_secret_is_shown_when_an_object_is(module: ModuleType) -> None:
-    """Tracebacks with variables, logs and debuggers show what `repr` says."""
+    """Tracebacks with variables, logs and debuggers show the `repr`."""
     for kind in classes_of(module):
         if dataclasses.is_dataclass(kind):
             assert [field.name for field in dataclasses.fields(kind) if field.name in SECRETS and field.repr] == []

@@ -1,4 +1,4 @@
-"""Requests for a lease whose record was lost: its own kernel learns what to do, and a claim gets nothing."""
+"""Requests for a lease whose record was lost: its kernel learns what to do, and a claim gains nothing."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from tests.broker.live import LiveBroker, attach_fields, live_broker
 
 pytestmark = pytest.mark.promise("lost-ledger")
 
-# Sends the requests that it reads, a JSON list [method, route, body, token] a line, and answers each with status and body.
+# Sends the requests on its input, a JSON list [method, route, body, token] per line, and answers each with status and
+# body.
 PEER = """
 import http.client, json, socket, sys
 class Connection(http.client.HTTPConnection):
@@ -33,7 +34,7 @@ for line in sys.stdin:
     connection.close()
 """
 
-# Starts a kernel of another lease below itself, which answers in its place.
+# Starts a kernel of another lease as a child, which answers instead.
 NESTED = f"""
 import os, sys
 if os.fork() == 0:
@@ -74,7 +75,6 @@ class Kernel:
         return status, answer
 
     def close(self) -> None:
-        """End it."""
         self.process.kill()
         self.process.communicate()
 
@@ -95,7 +95,7 @@ def kernels(live: LiveBroker) -> Iterator[list[Kernel]]:
 
 
 def lose(live: LiveBroker, *kernels: Kernel) -> None:
-    """Have the broker know these kernels as those whose records were lost."""
+    """Make the broker treat these kernels as those with lost records."""
     live.broker.lost = {one.lease_id: identify(one.process.pid) for one in kernels}
 
 
@@ -121,7 +121,7 @@ def test_a_lease_that_was_ended_is_not_asked_back(live: LiveBroker, kernels: lis
 
 
 def test_the_kernel_below_a_kernel_is_not_that_kernel(live: LiveBroker, kernels: list[Kernel]) -> None:
-    """What a process carries itself counts, not what a process above it does."""
+    """Only the process's own environment counts, not that of its ancestors."""
     kernels.append(nested := Kernel(live, "outer", first=NESTED))
     lose(live, nested)
     status, answer = nested.ask("acquire", lease_id="outer")

@@ -1,4 +1,4 @@
-"""What a process in private namespaces, or in another job, cannot get by what it claims."""
+"""What a process in private namespaces, or in another job, cannot gain by its claims."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ import os, pwd
 nobody = pwd.getpwnam("nobody")
 os.setgroups([]); os.setgid(nobody.pw_gid); os.setuid(nobody.pw_uid)
 """
-# Then the process is in private user, pid and mount namespaces, as any user can create them.
+# After that the process is in private user, pid and mount namespaces, as any user can create them.
 UNPRIVILEGED = (
     AS_NOBODY
     + """
@@ -80,7 +80,7 @@ def test_a_pid_of_another_namespace_is_refused(live: LiveBroker) -> None:
         given = lease(pod)
         with started_for(
             given["lease_id"]
-        ) as outside:  # the same user, the lease's id in its environment: all but the namespace is right
+        ) as outside:  # the same user, the lease's id in its environment: everything but the namespace is right
             status, refused = attach(pod, given, outside)
             assert (status, refused["error"]["reason"]) == (400, "no-process"), refused
             assert "in the pid namespace of the process that names it" in refused["error"]["message"]
@@ -97,7 +97,7 @@ def test_a_pid_of_another_namespace_is_refused(live: LiveBroker) -> None:
 
 
 def test_from_outside_a_process_is_named_by_the_pid_that_it_has_there(live: LiveBroker) -> None:
-    """A launcher outside may attach what it started in a namespace; the pid within means another process there."""
+    """A launcher outside may attach a process it started in a namespace; the pid inside would name another process there."""
     with caller(live.socket, through=NESTED) as pod, caller(live.socket) as launcher:
         given = lease(launcher)
         inner = pod.start_for(given["lease_id"])
@@ -134,7 +134,7 @@ def test_another_workloads_seat_is_refused_from_within_namespaces_too(live: Live
 
 
 def test_a_group_of_the_same_name_below_another_one_is_no_workload(live: LiveBroker) -> None:
-    """A user may name groups at will below one that was delegated to the user."""
+    """A user may give groups any name below a group that was delegated to the user."""
     with job_group() as (job, group), memory_group(4096) as delegated:
         seat = take(live, job)
         made = [

@@ -1,4 +1,4 @@
-"""Folders, sockets and files prepared by another user: the broker and its clients refuse them, and touch nothing there.
+"""Folders, sockets and files prepared by another user: the broker and its clients refuse them and leave them untouched.
 
 Needs root: the other user is real.
 """
@@ -46,7 +46,7 @@ def world() -> Iterator[World]:
 
 
 def as_nobody(code: str, *arguments: str) -> str:
-    """Run a program as another user and return what it printed."""
+    """Run a program as another user and return its output."""
     argv = [sys.executable, "-S", "-c", "import os, socket, sys\n" + BECOME_NOBODY + code, *arguments]
     return subprocess.run(argv, capture_output=True, text=True, check=True, cwd="/").stdout
 
@@ -123,7 +123,7 @@ def test_a_user_cannot_put_anything_into_a_brokers_folder(world: World) -> None:
     world.start_broker()
     run, state = Path(world.socket).parent, world.state
     for above in (world.folder, run, *(one for one in (state, *state.parents) if one.is_relative_to(world.folder))):
-        above.chmod(stat.S_IMODE(above.stat().st_mode) | 0o011)  # even where others may pass
+        above.chmod(stat.S_IMODE(above.stat().st_mode) | 0o011)  # even if others may pass through
     attack = """
 for name in ("broker.json", "ledger-simulated.sqlite", "ledger-simulated.sqlite.lock", "broker.log", "broker.sock.lock", "broker.sock"):
     for act in (lambda path: open(path).read(), lambda path: open(path, "a"), os.unlink, lambda path: os.symlink("/", path + ".x"),
@@ -152,7 +152,7 @@ for socket in sys.argv[1:]:
 
 
 def refused_starts(world: World, folders: list[Path]) -> list[str]:
-    """What the broker says that does not start on the socket in each folder. It leaves no simulated host that it has made."""
+    """What a broker that cannot start prints for a socket in each folder. It leaves no simulated host that it created."""
     sockets = [str(folder / "broker.sock") for folder in folders]
     argv = [sys.executable, "-P", "-c", REFUSED, *sockets]
     done = subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=True, timeout=60)
@@ -164,7 +164,7 @@ def refused_starts(world: World, folders: list[Path]) -> list[str]:
 
 
 def refused_start(world: World, *, detach: bool = False) -> str:
-    """What the command says whose broker does not start."""
+    """What the command prints if its broker does not start."""
     argv = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--socket", world.socket]
     argv += ["--detach"] * detach
     done = subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=False, timeout=60)
@@ -330,7 +330,7 @@ try_all(theirs)
 
 
 def test_commands_work_in_a_closed_home_of_another_user(folder: Path) -> None:
-    """As `sudo -E` and `su --preserve-environment` have it."""
+    """As `sudo -E` and `su --preserve-environment` do."""
     theirs, temporary, own = folder / "theirs", folder / "tmp", folder / "own"
     owned_by_another(theirs)
     theirs.chmod(0o700)

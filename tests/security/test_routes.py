@@ -1,4 +1,4 @@
-"""Every route of the API, tried in every role: no user gets at another's."""
+"""Every route of the API, tried in every role: no user reaches another's leases."""
 
 import pytest
 
@@ -19,7 +19,7 @@ OPEN_TO_ALL = {
     "usage",
     "budgets",
     "create",
-}  # what they show, or give, is one's own
+}  # what they show or give is the caller's own
 TOKEN_ONLY = {"attach", "detach", "acquire", "follow", "gate", "answer"}
 
 

@@ -40,7 +40,7 @@ def connected(live: LiveBroker) -> Iterator[socket.socket]:
 
 
 def trickle(line: socket.socket, text: bytes) -> bytes:
-    """Send a byte whenever nothing arrives for a moment; return what arrived until the broker hung up."""
+    """Send a byte at every pause; return what arrived until the broker closed the connection."""
     line.settimeout(0.01)
     received = b""
     for number in range(len(text)):
@@ -59,7 +59,7 @@ def trickle(line: socket.socket, text: bytes) -> bytes:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
-    """A broker that waits for requests for a moment only."""
+    """A broker that waits only briefly for requests."""
     monkeypatch.setattr(routes, "IDLE_S", SOON_S)
     monkeypatch.setattr(routes, "BODY_S", SOON_S)
     with live_broker() as live:
@@ -68,7 +68,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
-    """A broker whose replies must be taken at once."""
+    """A broker whose replies must be read at once."""
     monkeypatch.setattr(handler, "TAKEN_S", SOON_S)
     with live_broker() as live:
         yield live
@@ -108,7 +108,7 @@ def test_a_connection_that_says_nothing_is_closed(hasty: LiveBroker) -> None:
 
 def test_a_connection_that_is_kept_and_not_used_is_closed(hasty: LiveBroker) -> None:
     answer = b""
-    while not answer:  # too late a question is not answered
+    while not answer:  # a late question is not answered
         with connected(hasty) as line, suppress(BrokenPipeError, ConnectionResetError):
             line.sendall(PING + b"\r\n")
             answer = line.recv(65536)
@@ -118,7 +118,7 @@ def test_a_connection_that_is_kept_and_not_used_is_closed(hasty: LiveBroker) -> 
 
 def test_who_asks_and_never_reads_is_cut_off(unread: LiveBroker) -> None:
     def ask_for_ever(line: socket.socket) -> None:
-        while True:  # the replies fill the line, then our questions do; then the broker's patience ends, or ours
+        while True:  # the replies fill the connection, then our questions do; then the broker's patience ends, or ours
             line.sendall((PING + b"\r\n") * 100)
 
     with connected(unread) as line, pytest.raises((BrokenPipeError, ConnectionResetError)):
@@ -182,7 +182,7 @@ sys.stdin.read()
 
 @contextmanager
 def holding(live: LiveBroker, user: str, lines: int) -> Iterator[dict[str, dict[str, str]]]:
-    """Another user with this many connections; the answer on the last one."""
+    """Another user with this many connections; yields the answer on the last one."""
     argv = [sys.executable, "-S", "-c", HOLD, live.socket, user, str(lines)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/") as process:
         assert process.stdin is not None
@@ -247,7 +247,7 @@ def squatted(live: LiveBroker) -> int:
 
 @pytest.mark.promise("unstarted")
 def test_leases_that_never_attach_keep_no_other_user_out() -> None:
-    """Each is in after one hold, of a second here, however many leases the others may have (64 of them would take a minute)."""
+    """Each user is in after one hold, of a second here, however many leases the others may have (64 of them would take a minute)."""
     with live_broker(pools={"default": {"unattached_hold": "1s"}}) as live, squatting(live):
         for _ in range(3):
             lease = live.lease(fraction_milli=1000, gated=False, wait_ms=25_000)
@@ -318,7 +318,7 @@ def test_who_asks_too_much_is_told_when_to_ask_again(strict: LiveBroker) -> None
 
 def test_every_request_is_charged_for_its_steps_and_its_bytes(strict: LiveBroker) -> None:
     account = strict.broker.costs.of_user(os.getuid())
-    account._clock = lambda: account._at_s  # nothing is earned in the meantime
+    account._clock = lambda: account._at_s  # no time is earned in between
 
     def cost(body: bytes) -> float:
         before_s = account._left

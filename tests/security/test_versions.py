@@ -1,4 +1,4 @@
-"""Another version at the other end works within one number of the protocol; else both versions are said, and what to do."""
+"""Clients and brokers of different versions work together within one protocol number; otherwise both versions are named, and what to do."""
 
 import pytest
 

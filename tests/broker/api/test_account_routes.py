@@ -56,7 +56,7 @@ def test_users_of_the_hub_and_of_the_machine_are_told_apart(live: LiveBroker) ->
     assert _amount(report(f"user={ME}&seated=1")) == 20
     assert _amount(report(f"user={ME}&seated=0")) == 100
     assert _amount(report("seated=1")) == 23
-    assert _amount(report("user=")) == 0, "an empty name is a name: that of the pool's own part"
+    assert _amount(report("user=")) == 0, "an empty name is also a name: the pool itself"
     assert _amount(report("user=%20ada")) == 0, "names are not trimmed"
     assert report("").visible == "all"
 

@@ -160,7 +160,7 @@ def test_the_process_that_was_started_for_the_lease_stands_behind_it(live: LiveB
         for _ in range(2):  # repeating it changes nothing
             answer = attach(live, lease.lease_id, lease.token, fields)
             assert (answer.status, answer.body["lease"]["state"], answer.body["pid"]) == (200, "unarmed", fields["pid"])
-            assert answer.body["busy"] is True, "nobody has heard of it yet"
+            assert answer.body["busy"] is True, "the broker has not heard its messages yet"
 
 
 def test_a_process_without_a_lease_is_refused(live: LiveBroker) -> None:

@@ -59,7 +59,7 @@ async def test_all_who_ask_who_holds_a_device_are_forgotten(claim: Drained) -> N
     ask(200)
     await turns()
     assert claim.forgotten == 200
-    assert claim.calls > 1, "nobody else had a turn between them"
+    assert claim.calls > 1, "no other request had a turn in between"
 
 
 async def test_a_claim_is_drained_again_when_there_are_descriptors(

@@ -264,7 +264,7 @@ async def test_a_kernel_that_talks_without_a_pause_leaves_everybody_else_a_turn(
     await watched.has_heard_all()
     task.cancel()
     assert len(at) >= 500
-    assert len(set(at)) == len(at), "messages were taken in while nobody else had a turn"
+    assert len(set(at)) == len(at), "messages were handled without a turn for anything else"
 
 
 async def test_a_message_that_is_too_long_breaks_the_line_and_the_kernel_is_heard_again(

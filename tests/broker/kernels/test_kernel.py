@@ -30,7 +30,7 @@ async def test_the_end_of_the_process_is_noticed_at_once() -> None:
     async with asyncio.timeout(DEADLINE_S):
         await ended.wait()
     watched.forget_process()
-    assert (busy_at_first, watched.busy) == (True, False), "a live kernel that nobody listens to may be busy"
+    assert (busy_at_first, watched.busy) == (True, False), "a live kernel without a listener may be busy"
     assert watched.identity is None
 
 

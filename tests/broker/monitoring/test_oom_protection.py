@@ -157,7 +157,7 @@ def test_the_system_s_log_names_what_was_killed() -> None:
         assert memory.was_killed(one.identity) in (True, None)
         assert memory.was_killed(other.identity) in (False, None)
         earlier = replace(one.identity, start_time=one.identity.start_time + 10**9)
-        assert memory.was_killed(earlier) in (False, None), "the log tells of another process that had the pid"
+        assert memory.was_killed(earlier) in (False, None), "the log is about another process that had the pid"
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------------

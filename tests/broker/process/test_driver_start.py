@@ -120,7 +120,7 @@ async def world_of(
 async def settled(world: World, worker: Worker, attempts: int) -> None:
     """Return once this many attempts were made and reported."""
     async with asyncio.timeout(DEADLINE_S):
-        while worker.attempts < attempts or world.swaps.inspector.off != world.start.off:  # noqa: ASYNC110 - attempts wake nobody
+        while worker.attempts < attempts or world.swaps.inspector.off != world.start.off:  # noqa: ASYNC110 - attempts set no event
             await asyncio.sleep(0)
         for _ in range(3):
             await asyncio.sleep(0)

@@ -119,7 +119,7 @@ def test_a_service_is_roots_and_where_users_reach_it(folder: Path, monkeypatch: 
         restarting.make_socket_folder(str(folder / "gpu" / "broker.sock"), service=True)
 
 
-# -- no broker by itself -------------------------------------------------------------------------------------------------
+# -- no automatic broker -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_it_takes_over_when_the_other_broker_ends(world: World) -> None:
         restart = json.loads(Path(world.socket).with_name("broker.json").read_text())
         argument = json.loads(restart["argv"][-1])
         assert json.loads(argument["settings"]) == SETTINGS
-        assert not argument["stand_by"], "whoever starts it again wants to know at once that it serves"
+        assert not argument["stand_by"], "the user who restarts it wants to know at once that it serves"
     finally:
         service.send_signal(signal.SIGTERM)
         assert service.wait(60) == 0

@@ -209,7 +209,7 @@ async def test_what_the_ledger_knows_to_be_over_stays_over(socket: Path) -> None
 async def test_kernels_without_a_record_are_listed_and_nothing_of_them_is_guessed(
     socket: Path, connection: Path
 ) -> None:
-    """Not listed: another broker's kernels, processes that are not kernels, and those of an ended lease."""
+    """Not listed: another broker's kernels, processes that are not kernels, and processes of an ended lease."""
     driver = OneDevice()
     other = socket.with_name("other.sock")
     with (

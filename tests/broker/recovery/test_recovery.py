@@ -117,7 +117,7 @@ async def test_what_the_driver_says_is_believed(
             assert view.state is state
             assert view.generation > 7
             assert kernel.identity is not None
-            assert kernel.busy, "nobody has heard of it yet"
+            assert kernel.busy, "the broker has not heard its messages yet"
             assert (kernel.facts.suspends, kernel.facts.resumes) == (3, 2)
             assert (driver.states.get(process["pid"]) is S.LOCKED) is False, "it was left locked"
 

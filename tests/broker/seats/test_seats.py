@@ -402,7 +402,7 @@ def test_servers_with_the_same_names_at_two_hubs_have_a_seat_each() -> None:
         again = take(live, hub=hubs[0])
         assert again.kind == ProgressKind.GRANTED, "the seat that it replaces does not count"
         assert left() == sorted([again.seat_id, second])
-        assert take(live, hub="http://127.0.0.1:7081/hub/api").reason == "user-limit", "those of other hubs do"
+        assert take(live, hub="http://127.0.0.1:7081/hub/api").reason == "user-limit", "seats of other hubs count"
 
 
 def test_who_gives_up_leaves_the_queue(live: LiveBroker) -> None:

@@ -119,7 +119,7 @@ def test_a_seat_ends_with_its_jobs_group_and_its_leases_with_it(live: LiveBroker
         until(lambda: not (group / "cgroup.procs").read_text(), "the job's processes have ended")
         assert seat_of(live, seat) is not None, "the group is there still"
         group.rmdir()
-        until(lambda: seat_of(live, seat) is None, "the seat ended by itself")
+        until(lambda: seat_of(live, seat) is None, "the seat ended with the job")
         for one in (lease["lease_id"], waiting["lease_id"]):
             until(lambda one=one: live.call("GET", f"/v1/leases/{one}").status == 404, "its leases ended")  # type: ignore[misc]
 

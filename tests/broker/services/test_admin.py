@@ -113,7 +113,7 @@ def test_a_kernel_that_is_started_again_while_it_is_evicted_does_not_get_the_lea
                 body = attach_fields(kernel.pid) if what == "/attach" else None
                 answer = live.call(method, f"/v1/leases/{lease.lease_id}{what}", body, token=lease.token)
                 assert (answer.status, answer.error["reason"]) == (404, "unknown-lease"), what
-            assert live.state(lease.lease_id) == "unarmed", "whoever has it evicted sees it until it is over"
+            assert live.state(lease.lease_id) == "unarmed", "the administrator who evicts it sees it until the end"
             kernel.stdin.close()
             assert evicted.result().body == {"ok": True}
     assert live.call("GET", f"/v1/leases/{lease.lease_id}").status == 404

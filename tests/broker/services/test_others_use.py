@@ -1,4 +1,4 @@
-"""Other processes' use of a lease's device: all processes but the lease's own and those of the named leases."""
+"""What other processes use on a lease's device: all processes except those that belong to the lease or the named leases."""
 
 import os
 import subprocess

@@ -146,7 +146,7 @@ def test_nobody_hears_of_another_users_leases(live: LiveBroker) -> None:
             async for status in news:
                 if isinstance(status, HostStatus):
                     return status
-        raise AssertionError("the stream ended by itself")
+        raise AssertionError("the stream ended too early")
 
     everything = live.on_loop(partial(first_line, None))
     own = live.on_loop(partial(first_line, os.getuid()))

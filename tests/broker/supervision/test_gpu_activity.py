@@ -116,7 +116,7 @@ async def test_work_after_the_cell_keeps_it_busy_until_it_has_been_quiet() -> No
     assert not world.busy
     world.worked_us = {os.getpid(): world.known_until_us}
     await world.look()
-    assert world.busy, "it began anew"
+    assert world.busy, "it began again"
 
 
 async def test_work_of_another_process_is_not_its_work() -> None:

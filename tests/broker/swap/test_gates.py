@@ -193,7 +193,7 @@ async def test_a_preempted_kernel_whose_work_does_not_drain_goes_on() -> None:
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel, preempt=True), journal([]))
     assert outcome is SuspendOutcome.ABORTED
     assert "has GPU work under way" in sentence
-    assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
+    assert set(driver.states.values()) == {S.RUNNING}, "a process was left locked"
 
 
 async def test_a_busy_kernel_without_a_context_is_not_called_saved() -> None:

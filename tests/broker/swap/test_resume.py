@@ -153,7 +153,7 @@ async def test_a_resume_that_cannot_be_verified_is_unknown_until_the_driver_says
         monkeypatch.setattr(driver, "restore", restore_and_fail)
         outcome, _ = await swaps_of(driver).resume(kernel, resume_of(kernel), 600)
         assert outcome is ResumeOutcome.UNKNOWN
-        assert set(driver.states.values()) == {S.RUNNING}, "the kernel's calls go on before that"
+        assert set(driver.states.values()) == {S.RUNNING}, "the kernel's calls continue before that"
         driver.failures.clear()
         found = await swaps_of(driver).truth(kernel, DEVICE, 600)
     assert found is not None

@@ -80,7 +80,7 @@ async def test_what_fails_before_anything_was_saved_is_undone(spoil: Spoil, outc
         result = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert result[0] is outcome
     assert says in result[2]
-    assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
+    assert set(driver.states.values()) == {S.RUNNING}, "a process was left locked"
 
 
 @pytest.mark.promise("race-lock")
@@ -153,7 +153,7 @@ async def test_a_machine_that_cannot_be_looked_at_leaves_nobody_locked(
     assert outcome is SuspendOutcome.REFUSED
     assert str(SHORT) in sentence
     assert [name for name, _ in driver.calls] == (["lock", "lock", "unlock", "unlock"] if look == 2 else [])
-    assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
+    assert set(driver.states.values()) == {S.RUNNING}, "a process was left locked"
 
 
 async def test_a_kernel_of_which_nobody_can_tell_whether_it_lives_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ async def test_a_kernel_of_which_nobody_can_tell_whether_it_lives_is_let_go(monk
         running(driver, pids)
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
         assert (outcome, "Too many open files" in sentence) == (SuspendOutcome.REFUSED, True), sentence
-        assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
+        assert set(driver.states.values()) == {S.RUNNING}, "a process was left locked"
         assert await swaps_of(driver).truth(kernel, DEVICE, 0) is None
 
 

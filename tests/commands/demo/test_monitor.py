@@ -1,4 +1,4 @@
-"""What the demonstration's watcher makes of pictures of leases."""
+"""What the demonstration's watcher concludes from pictures of leases."""
 
 from fractional_gpu.commands.demo.demo import LeaseTracker
 from tests.commands.pictures import a_lease

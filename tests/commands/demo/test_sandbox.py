@@ -1,4 +1,4 @@
-"""The demonstration's place: apart from everything else, and gone afterwards."""
+"""The demonstration's folder: separate from everything else, and removed afterwards."""
 
 import os
 import select

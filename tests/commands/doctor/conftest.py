@@ -1,4 +1,4 @@
-"""Jupyter's folders of the test's own, so that the doctor sees a machine on which nothing is set up."""
+"""Jupyter folders for the test alone, so that the doctor sees a machine on which nothing is set up."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Checkpointing is really tried: on a simulated host here, with everything that can go wrong."""
+"""Checkpointing is really tried: here on a simulated host, with everything that can go wrong."""
 
 import os
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def test_a_checkpoint_that_saved_nothing_is_seen(host: Path, monitor: SimulatedM
     faults.inject(host, "checkpoint", "lie")
     result = attempt(host, monitor)
     assert result.left_mib == result.before_mib
-    assert result.wrong  # the restore of what is not saved fails
+    assert result.wrong  # restoring what is not saved fails
 
 
 def test_nothing_is_tried_while_a_broker_manages_the_device(host: Path, monitor: SimulatedMonitor) -> None:

@@ -61,7 +61,7 @@ def test_without_a_gpu_the_text_ends_well_and_nothing_is_tried(capsys: pytest.Ca
 def test_a_user_without_a_home_folder_gets_findings(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """As in a container that runs as a uid of its choice."""
+    """As in a container that runs as an arbitrary uid."""
     for name in [name for name in os.environ if name == "HOME" or name.startswith(("JUPYTER_", "XDG_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)

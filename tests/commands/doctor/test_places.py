@@ -1,4 +1,4 @@
-"""What the doctor finds about places that several hosts share: a ledger and a socket on a network filesystem."""
+"""What the doctor finds about folders that several hosts share: a ledger and a socket on a network filesystem."""
 
 from pathlib import Path
 from types import SimpleNamespace

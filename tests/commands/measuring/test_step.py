@@ -26,7 +26,7 @@ FRESH_S = 0.25  # what a broker takes to sample its devices
 
 @dataclass
 class Program:
-    """A tenant's program, by seconds since the step's beginning: when it first uses the device, how long a unit takes then, its end."""
+    """A tenant's program, by seconds since the step's start: its first use of the device, how long a unit takes then, and its end."""
 
     name: str
     begins_s: float = 0.1
@@ -39,7 +39,7 @@ class Program:
 
 @dataclass
 class Place:
-    """The device, its programs and what others do there. Stands for the step's clock and for its broker."""
+    """The device, its programs and other users' activity. It is also the step's clock and broker."""
 
     folder: Path
     programs: Sequence[Program]

@@ -90,7 +90,7 @@ sys.exit(running.wait(noted=[], passed_on=lambda number: None, continued=lambda:
 
 
 def test_one_that_reads_before_it_has_the_terminal_goes_on() -> None:
-    """It is stopped for that (SIGTTIN) until its runner has given it the terminal; the job must not stop for it."""
+    """SIGTTIN stops it until its runner has given it the terminal; the job must not stop for that."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", SHELL, RUNNER])  # noqa: S606 - no shell is wanted

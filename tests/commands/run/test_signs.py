@@ -26,14 +26,14 @@ pytestmark = pytest.mark.promise("commands-run")
 
 
 class Command:
-    """A command whose figures the test says; `used_us` grows with what it uses, `at_s` with time."""
+    """A command with figures set by the test; `used_us` grows with its use, `at_s` with time."""
 
     def __init__(self) -> None:
         self.watch = CpuWatch()
         self.used_us, self.at_s = 1_000_000, 100.0
 
     def suspend(self, *, worked: bool = False, used_before: int = 0, used_resident: int = 0) -> None:
-        """It is on the GPU for a while and then suspended. The last look before came after it used `used_before`."""
+        """It is on the GPU for a while and then suspended. The last look before that came after it had used `used_before`."""
         self.used_us += used_resident
         self.watch.resident(self.used_us)
         self.used_us += used_before
@@ -125,7 +125,7 @@ def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
 
 @pytest.fixture(params=["asked", "read"])
 def ports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, listener: socket.socket) -> Ports:
-    """The listener's port, by the system's answers or, as if it did not answer, by its table."""
+    """The listener's port, from the system's answers or, if it does not answer, from its table."""
 
     def refuse(_family: int, _port: int) -> list[tuple[bytes, int]]:
         raise OSError(errno.EPROTONOSUPPORT, "no such protocol")

@@ -1,4 +1,4 @@
-"""A lease is followed until it ends, whatever its broker answers until then."""
+"""A lease is followed until it ends, whatever its broker answers before that."""
 
 import os
 from functools import partial

@@ -1,4 +1,4 @@
-"""Lines and tables: their form, and that no text of others gets through as anything but text."""
+"""Lines and tables: their form, and that other users' texts cannot appear as anything but text."""
 
 import io
 from typing import Any

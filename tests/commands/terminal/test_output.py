@@ -1,4 +1,4 @@
-"""Who gets colours: the conventions of terminals, NO_COLOR and FORCE_COLOR."""
+"""When output has colours: the conventions of terminals, NO_COLOR and FORCE_COLOR."""
 
 import io
 import subprocess

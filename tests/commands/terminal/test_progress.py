@@ -1,4 +1,4 @@
-"""How far a long command is: nothing at first, a bar on a terminal, sparse lines elsewhere; and nothing is left of a bar."""
+"""Progress of a long command: nothing at first, a bar on a terminal, occasional lines elsewhere; and no remains of a bar."""
 
 import errno
 import threading
@@ -14,7 +14,7 @@ HIDE_CURSOR = "\x1b[?25l"
 
 
 class Screen(Terminal):
-    """A terminal that tells when a text was written."""
+    """A terminal that records when a text was written."""
 
     def __init__(self, awaited: str) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Screen(Terminal):
 
 
 class Clock:
-    """The time that has passed, by hand."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

@@ -1,10 +1,10 @@
 """A stand-in for the Kubernetes API server, as strict as the published schemas and RBAC are.
 
-- It has nodes and pods, and what the agent and the hub's page may do there.
-- Each request is checked: the path, the parameters that the operation has, the content type, and the rights of the rules that it was given.
-- What a patch makes of an object is validated by the published schemas of two Kubernetes versions, strictly, and by the rules that no
-  schema has: extended resources are whole, quantities are canonical, annotations have a limit.
-- What is not understood is answered as the real one does, and noted in `defects`: a test that leaves one there has failed.
+- It has nodes and pods, and the operations that the agent and the hub's page may use.
+- It checks each request's path, parameters, content type, and rights under the given rules.
+- It validates the result of each patch strictly against the published schemas of two Kubernetes versions, and by rules that no schema
+  has: extended resources are whole, quantities are canonical, annotations have a limit.
+- It answers what it does not understand as the real server would, and notes it in `defects`: a test that leaves one there has failed.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ def _registry(version: str) -> Registry:
 
 @cache
 def _schema(version: str, kind: str, api: str) -> jsonschema.Draft202012Validator:
-    """Return a schema. `kubernetes_validate.validate` does the same, and reads its files for a quarter of a second each time."""
+    """Return a schema. `kubernetes_validate.validate` does the same, but takes a quarter of a second to read its files each time."""
     schema = schema_contents(f"{_folder(version)}/{kind}-{api}.json", version)
     return jsonschema.Draft202012Validator(schema, registry=Resource.from_contents(schema) @ _registry(version))
 
@@ -73,7 +73,7 @@ def _folder(version: str) -> str:
 
 
 def canonical(quantity: str) -> str:
-    """Return a whole quantity as the API server writes it: 2000 is `2k`."""
+    """Return a whole quantity in canonical form: 2000 is `2k`."""
     number = int(quantity)
     for suffix in ("", "k", "M", "G"):
         if number % 1000 or not number or suffix == "G":
@@ -83,9 +83,9 @@ def canonical(quantity: str) -> str:
 
 
 class ApiServer:
-    """The server, on a loop of its own in a thread. `rules`: those of the ClusterRoles that its client is bound to.
+    """The server, on a separate loop in a thread. `rules`: the rules of the ClusterRoles bound to its client.
 
-    `roles`: those of the Roles, by namespace.
+    `roles`: the rules of its Roles, by namespace.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ApiServer:
         self.nodes: dict[str, dict[str, Any]] = {}
         self.pods: dict[str, dict[str, Any]] = {}  # by namespace/name
         self.version = 1000
-        self.oldest = 0  # versions before it have expired
+        self.oldest = 0  # earlier versions have expired
         self.failures: list[tuple[str, int]] = []  # (verb and resource, status) for the next requests of that kind
         self.page = 250
         self._events: list[tuple[int, str, dict[str, Any]]] = []
@@ -137,10 +137,10 @@ class ApiServer:
             event.set()
         server = self._runner.server
         assert server is not None
-        # A connection forgets its transport when it is shut down, also where bytes that the client does not read keep the socket open.
+        # A connection forgets its transport when it is shut down, even if unread bytes keep the socket open.
         opened = {connection.transport for connection in server.connections}
         await self._runner.cleanup()
-        for _ in range(5):  # turns of the loop in which a connection that was accepted meanwhile is made
+        for _ in range(5):  # iterations of the loop in which a connection accepted meanwhile is set up
             await asyncio.sleep(0)
         for transport in opened | {connection.transport for connection in server.connections}:
             if transport is not None:
@@ -204,7 +204,7 @@ class ApiServer:
         self._run(work())
 
     def bookmark(self) -> str:
-        """Send a bookmark to all watches, and return its version."""
+        """Send a bookmark to all watches and return its version."""
 
         async def work() -> str:
             version = self._next()
@@ -215,7 +215,7 @@ class ApiServer:
         return found
 
     def expire(self, *, ending: bool = True) -> None:
-        """Forget all events so far: versions before now are 410 Gone from now on. `ending`: running watches end."""
+        """Forget all events so far: from now on earlier versions are 410 Gone. `ending`: running watches end."""
 
         async def work() -> None:
             self.oldest = self.version
@@ -226,7 +226,7 @@ class ApiServer:
         self._run(work())
 
     def send_error(self, code: int) -> None:
-        """Send an ERROR event into all watches."""
+        """Send an ERROR event to all watches."""
 
         async def work() -> None:
             status = _status(code, "too old resource version", "Expired")
@@ -235,7 +235,7 @@ class ApiServer:
         self._run(work())
 
     def end_watches(self) -> None:
-        """End all watches in order, as the server does now and then."""
+        """End all watches properly, as the server sometimes does."""
 
         async def work() -> None:
             self._end()
@@ -244,7 +244,7 @@ class ApiServer:
 
     @property
     def watching(self) -> int:
-        """How many watches run."""
+        """Return the number of running watches."""
         return len(self._watches)
 
     def _end(self) -> None:
@@ -286,7 +286,7 @@ class ApiServer:
         return self._defect(404, f"there is no operation {request.method} {request.path}")
 
     def _denied(self, verb: str, resource: str, namespace: str = "") -> web.Response | None:
-        """Return the refusal of RBAC or of a failure that a test asked for; None: it is allowed. `namespace`: of the request."""
+        """Return RBAC's refusal, or a failure that the test requested; None: the request is allowed. `namespace`: the request's."""
         self.used.add((verb, resource))
         for number, (kind, status) in enumerate(self.failures):
             if kind == f"{verb} {resource}":
@@ -327,7 +327,7 @@ class ApiServer:
         if uid is not None and uid != before["metadata"]["uid"]:
             return self._refuse(409, "Precondition failed: UID in precondition")
         after = _merged(before, body)
-        after["spec"] = before["spec"]  # a status takes no other spec
+        after["spec"] = before["spec"]  # a status cannot change the spec
         if wrong := _wrong(after):
             return self._defect(422, wrong)
         if after != before:
@@ -340,7 +340,7 @@ class ApiServer:
     def _list_by_labels(
         self, request: web.Request, kind: str, objects: Mapping[str, dict[str, Any]], namespace: str
     ) -> web.Response:
-        """List nodes, or the pods of a namespace, by labels that are equal."""
+        """List nodes, or the pods of a namespace, with these labels."""
         if wrong := _wrong_parameter(request):
             return self._defect(400, wrong)
         if set(request.query) - {"labelSelector", "limit", "continue"}:
@@ -432,7 +432,7 @@ class ApiServer:
 
 
 def _wrong_parameter(request: web.Request) -> str:
-    """Return the first parameter of a list that the operation does not have, or whose value it does not take."""
+    """Return the first parameter of a list that the operation does not have, or whose value it does not accept."""
     for name, value in request.query.items():
         kind = _LIST_PARAMETERS.get(name)
         if (
@@ -459,7 +459,7 @@ def _status(code: int, message: str, reason: str) -> dict[str, Any]:
 
 
 def _merged(before: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """Apply a merge patch: maps are merged, null removes. The agent patches maps only, for which both kinds of patch agree."""
+    """Apply a merge patch: maps are merged, null removes. The agent patches only maps, for which both kinds of patch agree."""
     after = copy.deepcopy(before)
     for name, value in patch.items():
         if value is None:
@@ -472,7 +472,7 @@ def _merged(before: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wrong(found: dict[str, Any]) -> str:
-    """Return what the API server refuses in the object, and write quantities in their canonical form."""
+    """Return what the API server rejects in the object, and make its quantities canonical."""
     annotations = found["metadata"].get("annotations") or {}
     if sum(len(name) + len(value.encode()) for name, value in annotations.items()) > _ANNOTATION_BYTES:
         return "metadata.annotations: Too long: may not be more than 262144 bytes"

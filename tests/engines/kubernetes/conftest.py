@@ -24,19 +24,19 @@ def rendered(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def base() -> list[dict[str, Any]]:
-    """The objects of the base."""
+    """Return the objects of the base."""
     return rendered(EXAMPLES)
 
 
 @pytest.fixture(scope="session")
 def usage() -> list[dict[str, Any]]:
-    """The objects of the optional right."""
+    """Return the objects of the optional right."""
     return rendered(EXAMPLES / "usage")
 
 
 @pytest.fixture(scope="session")
 def hub() -> list[dict[str, Any]]:
-    """The objects of the hub's right."""
+    """Return the objects of the hub's right."""
     return rendered(EXAMPLES / "hub")
 
 
@@ -47,7 +47,7 @@ def rules_of(*objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def server(base: list[dict[str, Any]]) -> Iterator[ApiServer]:
-    """An API server with one node, which gives the agent what the base's role gives. What it did not understand fails the test."""
+    """An API server with one node, which gives the agent what the base's role gives. An unknown request fails the test."""
     with ApiServer(rules_of(base)) as server:
         server.add_node(NODE)
         yield server
@@ -55,7 +55,7 @@ def server(base: list[dict[str, Any]]) -> Iterator[ApiServer]:
 
 
 def settings_for(server: ApiServer) -> client.Configuration:
-    """Return how the real client reaches the stand-in."""
+    """Return the settings with which the real client reaches the stand-in."""
     settings = client.Configuration(host=server.url)
     settings.api_key["BearerToken"] = f"Bearer {TOKEN}"
     return settings
@@ -63,7 +63,7 @@ def settings_for(server: ApiServer) -> client.Configuration:
 
 @pytest.fixture
 def said() -> list[str]:
-    """What the agent wrote to its log."""
+    """Return what the agent wrote to its log."""
     return []
 
 

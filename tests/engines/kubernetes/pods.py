@@ -1,4 +1,4 @@
-"""Pods of tests, as the API server has them."""
+"""Pods for tests, as the API server has them."""
 
 from typing import Any
 from uuid import UUID
@@ -10,12 +10,12 @@ from tests.engines.kubernetes.conftest import NODE
 
 
 def uid_of(number: int) -> str:
-    """Return a UID as the API server makes them."""
+    """Return a UID in the API server's format."""
     return str(UUID(int=number))
 
 
 def read_of(found: dict[str, Any]) -> Pod:
-    """Return a pod as it is read of the API server's answer."""
+    """Return a pod as read from the API server's answer."""
     return convert(found, Pod)
 
 

@@ -36,7 +36,7 @@ def live() -> Iterator[LiveBroker]:
 
 @pytest.fixture
 def kubeconfig(server: ApiServer, tmp_path: Path) -> str:
-    """A file that leads to the stand-in."""
+    """A kubeconfig file for the stand-in."""
     path = tmp_path / "config"
     content = {
         "apiVersion": "v1",
@@ -84,7 +84,7 @@ def test_once_registers_the_pods_and_writes_the_counts(
 def test_a_node_that_is_full_of_others_servers_admits_no_pod(
     live: LiveBroker, server: ApiServer, kubeconfig: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A hub beside Kubernetes may have seats at the same broker. A pod then waits in the scheduler's queue."""
+    """A hub outside Kubernetes may have seats at the same broker. A pod then waits in the scheduler's queue."""
     with Node(live).client() as client:
         for number in range(2):
             request = SeatRequest(owner=f"user-{number}", pool="default", fraction_milli=1000)
@@ -127,7 +127,7 @@ def test_an_agent_lives_with_its_pods_and_ends_in_order(
                 ),
                 f"the pod is told: {annotations}",
             )
-            # An administrator, or a kubelet that registers its node anew, sets the count to 0: it is written again.
+            # An administrator, or a kubelet that registers its node again, sets the count to 0: the agent restores it.
             server.nodes[NODE]["status"]["capacity"][RESOURCE] = "0"
             until(lambda: capacity(server) not in ("0", None), "the count is written again")
             server.delete("jhub/jupyter-1")

@@ -1,4 +1,4 @@
-"""The hub's page of a Kubernetes cluster, by the real client against a strict stand-in. No cluster was there."""
+"""The hub's page of a Kubernetes cluster, by the real client against a strict stand-in. There was no cluster."""
 
 import time
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ OF_THE_SPAWNER = Path(__file__).with_name("golden") / "pod-quarter.yaml"
 
 @pytest.fixture
 def api(hub: list[dict[str, Any]]) -> Iterator[ApiServer]:
-    """An API server that gives the hub what the example's role gives, and what KubeSpawner has in its namespace."""
+    """An API server that gives the hub what the example's role gives, and KubeSpawner's rights in its namespace."""
     with ApiServer(rules_of(hub), {"jhub": [KUBESPAWNERS]}) as server:
         yield server
         assert server.defects == []
@@ -49,7 +49,7 @@ def summary_of(*, at_s: float | None = None, problem: str = "") -> dict[str, str
 
 
 def server_pod(number: int, user: str, milli: str | None = "250", **more: Any) -> dict[str, Any]:  # noqa: ANN401 - of `pod_of`
-    """Return a pod as `kubespawner` makes a server's."""
+    """Return a pod as `kubespawner` creates one for a server."""
     pod = pod_of(number, milli, annotations={"hub.jupyter.org/username": user}, **more)
     pod["metadata"]["labels"] = {"app": "jupyterhub", "component": "singleuser-server"}
     pod["status"]["startTime"] = "2026-01-01T00:00:00Z"

@@ -1,4 +1,4 @@
-"""The example manifests: rendered by kustomize, valid for two versions of Kubernetes, with the least privileges. No cluster was there."""
+"""The example manifests: rendered by kustomize, valid for two versions of Kubernetes, with the fewest privileges. There was no cluster."""
 
 import json
 import runpy
@@ -85,7 +85,7 @@ def test_broker_and_worker_meet_at_one_socket_that_only_they_have(
     assert "emptyDir" in volume
     for name in ("broker", "worker"):
         (mount,) = [mount for mount in containers[name]["volumeMounts"] if mount["name"] == "worker"]
-        # A folder below the volume: the volume's own top may be written by all, which the worker refuses.
+        # A folder below the volume: all users may write to the volume's top, which the worker refuses.
         assert Path(path).parent.parent == Path(mount["mountPath"])
     assert "worker" not in {mount["name"] for mount in containers["agent"]["volumeMounts"]}
 
@@ -120,7 +120,7 @@ def test_the_hubs_values_set_up_a_hub(tmp_path: Path, monkeypatch: pytest.Monkey
     program.write_text(values["hub"]["extraConfig"]["fractionalGPU"])
     c = Config()
     c.JupyterHub.services, c.JupyterHub.load_roles = [], []
-    c.KubeSpawner.namespace = "jhub"  # the chart's own configuration comes first
+    c.KubeSpawner.namespace = "jhub"  # the chart's configuration comes first
     runpy.run_path(str(program), {"c": c})
     assert c.JupyterHub.spawner_class == "fractional-gpu-kubernetes"
     assert values["singleuser"]["image"]["name"]

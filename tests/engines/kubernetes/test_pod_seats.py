@@ -53,7 +53,7 @@ def _shares(spec: dict[str, Any]) -> dict[str, int]:
 
 
 def test_a_pods_share_is_what_the_scheduler_counts() -> None:
-    """The containers together with the init containers that stay, or the largest moment before."""
+    """The sum of the containers and the init containers that stay, or the largest moment before, if that is more."""
     assert _shares({"containers": [_container("250"), _container("125"), {}]}) == {"default": 375}
     assert _shares({"containers": [_container("250")], "initContainers": [_container("1k")]}) == {"default": 1000}
     stays = _container("100", restartPolicy="Always")
@@ -109,7 +109,7 @@ def live() -> Iterator[LiveBroker]:
 
 
 class Notes:
-    """The annotations that were written; `error` is raised instead."""
+    """Records the annotations written; raises `error` instead if it is set."""
 
     def __init__(self) -> None:
         self.written: list[tuple[str, dict[str, str]]] = []
@@ -122,7 +122,7 @@ class Notes:
 
 
 class Node:
-    """The seats of one node's pods at the broker."""
+    """The seats that one node's pods have at the broker."""
 
     def __init__(self, live: LiveBroker) -> None:
         self.said: list[str] = []
@@ -161,7 +161,7 @@ def test_a_seat_comes_with_its_pod_and_ends_with_it(node: Node) -> None:
     assert node.listed().keys() == {uid_of(1)}, "unknown pods are not gone"
     node.keep(pod_of(1, annotations={OWNER: "ada"}))
     assert node.listed()[uid_of(1)].seat_id == seats[uid_of(1)].seat_id, "it is not taken again"
-    another = PodSeats(node.client, node.said.append, node.notes.annotate)  # an agent that was restarted
+    another = PodSeats(node.client, node.said.append, node.notes.annotate)  # an agent that has restarted
     another.keep([])
     assert node.listed() == {}
     assert node.said[0].startswith("pod jhub/jupyter-1: granted: 250 thousandths of a GPU of pool default")
@@ -192,7 +192,7 @@ def lease_in(client: Caller, milli: int = 125) -> tuple[int, Any]:
 
 
 def test_a_kernel_is_known_by_its_pods_control_group(node: Node, live: LiveBroker) -> None:
-    """No token is in the pod. Another pod's processes, and those of no pod, get nothing."""
+    """The pod contains no token. Processes in another pod, or in none, get nothing."""
     uid, other = str(uuid4()), str(uuid4())
     pod = pod_of(1, annotations={OWNER: "ada"})
     pod["metadata"]["uid"] = uid

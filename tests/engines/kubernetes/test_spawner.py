@@ -1,4 +1,4 @@
-"""The pods that the spawner makes: golden manifests, valid for two versions of Kubernetes, and without privileges. No cluster was there."""
+"""The pods that the spawner creates: golden manifests, valid for two versions of Kubernetes, without privileges. There was no cluster."""
 
 import asyncio
 import copy
@@ -47,7 +47,7 @@ def node_of(
 
 
 class Api:
-    """The part of the API that the spawner asks: nodes."""
+    """The only part of the API that the spawner uses: nodes."""
 
     def __init__(self, *nodes: dict[str, Any]) -> None:
         self.nodes = list(nodes)
@@ -72,7 +72,7 @@ class Api:
 
 @pytest.fixture(autouse=True)
 def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the spawner from looking for a cluster's address while it is made."""
+    """Keep the spawner from looking for a cluster's address during construction."""
     monkeypatch.setattr("kubespawner.spawner.load_config", lambda **_: None)
     monkeypatch.setattr("kubespawner.spawner.shared_client", lambda _: None)
 
@@ -87,7 +87,7 @@ class _User(SimpleNamespace):
 
 
 def spawner_of(api: Api, settings: dict[str, Any] | None = None) -> Any:  # noqa: ANN401 - untyped
-    """Return a spawner of the user `ada`, with settings of KubeSpawner's and ours."""
+    """Return a spawner of the user `ada`, with KubeSpawner's and our settings."""
     user = _User(name="ada", id=7, url="/user/ada/", groups=[], escaped_name="ada")
     given = Config({"KubeSpawner": settings or {}})
     hub = SimpleNamespace(
@@ -157,7 +157,7 @@ async def test_pods_are_as_the_golden_manifests(
     api: Api, name: str, settings: dict[str, Any], options: dict[str, Any]
 ) -> None:
     pod = await pod_for(spawner_of(api, settings), options)
-    for name_of_version in ("jupyterhub", "kubespawner"):  # of what is installed
+    for name_of_version in ("jupyterhub", "kubespawner"):  # the installed version's
         del pod["metadata"]["annotations"][f"hub.jupyter.org/{name_of_version}-version"]
     check_golden(GOLDEN / f"pod-{name}.yaml", yaml.safe_dump(pod, sort_keys=True))
 
@@ -267,7 +267,7 @@ async def test_the_schedulers_reason_is_shown_while_a_pod_waits(api: Api, monkey
     spawner = spawner_of(api)
 
     async def watching() -> None:
-        """Stand in for the watch of events."""
+        """Replace the watch of events."""
 
     spawner._start_watching_events = watching
     spawner._start_future = asyncio.get_running_loop().create_future()

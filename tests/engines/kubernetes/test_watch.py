@@ -1,4 +1,4 @@
-"""The pods of the node, by the real client against a strict stand-in. No cluster was there: validated, never seen running."""
+"""The pods of the node, by the real client against a strict stand-in. There was no cluster: validated, never seen running."""
 
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +70,7 @@ def test_a_watch_that_ends_begins_where_it_ended(server: ApiServer, engine: Kube
 
 
 def test_an_expired_version_begins_with_a_list_anew(server: ApiServer, engine: KubernetesEngine) -> None:
-    """410, as an answer and as an event: a pod that was deleted meanwhile is gone, though no event said so."""
+    """410, as an answer and as an event: a pod deleted meanwhile is gone, although no event said so."""
     server.put(pod_of(1))
     server.put(pod_of(2))
     until_pods(engine, 1, 2)

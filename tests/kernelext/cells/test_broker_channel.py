@@ -1,4 +1,4 @@
-"""The kernel's line to its broker outlives what goes wrong in the kernel's process."""
+"""The kernel's connection to its broker survives whatever goes wrong in the kernel's process."""
 
 import subprocess
 import sys
@@ -87,7 +87,7 @@ def test_a_line_that_cannot_be_opened_is_tried_again(
     errors = [error]
 
     class Short:
-        """Cannot connect, the first time."""
+        """Fails to connect the first time."""
 
         lease_id = LEASE
 
@@ -103,7 +103,7 @@ def test_a_line_that_cannot_be_opened_is_tried_again(
 
 
 class Cut:
-    """Connects once for the stream, and not again before it is mended."""
+    """Connects once for the stream, and again only after it is mended."""
 
     lease_id = LEASE
 
@@ -186,4 +186,4 @@ def test_a_broker_that_hears_by_itself_that_python_runs_gets_no_pulse(
         assert len(broker.words()) <= so_far + 1, "the one that was under way"
         stream.break_off()
         broker.stream("gate", 2)
-        broker.wait_for(lambda: len(broker.words()) >= so_far + 3)  # this one has not said so
+        broker.wait_for(lambda: len(broker.words()) >= so_far + 3)  # this one has not reported it

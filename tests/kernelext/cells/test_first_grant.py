@@ -1,4 +1,4 @@
-"""Code that asks for a GPU before the kernel has one gets "none", and does not spoil the answer for the cells that have it."""
+"""Code that asks for a GPU before the kernel has one gets "none", without changing the answer for cells that do have it."""
 
 import importlib
 import os
@@ -44,8 +44,8 @@ def init():
 """
 TORCH = {"torch/__init__.py": "import torch.cuda\n", "torch/_C.py": TORCH_CORE, "torch/cuda/__init__.py": TORCH_CUDA}
 
-# The driver as NVIDIA's is: CUDA_VISIBLE_DEVICES is read once, and the first answer of cuInit is the answer. What other calls say
-# after a cuInit that failed is not documented: AFTER_FAILURE is 3 (not initialised) or 100 (no device).
+# Like NVIDIA's driver: CUDA_VISIBLE_DEVICES is read once, and cuInit always repeats its first answer. What other
+# calls return after a failed cuInit is not documented: AFTER_FAILURE is 3 (not initialised) or 100 (no device).
 DRIVER = """
 #include <stdlib.h>
 static int answer = -1, initialised = 0;

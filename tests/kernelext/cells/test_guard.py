@@ -1,4 +1,4 @@
-"""What the guard keeps to however a cell ends, on a shell that is only as much of IPython's as it needs."""
+"""What the guard restores, however a cell ends, on a shell with only the parts of IPython's that it needs."""
 
 import sys
 from collections.abc import Coroutine

@@ -55,7 +55,7 @@ def removed(path: Path) -> Path:
 
 
 def begin(kernel: RunningKernel, code: str, begun: Path, **options: bool) -> str:
-    """Send a cell that makes the file `begun`, and return its request when it has.
+    """Send a cell that creates the file `begun`, and return its request once it has.
 
     ipykernel may leave a message that comes just before its GUI event loop runs again until another one comes.
     """
@@ -106,7 +106,7 @@ def test_a_suspended_kernel_asks_for_nothing_unless_its_loop_is_blocked(
     asked = broker.count("acquire")
     for number in (6, 7, 8):
         gate.send(GateCommand(verb=""))
-        gate.command(GateVerb.SHRINK, number)  # answered by the callback behind the watch's
+        gate.command(GateVerb.SHRINK, number)  # answered by the callback after the watch's
         assert broker.answer_to(number) == "done"
     assert broker.count("acquire") == asked
     begin(kernel, f"%%cpu\non_tick.append(lambda: open({str(fifo)!r}).read())\nnotes.touch()", removed(notes))

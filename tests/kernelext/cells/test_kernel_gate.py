@@ -1,4 +1,4 @@
-"""What cells of a real kernel go through at the gate."""
+"""How cells of a real kernel pass the gate."""
 
 import os
 import time
@@ -342,7 +342,7 @@ def test_a_broker_that_dies_during_the_wait_is_asked_again_when_it_is_back(
     request = kernel.send("print('ran')")
     broker.stream("acquire").waiting("busy")
     kernel.until_shown(request, "busy")
-    broker.stream("acquire").break_off()  # another serves there already when the kernel looks: it need not be started
+    broker.stream("acquire").break_off()  # another broker already serves there when the kernel looks, so it starts none
     broker.stream("acquire", 2).granted()
     assert kernel.finish(request).printed == "ran\n"
 
@@ -395,7 +395,7 @@ def test_a_preempted_cell_runs_on_and_the_next_one_asks(
 
 @contextmanager
 def preempted_cell(kernel: RunningKernel, broker: ScriptedBroker, fifo: Path) -> Iterator[str]:
-    """A cell that runs until the fifo is written to, and has a line below itself that it was preempted."""
+    """A cell that runs until the fifo is written to, with a line in its output that it was preempted."""
     open_gate(kernel, broker)
     os.mkfifo(fifo)
     running = kernel.send(f"print('on'); open({str(fifo)!r}).close()")
@@ -624,7 +624,7 @@ def test_a_main_loop_that_is_free_or_held_by_a_cell_without_the_gpu_asks_for_not
         gate.command(GateVerb.LIMIT, number)
         assert broker.answer_to(number) == "done"
         if cell == "pass":
-            kernel.run("%gpu help")  # the loop has gone on
+            kernel.run("%gpu help")  # the loop has run on
     assert broker.count("acquire") == 1
     if "fifo" in cell:
         writer.close()

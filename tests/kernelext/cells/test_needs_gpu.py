@@ -1,4 +1,4 @@
-"""Which cells need the GPU: never too few."""
+"""Which cells need the GPU: none that does is missed."""
 
 import ast
 from contextlib import suppress

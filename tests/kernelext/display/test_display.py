@@ -1,4 +1,4 @@
-"""What a person sees, as text and as HTML."""
+"""What a user sees, as text and as HTML."""
 
 from types import SimpleNamespace
 from typing import Any

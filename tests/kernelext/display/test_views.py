@@ -1,4 +1,4 @@
-"""What the commands show: the same in HTML and in plain text, sizes of others without their names, nothing unescaped."""
+"""The output of the commands: the same in HTML and in plain text, sizes of other users' leases without names, nothing unescaped."""
 
 import re
 from html.parser import HTMLParser

@@ -121,7 +121,7 @@ def test_what_cannot_be_given_back_is_said_and_tried_again_after_the_next_cell(
 def test_the_limit_is_raised_after_the_broker_agreed_and_lowered_before_it_is_told(
     folder: Path, broker: ScriptedBroker
 ) -> None:
-    """A framework is never allowed more than is reserved, at no moment."""
+    """At no moment may a framework use more than is reserved."""
     broker.grant_at_once = True
     (folder / "torch.py").write_text(
         "import types\n"

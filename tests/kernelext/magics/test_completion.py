@@ -1,4 +1,4 @@
-"""What is proposed behind `%gpu`: commands, options, values; in a real kernel, too."""
+"""Completions after `%gpu`: commands, options, values; also in a real kernel."""
 
 from pathlib import Path
 

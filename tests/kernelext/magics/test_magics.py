@@ -1,4 +1,4 @@
-"""What `%gpu` says and does in a real kernel, notices, and a kernel without a lease."""
+"""What `%gpu` prints and does in a real kernel, notices, and a kernel without a lease."""
 
 import threading
 from pathlib import Path
@@ -142,7 +142,7 @@ def test_a_suspend_waits_for_its_own_shells_cell(kernel: RunningKernel, broker: 
     code = "import threading\ngo_on = threading.Event()\nget_ipython().run_line_magic('gpu', 'suspend')\ngo_on.wait()"
     in_main = kernel.send(f"%%cpu\n{code}")
     kernel.until_shown(in_main, "Suspends as soon as this cell is over.")
-    kernel.finish(kernel.send_with_header("%%cpu\npass", subshell_id=subshell))  # another shell's cell is over
+    kernel.finish(kernel.send_with_header("%%cpu\npass", subshell_id=subshell))  # another shell's cell has ended
     asked = "[one.join() for one in threading.enumerate() if one.name == 'gpu-after-cell']"
     asked = f"%%cpu\nimport asyncio\nawait asyncio.sleep(0)\n{asked}"  # the loop has made its pending calls
     assert kernel.finish(kernel.send_with_header(asked, subshell_id=subshell)).status == "ok"
@@ -184,7 +184,7 @@ def test_of_commands_that_contradict_each_other_the_later_one_wins(
     request = kernel.send(f"%gpu {earlier}\n%gpu {later}")
     kernel.until_shown(request, f"%gpu {later.split(maxsplit=1)[0]} came later, and the later command counts.")
     kernel.finish(request)
-    kernel.run("%gpu")  # what the first cell's end should have sent would have arrived by now
+    kernel.run("%gpu")  # a message at the first cell's end would have arrived by now
     assert not {"suspend", "unpin"} & set(broker.routes())
     request = kernel.send(f"%gpu pin\n%gpu {earlier}")
     kernel.until_shown(request, "this kernel holds no GPU memory" if earlier == "suspend" else "Released:")
@@ -352,7 +352,7 @@ def test_an_urgent_notice_does_not_go_beneath_a_subshells_cell_that_has_ended(
 def test_a_notice_takes_the_place_of_an_earlier_one_about_the_same(
     kernel: RunningKernel, broker: ScriptedBroker
 ) -> None:
-    """Kept before the first cell, and shown beneath the last one."""
+    """The earlier one was kept before the first cell; the new one is shown below the last."""
     broker.grant_at_once = True
     gate = broker.stream("gate")
 
@@ -468,7 +468,7 @@ def test_a_notebook_for_a_share_runs_to_its_end_on_a_kernel_without_one(folder: 
 def test_a_kernel_whose_token_is_gone_or_damaged_asks_without_one(
     folder: Path, broker: ScriptedBroker, content: bytes | None
 ) -> None:
-    """The broker identifies its process, so that a lost file needs no restart of the kernel."""
+    """The broker identifies its process, so a kernel without the file needs no restart."""
     environment = kernel_environment(folder, broker.path)
     if content is None:
         (folder / "token").unlink()

@@ -1,4 +1,4 @@
-"""`%%gpu measure`: which cells are the setup, and what the process does that runs the cell's code."""
+"""`%%gpu measure`: which cells are the setup, and how the separate process runs the cell's code."""
 
 import json
 import os

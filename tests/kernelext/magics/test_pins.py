@@ -1,4 +1,4 @@
-"""A standing pin takes what the pool allows, is renewed, and ends with a word."""
+"""A standing pin is as long as the pool allows, is renewed, and ends with a message."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -172,7 +172,7 @@ def test_a_user_s_own_fraction_for_torch_stays(
 def test_what_a_cell_sets_before_it_imports_torch_is_what_torch_reads(
     site: Path, limits: MemoryLimits, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """CUDA's allocator reads the first of the two variables that is set, and no other."""
+    """CUDA's allocator reads only the first of the two variables that is set."""
     install_torch(site, READS, f'import os\nread = os.environ.get("{CUDA}", os.environ.get("{ANY}"))\n')
     limits.bind(GRANT)
     monkeypatch.setenv(name, "backend:cudaMallocAsync")
@@ -180,7 +180,7 @@ def test_what_a_cell_sets_before_it_imports_torch_is_what_torch_reads(
 
 
 def test_another_process_gets_nothing_that_depends_on_the_releases_installed_here(site: Path) -> None:
-    """What a command imports is not known: the old name is read by every jaxlib, the key is refused by an older torch."""
+    """It is unknown what a command imports: every jaxlib reads the old name, and an older torch rejects the key."""
     install_torch(site, READS)
     install_jaxlib(site, NEW_JAXLIB)
     environment = dict(GRANT)

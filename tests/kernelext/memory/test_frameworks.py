@@ -1,4 +1,4 @@
-"""What frameworks' allocators hold is reported if it is known of all of them, and never guessed."""
+"""The memory in frameworks' allocators is reported only if it is known for all of them, and never guessed."""
 
 import sys
 from types import ModuleType, SimpleNamespace

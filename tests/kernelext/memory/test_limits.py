@@ -1,4 +1,4 @@
-"""Frameworks are told the cap less the context, and a user's own settings stay."""
+"""Frameworks get the cap minus the context as their limit, and a user's own settings stay."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""What plans by the memory that torch reports plans by the share."""
+"""Code that plans by the memory that torch reports plans by the share."""
 
 import importlib
 import sys
@@ -15,7 +15,8 @@ MIB = 2**20
 TOTAL = 81920 * MIB
 LIMIT = (20480 - CONTEXT_MIB) * MIB
 
-# As in torch 2.13: the functions are attributes of the package and of a module in it, and take a device as anything that names one.
+# As in torch 2.13: the functions are attributes of the package and of one of its modules, and accept any name of a
+# device.
 TORCH = f"""
 class Device:
     def __init__(self, index): self.index = index

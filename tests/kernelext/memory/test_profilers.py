@@ -1,4 +1,4 @@
-"""A profiler that attaches NVIDIA's profiling interface to the kernel is noticed; what does not is no reason to refuse."""
+"""A profiler that attaches NVIDIA's profiling interface to the kernel is noticed; others are no reason to refuse."""
 
 import importlib
 import mmap

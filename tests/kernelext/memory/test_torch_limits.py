@@ -12,10 +12,10 @@ GIB = 2**30
 
 
 class Torch:
-    """As much of torch as limits need. `number_only`: a limit is only a number, as in newer releases.
+    """The parts of torch that limits need. `number_only`: a limit is only a number, as in newer releases.
 
-    Older ones make the device current and ask it for its memory, which makes a context there (c10/cuda/CUDACachingAllocator.cpp:
-    `SetDevice`, `cudaMemGetInfo`). With CUDA 12 making a device current makes a context, too.
+    Older ones make the device current and ask for its memory, which creates a context there (c10/cuda/CUDACachingAllocator.cpp:
+    `SetDevice`, `cudaMemGetInfo`). With CUDA 12 making a device current creates a context, too.
     """
 
     def __init__(self, devices: int, *, number_only: bool, knows_contexts: bool = True) -> None:
