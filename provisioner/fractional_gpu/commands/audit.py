@@ -32,7 +32,7 @@ examples:
   jupyter gpu audit                     every recorded action, oldest first
   jupyter gpu audit --since 2h          only the actions of the last two hours
   jupyter gpu audit --json | jq 'select(.acting_for == "ada")'
-  jupyter gpu audit --follow            then also each new one (Ctrl-C stops)
+  jupyter gpu audit --follow            all of them, then each new one (Ctrl-C stops)
 
 For root and the user who runs the broker. docs/audit.md says what is recorded and how long it is kept.
 """

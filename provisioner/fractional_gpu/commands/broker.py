@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
     given = BrokerOptions(config_file=options.config, **{name: getattr(options, name) for name in same})
     if options.detach:
         unused = _about_unused_options(options, given)
-        # Its output goes below the bar, not into it.
+        # Print its output below the progress bar, not into it.
         with Progress("starting the broker ...", blocks=True, silent=True), redirect_stderr(io.StringIO()) as said:
             code = start_detached(given)
         sys.stderr.write(said.getvalue())

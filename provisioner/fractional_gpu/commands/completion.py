@@ -91,7 +91,7 @@ def proposals(what: str, parsed_args: argparse.Namespace) -> Mapping[str, str] |
         with BrokerClient(path, token=seat.token if seat is not None else None, timeout_s=_ANSWER_S) as client:
             status = client.status()
     except FractionalGPUError:
-        return []  # no broker is started for a proposal
+        return []  # a completion starts no broker
     if what == "leases":
         return {lease.lease_id[:8]: lease.spec.label or lease.state for lease in status.leases}
     if what == "devices":

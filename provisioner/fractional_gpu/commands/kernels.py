@@ -88,7 +88,7 @@ def _add_place(parser: Parser, default: str) -> None:
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--user", action="store_true", help=f"your own kernels (default: {default})")
     place.add_argument("--sys-prefix", action="store_true", help="kernels of this Python environment")
-    place.add_argument("--prefix", metavar="DIR", help="kernels below DIR/share/jupyter/kernels")
+    place.add_argument("--prefix", metavar="DIR", help="kernels in DIR/share/jupyter/kernels")
 
 
 def _place(options: argparse.Namespace) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class BulkCommand:
     def configure(self, parser: Parser) -> None:
         parser.describe(self.description, self.epilog)
         parser.argument("leases", "LEASE", _LEASE_HELP, by=LEASES, nargs="*")
-        parser.flag("--all", f"{self.verb} every kernel of yours that can be")
+        parser.flag("--all", f"{self.verb} all of your kernels, if possible")
         parser.flag("--json", 'print {"leases": [...], "errors": [...]}')
         parser.add_socket()
 

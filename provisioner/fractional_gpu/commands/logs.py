@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 EPILOG = """\
 examples:
   jupyter gpu logs                      the last 100 entries
-  jupyter gpu logs --follow             then also each new one (Ctrl-C stops)
-  jupyter gpu logs 4f2a                 those that name the lease whose id begins with 4f2a
+  jupyter gpu logs --follow             the last 100, then each new one (Ctrl-C stops)
+  jupyter gpu logs 4f2a                 entries about the lease whose id begins with 4f2a
   jupyter gpu logs --level warning --since 1h --lines all
   jupyter gpu logs --json | jq 'select(.level == "ERROR")'
 
@@ -208,7 +208,7 @@ def _short_id(name: str, socket: str | None) -> str:
     try:
         return find_lease(name, leases).lease_id[:_SHORT_ID]
     except CommandError:
-        if any(lease.lease_id.startswith(name) for lease in leases):  # of several
+        if any(lease.lease_id.startswith(name) for lease in leases):  # it matches several
             raise
     if not re.fullmatch(r"[0-9a-f]{4,}", name):
         raise UsageError(f"there is no lease {name!r} now; if it has ended, give its id or the first 4 to 8 characters")

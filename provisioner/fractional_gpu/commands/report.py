@@ -57,11 +57,11 @@ examples:
   jupyter gpu report --by group,pool --since last-month --until last-month
   jupyter gpu report --by day --html --output use.html  a page with charts
   jupyter gpu report --csv --since last-month --until last-month --output october.csv
-                                                        rows for chargeback systems (FOCUS 1.2), one a day
+                                                        rows for chargeback systems (FOCUS 1.2), one per day
   jupyter gpu report --from usage.json                  a simulated week (from `jupyter gpu simulate --set usage=usage.json`)
 
-A word or a date is a whole period: --until yesterday includes yesterday. An hour counts if it begins within the period. The broker's
-`usage_visible` sets what users see of others; they never see the names of others' notebooks.
+A word or a date stands for the whole period: --until yesterday includes yesterday. An hour counts if it begins within the period. The
+broker's `usage_visible` sets what users see of others; they never see the names of others' notebooks.
 """
 
 

@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
             return 0
     for socket in found.sockets:
         _end_broker(socket)
-    _check_no_leases(found.sockets)  # of kernels started meanwhile
+    _check_no_leases(found.sockets)  # of kernels started in the meantime
     removed, failed = _remove(found.items)
     _report(found, as_json=options.json, removed=removed, failed=failed, dry=False)
     return 1 if failed else 0
@@ -99,7 +99,7 @@ def _find() -> Findings:
     found = Findings()
     for spec in list_installed():
         found.items.append(Item(spec.folder, f"kernel {spec.display_name!r}"))
-    # If the usual path is too long for a socket (`fractional_gpu.client.discovery`), sockets are in a short one.
+    # If the usual path is too long for a socket (`fractional_gpu.client.discovery`), sockets are in a folder with a short path.
     short = (
         one
         for parent in {temporary_folder(), *map(Path, _TEMPORARY)}

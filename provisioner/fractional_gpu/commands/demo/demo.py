@@ -39,7 +39,7 @@ class DemoKernel:
     name: str
     kernelspec: str
     lease: LeaseStatus
-    moved_s: float  # its memory was moving
+    moved_s: float  # how long its memory was moving
     compared_bytes: int
     state_intact: bool
 

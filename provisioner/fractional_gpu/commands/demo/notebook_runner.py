@@ -83,7 +83,7 @@ async def _kernel(notebook: DemoNotebook, tell: Callable[[str], None]) -> AsyncI
     client = NotebookClient(notebook.content, km=manager, timeout=CELL_TIMEOUT_S, startup_timeout=CELL_TIMEOUT_S)
     try:
         try:
-            with notebook.log.open("wb") as log:  # the kernel has a copy
+            with notebook.log.open("wb") as log:  # the kernel has a copy of the descriptor
                 await manager.start_kernel(cwd=str(notebook.path.parent), kernel_id=notebook.kernel_id, stderr=log)
             await client.async_start_new_kernel_client()
         except RuntimeError as error:
@@ -107,6 +107,6 @@ async def _run_cell(notebook: DemoNotebook, client: NotebookClient, index: int, 
         raise CommandError(f"{notebook.name}: a cell did not finish within {CELL_TIMEOUT_S} s") from error
     except DeadKernelError as error:
         task = asyncio.current_task()
-        if task is not None and task.cancelling():  # nbclient takes our cancellation for the death of its kernel
+        if task is not None and task.cancelling():  # nbclient mistakes our cancellation for its kernel's death
             raise asyncio.CancelledError from error
         raise CommandError(f"{notebook.name}: its kernel died") from error

@@ -112,7 +112,7 @@ def _run_quietly(command: list[str]) -> tuple[int, str]:
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
-            start_new_session=True,  # Ctrl-C is not for the broker: the kernels are ended first
+            start_new_session=True,  # Ctrl-C must not reach the broker: the kernels end first
         )
         try:
             code = process.wait(_START_S)

@@ -207,7 +207,9 @@ def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]
     try:
         effective = int(dict(_fields(proc / str(pid) / "status")).get("CapEff", "0"), 16)
         is_first_namespace = (proc / str(pid) / "uid_map").read_text().split() == _ALL_IDS
-        may = bool(effective & _CAP_SYS_RESOURCE) and is_first_namespace  # in another one the capability is void here
+        may = (
+            bool(effective & _CAP_SYS_RESOURCE) and is_first_namespace
+        )  # in another namespace, the capability does not apply here
         value, uid = adjustment(pid, proc=proc), owner_uid(pid, proc=proc)
     except (OSError, ValueError) as error:
         yield note("oom", f"cannot read what {whose} may do against the out-of-memory killer: {error}")

@@ -80,7 +80,7 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
 
 _LIMITS: Final = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_DATA", "RLIMIT_FSIZE")
 _LEAST_FORECASTS: Final = 64
-_FAR_PERMILLE: Final = 150  # three times the chance error of 64 outcomes
+_FAR_PERMILLE: Final = 150  # three standard errors of 64 outcomes
 
 
 def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
@@ -373,7 +373,7 @@ def _running(proc: Path) -> Iterator[tuple[str, str]]:
             flag = _FLAG.match(word)
             if flag and not _is_off(flag[3]):
                 yield f"process {folder.name}: {flag[1]}.{flag[2]}", flag[3]
-        # The program itself or the module that Python runs, not a mention in some argument.
+        # The program itself or the module that Python runs, not an argument that mentions it.
         if any(Path(word).name in _CULLERS for word in words[:4]):
             yield f"process {folder.name}", "an idle culler of a hub"
 
@@ -382,4 +382,4 @@ def _is_off(value: str) -> bool:
     try:
         return float(value.strip()) <= 0
     except ValueError:
-        return False  # an expression: it may be anything
+        return False  # an expression, which may have any value

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _UNKNOWN: Final = "-"
-_CLOSE: Final = 0.04  # a cost this close to a simple fraction is named by it
+_CLOSE: Final = 0.04  # a cost this close to a simple fraction is shown as that fraction
 _PARTS: Final = {
     Fraction(1, 2): "half",
     Fraction(1, 3): "a third",
@@ -402,7 +402,7 @@ def _notebook(command: Sequence[str]) -> list[str]:
         raise UsageError(f"there is no notebook {command[0]}; check its path")
     if find_spec("nbclient") is None:
         raise CommandError("a notebook needs nbclient, which is not installed; install it, or measure a script")
-    # The kernel belongs to the measured program's lease: one of ours would take another.
+    # The kernel belongs to the measured program's lease: one of our kernelspecs would take another lease.
     return [sys.executable, "-c", _NOTEBOOK, "--kernel_name=python3", *command]
 
 
@@ -444,8 +444,8 @@ class Measurement:
     _host: HostStatus = field(init=False)
     _began_s: float = field(default_factory=time.monotonic)
     _trial_s: float = 0.0
-    _told: str = ""  # of the last failed attempt
-    _has_failed: set[Setting] = field(default_factory=set)  # once
+    _told: str = ""  # what was said about the last failed attempt
+    _has_failed: set[Setting] = field(default_factory=set)  # settings that failed once
     _repeats: bool = False
 
     def __post_init__(self) -> None:
@@ -590,7 +590,7 @@ class Measurement:
         measured = 1 if plan.beside else setting.tenants
         with self._places.tenants(commands, setting.fraction_milli, limit_s) as tenants:
             bystander = os.environ.get("JUPYTER_GPU_LEASE", "")
-            # With long units of work, a step ends early enough for the wanted rounds to fit into the time.
+            # With long units of work, a step ends early, so that enough rounds fit into the time.
             share_s = plan.within_s / (len(self.study.settings) * _ROUNDS_WANTED)
             long_s = min(LONGEST_S, max(SHORTEST_S, share_s))
             return Step(self.client, plan.pool, tenants, measured, limit_s, long_s, bystander).run()
@@ -600,7 +600,7 @@ class Measurement:
         for setting in self.study.settings:
             if quotients := self.study.quotients.get(setting):
                 so_far = f"{(median(quotients) - 1) * 100:+.0f} %"
-                sure = "sure enough" if self.study.is_narrow(setting) else plural(len(quotients), "round")
+                sure = "precise enough" if self.study.is_narrow(setting) else plural(len(quotients), "round")
                 parts.append(f"{format_fraction(setting.fraction_milli)} x {setting.tenants}: {so_far} ({sure})")
         spent_s = time.monotonic() - self._began_s
         spent = f"{spent_s:.0f} s of at most {self.plan.within_s:.0f} s"

@@ -35,11 +35,11 @@ from fractional_gpu_kernel.measure import FILE
 PATIENCE_S: Final = 2.0  # for a program to end when asked to
 _TAIL: Final = 2000
 _MOST_ELSEWHERE: Final = 64
-OTHERS_MILLI: Final = 20  # others' use that disturbs a step: less slows tenants by less than an interval's width
+OTHERS_MILLI: Final = 20  # use by others that disturbs a step; less slows tenants by less than an interval's width
 
 
 class NoSpareRoomError(CommandError):
-    """The pool has no spare room for a step now."""
+    """The pool currently has no spare room for a step."""
 
 
 class TenantError(CommandError):
@@ -111,8 +111,8 @@ class Places:
     folder: Path  # for the tenants' files
     say: Callable[[str], None]
     may_wait: bool
-    _asked: set[str] = field(default_factory=set)  # suspended leases: one that came back is in use
-    _patience_s: float = 0.0  # for the room of tenants that have ended
+    _asked: set[str] = field(default_factory=set)  # leases suspended once; one that came back is in use
+    _patience_s: float = 0.0  # for ended tenants to free their room
 
     @contextmanager
     def tenants(
@@ -185,7 +185,7 @@ class Places:
             for one in leaving:
                 self._asked.add(one.lease_id)
                 self.say(f"{one.spec.label or one.lease_id} is idle: suspending it to make room")
-                with suppress(ConflictError):  # it may have begun a cell
+                with suppress(ConflictError):  # it may have started a cell
                     self.client.because_of("`jupyter gpu measure`").suspend(one.lease_id)
             if not leaving:
                 if time.monotonic() >= limit_s:

@@ -38,8 +38,8 @@ examples:
   jupyter gpu node agent --engine kubernetes --node gpu07 --remove --kubeconfig ~/.kube/config
 
 In Slurm it sets the node's counts (`scontrol update nodename=... gres=jgpu:open:N,jgpu:closed:M`, thousandths of a GPU): open is what
-jobs hold plus what the broker would still grant; the sum of the two never changes. The node's Extra gets a summary. The agent writes
-changes, at most once every --floor, and reads the node's record every --look. If the broker does not answer, the count stays for
+jobs hold plus what the broker would still grant; the sum of open and closed never changes. The node's Extra gets a summary. The agent
+writes changes, at most once every --floor, and reads the node's record every --look. If the broker does not answer, the count stays for
 --patience, then drops to what is in use. It needs the right to update nodes: root, SlurmUser, or an operator of Slurm.
 
 In Kubernetes it patches the node's status: the extended resource fractional-gpu.jupyter.org/POOL in thousandths of a GPU, and an
@@ -178,7 +178,7 @@ def _say(line: str) -> None:
 
 _SEATS_S = 10.0  # the longest time between comparing seats with pods: a broker that lost its ledger forgot them
 _NOTES_S = 60.0  # how often pods are annotated
-_LISTED_S = 60.0  # for the pods to be listed, with --once
+_LISTED_S = 60.0  # how long --once waits for the list of pods
 
 
 def _run_kubernetes(options: argparse.Namespace) -> int:
@@ -236,11 +236,11 @@ def _keep_pods(
     ended: Callable[[float], bool],
     every_s: float,
 ) -> None:
-    """Update seats when pods change, counts at their own pace, and annotations now and then."""
+    """Update seats when pods change, counts at their own pace, and annotations occasionally."""
     kept_s = noted_s = float("-inf")
     while not ended(0):
         now, changed = time.monotonic(), engine.changed.is_set()
-        if changed:  # otherwise a change that comes now would be lost
+        if changed:  # before the pods are read, or a change in between would be lost
             engine.changed.clear()
         try:
             if changed or now - kept_s >= _SEATS_S:

@@ -39,7 +39,7 @@ def configure(parser: Parser) -> None:
     parser.flag("--print", "print the files, and write nothing")
     parser.flag("--force", "replace files that differ")
     parser.flag("--wrapper", "write only the wrapper, which every node needs")
-    only = "only this partition's jobs can have shares; other jobs cost slurmctld no query (repeatable; default: all)"
+    only = "only this partition's jobs can have shares; other jobs cause no queries to slurmctld (repeatable; default: all)"
     parser.argument("--partition", "NAME", only, action="append", default=[])
     for name, metavar, kind, text in (
         ("--slurm-bin", "DIR", str, "where Slurm's commands are (default: where this shell finds squeue)"),
@@ -129,7 +129,7 @@ def _write(path: Path, text: str, *, executable: bool) -> None:
     from fractional_gpu.host.files import replace_file  # noqa: PLC0415 - not for help texts
 
     mode = 0o755 if executable else 0o644
-    with file_errors("written", path, "; run this as root, or choose --folder"):
+    with file_errors("written", path, "; run this as root, or choose another --folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(
             path, text.encode(errors="surrogateescape"), prepare=lambda descriptor: os.fchmod(descriptor, mode)

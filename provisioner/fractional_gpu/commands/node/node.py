@@ -34,7 +34,7 @@ examples:
   jupyter gpu broker --worker-socket /run/jupyter-gpu-worker/worker.sock       the broker that uses it
   jupyter gpu node worker --socket PATH --backend simulated                    for a broker with --simulate
 
-It starts the worker when a broker of root or of its own user connects. It must own the socket's folder, and no other user may
+It starts the worker when a broker connects that runs as root or as its own user. It must own the socket's folder, and no other user may
 write to it. On SIGTERM, the worker finishes its operation. Suspended kernels stay suspended until the service is back.
 """
 _HOOK_EPILOG = """\

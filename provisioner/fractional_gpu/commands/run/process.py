@@ -205,7 +205,9 @@ class RunningCommand:
         """Stop like the command, so that the shell gets the terminal back; when continued, continue the command."""
         if self._terminal is None or number not in _BY_TERMINAL:
             return  # the process that stopped it continues it
-        if number != signal.SIGTSTP and self._foreground() == self.pid:  # it read just before it got the terminal
+        if (
+            number != signal.SIGTSTP and self._foreground() == self.pid
+        ):  # it read from the terminal just before it got it
             self._signal(signal.SIGCONT)
             return
         self._hand_terminal(self.pid, os.getpgrp())
@@ -221,7 +223,7 @@ class RunningCommand:
 
     def _foreground(self) -> int | None:
         if self._terminal is not None:
-            with suppress(OSError):  # it hung up
+            with suppress(OSError):  # the terminal hung up
                 return os.tcgetpgrp(self._terminal)
         return None
 
@@ -249,8 +251,8 @@ def _own_terminal() -> int | None:
 
 
 TIMEOUT_S: Final = 30.0
-_LEAST_WAIT_MS: Final = 1000  # the ledger must be written too
-_ATTEMPTS: Final = 3  # to reach a broker that ends while the command waits
+_LEAST_WAIT_MS: Final = 1000  # leaves time to write the ledger
+_ATTEMPTS: Final = 3  # at reaching a broker, which may end while the command waits
 _TORCH: Final = "JUPYTER_GPU_MEMORY_FRACTION"
 
 

@@ -31,7 +31,7 @@ from fractional_gpu.protocol.errors import (
 )
 from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind
 
-_ESTABLISHED: Final = 1  # numbers of the system, in its table and in its answers
+_ESTABLISHED: Final = 1  # TCP states, in /proc's table and in sock_diag's answers
 _CLOSE_WAIT: Final = 8
 HALF_CLOSED_S: Final = 60.0
 """How long a half-closed connection counts: its client may be waiting for the answer, or gone."""
@@ -232,13 +232,13 @@ _RETRY_S: Final = 1.0
 _RESIDENT: Final = "resident"
 _SUSPENDED: Final = "suspended"
 _GONE: Final = "unattached"
-_NOTICE_S: Final = 1.0  # for the broker to say why the command was killed
+_NOTICE_S: Final = 1.0  # how long to wait for the broker to say why the command was killed
 _PASSING: Final = (BrokerUnavailableError, InternalBrokerError, TooManyRequestsError)
 """Errors that say nothing about the lease: the broker cannot answer now."""
 
 
 def say(sentence: str) -> None:
-    with suppress(OSError):  # closed, or a terminal that is gone
+    with suppress(OSError):  # stderr is closed, or its terminal is gone
         write(f"jupyter gpu run: {sentence}", sys.stderr, flush=True)
 
 
@@ -376,7 +376,7 @@ class Supervisor:
                         else:
                             self._note(news.state, worked=news.worked)
             except _PASSING:
-                pass  # another broker may be started, by this command's next sign or by anything else
+                pass  # another broker may start, because of this command's next sign or anything else
             except FractionalGPUError as error:
                 if not self._over.is_set():
                     say(f"the command continues without a GPU lease: {error}")

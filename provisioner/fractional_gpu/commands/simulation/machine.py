@@ -41,7 +41,7 @@ class MachineOptions:
             except ConfigError as error:
                 raise ConfigError(f"--policy: {error}") from error
         self.shapes = [tuple(_devices("--devices", scenario.devices))]
-        self.several = scenario.hosts is not None  # hosts, by --hosts
+        self.several = scenario.hosts is not None  # --hosts was given
         if scenario.hosts is not None:
             self.shapes = _hosts(scenario.hosts, scenario.gpus_per_host)
         self.engine = EngineDoor(scenario.door) if scenario.has_engine else None

@@ -24,7 +24,7 @@ from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Habit, Load, Memory, Pace
 from fractional_gpu.simulator.revocation import PUBLISHED
 
-MOST_IN_A_HOST: Final = 16  # GPUs: no host on sale has more
+MOST_IN_A_HOST: Final = 16  # GPUs; no host on the market has more
 _DOORS: Final = tuple(rule.value for rule in (*DoorRule, *EngineDoor))
 _LONGEST: Final = {"lunch": ("4h", 4 * 3_600_000), "revoke_notice": ("1h", 3_600_000)}
 
@@ -77,7 +77,7 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
     memory_of: Annotated[Memory, _help("a session holds a session's peak memory, or one cell's")] = Memory.SESSION
     several_gpus: Annotated[Percent, _help("percent of sessions that use 4 or 8 GPUs")] = SEVERAL_PERCENT
     joint_starts: Annotated[Percent, _help(f"percent of users who start together, in classes of {CLASS_SIZE}")] = 0
-    lunch: Annotated[Duration, _help("time at noon when no cell starts, at most 4h")] = Duration.of("0s")
+    lunch: Annotated[Duration, _help("length of the lunch break, when no cell starts, at most 4h")] = Duration.of("0s")
     weekends: Annotated[bool, _help("leave two days of seven free")] = False
     weekend_users: Annotated[Percent, _help("percent of users who work on a free day")] = 0
     time_zones: Annotated[int, Meta(ge=1, le=24), _help("number of time zones that the users live in")] = 1
@@ -109,7 +109,7 @@ class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
         Duration, _help("how long a reservation may fail to grow before the session is out of memory")
     ] = Duration.of("1m")
 
-    # what is asked
+    # what to find out
     find_devices: Annotated[bool, _help("find the fewest devices, or hosts, with short enough waits")] = False
     p95_wait: Annotated[Duration | None, _help("goal: the longest wait of 95 % of GPU cells; 3s without any goal")] = (
         None

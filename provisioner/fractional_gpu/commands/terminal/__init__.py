@@ -1,1 +1,1 @@
-"""What the commands share: errors, the connection to the broker, kinds of commands about leases, text for terminals, completion."""
+"""What the commands share: arguments, the connection to the broker, progress, and text for terminals."""

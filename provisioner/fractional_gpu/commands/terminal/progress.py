@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _QUIET_S = 2.0
-_DRAWN_S: Final = 0.1  # from one picture of a bar to the next
+_DRAWN_S: Final = 0.1  # between redraws of a bar
 _BAR_CELLS: Final = 24
 _NOT_DRAWABLE: Final = ("dumb", "unknown")  # values of TERM
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows what a command does and how far it is, from its third second until the `with` block ends.
+    """Shows what a command does and how far it has got, from its third second until the `with` block ends.
 
     A terminal gets a bar, erased at the end. Elsewhere a counter's calls write lines such as `WHAT: 3 of 8 THINGS after 5 s`, at most one
     every two seconds and without a thread.
 
-    With `blocks` the command cannot count all the time, so a thread draws. Off a terminal, the thread writes each new text of `what` once,
+    With `blocks`, the command cannot count continuously, so a thread draws. Off a terminal, the thread writes each new text of `what` once,
     unless `silent`. `within_s`: the command's longest time, which the bar shows instead of a count.
     """
 
@@ -113,7 +113,7 @@ class Progress(AbstractContextManager["Progress"]):
         with self._lock:
             live, self._live = self._live, None
             if live is not None:
-                with suppress(OSError):  # a terminal that is gone: the command's own end counts
+                with suppress(OSError):  # the terminal is gone, which must not change how the command ends
                     live.stop()
 
     def _draw(self) -> None:
@@ -169,7 +169,7 @@ def is_drawable(out: TextIO) -> bool:
 class WaitLine:
     """Says why a program waits for the GPU, its place and the expected time: after two seconds and on changes.
 
-    A separate thread calls `say`, as the broker sends nothing while nothing changes.
+    A separate thread calls `say`, because the broker sends nothing while nothing changes.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:

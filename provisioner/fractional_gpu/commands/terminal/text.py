@@ -47,15 +47,15 @@ Piece: TypeAlias = "str | tuple[str, str] | Text"
 
 _ENDLESS: Final = 1 << 20  # characters: lines are not wrapped
 _GAP: Final = 2  # characters between columns
-_HANGING: Final = 2  # characters of further indent after a line is wrapped
-_NARROWEST: Final = 8  # the fewest characters of a wrapped line
+_HANGING: Final = 2  # extra indent of the later parts of a wrapped line
+_NARROWEST: Final = 8  # least characters in a part of a wrapped line
 _JOINERS: Final = "\u200c\u200d"  # between letters of Persian and Indian names, and in emoji: they move no cursor
 
 
 class Style(StrEnum):
     HEADING = "bold"
     GOOD = "green"
-    ATTENTION = "yellow"  # it waits, it will go away, or something will be missed
+    ATTENTION = "yellow"  # it waits, will go away, or is missing something
     WRONG = "bold red"  # lost, over-committed, an error
     USED = "green"
     RESERVED = "blue"
