@@ -44,7 +44,7 @@ def test_kernels_take_turns_on_it_and_keep_every_byte(outside: World) -> None:
         for notebook in (first, second):
             notebook.shut_down()
     said = outside.command("doctor", "--no-try")
-    assert "of the kind 'example': " in said.stdout
+    assert "of kind 'example': " in said.stdout
 
 
 def test_a_kind_that_is_not_installed_or_fails_is_the_reason_that_a_broker_gives(outside: World) -> None:
