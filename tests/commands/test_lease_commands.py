@@ -1,103 +1,212 @@
-"""`jupyter gpu pin`, `unpin`, `resize`, `explain`, `drain` and `undrain`."""
+"""The commands for leases and devices: what each sends, prints, answers as JSON and refuses; one row for each command."""
 
 import json
+import shlex
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
-from msgspec import to_builtins
 from msgspec.structs import replace
 
-from fractional_gpu.commands.lease_commands import render_story
+from fractional_gpu.commands.lease_commands import COMMANDS, DeviceCommand, find_lease, render_story
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.terminal.render import render_leases, render_status
-from fractional_gpu.commands.terminal.text import plain
+from fractional_gpu.commands.terminal.text import CommandError, plain
 from fractional_gpu.core.model import Slowdown
 from fractional_gpu.protocol.errors import ConflictError
-from fractional_gpu.protocol.messages import ResizeRequest
 from fractional_gpu.protocol.status import Story, StoryLine
 from tests.commands.conftest import OwnBroker
-from tests.commands.pictures import a_device, a_host, a_lease
+from tests.commands.pictures import a_lease
+
+LEASE, GPU = "train.ipynb (lease-1): ", "GPU 0 (H100): "
 
 
-def test_a_kernel_is_pinned_for_the_time_that_was_said(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
-    lease_id = broker.add("resident", kernel_id="kernel-1", label="train.ipynb")
-    assert main(["pin", "kernel-1", "30m"]) == 0
-    assert broker.bodies("pin") == [{"duration_ms": 1_800_000}]
-    assert capsys.readouterr().out.startswith(f"train.ipynb ({lease_id}): stays on the GPU for ")
-    assert main(["unpin", "kernel-1"]) == 0
-    assert broker.routes()[-1] == "unpin"
-    assert main(["pin", "kernel-1", "2h", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["lease"]["spec"]["lease_id"] == lease_id
+@dataclass(frozen=True)
+class Row:
+    """`prints` follows the lease's or GPU's name. `sent`: the body of the request. `answer`: what --json prints, at least."""
+
+    prints: str
+    options: str = ""
+    sent: dict[str, Any] = field(default_factory=dict)
+    answer: dict[str, Any] = field(default_factory=lambda: {"kernel_id": "kernel-1"})
+    target: str = "kernel-1"
+    state: str = "resident"
 
 
-def test_a_kernel_is_resized_to_what_was_said(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
-    broker.add("resident", kernel_id="kernel-1")
-    assert main(["resize", "kernel-1", "1/2", "--memory", "20GiB", "--wait", "0"]) == 0
-    assert broker.bodies("resize") == [to_builtins(ResizeRequest(fraction_milli=500, memory_mib=20_480, wait_ms=0))]
-    assert "was 1/4 of a GPU with 2 GiB, is now 1/2 of a GPU with 2 GiB" in capsys.readouterr().out
-    assert main(["resize", "kernel-1", "--memory", "1GiB"]) == 0
-    assert broker.bodies("resize")[-1] == to_builtins(ResizeRequest(memory_mib=1024))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            ["pin", "kernel-1", "soon"],
-            "'soon' is not a valid duration for a pin; allowed: a duration such as 30m or 2h",
-        ),
-        (["pin", "kernel-1", "0"], "'0' is not a valid duration for a pin; allowed: a duration such as 30m or 2h"),
-        (["pin", "kernel-1", "forever"], "`%gpu pin always` in the notebook keeps renewing one"),
-        (["pin", "forever"], "only 'forever' was given; add a duration, as in `jupyter gpu pin LEASE 30m`"),
-        (["resize", "kernel-1"], "give the new size: a FRACTION such as 1/2, a --memory such as 20GiB, or both"),
-        (["resize", "kernel-1", "2"], "fraction '2' is out of range"),
-        (["resize", "kernel-1", "--memory", "much"], "memory 'much' is not a size"),
-        (["resize", "kernel-1", "1/2", "--wait", "long"], "duration 'long' is not a duration"),
-        (["drain", "0", "--wait", "long"], "duration 'long' is not a duration"),
-    ],
+DEVICE: dict[str, Any] = {"device_id": "GPU-0"}
+MOVED: dict[str, Any] = {"errors": []}
+DONE: dict[str, Any] = {"ok": True}
+ROWS = {
+    "suspend": Row("holds no GPU memory, so there was nothing to save", answer=MOVED),
+    "resume": Row("on the GPU (H100)", answer=MOVED, state="suspended"),
+    "pin": Row("stays on the GPU for the next 10 min", "30m", {"duration_ms": 1_800_000}),
+    "unpin": Row("no longer pinned"),
+    "resize": Row(
+        "was 1/4 of a GPU with 2 GiB, is now 1/2 of a GPU with 2 GiB",
+        "1/2 --memory 20GiB --wait 0",
+        {"fraction_milli": 500, "memory_mib": 20_480, "wait_ms": 0, "burst": False},
+    ),
+    "explain": Row("on the GPU, idle, 0 ms, pinned for 10 min", answer={"lease_id": "lease-1", "lines": []}),
+    "drain": Row(
+        "draining, kernels still hold 512 MiB there",
+        "--evict-busy --deadline 2m",
+        {"evict_busy": True, "deadline_in_ms": 120_000},
+        DEVICE,
+        "GPU-0",
+    ),
+    "undrain": Row("in use again", answer=DEVICE, target="GPU-0"),
+    "move": Row("now on GPU-1", "--to 1", {"device": "1"}),
+    "evict": Row("ended", "--confirm --why maintenance", {"confirm": True, "why": "maintenance"}, DONE),
+    "end": Row("ended", answer=DONE),
+}
+ROUTES = {"explain": "story"}  # of the others: the command's name
+WHICH, ONE_GPU = "name the leases to", "name one GPU, for example 0, or say --all"
+PIN, TIME = (
+    "is not a valid duration for a pin; allowed: a duration such as 30m or 2h",
+    "duration 'long' is not a duration",
 )
-def test_a_value_that_is_not_allowed_is_wrong_usage(
-    arguments: list[str], says: str, broker: OwnBroker, capsys: pytest.CaptureFixture[str]
+WRONG = {
+    "suspend": WHICH,
+    "suspend 3f --all": WHICH,
+    "resume": WHICH,
+    "pin kernel-1 soon": f"'soon' {PIN}",
+    "pin kernel-1 0": f"'0' {PIN}",
+    "pin kernel-1 forever": "`%gpu pin always` in the notebook keeps renewing one",
+    "pin forever": "only 'forever' was given; add a duration, as in `jupyter gpu pin LEASE 30m`",
+    "resize kernel-1": "give the new size: a FRACTION such as 1/2, a --memory such as 20GiB, or both",
+    "resize kernel-1 2": "fraction '2' is out of range",
+    "resize kernel-1 --memory much": "memory 'much' is not a size",
+    "resize kernel-1 1/2 --wait long": TIME,
+    "drain 0 --wait long": TIME,
+    "drain 0 --deadline long": TIME,
+    **{f"{name} {given}": ONE_GPU for name in ("drain", "undrain") for given in ("", "0 --all", "''", "'' --all")},
+    "evict kernel-1": "all its variables are lost: add --confirm to do it anyway",
+}
+
+
+def words(name: str, row: Row) -> list[str]:
+    return [name, row.target, *row.options.split()]
+
+
+@pytest.fixture
+def lease(broker: OwnBroker) -> str:
+    return broker.add("resident", kernel_id="kernel-1", label="train.ipynb")
+
+
+@pytest.mark.usefixtures("lease")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_asks_for_its_change_and_prints_it(
+    name: str, broker: OwnBroker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 2
-    assert says in capsys.readouterr().err
+    row = ROWS[name]
+    broker.leases["lease-1"].state = row.state
+    broker.lease_fields = {"device_id": "GPU-1", "device_name": "H100", "pinned_ms": 600_000}
+    assert main(words(name, row)) == 0
+    about, target = (GPU, "GPU-0") if row.target == "GPU-0" else (LEASE, "lease-1")
+    assert capsys.readouterr() == (f"{about}{row.prints}\n", "")
+    asked = broker.calls[-1]
+    assert (asked.route, asked.lease_id, asked.body) == (ROUTES.get(name, name), target, row.sent)
+    assert main([*words(name, row), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).items() >= row.answer.items()
+
+
+@pytest.mark.usefixtures("lease")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_refusal_names_the_kernel_and_the_reason(
+    name: str, broker: OwnBroker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = ROWS[name]
+    broker.fail[ROUTES.get(name, name)] = ConflictError("that is more than the pool allows; ask for less")
+    assert main(words(name, row)) == 1
+    about = "" if row.target == "GPU-0" else LEASE
+    refused = f"jupyter gpu: {about}that is more than the pool allows; ask for less\n"
+    assert capsys.readouterr() == ("", refused)
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_each_wrong_value_is_refused_before_the_broker_is_asked(
+    given: str, broker: OwnBroker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(shlex.split(given)) == 2
+    assert WRONG[given] in capsys.readouterr().err
     assert broker.calls == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["drain", "0"], "without one, GPUs neither take kernels nor drain; start one with `jupyter gpu broker`"),
-        (["undrain", "0"], "without one, GPUs neither take kernels nor drain; start one with `jupyter gpu broker`"),
-        (["pool"], "only a running broker can show or change its pools; start one with `jupyter gpu broker`"),
-        (["pool", "default", "price=3"], "jupyter_gpu_config.py sets the initial values"),
-        (["pin", "3f2a", "30m"], "so no kernels are on a GPU; the first kernel that wants one starts a broker"),
-    ],
-)
+@pytest.mark.parametrize("name", [*COMMANDS, "pool"])
 def test_without_a_broker_each_command_says_what_its_reader_can_do(
-    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(tmp_path / "b.sock"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert main(arguments) == 1
+    says = "so no kernels are on a GPU; the first kernel that wants one starts a broker"
+    if isinstance(COMMANDS.get(name), DeviceCommand):
+        says = "without one, GPUs neither take kernels nor drain; start one with `jupyter gpu broker`"
+    if name == "pool":
+        says = "only a running broker can show or change its pools; start one with `jupyter gpu broker`"
+        assert main(["pool", "default", "price=3"]) == 1
+        assert "jupyter_gpu_config.py sets the initial values" in capsys.readouterr().err
+    assert main([name] if name == "pool" else words(name, ROWS[name])) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"jupyter gpu: no broker is running on {tmp_path}/b.sock, ")
     assert says in said
 
 
+# -- several leases ---------------------------------------------------------------------------------------------------------
+
+
+LEASES = [
+    a_lease(lease_id="3f2a9c1b77d0", kernel_id="kernel-1", label="train.ipynb"),
+    a_lease(lease_id="3f99aabbccdd", kernel_id="kernel-2"),
+    a_lease(lease_id="77", kernel_id="kernel-3"),
+    a_lease(lease_id="7700", kernel_id=""),
+]
+
+
+@pytest.mark.parametrize(("name", "found"), [("3f2a9c1b77d0", 0), ("3f2", 0), ("kernel-2", 1), ("77", 2), ("770", 3)])
+def test_a_lease_is_found_by_its_id_its_beginning_or_its_kernel(name: str, found: int) -> None:
+    assert find_lease(name, LEASES) is LEASES[found]
+
+
 @pytest.mark.parametrize(
-    ("route", "arguments"), [("pin", ["pin", "kernel-1", "9h"]), ("resize", ["resize", "kernel-1", "1"])]
+    ("name", "says"),
+    [
+        ("3f", r"'3f' matches train.ipynb \(3f2a9c1b\), 3f99aabb; give more"),
+        *((name, rf"there is no lease '{name}'; there are train.ipynb") for name in ("", "nothing", "kernel")),
+    ],
 )
-def test_a_refusal_names_the_kernel_and_the_reason(
-    route: str, arguments: list[str], broker: OwnBroker, capsys: pytest.CaptureFixture[str]
+def test_a_name_of_none_or_several_lists_what_there_is(name: str, says: str) -> None:
+    with pytest.raises(CommandError, match=says):
+        find_lease(name, LEASES)
+
+
+def test_all_means_those_that_can_be_moved(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = (broker.add(state) for state in ("resident", "suspended", "unarmed"))
+    assert main(["suspend", "--all", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [lease["lease"]["spec"]["lease_id"] for lease in shown["leases"]] == [first]
+    assert main(["resume", "--all"]) == 0
+    states = [broker.leases[lease_id].state for lease_id in (first, second, third)]
+    assert states == ["resident", "resident", "unarmed"]
+    capsys.readouterr()
+    assert main(["resume", "--all"]) == 0
+    assert capsys.readouterr().out == "There is nothing to resume.\n"
+
+
+def test_a_refusal_is_told_and_the_others_are_tried_all_the_same(
+    broker: OwnBroker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broker.add("resident", kernel_id="kernel-1", label="train.ipynb")
-    broker.fail[route] = ConflictError("that is more than the pool allows; ask for less")
-    assert main(arguments) == 1
-    assert capsys.readouterr() == (
-        "",
-        "jupyter gpu: train.ipynb (lease-1): that is more than the pool allows; ask for less\n",
-    )
+    broker.add("resident", label="one")
+    broker.add("resident", label="two")
+    broker.fail["suspend"] = ConflictError("it is busy; wait for its cell")
+    assert main(["suspend", "--all", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert [error["message"] for error in json.loads(captured.out)["errors"]] == ["it is busy; wait for its cell"] * 2
+    assert captured.err.splitlines() == [
+        f"jupyter gpu: {name}: it is busy; wait for its cell" for name in ("one (lease-1)", "two (lease-2)")
+    ]
+
+
+# -- stories and waits ------------------------------------------------------------------------------------------------------
 
 
 def test_a_story_is_told_line_by_line_and_ends_with_how_it_stands() -> None:
@@ -127,62 +236,16 @@ def test_a_story_is_told_line_by_line_and_ends_with_how_it_stands() -> None:
     )
 
 
-def test_a_story_is_read_from_the_broker(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
-    broker.add("resident", kernel_id="kernel-1", label="train.ipynb")
-    assert main(["explain", "kernel-1"]) == 0
-    assert capsys.readouterr().out.startswith("train.ipynb (lease-1): on the GPU, idle")
-    assert main(["explain", "kernel-1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "lease_id": "lease-1",
-        "lines": [],
-        "omitted": 0,
-        "slowdown": {"milli": 1000, "low_milli": 1000, "high_milli": 1000, "brief": ""},
-    }
-
-
-def test_a_device_is_drained_and_undrained(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["drain", "GPU-0", "--evict-busy"]) == 0
-    assert (broker.calls[-1].route, broker.calls[-1].lease_id, broker.calls[-1].body) == (
-        "drain",
-        "GPU-0",
-        {"evict_busy": True},
-    )
-    assert capsys.readouterr().out == "GPU 0 (H100): draining, kernels still hold 512 MiB there\n"
-    assert main(["undrain", "0", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["device_id"] == "GPU-0"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["drain"], ["drain", "0", "--all"], ["undrain"], ["undrain", "0", "--all"], ["drain", ""], ["drain", "", "--all"]],
-)
-def test_one_device_is_named_or_all_are_meant(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) != 0
-    assert "name one GPU, for example 0, or say --all" in capsys.readouterr().err
-
-
-def test_whoever_waits_returns_when_the_device_is_empty(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
-    broker.devices = [replace(broker.device, reserved_mib=mib) for mib in (512, 0)]
-    assert main(["drain", "0", "--wait", "1h"]) == 0
-    assert capsys.readouterr().out == "GPU 0 (H100): draining, no kernel holds memory there\n"
-
-
-def test_whoever_waits_in_vain_is_told_and_the_code_says_so(
-    broker: OwnBroker, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("left_mib", "wait", "code"), [([512, 0], "1h", 0), ([512], "0", 1)])
+def test_a_drain_that_waits_ends_when_the_device_is_empty_or_its_time_over(
+    left_mib: list[int], wait: str, code: int, broker: OwnBroker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broker.device = replace(broker.device, index=3)
-    assert main(["drain", "0", "--wait", "0"]) == 1
-    assert "GPU 3 was not empty after 0 ms: kernels still hold 512 MiB; wait longer, or add --evict-busy" in (
-        capsys.readouterr().err
-    )
-
-
-def test_the_status_tells_of_pins_forecasts_and_emptied_devices() -> None:
-    lease = a_lease(pinned_ms=600_000)
-    assert "on the GPU, idle, 12 s, pinned for 10 min" in plain(render_leases([lease]))
-    waiting = a_lease(
-        state="suspended", position=1, sentence="8 GiB are needed", expected_ms=30_000, expected_bounds_ms=(900, 61_000)
-    )
-    assert "8 GiB are needed; about 30 s (up to 1 min)" in plain(render_leases([waiting]))
-    shown = plain(render_status(a_host(devices=[a_device(draining=True)], leases=[])))
-    assert "draining: it accepts no new kernels" in shown
+    broker.devices = [replace(broker.device, reserved_mib=mib) for mib in left_mib]
+    assert main(["drain", "0", "--wait", wait]) == code
+    said = capsys.readouterr()
+    if code:
+        assert (
+            "GPU 0 was not empty after 0 ms: kernels still hold 512 MiB; wait longer, or add --evict-busy" in said.err
+        )
+    else:
+        assert said.out == f"{GPU}draining, no kernel holds memory there\n"

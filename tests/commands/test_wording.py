@@ -19,6 +19,8 @@ WAITING = a_lease(
     age_ms=90_000,
     position=1,
     sentence="waits until train.ipynb has finished its cell",
+    expected_ms=30_000,
+    expected_bounds_ms=(900, 61_000),
 )
 HOSTS = {
     "no GPU, no kernel": a_host(),
@@ -54,7 +56,7 @@ HOSTS = {
                 why_not="the driver is too old",
             )
         ],
-        leases=[a_lease(label="a.ipynb", unsuspendable_reason="MPS")],
+        leases=[a_lease(label="a.ipynb", unsuspendable_reason="MPS", pinned_ms=600_000)],
     ),
     "a device and a host that go away": a_host(
         devices=[

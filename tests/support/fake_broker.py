@@ -24,10 +24,12 @@ from fractional_gpu.protocol.messages import (
     AcquireRequest,
     AttachRequest,
     DrainRequest,
+    EvictRequest,
     GateAnswer,
     GateHello,
     LeaseReply,
     LeaseRequest,
+    MoveRequest,
     PinRequest,
     Pong,
     Progress,
@@ -47,6 +49,8 @@ _KINDS: dict[str, type[Any]] = {  # clients omit default values; they are filled
     "acquire": AcquireRequest,
     "pin": PinRequest,
     "resize": ResizeRequest,
+    "move": MoveRequest,
+    "evict": EvictRequest,
     "gate": GateHello,
     "answer": GateAnswer,
     "drain": DrainRequest,
@@ -223,7 +227,7 @@ class FakeBroker:
             return _as_dict(self.cost)
         if call.route in {"story", "history"}:
             return {"lease_id": call.lease_id, **({"cap_mib": 2048} if call.route == "history" else {})}
-        if call.route in {"lease", "attach", "suspend", "resume", "pin", "unpin", "note", "resize"}:
+        if call.route in {"lease", "attach", "suspend", "resume", "pin", "unpin", "note", "resize", "move"}:
             return _as_dict(self._status(call.lease_id))
         return {"ok": True}
 
