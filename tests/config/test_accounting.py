@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.config import ConfigError, carbon, load
+from fractional_gpu.config import carbon, load
 from fractional_gpu.config.carbon import Carbon
 from fractional_gpu.core.metering.tariffs import Basis, Tariff
 from fractional_gpu.core.metering.usage import MJ_PER_KWH
@@ -62,53 +62,6 @@ def test_what_is_charged_follows_the_pools_terms(basis: str, state: dict[str, bo
     found = tariff(price="1 EUR", charge=basis, suspended_credit="80%")
     assert found.basis is Basis(basis)
     assert found.charged_milli(**state) == charged
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("price", "2.40", "an amount and a currency such as '0.80 EUR'"),
-        ("price", "-1 EUR", "an amount and a currency such as '0.80 EUR'"),
-        ("price_hours", "cheap at night", "prices by times of the week"),
-        ("price_hours", {"always": 1}, "prices by times of the week"),
-        ("price_hours", {"Mon 08:10-18:00": 1}, "'Mon 08:10-18:00': .* at whole quarters of an hour"),
-        ("price_hours", {"Mon 08:00-18:00": -1}, "'Mon 08:00-18:00' has -1: allowed: a number from 0 to 1000000"),
-        ("price_hours", {"Mon 08:00-18:00": "1 EUR"}, "a number from 0 to 1000000"),
-        ("price_hours", {"Moon 08:00-18:00": 1}, "'Moon 08:00-18:00' is not a time of the week"),
-        ("charge", "whole", "allowed: 'reserved', 'held' or 'busy'"),
-        ("charge", True, "allowed: 'reserved', 'held' or 'busy'"),
-        ("suspended_credit", "101%", "suspended_credit"),
-        ("suspended_credit", "-1%", "suspended_credit"),
-    ],
-)
-def test_terms_that_cannot_be_meant_are_refused_with_what_is_allowed(key: str, value: object, says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as error:
-        load(None, {"pools": {"default": {key: value}}})
-    assert key in str(error.value)
-
-
-@pytest.mark.parametrize("value", ["own", "group", "all"])
-def test_whose_use_users_may_see(value: str) -> None:
-    assert load(None, {}).usage_visible == "own"
-    assert load(None, {"usage_visible": value}).usage_visible == value
-
-
-def test_a_visibility_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="allowed: 'own', 'group' or 'all'"):
-        load(None, {"usage_visible": "everybody"})
-
-
-@pytest.mark.parametrize(
-    ("value", "found"), [(None, None), (0, 0.0), (312, 312.0), ("/etc/co2.csv", Path("/etc/co2.csv"))]
-)
-def test_carbon_is_a_number_or_a_file(value: object, found: object) -> None:
-    assert load(None, {"carbon": value}).carbon == found
-
-
-@pytest.mark.parametrize("value", [-1, 100_001, float("nan"), float("inf"), "co2.csv", ""])
-def test_other_carbon_is_refused_with_what_is_allowed(value: object) -> None:
-    with pytest.raises(ConfigError, match="grams for each kWh, a number from 0 to 100000, or the path of a CSV file"):
-        load(None, {"carbon": value})
 
 
 def read(tmp_path: Path, text: str) -> Carbon:

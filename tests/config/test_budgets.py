@@ -7,7 +7,7 @@ import pytest
 from fractional_gpu.config import load
 from fractional_gpu.config.budgets import format_amount, parse_amount
 from fractional_gpu.config.values import ConfigError
-from fractional_gpu.core.metering.budgets import Consequence, Unit, WindowKind
+from fractional_gpu.core.metering.budgets import Unit, WindowKind
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR
 
 USER = {"user": "*", "limit": "40 GPU hours", "per": "month"}
@@ -86,20 +86,3 @@ def test_a_wrong_budget_names_the_entry_the_key_and_what_is_allowed(entry: objec
 def test_the_same_budget_twice_is_a_slip() -> None:
     with pytest.raises(ConfigError, match=r"\[1\] = .*: the same budget is there already"):
         budgets(USER, dict(USER))
-
-
-def over_budget(value: object) -> tuple[Consequence, ...]:
-    (pool,) = load(None, {"pools": {"default": {"over_budget": value}}}).pools
-    return pool.over_budget
-
-
-def test_what_a_pool_does() -> None:
-    assert over_budget("nothing") == ()
-    assert over_budget("when-free, no-new-seats") == (Consequence.WHEN_FREE, Consequence.NO_SEATS)
-    assert load(None, {}).pools[0].over_budget == (Consequence.LOWER_PRIORITY,)
-
-
-@pytest.mark.parametrize("value", ["", "kill", "lower-priority, when-free", "when-free,when-free", None, ["when-free"]])
-def test_a_pool_does_nothing_else(value: object) -> None:
-    with pytest.raises(ConfigError, match="over_budget"):
-        over_budget(value)

@@ -4,8 +4,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from fractional_gpu.config import POOL_KEYS, SETTINGS, Settings, example_config, load
 
 Write = Callable[..., Path]
@@ -32,17 +30,8 @@ def test_everything_in_the_example_can_be_switched_on(write: Write) -> None:
     assert same == {"pools"}  # each key of the example's pool has its default
 
 
-@pytest.mark.parametrize("name", sorted(SETTINGS))
-def test_every_setting_has_help_and_an_example_and_is_in_the_example(name: str) -> None:
-    assert SETTINGS[name].help
-    assert f"# c.GPUBroker.{name} = " in example_config()
-
-
-@pytest.mark.parametrize("key", sorted(POOL_KEYS))
-def test_every_key_of_a_pool_is_explained_and_its_example_can_be_used(key: str, write: Write) -> None:
-    assert f'"{key}": ' in example_config()
-    setting = POOL_KEYS[key]
-    assert setting.help
-    assert setting.example != setting.default_value
-    more = {"price": "1 EUR"} if key == "price_hours" else {}
-    load(write(f"c.GPUBroker.pools = {{'default': { ({key: setting.example, **more})!r}}}"))
+def test_each_setting_and_each_key_of_a_pool_is_explained() -> None:
+    for name, setting in {**SETTINGS, **POOL_KEYS}.items():
+        assert setting.help
+        assert f"# c.GPUBroker.{name} = " in example_config() or f'"{name}": ' in example_config()
+        assert setting.example != setting.default_value

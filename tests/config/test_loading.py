@@ -12,20 +12,6 @@ from fractional_gpu.config import settings as settings_module
 Write = Callable[..., Path]
 
 
-def test_without_any_file_everything_has_its_default() -> None:
-    settings = load()
-    assert settings.files == ()
-    assert settings.state_dir is None
-    assert settings.idle_exit == 600_000
-    assert settings.host_memory == (500, True)
-    assert (settings.lock_timeout, settings.gate_timeout) == (2000, 2000)
-    assert settings.checkpoint_deadline == 600_000
-    assert (settings.first_pool.name, settings.first_fraction) == ("default", 250)
-    assert settings.log_level == "INFO"
-    assert settings.devices is None
-    assert [pool.name for pool in settings.pools] == ["default"]
-
-
 def test_the_path_is_jupyters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write: Write) -> None:
     monkeypatch.setattr(settings_module, "jupyter_config_path", jupyter_config_path)
     monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(tmp_path))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.config import ConfigError, load
-from fractional_gpu.core.model import DeviceSpec, Foresight, Limits, PoolSpec, ReserveBy
+from fractional_gpu.core.model import DeviceSpec, PoolSpec
 
 UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-bb3")
 
@@ -30,84 +30,6 @@ def test_a_pool_of_defaults_is_cores_default_pool_with_all_devices() -> None:
     assert _specs({"default": {}}) == {"default": PoolSpec(name="default", devices=UUIDS)}
 
 
-def test_every_key_reaches_the_arbiter() -> None:
-    policy = {
-        "devices": [2, "GPU-aa11"],
-        "fractions": ["1", 0.5, "125m", "1/2"],
-        "oversubscription": 2.5,
-        "idle_after": "90s",
-        "hold_price": 2.5,
-        "wait_price": "60",
-        "empty_devices": True,
-        "foresight": "displace",
-        "foresight_swap": "500ms",
-        "foresight_vain": "64GiB",
-        "min_residency": 0,
-        "unattached_ttl": "1m",
-        "retry_refused": "1s",
-        "max_passed_over": 3,
-        "may_move": True,
-        "move_busy": True,
-        "reserve": "use",
-        "headroom": "1GiB",
-        "min_residency_swaps": 2.5,
-        "preempt": "fair",
-        "overlap_resume": True,
-        "max_pin": "30m",
-        "pin_budget": "2h",
-        "warn_before": "1m",
-        "max_devices": 2,
-        "max_priority": 5,
-        "user_limits": {"leases": 4, "fraction": 2, "resident": "1/2"},
-        "group_limits": {"staff": {}, "students": {"leases": 60, "resident": 1.5}},
-    }
-    assert _specs({"lab": policy})["lab"] == PoolSpec(
-        name="lab",
-        devices=("GPU-aa11", "GPU-bb33"),
-        fractions_milli=(125, 500, 1000),
-        oversubscription_milli=2500,
-        idle_after_ms=90_000,
-        idle_auto=False,
-        hold_price_milli=2500,
-        wait_price_milli=60_000,
-        empty_devices=True,
-        foresight=Foresight.DISPLACE,
-        foresight_swap_ms=500,
-        foresight_vain_mib=65_536,
-        min_residency_ms=0,
-        unattached_ttl_ms=60_000,
-        retry_refused_ms=1000,
-        max_passed_over=3,
-        may_move=True,
-        move_busy=True,
-        reserve_by=ReserveBy.USE,
-        headroom_mib=1024,
-        min_residency_swaps_milli=2500,
-        preempt_equals=True,
-        preempt_priorities=True,
-        overlap_resume=True,
-        max_pin_ms=1_800_000,
-        pin_budget_ms=7_200_000,
-        warn_before_ms=60_000,
-        max_devices=2,
-        max_priority=5,
-        user_limits=Limits(leases=4, milli=2000, resident_milli=500),
-        group_limits=(("staff", Limits()), ("students", Limits(leases=60, resident_milli=1500))),
-    )
-
-
-def test_words_stand_for_policies_without_a_number() -> None:
-    assert _specs({"a": {"pin_budget": "unlimited"}})["a"].pin_budget_ms is None
-    never = _specs({"a": {"preempt": "never"}})["a"]
-    assert (never.preempt_equals, never.preempt_priorities) == (False, False)
-    spec = _specs({"a": {"idle_after": "on-demand", "oversubscription": "unlimited", "fractions": "any"}})["a"]
-    assert (spec.idle_after_ms, spec.oversubscription_milli, spec.fractions_milli) == (None, None, ())
-    assert _specs({"a": {"idle_after": 0, "oversubscription": "1"}})["a"].oversubscription_milli == 1000
-    assert _specs({"a": {"idle_after": 0}})["a"].idle_after_ms == 0
-    assert not spec.idle_auto
-    assert _specs({"a": {"idle_after": "auto"}})["a"].idle_auto
-
-
 @pytest.mark.parametrize(
     ("policy", "key", "allowed"),
     [
@@ -117,49 +39,9 @@ def test_words_stand_for_policies_without_a_number() -> None:
             "unknown key; did you mean 'idle_after'? Allowed: after_kernel, breach, charge, compute, devices, ",
         ),
         ({3: 4}, "3", "unknown key; Allowed: after_kernel, breach, charge, compute, devices, "),
-        ({"idle_after": "soon"}, "idle_after", "allowed: a duration such as 30s, 5m, 2h or 0 or 'on-demand' or 'auto'"),
-        ({"hold_price": -1}, "hold_price", "allowed: a number from 0 to 1000000"),
-        ({"wait_price": "1 EUR"}, "wait_price", "allowed: a number from 0 to 1000000"),
-        ({"foresight": True}, "foresight", "allowed: 'off', 'free' or 'displace'"),
-        ({"idle_after": None}, "idle_after", "expected a duration such as '30s', '5m' or '2h' or 'on-demand'"),
-        ({"fractions": []}, "fractions", "expected a list such as ['1/4', '1/2', '1'], or 'any'"),
-        ({"fractions": "1/2"}, "fractions", "expected a list such as"),
-        ({"fractions": ["2"]}, "fractions", "fraction '2' is out of range"),
-        ({"fractions": [None]}, "fractions", "expected a fraction such as '1/4'"),
-        (
-            {"oversubscription": 0.5},
-            "oversubscription",
-            "a number from 1 to 1000 or 'unlimited'",
-        ),
-        ({"oversubscription": True}, "oversubscription", "or 'unlimited'"),
-        ({"oversubscription": "1e999999999"}, "oversubscription", "or 'unlimited'"),
-        ({"oversubscription": "lots"}, "oversubscription", "or 'unlimited'"),
-        ({"unattached_ttl": 0}, "unattached_ttl", "allowed: from 1 s to 366 days"),
-        ({"max_passed_over": 2.0}, "max_passed_over", "allowed: a whole number from 0 to 1000"),
-        ({"may_move": "no"}, "may_move", "allowed: True or False"),
-        ({"devices": "GPU-aa11"}, "devices", "allowed: 'all', or a list"),
-        ({"reserve": "measured"}, "reserve", "allowed: 'cap' or 'use'"),
-        ({"reserve": ["use"]}, "reserve", "allowed: 'cap' or 'use'"),
-        ({"compute": "best-fit"}, "compute", "allowed: 'spread' or 'pack'"),
-        ({"slowdown_bound": "little"}, "slowdown_bound", "allowed: a number from 0 to 1000"),
-        ({"headroom": "some"}, "headroom", "memory 'some' is not a size"),
-        ({"min_residency_swaps": -1}, "min_residency_swaps", "allowed: a number from 0 to 1000"),
-        ({"min_residency_swaps": 1001}, "min_residency_swaps", "allowed: a number from 0 to 1000"),
-        ({"preempt": True}, "preempt", "allowed: 'never', 'priorities' or 'fair'"),
-        ({"max_pin": "on-demand"}, "max_pin", "allowed: a duration such as 30s, 5m, 2h or 0"),
-        ({"pin_budget": None}, "pin_budget", "or 'unlimited'"),
-        ({"max_devices": 9}, "max_devices", "allowed: a whole number from 1 to 8"),
-        ({"user_limits": 4}, "user_limits", "allowed: a dictionary such as {'leases': 4"),
-        ({"user_limits": {"gpus": 4}}, "user_limits", "there is no limit 'gpus'; allowed: a dictionary"),
-        ({"user_limits": {"leases": 1.5}}, "user_limits", "'leases' is 1.5; allowed: a whole number"),
-        ({"user_limits": {"fraction": -1}}, "user_limits", "'fraction' is -1; allowed: a number of GPUs"),
-        ({"user_limits": {"resident": "x"}}, "user_limits", "fraction 'x' is not a fraction"),
-        ({"group_limits": {"a": {"leases": True}}}, "group_limits", "group 'a': 'leases' is True; allowed"),
-        ({"group_limits": {"": {}}}, "group_limits", "a group's name has 1 to 200 characters"),
-        ({"group_limits": []}, "group_limits", "allowed: a dictionary such as {'students'"),
     ],
 )
-def test_a_bad_policy_names_the_pool_the_key_and_what_is_allowed(policy: object, key: str, allowed: str) -> None:
+def test_an_unknown_key_names_the_pool_and_the_keys_there_are(policy: object, key: str, allowed: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, {"pools": {"default": policy}})
     shown = key if key == "3" else repr(key)
