@@ -1,7 +1,7 @@
-"""`jupyter gpu completion`, and the completion itself, by argcomplete.
+"""`jupyter gpu completion`, and completion itself, with argcomplete.
 
-When Tab is pressed, the shell runs `jupyter gpu` with `_ARGCOMPLETE` in its environment, and `complete` answers. Asking a
-broker has a short time limit: a completion that blocks is worse than none.
+When Tab is pressed, the shell runs `jupyter gpu` with `_ARGCOMPLETE` in its environment, and `complete` answers. Queries
+to a broker have a short timeout, because a blocking completion is worse than none.
 """
 
 import argparse

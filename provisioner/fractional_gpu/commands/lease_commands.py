@@ -73,8 +73,8 @@ class LeaseCommand(Generic[Request, Answer]):
     """A command for one lease.
 
     `request` builds the request from the command line before contacting the broker, or raises UsageError. `call` returns the answer that
-    `--json` prints (None: an empty object). `success` gets the lease before the call, and the answer. `doing` is shown if the call takes
-    long.
+    `--json` prints, or None for an empty object. `success` gets the lease as it was before the call, and the answer. `doing` is shown if
+    the call takes long.
     """
 
     description: str
@@ -115,7 +115,7 @@ class LeaseCommand(Generic[Request, Answer]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BulkCommand:
-    """A command for named leases, or for all that it `applies` to. `interrupted`: what Ctrl-C does meanwhile."""
+    """A command for named leases, or for all leases that it `applies` to. `interrupted` says what Ctrl-C does."""
 
     description: str
     epilog: str
@@ -311,7 +311,7 @@ def _say_ended(before: LeaseStatus, _: None) -> str:
 
 
 _Drain = tuple[DrainRequest, int | None]
-"""The request, and how many ms to wait for an empty device (None: don't wait)."""
+"""The request, and how many ms to wait for an empty device, or None to not wait."""
 
 
 def _add_drain_arguments(parser: Parser) -> None:

@@ -23,7 +23,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _Entry(NamedTuple):
-    """A command. Its module has `configure(parser)` and `run(options)`. `passes_on`: unknown arguments go to another program."""
+    """A command. Its module has `configure(parser)` and `run(options)`. With `passes_on`, unknown arguments go to another program."""
 
     module: str
     summary: str
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Redirect standard output, or the interpreter's flush at exit complains."""
+    """Redirect standard output, because the interpreter's flush at exit would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,6 +1,6 @@
 """`jupyter gpu uninstall`: removes what this package put on the machine for this user, and says how to remove the package itself.
 
-Nothing is removed while a kernel has a lease: its state may exist only on the host. Configuration files are listed and kept.
+Nothing is removed while a kernel has a lease, because its state may exist only on the host. Configuration files are listed and kept.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""`jupyter gpu demo`: two notebooks that do not fit on one GPU together, taking turns on it, and no byte is lost."""
+"""`jupyter gpu demo`: two notebooks that do not fit on one GPU together take turns on it without losing a byte."""
 
 import argparse
 import asyncio
@@ -110,7 +110,7 @@ class _Seen:
 
 
 class LeaseTracker:
-    """Follows leases through their states. A status says how long a lease has been in its state, so start times are exact."""
+    """Follows leases through their states. Start times are exact, because a status has the age of each lease's state."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
@@ -292,7 +292,7 @@ def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, track
 
 
 def _open_lab(sandbox: Sandbox) -> None:
-    """Run JupyterLab on fresh copies of the notebooks. Ctrl-C ends it without asking."""
+    """Run JupyterLab on fresh copies of the notebooks. Ctrl-C stops it without a prompt."""
     sandbox.copy_notebooks()
     say(
         "Opening JupyterLab: open both notebooks and run their cells in turn. Ctrl-C here stops it and cleans up.",

@@ -1,4 +1,4 @@
-"""Runs notebooks headless, one cell of each in turn, so that each keeps needing the GPU while another has it.
+"""Runs notebooks headless, one cell of each in turn, so that each needs the GPU while another has it.
 
 Kernels are started and shut down here, not by nbclient: on Ctrl-C its signal handlers would shut down one kernel and report the other as
 dead. Needs nbclient and nbformat, from the extra `lab`: call `require_packages` before importing it.

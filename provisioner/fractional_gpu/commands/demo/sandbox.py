@@ -105,7 +105,7 @@ class Sandbox:
 
 
 def _run_quietly(command: list[str]) -> tuple[int, str]:
-    """Run a command to its end, even if interrupted: a half-started broker could not be found and stopped."""
+    """Run a command to its end, even if interrupted, because a half-started broker could not be found and stopped."""
     with tempfile.TemporaryFile() as said:  # not a pipe: the command's children may keep it open
         process = subprocess.Popen(
             command,
@@ -152,7 +152,7 @@ def open_sandbox(*, keep: bool) -> Iterator[Sandbox]:
 
 @contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Replace this process's environment, which libraries that start kernels read."""
+    """Replace this process's environment temporarily, for libraries that start kernels."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(wanted)

@@ -1,4 +1,4 @@
-"""The doctors, `jupyter gpu doctor` and `jupyter gpu node doctor`: one table of checks, a line of advice for each finding.
+"""`jupyter gpu doctor` and `jupyter gpu node doctor`: one table of checks, and a line of advice for each finding.
 
 The doctors change nothing and start no broker. If no broker manages the device, they try checkpointing a test process. A missing
 GPU or driver is a warning. A check that fails to run says so; the others still run.

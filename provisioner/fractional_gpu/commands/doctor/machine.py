@@ -1,7 +1,7 @@
 """Checks of the machine: host memory, NVIDIA's driver and devices, and whether this user may checkpoint here. Changes nothing.
 
-Page faults are the slow part of saving: without a GPU, one thread populated memory at 1.65 GB/s on 4 KiB pages, two at 8.6 GB/s on huge
-pages. A trial checkpoint claims the devices and skips those that a broker manages: two workers at a time are not safe.
+Page faults are the slow part of saving: without a GPU, one thread filled memory at 1.65 GB/s on 4 KiB pages, and two at 8.6 GB/s on huge
+pages. A trial checkpoint claims the devices and skips those that a broker manages, because two workers at a time are not safe.
 """
 
 import asyncio
@@ -312,7 +312,7 @@ class NvidiaReport(NamedTuple):
 
 
 def cuda_level() -> int | None:
-    """Return the newest CUDA that the driver's library supports (13010: 13.1), or None if the child process reading it fails."""
+    """Return the newest CUDA version that the driver's library supports (13010 is 13.1), or None if the child process fails to read it."""
     argv = [sys.executable, "-I", "-S", "-c", _READ_LEVEL]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_READ_S, check=False)

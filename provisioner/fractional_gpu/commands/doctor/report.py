@@ -1,7 +1,7 @@
 """The doctor's report as text, as JSON and as a support bundle.
 
-Check names are stable: scripts filter by them. The bundle has no configuration files, ledger, token files or notebooks. Names, the home
-folder and possible secrets are removed from its texts.
+Check names are stable, because scripts filter by them. The bundle has no configuration files, ledger, token files or notebooks. Names, the
+home folder and possible secrets are removed from its texts.
 """
 
 import getpass

@@ -171,7 +171,7 @@ def inherited_findings(pid: int) -> Iterator[Finding]:
 
 
 def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
-    """Compare forecast bounds with outcomes. Kinds with fewer than `_LEAST_FORECASTS` say little and are skipped."""
+    """Compare forecast bounds with outcomes. Skip kinds with fewer than `_LEAST_FORECASTS`, which say little."""
     known = [one for one in errors if one.count >= _LEAST_FORECASTS]
     for one in known:
         off = one.covered_permille - one.stated_permille

@@ -1,6 +1,6 @@
 """`jupyter gpu measure`: measures which share of a GPU a program needs next to others, with confidence intervals.
 
-A trial run shows whether the program reports units of work or is itself one. Rounds of steps (`study`) follow, each a few seconds with
+A trial run shows whether the program reports units of work or is one itself. Rounds of steps (`study`) follow, each a few seconds with
 fresh processes under leases (`tenants`), until every interval is narrow enough or time is up.
 """
 
@@ -208,7 +208,7 @@ def _plain(value: object) -> object:
 
 
 def picture(findings: Sequence[Finding]) -> str:
-    """Draw throughput, latency and cost by number of tenants as SVG. Of shares with equally many tenants, draw the largest.
+    """Draw throughput, latency and cost by number of tenants as SVG. If several shares have the same number of tenants, draw the largest.
 
     Raises ValueError if the baseline was not measured.
     """
@@ -432,7 +432,7 @@ def _percentage(option: str, text: str) -> float:
 
 @dataclass(slots=True)
 class Measurement:
-    """Use it in the main thread only: programs end with the thread that starts them."""
+    """Use it only in the main thread, because programs end with the thread that starts them."""
 
     plan: Plan
     client: BrokerClient

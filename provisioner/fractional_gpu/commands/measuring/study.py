@@ -1,11 +1,11 @@
-"""The measuring method: which steps to run, when to stop, and the findings. Samples in, findings out; no I/O and no clock.
+"""The measuring method: which steps to run, when to stop, and what the samples show. It uses no I/O and no clock.
 
 The method:
 
 - A setting is a share and a number of tenants on the device. The baseline is a single tenant with the largest share, alone.
 - A round measures one step of each setting. Every other round runs backwards (A B B A), so that steady drift cancels.
 - A step's typical time per unit of work is the mean of the middle half, because a stalling host makes some units much longer on any share.
-  It is compared only with the baseline's in the same round. The finding is the centre of these quotients over the rounds. Its interval is
+  It is only compared with the baseline's in the same round. The finding is the centre of these quotients over the rounds. Its interval is
   the narrower of the signed-rank and sign tests' (`fractional_gpu.stats`), which need at least eight rounds.
 - The tests use the quotients' logarithms. If noise multiplies both times alike, however skewed, these scatter symmetrically, as the
   signed-rank test assumes.
@@ -92,7 +92,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What one step measured. None: not known."""
+    """What one step measured. A field is None if it is unknown."""
 
     unit_s: float  # mean over the step, per unit of work of one tenant
     latencies_s: Sequence[float]  # between reports of each tenant, per unit
@@ -132,7 +132,7 @@ class Finding:
     cost: float | None = None  # per unit, relative to its cost alone
 
     def suffices(self, most_slower: float) -> bool | None:
-        """Whether a unit takes at most this many times as long as alone; None: unknown."""
+        """Return whether a unit takes at most `most_slower` times as long as alone, or None if unknown."""
         if self.slower is None:
             return None
         if self.slower.high <= most_slower:
@@ -142,7 +142,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Study:
-    """`baseline` is one of the settings. `interval`: the widest allowed interval, relative to its value."""
+    """`baseline` is one of the settings. `interval` is the widest allowed interval, relative to its value."""
 
     baseline: Setting
     settings: Sequence[Setting]
@@ -235,7 +235,7 @@ def settings_of_fractions(fractions_milli: Sequence[int]) -> list[Setting]:
 
 
 def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> list[Setting]:
-    """Return the baseline and, for each number of extra copies, the largest offered share with which all fit.
+    """Return the baseline and, for each number of extra copies, the largest offered share that lets all of them fit.
 
     Raises ValueError if no share on offer is small enough.
     """

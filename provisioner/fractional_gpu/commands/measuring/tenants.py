@@ -1,8 +1,8 @@
 """Tenants are programs that share one device, each under a lease. In a step, they work at the same time for a while.
 
 A program waits in its stub until all tenants have places on the same device. The broker chooses devices, so stubs with places elsewhere
-give them back. Unless waiting is allowed, tenants take only spare room, so that they overtake no waiting lease. Only the user's own idle
-kernels are suspended to make room, each once.
+give them back. Unless waiting is allowed, tenants take only spare room, so that they do not overtake waiting leases. To make
+room, they suspend only the user's own idle kernels, each once.
 """
 
 import os
@@ -172,7 +172,7 @@ class Places:
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
         """Suspend idle kernels of the user until `wanted` leases fit. Raises NoSpareRoomError.
 
-        Only a step's first tenant samples the devices at once: others wait for that, and the broker knows its leases.
+        Only a step's first tenant starts with a fresh sample of the devices, because others wait for it, and the broker knows its own leases.
         """
         limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id
@@ -208,7 +208,7 @@ def leases_to_suspend(
 ) -> Sequence[LeaseStatus]:
     """Return the owner's fewest idle leases, except `but`, to suspend so that `wanted` leases fit on one device.
 
-    Empty if that is not enough, or another lease waits.
+    Return an empty sequence if that is not enough, or if another lease is waiting.
     """
     mine = next(one for one in status.leases if one.lease_id == lease_id)
     own = [
@@ -267,9 +267,9 @@ def others_work(
 ) -> str:
     """Return a sentence about who else worked on the device, or an empty string.
 
-    `used_milli`: what others used of the device, if it counts that. Otherwise a lease works while its cell runs. `busy_neighbours`
-    counts such leases of all users, and all tenants but one. `bystander`: the lease of the kernel whose cell measures. That cell
-    runs all the time and uses nothing.
+    `used_milli` is what others used of the device, or None if it does not count that; a lease then works while its cell runs.
+    `busy_neighbours` counts those leases of all users, and all tenants but one. `bystander` is the lease of the kernel whose cell
+    measures: that cell runs all the time and uses nothing.
     """
     if used_milli is not None and used_milli < OTHERS_MILLI:
         return ""
@@ -316,7 +316,7 @@ _CHANGE_PARTS: Final = 100  # others' memory may change by this part of the devi
 
 
 class DisturbedError(CommandError):
-    """Something else used or awaited the device, so the step proves nothing."""
+    """Something else used or waited for the device, so the step proves nothing."""
 
 
 class TooSlowError(CommandError):
@@ -367,7 +367,7 @@ class Step:
         return True
 
     def _check_bystanders(self) -> None:
-        """Raise DisturbedError if others worked, unless a tenant has just ended: its lease's state is stale."""
+        """Raise DisturbedError if others worked, unless a tenant has just ended, because its lease's state is stale."""
         if (why := self._look()) and not self._is_over():
             raise DisturbedError(why)
 

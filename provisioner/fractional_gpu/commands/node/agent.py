@@ -1,4 +1,4 @@
-"""`jupyter gpu node agent`: runs the node agent, with its options, log and shutdown; in Kubernetes, also pods' seats."""
+"""`jupyter gpu node agent`: runs the node agent, with its options, log and shutdown, and pods' seats in Kubernetes."""
 
 import argparse
 import json
@@ -52,7 +52,7 @@ SIGTERM stops it; the counts stay as they are.
 
 @contextmanager
 def ending() -> Iterator[Callable[[float], bool]]:
-    """Yield a sleep function that returns True early on SIGTERM or SIGINT. For the main thread."""
+    """Yield a sleep function that returns True early on SIGTERM or SIGINT. Use it in the main thread."""
 
     def note(_number: int, _frame: FrameType | None) -> None:
         """Do nothing: the system's write to the pipe is enough."""

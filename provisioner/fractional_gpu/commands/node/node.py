@@ -103,7 +103,7 @@ def _run_hook(options: argparse.Namespace) -> int:
 
 
 def _logger(name: str, file: Path | None) -> Callable[[str], None]:
-    """Return a log writer that never raises and never blocks: a full disk must not drain the node."""
+    """Return a log writer that never raises or blocks, because a full disk must not drain the node."""
 
     def to_system(line: str) -> None:
         syslog.openlog("jupyter-gpu-slurm", syslog.LOG_PID, syslog.LOG_DAEMON)

@@ -1,4 +1,4 @@
-"""Options that `jupyter gpu node` actions share. Lightweight: Slurm's Prolog imports it."""
+"""Options that `jupyter gpu node` actions share. Lightweight, because Slurm's Prolog imports it."""
 
 import argparse
 import re

@@ -58,15 +58,15 @@ def check_program(command: Sequence[str]) -> None:
 
 
 class HeldCommand:
-    """A command held in its stub. `environment` must have the lease's id: the broker looks for it.
+    """A command held in its stub. `environment` must have the lease's id, which the broker looks for.
 
-    `output`: a file for its output; it then gets no input. None: it uses our input and outputs.
+    With `output`, a file for its output, it gets no input. Without, it uses our input and outputs.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], output: "IO[bytes] | None" = None
     ) -> None:
-        """Start the stub. Raises OSError. Main thread only: the command ends with the thread that starts it."""
+        """Start the stub, in the main thread only, because the command ends with the thread that starts it. Raises OSError."""
         self._program = command[0]
         source, to_stub = os.pipe()
         from_stub, sink = os.pipe()
@@ -128,7 +128,7 @@ class RunningCommand:
         self._terminal = _own_terminal()
 
     def wait(self, *, noted: list[int], passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
-        """Return the command's exit status, -N if signal N ended it. Pass on the signals already `noted` first.
+        """Return the command's exit status, or -N if signal N ended it. First pass on the signals already `noted`.
 
         Call `passed_on` with each signal number after passing it on, and `continued` when the runner gets SIGCONT.
         """
@@ -166,7 +166,7 @@ class RunningCommand:
             os.killpg(self.pid, number)
 
     def poll(self) -> int | None:
-        """Return the exit status like `wait`, or None while the command lives. Stop if the command stopped."""
+        """Return the exit status like `wait`, or None while the command lives. Stop this process if the command stopped."""
         if self._child.returncode is not None:
             return _shell_status(self._child.returncode)
         while True:

@@ -1,4 +1,4 @@
-"""`jupyter gpu run`: runs any program under a lease like a kernel's, with share, cap, waits and story, suspended while idle.
+"""`jupyter gpu run`: runs any program under a lease like a kernel's, and suspends it while idle.
 
 It checks the options, takes a lease and attaches a stub to it. Once it has the GPU, the stub becomes the command. `supervisor` keeps the
 lease until the command ends, and the command's exit status becomes the runner's.

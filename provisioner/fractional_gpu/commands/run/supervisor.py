@@ -34,7 +34,7 @@ from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind
 _ESTABLISHED: Final = 1  # TCP states, in /proc's table and in sock_diag's answers
 _CLOSE_WAIT: Final = 8
 HALF_CLOSED_S: Final = 60.0
-"""How long a half-closed connection counts: its client may be waiting for the answer, or gone."""
+"""How long a half-closed connection counts. Its client may be waiting for the answer, or gone."""
 
 _Connections = Iterable[tuple[bytes, int]]
 """What identifies each connection, and its state."""
@@ -72,7 +72,7 @@ class Ports:
 
 
 def tabled(table: Path, ports: Collection[int]) -> _Connections:
-    """Return connections to these local ports from a table such as /proc/PID/net/tcp, none if it is unreadable."""
+    """Return connections to these local ports from a table such as /proc/PID/net/tcp, or none if it is unreadable."""
     try:
         text = table.read_bytes()
     except OSError:  # no IPv6, or the process is gone
@@ -139,7 +139,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _thread_us(folder: str) -> int:
-    """Return a thread's CPU time, from the exact schedstat or else from stat, in hundredths of a second."""
+    """Return a thread's CPU time in microseconds, from schedstat, or else from stat, which counts hundredths of a second."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path(folder, "schedstat").read_bytes().split()[0]) // 1000
     with suppress(OSError, ValueError, IndexError):
@@ -149,7 +149,7 @@ def _thread_us(folder: str) -> int:
 
 
 BUSY_US: Final = 5_000
-"""The least CPU time between looks that means computing; with less, the command waits, perhaps for the GPU."""
+"""The least CPU time between looks that counts as computing. With less, the command is waiting, perhaps for the GPU."""
 USEFUL_US: Final = 1_000
 """A resume followed by less CPU time was useless, unless the device saw work."""
 LOOK_S: Final = 0.25
@@ -159,15 +159,17 @@ LONGEST_PATIENCE_S: Final = 600.0
 
 
 class CpuWatch:
-    """Decides from a suspended command's CPU use when it may be waiting for the GPU. Pure: figures in, a sign out.
+    """Decides from a suspended command's CPU use when it may be waiting for the GPU. It does no I/O.
 
-    - It used the CPU since its suspend, and a look finds it waiting: at once.
-    - It used the CPU only just before its suspend: `FIRST_PATIENCE_S` later. The suspend may have come just before a GPU call.
-    - It computes without a pause: after `LONGEST_PATIENCE_S`, as one of its threads may be waiting.
-    - It did not use the CPU at all: never. It waits for what it waited for before.
+    The command is taken to be waiting for the GPU:
+
+    - At once, if it used the CPU since its suspend and a look finds it waiting.
+    - After `FIRST_PATIENCE_S`, if it only used the CPU just before its suspend, which may have come just before a GPU call.
+    - After `LONGEST_PATIENCE_S`, if it computes without a pause, because one of its threads may be waiting.
+    - Never, if it did not use the CPU at all: it is waiting for the same thing as before.
 
     After each resume in which it neither used the GPU nor computed, the next sign counts later: first `FIRST_PATIENCE_S` after its
-    suspend, then twice as long each time, up to `LONGEST_PATIENCE_S`. After ten resumes in a row without GPU work, a sign counts
+    suspend, then after twice as long each time, up to `LONGEST_PATIENCE_S`. After ten resumes in a row without GPU work, a sign counts
     after `FIRST_PATIENCE_S` at the earliest.
     """
 
@@ -234,7 +236,7 @@ _SUSPENDED: Final = "suspended"
 _GONE: Final = "unattached"
 _NOTICE_S: Final = 1.0  # how long to wait for the broker to say why the command was killed
 _PASSING: Final = (BrokerUnavailableError, InternalBrokerError, TooManyRequestsError)
-"""Errors that say nothing about the lease: the broker cannot answer now."""
+"""Errors that say nothing about the lease, because the broker cannot answer now."""
 
 
 def say(sentence: str) -> None:
@@ -345,7 +347,7 @@ class Supervisor:
     def wake(self, *, ending: bool = False) -> None:
         """Resume a suspended command so that it can handle a signal. Returns at once; any thread may call it.
 
-        `ending`: the signal asks the command to end. A server then keeps its place, as nothing would resume it for its cleanup.
+        `ending` means that the signal asks the command to end. A server then keeps its place, because nothing would resume it to clean up.
         """
         if ending and self._ports is not None:
             self._is_ending = True

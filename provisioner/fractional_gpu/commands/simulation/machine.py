@@ -30,7 +30,7 @@ _FORM = (
 
 
 class MachineOptions:
-    """`shapes`: MiB of each host's GPUs, or with `--find-devices` of one host's. Raises UsageError, ConfigError."""
+    """`shapes` has the MiB of each host's GPUs; with `--find-devices`, of one host only. Raises UsageError, ConfigError."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario

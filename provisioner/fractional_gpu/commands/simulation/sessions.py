@@ -1,7 +1,7 @@
 """The sessions of `jupyter gpu simulate`: from two files, synthetic users, or a broker's own ledger (`--from-ledger`).
 
-Each lease in a ledger is a session. Each of its turns is a cell, or the rest of a preempted one. Recorded waits are removed: between
-cells, only the user's own pause remains. docs/simulator.md says what a ledger does not record.
+Each lease in a ledger is a session. Each of its turns is a cell, or the rest of a preempted one. Recorded waits are removed, so that
+only the user's own pauses remain between cells. docs/simulator.md says what a ledger does not record.
 """
 
 import re

@@ -81,7 +81,7 @@ def revocation_text(figures: dict[str, Any], width: int | None = None) -> "list[
 def compared(recorded: Spread, simulated: Spread) -> dict[str, object]:
     """Return recorded and simulated waits, in s, and the percentage of cells that waited in each.
 
-    `mean_error_s`: the mean distance between the two distributions' quantiles (the Wasserstein distance).
+    `mean_error_s` is the mean distance between the two distributions' quantiles (the Wasserstein distance).
     """
     steps = range(1, 100)
     apart = [abs(recorded.percentile_ms(one) - simulated.percentile_ms(one)) for one in steps]

@@ -1,4 +1,4 @@
-"""How commands add arguments, how shells complete them, and shared checks. Lightweight: every command imports it."""
+"""How commands add, complete and check arguments. Lightweight, because every command imports it."""
 
 import argparse
 import importlib.util
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        """Raises OSError, which argparse hides from Python 3.12 on."""
+        """Print the help, and raise the OSError that argparse hides since Python 3.12."""
         (sys.stdout if file is None else file).write(self.format_help())
         sys.stdout.flush()
 

@@ -29,7 +29,7 @@ class Progress(AbstractContextManager["Progress"]):
     every two seconds and without a thread.
 
     With `blocks`, the command cannot count continuously, so a thread draws. Off a terminal, the thread writes each new text of `what` once,
-    unless `silent`. `within_s`: the command's longest time, which the bar shows instead of a count.
+    unless `silent`. `within_s` is the command's longest time, which the bar shows instead of a count.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Progress(AbstractContextManager["Progress"]):
         from rich.live import Live  # noqa: PLC0415 - as above
 
         class VisibleCursor(Console):
-            """Keeps the cursor visible: a killed command could not restore it."""
+            """Keeps the cursor visible, because a killed command could not restore it."""
 
             def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002 - rich's signature
                 return False

@@ -1,4 +1,4 @@
-"""The broker's status, leases and devices as text. Pure functions: messages in, lines out; no terminal, no clock."""
+"""The broker's status, leases and devices as text. Pure functions, without a terminal or clock."""
 
 import os
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 Labels and names of users, pools and processes are untrusted: they are not parsed as markup, and `harmless` keeps them from controlling a
 terminal. A width of None means that a program reads the text: nothing is wrapped or cut. Colours only repeat what the words say. Rich is
-imported when a line is made, not with this module: help, completion and `jupyter gpu run` do not need it.
+imported when a line is made, not with this module, because help, completion and `jupyter gpu run` do not need it.
 """
 
 import argparse
@@ -94,8 +94,8 @@ def table(
 ) -> "list[Text]":
     """Return a table's lines, with columns two spaces apart; an empty `header` is left out.
 
-    Columns from index `figures_from` on are right-aligned. `least`: the first columns' minimum widths. To fit a `width`, cells of the
-    widest columns are broken into several lines, except in the first `whole` columns.
+    Columns from index `figures_from` on are right-aligned. `least` has the minimum widths of the first columns. To fit a `width`, cells of
+    the widest columns are broken into several lines, except in the first `whole` columns.
     """
     from rich.console import Console  # noqa: PLC0415 - as said above
     from rich.table import Table  # noqa: PLC0415 - as said above
