@@ -172,7 +172,7 @@ class Places:
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
         """Suspend idle kernels of the user until `wanted` leases fit. Raises NoSpareRoomError.
 
-        Only a step's first tenant starts with a fresh sample of the devices, because others wait for it, and the broker knows its own leases.
+        Only a step's first tenant starts with a fresh sample of the devices, because others wait for it and the broker knows its leases.
         """
         limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id
