@@ -209,12 +209,43 @@ static void leave_devices(Record *record, const int32_t *to) {
     for (int i = 0; i < process.visible_count; i++) process.visible[i] = back[process.visible[i]];
 }
 
+static uint64_t own_job(void) {
+    const char *path = getenv("CUDA_CHECKPOINT_JOB_FILE");
+    struct stat s;
+    return path && !stat(path, &s) ? s.st_ino : 0;
+}
+
+static void count_heir(const Record *record, void *count) {
+    char path[64], text[512];
+    int parent = 0;
+    snprintf(path, sizeof path, "/proc/%u/stat", record->pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0) close(fd);
+    if (got <= 0) return;
+    text[got] = 0;
+    char *after = strrchr(text, ')');
+    if (after && sscanf(after + 1, " %*c %d", &parent) == 1 && parent == getpid() && record->inherited) ++*(int *)count;
+}
+
+/* Whether forked children keep the process from being restored: all of one job, and the caller names that job, they do not. */
+static bool held_by_children(const Record *record) {
+    int heirs = 0;
+    if (!setting("children_break_restore", 0)) return false;
+    visit_records(count_heir, &heirs);
+    return heirs && !(setting("jobs_known", 0) && record->job && record->job == own_job());
+}
+
 static int restore_self(Record *record) {
     uint32_t state = atomic_load(&record->state);
     if (state == CU_PROCESS_STATE_FAILED) return CUDA_ERROR_OPERATING_SYSTEM;
     if (state != CU_PROCESS_STATE_CHECKPOINTED) return CUDA_ERROR_ILLEGAL_STATE;
     int refusal = record->inherited ? (int)setting("forked_restore", 0) : 0;
     if (refusal) return refusal;
+    if (held_by_children(record)) {
+        become(record, CU_PROCESS_STATE_FAILED);
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    }
     if (!occupy(record, record->move_to)) {
         become(record, CU_PROCESS_STATE_FAILED); /* for good, even when there is room again */
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -328,7 +359,7 @@ static int ask(int pid, enum operation operation, uint32_t timeout_ms, const int
     }
     result = CUDA_ERROR_ILLEGAL_STATE; /* another caller is at work on it */
     if (take_target(pid, fd, record)) {
-        record->operation = operation, record->timeout_ms = timeout_ms;
+        record->operation = operation, record->timeout_ms = timeout_ms, record->job = own_job();
         for (int i = 0; i < MAX_DEVICES; i++) record->move_to[i] = to ? to[i] : i;
         uint32_t number = atomic_fetch_add(&record->asked, 1) + 1;
         wake(&record->asked);

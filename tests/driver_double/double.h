@@ -54,6 +54,7 @@ typedef struct {
     uint32_t operation, timeout_ms;
     int32_t result;
     int32_t move_to[MAX_DEVICES]; /* of a restore: the new device of each device */
+    uint64_t job; /* inode of the caller's CUDA_CHECKPOINT_JOB_FILE, 0 without one */
 } Record;
 
 typedef struct {

@@ -90,6 +90,8 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "persistence": False,  # a restore needs no cuInit of the caller
     "tells_moving": True,  # whether the states CHECKPOINTING and RESTORING are told (driver 570: False)
     "busy": (),  # pids whose work on the device does not end
+    "children_break_restore": False,  # whether a process with forked children fails in its restore, unless they are in a job
+    "jobs_known": False,  # whether a checkpoint job helps (driver 590.44 on: True)
     "limits_known": False,  # whether control groups can have memory limits (driver 615 on: True)
     "limits_told": True,  # whether a process sees the limit of its own control group as the device's size
     "limits_hold_in_restore": True,  # whether a restore past the limit fails
@@ -264,6 +266,7 @@ class DriverDouble:
                 "tells_moving": driver != "570",
                 "ipc_works": driver in ("610", "615"),
                 "limits_known": driver == "615",
+                "jobs_known": driver in ("610", "615"),
             }
             self._settings |= {"driver": version, "cuda_version": str(cuda_version), **_texts(newer)}
         if latency is not None:

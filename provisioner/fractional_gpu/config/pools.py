@@ -225,6 +225,11 @@ class Pool(HasTraits):
         help="What happens to processes that a kernel started, that outlive it and that hold device memory: 'keep': they run on "
         "and keep the kernel's reservation; 'end': the broker ends them (SIGTERM, then SIGKILL) if its user may do that.",
     )
+    checkpoint_children = Setting(
+        values.boolean, False, True, to="checkpoint_children",
+        help="Suspend kernels that have forked children since they began to use CUDA (DataLoader workers), with NVIDIA's driver 590.44 "
+        "or newer. Their processes start in checkpoint jobs. Not yet seen on hardware.",
+    )
     exclusive = Setting(
         values.boolean, False, True, to="exclusive",
         help="Where the driver enforces memory limits: keep the pool's kernels, and all other processes in their control groups, off "

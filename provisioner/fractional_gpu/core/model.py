@@ -174,6 +174,9 @@ class PoolSpec:
     breach: Breach = Breach.WARN  # what happens to a lease that uses more than its cap
     strangers: Strangers = Strangers.SHOW  # what happens to processes without a lease on its devices
     after_kernel: AfterKernel = AfterKernel.KEEP  # what happens to what an ended kernel left there
+    checkpoint_children: bool = (
+        False  # kernels start in checkpoint jobs, so that forked children do not keep them on the device
+    )
     exclusive: bool = False  # the driver keeps its kernels' control groups off all other devices
     suspend_unseen: bool = True  # kernels without our extension, whose use is unknown, may be suspended
     hami_library: str = ""  # HAMi-core, preloaded into the pool's kernels; empty: none

@@ -65,6 +65,7 @@ class DeviceInfo:
     simulated: bool
     checkpointable: bool
     why_not: str = ""  # a sentence; empty if checkpointable
+    saves_children: bool = False  # a process with forked children can be saved, if it started in a checkpoint job
     why_no_move: str = ""  # why saved state cannot move to another device, a sentence; empty: it can
 
 

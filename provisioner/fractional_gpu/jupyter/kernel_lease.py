@@ -47,6 +47,7 @@ _LEASE_VARIABLES = (
     "JUPYTER_GPU_PRELOAD",
     "JUPYTER_GPU_KIND",
     "JUPYTER_GPU_MEMORY_FRACTION",
+    "CUDA_CHECKPOINT_JOB_FILE",
 )
 _PRELOAD = "LD_PRELOAD"
 _WAIT_UNGATED_MS = 10_000  # how long users will wait after a click in the launcher

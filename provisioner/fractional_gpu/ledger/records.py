@@ -38,6 +38,7 @@ class Launch:
     token_file: str = ""  # as in the kernel process's environment
     started_on: tuple[str, ...] = ()  # the devices that a kernel without a gate was bound to in the reply
     command: bool = False  # not a kernel: its runner, `server`, says when it needs the GPU
+    in_job: bool = False  # started in a checkpoint job: its forked children do not keep it from being saved
     served: bool = False  # judged by its connections alone if a device does not count its work
 
     def attached(self, *, server: ProcessIdentity | None, token_file: str, language: str, ipykernel: bool) -> None:

@@ -206,6 +206,10 @@ class LeaseService:
             broker.record_line(kernel.lease_id, EVICTED, evicted)
         device_id = await self._reserve_now(kernel, request.wait_ms) if reserves else None
         kernel.launch.started_on = () if device_id is None else view_of(broker, kernel).device_ids
+        pool = broker.arbiter.pools()[spec.pool]
+        # A kernel without our extension is not started by code of ours that could make the job.
+        starts_job = pool.checkpoint_children and (spec.gated or kernel.launch.command)
+        kernel.launch.in_job = starts_job and any(device.saves_children for device in broker.devices.values())
         return LeaseReply(
             lease_id=spec.lease_id,
             token=token,
@@ -214,7 +218,7 @@ class LeaseService:
             simulated=broker.monitor.kind == "simulated",
             environment={
                 **broker.environment(spec.lease_id, kernel.launch.started_on),
-                **launch_environment(broker.arbiter.pools()[spec.pool], spec),
+                **launch_environment(pool, spec, in_job=kernel.launch.in_job),
             },
             notice=evicted,
         )

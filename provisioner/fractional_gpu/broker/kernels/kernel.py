@@ -17,6 +17,7 @@ from fractional_gpu.config import ConfigError
 from fractional_gpu.core.events import ResizeRequested
 from fractional_gpu.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing, Sign
 from fractional_gpu.gpu.driver_environment import NO_MPS, PRELOAD, PRELOADED_FOR_US
+from fractional_gpu.gpu.nvidia.jobs import REQUEST
 from fractional_gpu.host.files import temporary_folder
 from fractional_gpu.host.process import ProcessIdentity, open_pidfd
 from fractional_gpu.ledger.records import Launch
@@ -326,10 +327,11 @@ def sharing_environment(pool: PoolSpec, spec: LeaseSpec, limit_mib: int, held: S
     return dict(NO_MPS) if pool.sharing is Sharing.TIME_SLICE else {}
 
 
-def launch_environment(pool: PoolSpec, spec: LeaseSpec) -> dict[str, str]:
+def launch_environment(pool: PoolSpec, spec: LeaseSpec, *, in_job: bool = False) -> dict[str, str]:
+    job = {REQUEST: "1"} if in_job else {}
     if not pool.hami_library:
-        return {}
-    return {
+        return job
+    return job | {
         PRELOAD: pool.hami_library,
         PRELOADED_FOR_US: pool.hami_library,
         "CUDA_DEVICE_MEMORY_LIMIT": f"{spec.reserve_mib}m",

@@ -180,7 +180,7 @@ class Suspension:
             raise StepError(SuspendOutcome.IMPOSSIBLE, why)
         if unshrunk is not None:
             raise unshrunk
-        _check_heirs(heirs)
+        _check_heirs(kernel, heirs)
         _check_places(use, host, effect)
         _check_reserved(use, effect, reserve)
         await _check_host_memory(use)
@@ -309,7 +309,7 @@ class Suspension:
         newcomers = [identity for identity in use if identity not in locked]
         if newcomers:
             raise StepError(SuspendOutcome.ABORTED, f"process {newcomers[0].pid} has just begun to use CUDA")
-        _check_heirs(heirs)
+        _check_heirs(kernel, heirs)
         _check_places(use, host, effect)
         check(kernel)  # IOPub may have said so while the snapshot was taken
         _check_reserved(use, effect, reserve)
@@ -381,8 +381,8 @@ def _check_not_stopped(kernel: Kernel) -> None:
         raise StepError(SuspendOutcome.REFUSED, stopped_sentence(kernel.identity.pid))
 
 
-def _check_heirs(heirs: Sequence[ProcessIdentity]) -> None:
-    if heirs:
+def _check_heirs(kernel: Kernel, heirs: Sequence[ProcessIdentity]) -> None:
+    if heirs and not kernel.launch.in_job:
         # Restores of a process with such a child are reported to fail, losing the kernel's state.
         raise StepError(
             SuspendOutcome.REFUSED,

@@ -28,6 +28,9 @@ def main() -> int:
         return 1
     os.set_inheritable(sink, False)  # exec closes it, which tells the runner that the command runs
     environment = json.loads(text)
+    if environment.pop("JUPYTER_GPU_CHECKPOINT_JOB", ""):  # as `fractional_gpu_kernel.__main__` does
+        job = os.memfd_create("cuda-checkpoint-job", 0)  # not closed by exec
+        environment["CUDA_CHECKPOINT_JOB_FILE"] = f"/proc/{os.getpid()}/fd/{job}"
     # Python ignores these at its start: restore the defaults for the command.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from fractional_gpu.gpu import driver_environment
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.nvidia.jobs import job_of
 from fractional_gpu.gpu.nvidia.support import INSTALL_BINDINGS, MOVING_CUDA_VERSION
 from fractional_gpu.host.process import identify, maps
 
@@ -210,7 +211,8 @@ class NvidiaCheckpointer:
     def _do(self, phase: str, call: str, pid: int, arguments: object) -> None:
         _check(pid)
         try:
-            result, _ = self._ask(call, pid, arguments)
+            with job_of(pid):
+                result, _ = self._ask(call, pid, arguments)
         except _UnknownAnswerError as error:
             raise GPUError(GPUErrorCode.UNKNOWN, f"cannot {phase} the CUDA state of process {pid}: {error}") from error
         if result != _SUCCESS:

@@ -32,6 +32,7 @@ from fractional_gpu.gpu.nvidia.support import (
     driver_refusal,
     driver_warnings,
     moving_refusal,
+    saves_children,
     sharing_advice,
     sharing_refusal,
     why_no_bindings,
@@ -123,6 +124,7 @@ class NvidiaMonitor:
         self.why_none = ""  # why the last `devices()` was empty, a sentence
         self.warnings: tuple[str, ...] = ()  # sentences about the driver and devices from the last `devices()`
         self._why_no_move = ""
+        self._saves_children = False
 
     def devices(self) -> list[DeviceInfo]:
         if not self._start():
@@ -132,6 +134,7 @@ class NvidiaMonitor:
             count: int = self._nvml.nvmlDeviceGetCount()
         self.warnings = driver_warnings(version)
         self._why_no_move = moving_refusal(version)
+        self._saves_children = saves_children(version)
         refusal = driver_refusal(version) or self._bindings()
         found = [device for index in range(count) for device in self._describe(index, refusal)]
         if any(device.why_not == _ON_MIG for device in found):  # instances have no index of their own
@@ -360,6 +363,7 @@ class NvidiaMonitor:
             simulated=False,
             checkpointable=not why_not,
             why_not=why_not,
+            saves_children=self._saves_children,
             why_no_move=self._why_no_move,
         )
 

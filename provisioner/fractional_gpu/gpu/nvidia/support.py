@@ -18,6 +18,7 @@ _MACHINES: Final = frozenset({"x86_64", "AMD64"})
 _FIRST_DRIVER: Final = 570
 _FIRST_BINDINGS: Final = (12, 8)
 _FIRST_MOVING_DRIVER: Final = 580
+_FIRST_JOBS: Final = (590, 44)
 _FIRST_MOVING_BINDINGS: Final = 13
 _NO_MOVE: Final = frozenset({"13.3.0"})  # lacks the arguments of a restore
 _NO_RESTORE: Final = frozenset({"13.0.0", "13.0.1"})  # bindings that can checkpoint but not restore
@@ -65,6 +66,12 @@ def driver_refusal(version: str, *, machine: str | None = None) -> str:
 def driver_warnings(version: str) -> tuple[str, ...]:
     reason = _matching(version, _WARNED)
     return (f"with the NVIDIA driver {version} {reason}",) if reason else ()
+
+
+def saves_children(version: str) -> bool:
+    """Return whether this release of the driver checkpoints a process with forked children, in a checkpoint job."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _FIRST_JOBS
 
 
 def moving_refusal(version: str) -> str:

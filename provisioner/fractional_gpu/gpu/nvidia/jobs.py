@@ -1,0 +1,47 @@
+"""Checkpoint jobs: with one, the driver (590.44 and newer) checkpoints a process that has running forked children.
+
+A program names its job's file in `CUDA_CHECKPOINT_JOB_FILE` when it starts, and callers of the checkpoint API name the same file. The file
+is a memfd of the program, which its forked children inherit. Operations on the processes of one job must not overlap.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+JOB_FILE: Final = "CUDA_CHECKPOINT_JOB_FILE"
+REQUEST: Final = "JUPYTER_GPU_CHECKPOINT_JOB"
+"""Set where a program is to start with a job."""
+
+NAME: Final = "cuda-checkpoint-job"
+_LINK: Final = f"/memfd:{NAME} (deleted)"
+
+
+@contextmanager
+def job_of(pid: int) -> Iterator[None]:
+    """Name the process's job file, if it has one, in this process's environment during the block."""
+    descriptor = _open_job(pid)
+    if descriptor is None:
+        yield
+        return
+    os.environ[JOB_FILE] = f"/proc/self/fd/{descriptor}"
+    try:
+        yield
+    finally:
+        del os.environ[JOB_FILE]
+        os.close(descriptor)
+
+
+def _open_job(pid: int) -> int | None:
+    folder = f"/proc/{pid}/fd"
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        for name in os.listdir(folder):  # noqa: PTH208 - as below
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if os.readlink(f"{folder}/{name}") != _LINK:  # noqa: PTH115 - a process may have thousands
+                    continue
+                descriptor = os.open(f"{folder}/{name}", os.O_RDWR | os.O_CLOEXEC)
+                # Its owner may have put another file there meanwhile, to have us write to it.
+                if os.readlink(f"/proc/self/fd/{descriptor}") == _LINK:  # noqa: PTH115 - as above
+                    return descriptor
+                os.close(descriptor)
+    return None
