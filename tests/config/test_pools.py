@@ -36,9 +36,9 @@ def test_a_pool_of_defaults_is_cores_default_pool_with_all_devices() -> None:
         (
             {"idel_after": "5m"},
             "idel_after",
-            "unknown key; did you mean 'idle_after'? Allowed: after_kernel, breach, charge, compute, devices, ",
+            "unknown key; did you mean 'idle_after'? Allowed: after_kernel, breach, charge, checkpoint_children, compute, ",
         ),
-        ({3: 4}, "3", "unknown key; Allowed: after_kernel, breach, charge, compute, devices, "),
+        ({3: 4}, "3", "unknown key; Allowed: after_kernel, breach, charge, checkpoint_children, compute, "),
     ],
 )
 def test_an_unknown_key_names_the_pool_and_the_keys_there_are(policy: object, key: str, allowed: str) -> None:

@@ -145,6 +145,7 @@ POOL: dict[str, Row] = {
     "breach": (Breach.WARN, Breach.SUSPEND, (True, "allowed: 'warn', 'suspend' or 'kill'"), [("kill", Breach.KILL)]),
     "strangers": (Strangers.SHOW, Strangers.REFUSE, ("kill", "allowed: 'show' or 'refuse'")),
     "after_kernel": (AfterKernel.KEEP, AfterKernel.END, ("kill", "allowed: 'keep' or 'end'")),
+    "checkpoint_children": OFF,
     "exclusive": OFF,
     "suspend_unseen": (True, False, (1, BOOL)),
     "hami_library": ("", "/usr/local/vgpu/libvgpu.so", ("libvgpu.so", "the absolute path of a library"),
