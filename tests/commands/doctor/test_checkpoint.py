@@ -1,6 +1,5 @@
 """Checkpointing is really tried: here on a simulated host, with everything that can go wrong."""
 
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.commands.doctor.machine import check_claims, claim_and_try, findings_of
+from fractional_gpu.commands.doctor.machine import claim_and_try, findings_of
 from fractional_gpu.commands.doctor.report import Severity
 from fractional_gpu.gpu.checkpoint_trial import TrialResult
 from fractional_gpu.gpu.interface import DeviceUse, GPUErrorCode
@@ -104,15 +103,3 @@ def test_memory_that_stays_on_the_device_is_a_warning() -> None:
     _, counted = findings_of(TrialResult(phases_us=phases, before_mib=500, left_mib=9), kind="nvidia")
     assert counted.severity is Severity.WARNING
     assert "9 MiB" in counted.finding
-
-
-def test_a_device_of_another_ones_broker_is_a_warning(monitor: SimulatedMonitor) -> None:
-    devices = monitor.devices()
-    assert list(check_claims(devices, None)) == []
-    with DeviceClaim.claim(devices[0].device_id):
-        assert list(check_claims(devices, os.getpid())) == [], "it is this user's broker"
-        for mine in (None, os.getppid()):
-            (found,) = check_claims(devices, mine)
-            assert (found.check, found.severity) == ("broker", Severity.WARNING)
-            assert f"process {os.getpid()} " in found.finding
-            assert "administrator" in found.advice
