@@ -130,6 +130,7 @@ def is_half_imported(module: ModuleType) -> bool:
 MEMORY = "JUPYTER_GPU_MEMORY_MIB"
 DEVICE = "JUPYTER_GPU_DEVICE_MIB"
 CONTEXT = "JUPYTER_GPU_CONTEXT_MIB"
+CAP = "JUPYTER_GPU_CAP"  # "driver": the driver shows the share as the device's size, and refuses more
 CUPY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 MEMORY_INFO = "JUPYTER_GPU_MEMORY_INFO"
 
@@ -256,6 +257,10 @@ class MemoryLimits:
         context_mib = _positive(self._environment.get(CONTEXT)) or CONTEXT_MIB
         self._limit_mib = None if cap is None else framework_mib(cap, context_mib)
 
+    @property
+    def _is_told(self) -> bool:
+        return self._environment.get(CAP) == "driver"
+
     def _limit_loaded(self) -> bool:
         torch = sys.modules.get("torch")
         cupy: Any = sys.modules.get("cupy")
@@ -277,7 +282,7 @@ class MemoryLimits:
             @functools.wraps(original)
             def report(*device: Any, **named: Any) -> tuple[int, int]:  # noqa: ANN401 - whatever names a device to torch
                 free, total = original(*device, **named)
-                if self._limit_mib is None or self._environment.get(MEMORY_INFO) == "device":
+                if self._limit_mib is None or self._is_told or self._environment.get(MEMORY_INFO) == "device":
                     return free, total
                 total = min(total, self._limit_mib * _MIB)
                 return max(min(free, total - cuda.memory_reserved(*device, **named)), 0), total
@@ -293,7 +298,8 @@ class MemoryLimits:
                     setattr(owner, name, reporting(original.__wrapped__ if hasattr(original, _MARK) else original))
 
     def _limit(self, torch: ModuleType) -> None:
-        if self._limit_mib is not None:
+        # Its releases differ in what a fraction is of, the size that the driver shows or the device's own.
+        if self._limit_mib is not None and not self._is_told:
             self._torch.apply(torch, self._limit_mib)
 
     def _hint(self) -> None:
@@ -314,7 +320,7 @@ class MemoryLimits:
                 map(self._is_free, _JAX_FRACTIONS)
             ):  # JAX refuses both names together: set only the one that this release reads
                 hints[_JAX_FRACTIONS[not self._reads(*_JAX_READER)]] = fraction
-            if self._reads(*_TORCH_READER):
+            if self._reads(*_TORCH_READER) and not self._is_told:
                 torch_settings = self._with_torch_fraction(fraction)
         changes = {name: value for name, value in hints.items() if self._is_free(name)}
         self._ours |= changes

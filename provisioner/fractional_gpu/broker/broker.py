@@ -361,6 +361,7 @@ class Broker:
         if device_ids and device_ids[0] in self.devices:
             kernel = self.kernels.get(lease_id)
             told_mib = self.hard_caps.told_mib(kernel, device_ids[0]) if kernel is not None else None
+            environment["JUPYTER_GPU_CAP"] = "driver" if told_mib else ""
             environment["JUPYTER_GPU_DEVICE_MIB"] = str(told_mib or self.devices[device_ids[0]].memory_mib)
             environment["JUPYTER_GPU_CONTEXT_MIB"] = str(self.contexts.context_mib(lease_id, device_ids))
         return environment

@@ -132,9 +132,14 @@ def test_children_of_a_torch_that_reads_a_fraction_get_one(site: Path, limits: M
     assert ANY not in os.environ
 
 
-def test_children_of_a_torch_that_refuses_the_key_get_none(site: Path, limits: MemoryLimits) -> None:
-    install_torch(site, '"pinned_num_register_threads"')
-    limits.bind(GRANT)
+@pytest.mark.parametrize(
+    ("reads", "grant"), [('"pinned_num_register_threads"', GRANT), (READS, {**GRANT, "JUPYTER_GPU_CAP": "driver"})]
+)
+def test_children_get_none_if_torch_refuses_the_key_or_the_driver_caps_them(
+    reads: str, grant: dict[str, str], site: Path, limits: MemoryLimits
+) -> None:
+    install_torch(site, reads)
+    limits.bind(grant)
     assert {CUDA, ANY}.isdisjoint(os.environ)
 
 

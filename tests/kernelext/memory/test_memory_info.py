@@ -106,6 +106,13 @@ def test_a_user_can_ask_for_the_device_s_own_figures(torch: Any, environment: di
     assert reports(torch, 0) == [(TOTAL, TOTAL)]
 
 
+def test_where_the_driver_shows_the_share_its_own_figures_stay(torch: Any, limits: MemoryLimits) -> None:  # noqa: ANN401
+    limits.bind({"JUPYTER_GPU_CAP": "driver"})
+    assert reports(torch, 0) == [(TOTAL, TOTAL)]
+    limits.bind({"JUPYTER_GPU_CAP": ""})
+    assert reports(torch, 0) == [(LIMIT, LIMIT)]
+
+
 @pytest.mark.parametrize("environment", [{}])
 def test_a_kernel_without_a_cap_sees_the_device(torch: Any) -> None:  # noqa: ANN401
     assert torch.cuda.mem_get_info() == (TOTAL, TOTAL)
