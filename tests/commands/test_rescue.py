@@ -32,7 +32,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_where_no_kernel_lives_a_missing_device_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rescue"]) == 0
-    assert capsys.readouterr() == ("There is no kernel to rescue.\n", "")
+    assert capsys.readouterr() == ("There are no kernels to rescue.\n", "")
     assert main(["rescue", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kernels"] == []
 

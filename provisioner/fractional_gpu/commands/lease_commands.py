@@ -544,7 +544,7 @@ examples:
   jupyter gpu end 3f2a                  end everything that this lease's kernel left behind
   jupyter gpu end 4242                  the same, named by one of the processes
 
-  jupyter gpu end 3f2a                  on a hub: end a kernel of yours whose own server has ended
+  jupyter gpu end 3f2a                  on a hub: end one of your kernels whose server has ended
 
 Processes get SIGTERM, and SIGKILL 5 seconds later. Other kernels' processes are left alone.
 """,

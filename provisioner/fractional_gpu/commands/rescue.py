@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     if result.problem and not options.json:
         say(f"{result.problem}; searched /proc for the kernels instead", sys.stderr)
-    answer(options, result, lambda _: [*map(_said, result.kernels)] or ["There is no kernel to rescue."])
+    answer(options, result, lambda _: [*map(_said, result.kernels)] or ["There are no kernels to rescue."])
     return 0 if all(one.is_well for one in result.kernels) else 1
 
 
