@@ -8,38 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fractional_gpu.protocol.messages import (
-    AcquireRequest,
-    AttachRequest,
-    Done,
-    EvictRequest,
-    GateAnswer,
-    GateHello,
-    LeaseRequest,
-    MoveRequest,
-    PinRequest,
-    ResizeRequest,
-    ResumeRequest,
-)
+from fractional_gpu.protocol.routes import ROUTES as ALL_ROUTES
 from tests.broker.live import Answer, LiveBroker
 
 pytestmark = pytest.mark.promise("any-bytes")
 
-# The kind of message that the route takes is in parentheses.
+ABOUT = "/v1/leases"
 ROUTES: Mapping[str, type[Any]] = {
-    "": LeaseRequest,
-    "/attach": AttachRequest,
-    "/detach": Done,
-    "/acquire": AcquireRequest,
-    "/suspend": Done,
-    "/resume": ResumeRequest,
-    "/gate": GateHello,
-    "/answer": GateAnswer,
-    "/pin": PinRequest,
-    "/unpin": Done,
-    "/resize": ResizeRequest,
-    "/move": MoveRequest,
-    "/evict": EvictRequest,
+    route.path.removeprefix(ABOUT).removeprefix("/{lease}"): route.request_type
+    for route in ALL_ROUTES
+    if route.method == "POST" and route.path.startswith(ABOUT)
 }
 SCALARS = st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats() | st.text()
 JSON = st.recursive(

@@ -173,23 +173,6 @@ def test_only_the_user_whose_seat_it_is_may_draw_on_it(live: LiveBroker) -> None
     assert "belongs to another user" in reply
 
 
-def test_nobody_but_the_hub_takes_sees_or_ends_seats(live: LiveBroker) -> None:
-    seat = take(live)
-    body = json.dumps(to_builtins(SeatRequest(owner="eve", pool="default", fraction_milli=1000)))
-    for method, target, content in (
-        ("POST", "/v1/seats", body),
-        ("GET", "/v1/seats", ""),
-        ("DELETE", f"/v1/seats/{seat.seat_id}", ""),
-        ("POST", f"/v1/seats/{seat.seat_id}/confirm", "{}"),
-        ("POST", "/v1/offers", json.dumps(to_builtins(OfferRequest(owner="eve")))),
-    ):
-        reply = as_nobody(live, method, target, content)
-        assert " 403 " in reply.partition("\n")[0], reply
-        assert "not-admin" in reply
-    with client_of(live) as client:
-        assert [one.seat_id for one in client.seats().seats] == [seat.seat_id]
-
-
 def test_users_of_one_uid_see_and_steer_only_what_is_of_their_seat(live: LiveBroker) -> None:
     seats = [take(live, owner=owner) for owner in ("ada", "bob")]
     leases = []

@@ -16,7 +16,7 @@ from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.messages import LeaseRequest, ProgressKind, Workload
 from fractional_gpu.protocol.seats import SeatProgress, SeatRequest
 from fractional_gpu.protocol.status import SeatStatus
-from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker, started_for
+from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 from tests.support.callers import Caller, caller
 from tests.support.control_group import JOIN, job_group
 from tests.support.world import until
@@ -182,13 +182,3 @@ def test_too_little_memory_is_said_with_the_seat_and_in_the_story_and_status(liv
             )
     with job_group(limit_mib=100_000) as (job, _):
         assert take(live, job).warning == ""
-
-
-def test_users_cannot_claim_a_workload(live: LiveBroker) -> None:
-    """Only root and administrators, such as the engine's agent, take seats at all."""
-    request = SeatRequest(
-        owner="ada", pool="default", fraction_milli=250, admitted=True, workload=Workload(engine="slurm", id="1")
-    )
-    with caller(live.socket, first=BECOME_NOBODY) as user:
-        status, refused = user.call("POST", "/v1/seats", "", to_builtins(request))
-    assert (status, refused["error"]["reason"]) == (403, "not-admin")
