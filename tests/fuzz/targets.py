@@ -400,6 +400,8 @@ def seeds() -> Iterator[tuple[str, bytes]]:
         "iopub",
         b'{"msg_type":"status"}\xff{"msg_id":"m","msg_type":"execute_request"}\xff{}\xff{"execution_state":"busy"}',
     )
+    yield "iopub", b"topic\xff<IDS|MSG>\xffno signature\xff{}\xff{}\xff{}\xff{}"
+    yield "iopub", b'{}\xff{"x":' + b"[" * 50_000 + b"]" * 50_000 + b"}\xff{}\xff{}"
     yield "iopub", b'{"msg_type":"status"}\xffnull\xff{}\xff{"execution_state":"starting"}'
     yield (
         "connection",

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError
+from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NotFoundError
 from fractional_gpu.protocol.seats import SeatRequest
-from fractional_gpu_hub.service.actions import Actions
+from fractional_gpu_hub.service.actions import _ACTIONS, Actions
 from fractional_gpu_hub.service.views import Viewer
 from tests.broker.live import live_broker
 from tests.support.fake_broker import DEADLINE_S, FakeBroker, FakeLease
@@ -20,6 +20,31 @@ from tests.support.fake_broker import DEADLINE_S, FakeBroker, FakeLease
 LEASE = {"pool": "default", "label": "", "kernel_id": "k", "fraction_milli": 250, "gated": True}
 
 CONFIRMED = b'{"confirm": true}'
+OWN = {"suspend", "resume", "pin", "unpin", "story"}  # of a kernel; all else is for administrators
+BODIES = {"pin": b'{"minutes": 5}', "evict": CONFIRMED, "release": CONFIRMED, "change": b'{"keys": {}}'}
+
+
+@pytest.mark.parametrize(("kind", "action"), [(kind, action) for kind in _ACTIONS for action in _ACTIONS[kind]])
+async def test_each_action_is_for_the_kernels_user_or_for_administrators(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, action: str
+) -> None:
+    with FakeBroker(str(tmp_path_factory.mktemp("s") / "b.sock")) as broker:
+        broker.leases["lease-1"] = FakeLease(request=LEASE, token="", state="resident")
+        broker.lease_fields["seat"] = "seat-1"
+
+        async def reason(name: str, lease: str = "lease-1") -> str:
+            try:
+                await Actions(broker.path).act(
+                    Viewer(name=name, admin=False), kind, lease, action, BODIES.get(action, b"")
+                )
+            except (ForbiddenError, NotFoundError) as error:
+                return error.reason
+            return ""
+
+        own = "" if kind == "leases" and action in OWN else "not-admin"
+        others = "unknown-lease" if kind == "leases" else "not-admin"
+        assert (await reason("me"), await reason("eve"), await reason("me", "lease-2")) == (own, others, others)
+        assert broker.routes().count(action) == (not own), "nothing is asked of the broker that is refused"
 
 
 @pytest.mark.parametrize("admin", [False, True], ids=["a user, whose kernel is looked up first", "an administrator"])

@@ -1,7 +1,6 @@
 """The broker knows whether a kernel is busy, and assumes so when it cannot know."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,7 +14,7 @@ from fractional_gpu.broker.kernels import iopub
 from fractional_gpu.broker.kernels.connection import connection_from_json
 from fractional_gpu.broker.kernels.iopub import USES, IOPubWatch
 from fractional_gpu.protocol.limits import COST_BYTE_S
-from tests.broker.kernels.kernel_line import DEADLINE_S, KEY, KernelLine, Watched, sign
+from tests.broker.kernels.kernel_line import DEADLINE_S, KernelLine, Watched
 
 pytestmark = pytest.mark.promise("race-iopub")
 
@@ -344,46 +343,6 @@ async def test_an_encrypted_kernel_is_heard_on_either_loopback(host: str) -> Non
         line.close()
 
 
-# -- any bytes ---------------------------------------------------------------------------------------------------------------
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=8,
-)
-HEADERS = st.fixed_dictionaries(
-    {},
-    optional={
-        "msg_id": st.text() | JSON,
-        "msg_type": st.sampled_from(["status", *USES]) | JSON,
-        "subshell_id": st.none() | st.text() | JSON,
-    },
-)
-STATUS = st.fixed_dictionaries({}, optional={"execution_state": st.sampled_from(["busy", "idle", "starting"]) | JSON})
-DEEP = st.integers(1, 50_000).map(lambda depth: b'{"x":' + b"[" * depth + b"]" * depth + b"}")
-PART = (HEADERS | STATUS | JSON).map(lambda value: json.dumps(value).encode()) | st.binary() | DEEP
-
-
-@st.composite
-def signed_frames(draw: st.DrawFn) -> list[bytes]:
-    parts = draw(st.lists(PART, min_size=4, max_size=4))
-    return [*draw(st.lists(st.binary(), max_size=2)), b"<IDS|MSG>", sign(parts, KEY).encode(), *parts]
-
-
-async def test_no_frames_whatever_make_the_watch_fail() -> None:
-    line = KernelLine()
-
-    @settings(max_examples=100, deadline=None)
-    @given(st.lists(st.binary() | st.just(b"<IDS|MSG>"), max_size=9) | signed_frames())
-    def take_anything(frames: list[bytes]) -> None:
-        heard.watch._take(frames)
-        assert len(heard.watch._busy) <= 10_000
-
-    async with Watched(line) as heard:
-        take_anything()
-    line.close()
-
-
 # -- connections -------------------------------------------------------------------------------------------------------------
 
 GOOD = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 5001, "shell_port": 5002, "key": "k"}
@@ -425,6 +384,11 @@ def test_a_connection_that_cannot_be_used_is_refused_with_what_is_allowed(
     assert len(str(caught.value)) < 300
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
 NEARLY = {
     "transport": st.sampled_from(["tcp", "ipc"]) | JSON,
     "ip": st.sampled_from(["127.0.0.1", "localhost", "::1", "/x"]) | st.ip_addresses().map(str) | JSON,
