@@ -33,9 +33,7 @@ from fractional_gpu.protocol.messages import (
     GateCommand,
     GateHello,
     LeaseRequest,
-    PinRequest,
     Progress,
-    ResizeRequest,
 )
 from fractional_gpu.protocol.status import HostStatus, StoryLine, UsagePoint
 from tests.support.fake_broker import DEADLINE_S, FakeBroker
@@ -63,13 +61,8 @@ def test_a_lease_lives_from_creation_to_release(broker: FakeBroker, client: Brok
     assert broker.bodies("answer")[0] == {"number": 3, "word": "closed", "detail": ""}
 
 
-def test_a_lease_is_pinned_and_resized_and_tells_its_story(broker: FakeBroker, client: BrokerClient) -> None:
+def test_a_lease_tells_its_story_and_its_neighbours(broker: FakeBroker, client: BrokerClient) -> None:
     client.create_lease(REQUEST)
-    assert client.pin("lease-1", PinRequest(duration_ms=60_000)).lease_id == "lease-1"
-    assert client.unpin("lease-1").lease_id == "lease-1"
-    assert client.resize("lease-1", ResizeRequest(fraction_milli=500, wait_ms=5)).spec.fraction_milli == 500
-    assert broker.bodies("pin") == [{"duration_ms": 60_000}]
-    assert broker.bodies("resize") == [{"fraction_milli": 500, "memory_mib": None, "wait_ms": 5, "burst": False}]
     broker.extra = {
         "lines": [{"at_ms": 1, "reason": "admitted", "sentence": "It came.", "mood": "good"}],
         "points": [{"at_ms": 1, "state": "resident", "used_mib": 2, "saved_mib": 0}],

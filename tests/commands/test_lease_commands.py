@@ -132,7 +132,7 @@ def test_each_wrong_value_is_refused_before_the_broker_is_asked(
     assert broker.calls == []
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "pool"])
+@pytest.mark.parametrize("name", [*COMMANDS, "pool", "capacity", "seats"])
 def test_without_a_broker_each_command_says_what_its_reader_can_do(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,7 +145,7 @@ def test_without_a_broker_each_command_says_what_its_reader_can_do(
         says = "only a running broker can show or change its pools; start one with `jupyter gpu broker`"
         assert main(["pool", "default", "price=3"]) == 1
         assert "jupyter_gpu_config.py sets the initial values" in capsys.readouterr().err
-    assert main([name] if name == "pool" else words(name, ROWS[name])) == 1
+    assert main(words(name, ROWS[name]) if name in ROWS else [name]) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"jupyter gpu: no broker is running on {tmp_path}/b.sock, ")
     assert says in said
