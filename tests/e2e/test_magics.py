@@ -34,8 +34,8 @@ def test_what_the_notebook_shows_is_what_the_broker_knows_and_a_resize_takes_eff
     assert "224 MiB of 256 MiB used" in status, "the cell before has just allocated it"
     for used in (232, 240, 248):
         assert f"{used} MiB of 256 MiB used" in text(first.must(f"{MORE}%gpu").data), "its first line has allocated it"
-    assert "beside" in status
-    assert "1/2 GPU" in status.partition("beside")[2]
+    assert "neighbours" in status
+    assert "1/2 GPU" in status.partition("neighbours")[2]
     top = text(first.must("%gpu top").data)
     assert re.search(r"1/4 GPU, 256 MiB +this kernel +on the GPU", top)
     assert re.search(r"1/2 GPU, 512 MiB +Python 3 .*on the GPU", top)

@@ -99,7 +99,7 @@ def test_tenants_on_one_of_two_devices_slow_down_as_it_does_and_a_share_without_
 
 def test_it_runs_beside_the_program_that_it_is_given(shared: World) -> None:
     other = f"{sys.executable} -c 'from fractional_gpu.gpu.simulated import cuda; cuda.launch(0.3, 1.0)'"
-    found, complaint = measure_a_round(shared, "--beside", other, "--", sys.executable, "-c", WORKS, "8", "0.3")
+    found, complaint = measure_a_round(shared, "--neighbour", other, "--", sys.executable, "-c", WORKS, "8", "0.3")
     assert [one["setting"] for one in found["settings"]] == [
         {"fraction_milli": 1000, "tenants": 1},
         {"fraction_milli": 500, "tenants": 2},
@@ -203,7 +203,7 @@ def test_an_interrupt_ends_all_programs_and_leases(shared: World) -> None:
         (("--copies", "0", "--", "true"), "allowed: a whole number from 1 to 63"),
         (("--interval", "wide", "--", "true"), "allowed: a percentage above 0"),
         (("--within", "1h30", "--", "true"), "is not a duration"),
-        (("--beside", "'", "--", "true"), "quote it as for a shell"),
+        (("--neighbour", "'", "--", "true"), "quote it as for a shell"),
         (("--", "missing.ipynb"), "there is no notebook missing.ipynb"),
     ],
 )

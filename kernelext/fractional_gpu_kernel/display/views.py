@@ -116,7 +116,7 @@ class StatusView(View):
             times = ["once" if count == 1 else f"{count} times" for count in (status.suspends, status.resumes)]
             rows.append(("so far", f"suspended {times[0]}, resumed {times[1]}"))
         if status.neighbours:
-            rows.append(("beside", "; ".join(_neighbour(each) for each in status.neighbours)))
+            rows.append(("neighbours", "; ".join(_neighbour(each) for each in status.neighbours)))
         if status.slowdown.sentence:
             rows.append(("slowed", status.slowdown.sentence))
         if status.advice is not None and status.advice.sentence:

@@ -163,7 +163,7 @@ MEASURE = Command(
             "instead: next to this many copies, each with the largest share that fits",
             ("1", "1,2,3"),
         ),
-        Argument("--beside", "COMMAND", "next to this program instead of copies; repeatable", repeatable=True),
+        Argument("--neighbour", "COMMAND", "next to this program instead of copies; repeatable", repeatable=True),
         _MEMORY,
         Argument("--pool", "NAME", "the pool of devices (default: this kernel's)", (), "pool"),
         Argument("--interval", "PERCENT", "how wide an interval may be (default: 5%)"),

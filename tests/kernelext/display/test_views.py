@@ -50,7 +50,16 @@ def html_of(view: View) -> Text:
 
 def test_the_status_shows_share_use_state_pin_and_neighbours_as_sizes() -> None:
     view = StatusView(LEASE)
-    assert [name for name, _ in view.rows()] == ["share", "state", "device", "memory", "pinned", "beside", "last"]
+    assert [name for name, _ in view.rows()] == [
+        "share",
+        "state",
+        "device",
+        "memory",
+        "cap",
+        "pinned",
+        "neighbours",
+        "last",
+    ]
     shown = " ".join(html_of(view).words)
     for _, sentence in view.rows():
         assert sentence in shown

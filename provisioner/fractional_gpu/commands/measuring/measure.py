@@ -258,7 +258,7 @@ _EPILOG: Final = """\
 examples:
   jupyter gpu measure -- python train.py
   jupyter gpu measure --copies 1,2,3 --within 10m --picture tenants.svg -- python serve_batch.py
-  jupyter gpu measure --beside "python other.py" --beside "python third.py" -- python train.py
+  jupyter gpu measure --neighbour "python other.py" --neighbour "python third.py" -- python train.py
 
 The program reports units of work: `from fractional_gpu_kernel.measure import tick`, then `tick()` after each batch. If it ends without
 reporting any, its whole run is one unit, as for a notebook (NAME.ipynb). The program is started many times and ended after a few
@@ -281,7 +281,7 @@ def configure(parser: Parser) -> None:
         "--copies", "N,...", "instead of --fractions: run next to N copies, with the largest share that fits"
     )
     parser.argument(
-        "--beside", "COMMAND", "run next to this program instead of copies (repeatable)", action="append", default=[]
+        "--neighbour", "COMMAND", "run next to this program instead of copies (repeatable)", action="append", default=[]
     )
     parser.argument("--memory", "SIZE", "device memory of each program (default: the fraction's share)")
     parser.argument("--within", "DURATION", "the longest time to measure (default: 5m)", by=DURATIONS, default="5m")
@@ -357,7 +357,7 @@ class Plan:
     pool: str
     fractions_milli: Sequence[int] | None
     copies: Sequence[int] | None
-    beside: Sequence[Sequence[str]]
+    neighbours: Sequence[Sequence[str]]
     memory_mib: int | None
     within_s: float
     interval: float
@@ -372,21 +372,21 @@ def _plan(options: argparse.Namespace) -> Plan:
     if options.fractions is not None and options.copies is not None:
         raise UsageError("--fractions and --copies both set the number of tenants; leave one of them out")
     command = _notebook(command)
-    beside = [_words(text) for text in options.beside]
-    for one in [command, *beside]:
+    neighbours = [_words(text) for text in options.neighbour]
+    for one in [command, *neighbours]:
         check_program(one)
     within_ms = parse_argument(parse_duration_ms, options.within)
     if within_ms < _LEAST_MS:
         raise UsageError(f"--within is {options.within}; allowed: at least a second")
     copies = _listed(options.copies, lambda text: whole_number("--copies", text, _COPIES))
-    if copies is None and beside and options.fractions is None:
-        copies = [len(beside)]
+    if copies is None and neighbours and options.fractions is None:
+        copies = [len(neighbours)]
     return Plan(
         command=command,
         pool=checked_pool(options.pool),
         fractions_milli=_listed(options.fractions, lambda text: parse_argument(parse_fraction_milli, text)),
         copies=copies,
-        beside=beside,
+        neighbours=neighbours,
         memory_mib=parse_argument(parse_memory_mib, options.memory) if options.memory is not None else None,
         within_s=within_ms / 1000,
         interval=_percentage("--interval", options.interval),
@@ -410,9 +410,11 @@ def _words(text: str) -> list[str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"--beside {text[:60]!r} is not a valid command: {error}; quote it as for a shell") from None
+        raise UsageError(
+            f"--neighbour {text[:60]!r} is not a valid command: {error}; quote it as for a shell"
+        ) from None
     if not words:
-        raise UsageError("--beside is empty; give a command, for example --beside 'python other.py'")
+        raise UsageError("--neighbour is empty; give a command, for example --neighbour 'python other.py'")
     return words
 
 
@@ -584,10 +586,10 @@ class Measurement:
         plan = self.plan
         command = [*_REPEAT, *plan.command] if self._repeats else plan.command
         commands = [command] * setting.tenants
-        if plan.beside:
-            mix = [[*_REPEAT, *one] for one in plan.beside]
+        if plan.neighbours:
+            mix = [[*_REPEAT, *one] for one in plan.neighbours]
             commands = [command, *(mix[number % len(mix)] for number in range(setting.tenants - 1))]
-        measured = 1 if plan.beside else setting.tenants
+        measured = 1 if plan.neighbours else setting.tenants
         with self._places.tenants(commands, setting.fraction_milli, limit_s) as tenants:
             bystander = os.environ.get("JUPYTER_GPU_LEASE", "")
             # With long units of work, a step ends early, so that enough rounds fit into the time.
