@@ -33,7 +33,7 @@ def test_the_next_broker_of_the_same_boot_has_the_same_clock_whatever_the_wall_c
         assert clock(ledger, wall_ms=100 * HOUR_MS + step_ms, boot_ms=HOUR_MS + 5).now_ms() == 100 * HOUR_MS + 5
 
 
-def test_after_a_reboot_it_is_measured_anew(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_reboot_it_is_measured_again(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     with ledger:
         clock(ledger, wall_ms=100 * HOUR_MS, boot_ms=HOUR_MS)
         monkeypatch.setattr(clock_module, "boot_id", lambda: "another")

@@ -17,7 +17,7 @@ def _hub(**policy: Any) -> Pool:  # noqa: ANN401 - whatever a person writes
     return load(None, {"pools": {"default": policy}}).pools[0]
 
 
-def test_a_pool_that_says_nothing_is_open_to_everybody_at_all_times_for_nothing() -> None:
+def test_a_pool_without_settings_is_open_to_all_users_at_all_times_for_free() -> None:
     assert Pool().terms([]) == ("", GroupTerms())
 
 

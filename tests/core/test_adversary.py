@@ -51,7 +51,7 @@ def test_a_world_that_is_left_alone_comes_to_rest(seed: int) -> None:
 
 
 @pytest.mark.parametrize("idle_after_ms", [None, 0, 400])
-def test_nobody_is_brought_back_for_nothing(idle_after_ms: int | None) -> None:
+def test_no_lease_is_resumed_for_nothing(idle_after_ms: int | None) -> None:
     random = Random(2)
     play = Theatre(
         [device("d0"), device("d1")], [pool("d0", "d1", idle_after_ms=idle_after_ms)], swap_ms=lambda mib: 20 + mib // 4
@@ -80,7 +80,7 @@ def test_two_kernels_that_want_one_place_all_the_time_swap_once_a_cell() -> None
     assert play.swaps["resume"] <= cells
 
 
-def test_host_memory_that_comes_and_goes_moves_nobody_more_often_than_it_does() -> None:
+def test_changing_host_memory_moves_no_lease_more_often_than_it_changes() -> None:
     hand = Hand(device("d0", 1000), pools=[pool(idle_after_ms=1_000)], host_mib=10_000)
     for name in ("a", "b", "c"):
         hand.idle(name, 300)

@@ -27,7 +27,7 @@ def test_the_warning_comes_once_in_its_time_and_the_suspension_when_it_said() ->
     assert hand.suspends(hand.wait(1)) == ["a"]
 
 
-def test_whoever_runs_something_after_the_warning_is_warned_anew() -> None:
+def test_a_kernel_that_runs_after_the_warning_is_warned_again() -> None:
     hand = Hand(pools=[_pool()])
     hand.idle("a")
     hand.wait(50_000)
@@ -37,7 +37,7 @@ def test_whoever_runs_something_after_the_warning_is_warned_anew() -> None:
     assert _announced(hand.wait(40_000)) == [("a", 110_000)]
 
 
-def test_whoever_is_pinned_after_the_warning_stays() -> None:
+def test_a_kernel_pinned_after_the_warning_stays() -> None:
     hand = Hand(pools=[_pool()])
     hand.idle("a")
     hand.wait(50_000)
@@ -53,7 +53,7 @@ def test_a_pause_shorter_than_the_warning_is_announced_at_once() -> None:
     assert _announced(hand.rest("a")) == [("a", 5_000)]
 
 
-def test_nobody_is_warned_by_a_pool_that_does_not_say_so_or_suspends_at_once() -> None:
+def test_no_warning_comes_from_a_pool_without_warnings_or_one_that_suspends_at_once() -> None:
     for policy in (_pool(warn_before_ms=0), _pool(idle_after_ms=0)):
         hand = Hand(pools=[policy])
         hand.run("a")

@@ -52,7 +52,7 @@ def test_cells_beside_others_are_compared_with_those_alone() -> None:
     assert forecast(world).high_ms >= 2_900
 
 
-def test_of_cells_that_were_never_alone_nothing_is_known() -> None:
+def test_cells_that_never_ran_alone_teach_nothing() -> None:
     world = two_kernels(3)
     for _ in range(5):
         cell(world, 30_000, beside=True)

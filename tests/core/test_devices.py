@@ -29,7 +29,7 @@ def _recovered(name: str, state: LeaseState, *, in_pool: str = "p", device_id: s
     )
 
 
-def test_a_lost_device_admits_nobody_until_it_is_seen_again() -> None:
+def test_a_lost_device_admits_no_lease_until_it_is_seen_again() -> None:
     hand = Hand()
     hand.send(DeviceLost(at_ms=0, device_id="d0"))
     hand.start("a")
@@ -49,7 +49,7 @@ def test_nothing_is_suspended_on_a_lost_device() -> None:
     assert hand.suspends(hand.send(DeviceSeen(at_ms=hand.now, device=device()))) == ["a"]
 
 
-def test_a_stranger_over_commits_a_device_and_nobody_is_admitted_until_it_fits() -> None:
+def test_a_stranger_over_commits_a_device_and_no_lease_is_admitted_until_it_fits() -> None:
     hand = Hand()
     hand.run("a", 300)
     hand.send(DeviceSeen(at_ms=0, device=device(), stranger_mib=800))
@@ -109,7 +109,7 @@ def test_an_idle_kernel_of_the_old_pool_steps_aside_for_one_of_the_new() -> None
 # -- what a new broker finds -----------------------------------------------------------------------------------------------------------
 
 
-def test_truth_may_over_commit_a_device_and_then_nobody_is_admitted() -> None:
+def test_a_recovery_may_over_commit_a_device_and_then_no_lease_is_admitted() -> None:
     hand = Hand()
     hand.send(_recovered("a", LeaseState.RESIDENT))
     hand.send(_recovered("b", LeaseState.RESIDENT))
@@ -121,7 +121,7 @@ def test_truth_may_over_commit_a_device_and_then_nobody_is_admitted() -> None:
     assert hand.state("c") is LeaseState.RESIDENT
 
 
-def test_an_over_committed_device_is_relieved_of_enough_for_a_ticket() -> None:
+def test_an_over_committed_device_is_relieved_enough_for_a_ticket() -> None:
     hand = Hand()
     hand.send(_recovered("a", LeaseState.RESIDENT))
     hand.send(_recovered("b", LeaseState.RESIDENT))
@@ -143,7 +143,7 @@ def test_a_recovered_reservation_counts_when_its_device_is_seen_later() -> None:
 
 
 @pytest.mark.parametrize("state", [LeaseState.RESIDENT, LeaseState.SUSPENDED])
-def test_resident_or_saved_without_a_device_is_no_truth(state: LeaseState) -> None:
+def test_a_resident_or_saved_lease_without_a_device_is_rejected(state: LeaseState) -> None:
     hand = Hand()
     hand.send(_recovered("a", state, device_id=None))
     assert hand.state("a") is LeaseState.QUARANTINED

@@ -22,7 +22,7 @@ def _drained(hand: Hand, name: str = "d0", *, evict_busy: bool = False) -> list[
     return [effect for effect in effects if isinstance(effect, Suspend)]
 
 
-def test_a_draining_device_admits_nobody_until_it_takes_part_again() -> None:
+def test_a_draining_device_admits_no_lease_until_it_is_undrained() -> None:
     hand = Hand()
     _drained(hand)
     hand.start("a")
@@ -85,7 +85,7 @@ def test_a_busy_kernel_is_evicted_where_the_administrator_says_so_and_goes_on_el
     assert (hand.state("a"), hand.view("a").busy) == (LeaseState.RESIDENT, True)
 
 
-def test_an_evicted_kernel_that_may_not_move_waits_whatever_becomes_of_whoever_asked_for_it() -> None:
+def test_an_evicted_kernel_that_may_not_move_waits_whatever_happens_to_other_tickets() -> None:
     hand = Hand()
     hand.run("a")
     hand.saved(list(_drained(hand, evict_busy=True)))
@@ -117,7 +117,7 @@ def test_host_memory_is_needed_to_leave() -> None:
     assert hand.state("a") is LeaseState.RESIDENT
 
 
-def test_a_device_that_nobody_knows_is_drained_in_vain() -> None:
+def test_draining_an_unknown_device_does_nothing() -> None:
     hand = Hand()
     hand.idle("a")
     assert _drained(hand, "d9") == []
@@ -125,7 +125,7 @@ def test_a_device_that_nobody_knows_is_drained_in_vain() -> None:
     assert hand.state("a") is LeaseState.RESIDENT
 
 
-def test_room_is_made_elsewhere_for_whoever_had_to_leave() -> None:
+def test_room_is_made_elsewhere_for_a_lease_that_had_to_leave() -> None:
     plain = pool("d0", "d1", may_move=True)
     hand = Hand(device("d0"), device("d1"), pools=[dataclasses.replace(plain, idle_after_ms=None)])
     hand.idle("b", 900)

@@ -115,7 +115,7 @@ def test_busy_shares_follow_the_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nobody_is_swapped_more_often_than_the_minimum_residency_allows(name: str) -> None:
+def test_no_lease_is_swapped_more_often_than_the_minimum_residency_allows(name: str) -> None:
     case = CASES[name]
     play, actors = _played(name)
     least_ms = max(case.min_residency_ms, 4 * 2 * case.swap_ms)
@@ -124,7 +124,7 @@ def test_nobody_is_swapped_more_often_than_the_minimum_residency_allows(name: st
     assert play.swaps["preempt"] > 20
 
 
-def test_whoever_was_away_has_saved_nothing_up() -> None:
+def test_a_kernel_that_was_away_has_saved_nothing_up() -> None:
     play, (first, second) = _begin(CASES["two equals"])
     play.run(HOUR_MS)
     late = play.enter(Actor(replace(first.spec, lease_id="late", owner="late"), lambda: FOR_EVER), at_ms=play.now)
@@ -134,7 +134,7 @@ def test_whoever_was_away_has_saved_nothing_up() -> None:
     assert max(ran) - min(ran) <= SLACK * HOUR_MS, ran
 
 
-def test_whoever_rests_a_while_gets_its_part_again_and_no_more() -> None:
+def test_a_kernel_that_rests_gets_its_share_again_and_no_more() -> None:
     play, (first, _) = _begin(CASES["two equals"])
     resting = play.enter(
         Actor(replace(first.spec, lease_id="rests", owner="rests"), lambda: HOUR_MS // 6, lambda: HOUR_MS), at_ms=0

@@ -136,7 +136,7 @@ def test_a_lease_that_is_expected_itself_makes_no_room() -> None:
     assert not hand.suspends(expect(hand, "a"))
 
 
-def test_a_busy_or_pinned_lease_makes_no_room() -> None:
+def test_a_busy_or_pinned_lease_keeps_its_room() -> None:
     hand = Hand(pools=[policy(foresight=Foresight.DISPLACE)])
     hand.idle("a")
     saved(hand, "a")
@@ -159,7 +159,7 @@ def test_a_large_lease_makes_no_room_as_its_own_swap_would_take_too_long() -> No
     assert not hand.suspends(expect(hand, "a"))
 
 
-def test_what_is_moved_in_vain_within_an_hour_is_bounded() -> None:
+def test_wasted_swaps_within_an_hour_are_bounded() -> None:
     hand = Hand(pools=[replace(policy(), foresight_vain_mib=450)])
     hand.idle("a")
     for _ in range(2):  # 100 MiB out and back each time

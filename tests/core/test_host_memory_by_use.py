@@ -294,7 +294,7 @@ class Grower(Kernel):
         self.looks = 0
 
 
-def test_a_lease_that_always_grows_before_its_lock_keeps_nobody_else_waiting() -> None:
+def test_a_lease_that_always_grows_before_its_lock_delays_no_other() -> None:
     hand = Hand(device(memory_mib=1_000), host_mib=100_000)
     driver = Driver(
         hand, {"a": Grower(500, 0, 100), "b": Kernel(500, 100, 100), "c": Kernel(500, 100, 100)}, asks=False

@@ -31,13 +31,13 @@ def test_who_was_active_last_comes_back_first_until_what_is_saved_fits() -> None
     assert [hand.state(name) for name in "abc"] == [S.SUSPENDED, S.RESIDENT, S.RESIDENT]
 
 
-def test_enough_host_memory_brings_nobody_back() -> None:
+def test_with_enough_host_memory_no_lease_comes_back_early() -> None:
     hand = Hand()
     saved(hand, "a")
     assert short(hand, 100) == []
 
 
-def test_nobody_comes_back_where_there_is_no_room_or_somebody_waits_for_it() -> None:
+def test_no_lease_comes_back_early_without_room_or_while_a_ticket_waits_for_it() -> None:
     hand = Hand()
     saved(hand, "a")
     hand.run("b", 800)
@@ -57,7 +57,7 @@ def test_a_full_control_group_brings_back_the_one_that_lies_there() -> None:
     assert hand.state("b") is S.SUSPENDED
 
 
-def test_pressure_that_is_over_brings_nobody_back() -> None:
+def test_no_lease_comes_back_early_once_the_pressure_is_over() -> None:
     hand = Hand()
     saved(hand, "a")
     hand.run("b", 800)

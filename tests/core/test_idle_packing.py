@@ -71,7 +71,7 @@ def test_a_device_is_not_emptied_in_part() -> None:
     assert not hand.suspends(hand.wait(2 * QUIET_MS))
 
 
-def test_a_pinned_or_expected_lease_stays_and_no_other_one_moves_in_vain() -> None:
+def test_a_pinned_or_expected_lease_stays_and_no_other_moves_for_nothing() -> None:
     hand = spread(policy())
     hand.send(PinRequested(at_ms=hand.now, lease_id="b", duration_ms=10_000_000))
     until_ms = hand.now + 300_000

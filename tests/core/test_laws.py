@@ -35,7 +35,9 @@ few = settings(max_examples=60, deadline=None)
     strangers=st.lists(st.integers(0, 1500), max_size=6),
     memory_mib=st.integers(1000, 2000),
 )
-def test_law_1_nobody_is_given_memory_that_is_not_there(caps: list[int], strangers: list[int], memory_mib: int) -> None:
+def test_law_1_no_lease_is_given_memory_that_is_not_there(
+    caps: list[int], strangers: list[int], memory_mib: int
+) -> None:
     hand = Hand(device("d0", memory_mib), device("d1", memory_mib // 2), pools=[pool("d0", "d1")])
     for number, cap in enumerate(caps):
         before = {view.device_id: view.reserved_mib for view in hand.arbiter.devices()}
@@ -84,7 +86,7 @@ def test_law_2_no_suspend_without_host_memory_and_no_resume_without_room_for_wha
     need_mib=sizes,
     host_mib=st.integers(0, 1500),
 )
-def test_law_3_nobody_is_suspended_for_one_that_still_would_not_fit(
+def test_law_3_no_lease_is_suspended_for_one_that_still_would_not_fit(
     idle: list[int], busy: list[int], need_mib: int, host_mib: int
 ) -> None:
     hand = Hand(host_mib=host_mib)
@@ -223,7 +225,7 @@ def test_law_6_what_is_unknown_is_kept_until_the_truth_is_known(
     leaves=st.lists(st.integers(0, 9), max_size=10),
     most=st.integers(0, 3),
 )
-def test_law_7_whoever_fits_in_free_memory_that_is_kept_for_nobody_does_not_wait(
+def test_law_7_a_ticket_that_fits_in_free_unreserved_memory_does_not_wait(
     caps: list[int], leaves: list[int], most: int
 ) -> None:
     hand = Hand(device("d0"), device("d1"), pools=[pool("d0", "d1", max_passed_over=most)])
@@ -250,7 +252,7 @@ def _answers(hand: Hand, effects: list[Effect]) -> None:
         effects = answered
 
 
-def test_law_8_early_swaps_disturb_no_ticket_no_busy_lease_and_none_that_is_wanted_sooner() -> None:
+def test_law_8_early_swaps_disturb_no_ticket_no_busy_lease_and_no_lease_needed_sooner() -> None:
     """Kernels come, rest and are expected; signs are right, wrong, or arrive while other kernels wait. The observer checks the law."""
     reasons = set[str]()
     for seed in range(40):

@@ -34,7 +34,7 @@ def test_the_room_is_not_given_away_before_it_is_gone_and_whose_it_is_is_told() 
     assert (hand.state("a"), hand.state("b")) == (LeaseState.UNATTACHED, LeaseState.RESIDENT)
 
 
-def test_what_was_saved_asks_for_its_room_and_nobody_can_withdraw_that() -> None:
+def test_saved_leftovers_ask_for_room_and_their_ticket_cannot_be_withdrawn() -> None:
     hand = Hand(pools=[NEVER])
     hand.idle("a")
     hand.start("b")

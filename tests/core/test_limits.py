@@ -68,7 +68,7 @@ def test_a_group_is_refused_more_than_it_may_have_together() -> None:
     assert _refusal(_start(hand, "c", owner="bob", group="staff")) is None
 
 
-def test_a_user_who_has_as_much_as_may_be_waits_and_is_in_nobody_s_way() -> None:
+def test_a_user_at_the_limit_waits_without_blocking_others() -> None:
     hand = Hand(pools=[_pool(user=Limits(resident_milli=300))])
     for name, owner in (("a", "ann"), ("b", "ann"), ("c", "bob")):
         _start(hand, name, owner=owner)
@@ -100,7 +100,7 @@ def test_a_user_s_own_idle_kernel_steps_aside_within_the_limit() -> None:
     assert hand.granted(hand.saved(effects)) == [("b", "d0")]
 
 
-def test_a_user_s_own_kernels_do_not_step_aside_in_vain() -> None:
+def test_a_users_own_kernels_do_not_make_room_for_nothing() -> None:
     hand = Hand(pools=[_pool(user=Limits(resident_milli=300))])
     _start(hand, "x", 900, owner="bob")
     hand.want("x")

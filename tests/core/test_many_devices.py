@@ -94,7 +94,7 @@ def test_idle_neighbours_step_aside_on_all_devices() -> None:
     assert hand.granted(hand.saved(effects)) == [("a", "d0")]
 
 
-def test_nobody_steps_aside_on_one_device_while_another_is_missing() -> None:
+def test_no_lease_makes_room_on_one_device_while_another_is_missing() -> None:
     hand = _hand(2)
     hand.idle("x", 600)
     hand.run("y", 600)

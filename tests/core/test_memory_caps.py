@@ -97,7 +97,7 @@ def test_a_suspend_that_met_a_bad_moment_is_tried_again() -> None:
     assert hand.suspends(hand.wait(hand.observer.wake - hand.now)) == ["a"]
 
 
-def test_it_is_ended_and_whoever_survives_that_is_ended_again() -> None:
+def test_it_is_ended_and_ended_again_if_it_survives() -> None:
     hand = hand_of(Breach.KILL)
     hand.run("a", CAP)
     use(hand, CAP + 100)

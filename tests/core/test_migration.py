@@ -86,20 +86,20 @@ def test_an_idle_kernel_that_makes_room_goes_where_there_is_room_for_it() -> Non
     assert hand.resumes(effects) == [("a", "d1")]
 
 
-def test_nobody_busy_is_moved_by_a_pool_that_does_not_say_so() -> None:
+def test_no_busy_lease_is_moved_unless_the_pool_allows_it() -> None:
     for policy in (_pool(), _pool(move_busy=True, may_move=False)):
         hand = _hand(policy)
         _crowded(hand)
         assert _moved(hand.wait(100 * MINIMUM_MS)) == []
 
 
-def test_nobody_is_moved_to_another_kind_of_device() -> None:
+def test_no_lease_is_moved_to_another_kind_of_device() -> None:
     hand = _hand(_pool(move_busy=True), kinds="HA")
     _crowded(hand)
     assert _moved(hand.wait(100 * MINIMUM_MS)) == []
 
 
-def test_nobody_is_moved_in_vain() -> None:
+def test_no_lease_is_moved_for_nothing() -> None:
     hand = _hand(_pool(move_busy=True))
     _fragmented(hand)
     hand.start("large", 800)
@@ -107,7 +107,7 @@ def test_nobody_is_moved_in_vain() -> None:
     assert _moved(hand.wait(100 * MINIMUM_MS)) == []
 
 
-def test_whoever_finds_its_target_gone_goes_back() -> None:
+def test_a_moved_lease_whose_target_is_gone_goes_back() -> None:
     hand = _hand(_pool(move_busy=True))
     _crowded(hand)
     effects = hand.wait(MINIMUM_MS)
@@ -145,7 +145,7 @@ def test_a_busy_kernel_is_moved_for_a_saved_one_too_and_not_merely_preempted() -
     assert hand.resumes(hand.restored(effects)) == [("large", "d1")]
 
 
-def test_whoever_finds_its_user_s_share_taken_when_it_arrives_waits_like_others() -> None:
+def test_a_moved_lease_whose_users_share_is_taken_waits_like_others() -> None:
     hand = _hand(dataclasses.replace(_pool(), user_limits=Limits(resident_milli=1000)))
     hand.run("x", 600)
     hand.idle("a", 400)
@@ -161,7 +161,7 @@ def test_whoever_finds_its_user_s_share_taken_when_it_arrives_waits_like_others(
     assert hand.resumes(hand.send(LeaseReleased(at_ms=0, lease_id="z"))) == [("a", "d1")]
 
 
-def test_nobody_is_moved_away_from_a_device_that_answers_nothing() -> None:
+def test_no_lease_is_moved_off_a_device_that_does_not_respond() -> None:
     hand = _hand(_pool())
     hand.run("x", 600)
     hand.idle("a", 400)

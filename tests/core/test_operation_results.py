@@ -96,7 +96,7 @@ def test_nothing_is_suspended_by_the_event_that_let_it_in() -> None:
     assert hand.suspends(hand.wait(1)) == ["a"]
 
 
-def test_the_least_recently_used_steps_aside_and_nobody_in_vain() -> None:
+def test_the_least_recently_used_makes_room_and_no_lease_for_nothing() -> None:
     hand = Hand()
     hand.idle("a", 100)
     hand.wait(1)
@@ -113,7 +113,7 @@ def test_the_least_recently_used_steps_aside_and_nobody_in_vain() -> None:
     assert hand.state("c") is LeaseState.RESIDENT
 
 
-def test_nobody_is_suspended_for_one_that_would_not_fit_even_then() -> None:
+def test_no_lease_is_suspended_for_one_that_would_still_not_fit() -> None:
     hand = Hand()
     hand.run("a", 300)
     hand.idle("b", 300)
@@ -368,7 +368,7 @@ def test_so_it_does_for_whatever_reason_it_is_to_leave(way: str) -> None:
     assert hand.suspends(effects) == ["a"]
 
 
-def test_it_is_asked_once_while_it_idles_and_anew_when_it_has_worked() -> None:
+def test_it_is_asked_once_while_idle_and_again_after_it_worked() -> None:
     hand = Hand(host_mib=300)
     hand.idle("a")
     hand.start("b")
@@ -510,7 +510,7 @@ def test_an_answer_given_twice_counts_once() -> None:
 
 
 @pytest.mark.parametrize("lie", [{"lease_id": "b"}, {"generation": 99}, {"operation_id": 99}])
-def test_an_answer_that_names_somebody_elses_operation_does_not_free_the_channel(lie: dict[str, object]) -> None:
+def test_an_answer_that_names_another_operation_does_not_free_the_channel(lie: dict[str, object]) -> None:
     hand = Hand()
     hand.idle("a", 300)
     hand.idle("b", 300)
@@ -568,7 +568,7 @@ def test_while_a_resume_is_not_tried_again_others_may_use_the_channel() -> None:
     assert hand.resumes(hand.want("b")) == [("b", "d0")]
 
 
-def test_a_resume_under_way_is_finished_though_nobody_waits_any_more() -> None:
+def test_a_pending_resume_finishes_though_no_cell_waits_any_more() -> None:
     hand = Hand()
     hand.idle("a")
     _suspended(hand, "a")
@@ -697,7 +697,7 @@ def test_after_a_move_that_was_lost_its_home_is_where_it_was_saved() -> None:
     assert resume.from_device_ids == ("d0",)
 
 
-def test_of_those_who_could_make_room_one_goes_whom_the_host_has_memory_for() -> None:
+def test_the_victim_is_one_that_host_memory_can_hold() -> None:
     hand = Hand(host_mib=350)
     hand.idle("large", 600)
     hand.now += 7_200_000

@@ -81,7 +81,7 @@ def test_seats_whose_sum_fits_never_wait(loads: list[SeatLoad]) -> None:
     assert waiting(loads, 1000 * len(loads) + 1000) == 0
 
 
-def test_without_memory_everybody_waits() -> None:
+def test_without_memory_every_seat_waits() -> None:
     assert waiting([SeatLoad(mib=1, duty_milli=1)], 0) == 1_000_000
 
 
@@ -100,7 +100,7 @@ def test_a_longer_target_is_kept_more_often() -> None:
     assert later == -(-at_once // 4)
 
 
-def test_somebody_new_is_the_prior_and_somebody_well_known_is_as_they_were() -> None:
+def test_a_new_user_gets_the_prior_and_a_known_user_their_history() -> None:
     assert estimated_usage(live_ms=0, busy_ms=0, busy_mib_ms=0) == PRIOR_USAGE
     hour = 3_600_000
     seen = estimated_usage(live_ms=4000 * hour, busy_ms=400 * hour, busy_mib_ms=400 * hour * 9000)

@@ -38,7 +38,7 @@ def _declined(effects: list[Effect]) -> Declined | None:
     return next((effect for effect in effects if isinstance(effect, Declined)), None)
 
 
-def test_a_pinned_kernel_is_nobody_s_victim_until_its_pin_is_over() -> None:
+def test_a_pinned_kernel_is_no_victim_until_its_pin_ends() -> None:
     hand = Hand(pools=[_pool()])
     hand.idle("a")
     effects = _pin(hand, "a")
@@ -61,7 +61,7 @@ def test_a_pinned_kernel_is_not_suspended_for_being_idle() -> None:
     assert hand.suspends(hand.wait(1)) == ["a"]
 
 
-def test_whoever_unpins_lets_it_go_at_once() -> None:
+def test_an_unpinned_kernel_can_leave_at_once() -> None:
     hand = Hand(pools=[_pool(idle_after_ms=0)])
     hand.run("a")
     _pin(hand, "a")

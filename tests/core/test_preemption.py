@@ -111,7 +111,7 @@ def test_equals_are_not_preempted_unless_the_pool_shares_by_time() -> None:
     assert _preempted(hand.wait(10 * MINIMUM_MS)) == []
 
 
-def test_nobody_busy_is_preempted_while_somebody_idle_can_step_aside() -> None:
+def test_no_busy_lease_is_preempted_while_an_idle_one_can_make_room() -> None:
     hand = Hand(pools=[_pool()])
     _runs(hand, "busy", reserve_mib=500)
     _runs(hand, "idle", reserve_mib=500)
@@ -130,7 +130,7 @@ def test_the_lowest_priority_is_preempted_first() -> None:
     assert _preempted(hand.wait(MINIMUM_MS)) == ["low"]
 
 
-def test_nobody_is_preempted_in_vain() -> None:
+def test_no_lease_is_preempted_for_nothing() -> None:
     hand = Hand(pools=[_pool()])
     _runs(hand, "low", reserve_mib=300)
     _runs(hand, "equal", priority=1, reserve_mib=600)

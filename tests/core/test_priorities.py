@@ -49,7 +49,7 @@ def test_its_place_by_age_is_its_own_again() -> None:
     assert leave_and_serve(hand) == "over"
 
 
-def test_it_is_served_at_once_while_nobody_else_waits() -> None:
+def test_it_is_served_at_once_while_no_other_waits() -> None:
     hand = Hand()
     hand.start("over")
     change(hand, "over", LAST_PRIORITY)

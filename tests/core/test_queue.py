@@ -216,7 +216,7 @@ def test_a_victim_that_aborts_does_not_cost_a_place() -> None:
     assert hand.state("b") is LeaseState.RESIDENT
 
 
-def test_whoever_left_the_queue_starts_anew() -> None:
+def test_a_lease_that_left_the_queue_starts_over() -> None:
     hand = Hand(pools=[pool(max_passed_over=1)])
     hand.run("a", 600)
     hand.start("large", 1000)

@@ -219,7 +219,7 @@ def test_idle_neighbours_that_must_be_suspended_one_after_another_are_added_up()
     assert world.basis("c") == ("swap", 2 * one)
 
 
-def test_nobody_is_counted_in_vain() -> None:
+def test_no_victim_is_counted_that_would_not_help() -> None:
     world = World()
     for name, mib in (("a", 1_000), ("b", 7_000)):
         world.kernel(name, mib)

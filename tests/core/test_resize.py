@@ -206,7 +206,7 @@ def test_a_kernel_under_way_is_not_resized() -> None:
     assert _declined(_resize(hand, "a", 300)).reason == "in-operation"
 
 
-def test_nobody_who_makes_room_for_another_to_grow_does_so_in_vain() -> None:
+def test_room_made_for_another_to_grow_is_never_wasted() -> None:
     hand = Hand(pools=[pool(idle_after_ms=60_000)], parallel_swaps=2, host_mib=0)
     hand.idle("a", 400)
     hand.now += 1
@@ -267,7 +267,7 @@ def test_room_that_was_kept_for_a_kernel_is_free_when_it_leaves() -> None:
     assert (hand.suspends(effects), _sizes(effects)) == (["old"], [("a", 250, 250)])
 
 
-def test_nobody_leaves_while_room_is_made_for_it_to_grow() -> None:
+def test_no_lease_leaves_while_room_is_made_for_it_to_grow() -> None:
     hand = Hand(pools=[pool(max_passed_over=0)], parallel_swaps=2, host_mib=0)
     hand.start("a", 100, priority=1)
     hand.want("a")
@@ -362,7 +362,7 @@ def test_a_kernel_for_which_room_is_gathered_is_not_suspended_for_idling_meanwhi
     assert hand.ticket("a").reason == "wait.making-room"
 
 
-def test_a_kernel_for_which_room_is_gathered_steps_aside_for_nobody_behind_it() -> None:
+def test_a_kernel_that_room_is_collected_for_makes_no_room_for_later_tickets() -> None:
     rules = dataclasses.replace(pool(max_passed_over=0), preempt_priorities=True)
     hand = Hand(device("d0", 2000), pools=[rules], parallel_swaps=2, host_mib=0)
     for name, reserve_mib in (("a", 400), ("b", 600)):

@@ -137,7 +137,7 @@ def test_many_leases_of_one_user_do_not_shut_another_one_out() -> None:
     assert max(modest.waits_ms) <= turns * (CELL_MS + 2 * SWAP_MS)
 
 
-def test_whoever_gives_up_is_not_passed_over_by_those_whom_that_lets_in() -> None:
+def test_a_withdrawn_ticket_is_not_passed_over_by_those_it_lets_in() -> None:
     hand = Hand(pools=[pool(max_passed_over=1)])
     hand.idle("old", 900)
     hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="old")))

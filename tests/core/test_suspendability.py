@@ -100,7 +100,7 @@ def test_a_process_that_could_be_checkpointed_all_the_time_is_left_alone_after_a
 
 
 @pytest.mark.parametrize("sharing", [Sharing.MPS, Sharing.MIG])
-def test_a_pool_that_shares_by_other_means_suspends_nobody(sharing: Sharing) -> None:
+def test_a_pool_with_another_way_of_sharing_suspends_no_lease(sharing: Sharing) -> None:
     hand = Hand(pools=[shared(sharing)])
     hand.run("a")
     using(hand, "a")

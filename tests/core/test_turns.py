@@ -373,7 +373,7 @@ def test_neither_a_pinned_kernel_nor_one_of_higher_priority_makes_room() -> None
     assert _closed(hand.wait(1)) == ["a"]
 
 
-def test_nobody_is_asked_whose_leaving_would_not_let_the_ticket_in() -> None:
+def test_no_kernel_is_asked_to_leave_if_that_would_not_let_the_ticket_in() -> None:
     hand = Hand(pools=[_never(min_residency_ms=0)])
     hand.run("small", 300)
     hand.start("pinned", 300)

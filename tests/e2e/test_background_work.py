@@ -49,7 +49,7 @@ def kept_pair() -> Iterator[Kept[Pair]]:
     [(THREAD, "stop.set(); thread.join()"), (CHILD, "child.kill(); child.wait()")],
     ids=["thread", "child"],
 )
-def test_nobody_takes_the_place_of_a_kernel_that_works_in_the_background(pair: Pair, begin: str, end: str) -> None:
+def test_a_kernel_that_works_in_the_background_keeps_its_device(pair: Pair, begin: str, end: str) -> None:
     world = pair.world
     first, second = pair.ready()
     first.must(WORKER + begin)

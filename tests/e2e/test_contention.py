@@ -53,7 +53,7 @@ def demands(world: World) -> dict[str, int]:
     return {device.device_id: device.demand_milli for device in world.status().devices}
 
 
-def test_a_busy_kernel_goes_where_less_is_needed_and_is_told_beside_whom(world: World, server: Server) -> None:
+def test_a_busy_kernel_goes_to_the_less_busy_device_and_its_neighbours_are_named(world: World, server: Server) -> None:
     world.configure("c.GPUBroker.pools = {'default': {'compute': 'spread', 'min_residency': 0}}")
     world.start_broker("2x1GiB")
     (name,) = world.install(250)  # memory is never short

@@ -119,7 +119,7 @@ def test_damaged_records_keep_no_server_from_its_start(world: World, servers: Se
     kill_all(pids)
 
 
-def test_nobody_takes_what_another_server_has_or_what_is_of_another_folder(world: World, servers: Servers) -> None:
+def test_no_server_takes_kernels_of_another_server_or_another_folder(world: World, servers: Servers) -> None:
     """Kernels that are not ours are still shut down with their server."""
     (name,) = world.install(250)
     first = servers.start()

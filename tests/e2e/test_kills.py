@@ -284,7 +284,7 @@ def _new_broker_waits_for_the_orphan(world: World, old: int | None) -> None:
 
 
 @pytest.mark.parametrize(("operation", "fault"), STEPS if ALL_KILLS else [("restore", "late")])
-def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_nobody(
+def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_no_other(
     world: World, server: Server, pair: Pair, operation: str, fault: str
 ) -> None:
     suspending = (operation, fault) in STEPS[:4]

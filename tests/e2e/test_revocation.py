@@ -156,7 +156,7 @@ def test_a_hosts_notice_is_told_beneath_the_last_cell_and_taken_back_there(world
     assert "revocation.host-stays" in story
 
 
-def test_a_broker_that_starts_anew_goes_on_with_the_deadline(world: World) -> None:
+def test_a_restarted_broker_keeps_the_deadline(world: World) -> None:
     world.start_broker("2x1GiB")
     assert world.command("drain", "0", "--deadline", "10m").returncode == 0
     (before,) = [one.goes_away_in_ms for one in world.status().devices if one.draining]

@@ -208,7 +208,7 @@ def test_a_command_that_outlives_its_runner_is_brought_back_and_stays_until_it_e
         run.await_no_lease()
 
 
-def test_one_that_is_evicted_says_by_whom_and_why(shared: World) -> None:
+def test_an_evicted_kernel_says_by_whom_and_why(shared: World) -> None:
     with Run.python(shared, "evicted", READER) as run:
         lease = run.await_state("suspended")
         assert shared.command("evict", lease.lease_id, "--confirm", "--why", "maintenance").returncode == 0

@@ -120,7 +120,7 @@ def test_a_user_sees_what_is_theirs_and_of_others_only_sizes(scene: Scene) -> No
         assert all("keys" not in row for row in status["pools"])
 
 
-def test_an_administrator_sees_everybody(scene: Scene) -> None:
+def test_an_administrator_sees_all_users(scene: Scene) -> None:
     status = scene.grace.status()
     assert {row["id"] for row in status["kernels"]} == set(scene.leases.values())
     assert {row["owner"] for row in status["kernels"]} == {"lise", "otto"}
@@ -207,7 +207,7 @@ def test_forged_cookies_and_tokens_open_nothing(scene: Scene) -> None:
             assert json.loads(error.read())["error"]["message"].startswith("you are not logged in")
 
 
-def test_a_service_of_the_hub_is_nobody_here(scene: Scene) -> None:
+def test_a_service_of_the_hub_is_no_user_here(scene: Scene) -> None:
     assert _by_token(scene, scene.hub.token, "status").status == 403
 
 
@@ -258,7 +258,7 @@ def test_another_users_act_is_no_news_to_who_may_not_see_it(scene: Scene) -> Non
     scene.lise.ask(f"leases/{scene.leases['lise']}/resume", {})
 
 
-def test_an_administrator_moves_drains_and_edits_and_the_broker_knows_for_whom(scene: Scene) -> None:
+def test_an_administrator_moves_drains_and_edits_under_their_own_name(scene: Scene) -> None:
     grace, lease = scene.grace, scene.leases["lise"]
     before = grace.sees("kernels", lease, "where", "GPU")
     moved = grace.ask(f"leases/{lease}/move", {})

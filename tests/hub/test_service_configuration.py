@@ -41,7 +41,7 @@ def test_the_page_is_a_service_beside_the_broker_and_follows_its_socket(
     assert c.JupyterHub.extra_user_scopes.get_value(set()) == {READ_SCOPE, "access:services!service=gpu"}
 
 
-def test_a_hub_of_version_5_names_the_users_role_anew_with_all_that_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_of_version_5_redefines_the_user_role_with_all_its_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(JupyterHub, "extra_user_scopes", raising=False)
     c = Config()
     add_page(c)
@@ -73,7 +73,7 @@ def test_a_role_for_all_users_that_the_site_defines_gets_the_scopes_of_the_page(
     ]
 
 
-def test_nobody_gets_in_who_was_not_named_where_the_page_is_not_for_everybody() -> None:
+def test_a_restricted_page_admits_only_the_named_users() -> None:
     c = Config()
     add_page(c, admins=["grace"], everybody=False)
     assert [role["name"] for role in listed(c.JupyterHub.load_roles)] == ["gpu-admin"]

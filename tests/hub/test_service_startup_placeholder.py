@@ -17,7 +17,7 @@ from tests.support.ports import free_port
 pytestmark = pytest.mark.promise("accessibility")
 
 
-def test_whoever_comes_early_is_told_to_come_again_and_nobody_is_lost_on_the_way() -> None:
+def test_an_early_request_is_told_to_repeat_and_none_is_lost() -> None:
     port = free_port()
     early = StartupPlaceholder(f"http://127.0.0.1:{port}")
     for _ in range(3):

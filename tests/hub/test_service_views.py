@@ -99,7 +99,7 @@ def test_the_compute_that_busy_kernels_need_is_said_in_words(
     assert (row["compute"], row["compute_note"], row["demand"]) == (compute, note, level)
 
 
-def test_an_administrator_sees_all_and_by_whom() -> None:
+def test_an_administrator_sees_all_leases_with_their_users() -> None:
     shown = view_of(snapshot(lease("aaaa", "ada"), lease("bbbb", "bob")), GRACE)
     assert {row["owner"] for row in shown["kernels"]} == {"ada", "bob"}
     assert "carol" in shown["devices"][0]["note"]
@@ -141,7 +141,7 @@ def test_a_kernels_state_in_words(fields: dict[str, Any], state: str, memory: st
     assert (row["state"], row["memory"], row["where"]) == (state, memory, where)
 
 
-def test_why_somebody_waits_is_a_sentence_with_its_forecast() -> None:
+def test_the_reason_for_a_wait_is_a_sentence_with_its_forecast() -> None:
     waits = lease(
         "aaaa", "ada", state="suspended", position=1, sentence="idle kernels make room", expected_ms=12_000,
         expected_bounds_ms=(4000, 70_000),

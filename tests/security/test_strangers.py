@@ -383,7 +383,7 @@ def test_an_overdrawn_user_does_not_hold_up_the_brokers_end(monkeypatch: pytest.
         assert b" 200 " in line.recv(65536)
 
 
-def test_nobody_pushes_what_matters_out_of_the_log(live: LiveBroker, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_client_pushes_important_lines_out_of_the_log(live: LiveBroker, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     application: Any = live.server.request_callback
     application.settings["shared"].log_lines = TokenBucket(1 / 3600, burst=10)

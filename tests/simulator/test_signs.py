@@ -43,7 +43,7 @@ def test_what_is_drawn_in_one_gap_leaves_the_others_as_they_are() -> None:
     assert drawn != [signs.before(2, "s", cell, 60_000, uses_gpu=True) for cell in range(5)]
 
 
-def test_signs_spare_waits_and_their_bytes_in_vain_are_counted() -> None:
+def test_signs_save_waits_and_wasted_bytes_are_counted() -> None:
     without = run(Foresight.OFF, Signs())
     assert (without.early_resumes, without.vain_mib) == (0, 0)
     seeing = run(Foresight.DISPLACE, Signs(foresight_ms=20_000))

@@ -113,7 +113,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield World(ledger)
 
 
-def test_a_used_up_budget_puts_its_owners_kernels_behind_others_until_it_begins_anew(world: World) -> None:
+def test_a_used_up_budget_puts_its_owners_kernels_last_until_its_next_period(world: World) -> None:
     world.kernel("a")
     world.spend(999)
     assert world.priority("a") == 0
@@ -126,7 +126,7 @@ def test_a_used_up_budget_puts_its_owners_kernels_behind_others_until_it_begins_
     assert world.hand.view("a").spec.own_priority is None
 
 
-def test_where_the_pool_says_so_they_get_what_nobody_waits_for(world: World) -> None:
+def test_if_the_pool_allows_it_they_get_room_that_no_ticket_waits_for(world: World) -> None:
     world.over = (Consequence.WHEN_FREE,)
     world.kernel("a")
     world.spend(1000)

@@ -87,7 +87,7 @@ def resident(live: LiveBroker, stack: ExitStack) -> LeaseReply:
     return lease
 
 
-def test_a_refusal_reaches_everybody_who_asked_for_that_suspend_and_the_cell_is_let_in(
+def test_a_refusal_reaches_all_who_requested_the_suspend_and_lets_the_cell_in(
     live: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = asyncio.Event()

@@ -9,7 +9,9 @@ STEPS = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 3)), max_size=80)
 
 
 @given(STEPS, st.floats(0.1, 20), st.integers(1, 10))
-def test_nobody_gets_more_than_the_burst_and_the_rate(steps: list[tuple[float, int]], per_s: float, burst: int) -> None:
+def test_no_caller_gets_more_than_the_burst_and_the_rate(
+    steps: list[tuple[float, int]], per_s: float, burst: int
+) -> None:
     now_s, taken = 0.0, dict.fromkeys(range(4), 0)
     buckets = TokenBucket(per_s, burst, clock=lambda: now_s)
     for pause_s, key in steps:

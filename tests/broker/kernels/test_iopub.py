@@ -173,7 +173,7 @@ async def test_a_message_with_a_wrong_signature_teaches_nothing(line: KernelLine
     assert not watched.watch.executing, "a forged busy was believed"
 
 
-async def test_a_kernel_that_starts_anew_is_in_doubt_and_its_old_cells_are_forgotten(
+async def test_a_restarted_kernel_is_uncertain_and_its_old_cells_are_forgotten(
     line: KernelLine, watched: Watched
 ) -> None:
     await watched.settle()
@@ -239,7 +239,7 @@ async def test_more_busy_messages_than_can_be_remembered_are_doubt(
     await watched.until(lambda: not watched.watch.busy)
 
 
-async def test_a_kernel_that_talks_without_a_pause_leaves_everybody_else_a_turn(
+async def test_a_kernel_that_never_stops_sending_leaves_others_a_turn(
     line: KernelLine, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await watched.settle()

@@ -41,7 +41,7 @@ def test_who_has_no_room_in_its_group_is_pressed() -> None:
     assert rooms(a=0, b=1, c=-1, d=0) == {"a", "d"}
 
 
-def test_where_the_machine_is_full_nobody_s_group_is_to_blame() -> None:
+def test_if_the_machine_is_full_no_group_is_blamed() -> None:
     full = Headroom(0, "the system's memory")
     assert HostMemoryPressure(lambda _pid: full, lambda: full)({"a": 1}, 0.0) == set()
 

@@ -192,7 +192,7 @@ async def test_readers_who_ask_together_share_a_sample_that_was_begun_after_they
     assert len(looks) == 2
 
 
-async def test_what_goes_past_a_reservation_is_covered_by_nobody() -> None:
+async def test_memory_beyond_a_reservation_is_covered_by_no_other_lease() -> None:
     world = World(reserve_mib=500)
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 700)
     assert strangers(await world.told()) == [200]
@@ -235,9 +235,7 @@ async def test_a_look_that_a_change_overtook_is_thrown_away(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("its_own", [False, True], ids=["another's", "its own"])
-async def test_changes_without_end_blind_nobody_but_to_the_lease_that_changes(
-    monkeypatch: pytest.MonkeyPatch, its_own: bool
-) -> None:
+async def test_endless_changes_hide_only_the_lease_that_changes(monkeypatch: pytest.MonkeyPatch, its_own: bool) -> None:
     world = World()
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
     world.monitor.has_context(STRANGER, ProcessState.RUNNING, 0)
@@ -259,7 +257,7 @@ async def test_changes_without_end_blind_nobody_but_to_the_lease_that_changes(
 
 
 @pytest.mark.parametrize("waited_for", [True, False])
-def test_a_stopped_kernel_is_told_while_somebody_waits_and_again_when_it_goes_on(*, waited_for: bool) -> None:
+def test_a_stopped_kernel_is_reported_while_another_waits_and_when_it_continues(*, waited_for: bool) -> None:
     world = World()
     with subprocess.Popen([sys.executable, "-S", "-c", "open(0).read()"], stdin=subprocess.PIPE) as process:
         world.kernel.identity = identify(process.pid)

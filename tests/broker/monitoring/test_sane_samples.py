@@ -94,7 +94,7 @@ def test_no_samples_keep_a_kernel_busy_for_longer_than_documented(
 @given(step_s=st.integers(-7200, 7200), looks=LOOKS)
 @example(step_s=-3600, looks=[2 * SECOND, 2 * SECOND])
 @example(step_s=3600, looks=[2 * SECOND, 2 * SECOND])
-def test_a_clock_that_is_set_keeps_nobody_busy_and_hides_no_work(step_s: int, looks: list[int]) -> None:
+def test_setting_a_clock_keeps_no_kernel_busy_and_hides_no_work(step_s: int, looks: list[int]) -> None:
     """Samples from before the clock was set no longer count, and the kernel stays busy exactly as long as without the change."""
     clock = Clock()
 

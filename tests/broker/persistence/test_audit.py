@@ -46,7 +46,7 @@ def fresh() -> Iterator[LiveBroker]:
         yield live
 
 
-def test_every_act_of_an_administrator_is_written_with_who_and_for_whom(
+def test_every_act_of_an_administrator_is_recorded_with_both_users(
     fresh: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(residency, "_IDLE_PATIENCE_S", 0.01)  # the process answers no request, so it counts as busy
@@ -120,7 +120,7 @@ def test_what_people_do_to_their_own_kernels_is_nobodys_business(fresh: LiveBrok
     assert acts(fresh) == []
 
 
-def test_a_lease_of_another_user_or_of_a_seat_is_somebody_elses(
+def test_leases_of_another_user_or_of_a_seat_belong_to_others(
     fresh: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = fresh.lease()

@@ -127,7 +127,7 @@ async def test_a_text_that_cannot_be_written_fails_alone(ledger: Ledger) -> None
     await writer.close()
 
 
-async def test_a_write_goes_on_when_whoever_waited_for_it_is_cancelled(ledger: Ledger) -> None:
+async def test_a_write_continues_when_its_waiter_is_cancelled(ledger: Ledger) -> None:
     writer = LedgerWriter(ledger)
     waiting = asyncio.create_task(writer.run(note(ledger, "kept")))
     await asyncio.sleep(0)

@@ -24,7 +24,7 @@ class OneDevice:
 
 
 @pytest.mark.parametrize("saved_mib", [None, 0])
-async def test_what_nobody_wrote_down_comes_back_only_to_an_empty_device(saved_mib: int | None) -> None:
+async def test_saved_state_of_unknown_size_comes_back_only_to_an_empty_device(saved_mib: int | None) -> None:
     driver = Driver()
     async with kernel_of() as (kernel, _, pids):
         driver.has_context(pids[0], ProcessState.CHECKPOINTED, 300)

@@ -93,7 +93,7 @@ async def test_what_went_wrong_for_another_reason_proves_nothing(world: World) -
 
 
 @pytest.mark.parametrize("why", ["kernels", "use", "reason"])
-async def test_nobody_is_disturbed_by_it(world: World, why: str) -> None:
+async def test_it_is_not_tried_without_a_free_device(world: World, why: str) -> None:
     (device_id,) = world.specs
     if why == "kernels":
         world.kernels["lease"] = object()

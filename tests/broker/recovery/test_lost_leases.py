@@ -235,7 +235,7 @@ async def test_kernels_without_a_record_are_listed_and_nothing_of_them_is_guesse
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="starts processes of another user")
-async def test_nobody_takes_the_lease_of_another_user_by_its_id(socket: Path, connection: Path) -> None:
+async def test_a_user_cannot_take_another_users_lease_by_its_id(socket: Path, connection: Path) -> None:
     """The thief carries the id and was there first; the record names the owner's process."""
     driver = OneDevice()
     with (

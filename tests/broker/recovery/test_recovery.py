@@ -131,7 +131,7 @@ async def test_whether_a_lease_ever_had_a_process_outlives_the_broker(tmp_path: 
 
 
 @pytest.mark.promise("race-pids")
-async def test_after_a_reboot_nobody_is_taken_for_the_kernel_that_had_its_pid(tmp_path: Path) -> None:
+async def test_after_a_reboot_no_process_is_taken_for_the_kernel_that_had_its_pid(tmp_path: Path) -> None:
     """Saved state is lost with the machine's memory, and a process that happens to have the pid is no kernel."""
     driver = Driver()
     with started_for(LEASE) as process:

@@ -135,7 +135,7 @@ def test_a_seat_takes_over_no_more_than_it_has_room_for(live: LiveBroker) -> Non
         assert second.lease_id not in leases(live)
 
 
-def test_the_news_of_a_seat_have_its_users_revoked_leases_too_and_nobody_elses(live: LiveBroker) -> None:
+def test_a_seats_events_include_its_users_revoked_leases_and_no_other_users(live: LiveBroker) -> None:
     first, foreign = take(live, server="one", fraction_milli=250), take(live, owner="bob", fraction_milli=250)
     revoked, others = draw(live, first), draw(live, foreign)
     with kernel_of(live, revoked), kernel_of(live, others):

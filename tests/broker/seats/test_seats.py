@@ -121,7 +121,7 @@ def test_a_seat_has_so_many_kernels_and_no_more(live: LiveBroker) -> None:
     assert (refused["reason"], "2 kernels" in refused["message"]) == ("seat-kernels", True)
 
 
-def test_without_a_seat_nobody_gets_a_kernel_where_seats_are_required(live: LiveBroker) -> None:
+def test_without_a_seat_no_kernel_starts_if_seats_are_required(live: LiveBroker) -> None:
     refused = live.call("POST", "/v1/leases", to_builtins(LeaseRequest(fraction_milli=250))).error
     assert refused["reason"] == "no-seat"
 
@@ -275,7 +275,7 @@ def waiting_for(live: LiveBroker, owner: str, fraction_milli: int) -> Iterator[I
         yield lines
 
 
-def test_the_status_shows_seats_and_their_queue_to_whom_they_concern() -> None:
+def test_the_status_shows_seats_and_their_queue_only_to_their_users() -> None:
     nobody = pwd.getpwnam("nobody").pw_uid
     with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as small:
 

@@ -200,9 +200,7 @@ def test_by_itself_a_notice_only_tells_so_that_kernels_can_still_save(two: LiveB
     assert told() == ["revocation.host", "revocation.host-stays"]
 
 
-def test_a_full_disk_keeps_nobody_from_being_told_and_the_rest_is_done_when_it_has_room(
-    two: LiveBroker, tmp_path: Path
-) -> None:
+def test_a_full_disk_delays_no_notice_and_the_rest_is_done_later(two: LiveBroker, tmp_path: Path) -> None:
     lease, path = two.lease(), tmp_path / "revoked"
     notice = RevocationNotice(two.broker, path, 600_000, drains=True)
     path.touch()

@@ -138,7 +138,7 @@ def test_each_line_has_what_is_left_before_a_deadline(live: LiveBroker) -> None:
     live.call("DELETE", f"/v1/leases/{lease.lease_id}")
 
 
-def test_nobody_hears_of_another_users_leases(live: LiveBroker) -> None:
+def test_no_subscriber_sees_another_users_leases(live: LiveBroker) -> None:
     lease = live.lease()
 
     async def first_line(uid: int | None) -> HostStatus:
@@ -157,7 +157,7 @@ def test_nobody_hears_of_another_users_leases(live: LiveBroker) -> None:
     live.call("DELETE", f"/v1/leases/{lease.lease_id}")
 
 
-def test_quiet_is_a_keep_alive_and_costs_nothing_when_nobody_follows(
+def test_a_quiet_stream_sends_keep_alives_and_costs_nothing_without_followers(
     live: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "PULSE_S", 0.05)

@@ -77,7 +77,7 @@ def test_a_stranger_is_asked_to_end_and_then_made_to() -> None:
 
 
 @pytest.mark.parametrize("why", ["only shown", "draws", "a lease's", "carries a lease"])
-def test_whoever_may_be_there_is_left_alone(why: str) -> None:
+def test_a_process_that_may_be_on_the_device_is_left_alone(why: str) -> None:
     world = Guarded(Strangers.SHOW if why == "only shown" else Strangers.REFUSE)
     kind = ProcessKind.GRAPHICS if why == "draws" else ProcessKind.COMPUTE
     with process() as other, started_for(LEASE) as marked:

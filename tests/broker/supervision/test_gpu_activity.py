@@ -87,7 +87,7 @@ class World:
         return self.kernel.gpu_work.idle_us
 
 
-async def test_right_after_a_cell_nobody_knows_and_then_the_counters_do() -> None:
+async def test_right_after_a_cell_its_state_is_unknown_until_the_counters_tell() -> None:
     world = World()
     end_us = world.cell_ends()
     assert world.busy

@@ -76,7 +76,7 @@ async def test_a_forked_child_that_inherited_a_context_keeps_the_kernel_and_is_n
     assert truth == Truth(state=LeaseState.RESIDENT, device_id=DEVICE), "what it says decides nothing about the kernel"
 
 
-async def test_a_forked_child_of_which_the_driver_knows_nothing_does_not_matter() -> None:
+async def test_a_forked_child_unknown_to_the_driver_does_not_matter() -> None:
     driver = Driver()
     async with kernel_of(1, CLOSES, first=FORKS) as (kernel, _, pids):
         running(driver, pids)

@@ -42,7 +42,7 @@ async def test_a_restore_is_never_tried_to_find_out_whether_there_is_room() -> N
     assert driver.calls == []
 
 
-async def test_what_nobody_wrote_down_needs_what_is_reserved_for_it() -> None:
+async def test_saved_state_of_unknown_size_needs_its_whole_reservation() -> None:
     """Another program saved all its processes."""
     driver = Driver()
     driver.others_mib = 500

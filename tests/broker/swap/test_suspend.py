@@ -142,9 +142,7 @@ async def test_a_control_group_with_an_odd_name_does_not_spoil_the_sentence(monk
 
 
 @pytest.mark.parametrize("look", [1, 2], ids=["before-the-lock", "after-the-lock"])
-async def test_a_machine_that_cannot_be_looked_at_leaves_nobody_locked(
-    monkeypatch: pytest.MonkeyPatch, look: int
-) -> None:
+async def test_an_unreadable_machine_leaves_no_process_locked(monkeypatch: pytest.MonkeyPatch, look: int) -> None:
     fails_to_look(monkeypatch, SHORT, {look})
     driver = Driver()
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
@@ -156,7 +154,7 @@ async def test_a_machine_that_cannot_be_looked_at_leaves_nobody_locked(
     assert set(driver.states.values()) == {S.RUNNING}, "a process was left locked"
 
 
-async def test_a_kernel_of_which_nobody_can_tell_whether_it_lives_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_kernel_that_may_be_dead_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
 
     def is_alive(identity: ProcessIdentity) -> bool:

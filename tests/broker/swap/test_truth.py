@@ -107,7 +107,7 @@ async def test_what_a_resume_has_brought_back_needs_no_room_again(left_mib: int,
         assert ("restore" in [name for name, _ in driver.calls]) is restored
 
 
-async def test_of_what_runs_nobody_knows_how_much_of_it_was_to_be_saved() -> None:
+async def test_how_much_a_running_process_still_had_to_save_is_unknown() -> None:
     """A new broker knows only the sum: what runs next to the saved half may have come since."""
     driver = Driver()
     driver.others_mib = 200
@@ -119,7 +119,7 @@ async def test_of_what_runs_nobody_knows_how_much_of_it_was_to_be_saved() -> Non
 
 
 @pytest.mark.parametrize("state", [S.RUNNING, S.LOCKED])
-async def test_what_somebody_else_saved_comes_back_only_to_a_device_without_others(state: ProcessState) -> None:
+async def test_state_that_another_program_saved_comes_back_only_to_a_device_without_others(state: ProcessState) -> None:
     """No record says how much it is."""
     driver = Driver()
     async with kernel_of(2) as (kernel, _, pids):
@@ -132,7 +132,7 @@ async def test_what_somebody_else_saved_comes_back_only_to_a_device_without_othe
         assert await swaps_of(driver).truth(kernel, DEVICE, 0) == Truth(state=LeaseState.RESIDENT, device_id=DEVICE)
 
 
-async def test_what_somebody_else_saved_beside_what_we_did_is_not_known_either() -> None:
+async def test_state_that_another_program_saved_next_to_ours_has_an_unknown_size() -> None:
     driver = Driver()
     async with kernel_of(3, CLOSES) as (kernel, _, pids):
         await half_saved(driver, kernel, pids[:2])
@@ -154,7 +154,7 @@ async def test_a_new_suspend_does_not_go_by_what_the_last_one_saved() -> None:
         assert kernel.checkpoint.total_mib == 0
 
 
-async def test_room_is_looked_for_anew_before_a_half_saved_kernel_is_brought_back() -> None:
+async def test_room_is_checked_again_before_a_half_saved_kernel_is_brought_back() -> None:
     """The look that a broker begins with is older than the first lease it brings back."""
     driver = Driver()
     async with kernel_of(2) as (kernel, _, pids):

@@ -109,7 +109,7 @@ def test_what_may_pass_is_tried_again_at_once(measured: Measure, error: Exceptio
     assert measurement.disturbed == ({} if isinstance(error, TenantError) else {str(error): 1})
 
 
-def test_where_nothing_is_measured_alone_no_other_step_is_made_in_vain(measured: Measure) -> None:
+def test_without_a_measurement_alone_no_further_step_is_made(measured: Measure) -> None:
     def outcome(setting: Setting, count: int) -> Exception | None:
         return DisturbedError("ada worked") if setting == ALONE and 1 < count < 60 else None
 

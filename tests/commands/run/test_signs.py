@@ -74,7 +74,7 @@ def test_one_that_computes_without_a_pause_is_brought_back_now_and_then(command:
     assert command.look(BUSY_US, after_s=1)
 
 
-def test_the_next_sign_counts_later_each_time_that_it_came_back_in_vain(command: Command) -> None:
+def test_each_wasted_resume_delays_the_next_sign(command: Command) -> None:
     command.suspend()
     waits = []
     for _ in range(10):

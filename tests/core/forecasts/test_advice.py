@@ -46,7 +46,7 @@ def suggested(advice: Advice) -> tuple[Verdict, int]:
     return advice.verdict, advice.risk.share.milli
 
 
-def test_a_whole_gpu_of_which_little_is_used_gets_the_smallest_share_that_held_every_day() -> None:
+def test_a_little_used_gpu_gets_the_smallest_share_that_sufficed_every_day() -> None:
     advice = advise(days(*[15_000] * 10), WHOLE, OFFERS)
     assert suggested(advice) == (Verdict.SMALLER, 250)
     assert (advice.risk.short_days, advice.risk.days, advice.risk.short_milli) == (0, 10, 1000 // 12)

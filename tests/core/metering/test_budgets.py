@@ -68,7 +68,7 @@ def test_a_hubs_user_and_one_of_the_machine_with_the_same_name_have_a_budget_eac
     assert replace(EACH, kind="group").subject(hub) == replace(EACH, kind="group").subject(ANN)
 
 
-def test_a_budget_names_whom_and_which_pools_count() -> None:
+def test_a_budget_names_its_users_and_pools() -> None:
     assert replace(EACH, name="bob").subject(ANN) is None
     assert replace(EACH, pools=("big",)).subject(ANN) is None
     assert replace(EACH, pools=("lab", "big")).subject(ANN) == ANN_S

@@ -209,7 +209,7 @@ def test_work_is_divided_by_measured_use_and_by_share_where_none_was_measured() 
     assert energies(meter, 10_000) == {"a": 100_000, "b": 650_000, "c": 250_000}
 
 
-def test_what_nobody_held_is_the_pools() -> None:
+def test_unheld_device_time_belongs_to_the_pool() -> None:
     meter = Meter()
     meter.add_device(0, "GPU-0", "lab")
     meter.read_energy(0, 0, "GPU-0", counter_mj=0)

@@ -19,7 +19,7 @@ def test_a_cell_that_waits_and_runs() -> None:
     assert turns.turns == [Turn("a", 10, 50, 90, 100, 300)]
 
 
-def test_a_cell_that_is_preempted_is_two_turns_the_second_of_which_continues_it() -> None:
+def test_a_preempted_cell_is_two_turns_and_the_second_continues_the_first() -> None:
     turns = TurnRecorder()
     turns.saw(0, "a", WORKS, asks=True, busy=True)
     turns.saw(40, "a", AWAY, busy=True)

@@ -69,7 +69,7 @@ def test_a_watch_that_ends_begins_where_it_ended(server: ApiServer, engine: Kube
     assert any(f"resourceVersion={seen}" in watches[-1] for seen in (version, int(version) + 1, last))
 
 
-def test_an_expired_version_begins_with_a_list_anew(server: ApiServer, engine: KubernetesEngine) -> None:
+def test_an_expired_version_starts_again_with_a_list(server: ApiServer, engine: KubernetesEngine) -> None:
     """410, as an answer and as an event: a pod deleted meanwhile is gone, although no event said so."""
     server.put(pod_of(1))
     server.put(pod_of(2))

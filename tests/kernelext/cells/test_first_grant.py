@@ -189,7 +189,7 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> No
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(**contents))
 
 
-def test_frameworks_that_looked_in_vain_are_known_by_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frameworks_that_found_no_gpu_are_recognised_by_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("numba.cuda.cudadrv.driver", "jax._src.xla_bridge", "tensorflow.python.eager.context"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert not _has_searched()

@@ -28,7 +28,7 @@ def test_it_is_shut_until_it_is_opened_and_binds_the_device_before_that() -> Non
     assert gate.enter("cell")
 
 
-def test_an_opening_tells_everybody_who_waits_and_who_comes_just_then() -> None:
+def test_an_opening_gate_lets_in_all_waiting_cells_and_a_late_one() -> None:
     told: list[str] = []
     gate = Gate(ignore)
     gate.start_waiting(lambda: told.append("first"))
