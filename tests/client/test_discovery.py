@@ -179,7 +179,7 @@ def test_a_path_too_long_for_a_socket_gets_a_short_private_folder(home: Path, mo
     assert socket_path() == str(path), "the broker's, also where the disk is full"
     path.parent.rmdir()
     path.parent.symlink_to(home)
-    with pytest.raises(BrokerUnavailableError, match="is a link or no folder"):
+    with pytest.raises(BrokerUnavailableError, match="is a link or not a folder"):
         socket_path()
 
 
@@ -199,7 +199,7 @@ def test_a_socket_folder_of_another_user_is_refused(home: Path, monkeypatch: pyt
 
 def test_a_socket_folder_that_others_may_write_to_is_refused(home: Path) -> None:
     home.chmod(0o777)
-    with pytest.raises(BrokerUnavailableError, match="others may write"):
+    with pytest.raises(BrokerUnavailableError, match="other users can write"):
         ensure_broker(str(home / "b.sock"))
 
 
@@ -285,7 +285,7 @@ def test_a_start_that_fails_says_why(home: Path, code: str, says: str) -> None:
 
 
 def test_in_a_job_no_message_says_to_start_a_broker(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for job, advice in (("", "start one with `jupyter gpu broker`"), ("12", "an administrator starts the node's")):
+    for job, advice in (("", "start one with `jupyter gpu broker`"), ("12", "an administrator must start the node's")):
         monkeypatch.setenv("SLURM_JOB_ID", job)
         with BrokerClient(str(home / "b.sock")) as client, pytest.raises(BrokerUnavailableError, match=advice):
             client.ping()
@@ -354,7 +354,7 @@ def test_a_socket_in_an_open_folder_is_not_spoken_to_either_where_none_is_starte
     with unstarted_broker(token="t") as client, pytest.raises(BrokerUnavailableError, match="no GPU broker serves"):  # noqa: S106
         client.ping()
     home.chmod(0o777)
-    with pytest.raises(BrokerUnavailableError, match="others may write"):
+    with pytest.raises(BrokerUnavailableError, match="other users can write"):
         unstarted_broker()
 
 

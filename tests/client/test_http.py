@@ -108,7 +108,7 @@ def test_a_full_backlog_is_waited_out_until_the_timeout(short_path: Path) -> Non
 @pytest.mark.parametrize(
     ("error", "reason", "says"),
     [
-        (PermissionError(13, "Permission denied"), "no-access", "may not be opened by this user"),
+        (PermissionError(13, "Permission denied"), "no-access", "this user is not permitted to open"),
         (OSError(99, "Some reason"), "no-broker", "cannot be reached: Some reason"),
     ],
     ids=["no access", "another error"],
@@ -123,7 +123,9 @@ def test_a_process_without_descriptors_is_told_so_and_not_that_no_broker_serves(
     with (
         no_free_descriptors(),
         BrokerClient(str(short_path / "s")) as client,
-        pytest.raises(BrokerUnavailableError, match=r"no socket to the GPU broker .*: Too many open files") as caught,
+        pytest.raises(
+            BrokerUnavailableError, match=r"cannot open a socket to the GPU broker .*: Too many open files"
+        ) as caught,
     ):
         client.ping()
     assert caught.value.reason == "no-descriptor", "a client that finds no broker starts one"

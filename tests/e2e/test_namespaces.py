@@ -129,6 +129,6 @@ def test_where_the_broker_may_not_enter_the_kernel_counts_as_idle_by_the_counter
             (said,) = [
                 line.sentence for line in client.story(lease.lease_id).lines if line.reason == "iopub.no-permission"
             ]
-        assert "may not enter the network namespace" in said
+        assert "is not permitted to enter this kernel's network namespace" in said
         until(lambda: world.status().leases[0].state == "suspended", "the counters are quiet and its gate is closed")
         assert kernel.run(CHECK) == ["intact\n"]

@@ -266,17 +266,17 @@ def test_a_kernel_that_failed_with_its_caller_is_left_alone_and_its_user_is_told
     pid = mode.pid(notebook)
     reply = notebook.wait(die_in_the_middle(mode, notebook, operation, of=VICTIMS[victim]))
     assert reply.status == "error"
-    assert f"process {pid} met an error that cannot be corrected" in reply.error
+    assert f"an uncorrectable error of process {pid}:" in reply.error
     assert "restart the kernel" in reply.error
     lease = mode.world.lease(notebook.kernel_id)
     assert (lease.state, lease.sentence in reply.error) == ("quarantined", True), (lease, reply.error)
     assert lease.sentence in mode.story(notebook)
     explained = notebook.must("%gpu explain")
-    assert "met an error that cannot be corrected" in str(explained.data)
-    assert "met an error that cannot be corrected" in mode.world.command("explain", lease.lease_id).stdout
+    assert "an uncorrectable error of process" in str(explained.data)
+    assert "an uncorrectable error of process" in mode.world.command("explain", lease.lease_id).stdout
     assert notebook.must("%%cpu\nprint(kept)").text == "in host memory\n"
     restores = len(mode.calls("cuCheckpointProcessRestore", pid))
-    with pytest.raises(ConflictError, match="met an error"), mode.world.client() as client:
+    with pytest.raises(ConflictError, match="an uncorrectable error"), mode.world.client() as client:
         client.resume(lease.lease_id)
     assert len(mode.calls("cuCheckpointProcessRestore", pid)) == restores, "nothing is tried with it"
     mode.double.set(caller_death="back")

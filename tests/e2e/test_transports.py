@@ -69,7 +69,7 @@ def test_sockets_where_others_could_put_theirs_are_refused_and_no_kernel_stays(w
     (world.notebooks / "everybodys").chmod(0o1777)
     with entered(world):
         manager = KernelManager(kernel_name=name, transport="ipc", ip=str(world.notebooks / "everybodys" / "kernel"))
-        with pytest.raises(FractionalGPUError, match="may be written by others"):
+        with pytest.raises(FractionalGPUError, match="can be written to by other users"):
             manager.start_kernel(cwd=str(world.notebooks))
         manager.cleanup_resources()
         assert not manager.has_kernel or not manager.is_alive()

@@ -334,7 +334,7 @@ async def test_what_a_choice_leaves_out_goes_with_the_rest(options: dict[str, An
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({}, "1/8 GPU was asked; you may have 1/2"), ({"fraction": 1}, "1 GPU was asked; you may have 1/2")],
+    [({}, "1/8 GPU was requested; you may have 1/2"), ({"fraction": 1}, "1 GPU was requested; you may have 1/2")],
 )
 async def test_who_reached_a_limit_and_leaves_the_pool_out_is_told_the_limit(
     options: dict[str, Any], said: str

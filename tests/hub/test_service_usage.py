@@ -284,7 +284,7 @@ async def test_budgets_are_shown_to_whose_they_are_and_warned_of(monkeypatch: py
             ]
     assert mine.body.count('role="status" class="problem"') == 2
     assert "Your budget of 1.20 EUR per month is used up (1.23 EUR spent)" in mine.text
-    assert "The budget of the group 'lab' of 7.00 EUR per month: 6.24 EUR are spent (89 %)" in mine.text
+    assert "The budget of the group 'lab' of 7.00 EUR per month: 6.24 EUR spent (89 %)" in mine.text
     assert not re.search(r"other|bob|eve", mine.body)
     assert "Budgets" not in left.text
     assert "User bob: 1.20 EUR per month: 5.00 EUR spent, used up" in everybody.text

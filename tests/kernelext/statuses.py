@@ -124,7 +124,7 @@ COST = Cost(
             until_s=None,
             warned=True,
             used_up=False,
-            sentence="Your budget of 40 GPU hours per month: 34 GPU hours are spent (85 %); it resets on 1 December.",
+            sentence="Your budget of 40 GPU hours per month: 34 GPU hours spent (85 %); it resets on 1 December.",
         )
     ],
 )

@@ -130,18 +130,18 @@ def test_a_link_in_its_place_is_not_followed(path: Path, kept: Path) -> None:
 def test_a_log_without_its_database_is_not_restarted(kept: Path) -> None:
     kept.with_name("ledger.db-wal").write_bytes(b"committed work")
     kept.unlink()
-    with pytest.raises(LedgerError, match="is gone but its write-ahead log is still there"):
+    with pytest.raises(LedgerError, match="is missing, but its write-ahead log still exists"):
         Ledger.open(kept)
     assert not kept.exists()
 
 
 def test_a_folder_or_file_that_others_can_write_is_refused(kept: Path) -> None:
     kept.chmod(0o666)
-    with pytest.raises(LedgerError, match=r"could be written by others \(mode 0666\).*chmod 600"):
+    with pytest.raises(LedgerError, match=r"can be written to by other users \(mode 0666\).*chmod 600"):
         Ledger.open(kept)
     kept.chmod(0o600)
     kept.parent.chmod(0o777)
-    with pytest.raises(LedgerError, match=r"in a folder that others can write \(mode 0777\).*chmod go-w"):
+    with pytest.raises(LedgerError, match=r"in a folder that other users can write to \(mode 0777\).*chmod go-w"):
         Ledger.open(kept)
 
 
@@ -205,7 +205,7 @@ def test_a_damaged_ledger_names_the_command_that_sets_it_aside(tmp_path: Path, l
 def test_a_log_without_its_ledger_names_the_command_that_sets_it_aside(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.with_name("ledger.sqlite-wal").write_bytes(b"log")
-    with pytest.raises(LedgerError, match="is gone but its write-ahead log") as caught:
+    with pytest.raises(LedgerError, match="is missing, but its write-ahead log") as caught:
         Ledger.open(path)
     subprocess.run(str(caught.value).split("`")[1], shell=True, check=True)  # noqa: S602 - as a person would
     Ledger.open(path).close()

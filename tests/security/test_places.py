@@ -100,7 +100,7 @@ def test_a_broker_does_not_serve_where_others_could_have_put_something(
         options = BrokerOptions(socket=str(folder / "place" / "b.sock"), simulate="1x1GiB", detach=detach)
         assert run_broker(options) == 1
         said = capsys.readouterr().err
-        assert "belongs to another user" in said or "others may write to the folder" in said
+        assert "belongs to another user" in said or "other users can write to the folder" in said
         assert "set JUPYTER_GPU_SOCKET" in said
     assert everything(folder) == before
 

@@ -404,8 +404,9 @@ class Broker:
             return self._networks.context_for(kernel.lease_id, identity)
         except PermissionError as error:
             kernel.unheard = (
-                "the broker may not enter the network namespace of this kernel and cannot hear its messages "
-                f"({error.strerror}; it takes root): with the extension it counts as idle by the device's counters, without it as busy"
+                "the broker is not permitted to enter this kernel's network namespace and cannot read its messages "
+                f"({error.strerror}; it needs root): with the extension the kernel counts as idle by the device's counters, "
+                "without it as busy"
             )
             log.warning("lease %s: %s", kernel.lease_id[:8], kernel.unheard)
             self.record_line(kernel.lease_id, "iopub.no-permission", kernel.unheard)
@@ -417,7 +418,7 @@ class Broker:
     def _runner_ended(self, kernel: Kernel) -> None:
         """Keep a command without its runner on its device, or bring it back: nothing else would request the device for it."""
         kernel.end_runner()
-        sentence = "`jupyter gpu run` has ended, its command has not: it stays on the GPU until it ends"
+        sentence = "`jupyter gpu run` has ended, but its command still runs: it stays on the GPU until it ends"
         log.warning("lease %s: %s", kernel.lease_id[:8], sentence)
         self.record_line(kernel.lease_id, "runner.ended", sentence)
         # The arbiter may be in the middle of an event: a broker that starts introduces its leases one by one.
@@ -462,7 +463,7 @@ class Broker:
         saved_mib = view.saved_mib if view is not None else 0
         saved = f", with the {format_memory(saved_mib)} that were saved from the GPU" if saved_mib else ""
         sentence = (
-            "Host memory ran out, and the system's out-of-memory killer ended this kernel, as far as can be seen. "
+            "Host memory ran out, and it appears that the system's out-of-memory killer ended this kernel. "
             f"What was full: {full}. Its variables are lost{saved}. Keep less in memory at once, or ask for a higher limit."
         )
         log.warning("lease %s: %s", kernel.lease_id[:8], sentence)

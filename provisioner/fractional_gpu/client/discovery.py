@@ -148,8 +148,8 @@ def _check_may_start(path: str) -> None:
     """Raise BrokerUnavailableError for a service's socket, and in a job or pod, whose end could kill a broker in mid-suspend."""
     if _is_service(path):
         raise BrokerUnavailableError(
-            f"the GPU broker at {path} is a system service and does not run; "
-            "an administrator starts it (systemctl status jupyter-gpu), or removes its folder where none is to run any more"
+            f"the GPU broker at {path} is a system service that is not running; "
+            "an administrator must start it (systemctl status jupyter-gpu), or remove its folder if none should run any more"
         )
     if os.environ.get(IN_WORKLOAD) == "1":
         return
@@ -157,9 +157,9 @@ def _check_may_start(path: str) -> None:
 
     if name := own_workload(os.environ):
         raise BrokerUnavailableError(
-            f"no GPU broker serves at {path}, and none is started within {name}: it would end with it, in the middle of a suspend, say. "
-            "The node's own broker serves all its jobs and pods: an administrator starts it (`jupyter gpu broker --service`), and "
-            f"JUPYTER_GPU_SOCKET names its socket. Where {name} has its GPUs to itself, {IN_WORKLOAD}=1 lets a broker start in it",
+            f"no GPU broker serves at {path}, and none is started within {name}: it would end with it, perhaps during a suspend. "
+            "The node's own broker serves all its jobs and pods: an administrator must start it (`jupyter gpu broker --service`), and "
+            f"JUPYTER_GPU_SOCKET must name its socket. If {name} has its GPUs to itself, {IN_WORKLOAD}=1 lets a broker start in it",
             reason="in-workload",
         )
 
@@ -205,7 +205,7 @@ def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
     while (holder := claim_holder(path)) is not None or time.monotonic() < restarts_until_s:
         if holder is not None and time.monotonic() > deadline_s:
             raise BrokerUnavailableError(
-                f"the GPU broker at {path} runs (process {holder}), but its socket is gone, and it did not put it back within "
+                f"the GPU broker at {path} runs (process {holder}), but its socket is gone, and it did not restore it within "
                 f"{timeout_s:g} s: its log says why; `jupyter gpu broker --restart --socket {path}` restarts it, which loses nothing of "
                 "any kernel"
             )
@@ -316,8 +316,8 @@ def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | Non
         # At most one link (0: it is being replaced): another could be in someone else's folder.
         if not ours or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_nlink > 1:
             raise BrokerUnavailableError(
-                f"{settings} says how to start the GPU broker, but others could have written it: it must be a plain "
-                "file that belongs to you or root and that only its owner may write to; delete it or repair its mode"
+                f"{settings} says how to start the GPU broker, but others could have written it: it must be a regular "
+                "file that belongs to you or root and that only its owner can write to; delete it or fix its mode"
             )
         text = os.read(descriptor, _LONGEST_SETTINGS)
     finally:
@@ -352,12 +352,12 @@ def check_folder(path: str) -> None:
     if foreign is not None:
         raise BrokerUnavailableError(
             f"the folder of the GPU broker's socket, {folder}, belongs to another user (uid {foreign}); "
-            "set JUPYTER_GPU_SOCKET to a path in a folder of your own, or under /run for a system service"
+            "set JUPYTER_GPU_SOCKET to a path in a folder that you own, or under /run for a system service"
         )
     check_above(folder)
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BrokerUnavailableError(
-            f"others may write to the folder of the GPU broker's socket, {folder} (mode "
+            f"other users can write to the folder of the GPU broker's socket, {folder} (mode "
             f"{stat.S_IMODE(status.st_mode):04o}); "
             "set JUPYTER_GPU_SOCKET to a path in a folder that only you can write to"
         )
@@ -380,7 +380,7 @@ def check_above(folder: Path) -> None:
         above, uid = found
         raise BrokerUnavailableError(
             f"the folder of the GPU broker's socket, {folder}, lies below {above}, which belongs to another user (uid {uid}), who could "
-            "put another folder in its place; set JUPYTER_GPU_SOCKET to a path below folders of yours or of root's"
+            "put another folder in its place; set JUPYTER_GPU_SOCKET to a path below folders that you or root own"
         )
 
 
@@ -392,8 +392,8 @@ def _make_private(folder: Path) -> None:
         wrong = f"cannot be made: {error.strerror}"
     if wrong:
         raise BrokerUnavailableError(
-            f"the folder {folder} for the GPU broker's socket and tokens {wrong}; remove it, or set JUPYTER_RUNTIME_DIR to a folder of "
-            "your own"
+            f"the folder {folder} for the GPU broker's socket and tokens {wrong}; remove it, or set JUPYTER_RUNTIME_DIR to a folder that "
+            "you own"
         )
 
 

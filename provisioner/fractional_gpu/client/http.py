@@ -129,7 +129,7 @@ class Connection:
         if token is not None and not (0 < len(token) <= MAX_STRING and token.isascii() and token.isprintable()):
             raise BadRequestError(
                 f"the lease's token is not one line of 1 to {MAX_STRING} printable characters; its file was changed: "
-                "remove it (a kernel is known without it), and try again",
+                "remove it (the broker knows a kernel without it), and try again",
                 reason="bad-token",
             )
         if body is not None and len(body) > MAX_BODY_BYTES:
@@ -271,7 +271,7 @@ class Call:
 
     def _check(self) -> None:
         if self._given_up.is_set():
-            raise BrokerUnavailableError("the call to the GPU broker was given up", reason="hung-up")
+            raise BrokerUnavailableError("the call to the GPU broker was abandoned", reason="hung-up")
 
 
 def _check_size(size: int) -> None:
@@ -284,7 +284,7 @@ def _connect(path: str, timeout_s: float | None) -> socket.socket:
     try:
         sock = _open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
-        why = f"this process can open no socket to the GPU broker at {path}: {error.strerror}"
+        why = f"this process cannot open a socket to the GPU broker at {path}: {error.strerror}"
         raise BrokerUnavailableError(why, reason="no-descriptor") from error
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     try:
@@ -312,17 +312,19 @@ def _no_connection(path: str, error: OSError) -> BrokerUnavailableError:
         from fractional_gpu.host.workload import own_workload  # noqa: PLC0415 - only if none serves
 
         start = (
-            "an administrator starts the node's" if own_workload(os.environ) else "start one with `jupyter gpu broker`"
+            "an administrator must start the node's"
+            if own_workload(os.environ)
+            else "start one with `jupyter gpu broker`"
         )
         why = f"no GPU broker serves at {path}; {start}, or set JUPYTER_GPU_SOCKET to the socket of one that runs"
     elif isinstance(error, PermissionError):
         reason = "no-access"
-        why = f"the socket of the GPU broker, {path}, may not be opened by this user; ask the administrator for access"
+        why = f"this user is not permitted to open the GPU broker's socket, {path}; ask the administrator for access"
     elif error.errno == errno.EAGAIN:
         # A full backlog means that a broker runs but accepts nothing: do not start a second one.
         reason = "timeout"
         why = (
-            f"the GPU broker at {path} takes no connections now: it is overloaded or stopped; if it stays so, "
+            f"the GPU broker at {path} accepts no connections now: it is overloaded or stopped; if it stays so, "
             f"`jupyter gpu broker --restart --socket {path}` replaces it, which loses nothing of any kernel"
         )
     else:

@@ -166,7 +166,7 @@ def make_own_folder(folder: Path, *, or_link: bool = False) -> str:
         folder.mkdir(mode=0o700)
     link, status = folder.lstat(), folder.stat()
     if not stat.S_ISDIR(status.st_mode) or (stat.S_ISLNK(link.st_mode) and not or_link):
-        return "is a link or no folder"
+        return "is a link or not a folder"
     foreign = next((one.st_uid for one in (link, status) if one.st_uid != os.geteuid()), None)
     if foreign is not None:
         return f"belongs to another user (uid {foreign})"
@@ -177,6 +177,6 @@ def make_own_folder(folder: Path, *, or_link: bool = False) -> str:
 
 def _unusable(folder: Path, wrong: str) -> BrokerUnavailableError:
     return BrokerUnavailableError(
-        f"the folder {folder} for the GPU broker's ledger {wrong}; mend that, or choose another one with --state-dir or "
+        f"the folder {folder} for the GPU broker's ledger {wrong}; fix that, or choose another folder with --state-dir or "
         "c.GPUBroker.state_dir: an absolute path on a local disk"
     )

@@ -161,7 +161,7 @@ class Ledger:
                 lock = opening.lock(path)
                 close(self._lock_descriptor)
                 self._lock_descriptor = lock
-            remedy = "check its folder and the room on its disk"
+            remedy = "check its folder and the free space on its disk"
             with opening.explained(path, "was deleted and cannot be written again", remedy):
                 opening.copy_whole(path, connection)
                 if taken[""] not in (None, self._files[""]):
@@ -444,7 +444,7 @@ class Ledger:
         except (sqlite3.IntegrityError, OverflowError, UnicodeEncodeError) as error:
             raise RecordError(str(error)) from error
         except sqlite3.Error as error:
-            remedy = "nothing of this change was kept; check the disk and its free room, then start the broker again"
+            remedy = "the change was not saved; check the disk and its free space, then start the broker again"
             raise opening.ledger_error(self.path, f"cannot be used: {error}", remedy) from error
 
     def _roll_back(self, connection: sqlite3.Connection) -> None:

@@ -31,8 +31,8 @@ def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerErr
     """The default remedy: restore a backup, or set the file aside."""
     if remedy is None:
         remedy = (
-            f"it is unchanged: put a backup in its place, or set it aside with `{set_aside_command(path)}`; the next broker then "
-            "takes the kernels that live back, suspended ones too"
+            f"it is unchanged: restore a backup, or set it aside with `{set_aside_command(path)}`; the next broker then "
+            "recovers the running kernels, including suspended ones"
         )
     return LedgerError(f"the ledger {path} {wrong}; {remedy}")
 
@@ -168,7 +168,7 @@ def _check_folder(path: Path) -> None:
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
         raise ledger_error(
             path,
-            f"is in a folder that others can write (mode {found.st_mode & 0o777:04o})",
+            f"is in a folder that other users can write to (mode {found.st_mode & 0o777:04o})",
             f"run: chmod go-w {folder}",
         )
 
@@ -181,7 +181,7 @@ def _check_names(path: Path) -> None:
             raise ledger_error(
                 path,
                 f"would change another file: {one.name} has {names} names (hard links)",
-                f"`find / -samefile {one}` lists them; remove the other ones, or move this one away",
+                f"`find / -samefile {one}` lists them; remove the others, or move this one away",
             )
 
 
@@ -202,7 +202,7 @@ def _check_file(path: Path, found: os.stat_result) -> None:
     if found.st_mode & 0o022:
         raise ledger_error(
             path,
-            f"could be written by others (mode {found.st_mode & 0o777:04o})",
+            f"can be written to by other users (mode {found.st_mode & 0o777:04o})",
             f"if its contents can be trusted, run: chmod 600 {path}",
         )
     # Closing any descriptor of a file drops all the process's POSIX locks on it, even SQLite's. We hold the ledger's lock,
@@ -218,7 +218,7 @@ def _check_file(path: Path, found: os.stat_result) -> None:
     if not header:
         raise ledger_error(path, "is empty (zero bytes)")
     if len(header) < _HEADER_BYTES or not header.startswith(_MAGIC):
-        raise ledger_error(path, "is not a ledger (or its beginning is destroyed)")
+        raise ledger_error(path, "is not a ledger (or its header is damaged)")
     if int.from_bytes(header[68:72], "big") != APPLICATION_ID:
         raise ledger_error(path, "is a database of another program", "choose another state_dir")
 
@@ -256,11 +256,11 @@ def _create(path: Path) -> None:
     if path.with_name(path.name + "-wal").exists():
         raise ledger_error(
             path,
-            "is gone but its write-ahead log is still there",
-            f"put the database back, or set the log aside with `{set_aside_command(path)}`; the next broker then takes the kernels that "
-            "live back, suspended ones too",
+            "is missing, but its write-ahead log still exists",
+            f"put the database back, or set the log aside with `{set_aside_command(path)}`; the next broker then recovers "
+            "the running kernels, including suspended ones",
         )
-    with explained(path, "cannot be created", "check the folder's owner and mode and the room on its disk"):
+    with explained(path, "cannot be created", "check the folder's owner and mode and the free space on its disk"):
         unfinished, descriptor = _new_file(path)
         os.close(descriptor)
         with contextlib.closing(connect_existing(unfinished)) as connection:

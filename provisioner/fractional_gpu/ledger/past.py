@@ -30,7 +30,7 @@ def read_past(path: Path) -> list[PastLease]:
             (application,) = reader.execute("PRAGMA application_id").fetchone()
             if application != APPLICATION_ID:
                 raise ledger_error(
-                    path, "is no ledger of this program", "name the file ledger.sqlite of a broker's folder"
+                    path, "is not a ledger of this program", "name the file ledger.sqlite of a broker's folder"
                 )
             leases = {
                 str(lease_id): PastLease(msgspec.json.decode(document, type=LeaseRecord).spec, created_ms, ended_ms)

@@ -103,7 +103,7 @@ def decode_json(text: bytes) -> object:
     try:
         decoded: object = msgspec.json.decode(text)
     except _NOT_JSON:
-        raise InternalBrokerError("the broker's answer is not JSON; look into the broker's log") from None
+        raise InternalBrokerError("the broker's answer is not JSON; see the broker's log") from None
     return decoded
 
 
@@ -113,7 +113,7 @@ def decode_reply(payload: object, kind: type[Message]) -> Message:
         return msgspec.convert(payload, kind)
     except msgspec.ValidationError as error:
         raise InternalBrokerError(
-            f"the broker's answer is not a {kind.__name__} that this version understands: {error}; is the broker of another version?"
+            f"the broker's answer is not a {kind.__name__} that this version understands: {error}; does the broker have another version?"
         ) from None
 
 

@@ -44,7 +44,7 @@ def decode_acting_for(values: Sequence[str]) -> str | None:
         return None
     if len(values) > 1:
         raise BadRequestError(
-            f"the header {ACTING_FOR} is there {len(values)} times; send one", reason="bad-acting-for"
+            f"the header {ACTING_FOR} was sent {len(values)} times; send it once", reason="bad-acting-for"
         )
     try:
         name = unquote(values[0], errors="strict")
@@ -62,7 +62,7 @@ def _check(name: str) -> str:
         has = f", with {found}" if (found := describe_unprintable(name)) else ""
         raise BadRequestError(
             f"{ACTING_FOR} is {name[:80]!a} ({len(name)} characters{has}); allowed: a name of 1 to {MAX_ACTING_FOR} printable "
-            "characters; a user with another name has to be renamed at the hub",
+            "characters; an administrator must rename other users at the hub",
             reason="bad-acting-for",
         )
     return name
@@ -88,9 +88,9 @@ STATES: Final[Mapping[str, StateWords]] = {
     "resuming": StateWords("being resumed", "on its way back to the GPU"),
     "quarantined": StateWords(
         "unknown, under examination",
-        "unknown: the broker examines the GPU, and leaves this kernel alone until then",
+        "unknown: the broker is examining the GPU, and leaves this kernel alone until it is done",
     ),
-    "ended": StateWords("ended", "ended; a new share takes a restart of the kernel, which loses its variables"),
+    "ended": StateWords("ended", "ended; restart the kernel for a new share, which loses its variables"),
 }
 
 

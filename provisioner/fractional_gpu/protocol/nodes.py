@@ -75,7 +75,7 @@ def encode_summary(summary: NodeSummary) -> str:
 def parse_summary(text: str) -> NodeSummary:
     """Parse a summary. Raises ValueError that says what is wrong."""
     if len(text.encode(errors="replace")) > MAX_SUMMARY:
-        raise ValueError(f"a node's summary has more than {MAX_SUMMARY} bytes; its agent writes none so long")
+        raise ValueError(f"a node's summary has more than {MAX_SUMMARY} bytes; its agent never writes one that long")
     try:
         summary = msgspec.json.decode(text, type=NodeSummary)
     except (msgspec.DecodeError, UnicodeDecodeError, UnicodeEncodeError, RecursionError) as error:

@@ -137,17 +137,18 @@ CAPACITY: "Route[EmptyRequest, Capacity]" = Route("capacity", "GET", "/v1/capaci
     "what each pool could still give")
 METRICS = Route("metrics", "GET", "/v1/metrics", EmptyRequest, EmptyRequest, ANYONE, "totals in Prometheus's text format")
 USAGE: "Route[UsageQuery, UsageReport]" = Route("usage", "GET", "/v1/usage", "accounts.UsageQuery", "accounts.UsageReport", ANYONE,
-    "sums of what leases used, of what the caller may see")
+    "totals of what leases used, as far as the caller may see them")
 BUDGETS: "Route[EmptyRequest, BudgetList]" = Route("budgets", "GET", "/v1/budgets", EmptyRequest, "accounts.BudgetList", ANYONE,
     "the budgets that the caller may see")
 EXTEND_BUDGET: "Route[BudgetExtension, BudgetList]" = Route("extend", "POST", "/v1/budgets/extend", "accounts.BudgetExtension",
-    "accounts.BudgetList", ADMIN, "more for a user or a group", audited="budget.extend")
+    "accounts.BudgetList", ADMIN, "raise the budget of a user or a group", audited="budget.extend")
 
 CREATE = Route("create", "POST", "/v1/leases", LeaseRequest, LeaseReply, ANYONE, "a new lease; it never queues")
 SHOW: "Route[FreshQuery, LeaseStatus]" = Route("lease", "GET", _L, FreshQuery, "status.LeaseStatus", LEASE, "one lease")
-RELEASE = Route("release", "DELETE", _L, EmptyRequest, Done, LEASE, "end it; nothing if it has ended", audited="release", reserved=True)
+RELEASE = Route("release", "DELETE", _L, EmptyRequest, Done, LEASE, "end it; no effect if it has ended", audited="release",
+    reserved=True)
 ATTACH: "Route[AttachRequest, LeaseStatus]" = Route("attach", "POST", _L + "/attach", AttachRequest, "status.LeaseStatus", KERNEL,
-    "its process, and how to listen to that")
+    "name its process, and how to listen to it")
 DETACH = Route("detach", "POST", _L + "/detach", EmptyRequest, Done, KERNEL, "its process is gone or about to be replaced", reserved=True)
 ACQUIRE = Route("acquire", "POST", _L + "/acquire", AcquireRequest, Progress, KERNEL,
     "wait for the GPU; the last line is `granted` or `refused`, with `hold` it is in use until the client hangs up", lines=True)
@@ -163,11 +164,11 @@ SUSPEND: "Route[EmptyRequest, LeaseStatus]" = Route("suspend", "POST", _L + "/su
 RESUME: "Route[ResumeRequest, LeaseStatus]" = Route("resume", "POST", _L + "/resume", ResumeRequest, "status.LeaseStatus", LEASE,
     "bring it back", audited="resume",
     waits_s=MAX_WAIT_S, withdraws=True)
-EXPECT = Route("expect", "POST", _L + "/expect", ExpectRequest, Done, LEASE, "a sign that its next cell is near")
+EXPECT = Route("expect", "POST", _L + "/expect", ExpectRequest, Done, LEASE, "announce that its next cell is near")
 PIN: "Route[PinRequest, LeaseStatus]" = Route("pin", "POST", _L + "/pin", PinRequest, "status.LeaseStatus", LEASE,
     "keep it resident for a while", audited="pin")
 UNPIN: "Route[EmptyRequest, LeaseStatus]" = Route("unpin", "POST", _L + "/unpin", EmptyRequest, "status.LeaseStatus", LEASE,
-    "end that", audited="unpin")
+    "stop pinning it", audited="unpin")
 NOTE: "Route[NoteRequest, LeaseStatus]" = Route("note", "POST", _L + "/note", NoteRequest, "status.LeaseStatus", LEASE,
     "the user's own words about it, of printable characters; empty: none", audited="note")
 RESIZE: "Route[ResizeRequest, LeaseStatus]" = Route("resize", "POST", _L + "/resize", ResizeRequest, "status.LeaseStatus", LEASE,
@@ -180,7 +181,7 @@ EVICT = Route("evict", "POST", _L + "/evict", EvictRequest, Done, ADMIN, "end th
 END = Route("end", "POST", _L + "/end", EmptyRequest, Done, LEASE, "end the processes that its kernel left", audited="end",
     waits_s=_END_S)
 STORY: "Route[EmptyRequest, Story]" = Route("story", "GET", _L + "/story", EmptyRequest, "status.Story", LEASE,
-    "why everything happened to it")
+    "what happened to it, and why")
 HISTORY: "Route[EmptyRequest, History]" = Route("history", "GET", _L + "/history", EmptyRequest, "status.History", LEASE,
     "its memory and state over time")
 COST: "Route[EmptyRequest, Cost]" = Route("cost", "GET", _L + "/cost", EmptyRequest, "accounts.Cost", LEASE, "what it and its user used")
@@ -198,7 +199,7 @@ TAKE_SEAT: "Route[SeatRequest, SeatProgress]" = Route("take", "POST", "/v1/seats
     "wait for a seat; the last line is `granted` or `refused`", audited="seat.give", lines=True)
 CONFIRM_SEAT: "Route[EmptyRequest, SeatStatus]" = Route("confirm", "POST", _S + "/confirm", EmptyRequest, "status.SeatStatus", ADMIN,
     "the hub has saved it: it does not expire")
-RELEASE_SEAT = Route("unseat", "DELETE", _S, EmptyRequest, Done, ADMIN, "end it; nothing if it has ended", audited="seat.end")
+RELEASE_SEAT = Route("unseat", "DELETE", _S, EmptyRequest, Done, ADMIN, "end it; no effect if it has ended", audited="seat.end")
 POOLS: "Route[EmptyRequest, PoolList]" = Route("pools", "GET", "/v1/pools", EmptyRequest, "seats.PoolList", ADMIN,
     "every key of every pool, as it is now")
 CHANGE_POOL: "Route[PoolChange, PoolKeys]" = Route("change", "POST", "/v1/pools/{pool}", "seats.PoolChange", "seats.PoolKeys", ADMIN,

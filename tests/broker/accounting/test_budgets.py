@@ -143,7 +143,7 @@ def test_a_notebook_is_told_once_at_four_fifths_and_once_at_the_end(world: World
     world.spend(100)
     world.keeper.apply()
     assert [one.split(";")[0] for one in link.said] == [
-        "Your budget of 1.00 EUR per day: 0.80 EUR are spent (80 %)",
+        "Your budget of 1.00 EUR per day: 0.80 EUR spent (80 %)",
     ]
     assert "(90 %)" in world.kernels["a"].budget  # the status stays correct
     world.spend(100)
@@ -209,7 +209,7 @@ async def test_what_an_administrator_adds_counts_at_once_and_until_its_end(world
     world.spend(1000)
     await world.keeper.extend(ANN, world.keeper.matching(ANN, "money", "EUR"), 500, None)
     assert world.priority("a") == 0
-    assert "and what was added, 1.50 EUR in all" in world.keeper.status(Party("p", "ann"))[0].sentence
+    assert "plus additions, 1.50 EUR in total" in world.keeper.status(Party("p", "ann"))[0].sentence
     world.restart()
     assert world.priority("a") == 0
     world.spend(500)

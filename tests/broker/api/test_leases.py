@@ -107,8 +107,8 @@ def test_a_process_of_another_user_is_refused(live: LiveBroker) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"start_time": 1}, "is another process than the one stated (start time differs)"),
-        ({"boot_id": "yesterday"}, "is another process than the one stated"),
+        ({"start_time": 1}, "is not the process that the request describes (start time differs)"),
+        ({"boot_id": "yesterday"}, "is not the process that the request describes"),
         ({"pid": 2**22 + 1}, "is not a process that can hold a lease: no process has the id"),
         ({"pid": 2**62}, "is not a process that can hold a lease"),
         ({"pid": 0}, "process ids are positive"),

@@ -35,7 +35,7 @@ def test_a_folder_that_only_its_user_can_write_is_a_place_for_sockets(folder: Pa
         (0o770, 0o700, "mode 0770"),
         (0o702, 0o700, "mode 0702"),
         (0o1777, 0o700, "mode 1777"),
-        (0o700, 0o770, "exchanged by others.*above"),
+        (0o700, 0o770, "replaced by other users.*above"),
     ],
 )
 def test_a_folder_that_others_can_write_or_exchange_is_none(folder: Path, own: int, above: int, says: str) -> None:

@@ -97,7 +97,7 @@ def lease_of(environment: dict[str, str]) -> KernelLease:
 
 def test_a_library_that_is_not_there_stops_the_broker(tmp_path: Path) -> None:
     library = tmp_path / "libvgpu.so"
-    with pytest.raises(ConfigError, match="there is no such file: install HAMi-core"):
+    with pytest.raises(ConfigError, match="which does not exist: install HAMi-core"):
         check_pools([pool(library=str(library))], {}, simulated=False)
     library.touch()
     check_pools([pool(library=str(library))], {}, simulated=False)

@@ -78,7 +78,7 @@ def test_a_blocked_loop_is_ended_with_the_stacks_of_its_threads_in_the_log(log_f
     asyncio.run(blocked())
     assert ends.codes == [EXIT_HUNG]
     text = log_file.read_text()
-    assert "CRITICAL the event loop has stood still" in text
+    assert "CRITICAL the event loop has been blocked" in text
     assert "in a_recognizable_place" in text
 
 

@@ -67,7 +67,7 @@ def test_what_cannot_be_understood_is_forgotten_with_a_word(
         with caplog.at_level(logging.WARNING):
             assert load_forecasts(ledger) == Forecasts()
             assert load_context_sizes(ledger) == ContextSizes()
-    assert caplog.text.count("saved forecasts cannot be used") == 2
+    assert caplog.text.count("cannot use saved forecasts") == 2
 
 
 @pytest.mark.parametrize(

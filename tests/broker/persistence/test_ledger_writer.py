@@ -94,7 +94,7 @@ async def test_a_write_that_does_not_fit_fails_alone(ledger: Ledger, caplog: pyt
         await bad
     await writer.close()
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == [
-        "the ledger was not written: no such operation is open"
+        "cannot write the ledger: no such operation is open"
     ]
 
 

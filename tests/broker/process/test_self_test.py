@@ -88,7 +88,7 @@ async def test_missing_rights_come_as_a_failure_of_the_operating_system_and_are_
 
 async def test_what_went_wrong_for_another_reason_proves_nothing(world: World) -> None:
     faults.inject(world.folder, "checkpoint", f"fail:{GPUErrorCode.OPERATING_SYSTEM.value}")
-    assert "checkpointing was tried" in await world.found()
+    assert "checkpoint self-test: " in await world.found()
     assert world.why_not == ""
 
 
@@ -101,4 +101,4 @@ async def test_it_is_not_tried_without_a_free_device(world: World, why: str) -> 
         world.used_mib[device_id] = 300
     else:
         world.specs[device_id] = DeviceSpec(device_id=device_id, name="G", memory_mib=512, why_not="MIG")
-    assert await world.found() == "checkpointing was not tried: no device is free for it"
+    assert await world.found() == "checkpoint self-test skipped: no device is free for it"

@@ -115,7 +115,7 @@ def test_a_service_is_roots_and_where_users_reach_it(folder: Path, monkeypatch: 
     with pytest.raises(BrokerUnavailableError, match=f"users cannot enter {closed}"):
         restarting.make_socket_folder(str(closed / "gpu" / "broker.sock"), service=True)
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
-    with pytest.raises(BrokerUnavailableError, match="runs as root, and this is uid 1234"):
+    with pytest.raises(BrokerUnavailableError, match="must run as root, but this is uid 1234"):
         restarting.make_socket_folder(str(folder / "gpu" / "broker.sock"), service=True)
 
 
@@ -188,7 +188,7 @@ except BrokerUnavailableError as error:
     done = subprocess.run(
         [sys.executable, "-c", ask], env=environment(), capture_output=True, text=True, timeout=60, check=True, cwd="/"
     )
-    assert "is a system service and does not run" in done.stdout
+    assert "is a system service that is not running" in done.stdout
 
 
 def test_a_user_who_starts_a_broker_on_a_services_socket_is_told_whose_it_is() -> None:

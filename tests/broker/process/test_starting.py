@@ -80,8 +80,8 @@ def foreign(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (garbage, ["is not a ledger", "put a backup in its place"]),
-        (emptiness, ["is empty (zero bytes)", "put a backup in its place"]),
+        (garbage, ["is not a ledger", "restore a backup"]),
+        (emptiness, ["is empty (zero bytes)", "restore a backup"]),
         (folder, ["is a directory, not a regular file", "move it away or choose another state_dir"]),
         (newer, ["was written by another version (schema 999", "install that version again"]),
         (foreign, ["is a database of another program", "choose another state_dir"]),

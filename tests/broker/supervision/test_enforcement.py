@@ -103,7 +103,7 @@ def test_a_process_that_may_not_be_ended_is_shown_and_not_tried_again(
         world.see(stranger.pid)
         for _ in range(3):
             world.passes(PATIENCE_S, stranger.pid)
-    assert caplog.text.count("may not be ended by the broker's user") == 1
+    assert caplog.text.count("the broker's user is not permitted to end process") == 1
 
 
 def breach(action: Breach) -> CapBreached:

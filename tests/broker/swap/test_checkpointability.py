@@ -69,7 +69,7 @@ async def test_members_of_a_collective_are_left_alone_and_a_single_process_is_no
         pids = [stack.enter_context(mapping(segment, "remove")) for _ in range(2)]
         members = [identify(pid) for pid in pids]
         why = await why_not_checkpointable(Arbiter(), kernel, members, NOTHING)
-        assert f"{min(pids)}, {max(pids)} share memory of NCCL" in why
+        assert f"{min(pids)}, {max(pids)} share NCCL memory" in why
         assert await why_not_checkpointable(Arbiter(), kernel, members[:1], NOTHING) == ""
 
 

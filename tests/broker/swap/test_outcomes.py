@@ -39,7 +39,10 @@ async def suspend(step: str, code: GPUErrorCode, leaves: ProcessState | None = N
         if leaves is not None:
             driver.leaves[step, pid] = leaves
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
-    worded = {GPUErrorCode.NOT_READY: "GPU work under way", GPUErrorCode.NOT_INITIALIZED: "the driver does not know it"}
+    worded = {
+        GPUErrorCode.NOT_READY: "GPU work under way",
+        GPUErrorCode.NOT_INITIALIZED: "the driver does not know the process",
+    }
     assert (worded.get(code, "failed as told") if step == "lock" else "failed as told") in sentence
     return outcome, driver
 

@@ -14,7 +14,7 @@ from fractional_gpu.jupyter.kernelspecs import InstalledSpec
 GOOD = ok("versions", "all new")
 ODD = note("driver", "no GPU")
 BAD = warning("mps", "MPS runs", "stop it")
-WORST = problem("ledger", "damaged", "put a backup in its place")
+WORST = problem("ledger", "damaged", "restore a backup")
 
 
 def test_only_errors_fail() -> None:
@@ -50,7 +50,7 @@ HAS_GPU, NO_GPU = ok("driver", "580"), warning("driver", "no GPU was found: no d
 @pytest.mark.parametrize(
     ("findings", "specs", "step"),
     [
-        ([NO_GPU, WORST], [SIMULATED], "fix the error in the check `ledger`: put a backup in its place"),
+        ([NO_GPU, WORST], [SIMULATED], "fix the error in the check `ledger`: restore a backup"),
         ([NO_GPU], [], "`jupyter gpu demo`"),
         ([NO_GPU], [REAL], "`jupyter gpu demo`"),
         ([NO_GPU], [REAL, SIMULATED], "choose the kernel '1/4 simulated'"),
@@ -81,7 +81,7 @@ def test_json_has_everything_and_the_worst_severity() -> None:
         "check": "ledger",
         "severity": "error",
         "finding": "damaged",
-        "advice": "put a backup in its place",
+        "advice": "restore a backup",
     }
     left = {"ok": True, "worst": "warning", "findings": [], "next": "stop it"}
     assert json.loads(as_json([ODD, BAD], "stop it")) | {"findings": []} == left

@@ -240,13 +240,13 @@ class BudgetKeeper:
         percent = state.spent * 100 // max(1, state.amount)
         more = ""
         if state.amount != budget.amount:
-            more = f" and what was added, {format_amount(budget.unit, state.amount, budget.currency)} in all"
+            more = f" plus additions, {format_amount(budget.unit, state.amount, budget.currency)} in total"
         until_s = end_of(budget, self._now_s())
-        reset = "what was spent counts less and less"
+        reset = "earlier spending counts less and less"
         if until_s is not None:
             reset = time.strftime("it resets on %A, %d %B", time.localtime(until_s))
         if not state.is_used_up:
-            return f"{whose} of {budget.text}{more}: {spent} are spent ({percent} %); {reset}."
+            return f"{whose} of {budget.text}{more}: {spent} spent ({percent} %); {reset}."
         follows = [_WHAT_FOLLOWS[one] for one in self._terms(pool).over_budget] if pool else []
         what = f": {' and '.join(follows)}" if follows else ""
         return (
@@ -262,5 +262,5 @@ def _read_extras(ledger: Ledger) -> list[Extra]:
     try:
         return msgspec.json.decode(ledger.kept(_EXTRAS) or "[]", type=list[Extra])
     except msgspec.DecodeError as error:
-        log.warning("what was added to budgets cannot be read: %s", error)
+        log.warning("cannot read the amounts added to budgets: %s", error)
         return []

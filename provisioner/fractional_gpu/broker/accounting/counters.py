@@ -42,18 +42,18 @@ class _Total:
 
 
 _FIGURES: Final = (
-    _Total("reserved_gpu_seconds", "GPU time of leases with a process, by shares: 4 s of 1/4 GPU are 1 s", "reserved_share", _SHARE_S),
-    _Total("held_gpu_seconds", "GPU time of leases with room on a device, by shares", "held_share", _SHARE_S),
-    _Total("busy_gpu_seconds", "GPU time of leases that ran a cell on a device, by shares", "busy_share", _SHARE_S),
-    _Total("suspended_gpu_seconds", "GPU time that suspended leases left to others, by shares", "suspended_share", _SHARE_S),
-    _Total("charged_gpu_seconds", "GPU time that counts by the pool's terms, by shares", "charged_share", _SHARE_S),
+    _Total("reserved_gpu_seconds", "GPU time of leases with a process, by share: 4 s of 1/4 GPU count as 1 s", "reserved_share", _SHARE_S),
+    _Total("held_gpu_seconds", "GPU time of leases with room on a device, weighted by share", "held_share", _SHARE_S),
+    _Total("busy_gpu_seconds", "GPU time of leases that ran a cell on a device, weighted by share", "busy_share", _SHARE_S),
+    _Total("suspended_gpu_seconds", "GPU time that suspended leases left to others, weighted by share", "suspended_share", _SHARE_S),
+    _Total("charged_gpu_seconds", "GPU time charged under the pool's terms, weighted by share", "charged_share", _SHARE_S),
     _Total("occupied_device_seconds", "Time for which leases held devices, divided among them by their shares", "occupied_us", 1e6),
-    _Total("device_seconds", "Time of devices in all", "occupied_us", 1e6, of_leases=False),
+    _Total("device_seconds", "Total time of all devices", "occupied_us", 1e6, of_leases=False),
     _Total("lease_energy_joules", "Energy that leases drew, with their part of the idle draw", "energy_mj", 1e3),
-    _Total("energy_joules", "Energy that devices drew in all", "energy_mj", 1e3, of_leases=False),
+    _Total("energy_joules", "Total energy that devices drew", "energy_mj", 1e3, of_leases=False),
     _Total("moved_bytes", "Device memory that suspends and resumes of leases moved", "moved_mib", 1 / 2**20),
-    _Total("charged_amount", "What leases are charged, in units of the currency", "charge_milli", 1e3, in_money=True),
-    _Total("resident_amount", "What they would be charged if none had been suspended", "resident_milli", 1e3, in_money=True),
+    _Total("charged_amount", "Charges for leases, in units of the currency", "charge_milli", 1e3, in_money=True),
+    _Total("resident_amount", "Charges for leases if none had been suspended", "resident_milli", 1e3, in_money=True),
 )  # fmt: skip
 
 

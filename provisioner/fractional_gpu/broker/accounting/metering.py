@@ -189,7 +189,7 @@ def _read_state(ledger: Ledger) -> _State:
     try:
         return msgspec.json.decode(ledger.kept(METER) or "{}", type=_State)
     except msgspec.DecodeError as error:
-        log.warning("the state of the last meter cannot be used: %s", error)
+        log.warning("cannot use the previous meter's state: %s", error)
         return _State()
 
 

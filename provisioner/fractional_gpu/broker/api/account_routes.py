@@ -48,7 +48,7 @@ async def _usage(call: Call[UsageQuery]) -> UsageReport:
     by = tuple(one for one in query.by.split(",") if one)
     if not set(by) <= set(USAGE_BY) or len(set(by)) < len(by):
         raise BadRequestError(
-            f"by={query.by[:MAX_NAME]!r} is not allowed; allowed: each of {', '.join(USAGE_BY)} at most once",
+            f"by is {query.by[:MAX_NAME]!r}; allowed: {', '.join(USAGE_BY)}, each at most once",
             reason="bad-query",
         )
     asked = {name: getattr(query, name) for name in USAGE_ONLY}
@@ -118,8 +118,8 @@ async def _extend(call: Call[BudgetExtension]) -> BudgetList:
     subject = Subject(request.kind, request.name, request.account)
     if request.account not in ({"", *ACCOUNTS} if request.kind == "user" else {""}):
         raise BadRequestError(
-            f"account={request.account[:MAX_NAME]!r} is not allowed: of a user it is {' or '.join(ACCOUNTS)}, or left out for both; "
-            "groups have none",
+            f"account is {request.account[:MAX_NAME]!r}; allowed for a user: {', '.join(ACCOUNTS)}, or leave it out for both; "
+            "groups have no account",
             reason="bad-account",
         )
     try:
@@ -130,14 +130,12 @@ async def _extend(call: Call[BudgetExtension]) -> BudgetList:
     if not budgets:
         have = ", ".join(sorted({f"{one.kind} {one.name}: {one.text}" for one in call.service.settings.budgets}))
         raise NotFoundError(
-            f"{request.kind[:MAX_NAME]} {request.name[:MAX_NAME]!r} has no budget in the unit of {request.amount[:MAX_NAME]!r}; "
+            f"{request.kind[:MAX_NAME]} {request.name[:MAX_NAME]!r} has no budget in the same unit as {request.amount[:MAX_NAME]!r}; "
             f"budgets: {have or 'none (c.GPUBroker.budgets sets them)'}",
             reason="unknown-budget",
         )
     if request.until_s is not None and request.until_s * 1000 <= wall_ms():
-        raise BadRequestError(
-            "the time until which it is added has passed; give a later one, or none", reason="bad-amount"
-        )
+        raise BadRequestError("the end time has passed; give a later one, or none", reason="bad-amount")
     await keeper.extend(subject, budgets, amount, request.until_s)
     changed = [one for one in keeper.all() if subject.includes(Subject(one.kind, one.name, one.account))]
     return BudgetList(budgets=changed, scope="all")

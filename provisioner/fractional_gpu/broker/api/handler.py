@@ -317,9 +317,9 @@ class Handler(web.RequestHandler):
 
 def _error_for(status: int) -> FractionalGPUError:
     if status == http.HTTPStatus.NOT_FOUND:
-        return NotFoundError("there is no such route; docs/routes.md lists the routes", reason="unknown-route")
+        return NotFoundError("unknown route; docs/routes.md lists the routes", reason="unknown-route")
     if status == http.HTTPStatus.METHOD_NOT_ALLOWED:
-        return BadRequestError("this route does not take that method", reason="bad-method")
+        return BadRequestError("this route does not accept that method", reason="bad-method")
     if 400 <= status < 500:
         return BadRequestError("the request is malformed")
     return InternalBrokerError("the broker failed; its log says why")

@@ -123,10 +123,10 @@ class LeaseService:
                 reason="unknown-lease",
             )
         if peer.token is not None and not self._is_token_of(peer, peer.token, kernel, own=own):
-            raise UnauthorizedError("the token is not this lease's", reason="foreign-token")
+            raise UnauthorizedError("the token does not match this lease", reason="foreign-token")
         if own and peer.token is None and not itself:
             raise UnauthorizedError(
-                "this needs the lease's token, in the header `Authorization: Bearer TOKEN`", reason="no-token"
+                "this request needs the lease's token, in the header `Authorization: Bearer TOKEN`", reason="no-token"
             )
         return kernel
 
@@ -227,12 +227,12 @@ class LeaseService:
         kernels, account = self.broker.kernels, None if spec.uid is None else account_uid(spec.uid)
         if sum(account_uid(kernel.uid) == account for kernel in kernels.values()) >= MAX_LEASES_PER_UID:
             raise RequestTooLargeError(
-                f"user {spec.owner} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down",
+                f"user {spec.owner} has {MAX_LEASES_PER_UID} leases, the most a user can have; shut a kernel down",
                 reason="too-many-leases-of-a-user",
             )
         if len(kernels) >= MAX_LEASES:
             raise RequestTooLargeError(
-                f"this host has {MAX_LEASES} leases of all its users, the most there may be; shut a kernel down, or ask others to",
+                f"this host has {MAX_LEASES} leases in total, the most it can have; shut a kernel down, or ask others to",
                 reason="too-many-leases",
             )
 
@@ -259,7 +259,7 @@ class LeaseService:
                     await change.wait()
         except TimeoutError:
             ticket = self.broker.ticket(kernel.lease_id)
-            why = ticket.sentence if ticket is not None else "other kernels of yours are starting and hold room already"
+            why = ticket.sentence if ticket is not None else "other kernels of yours are starting and already hold room"
             await self.broker.survivors.release(kernel)
             raise NoRoomError(
                 f"no GPU became free within {format_duration(limit_ms)}: {why}; try again later, or with a smaller fraction"
@@ -281,7 +281,7 @@ class LeaseService:
         """
         if not request.confirm:
             raise BadRequestError(
-                "evicting ends the kernel, and all its variables are lost; send confirm = true if that is meant (suspend keeps them)",
+                "evicting ends the kernel and loses all its variables; send confirm = true to confirm (suspend keeps them)",
                 reason="not-confirmed",
             )
         log.warning("lease %s: evicted by an administrator", kernel.lease_id[:8])
@@ -326,7 +326,7 @@ class LeaseService:
             except (OSError, zmq.ZMQError) as error:
                 self.broker.process_unwatched(kernel, identity)
                 raise InternalBrokerError(
-                    f"the broker cannot watch process {request.pid}: {error}; restart the broker if it says this again"
+                    f"the broker cannot watch process {request.pid}: {error}; if this happens again, restart the broker"
                 ) from error
             if not gated:
                 self._check_reservation(kernel, identity)
@@ -356,8 +356,8 @@ class LeaseService:
         if view.state is not LeaseState.RESIDENT or elsewhere:
             self.broker.process_gone(kernel, identity)
             raise NoRoomError(
-                "the GPU that this kernel was to have was given to another kernel, because this one had not started in time (the "
-                "pool's unattached_hold) or because the broker was restarted; start the kernel again"
+                "the GPU reserved for this kernel went to another kernel, because this one did not start in time (the pool's "
+                "unattached_hold) or because the broker was restarted; start the kernel again"
             )
 
     async def detach(self, kernel: Kernel) -> None:

@@ -39,7 +39,7 @@ BOOK_METRICS = (
     Metric("gauge", "build_info", "1; version, and whether devices are simulated", ("version", "simulated")),
     Metric("gauge", "device_info", "1; index and name of the device", ("device", "index", "name", "pool")),
     Metric("gauge", "device_memory_bytes", "Memory of the device", _DEVICE),
-    Metric("gauge", "device_leasable_bytes", "Memory available for leases in all", _DEVICE),
+    Metric("gauge", "device_leasable_bytes", "Total memory available for leases", _DEVICE),
     Metric("gauge", "device_reserved_bytes", "Memory reserved by leases", _DEVICE),
     Metric("gauge", "device_resident_bytes", "Memory used by leases, as last measured", _DEVICE),
     Metric("gauge", "device_stranger_bytes", "Memory used by processes without a lease", _DEVICE),
@@ -54,7 +54,7 @@ BOOK_METRICS = (
     Metric("gauge", "leases", "Leases", ("pool", "state")),
     Metric("gauge", "queue_length", "Kernels waiting for the GPU", ("pool",)),
     Metric("gauge", "queue_longest_wait_seconds", "Longest current wait", ("pool",)),
-    Metric("gauge", "queue_over_bound", "Kernels that have waited longer than the pool's turns explain", ("pool",)),
+    Metric("gauge", "queue_over_bound", "Kernels that have waited longer than the pool's turns can explain", ("pool",)),
     Metric("gauge", "pool_wait_target_seconds", "The pool's wait_target", ("pool",)),
     Metric("gauge", "pool_wait_bound_ratio", "The pool's wait_bound", ("pool",)),
     Metric("gauge", "seats", "Seats of hub servers", ("pool",)),
@@ -69,7 +69,7 @@ BOOK_METRICS = (
     Metric("gauge", "connections", "Connections to the broker's socket", ("peer",)),
     Metric("counter", "forecasts", "Forecasts compared with what happened", ("what",)),
     Metric("gauge", "forecast_error_ratio", "Relative median error of the last 256 forecasts", ("what",)),
-    Metric("gauge", "forecast_covered_ratio", "Share of the last 256 within their bounds; promised: 0.8", ("what",)),
+    Metric("gauge", "forecast_covered_ratio", "Share of the last 256 forecasts within their bounds; target: 0.8", ("what",)),
 )  # fmt: skip
 
 

@@ -262,7 +262,9 @@ def _body_length(headers: httputil.HTTPHeaders) -> int:
     if size > MAX_HEADER_BYTES:
         raise RequestTooLargeError(f"the headers have {size} bytes; allowed: {MAX_HEADER_BYTES}")
     if "Transfer-Encoding" in headers:
-        raise BadRequestError("a body in chunks is not taken; send it whole, with its Content-Length", reason="chunked")
+        raise BadRequestError(
+            "a chunked body is not supported; send the whole body with a Content-Length", reason="chunked"
+        )
     text = headers.get("Content-Length", "0")
     if not (text.isascii() and text.isdigit()):
         raise BadRequestError("the Content-Length is not a number of bytes", reason="bad-length")
@@ -280,8 +282,8 @@ async def _take_turn(account: Account, *, reserved: bool) -> None:
     except TimeoutError:
         retry_s = max(1, math.ceil(-account.left_s / account.share))
         raise TooManyRequestsError(
-            f"{account.name} asks more of the broker than it has for one user ({COST_SHARE:.0%} of a processor); ask again in {retry_s} s, "
-            "or find the program that asks so much",
+            f"{account.name} sends more requests than the broker handles for one user ({COST_SHARE:.0%} of a processor); try again in "
+            f"{retry_s} s, or find the program that sends so many",
             reason="too-many-requests",
             retry_s=retry_s,
         ) from None
@@ -370,7 +372,7 @@ class Server(HTTPServer):
             log.warning("%s has %d connections open; rejecting more", account.name, have)
         if not account.is_spent:
             error = TooManyRequestsError(
-                f"{account.name} has {have} connections to the broker open, and one more was asked for; {allowed}; close some, or end the "
+                f"{account.name} has {have} open connections to the broker and requested another; {allowed}; close some, or end the "
                 "programs that hold them",
                 reason="too-many-connections",
             )

@@ -58,7 +58,7 @@ class Connection:
 
 def connection_from_json(info: object) -> Connection:
     if not isinstance(info, dict):
-        sentence = f"the connection is {_shown(info)}; allowed: the object that a connection file holds"
+        sentence = f"the connection is {_shown(info)}; allowed: an object, as in a connection file"
         raise ValueError(sentence)  # noqa: TRY004 - one kind of error for what was sent
     transport, ip = info.get("transport", "tcp"), info.get("ip", "127.0.0.1")
     if transport not in ("tcp", "ipc"):
@@ -98,7 +98,7 @@ def check_endpoints(connection: Connection, uid: int, pid: int) -> None:
             _check_mounts(Path(address).parent, pid)
         elif uid != 0 and int(address.rpartition(":")[2]) < _FIRST_PORT:
             raise ValueError(
-                f"the kernel's port {address.rpartition(':')[2]} is one of the system's; allowed: from {_FIRST_PORT} on"
+                f"the kernel's port {address.rpartition(':')[2]} is a system port; allowed: {_FIRST_PORT} or higher"
             )
 
 
@@ -109,19 +109,19 @@ def _check_folder(folder: Path, uid: int) -> None:
         real = Path(os.path.realpath(folder, strict=True))
         own = real.stat()
         if not stat.S_ISDIR(own.st_mode) or own.st_uid != uid:
-            why = f"is not a folder of its user (uid {uid})"
+            why = f"is not a folder that the kernel's user (uid {uid}) owns"
         elif own.st_mode & _WRITABLE:
-            why = f"may be written by others (mode {stat.S_IMODE(own.st_mode):04o})"
+            why = f"can be written to by other users (mode {stat.S_IMODE(own.st_mode):04o})"
         for one in real.parents:
             status = one.stat()
             if status.st_uid not in {uid, 0} or (status.st_mode & _WRITABLE and not status.st_mode & stat.S_ISVTX):
-                why = why or f"may be exchanged by others, who may write to {one}"
+                why = why or f"could be replaced by other users, who can write to {one}"
     except OSError as error:
         why = f"cannot be used: {error.strerror}"
     if why:
         raise ValueError(
-            f"the folder of the kernel's sockets, {folder}, {why}; start the kernel with its `ip` in a folder that its user alone can "
-            "write, such as Jupyter's runtime folder"
+            f"the folder of the kernel's sockets, {folder}, {why}; start the kernel with its `ip` in a folder that only its user "
+            "can write to, such as Jupyter's runtime folder"
         )
 
 
@@ -134,7 +134,7 @@ def _check_mounts(folder: Path, pid: int) -> None:
         same = False
     if not same:
         raise ValueError(
-            f"the kernel's sockets are in {folder} in its mount namespace, a different folder for the broker; start the kernel "
+            f"the kernel's sockets are in {folder} in its mount namespace, but the broker sees a different folder there; start the kernel "
             "with transport tcp"
         )
 

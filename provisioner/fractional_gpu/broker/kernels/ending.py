@@ -45,7 +45,7 @@ async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]]
         found = await left()
     if found:
         raise ConflictError(
-            f"{what.format(pid=found[0].pid)} does not end, even by SIGKILL: the machine's log may say why",
+            f"{what.format(pid=found[0].pid)} does not end, even after SIGKILL; the system's log may say why",
             reason="does-not-end",
         )
 
@@ -69,7 +69,7 @@ async def wait_for_end(
             except PermissionError:
                 if number is not None:
                     raise ConflictError(
-                        f"the broker's user may not end process {identity.pid}; a broker that runs as root may",
+                        f"the broker's user is not permitted to end process {identity.pid}; a broker that runs as root is",
                         reason="not-permitted",
                     ) from None
         with suppress(TimeoutError):
@@ -96,7 +96,7 @@ class Evictions:
         if kernel.launch.command:
             kernel.notices.append(f"{who} ended this command {ended}")
             kernel.notify()  # its runner prints it
-        sentence = f"{who} ended the kernel that was here before, {ended} Its variables are lost: run the cells again."
+        sentence = f"{who} ended the previous kernel {ended} Its variables are lost: run the cells again."
         if kernel.facts.kernel_id:
             self._sentences[kernel.uid, kernel.facts.kernel_id] = sentence
             if len(self._sentences) > _MOST:

@@ -350,8 +350,7 @@ def check_pools(pools: Sequence[PoolSpec], names: Mapping[str, str], *, simulate
     for pool in pools:
         if pool.hami_library and not Path(pool.hami_library).is_file():
             raise ConfigError(
-                f"pool {pool.name!r}: hami_library is {pool.hami_library!r}, and there is no such file: install HAMi-core, or leave the "
-                "key out"
+                f"pool {pool.name!r}: hami_library is {pool.hami_library!r}, which does not exist: install HAMi-core, or leave the key out"
             )
         if pool.sharing is Sharing.MIG and not simulated:
             for device_id in pool.devices:

@@ -42,7 +42,7 @@ class HostSnapshot:
 
     def free_mib(self, device_id: str) -> int:
         if device_id not in self.uses:
-            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"device {device_id} is not there")
+            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"device {device_id} was not found")
         return self.uses[device_id].memory_mib - self.uses[device_id].used_mib
 
     def uncounted_mib(self) -> int:
@@ -181,7 +181,7 @@ class ProcessInspector:
         states, heirs = await self.states(kernel, host)
         for identity, state in states.items():
             if state not in (ProcessState.RUNNING, ProcessState.LOCKED):
-                raise GPUError(GPUErrorCode.ILLEGAL_STATE, f"process {identity.pid} is {state} already")
+                raise GPUError(GPUErrorCode.ILLEGAL_STATE, f"process {identity.pid} is already {state}")
         use = {identity: host.used_mib(identity.pid) for identity in states}
         self.counts_processes |= any(use.values())
         if self.counts_processes:
@@ -251,7 +251,7 @@ def _shortage_as_gpu_error() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        sentence = f"the machine could not be looked at: {error}"
+        sentence = f"the broker could not examine the machine: {error}"
         raise GPUError(GPUErrorCode.OPERATING_SYSTEM, sentence) from error
 
 

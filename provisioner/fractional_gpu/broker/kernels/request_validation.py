@@ -50,20 +50,20 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
         raise BadRequestError(f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
     most = min(pool.max_devices, len(pool.devices))
     if request.devices != 1 and not 1 <= request.devices <= most:
-        has = f"pool {pool.name!r} has {len(pool.devices)}, and gives one kernel {pool.max_devices} at most"
+        has = f"pool {pool.name!r} has {len(pool.devices)}, and a kernel can have at most {pool.max_devices}"
         raise BadRequestError(f"devices is {request.devices}; allowed: 1 to {most} ({has})", reason="bad-devices")
     if request.devices > 1 and request.fraction_milli != 1000:
         raise BadRequestError(
-            f"devices is {request.devices} with a fraction of {format_fraction(request.fraction_milli)}; several devices are whole "
-            "ones: ask for the fraction 1, or for one device",
+            f"devices is {request.devices} with a fraction of {format_fraction(request.fraction_milli)}; multiple devices must be "
+            "whole: request fraction 1, or one device",
             reason="bad-devices",
         )
     if not -1000 <= request.priority <= 1000:
         raise BadRequestError(f"priority is {request.priority}; allowed: -1000 to 1000", reason="bad-priority")
     if request.priority > pool.max_priority and not peer.admin:
         raise ForbiddenError(
-            f"priority {request.priority} was asked, but in pool {pool.name!r} users may ask for {pool.max_priority} at most; ask for "
-            "that or less, or have an administrator raise the pool's max_priority",
+            f"priority {request.priority} was requested, but users of pool {pool.name!r} can request {pool.max_priority} at most; request "
+            "that or less, or ask an administrator to raise the pool's max_priority",
             reason="priority-too-high",
         )
     for name in ("kernel_id", "label"):
@@ -122,8 +122,8 @@ def cap_mib(arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, memory_mib: i
         raise BadRequestError(f"memory_mib is {memory_mib}; allowed: 1 or more", reason="bad-memory")
     if memory_mib > max(sizes):
         raise BadRequestError(
-            f"memory of {format_memory(memory_mib)} was asked, but the largest device of pool {pool.name!r} "
-            f"can give {format_memory(max(sizes))}; ask for that or less",
+            f"{format_memory(memory_mib)} of memory was requested, but the largest device of pool {pool.name!r} "
+            f"can give {format_memory(max(sizes))}; request that or less",
             reason="larger-than-device",
         )
     return memory_mib
@@ -159,11 +159,13 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
             f"pid {request.pid} is not a process that can hold a lease: {error}", reason="no-process"
         ) from None
     except PermissionError:
-        raise ForbiddenError(f"the broker may not look at process {request.pid}", reason="no-permission") from None
+        raise ForbiddenError(
+            f"the broker is not permitted to inspect process {request.pid}", reason="no-permission"
+        ) from None
     stated = ProcessIdentity(request.boot_id, pid, request.start_time)
     if identity != stated or request.boot_id != boot_id():
         raise BadRequestError(
-            f"pid {request.pid} is another process than the one stated (start time differs)",
+            f"pid {request.pid} is not the process that the request describes (start time differs)",
             reason="wrong-identity",
         )
     if uid != kernel.uid or (uid != peer.credentials.uid and not peer.admin):
@@ -176,7 +178,7 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
 def _named_process(peer: Peer, named_pid: int) -> tuple[int, ProcessIdentity, int]:
     """Resolve the peer's pid from its own pid namespace. Blocks. Raises ProcessLookupError, also for an invisible peer."""
     if peer.credentials.pid <= 0:
-        raise ProcessLookupError("the process that names it is in a pid namespace that the broker cannot see")
+        raise ProcessLookupError("the requesting process is in a pid namespace that the broker cannot see")
     try:
         pid = pid_meant_by(peer.credentials.pid, named_pid)
     except PermissionError:

@@ -155,7 +155,7 @@ class OomProtection:
         try:
             await asyncio.to_thread(self._apply, self._wanted())
         except (OSError, ValueError) as error:
-            log.warning("the out-of-memory killer's adjustments could not be brought up to date: %s", error)
+            log.warning("cannot update the out-of-memory killer's adjustments: %s", error)
 
     def _wanted(self) -> Wanted:
         found = {}
@@ -204,8 +204,8 @@ class OomProtection:
         if now > target and not self._reported:
             self._reported = True
             log.info(
-                "this broker may not lower the out-of-memory killer's adjustment of process %d from %d below %d (CAP_SYS_RESOURCE is "
-                "missing): suspended kernels count there with their saved state, in full or in part",
+                "this broker is not permitted to lower the out-of-memory killer's adjustment of process %d from %d below %d (it lacks "
+                "CAP_SYS_RESOURCE): the killer counts some or all of the saved state of suspended kernels",
                 *(identity.pid, was, now),
             )
         if now < was:
@@ -242,7 +242,7 @@ class OomProtection:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            log.warning("what an earlier broker changed for the out-of-memory killer cannot be read: %s", error)
+            log.warning("cannot read which out-of-memory adjustments an earlier broker changed: %s", error)
             return
         for one in found:
             with suppress(OSError):
@@ -262,4 +262,4 @@ def protect_this_process() -> None:
                 lower(identify(me), _OWN_ADJUSTMENT),
             )
     except (OSError, ValueError) as error:
-        log.warning("the out-of-memory killer's adjustment of the broker could not be set: %s", error)
+        log.warning("cannot set the broker's out-of-memory adjustment: %s", error)

@@ -110,7 +110,7 @@ class Sampler:
         try:
             await self.sample()
         except (OSError, ValueError) as error:
-            log.error("the devices and the machine could not be sampled: %s", error)  # noqa: TRY400 - the sentence says it
+            log.error("cannot sample the devices and the machine: %s", error)  # noqa: TRY400 - the sentence says it
 
     async def sample(self) -> None:
         """Report changes to the arbiter. Drop a reading that a state change overtook, at most twice in a row.
@@ -164,7 +164,7 @@ class Sampler:
         try:
             return self._broker.monitor.sensors(device_id)
         except GPUError as error:  # the memory reading detects a lost device
-            log.debug("the sensors of device %s could not be read: %s", device_id, error)
+            log.debug("cannot read the sensors of device %s: %s", device_id, error)
             return DeviceSensors()
 
     def _evaluate(self, sample: _Sample, unchanged: set[Kernel]) -> None:

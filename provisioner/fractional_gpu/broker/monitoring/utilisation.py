@@ -74,7 +74,7 @@ class UtilisationMeter:
             try:
                 reading.devices[device_id, start_us] = monitor.utilisation(device_id, start_us)
             except GPUError as error:  # the memory reading detects a lost device
-                log.debug("the utilisation of device %s could not be read: %s", device_id, error)
+                log.debug("cannot read the utilisation of device %s: %s", device_id, error)
 
     def evaluate(
         self, reading: Reading, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]

@@ -92,8 +92,8 @@ def _is_debugged() -> bool:
 def _write_stacks(still_s: float) -> None:
     """Write every thread's stack to the log, bypassing Python's logging, whose lock the blocked thread may hold."""
     _write(
-        f"the event loop has stood still for {still_s:.0f} s: the broker ends itself, and restarts when it is needed; no kernel "
-        "loses anything by that. What its threads did, the most recent call first:"
+        f"the event loop has been blocked for {still_s:.0f} s: the broker exits, and restarts when it is needed; no kernel "
+        "loses anything. Stacks of its threads, most recent call first:"
     )
     for descriptor in _log_descriptors():
         # It is C and allocates nothing: no lock of the blocked thread can block it.

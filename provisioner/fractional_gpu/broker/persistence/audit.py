@@ -131,7 +131,7 @@ class AuditLog:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._write, b"")
         except OSError as error:
             refused = (
-                "administrators' acts are refused" if self._required else "administrators' acts are not written down"
+                "administrators' actions are refused" if self._required else "administrators' actions are not recorded"
             )
             log.warning("the audit log %s cannot be written (%s): %s until it can", self.path, error, refused)
 
@@ -139,7 +139,7 @@ class AuditLog:
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._prune)
         except OSError as error:
-            log.warning("old files of the audit log %s could not be removed: %s", self.path, error)
+            log.warning("cannot remove old files of the audit log %s: %s", self.path, error)
 
     def close(self) -> None:
         """Wait for the lines being written. Later outcomes are still written, but on the loop."""
@@ -167,7 +167,7 @@ class AuditLog:
                 return
             log.error("the audit log %s cannot be written (%s): %s", self.path, error, line)  # noqa: TRY400
             raise InternalBrokerError(
-                f"{what_is}, but the audit log {self.path} cannot be written ({error.strerror or error}); make room for it, or set "
+                f"{what_is}, but the audit log {self.path} cannot be written ({error.strerror or error}); free some space, or set "
                 "c.GPUBroker.audit_required = False",
                 reason="audit-log",
             ) from error

@@ -149,7 +149,10 @@ def _read_all(folder: Path, suffix: str, kind: type[T]) -> list[tuple[str, T]]:
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or not _is_private(status):
-            log.warning("ignoring %s: it must be a folder of this user that only its owner may write to", folder)
+            log.warning(
+                "ignoring %s: it must be a folder that belongs to this user and that only its owner can write to",
+                folder,
+            )
             return []
         names = sorted(os.listdir(folder))  # noqa: PTH208 - names are enough
     except FileNotFoundError:
@@ -180,14 +183,16 @@ def _read(path: Path, kind: type[T]) -> T:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or not _is_private(status) or status.st_nlink > 1:
-            raise ValueError("it must be a plain file of this user, with one name, that only its owner may write to")
+            raise ValueError(
+                "it must be a regular file without hard links that belongs to this user and that only its owner can write to"
+            )
         text = os.read(descriptor, _LONGEST)
     finally:
         os.close(descriptor)
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"it holds no record: {error}") from None
+        raise ValueError(f"it is not a valid record: {error}") from None
 
 
 def _is_private(status: os.stat_result) -> bool:
@@ -209,4 +214,4 @@ def remove_token_file(lease_id: str, path: str, uid: int) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        log.debug("the token file %s stays: %s", path, error.strerror)
+        log.debug("cannot remove the token file %s: %s", path, error.strerror)

@@ -276,7 +276,7 @@ def _is_full(error: LedgerError) -> bool:
 def _explained(folder: Path, error: LedgerError) -> str:
     if _is_full(error):
         return (
-            f"the broker's state folder {folder} is full; free some room there (`df -h {folder}`), and everything continues, "
+            f"the broker's state folder {folder} is full; free some space there (`df -h {folder}`), and everything continues "
             "within seconds"
         )
     return f"the broker cannot write its state: {error}; everything continues once it can"
@@ -295,7 +295,7 @@ def _nothing() -> None:
 def _log_failure(done: asyncio.Future[None]) -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
-        log.error("the ledger was not written: %s", error)
+        log.error("cannot write the ledger: %s", error)
 
 
 # Writes each lease, as it is, into the ledger and into its second record.
@@ -486,7 +486,7 @@ def _read(ledger: Ledger, name: str, kind: type[T]) -> T | None:
     try:
         return read_learnt(text, kind)
     except ValueError as error:
-        log.warning("saved forecasts cannot be used: %s", error)
+        log.warning("cannot use saved forecasts: %s", error)
         return None
 
 

@@ -235,7 +235,7 @@ def _take_turn(
             pid, uid = claim
             if uid not in (None, 0, os.geteuid()):
                 log.warning(
-                    "process %s of user id %s, which is no broker of ours, claims the name of %s", pid, uid, socket
+                    "process %s of uid %s is not one of our brokers but claims the name of %s", pid, uid, socket
                 )
                 return None
             lock.give_up()
@@ -247,7 +247,7 @@ def _take_turn(
             if time.monotonic() > deadline:
                 if apart:
                     return (
-                        f"{apart} serves on a {socket} that is not this one: a broker with another filesystem, such as a "
+                        f"{apart} serves on a different {socket}: a broker with another filesystem, such as a "
                         "container's, in this network namespace; give this one another --socket, or a separate network namespace"
                     )
                 holder = claim_holder(socket)

@@ -81,7 +81,7 @@ class DriverStart:
             async with asyncio.timeout(_SELF_TEST_S):
                 log.info("%s", await self.self_test(broker, swaps))
         except TimeoutError:
-            log.warning("checkpointing was tried on a process of our own, which took more than %g s", _SELF_TEST_S)
+            log.warning("the checkpoint self-test took more than %g s", _SELF_TEST_S)
 
     async def self_test(self, broker: Broker, swaps: Swaps) -> str:
         """Try a checkpoint on a mostly free device; return a sentence for the log. Cancellation kills the process.
@@ -95,7 +95,7 @@ class DriverStart:
         )
         device_id = next(idle, None)
         if device_id is None or broker.kernels:  # which may need the memory
-            return "checkpointing was not tried: no device is free for it"
+            return "checkpoint self-test skipped: no device is free for it"
         result = await try_checkpoint(
             self._worker, broker.monitor, device_id, exempt_pids=broker.enforcement.exempt_pids
         )
@@ -116,7 +116,7 @@ class DriverStart:
             )
             broker.hard_caps.tried(limited)
         outcome = result.wrong or f"it works, and took {sum(result.phases_us.values()) / 1e6:.2f} s"
-        return f"checkpointing was tried on a process of our own: {outcome}"
+        return f"checkpoint self-test: {outcome}"
 
     async def _is_alone(self) -> bool:
         """Wait briefly for a killed broker's worker to end, and return whether it has. It finishes its operation first."""
@@ -220,7 +220,7 @@ class Backend:
             try:
                 destroy(self.folder)
             except SimulatedHostError as error:
-                log.info("the simulated host stays: %s", error)
+                log.info("keeping the simulated host: %s", error)
 
 
 @contextmanager

@@ -93,7 +93,7 @@ class Repair:
                     log.error("%s was deleted or replaced and cannot be restored: %s; retrying", gone, error)  # noqa: TRY400 - no defect of ours
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # do not write a whole ledger to a full disk each second
                 continue
-            log.warning("%s was deleted or replaced: the broker executes itself again to make its files", gone)
+            log.warning("%s was deleted or replaced: the broker restarts itself to recreate its files", gone)
             self.is_due = True
             return
 

@@ -92,7 +92,7 @@ def rescue(options: BrokerOptions) -> Rescue:
         settings = load(options.config_file, {"state_dir": options.state_dir} if options.state_dir else {})
         simulate = options.simulate
         if simulate is None and simulated_folder(socket).exists():
-            raise ConflictError(f"the broker on {socket} had simulated devices: say which, with --simulate")
+            raise ConflictError(f"the broker on {socket} had simulated devices; name them with --simulate")
         backend = stack.enter_context(open_backend(simulate, socket, device_kind=settings.device_kind))
         for device in backend.devices:
             stack.enter_context(DeviceClaim.claim(device.device_id))
@@ -140,7 +140,7 @@ def _take_place(socket: str, stack: ExitStack) -> None:
     holder = claim_holder(socket)
     process = "" if holder is None else f" (process {holder})"
     raise ConflictError(
-        f"a broker serves on {socket}{process}: use `jupyter gpu resume --all`; if it does not work any more, end it first, "
+        f"a broker serves on {socket}{process}: use `jupyter gpu resume --all`; if it no longer works, end it first "
         "with `jupyter gpu broker --stop`"
     )
 
@@ -191,7 +191,7 @@ async def _rescue_all(
                     ledger.record(one.kernel.lease_id, wall_ms(), f"rescue.{rescued.outcome}", rescued.sentence)
     except TimeoutError:
         raise ConflictError(
-            f"the checkpoint worker of the broker before ({turn.holder()}) is still at work; try again when it has ended"
+            f"the previous broker's checkpoint worker ({turn.holder()}) is still running; try again when it has ended"
         ) from None
     else:
         return done
@@ -225,7 +225,7 @@ class _Rescuer:
             outcome, sentence = "running", "it was not suspended"
         if one.carrier is not None and await self._write_record(one.carrier, kernel, outcome):
             outcome = "saved"
-            sentence = f"{sentence}; its record was lost and is written again: its next cell brings it back"
+            sentence = f"{sentence}; its lost record was rewritten; its next cell brings it back"
         return Rescued(
             lease_id=kernel.lease_id,
             label=one.label,

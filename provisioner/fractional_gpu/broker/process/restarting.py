@@ -76,7 +76,7 @@ def write_restart_files(options: BrokerOptions, socket: str) -> None:
         make_state_folder(socket)
         replace_file(spare_restart_file(socket), text)
     except (OSError, BrokerUnavailableError) as error:
-        log.warning("broker.json is only next to the socket, not in the state folder: %s", error)
+        log.warning("cannot write broker.json to the state folder, only next to the socket: %s", error)
 
 
 def remove_restart_files(socket: str) -> None:
@@ -140,7 +140,7 @@ def make_socket_folder(socket: str, *, service: bool = False) -> None:
     made = not folder.exists()
     if is_service_socket(socket) and not made and not os.access(folder, os.W_OK):
         raise BrokerUnavailableError(
-            f"{socket} is the socket of a system service, which an administrator starts; for a broker of your own, name another one "
+            f"{socket} is the socket of a system service, which an administrator starts; to run your own broker, choose another socket "
             "with --socket"
         )
     if service or serves_everyone(socket):
@@ -157,14 +157,14 @@ def make_socket_folder(socket: str, *, service: bool = False) -> None:
 def _check_service() -> None:
     if os.geteuid() != 0:
         raise BrokerUnavailableError(
-            f"a broker that serves all users of the machine runs as root, and this is uid {os.geteuid()}: start it by systemd "
-            "(examples/systemd), or leave --service out for a broker of your own"
+            f"a broker that serves all users of the machine must run as root, but this is uid {os.geteuid()}: start it with "
+            "systemd (examples/systemd), or leave out --service to run your own broker"
         )
     name = own_workload(os.environ)
     if name and (name.startswith("Slurm") or not serves_whole_host()):
         raise BrokerUnavailableError(
-            f"this is {name}: a service of the node must not run in a job or pod, with which it would end in the middle of a "
-            "suspend; start it outside (by systemd, examples/systemd), or in a DaemonSet's pod with hostPID"
+            f"this is {name}: a service of the node must not run in a job or pod, because it could end with it during a "
+            "suspend; start it outside (with systemd, examples/systemd), or in a DaemonSet's pod with hostPID"
         )
 
 

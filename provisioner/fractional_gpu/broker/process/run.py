@@ -242,7 +242,7 @@ class BrokerRun:
         broker, ledger = self.broker, self.ledger
         records = await asyncio.to_thread(take_records, files.folder, ledger)
         for record in records:
-            log.warning("lease %s is not in the ledger: taken back from its second record", record.spec.lease_id[:8])
+            log.warning("lease %s is not in the ledger: restored from its second record", record.spec.lease_id[:8])
         uid = None if self.everyone else os.getuid()
         known = {record.spec.lease_id for record in records}
         broker.lost = await ATTACHING.run(lost_kernels, uid, self.socket, ledger, known)
@@ -294,7 +294,7 @@ class BrokerRun:
             return PausingListener.of(bind_unix_socket(self.socket, mode=mode))
         except ValueError as error:
             raise BrokerUnavailableError(
-                f"{self.socket} is there and is not a socket; move it away, or choose another place with --socket"
+                f"{self.socket} exists but is not a socket; move it away, or choose another place with --socket"
             ) from error
 
     @staticmethod
@@ -308,7 +308,7 @@ class BrokerRun:
                 if is_due or writer.size_bytes > writer.limit_bytes:
                     await writer.prune(wall_ms())
             except LedgerError as error:  # a full disk: the rest is deleted the next time
-                log.error("the ledger's old entries were not deleted: %s", error)  # noqa: TRY400 - a full disk is no defect of ours
+                log.error("cannot delete the ledger's old entries: %s", error)  # noqa: TRY400 - a full disk is no defect of ours
             await asyncio.sleep(_LIMIT_LOOK_S)
 
     async def _stop_when_unused(self, limit_s: float) -> None:

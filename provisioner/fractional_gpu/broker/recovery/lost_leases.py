@@ -166,8 +166,8 @@ def lost_sentence(lost: Mapping[str, ProcessIdentity]) -> str:
     if not pids:
         return ""
     return (
-        f"the records of {plural(len(pids), 'living kernel')} were lost (process {', '.join(map(str, pids))}); their variables are there, "
-        f"and {REMEDY}"
+        f"the records of {plural(len(pids), 'living kernel')} were lost (process {', '.join(map(str, pids))}); their variables still "
+        f"exist, and {REMEDY}"
     )
 
 

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 _WITH_MEMORY = HOLDING | {LeaseState.SUSPENDED}
 _IN_A_SWAP = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
 _HOMELESS = (
-    "its GPU memory is saved, and the record of the device that it came from was lost: `jupyter gpu broker --stop`, then `jupyter gpu "
-    "rescue`, bring it back while no other process uses the GPUs; the kernel keeps its variables"
+    "its GPU memory is saved, but the record of its device was lost: run `jupyter gpu broker --stop`, then `jupyter gpu rescue`, while "
+    "no other process uses the GPUs; the kernel keeps its variables"
 )
 
 
@@ -50,7 +50,7 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[L
     try:
         host = await swaps.inspector.take()
     except GPUError as error:
-        log.warning("the devices do not answer: %s", error)
+        log.warning("the devices are not responding: %s", error)
     found = [await _examine(broker, swaps, record, host) for record in records]
     # Only now, and all at once: an arbiter that knows of only some leases would give the room of the others away.
     for one in found:
@@ -114,7 +114,7 @@ async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: 
     try:
         left = await broker.survivors.find(kernel, root, host, saved=record.state in _IN_A_SWAP)
     except GPUError as error:
-        log.warning("lease %s: what its kernel left behind cannot be seen: %s", kernel.lease_id[:8], error)
+        log.warning("lease %s: cannot find what its kernel left behind: %s", kernel.lease_id[:8], error)
         return []
     kernel.identity = left[0].identity if left else None
     return left
@@ -127,7 +127,7 @@ def _follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, con
             broker.follow(kernel, identity, connection)
         except (ValueError, zmq.ZMQError) as error:
             # This broker refuses the connection, or there is no socket left.
-            log.warning("lease %s: its kernel cannot be heard and counts as busy: %s", kernel.lease_id[:8], error)
+            log.warning("lease %s: cannot listen to its kernel, which counts as busy: %s", kernel.lease_id[:8], error)
             kernel.watch_process(identity, partial(broker.process_gone, kernel, identity))
             kernel.connection = connection
     except ProcessLookupError:

@@ -60,16 +60,16 @@ class SeatDraws:
         if not request.seat:
             if self._required:
                 raise ForbiddenError(
-                    "GPUs are given to servers that the hub started with one, and this kernel names no seat of such a server; "
-                    "choose a GPU when you start your server, and leave JUPYTER_GPU_SEAT_FILE as the hub has set it",
+                    "only servers that the hub started with a GPU can use one, and this kernel names no seat; "
+                    "choose a GPU when you start your server, and leave JUPYTER_GPU_SEAT_FILE as the hub set it",
                     reason="no-seat",
                 )
             return spec
         seat = self._seats.get(request.seat)
         if seat is None or peer.token is None or not hmac.compare_digest(token_digest(peer.token), seat.token_sha256):
             raise UnauthorizedError(
-                "the seat of this server is over, or what was sent is not its token; stop the server on the hub's page and "
-                "start it again, which ends its kernels: save what you need of them first",
+                "this server's seat has ended, or the token does not match it; stop the server on the hub's page and start it "
+                "again; this ends its kernels, so save what you need first",
                 reason="foreign-seat",
             )
         return self._drawn(peer, request, spec, seat)
@@ -103,7 +103,7 @@ class SeatDraws:
             return
         spec, seat = view.spec, self._seats.get(view.spec.seat)
         if seat is None:
-            raise ForbiddenError("the seat of this kernel is over; it keeps the size that it has", reason="no-seat")
+            raise ForbiddenError("this kernel's seat has ended; the kernel keeps its size", reason="no-seat")
         asked = SeatUsage(fraction_milli=fraction_milli * spec.devices, memory_mib=reserve_mib * spec.devices)
         held = self.seat_usage(seat.seat_id, but=spec.lease_id)
         check_seat_usage(seat, spec.pool, spec.priority, asked, held, earlier=self._earlier(seat, but=spec.lease_id))
@@ -112,9 +112,9 @@ class SeatDraws:
     def check_takeover(self, seat: SeatRecord, kernel: Kernel, view: LeaseView) -> None:
         spec = view.spec
         if (seat.uid is not None and kernel.uid not in {seat.uid, 0}) or spec.group != seat.group:
-            raise ForbiddenError("it was given on other terms", reason="seat-terms")
+            raise ForbiddenError("the seat has other terms", reason="seat-terms")
         if spec.allowed_devices != seat.allowed_devices:
-            raise ForbiddenError("it was given other devices", reason="seat-devices")
+            raise ForbiddenError("the seat has other devices", reason="seat-devices")
         if kernel.identity is not None:
             self._workloads.check(seat, kernel.identity.pid, "its kernel")
         check_seat_usage(seat, spec.pool, spec.priority, self.lease_usage(kernel, spec), self.seat_usage(seat.seat_id))

@@ -102,8 +102,8 @@ class PoolForecasts:
         mib = max(1, min(sizes) * fraction_milli // 1000) if asked_mib is None else asked_mib
         if not 1 <= mib <= max(sizes):
             raise NoRoomError(
-                f"memory of {format_memory(mib)} was asked, but the largest device of pool {pool.name!r} can give "
-                f"{format_memory(max(sizes))}; ask for that or less",
+                f"{format_memory(mib)} of memory was requested, but the largest device of pool {pool.name!r} can give "
+                f"{format_memory(max(sizes))}; request that or less",
                 reason="larger-than-device",
             )
         return mib

@@ -50,7 +50,7 @@ class Revocations:
             self._ended = msgspec.json.decode(ledger.kept(_NAME) or "{}", type=dict[str, _EndedSeat])
         except msgspec.DecodeError as error:
             log.warning(
-                "the ends of seats in the ledger cannot be read, so their leases are revoked from now on: %s", error
+                "cannot read from the ledger when seats ended, so their leases are revoked from now on: %s", error
             )
         for seat_id, leases in self._by_seat().items():
             if seat_id not in live:
@@ -124,7 +124,7 @@ class Revocations:
             left = format_duration(max(0, view.ends_ms - now_ms()))
             sentence = (
                 "The seat of this kernel's server has ended: the kernel keeps its variables and uses no GPU. It ends in "
-                f"{left} unless the server is started again with as large a share."
+                f"{left} unless you start the server again with at least as large a share."
             )
             kernel.link.send(GateVerb.NOTICE, sentence=sentence)
         kernel.notify()

@@ -71,15 +71,15 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
     _check_name("user", request.owner, "ask your administrator to rename the user at the hub")
     _check_name("server", request.server, "start a server with another name")
     if len(request.hub) > MAX_NAME or not request.hub.isprintable():
-        raise BadRequestError(f"hub has more than {MAX_NAME} characters, or some that cannot be printed")
+        raise BadRequestError(f"hub has more than {MAX_NAME} characters, or an unprintable one")
     if not request.owner:
-        raise BadRequestError("owner is empty; it is the hub's name of the user")
+        raise BadRequestError("owner is empty; it must be the user's name at the hub")
     if not 1 <= request.fraction_milli <= 1000:
         raise BadRequestError(f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
     if pool.fractions_milli and request.fraction_milli not in pool.fractions_milli:
         offered = ", ".join(format_fraction(milli) for milli in pool.fractions_milli)
         raise BadRequestError(
-            f"a fraction of {format_fraction(request.fraction_milli)} was asked, but pool {pool.name!r} offers {offered}; "
+            f"a fraction of {format_fraction(request.fraction_milli)} was requested, but pool {pool.name!r} offers {offered}; "
             "choose one of these",
             reason="fraction-not-offered",
         )
@@ -97,7 +97,7 @@ def check_workload(request: SeatRequest, pool: PoolSpec) -> None:
         if unknown := [one for one in only if one not in pool.devices]:
             there = ", ".join(pool.devices) or "none"
             raise BadRequestError(
-                f"allowed_devices names {unknown[0][:MAX_NAME]!a}, which is no device of pool {pool.name!r}; its devices: {there}",
+                f"allowed_devices names {unknown[0][:MAX_NAME]!a}, which is not a device of pool {pool.name!r}; its devices: {there}",
                 reason="unknown-device",
             )
     if (workload := request.workload) is None:
@@ -123,8 +123,8 @@ def _check_name(whose: str, name: str, remedy: str) -> None:
         raise BadRequestError(f"the name of the {whose} has {len(name)} characters; allowed: {MAX_NAME}; {remedy}")
     if found := describe_unprintable(name):
         raise BadRequestError(
-            f"the name of the {whose}, {name!a}, has {found}, which could change how lists and logs show it; a name may have no "
-            f"character that cannot be printed; {remedy}, or start the server without a GPU (fraction 'none')",
+            f"the name of the {whose}, {name!a}, has {found}, which could change how lists and logs show it; a name must "
+            f"contain only printable characters; {remedy}, or start the server without a GPU (fraction 'none')",
             reason="unprintable-name",
         )
 
@@ -177,7 +177,7 @@ def _check_limit(who: str, milli: int, there_milli: int, limits: Limits) -> None
         there = f", and {'your other servers have' if you else 'its servers have'} {format_gpus(there_milli)}"
         remedy = f"{'stop one of them' if you else 'wait until one of them ends'}, or {remedy}"
     raise NoRoomError(
-        f"{format_fraction(milli)} GPU was asked; {who} may have {format_gpus(limits.milli)} in this pool{there}; {remedy}",
+        f"{format_fraction(milli)} GPU was requested; {who} may have {format_gpus(limits.milli)} in this pool{there}; {remedy}",
         reason="user-limit" if you else "group-limit",
     )
 
@@ -192,7 +192,7 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
     return PoolFull(
         "pool-full",
         f"pool {pool.name!r} has promised {format_memory(promised_mib)} of the {format_memory(limit_mib)} that it may promise, "
-        f"and {format_memory(memory_mib)} more were asked",
+        f"and {format_memory(memory_mib)} more was requested",
     )
 
 
@@ -203,29 +203,29 @@ def check_seat_usage(
     has = f"this server has {format_fraction(seat.fraction_milli)} GPU with {format_memory(seat.memory_mib)} of pool {seat.pool!r}"
     if pool != seat.pool:
         raise ForbiddenError(
-            f"a kernel of pool {pool!r} was asked, but {has}; choose a kernel of that pool, or start the server again "
+            f"a kernel of pool {pool!r} was requested, but {has}; choose a kernel of that pool, or start the server again "
             "with another choice",
             reason="seat-pool",
         )
     if priority > seat.priority:
         raise ForbiddenError(
-            f"priority {priority} was asked, but this server has {seat.priority}; leave priority out of the kernelspec",
+            f"priority {priority} was requested, but this server has {seat.priority}; leave priority out of the kernelspec",
             reason="seat-priority",
         )
     more = "shut one of them down, or start the server again with more" if held.kernels else "ask for that or less"
     if earlier:
         named = " or ".join(f"`jupyter gpu end {lease_id[:8]}`" for lease_id in earlier)
-        more += f"; {named}, in a terminal of this server, ends one that an earlier run of the server has left"
+        more += f"; {named}, in a terminal of this server, ends one that an earlier run of the server left"
     if held.fraction_milli + asked.fraction_milli > seat.fraction_milli:
         others = f", of which its other kernels have {format_fraction(held.fraction_milli)}" if held.kernels else ""
         raise NoRoomError(
-            f"a kernel of {format_fraction(asked.fraction_milli)} GPU was asked, but {has}{others}; {more}",
+            f"a kernel of {format_fraction(asked.fraction_milli)} GPU was requested, but {has}{others}; {more}",
             reason="seat-full",
         )
     if held.memory_mib + asked.memory_mib > seat.memory_mib:
         others = f", of which its other kernels have {format_memory(held.memory_mib)}" if held.kernels else ""
         raise NoRoomError(
-            f"a kernel with {format_memory(asked.memory_mib)} was asked, but {has}{others}; {more}",
+            f"a kernel with {format_memory(asked.memory_mib)} was requested, but {has}{others}; {more}",
             reason="seat-memory",
         )
     if held.kernels >= seat.max_kernels:

@@ -210,9 +210,7 @@ class Seats:
         pool, hub = self._pool(request.pool)
         check_request(request, pool)
         if len(self._seats) >= _MOST_SEATS or sum(map(len, self._waiting.values())) >= _MOST_WAITING:
-            raise NoRoomError(
-                "there are more seats, or more requests that wait for one, than this broker keeps track of"
-            )
+            raise NoRoomError("this broker cannot keep track of more seats or waiting requests")
         try:
             group, terms = check_terms(pool.name, hub, request.groups, wall_ms() / 1000)
             group = counted_group(group, request.groups, pool) or self.budgets.group_of(request.groups)
@@ -409,8 +407,8 @@ class Seats:
             return SeatProgress(
                 kind=ProgressKind.REFUSED,
                 reason="seat-ended",
-                sentence="the seat ended while it was being written down: its time to live was over, or a later request for the same "
-                "server has taken its place; start the server again",
+                sentence="the seat ended while the broker was saving it: its time to live ran out, or a later request for the same "
+                "server replaced it; start the server again",
             )
         waiter.given = True
         self.revocations.take_over(seat, partial(self.draws.check_takeover, seat))

@@ -157,7 +157,7 @@ def _states(seats: list[SeatRecord], boot: str) -> list[tuple[SeatRecord, str, b
                 continue
             group = _group_of(workload)
         except OSError as error:
-            log.warning("the control groups cannot be read: %s", error)
+            log.warning("cannot read the control groups: %s", error)
             continue
         found.append((seat, group, True if group else None))
     return found
@@ -174,5 +174,5 @@ def _warning_of(seat: SeatRecord, workload: Workload) -> str | None:
         group = _group_of(workload)
         return memory_warning(workload.engine, group, seat.memory_mib) if group else None
     except (OSError, ValueError) as error:
-        log.warning("the memory limit of %s cannot be read: %s", workload_name(workload.engine, workload.id), error)
+        log.warning("cannot read the memory limit of %s: %s", workload_name(workload.engine, workload.id), error)
         return None

@@ -116,7 +116,7 @@ class LeaseControl:
                 raise ConflictError(
                     f"there was no room for {format_fraction(event.fraction_milli)} of a GPU and "
                     f"{format_memory(event.reserve_mib)} within {format_duration(int(wait_s * 1000))}"
-                    f"{f' ({ticket.sentence})' if ticket is not None else ''}: the kernel stays as it was; "
+                    f"{f' ({ticket.sentence})' if ticket is not None else ''}: the kernel is unchanged; "
                     "try again later, or ask for less",
                     reason="timeout",
                 )
@@ -148,7 +148,7 @@ class LeaseControl:
         pool = arbiter.pools().get(spec.pool)
         if pool is None:
             raise ConflictError(
-                f"pool {spec.pool!r} is not configured any more, so this kernel keeps the size that it has: ask the administrator",
+                f"pool {spec.pool!r} is no longer configured, so this kernel keeps its size; ask the administrator",
                 reason="unknown-pool",
             )
         reserve_mib = spec.reserve_mib
@@ -175,7 +175,7 @@ class LeaseControl:
             await self._broker.measure(kernel)
         except GPUError as error:
             raise ConflictError(
-                f"what the kernel uses cannot be seen just now ({error}); try again in a moment", reason="not-measured"
+                f"cannot measure what the kernel uses right now ({error}); try again in a moment", reason="not-measured"
             ) from error
 
     def _has(self, kernel: Kernel, event: ResizeRequested) -> bool:
@@ -255,8 +255,8 @@ class LeaseControl:
         there = ", ".join(
             f"{info.index} {name}" for name, info in sorted(devices.items(), key=lambda one: one[1].index)
         )
-        problem = "fits more than one device" if found else "is no device of this broker"
-        raise NotFoundError(f"{device[:MAX_NAME]!r} {problem}; there are: {there}", reason="unknown-device")
+        problem = "matches more than one device" if found else "is not a device of this broker"
+        raise NotFoundError(f"{device[:MAX_NAME]!r} {problem}; devices: {there}", reason="unknown-device")
 
 
 async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: int) -> int | None:
@@ -287,6 +287,6 @@ def _read(broker: Broker, device_id: str, since_us: int) -> tuple[DeviceUse, Dev
     try:
         use, utilisation = broker.monitor.use(device_id), broker.monitor.utilisation(device_id, since_us)
     except GPUError as error:  # the memory sampler detects a lost device
-        log.debug("what processes use of device %s could not be read: %s", device_id, error)
+        log.debug("cannot read what processes use of device %s: %s", device_id, error)
         return None
     return None if utilisation is None else (use, utilisation, broker.scans.take(_MOST_AGE_S))

@@ -295,7 +295,7 @@ async def end_tree(broker: Broker, kernel: Kernel) -> None:
 def _over(view: LeaseView | None) -> Progress:
     if view is not None and view.revoked:
         return Progress(kind=ProgressKind.REFUSED, reason=REVOKED.code, sentence=revoked_sentence(view))
-    sentence = f"the lease of this kernel was ended: for another one {RESTART}"
+    sentence = f"this kernel's lease has ended; for a new one, {RESTART}"
     return Progress(kind=ProgressKind.REFUSED, reason="lease-over", sentence=sentence)
 
 

@@ -148,7 +148,7 @@ class RevocationNotice:
             try:
                 await self.look()
             except LedgerError as error:
-                self._complain(f"what follows from it cannot be done yet: {error}")
+                self._complain(f"cannot act on the notice yet: {error}")
             await asyncio.sleep(_PERIOD_S)
 
     async def look(self) -> None:
@@ -156,7 +156,7 @@ class RevocationNotice:
         try:
             notice = await asyncio.to_thread(self._read, self._source)
         except UnreadableNoticeError as error:
-            self._complain(f"{error}; what was known of it stays")
+            self._complain(f"{error}; keeping the last known state")
             return
         if notice is None:
             await self._withdrawn()
@@ -170,14 +170,14 @@ class RevocationNotice:
             deadline_ms = self._deadline_ms or wall_ms() + self._default_ms
         left_ms = max(1, min(LONGEST_DEADLINE_MS, deadline_ms - wall_ms()))
         if self._deadline_ms is None or abs(deadline_ms - self._deadline_ms) >= _MOVED_MS:
-            log.warning("this host goes away in %s, says %s", format_duration(left_ms), self._source)
+            log.warning("this host goes away in %s, according to %s", format_duration(left_ms), self._source)
             self._deadline_ms, self._must_drain = deadline_ms, self._drains
             self._broker.host_deadline_ms = now_ms() + left_ms
             self._broker.note_change()
             self._tell(
                 "revocation.host",
-                f"The host of this kernel goes away in {format_duration(left_ms)}, and its memory with it, also what is saved there. Save "
-                "to a disk that outlives it now what must not be lost: results, models, tables, and the notebook if it lies on this host.",
+                f"The host of this kernel goes away in {format_duration(left_ms)} with all its memory, including what is saved there. Save "
+                "now, to a disk that outlives it, what must not be lost: results, models, tables, and the notebook if it is on this host.",
             )
         if self._must_drain:
             await self._drain(await self._remembered(), left_ms)

@@ -137,7 +137,7 @@ class Enforcement:
         except ProcessLookupError:
             return True
         except PermissionError:
-            log.error("process %d may not be ended by the broker's user", identity.pid)  # noqa: TRY400 - the sentence says it
+            log.error("the broker's user is not permitted to end process %d", identity.pid)  # noqa: TRY400 - the sentence says it
             return False
         finally:
             os.close(pidfd)
@@ -295,7 +295,7 @@ class GpuActivity:
                 try:
                     await self._look(watched)
                 except OSError as error:  # a shortage: the next look may succeed
-                    log.error("the devices' work could not be read: %s", error)  # noqa: TRY400 - the sentence says it
+                    log.error("cannot read the devices' work: %s", error)  # noqa: TRY400 - the sentence says it
             if await within(self._pause_s() if watched else _QUIET_INTERVAL_S, self._news):
                 await asyncio.sleep(_SHORTEST_S)
 
@@ -370,12 +370,12 @@ class GpuActivity:
             try:
                 activity = self._broker.monitor.activity(device_id, since_us)
             except GPUError as error:
-                log.warning("the counters of device %s could not be read: %s", device_id, error)
+                log.warning("cannot read the counters of device %s: %s", device_id, error)
                 continue
             if activity is None:
                 if device_id not in self._silent:
                     log.info(
-                        "device %s does not report its processes' work: kernels are idle by their messages alone",
+                        "device %s does not report its processes' work: only kernels' messages show whether they are idle",
                         device_id,
                     )
                 self._silent[device_id] = self._steady_s() + _READ_AGAIN_S

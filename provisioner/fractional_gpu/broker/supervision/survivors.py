@@ -73,9 +73,7 @@ class AbandonedLeases:
             try:
                 carried = set(await asyncio.to_thread(self._carried))
             except OSError as error:
-                log.warning(
-                    "the processes of abandoned leases cannot be looked for: %s; they are looked for again", error
-                )
+                log.warning("cannot search for the processes of abandoned leases: %s; retrying", error)
                 return
             lost = [kernel for kernel in lost if kernel.launch.had_process or kernel.lease_id not in carried]
         for kernel in lost:
@@ -155,7 +153,7 @@ class Survivors:
                 try:
                     is_free = await self._settle_now(kernel, root, begun_s)
                 except (GPUError, OSError) as error:
-                    log.warning("lease %s: what its kernel left cannot be seen yet: %s", kernel.lease_id[:8], error)
+                    log.warning("lease %s: cannot find what its kernel left yet: %s", kernel.lease_id[:8], error)
                     await asyncio.sleep(pause_s)
                     # The devices' time to free memory starts with the first successful look.
                     begun_s, pause_s = time.monotonic(), min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -297,7 +295,7 @@ class Survivors:
             )
             if others:
                 raise ConflictError(
-                    f"{described(others)} belongs to another user than the lease, and is not ended; that user may end it",
+                    f"{described(others)} does not belong to the user of the lease, so the broker does not end it; its user can",
                     reason="not-certain",
                 )
             if kernel.ending.survivors:
@@ -305,7 +303,9 @@ class Survivors:
 
     async def _end_by_policy(self, kernel: Kernel) -> None:
         log.info(
-            "lease %s: its pool ends what its kernel left: %s", kernel.lease_id[:8], described(kernel.ending.survivors)
+            "lease %s: ending what its kernel left, as its pool is configured to: %s",
+            kernel.lease_id[:8],
+            described(kernel.ending.survivors),
         )
         left = partial(self._certain_processes, kernel, spare_root=True)
         while True:
@@ -314,7 +314,7 @@ class Survivors:
             except ConflictError as error:
                 log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
             except OSError as error:  # short of descriptors: only a retry would end them
-                log.warning("lease %s: what its kernel left cannot be ended yet: %s", kernel.lease_id[:8], error)
+                log.warning("lease %s: cannot end what its kernel left yet: %s", kernel.lease_id[:8], error)
                 await asyncio.sleep(_LONGEST_PAUSE_S)
                 continue
             return
@@ -380,7 +380,7 @@ def _described_all(identities: Iterable[ProcessIdentity], host: HostSnapshot) ->
 
 def _log_failure(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("what a kernel left behind could not be found out", exc_info=error)
+        log.critical("could not find what a kernel left behind", exc_info=error)
 
 
 # Did the system's out-of-memory killer end a kernel? The counters of control groups decide, for the message to the user.
@@ -417,7 +417,7 @@ class OomKills:
                 self._counters[file] = _Counter(smallest_limit(pid).limited_by, count, count, now_s)
             self._files[pid] = file
         except (OSError, ValueError) as error:
-            log.debug("the out-of-memory counter of process %d cannot be read: %s", pid, error)
+            log.debug("cannot read the out-of-memory counter of process %d: %s", pid, error)
 
     def look(self, pids: Collection[int], now_s: float) -> None:
         """Note which kernels live (by pid), and which kills are too old to explain an end."""
@@ -439,7 +439,7 @@ class OomKills:
             if was_killed(identity) is False:
                 return ""
         except (OSError, ValueError) as error:
-            log.debug("the system's log cannot be read: %s", error)
+            log.debug("cannot read the system's log: %s", error)
         counter.accounted += 1
         return counter.limited_by
 

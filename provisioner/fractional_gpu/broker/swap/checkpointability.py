@@ -50,7 +50,7 @@ def _find_obstacle(pids: list[int]) -> str:
         members = [pid for pid in pids if maps(pid, lambda path: path.startswith(_NCCL_SEGMENT))]
         if len(members) >= _FEWEST_MEMBERS:
             return (
-                f"its processes {', '.join(map(str, members))} share memory of NCCL: checkpointing one member of a collective "
+                f"its processes {', '.join(map(str, members))} share NCCL memory: checkpointing one member of a collective "
                 "hangs the others"
             )
     return next((why_not for pid in pids if (why_not := _injected(pid))), "")

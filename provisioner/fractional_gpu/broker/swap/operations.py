@@ -92,7 +92,7 @@ class Operations:
             outcome, mib, sentence = await self._swaps.suspend(kernel, effect, journal, reserve)
         except LedgerError as error:
             outcome = SuspendOutcome.ABORTED
-            sentence = f"nothing was begun because it could not be written down: {error}"
+            sentence = f"nothing was started because the broker could not record it: {error}"
         finally:
             log.info("lease %s: suspend took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
             self._broker.dispatch(
@@ -153,7 +153,7 @@ class Operations:
                 await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
         except LedgerError as error:
             outcome = ResumeOutcome.NOT_STARTED
-            sentence = f"nothing was begun because it could not be written down: {error}"
+            sentence = f"nothing was started because the broker could not record it: {error}"
             await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
         finally:
             log.info("lease %s: resume took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
@@ -182,7 +182,7 @@ class Operations:
                     continue  # the devices' counts do not decide it (`recovery`)
                 truth = await self._swaps.truth(kernel, view.device_id, view.saved_mib)
             except OSError as error:  # short of descriptors or memory: the next look may succeed
-                log.error("lease %s could not be looked at: %s", effect.lease_id[:8], error)  # noqa: TRY400 - as it says
+                log.error("cannot examine lease %s: %s", effect.lease_id[:8], error)  # noqa: TRY400 - as it says
                 continue
             if truth is None or (truth.state is LeaseState.QUARANTINED and truth.sentence == reported):
                 continue

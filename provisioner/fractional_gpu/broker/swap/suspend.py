@@ -144,14 +144,14 @@ class Suspension:
         except StepError as error:
             return await self._roll_back(locked, error.outcome, str(error), error.need_mib)
         except LedgerError as error:
-            sentence = f"it could not be written down: {error}"
+            sentence = f"the broker could not record it: {error}"
             return await self._roll_back(locked, SuspendOutcome.ABORTED, sentence)
         except GPUError as error:
             asked = error.code is not GPUErrorCode.TARGET_STOPPED  # the driver was not asked if it was stopped
             sentence = f"the driver refused before anything was saved: {error}" if asked else str(error)
             return await self._roll_back(locked, before_checkpoint(error.code), sentence)
         except OSError as error:
-            sentence = f"the kernel's processes could not be looked at: {error}"
+            sentence = f"the broker could not examine the kernel's processes: {error}"
             return await self._roll_back(locked, SuspendOutcome.REFUSED, sentence)
         return await self._checkpoint_all(locked, kernel.checkpoint.total_mib)
 
@@ -171,7 +171,7 @@ class Suspension:
                 SuspendOutcome.REFUSED, "the kernel has no CUDA context yet and could create one at any moment"
             )
         if kernel.cell.unused:
-            raise StepError(SuspendOutcome.REFUSED, "its cell uses the GPU by now")
+            raise StepError(SuspendOutcome.REFUSED, "its cell is now using the GPU")
         # Check permanent obstacles before passing ones: a kernel that can never be saved is not tried again.
         why = self._inspector.off
         if not why and self._check is not None:
@@ -209,7 +209,7 @@ class Suspension:
         if self.is_quiet is not None and not await self.is_quiet(kernel):
             raise StepError(
                 SuspendOutcome.ABORTED,
-                "the kernel's extension does not answer, and the kernel has worked on the GPU within the last seconds",
+                "the kernel's extension does not answer, and the kernel used the GPU in the last few seconds",
             )
         # The extension obeys a command in the step that reads it. If the command was read, only the answer could not be sent.
         return Gate(shut=link is not None and link.was_read())
@@ -303,7 +303,7 @@ class Suspension:
         host = await self._inspector.take(kernel.measurement.devices_to_read(effect.device_ids))
         use, heirs = await self._inspector.memory_use(kernel, host)
         if strange := [one for one in empty if host.used_mib(one.pid)]:
-            sentence = f"process {strange[0].pid} has device memory, and the driver does not know it"
+            sentence = f"process {strange[0].pid} has device memory, but the driver does not know the process"
             raise StepError(before_checkpoint(GPUErrorCode.NOT_INITIALIZED), sentence)
         use = {one: mib for one, mib in use.items() if one not in empty}
         newcomers = [identity for identity in use if identity not in locked]
@@ -321,7 +321,7 @@ class Suspension:
                 await self._worker.checkpoint(identity, self._times.checkpoint_s)
                 state = await self._worker.state(identity)
                 if state is not ProcessState.CHECKPOINTED:
-                    lie = f"the driver says {state} after a checkpoint that it called done"
+                    lie = f"the driver reports {state} after a checkpoint that it called done"
                     return await self._after_failed_checkpoint(locked, GPUError(GPUErrorCode.UNKNOWN, lie))
         except GPUError as error:
             return await self._after_failed_checkpoint(locked, error)
@@ -342,7 +342,7 @@ class Suspension:
                     continue
                 return SuspendOutcome.UNKNOWN, 0, f"{sentence}; process {identity.pid} may still be locked: {error}"
             if state not in _UNLOCKED:
-                said = f"{sentence}; then the driver says that process {identity.pid} is {state}"
+                said = f"{sentence}; after that, the driver reports process {identity.pid} as {state}"
                 return SuspendOutcome.UNKNOWN, 0, said
         return outcome, need_mib, sentence
 
@@ -351,7 +351,7 @@ class Suspension:
         try:
             states = [await self._worker.state(identity) for identity in locked]
         except GPUError as again:
-            sentence = f"the checkpoint failed ({error}) and the driver does not say what is true ({again})"
+            sentence = f"the checkpoint failed ({error}) and the driver does not report the state ({again})"
             return SuspendOutcome.UNKNOWN, 0, sentence
         outcome = after_checkpoint(error.code, states)
         if outcome is SuspendOutcome.UNKNOWN:
@@ -386,8 +386,8 @@ def _check_heirs(kernel: Kernel, heirs: Sequence[ProcessIdentity]) -> None:
         # Restores of a process with such a child are reported to fail, losing the kernel's state.
         raise StepError(
             SuspendOutcome.REFUSED,
-            f"process {heirs[0].pid} was forked by the kernel after it began to use CUDA (as workers of a DataLoader or of "
-            "multiprocessing are) and shares its context: the kernel can be suspended when that process has ended",
+            f"process {heirs[0].pid} was forked by the kernel after it began to use CUDA (like workers of a DataLoader or of "
+            "multiprocessing) and shares its context: the kernel can be suspended when that process has ended",
         )
 
 
@@ -398,7 +398,7 @@ def _check_places(use: Mapping[ProcessIdentity, int], host: HostSnapshot, effect
         # The memory would come back to a device where no room is reserved for it.
         raise StepError(
             SuspendOutcome.REFUSED,
-            f"its processes have memory on device {foreign[0]}, which is not the lease's: it can be suspended when they have freed it",
+            f"its processes have memory on device {foreign[0]}, which is not the lease's: it can be suspended once they free it",
         )
 
 
@@ -411,7 +411,7 @@ def _check_reserved(use: Mapping[ProcessIdentity, int], effect: Suspend, reserve
     if need_mib > reserved_mib:
         raise StepError(
             SuspendOutcome.ABORTED,
-            f"{format_memory(need_mib)} would have to be saved, and {format_memory(reserved_mib)} of host memory are reserved",
+            f"{format_memory(need_mib)} must be saved, but only {format_memory(reserved_mib)} of host memory is reserved",
             need_mib,
         )
 
@@ -421,16 +421,16 @@ async def _check_host_memory(use: Mapping[ProcessIdentity, int]) -> None:
         if used_mib == 0:
             # If no device counts processes by their pids here (a container with its own pids, say), it is not known what room the
             # state needs on the host, or to come back.
-            raise StepError(SuspendOutcome.REFUSED, f"no device tells how much memory process {identity.pid} uses")
+            raise StepError(SuspendOutcome.REFUSED, f"no device reports how much memory process {identity.pid} uses")
     needs = {identity.pid: used_mib + _HOST_MARGIN_MIB for identity, used_mib in use.items()}
     try:
         short = await SWAPS.run(shortage, needs)
     except (OSError, ValueError) as error:
-        sentence = f"how much host memory is left could not be read: {error}"
+        sentence = f"the broker could not read how much host memory is left: {error}"
         raise StepError(SuspendOutcome.REFUSED, sentence) from error
     if short is not None:
         raise StepError(
             SuspendOutcome.NO_MEMORY,
-            f"{format_memory(sum(use.values()))} would have to be saved in host memory, "
-            f"where {format_memory(short.left_mib)} are left (limited by {printable(short.limited_by)})",
+            f"{format_memory(sum(use.values()))} must be saved in host memory, "
+            f"but only {format_memory(short.left_mib)} is left (limited by {printable(short.limited_by)})",
         )

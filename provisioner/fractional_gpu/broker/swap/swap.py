@@ -80,7 +80,7 @@ class Swaps:
         try:
             return await self.inspector.used_mib(kernel)
         except GPUError as error:
-            log.info("lease %s: what is left after shrinking cannot be read: %s", kernel.lease_id[:8], error)
+            log.info("lease %s: cannot read what is left after shrinking: %s", kernel.lease_id[:8], error)
             return None
 
     async def resume(self, kernel: Kernel, effect: Resume, saved_mib: int) -> tuple[ResumeOutcome, str]:
@@ -148,7 +148,7 @@ class Swaps:
                 margin_mib = min(restore_margin_mib(need_mib), self._overhead_mib.get(device_id, 0))
             if free_mib < need_mib + margin_mib:
                 margin = f" and a margin of {format_memory(margin_mib)}" if margin_mib else ""
-                return f"the device has {format_memory(free_mib)} free, {format_memory(need_mib)}{margin} are needed"
+                return f"the device has {format_memory(free_mib)} free, but the kernel needs {format_memory(need_mib)}{margin}"
         return ""
 
     async def _states_of(self, identities: Iterable[ProcessIdentity]) -> dict[ProcessIdentity, ProcessState]:
@@ -167,7 +167,7 @@ class Swaps:
         try:
             states, _ = await self.inspector.states(kernel, await self.inspector.take())
         except GPUError as again:
-            sentence = f"the restore failed ({error}) and the driver does not say what is true ({again})"
+            sentence = f"the restore failed ({error}) and the driver does not report the state ({again})"
             return ResumeOutcome.UNKNOWN, sentence
         outcome = after_restore(error.code, states.values())
         if outcome is ResumeOutcome.NOT_STARTED:
@@ -202,7 +202,7 @@ class Swaps:
         if not failed:
             return None
         sentence = (
-            f"the driver says that process {failed[0]} met an error that cannot be corrected: what this kernel had on the GPU is lost. Its "
+            f"the driver reports an uncorrectable error of process {failed[0]}: what this kernel had on the GPU is lost. Its "
             "other variables are still there: save what you need in cells that begin with %%cpu, then restart the kernel"
         )
         return Truth(state=LeaseState.QUARANTINED, device_id=device_id, saved_mib=saved_mib, sentence=sentence)
@@ -252,7 +252,7 @@ class Swaps:
         elif not all(host.is_alone(pids, one) for one in targets):  # if it is alone, there will never be more room
             lacking = "how much was saved is not known, and others use its device"
         if lacking:
-            log.warning("lease %s: a part of it is saved and stays so: %s", kernel.lease_id, lacking)
+            log.warning("lease %s: part of it stays saved: %s", kernel.lease_id, lacking)
             return
         saved = [one for one, state in states.items() if state is ProcessState.CHECKPOINTED]
         locked = [one for one, state in states.items() if state is ProcessState.LOCKED]
