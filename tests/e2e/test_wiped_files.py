@@ -152,7 +152,7 @@ def test_a_broker_that_is_to_end_while_it_repairs_ends(world: World, server: Ser
     until(lambda: world.lease(notebook.kernel_id).state == "resuming", "a swap begins")
     log = (run(world) / "broker.log").open(encoding="utf-8")
     world.ledger.unlink()
-    until(lambda: "executes itself again" in log.read(), "it repairs itself")
+    until(lambda: "restarts itself to recreate its files" in log.read(), "it repairs itself")
     os.kill(broker, signal.SIGTERM)
     until(lambda: claim_holder(world.socket) is None, "it has ended")
     resume.join(60)

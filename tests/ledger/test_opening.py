@@ -175,9 +175,7 @@ def test_a_full_disk_is_reported_and_nothing_is_kept(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.record("a", 1, "r", "kept")
         ledger._read(f"PRAGMA max_page_count = {ledger._read('PRAGMA page_count')[0][0]}")
-        with pytest.raises(
-            LedgerError, match="cannot be used: database or disk is full; nothing of this change was kept"
-        ):
+        with pytest.raises(LedgerError, match="cannot be used: database or disk is full; the change was not saved"):
             ledger.record("a", 2, "r", json.dumps("x" * 100_000))
         assert [line.sentence for line in ledger.story("a")] == ["kept"]
 
@@ -215,4 +213,4 @@ def test_a_log_without_its_ledger_names_the_command_that_sets_it_aside(tmp_path:
 def test_an_empty_file_is_refused_not_filled(path: Path) -> None:
     path.parent.mkdir()
     path.touch()
-    _assert_refused_untouched(path, r"is empty \(zero bytes\); it is unchanged: put a backup")
+    _assert_refused_untouched(path, r"is empty \(zero bytes\); it is unchanged: restore a backup")

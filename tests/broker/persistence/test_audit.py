@@ -101,7 +101,7 @@ def test_every_act_of_an_administrator_is_recorded_with_both_users(
     assert by_act["pin"]["parameters"]["duration_ms"] == 60_000
     assert (by_act["pin"]["object"], by_act["pin"]["parameters"]["owner"]) == (lease.lease_id, "root")
     assert by_act["seat.give"]["object"] == "bob"
-    assert (done[-1]["reason"], "'7' is no device" in done[-1]["sentence"]) == ("unknown-device", True)
+    assert (done[-1]["reason"], "'7' is not a device" in done[-1]["sentence"]) == ("unknown-device", True)
     text = log.read_text()
     assert seat.token
     assert seat.token not in text

@@ -102,7 +102,7 @@ async def test_a_driver_that_is_not_ready_yet_is_used_as_soon_as_it_works(
         async with asyncio.timeout(DEADLINE_S):
             while device.why_not:
                 (device,) = (await asyncio.to_thread(client.status)).devices
-            while "checkpointing " not in caplog.text:  # noqa: ASYNC110 - the end of the trial sets no event
+            while "checkpoint self-test" not in caplog.text:  # noqa: ASYNC110 - the end of the trial sets no event
                 await asyncio.sleep(0)
     assert "the CUDA driver works now, after " in caplog.text
 

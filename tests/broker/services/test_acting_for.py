@@ -67,7 +67,7 @@ def test_two_names_are_refused(live: LiveBroker) -> None:
     twice = b"X-Acting-For: ada\r\nX-Acting-For: bob\r\n"
     reply = live.raw(b"GET /v1/ping HTTP/1.1\r\nHost: broker\r\n" + twice + b"Connection: close\r\n\r\n")
     assert reply.startswith(b"HTTP/1.1 400 ")
-    assert b"is there 2 times" in reply
+    assert b"was sent 2 times" in reply
 
 
 def test_from_who_is_no_administrator_it_is_refused_whatever_it_says(

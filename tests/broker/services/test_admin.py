@@ -70,7 +70,7 @@ def test_the_next_kernel_says_who_ended_the_last_one_and_why(live: LiveBroker) -
         other, again, third = (live.lease(kernel_id=name) for name in ("another", "a notebook's", "a notebook's"))
         lines = {one.lease_id: client.story(one.lease_id).lines for one in (other, again, third)}
         (line,) = [one for one in lines[again.lease_id] if one.reason == "evicted"]
-        assert line.sentence.startswith("An administrator (root) ended the kernel that was here before, at ")
+        assert line.sentence.startswith("An administrator (root) ended the previous kernel at ")
         assert "the reason given: the class needs?[2J it. Its variables are lost" in line.sentence
         assert all(one.reason != "evicted" for name in (other, third) for one in lines[name.lease_id])
         assert live.broker.kernels[again.lease_id].notices == [line.sentence], "shown when its extension connects"

@@ -206,7 +206,7 @@ def test_a_device_is_emptied_until_it_is_said_otherwise(live: LiveBroker, draine
     assert not device_of(live)["draining"]
 
 
-@pytest.mark.parametrize(("device", "says"), [("7", "'7' is no device of this broker; there are: 0 "), ("", "")])
+@pytest.mark.parametrize(("device", "says"), [("7", "'7' is not a device of this broker; devices: 0 "), ("", "")])
 def test_a_device_that_is_not_there_is_named_with_those_that_are(live: LiveBroker, device: str, says: str) -> None:
     answer = live.call("POST", f"/v1/devices/{device}/drain", {})
     assert answer.status == 404

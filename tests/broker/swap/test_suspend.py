@@ -244,7 +244,7 @@ async def test_what_several_processes_would_save_is_added_up(monkeypatch: pytest
         running(driver, pids)
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert (outcome, driver.calls) == (SuspendOutcome.NO_MEMORY, [])
-    assert "600 MiB would have to be saved" in sentence
+    assert "600 MiB must be saved" in sentence
 
 
 @pytest.mark.promise("race-size")
@@ -281,7 +281,7 @@ async def test_what_is_lacking_is_asked_of_the_arbiter_before_the_point_of_no_re
         assert set(asked) == {400}
         assert len(asked) <= 2
         if outcome is SuspendOutcome.ABORTED:
-            assert "400 MiB would have to be saved, and 399 MiB of host memory are reserved" in sentence
+            assert "400 MiB must be saved, but only 399 MiB of host memory is reserved" in sentence
             assert not [name for name, _ in driver.calls if name == "checkpoint"]
 
 
