@@ -90,7 +90,7 @@ def test_the_command_shows_and_changes(live: LiveBroker) -> None:
 
     done = run("default", "idle_after=2m", 'user_limits={"leases": 2}')
     assert done.returncode == 0, done.stderr
-    assert 'idle_after           "2m"  (changed since the broker was started)' in done.stdout
+    assert 'idle_after           "2m"  (changed since the broker started)' in done.stdout
     assert spec(live).user_limits.leases == 2
     assert '"price": "1 EUR"' in run("--json").stdout
     refused = run("default", "idle_after=soon")
