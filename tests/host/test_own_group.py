@@ -24,6 +24,10 @@ def proc_with(folder: Path, group: str, *, version: int = 2) -> Path:
     ("group", "own"),
     [
         ("/system.slice/jupyter-ada.service", OwnGroup("/system.slice/jupyter-ada.service", is_leaf=True)),
+        (
+            "/system.slice/jupyter-ada.service/hidden.service",
+            OwnGroup("/system.slice/jupyter-ada.service", is_leaf=False),
+        ),
         ("/system.slice/docker-12ab.scope", OwnGroup("/system.slice/docker-12ab.scope", is_leaf=True)),
         (f"/docker/{'5' * 64}", OwnGroup(f"/docker/{'5' * 64}", is_leaf=True)),
         ("/user.slice/user-1000.slice/session-2.scope", OwnGroup("/user.slice/user-1000.slice", is_leaf=False)),

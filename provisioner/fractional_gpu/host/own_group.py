@@ -50,10 +50,12 @@ def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
         if int(user[1]) != uid:
             return None
         path = PurePosixPath(user[0])
-    elif _UNIT.search(leaf.name):
-        path = leaf
     else:
-        return None
+        # The outermost: inside their own unit or container users may have made further groups.
+        units = [group for group in (*reversed(leaf.parents), leaf) if _UNIT.search(group.name)]
+        if not units:
+            return None
+        path = units[0]
     return OwnGroup(str(path), path == leaf)
 
 

@@ -103,3 +103,15 @@ def test_one_that_reads_before_it_has_the_terminal_goes_on() -> None:
             assert b"the job was stopped" not in seen
             seen += file.read(4096)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.promise("children")
+def test_a_command_in_a_pool_that_saves_children_starts_in_a_checkpoint_job(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    program = "import os; print(os.readlink(os.environ['CUDA_CHECKPOINT_JOB_FILE']), 'JUPYTER_GPU_CHECKPOINT_JOB' in os.environ)"
+    with output.open("wb") as file:
+        held = HeldCommand([sys.executable, "-c", program], os.environ, file)
+        running = held.go({**os.environ, "JUPYTER_GPU_CHECKPOINT_JOB": "1"})
+    until(running.has_ended, "it ends")
+    assert running.end(1) == 0
+    assert output.read_text() == "/memfd:cuda-checkpoint-job (deleted) False\n"
