@@ -89,9 +89,9 @@ def test_times_with_a_zone_are_that_zones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "is empty; the first line names the columns"),
-        ("hour,grams\n1,2\n", "line 1: 'hour, grams' has no columns time and g_per_kwh"),
-        ("time,g_per_kwh\n", "has no hours; after the header"),
+        ("", "is empty; its first line must name the columns"),
+        ("hour,grams\n1,2\n", "line 1: 'hour, grams' lacks the columns time and g_per_kwh"),
+        ("time,g_per_kwh\n", "has no data; add one line per hour"),
         ("time,g_per_kwh\nnoon,300\n", "line 2: 'noon, 300'; expected a time such as"),
         ("time,g_per_kwh\n2026-11-24T08:00\n", "line 2: '2026-11-24T08:00'; expected"),
         ("time,g_per_kwh\n2026-11-24T08:00,nan\n", "line 2: 'nan'; allowed: 0 to 100000 g"),

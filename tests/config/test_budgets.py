@@ -72,7 +72,7 @@ def test_amounts(text: str, parsed: tuple[Unit, int, str], shown: str) -> None:
         ({**USER, "per": "year"}, "['per'] = 'year': allowed: 'day', 'week' or 'month'"),
         ({**USER, "per": "rolling 5m"}, "['per'] = 'rolling 5m'"),
         ({**USER, "per": "rolling"}, "['per']"),
-        ({**USER, "pools": "lab"}, "['pools'] = 'lab': names of the pools"),
+        ({**USER, "pools": "lab"}, "['pools'] = 'lab': a list of pool names"),
         ({**USER, "perr": "day"}, "did you mean 'per'?"),
     ],
 )
@@ -84,5 +84,5 @@ def test_a_wrong_budget_names_the_entry_the_key_and_what_is_allowed(entry: objec
 
 
 def test_the_same_budget_twice_is_a_slip() -> None:
-    with pytest.raises(ConfigError, match=r"\[1\] = .*: the same budget is there already"):
+    with pytest.raises(ConfigError, match=r"\[1\] = .*: this budget is a duplicate"):
         budgets(USER, dict(USER))

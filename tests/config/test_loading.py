@@ -71,7 +71,7 @@ def test_a_file_that_anybody_can_write_is_not_run(write: Write, tmp_path: Path) 
     proof = tmp_path / "it ran"
     file = write(f"open({str(proof)!r}, 'w').close()")
     file.chmod(0o666)
-    with pytest.raises(ConfigError, match=f"can be written by every user, so it is not run; chmod o-w {file}"):
+    with pytest.raises(ConfigError, match=f"is writable by every user, so it was not run; run chmod o-w {file}"):
         load(file)
     assert not proof.exists()
 
@@ -90,10 +90,10 @@ def test_a_file_that_anybody_can_write_is_not_run(write: Write, tmp_path: Path) 
         ),
         (
             "c.GPUBrokr.idle_exit = '5m'",
-            r": c\.GPUBrokr is unknown here; did you mean 'GPUBroker'\? Allowed: GPUBroker$",
+            r": c\.GPUBrokr is unknown; did you mean 'GPUBroker'\? Allowed: GPUBroker$",
         ),
-        ("c.idle_exit = '5m'", r": c\.idle_exit is unknown here; Allowed: GPUBroker$"),
-        ("c.GPUBroker.pools = []", r": c\.GPUBroker\.pools = \[\]: there must be a pool"),
+        ("c.idle_exit = '5m'", r": c\.idle_exit is unknown; Allowed: GPUBroker$"),
+        ("c.GPUBroker.pools = []", r": c\.GPUBroker\.pools = \[\]: expected at least one pool"),
         (
             "c.GPUBroker.idle_exit = 2.5",
             r": c\.GPUBroker\.idle_exit = 2\.5: expected a duration such as .* or 'never'$",

@@ -56,7 +56,7 @@ def test_a_pool_is_a_dictionary() -> None:
 
 @pytest.mark.parametrize("name", ["", "Lab", "a b", "-a", "a-", "a/b", "x" * 64, "é"])
 def test_a_pool_name_must_fit_into_a_kernelspec_name(name: str) -> None:
-    with pytest.raises(ConfigError, match="a pool's name has 1 to 63 small letters, digits"):
+    with pytest.raises(ConfigError, match="a pool name has 1 to 63 lowercase letters, digits"):
         load(None, {"pools": {name: {}}})
 
 
@@ -74,7 +74,7 @@ def test_devices_are_found_by_number_uuid_or_a_clear_beginning() -> None:
     [
         (4, "there is no such device; this host has: 0 GPU-aa11, 1 GPU-aa22, 2 GPU-bb33, 3 GPU-bb3"),
         ("GPU-cc", "there is no such device; this host has: 0 GPU-aa11"),
-        ("GPU-aa", "fits more than one device; this host has: 0 GPU-aa11"),
+        ("GPU-aa", "matches more than one device; this host has: 0 GPU-aa11"),
     ],
 )
 def test_an_unknown_device_is_refused_with_those_there_are(reference: object, problem: str) -> None:
@@ -88,18 +88,18 @@ def test_an_unknown_device_is_refused_with_those_there_are(reference: object, pr
 
 
 def test_a_device_is_in_one_pool() -> None:
-    with pytest.raises(ConfigError, match=r"pools\['b'\]\['devices'\] = '0': GPU-aa11 is in pool 'a' already"):
+    with pytest.raises(ConfigError, match=r"pools\['b'\]\['devices'\] = '0': GPU-aa11 is already in pool 'a'"):
         _specs({"a": {"devices": ["GPU-aa11"]}, "b": {"devices": [0]}})
-    with pytest.raises(ConfigError, match="GPU-aa11 is in pool 'a' already"):
+    with pytest.raises(ConfigError, match="GPU-aa11 is already in pool 'a'"):
         _specs({"a": {"devices": [0, "GPU-aa11"]}})
     with pytest.raises(
-        ConfigError, match=r"pools\['b'\]\['devices'\] = 'all': pool 'a' has 'all' already \(it is the default"
+        ConfigError, match=r"pools\['b'\]\['devices'\] = 'all': pool 'a' already has 'all' \(the default"
     ):
         _specs({"a": {}, "b": {}})
 
 
 def test_a_pool_without_devices_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"pools\['rest'\]: the pool has no devices: other pools have all 4"):
+    with pytest.raises(ConfigError, match=r"pools\['rest'\]: the pool has no devices, because other pools have all 4"):
         _specs({"rest": {}, "a": {"devices": [0, 1, 2, 3]}})
 
 
@@ -153,7 +153,7 @@ def test_a_pool_may_have_all_devices_of_a_model() -> None:
     [
         ({"default": {"devices": ["model:B200"]}}, "no device of that model; this host has: NVIDIA A100-SXM4-40GB, "),
         ({"default": {"devices": ["model:"]}}, "no device of that model"),
-        ({"a": {"devices": ["model:A100"]}, "b": {"devices": [0]}}, "is in pool 'a' already"),
+        ({"a": {"devices": ["model:A100"]}, "b": {"devices": [0]}}, "is already in pool 'a'"),
     ],
 )
 def test_a_model_that_is_not_there_or_taken_is_named(pools: dict[str, Any], problem: str) -> None:

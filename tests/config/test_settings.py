@@ -40,7 +40,7 @@ SHARE, PRICE, KWH = (
 TIME, SIZE = "allowed: a duration such as 30s, 5m, 2h or 0", "allowed: a positive size"
 FILE, DEVICES, ADDRESS = "allowed: from 1MiB to 1TiB", "allowed: 'all', or a list", "allowed: an IP address and a port"
 NOTICE, CURRENCY = "allowed: an absolute path, or a URL such as", "an amount and a currency such as '0.80 EUR'"
-LIMITS, BANDS = "allowed: a dictionary such as {'leases': 4", "prices by times of the week"
+LIMITS, BANDS = "allowed: a dictionary such as {'leases': 4", "prices by time of the week"
 HOURS, GROUPS = "is not a time of the week", "allowed: 'everybody', or groups such as"
 OFF, ON = (False, True, ("no", BOOL)), (True, False, ("no", BOOL))
 USER = {"user": "*", "limit": "40 GPU hours", "per": "month"}
@@ -86,10 +86,10 @@ BROKER: dict[str, Row] = {
     "revocation_deadline": (30_000, 120_000, ("soon", TIME)),
     "metrics_address": (None, ("127.0.0.1", 9464), ("9464", ADDRESS), ("localhost:9464", ADDRESS), ("127.0.0.1:0", ADDRESS),
         ("127.0.0.1:65536", ADDRESS), ("::1:9464", ADDRESS), ("[127.0.0.1]:9464", ADDRESS),
-        ("0.0.0.0:9464", "other machines reach this address; use a loopback one"), ("[::]:9464", "c.GPUBroker.metrics_public = True"),
+        ("0.0.0.0:9464", "other machines can reach this address; use a loopback"), ("[::]:9464", "c.GPUBroker.metrics_public = True"),
         [("[::1]:1", ("::1", 1))]),
     "metrics_public": OFF,
-    "budgets": ((), parse_budgets([USER]), ("much", "a list of at most 1000 budgets such as")),
+    "budgets": ((), parse_budgets([USER]), ("much", "a list of at most 1000 budgets, such as")),
     "metrics_users": OFF,
     "carbon": (None, 350.0, *((value, KWH) for value in (-1, 100_001, float("nan"), float("inf"), "co2.csv", "")),
         [(0, 0.0), ("/etc/co2.csv", Path("/etc/co2.csv"))]),
@@ -152,18 +152,18 @@ POOL: dict[str, Row] = {
         ("/a:/b", "without spaces and colons")),
     "groups": (None, {"students": GroupTerms(), "staff": GroupTerms(weight=200, priority=10)}, ([], GROUPS), ({}, GROUPS),
         ({"a": {"wieght": 1}}, "group 'a' has"), ({"a": {"weight": 0}}, "weight from 1 to 10000"),
-        ({"a": {"priority": "high"}}, "priority from -1000 to 1000"), ({7: {}}, "7 is not a group's name")),
+        ({"a": {"priority": "high"}}, "priority from -1000 to 1000"), ({7: {}}, "7 is not a group name")),
     "hours": (None, hours(WEEK), ("", "allowed: 'always'"), ("Mon 08:00-08:00", "opens and closes at the same time"),
         *((value, HOURS) for value in ("weekdays", "Mon 08:00-25:00", "Mox 08:00-09:00"))),
     "price": (None, Price(milli=800, unit="EUR"), *((value, CURRENCY) for value in (0.8, "2.40", "EUR 0.80", "-1 EUR"))),
     "price_hours": ((), price_bands(NIGHTS), ("cheap at night", BANDS), ({"always": 1}, BANDS),
-        ({"Mon 08:10-18:00": 1}, "at whole quarters of an hour"), ({"Moon 08:00-18:00": 1}, f"'Moon 08:00-18:00' {HOURS}"),
+        ({"Mon 08:10-18:00": 1}, "on a quarter of an hour"), ({"Moon 08:00-18:00": 1}, f"'Moon 08:00-18:00' {HOURS}"),
         ({"Mon 08:00-18:00": -1}, f"'Mon 08:00-18:00' has -1: {PRICE}"), ({"Mon 08:00-18:00": "1 EUR"}, PRICE)),
     "charge": (Basis.HELD, Basis.RESERVED, *((value, "allowed: 'reserved', 'held' or 'busy'") for value in ("whole", True)),
         [("busy", Basis.BUSY)]),
     "suspended_credit": (1000, 800, ("101%", SHARE), ("-1%", SHARE)),
     "over_budget": ((Consequence.LOWER_PRIORITY,), (Consequence.WHEN_FREE, Consequence.NO_SEATS),
-        *((value, "allowed: 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or one") for value in (
+        *((value, "allowed: 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or") for value in (
             "", "kill", "lower-priority, when-free", "when-free,when-free", None, ["when-free"])), [("nothing", ())]),
     "wait_target": (30_000, 120_000, ("soon", TIME)),
     "wait_bound": (50, 10, ("0%", SHARE), (0.05, SHARE)),
@@ -239,7 +239,7 @@ def test_each_key_of_a_pool_that_is_for_the_arbiter_reaches_it(name: str) -> Non
 def test_a_mig_pool_offers_whole_instances() -> None:
     for more in ({}, {"fractions": ["1"]}):
         assert Pool("a", {"sharing": "mig", **more}).fractions == (1000,)
-    with pytest.raises(ValueError, match="a kernel has a whole instance"):
+    with pytest.raises(ValueError, match="a kernel gets a whole instance"):
         Pool("a", {"sharing": "mig", "fractions": ["1/2", "1"]})
 
 

@@ -106,7 +106,7 @@ COST = Cost(
     terms="A whole GPU costs 0.80 EUR per hour; the time in which a kernel has memory on a GPU counts, and suspended time costs nothing.",
     now_milli=200,
     currency="EUR",
-    carbon="350 g CO2 for each kWh, as configured",
+    carbon="350 g CO2 per kWh, as configured",
     budgets=[
         BudgetStatus(
             kind="user",

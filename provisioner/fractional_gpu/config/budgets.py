@@ -18,7 +18,7 @@ _ALLOWED_LIMIT = (
     "an amount and its unit, such as '40 GPU hours', '12.5 kWh' or '100 EUR' (the currency of the pools' prices)"
 )
 _ALLOWED_PER = (
-    "'day', 'week' or 'month' of the calendar, 'hour' (the last 60 minutes: a limit of surges), or 'rolling 30d'"
+    "'day', 'week' or 'month' (calendar periods), 'hour' (the last 60 minutes, to limit bursts), or 'rolling 30d'"
 )
 _GPU_HOURS = frozenset({"gpu hours", "gpu hour", "gpu-hours", "gpuh"})
 _EXAMPLE = "{'user': '*', 'limit': '40 GPU hours', 'per': 'month'}"
@@ -27,7 +27,7 @@ _EXAMPLE = "{'user': '*', 'limit': '40 GPU hours', 'per': 'month'}"
 def parse_budgets(value: object) -> tuple[Budget, ...]:
     """Return the checked budgets. Raises ValueError."""
     if not isinstance(value, list | tuple) or len(value) > _MOST:
-        raise ValueError(f"a list of at most {_MOST} budgets such as [{_EXAMPLE}]")
+        raise ValueError(f"allowed: a list of at most {_MOST} budgets, such as [{_EXAMPLE}]")
     budgets: list[Budget] = []
     for number, entry in enumerate(value):
         try:
@@ -35,7 +35,7 @@ def parse_budgets(value: object) -> tuple[Budget, ...]:
         except ValueError as error:
             raise PartError(f"[{number}]", entry, error) from None
         if budget in budgets:
-            raise PartError(f"[{number}]", entry, "the same budget is there already; remove one")
+            raise PartError(f"[{number}]", entry, "this budget is a duplicate; remove one")
         budgets.append(budget)
     return tuple(budgets)
 
@@ -48,7 +48,7 @@ def _budget(entry: object) -> Budget:
             raise PartError(f"[{key!r}]", entry[key], f"unknown key; {did_you_mean(str(key), _KEYS)}")
     kinds = [kind for kind in ("user", "group") if kind in entry]
     if len(kinds) != 1:
-        raise ValueError(f"a budget has either 'user' or 'group', with a name or '*' for each one, as {_EXAMPLE}")
+        raise ValueError(f"a budget has either 'user' or 'group', with a name or '*' for everyone, such as {_EXAMPLE}")
 
     def parsed(key: str, parse: Callable[[object], G], default: object = None) -> G:
         try:
@@ -75,13 +75,13 @@ def _budget(entry: object) -> Budget:
 
 def _name(value: object) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= _LONGEST or not value.isprintable():
-        raise ValueError("a name, or '*' for each one")
+        raise ValueError("a name, or '*' for everyone")
     return value
 
 
 def _pools(value: object) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
-        raise ValueError("names of the pools whose use counts; leave it out for all")
+        raise ValueError("a list of pool names; leave it out to count all pools")
     return tuple(value)
 
 
@@ -128,7 +128,10 @@ def _per(window: WindowKind, rolling_ms: int) -> str:
 
 def over_budget(value: object) -> tuple[Consequence, ...]:
     """Return the consequences of a used-up budget. Raises ValueError with what is allowed."""
-    allowed = "allowed: 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or one of the first two and the third, with a comma"
+    allowed = (
+        "allowed: 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or 'no-new-seats' after one of the first two, such as "
+        "'when-free, no-new-seats'"
+    )
     if value == "nothing":
         return ()
     names = [one.strip() for one in value.split(",")] if isinstance(value, str) else []

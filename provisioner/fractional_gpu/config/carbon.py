@@ -16,7 +16,7 @@ from fractional_gpu.core.metering.usage import MJ_PER_KWH
 
 _MOST_G = 100_000
 _MOST_BYTES = 64 * 2**20
-ALLOWED = "grams for each kWh, a number from 0 to 100000, or the path of a CSV file with the columns time and g_per_kwh"
+ALLOWED = "grams per kWh as a number from 0 to 100000, or the path of a CSV file with the columns time and g_per_kwh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,16 @@ def parse_setting(value: object) -> float | Path | None:
         path = Path(value).expanduser()
         if path.is_absolute():
             return path
-    raise ValueError(f"allowed: None, or {ALLOWED}; the path is absolute")
+    raise ValueError(f"allowed: None, or {ALLOWED}; the path must be absolute")
 
 
 def read(setting: float | Path) -> Carbon:
     """Return the figures. Raises ValueError with the file, the line, its text and what is allowed."""
     if not isinstance(setting, Path):
-        return Carbon(f"{setting:g} g CO2 for each kWh, as configured", (round(setting * 1000),))
+        return Carbon(f"{setting:g} g CO2 per kWh, as configured", (round(setting * 1000),))
     try:
         if setting.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"{setting} is larger than 64 MiB; give a file with one line for each hour")
+            raise ValueError(f"{setting} is larger than 64 MiB; give a file with one line per hour")
         with setting.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -69,12 +69,12 @@ def read(setting: float | Path) -> Carbon:
 
 def _parsed(path: Path, rows: list[list[str]]) -> Carbon:
     if not rows:
-        raise ValueError(f"{path} is empty; the first line names the columns, such as `time,g_per_kwh`")
+        raise ValueError(f"{path} is empty; its first line must name the columns, such as `time,g_per_kwh`")
     header = [name.strip().lower() for name in rows[0]]
     when = next((index for index, name in enumerate(header) if "time" in name), None)
     grams = next((index for index, name in enumerate(header) if "kwh" in name and "g" in name), None)
     if when is None or grams is None:
-        raise ValueError(f"{path}, line 1: {', '.join(rows[0])!r} has no columns time and g_per_kwh")
+        raise ValueError(f"{path}, line 1: {', '.join(rows[0])!r} lacks the columns time and g_per_kwh")
     found: dict[int, int] = {}
     for number, row in enumerate(rows[1:], 2):
         if not row:
@@ -87,12 +87,12 @@ def _parsed(path: Path, rows: list[list[str]]) -> Carbon:
                 f"{path}, line {number}: {', '.join(row)[:100]!r}; expected a time such as 2026-11-24T08:00+00:00 and a number"
             ) from None
         if not math.isfinite(value) or not 0 <= value <= _MOST_G:
-            raise ValueError(f"{path}, line {number}: {row[grams]!r}; allowed: 0 to {_MOST_G} g for each kWh")
+            raise ValueError(f"{path}, line {number}: {row[grams]!r}; allowed: 0 to {_MOST_G} g per kWh")
         found[int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp())] = round(value * 1000)
     if not found:
         raise ValueError(
-            f"{path} has no hours; after the header comes one line for each, such as `2026-11-24T08:00+00:00,312`"
+            f"{path} has no data; add one line per hour after the header, such as `2026-11-24T08:00+00:00,312`"
         )
     moments = tuple(sorted(found))
-    text = f"CO2 for each kWh by the hours of {path.name}"
+    text = f"CO2 per kWh, hourly from {path.name}"
     return Carbon(text, tuple(found[one] for one in moments), moments)

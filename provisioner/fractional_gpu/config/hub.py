@@ -71,7 +71,7 @@ def groups(value: object) -> Mapping[str, GroupTerms] | None:
     found = {}
     for name, raw in value.items():
         if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-            raise ValueError(f"{name!r} is not a group's name; {allowed}")
+            raise ValueError(f"{name!r} is not a group name; {allowed}")
         if not isinstance(raw, Mapping) or not set(raw) <= {"weight", "priority"}:
             raise ValueError(f"group {name!r} has {raw!r}; {allowed}")
         try:
@@ -122,9 +122,7 @@ def price(value: object) -> Price | None:
 
 def price_bands(value: object) -> tuple[PriceBand, ...]:
     """Return the prices by time of the week."""
-    allowed = (
-        "allowed: prices by times of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, at whole quarters of an hour"
-    )
+    allowed = "allowed: prices by time of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, starting and ending on a quarter of an hour"
     if not isinstance(value, Mapping) or len(value) > _MOST_BANDS:
         raise ValueError(allowed)
     bands = []

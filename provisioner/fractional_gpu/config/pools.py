@@ -45,7 +45,7 @@ class Pool(HasTraits):
     # fmt: off
     devices = Setting(
         values.device_references, "all", [0, 1], to="devices",
-        help="The devices of the pool, by number, UUID or model ('model:A100'); 'all': the devices that no other pool has.",
+        help="The devices of the pool, by number, UUID or model ('model:A100'); 'all': all devices that no other pool lists.",
     )
     fractions = Setting(
         values.fractions, ["1/8", "1/4", "1/2", "3/4", "1"], ["1/4", "1/2", "1"], to="fractions_milli",
@@ -53,45 +53,44 @@ class Pool(HasTraits):
     )
     oversubscription = Setting(
         values.or_word("unlimited", values.number(1, 1000)), "unlimited", 4, to="oversubscription_milli",
-        help="How many times its capacity the pool may promise in all: with 4, four times the memory of its devices. 'unlimited': "
-        "only host memory limits it. Seats of a hub's servers are limited by wait_bound, usually before.",
+        help="How many times its capacity the pool may promise in total: 4 means four times the memory of its devices. 'unlimited': "
+        "only host memory limits it. wait_bound also limits a hub's seats, and usually does so first.",
     )
     idle_after = Setting(
         values.idle_after, "auto", "5m", to="idle_after_ms idle_auto",
-        help="Suspend a kernel that has been idle for this long; 0: at once; 'on-demand': only when another kernel needs the "
-        "memory; 'auto': also when to hold the memory is expected to cost others more than it costs this kernel to come back, "
-        "by its habits.",
+        help="Suspend a kernel that has been idle for this long; 0: at once; 'on-demand': only when another kernel needs the memory; "
+        "'auto': also when keeping it would probably cost others more than restoring it would cost this kernel, judging by past "
+        "use.",
     )
     hold_price = Setting(
         values.hourly_price, 0, 2.5, to="hold_price_milli",
-        help="With idle_after 'auto': what an hour of a whole GPU costs that an idle kernel holds, in any currency, in addition to what "
-        "other cells lose by it. 0: while other cells find room at once, no kernel leaves.",
+        help="With idle_after 'auto': the cost per hour of a whole GPU held by an idle kernel, in any currency, besides the waiting "
+        "it causes. 0: idle kernels stay as long as no other cell has to wait.",
     )
     wait_price = Setting(
         values.hourly_price, 40, 60, to="wait_price_milli",
-        help="With idle_after 'auto': what an hour of a person's waiting costs, in the same currency.",
+        help="With idle_after 'auto': the cost of an hour that a person waits, in the same currency.",
     )
     empty_devices = Setting(
         values.boolean, False, True, to="empty_devices",
-        help="With may_move: move idle kernels together on fewer devices, so that whole ones become empty.",
+        help="With may_move: pack idle kernels onto fewer devices, so that whole devices become free.",
     )
     foresight = Setting(
         values.choice(Foresight), "free", "displace", to="foresight",
-        help="What is done for a suspended kernel whose next cell is expected, because a person types in its notebook, or by its "
-        "habits: 'free': it comes back if there is room; 'displace': idle kernels that are expected later make room for "
-        "it; 'off': nothing.",
+        help="Whether to resume a suspended kernel before its next cell, when someone types in its notebook or its past use suggests "
+        "a cell soon. 'free': if there is room; 'displace': also by suspending idle kernels that are expected later; 'off': never.",
     )
     foresight_swap = Setting(
         values.duration(), "2s", "500ms", to="foresight_swap_ms",
-        help="With foresight: no kernel is brought back early that is expected to take longer than this.",
+        help="With foresight: resume a kernel early only if that is expected to take no longer than this.",
     )
     foresight_vain = Setting(
         values.memory, "256GiB", "64GiB", to="foresight_vain_mib",
-        help="With foresight: how much may be moved to and from one device within an hour for cells that do not come.",
+        help="With foresight: how much data may be moved to and from one device per hour for cells that never run.",
     )
     min_residency = Setting(
         values.duration(), "10s", "30s", to="min_residency_ms",
-        help="How long a busy kernel stays on its device at least before another kernel may take its place.",
+        help="The minimum time a busy kernel stays on its device before another kernel may take its place.",
     )
     unattached_ttl = Setting(
         values.duration(least_ms=1000), "2m", "5m", to="unattached_ttl_ms",
@@ -99,22 +98,22 @@ class Pool(HasTraits):
     )
     revoked_ttl = Setting(
         values.duration(least_ms=1000), "24h", "2h", to="revoked_ttl_ms",
-        help="A kernel whose hub server has ended is suspended and waits this long for the server's next start; then the broker "
+        help="A kernel whose hub server has ended is suspended and waits this long for the server to start again; then the broker "
         "ends it.",
     )
     unattached_hold = Setting(
         values.duration(), "15s", "1m", to="unattached_hold_ms",
-        help="How long memory is reserved for a kernel without our extension that is about to start; then a waiting kernel may get "
-        "it.",
+        help="How long memory stays reserved for a kernel without our extension that is about to start. After that, a waiting kernel "
+        "may get it.",
     )
     max_unused_hold = Setting(
         values.or_word("off", values.duration()), "off", "10m", to="max_unused_hold_ms",
-        help="How long a cell may hold memory without using the GPU; then its kernel counts as idle until it uses the GPU, which "
-        "it does without a reservation at first. 'off': until the cell ends.",
+        help="How long a cell may hold memory without using the GPU. After that, its kernel counts as idle until it uses the GPU "
+        "again, at first without a reservation. 'off': no limit.",
     )
     unattached_leases = Setting(
         values.whole_number(1, 512), 64, 128, to="unattached_leases",
-        help="How many leases without a running kernel a user may have: for kernels that are starting or have ended.",
+        help="How many leases a user may have without a running kernel, because it is starting or has ended.",
     )
     unattached_share = Setting(
         values.share, "50%", "100%", to="unattached_share_milli",
@@ -127,53 +126,52 @@ class Pool(HasTraits):
     )
     max_passed_over = Setting(
         values.whole_number(0, 1000), 8, 4, to="max_passed_over",
-        help="How many kernels may pass a waiting one that needs more memory, before the broker keeps free memory for it.",
+        help="How many kernels may overtake a waiting kernel that needs more memory before the broker keeps free memory for it.",
     )
     may_move = Setting(
         values.boolean, True, False, to="may_move",
-        help="Resume kernels on any device of the same model, if the driver can (580 or newer). False: on their own device "
-        "only.",
+        help="Resume kernels on any device of the same model, if the driver can (580 or newer). False: only on the device that they "
+        "were suspended from.",
     )
     move_busy = Setting(
         values.boolean, False, True, to="move_busy",
-        help="With may_move: also move kernels that run a cell, if that makes room for a waiting one.",
+        help="With may_move: also move kernels that are running a cell, if that makes room for a waiting kernel.",
     )
     reserve = Setting(
         values.choice(ReserveBy), "cap", "use", to="reserve_by",
-        help="What a kernel on a device reserves: 'cap': all memory that it may use; 'use': the memory that it uses, plus "
-        "headroom.",
+        help="What a kernel on a device reserves: 'cap': all the memory it may use; 'use': the memory it uses, plus headroom.",
     )
     compute = Setting(
         values.choice(Compute), "spread", "pack", to="compute",
-        help="Which device a kernel goes to, where several have the memory: 'spread': one whose busy kernels leave enough compute; "
-        "'pack': memory alone decides, as it does between equals: the kernel goes where it fragments free memory least for what others ask "
-        "for. No kernel waits because of compute.",
+        help="Which device a kernel goes to if several have enough memory: 'spread': one whose busy kernels leave enough compute; "
+        "'pack': the one where it fragments free memory least, which also breaks ties of 'spread'. No kernel waits because of "
+        "compute.",
     )
     slowdown_bound = Setting(
         values.number(0, 1000), 1, 1.5, to="slowdown_bound_milli",
         help="With compute 'spread': how many devices' worth of compute the busy kernels of one device may need together. Beyond "
-        "that, another kernel goes elsewhere if it can, even if its saved memory came from there.",
+        "that, further kernels go to another device if they can, even if they were suspended from this one.",
     )
     headroom = Setting(
         values.memory, "512MiB", "1GiB", to="headroom_mib",
-        help="With reserve 'use': the memory that is reserved for a kernel beyond its use.",
+        help="With reserve 'use': how much memory to reserve for a kernel in addition to what it uses.",
     )
     min_residency_swaps = Setting(
         values.number(0, 1000), 30, 9, to="min_residency_swaps_milli",
-        help="A busy kernel stays on its device at least this many times its expected suspend and resume. "
-        "With 9, two kernels that are always busy spend at most a tenth of their time on swaps; with 30, at most 3%.",
+        help="A busy kernel stays on its device for at least this many times the time its suspend and resume should take. With 9, "
+        "two kernels that are always busy spend at most a tenth of their time on swaps; with 30, at most 3%.",
     )
     preempt = Setting(
         values.choice({"never": (False, False), "priorities": (False, True), "fair": (True, True)}),
         "fair", "priorities", to="preempt_equals preempt_priorities",
         help="Whether kernels may be suspended in the middle of a cell: 'never'; 'priorities': for kernels of a higher priority; "
-        "'fair': also for kernels of the same priority, so that all get their share of the time. At the end of a cell a "
-        "kernel always makes room for kernels that waited longer.",
+        "'fair': also for kernels of the same priority, so that all get their share of the time. After each cell, a kernel always "
+        "makes room for kernels that have waited longer.",
     )
     overlap_resume = Setting(
         values.boolean, False, True, to="overlap_resume",
-        help="Start a cell while its kernel's GPU memory is still being restored. The cell's first GPU call blocks until that is "
-        "done, and cannot be interrupted.",
+        help="Start a cell while its kernel's GPU memory is still being restored. The cell's first GPU call blocks until the restore "
+        "is done, and cannot be interrupted.",
     )
     max_pin = Setting(
         values.duration(), "4h", "30m", to="max_pin_ms",
@@ -181,11 +179,11 @@ class Pool(HasTraits):
     )
     pin_budget = Setting(
         values.or_word("unlimited", values.duration()), "8h", "2h", to="pin_budget_ms",
-        help="The pinned time that each user has per day, for all kernels together; it refills evenly. 'unlimited': no budget.",
+        help="How long each user may pin kernels per day, all kernels together. The budget refills evenly. 'unlimited': no budget.",
     )
     warn_before = Setting(
         values.duration(), 0, "1m", to="warn_before_ms",
-        help="How long before an idle kernel is suspended its notebook shows a notice; 0: no notice.",
+        help="How long before an idle kernel is suspended to show a notice in its notebook; 0: no notice.",
     )
     max_devices = Setting(
         values.whole_number(1, 8), 8, 2, to="max_devices",
@@ -197,8 +195,8 @@ class Pool(HasTraits):
     )
     user_limits = Setting(
         values.limits, {}, {"leases": 4, "fraction": 2, "resident": 1}, to="user_limits",
-        help="The limits of each user: 'leases': number of kernels; 'fraction': GPUs of all kernels together; 'resident': GPUs "
-        "held at a time (further kernels wait). A limit that is left out is unlimited.",
+        help="The limits of each user: 'leases': number of kernels; 'fraction': GPUs of all kernels together; 'resident': GPUs held "
+        "at a time (further kernels wait). Limits that are left out do not apply.",
     )
     group_limits = Setting(
         values.group_limits, {}, {"students": {"leases": 60, "resident": 2}}, to="group_limits",
@@ -213,7 +211,7 @@ class Pool(HasTraits):
     breach = Setting(
         values.choice(Breach), "warn", "suspend", to="breach",
         help="What happens to a kernel that uses more device memory than its cap: 'warn': its user gets a notice; 'suspend': it is "
-        "suspended when it is idle, and resumes where all of it fits; 'kill': its processes on the device are ended.",
+        "suspended when idle, and resumes on a device where all its memory fits; 'kill': its processes on the device are killed.",
     )
     strangers = Setting(
         values.choice(Strangers), "show", "refuse", to="strangers",
@@ -222,7 +220,7 @@ class Pool(HasTraits):
     )
     after_kernel = Setting(
         values.choice(AfterKernel), "keep", "end", to="after_kernel",
-        help="What happens to processes that a kernel started, that outlive it and that hold device memory: 'keep': they run on "
+        help="What happens to processes that a kernel started if they outlive it and hold device memory: 'keep': they keep running "
         "and keep the kernel's reservation; 'end': the broker ends them (SIGTERM, then SIGKILL) if its user may do that.",
     )
     checkpoint_children = Setting(
@@ -237,13 +235,13 @@ class Pool(HasTraits):
     )
     suspend_unseen = Setting(
         values.boolean, True, False, to="suspend_unseen",
-        help="Suspend kernels without our extension (other languages), although the broker cannot detect whether they use managed "
-        "memory, which the driver cannot save. False: they stay on their device.",
+        help="Suspend kernels without our extension (other languages). The broker cannot detect whether they use managed memory, "
+        "which the driver cannot save. False: they stay on their device.",
     )
     hami_library = Setting(
         values.library, "", "/usr/local/vgpu/libvgpu.so", to="hami_library",
-        help="The library of HAMi-core, if it is installed: preloaded into the pool's kernels, it makes allocations beyond the cap "
-        "fail and limits compute to the fraction.",
+        help="The path of HAMi-core's library, to preload into the pool's kernels. Allocations beyond the cap then fail, and compute "
+        "is limited to the fraction.",
     )
     groups = Setting(
         hub.groups, "everybody", {"students": {}, "staff": {"weight": 200, "priority": 10}},
@@ -261,23 +259,22 @@ class Pool(HasTraits):
     )
     price_hours = Setting(
         hub.price_bands, {}, {"Mon-Fri 08:00-18:00": 1.20},
-        help="Other prices at some times of the week, in the same currency and the machine's local time; the first one that fits "
-        "counts.",
+        help="Other prices at some times of the week, in the same currency and the machine's local time; the first match applies.",
     )
     charge = Setting(
         values.choice(Basis), "held", "reserved",
-        help="What is charged: 'held': the time in which a kernel has memory on a GPU; 'busy': the time in which it runs cells "
-        "there; 'reserved': the time in which the kernel exists, less suspended_credit. Each times its fraction.",
+        help="What is charged: 'held': the time a kernel has memory on a GPU; 'busy': the time it runs cells there; 'reserved': the "
+        "time the kernel exists, less suspended_credit. Each is multiplied by its fraction.",
     )
     suspended_credit = Setting(
         values.share, "100%", "80%",
-        help="With charge 'reserved': the part of the price that is not charged while the kernel is suspended.",
+        help="With charge 'reserved': the discount on the price while the kernel is suspended.",
     )
     over_budget = Setting(
         budgets.over_budget, "lower-priority", "when-free, no-new-seats",
-        help="What follows for a user or group whose budget (c.GPUBroker.budgets) is used up: 'lower-priority': others go first; "
-        "'when-free': their kernels get a GPU only while no other user waits; 'no-new-seats': no server with a GPU, and no "
-        "kernel outside of one, is started; 'nothing'. No kernel is ended, and no state is lost.",
+        help="What happens to a user or group whose budget (c.GPUBroker.budgets) is used up: 'lower-priority': others go first; "
+        "'when-free': their kernels get a GPU only while no other user waits; 'no-new-seats': they cannot start servers with a "
+        "GPU, or kernels outside such a server; 'nothing': no effect. No kernel is ended, and no state is lost.",
     )
     wait_target = Setting(
         values.duration(), "30s", "2m",
@@ -290,15 +287,16 @@ class Pool(HasTraits):
     )
     expected_use = Setting(
         values.share, "25.7%", "10%",
-        help="Hub: the share of the time in which a user's kernels are assumed to use the GPU, until enough is known of that user.",
+        help="Hub: the share of the time that a user's kernels are assumed to use the GPU, until enough is known about that user.",
     )
     when_full = Setting(
         values.one_of("wait", "refuse"), "wait", "refuse",
-        help="Hub: what happens to a server while the pool is full: 'wait': it waits in the queue; 'refuse': it gets the reason.",
+        help="Hub: what happens to a server while the pool is full: 'wait': it waits in the queue; 'refuse': it is refused with the "
+        "reason.",
     )
     kernels_per_seat = Setting(
         values.whole_number(1, 512), 4, 8,
-        help="Hub: how many kernels with a GPU one server may have; together they share what the server was given.",
+        help="Hub: how many kernels with a GPU one server may have; together they share the server's fraction.",
     )
 
     # fmt: on
@@ -315,11 +313,11 @@ class Pool(HasTraits):
             except ValueError as error:
                 raise PartError(f"[{key!r}]", value, error) from None
         if self.price_hours and self.price is None:
-            problem = "prices at some times need 'price', with the currency, for the others"
+            problem = "price_hours needs 'price', which sets the currency and the price at other times"
             raise PartError("['price_hours']", self.raw["price_hours"], problem)
         if self.sharing is Sharing.MIG:
             if "fractions" in self.raw and self.fractions != (_WHOLE,):
-                problem = "with sharing 'mig' a kernel has a whole instance: leave it out, or say ['1']"
+                problem = "with sharing 'mig', a kernel gets a whole instance; leave fractions out, or set it to ['1']"
                 raise PartError("['fractions']", self.raw["fractions"], problem)
             self.fractions = [1]
 
@@ -356,11 +354,11 @@ POOL_KEYS = settings_of(Pool)
 def parse_pools(value: object) -> tuple[Pool, ...]:
     """Return the checked pools. Raises ValueError."""
     if not isinstance(value, Mapping) or not value:
-        raise ValueError("there must be a pool, such as {'default': {}}")
+        raise ValueError("expected at least one pool, such as {'default': {}}")
     found = []
     for name, raw in value.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            problem = "a pool's name has 1 to 63 small letters, digits, '-', '_' and '.', with a letter or digit at either end"
+            problem = "a pool name has 1 to 63 lowercase letters, digits, '-', '_' and '.', and starts and ends with a letter or digit"
             raise PartError(f"[{name!r}]", raw, problem)
         if not isinstance(raw, Mapping):
             example = "{'fractions': ['1/4', '1/2', '1'], 'idle_after': '5m'}"
@@ -370,7 +368,9 @@ def parse_pools(value: object) -> tuple[Pool, ...]:
         except ValueError as error:
             raise PartError(f"[{name!r}]", raw, error) from None
     if len(greedy := [pool.name for pool in found if pool.devices is None]) > 1:
-        problem = f"pool {greedy[0]!r} has 'all' already (it is the default); list the devices of all pools but one"
+        problem = (
+            f"pool {greedy[0]!r} already has 'all' (the default); only one pool can, so list the devices of the others"
+        )
         raise PartError(f"[{greedy[1]!r}]['devices']", "all", problem)
     return tuple(found)
 
@@ -391,7 +391,7 @@ def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> l
     if len(fitting) == 1:
         return fitting
     there = ", ".join(f"{number} {device.device_id}" for number, device in enumerate(devices)) or "none at all"
-    problem = "fits more than one device" if fitting else "there is no such device"
+    problem = "matches more than one device" if fitting else "there is no such device"
     raise config_error(where, reference, f"{problem}; this host has: {there}")
 
 
@@ -413,7 +413,7 @@ def assign(
                     raise config_error(
                         key,
                         reference,
-                        f"{device_id} is in pool {owner[device_id]!r} already; a device is in one pool",
+                        f"{device_id} is already in pool {owner[device_id]!r}; a device can only be in one pool",
                     )
                 owner[device_id] = pool.name
     specs = []
@@ -422,8 +422,8 @@ def assign(
         mine = tuple(device.device_id for device in managed if owner.get(device.device_id) == wanted)
         if managed and not mine:
             raise ConfigError(
-                f"{where}[{pool.name!r}]: the pool has no devices: other pools have all {len(managed)}; give it some with 'devices', or "
-                "remove it"
+                f"{where}[{pool.name!r}]: the pool has no devices, because other pools have all {len(managed)}; give it some with "
+                "'devices', or remove it"
             )
         specs.append(pool.spec(mine))
     return tuple(specs)

@@ -41,24 +41,24 @@ class Settings(HasTraits):
     state_dir = Setting(
         values.path("/var/lib/jupyter-gpu", "~/.local/state/jupyter-gpu"), "", "/var/lib/jupyter-gpu",
         help="The folder of the ledger, the broker's database: an absolute path on a local disk, private to the broker. Empty: "
-        "/var/lib/jupyter-gpu for a system service; else a folder for each host and socket in the user's state folder "
-        "(~/.local/state/jupyter-gpu), or in /var/tmp/jupyter-gpu-UID if that one is on a network filesystem.",
+        "/var/lib/jupyter-gpu for a system service; otherwise a folder per host and socket in the user's state folder "
+        "(~/.local/state/jupyter-gpu), or in /var/tmp/jupyter-gpu-UID if the state folder is on a network filesystem.",
     )
     ledger_limit = Setting(
         values.file_size, "4GiB", "16GiB",
-        help="The size that the ledger may have on its disk, such as '16GiB'. A larger one loses its oldest history before its "
-        "time (90 days), and what leases used (kept for 400 days) only when no history is left. What kernels need is always "
-        "written.",
+        help="The maximum size of the ledger on disk, such as '16GiB'. Beyond it, the broker deletes the oldest history early "
+        "(normally after 90 days). It deletes usage records early (normally after 400 days) only when no history is left. What "
+        "kernels need is always written.",
     )
     idle_exit = Setting(
         values.or_word("never", values.duration(least_ms=1000)), "10m", "never",
-        help="The broker stops itself when it has had no request and no lease for this long, such as '30m'. 'never': it does not "
-        "stop; use this for a broker that runs as a service.",
+        help="The broker stops when it has had no request and no lease for this long, such as '30m'. 'never': it keeps running; use "
+        "this for a broker that runs as a service.",
     )
     hang_limit = Setting(
         values.or_word("never", values.duration(least_ms=1000)), "30s", "1m",
-        help="A broker whose event loop hangs for this long writes the stacks of its threads to its log and ends itself. The next "
-        "program that needs it starts it again, and no kernel loses its state. 'never': it does not end itself.",
+        help="A broker whose event loop hangs for this long writes its threads' stacks to its log and exits. The next program that "
+        "needs it starts it again, and no kernel loses its state. 'never': it does not exit.",
     )
     host_memory = Setting(
         values.host_memory, "50%", "64GiB",
@@ -67,24 +67,22 @@ class Settings(HasTraits):
     )
     device_overhead = Setting(
         values.optional(values.memory), None, "500MiB",
-        help="The memory of each device that no kernel may reserve: it is for the driver, and it is the margin that a restore "
-        "leaves free (a restore on a full device kills the process). None: on real devices 300MiB plus 2 % of the device (at "
-        "least 256MiB), on simulated ones nothing.",
+        help="The memory on each device that no kernel may reserve. The driver needs it, and so do restores: a restore onto a full "
+        "device kills the process. None: 300MiB plus 2 % of the device (at least 256MiB) on real devices, 0 on simulated ones.",
     )
     lock_timeout = Setting(
         values.duration(least_ms=10), "2s", "5s",
-        help="How long the GPU work of a kernel that is being suspended may take to finish. After this time the kernel is not "
-        "suspended and stays on its device.",
+        help="How long to wait for a kernel's GPU work to finish when suspending it. If it takes longer, the kernel is not suspended "
+        "and stays on its device.",
     )
     gate_timeout = Setting(
         values.duration(least_ms=10), "2s", "5s",
-        help="How long the extension of a kernel that is being suspended may take to answer, or to come back after a start of the "
-        "broker. After this time the kernel is suspended only if it has not worked on its device for a while, or is "
-        "preempted.",
+        help="How long to wait for the extension of a kernel that is being suspended to answer, or to reconnect after the broker "
+        "starts. After this time, the kernel is suspended only if it has not used its device for a while, or is preempted.",
     )
     checkpoint_deadline = Setting(
         values.duration(least_ms=1000), "10m", "20m",
-        help="How long one checkpoint or one restore may take. After this time the checkpoint worker counts as hung.",
+        help="How long one checkpoint or restore may take. After this time, the broker assumes that the checkpoint worker hangs.",
     )
     default_pool = Setting(
         values.text, "", "default",
@@ -97,7 +95,7 @@ class Settings(HasTraits):
     )
     log_level = Setting(
         values.log_level, "INFO", "DEBUG",
-        help="The least severe level that is written to the log: DEBUG, INFO, WARNING or ERROR.",
+        help="The lowest level that is written to the log: DEBUG, INFO, WARNING or ERROR.",
     )
     devices = Setting(
         values.device_references, "all", [0, 1],
@@ -106,8 +104,8 @@ class Settings(HasTraits):
     )
     device_kind = Setting(
         values.text, "", "example",
-        help="The kind of device that this broker manages. Empty: NVIDIA's GPUs. Else a kind that an installed package offers "
-        "(docs/extending.md).",
+        help="The kind of device that this broker manages. Empty: NVIDIA GPUs. Otherwise the name of a kind that an installed "
+        "package provides (docs/extending.md).",
     )
     admin_group = Setting(
         values.text, "", "gpu-admins",
@@ -116,13 +114,13 @@ class Settings(HasTraits):
     )
     account_of_unknown_uids = Setting(
         values.account, "", "nobody",
-        help="A user of this machine for whom uids without a passwd entry count, all together, in limits, shares and budgets. "
-        "Subordinate uids count for their owner by /etc/subuid instead. Name a user with which no person works: it sees what "
-        "is charged to it. Empty: each of these uids is a separate user.",
+        help="A user of this machine who stands for all uids without a passwd entry in limits, shares and budgets. Subordinate uids "
+        "count for their owner in /etc/subuid instead. Name a user that no person works as, because it can see what is charged to "
+        "it. Empty: each of these uids is a separate user.",
     )
     seats_required = Setting(
         values.boolean, False, True,
-        help="Refuse every kernel without a seat from a hub, whatever its user. A hub that runs the broker sets this.",
+        help="Refuse kernels without a seat from a hub, for all users. A hub that runs the broker sets this.",
     )
     audit_file = Setting(
         values.path("/var/log/jupyter-gpu/audit.jsonl"), "", "/var/log/jupyter-gpu/audit.jsonl",
@@ -131,43 +129,43 @@ class Settings(HasTraits):
     )
     audit_max_size = Setting(
         values.file_size, "10MiB", "100MiB",
-        help="The largest size of one file of the audit log; the next entry begins a new file.",
+        help="The maximum size of an audit log file; after that, a new file is started.",
     )
     audit_files = Setting(
         values.whole_number(1, 10_000), 20, 100,
-        help="The number of finished files of the audit log to keep; older ones are removed.",
+        help="How many finished audit log files to keep; older ones are removed.",
     )
     audit_keep = Setting(
         values.or_word("forever", values.duration(least_ms=3_600_000)), "365d", "90d",
-        help="How long entries of the audit log are kept, such as '90d', or 'forever'. Whole files are removed, and a file covers "
-        "up to a quarter of this time: an entry may stay a quarter longer.",
+        help="How long to keep audit log entries, such as '90d', or 'forever'. Entries may stay up to a quarter longer, because "
+        "whole files are removed and each covers up to a quarter of this time.",
     )
     audit_required = Setting(
         values.boolean, True, False,
-        help="Refuse administrators' actions while the audit log cannot be written, such as on a full disk. False: execute them, "
-        "and write the missing entries to the broker's log.",
+        help="Refuse administrators' actions while the audit log cannot be written, for example because the disk is full. False: "
+        "carry them out, and write the missing entries to the broker's log.",
     )
     revocation_notice = Setting(
         values.notice_source, "", "/run/revoked",
-        help="Where a notice appears that this host goes away: the absolute path of a file, or a URL on 169.254.169.254, the "
+        help="Where to look for a notice that this host is going away: the absolute path of a file, or a URL on 169.254.169.254, the "
         "address of clouds' metadata services (AWS: http://169.254.169.254/latest/meta-data/spot/instance-action; Google: "
-        "http://169.254.169.254/computeMetadata/v1/instance/preempted). It is read every 2 s. When there is a notice, every "
-        "user reads that it is time to save to disk; when it disappears, that it was withdrawn. Empty: nothing is read.",
+        "http://169.254.169.254/computeMetadata/v1/instance/preempted). The broker checks it every 2 s. When a notice appears, "
+        "every user is told to save to disk; when it disappears, that it was withdrawn. Empty: no check.",
     )
     revocation_drains = Setting(
         values.boolean, False, True,
-        help="With revocation_notice: also suspend what can be suspended by the deadline, as `jupyter gpu drain --all --deadline` "
-        "does. For hosts whose memory is saved when they go away (hibernation, snapshots). Elsewhere a suspended kernel is "
-        "lost with the host, and cannot write to a disk any more, while one on its GPU can.",
+        help="With revocation_notice: also suspend all kernels that can be suspended before the deadline, as `jupyter gpu drain "
+        "--all --deadline` does. Use it if the host's memory is saved when it goes away (hibernation, snapshots). Otherwise "
+        "suspended kernels are lost with the host and can no longer save to disk, while kernels on a GPU can.",
     )
     revocation_deadline = Setting(
         values.duration(least_ms=1000), "30s", "2m",
-        help="How long after a notice that names no time the host is expected to go away.",
+        help="If a notice gives no time, how long after it the host is expected to go away.",
     )
     metrics_address = Setting(
         values.metrics_address, "", "127.0.0.1:9464",
-        help="An IP address and a port at which Prometheus can read the metrics. Empty: none; the broker's socket always has them. "
-        "Every program that reaches the address can read the totals.",
+        help="An IP address and a port at which Prometheus can read the metrics. Empty: none; the broker's socket always serves "
+        "them. Every program that can reach the address can read the totals.",
     )
     metrics_public = Setting(
         values.boolean, False, True,
@@ -175,31 +173,30 @@ class Settings(HasTraits):
     )
     budgets = Setting(
         parse_budgets, [], [{"user": "*", "limit": "40 GPU hours", "per": "month"}],
-        help="How much users and groups may use: a list of {'user' or 'group': a name, or '*' for each one, 'limit': an amount "
-        "such as '40 GPU hours', '100 EUR' or '12 kWh', 'per': 'day', 'week' or 'month' of the calendar, 'hour' (the last 60 "
-        "minutes), or 'rolling 30d', and 'pools': those that count (all, if left out)}. What follows when one is used up: the "
-        "pool's over_budget.",
+        help="How much users and groups may use: a list of {'user' or 'group': a name, or '*' for everyone, 'limit': an amount such "
+        "as '40 GPU hours', '100 EUR' or '12 kWh', 'per': 'day', 'week' or 'month' (calendar periods), 'hour' (the last 60 "
+        "minutes), or 'rolling 30d', and 'pools': the pools that count (default: all)}. The pool's over_budget sets what happens "
+        "when a budget is used up.",
     )
     metrics_users = Setting(
         values.boolean, False, True,
-        help="Also count what each user uses and is charged. Users' names are personal data: every program that reaches "
-        "metrics_address can read them. On the broker's socket only administrators can. In each pool 256 users are named, the "
-        "others are one sum.",
+        help="Also publish each user's usage and charges as metrics. User names are personal data: every program that can reach "
+        "metrics_address can read them. On the broker's socket, only administrators can. Each pool names up to 256 users; the "
+        "others are added up.",
     )
     carbon = Setting(
         carbon.parse_setting, None, 350,
-        help="How much carbon dioxide the GPUs' energy stands for, for reports: grams for each kWh, or the path of a CSV file with "
-        "the columns time and g_per_kwh and a line for each hour. None: reports show no carbon. Nothing is fetched from a "
-        "network.",
+        help="The carbon dioxide per kWh of GPU energy, for reports: grams, or the path of a CSV file with the columns time and "
+        "g_per_kwh and one line per hour. None: reports show no carbon. Nothing is fetched over the network.",
     )
     usage_visible = Setting(
         values.one_of("own", "group", "all"), "own", "group",
-        help="Whose use and costs users may see: 'own'; 'group': also the sums of each user of their group; 'all': of every user. "
-        "Notebooks' names are shown to their own users and to administrators only.",
+        help="Whose usage and costs users may see: 'own'; 'group': also the totals of each user in their groups; 'all': the totals "
+        "of every user. Only administrators and a notebook's own user see its name.",
     )
     pools = Setting(
         parse_pools, {"default": {}}, None,
-        help="The pools: groups of devices with one policy. A key that is left out has its default.",
+        help="The pools: groups of devices that share one policy. Keys that are left out keep their defaults.",
     )
 
     # fmt: on
@@ -231,8 +228,8 @@ class Settings(HasTraits):
                 raise config_error(
                     self.where("metrics_address"),
                     written["metrics_address"][0],
-                    "other machines reach this address; use a loopback one such as '127.0.0.1:9464', or set "
-                    "c.GPUBroker.metrics_public = True to let every client that reaches it read the totals",
+                    "other machines can reach this address; use a loopback address such as '127.0.0.1:9464', or set "
+                    "c.GPUBroker.metrics_public = True to let every client that can reach it read the totals",
                 )
 
     def where(self, name: str) -> str:
@@ -260,7 +257,7 @@ class Settings(HasTraits):
         try:
             return grp.getgrnam(self.admin_group).gr_gid
         except KeyError:
-            problem = "this host has no such group; create it, or leave it empty"
+            problem = "this host has no such group; create it, or leave the setting empty"
             raise config_error(self.where("admin_group"), self.admin_group, problem) from None
 
     def host_budget_mib(self, total_mib: int) -> int:
@@ -312,7 +309,7 @@ def _search() -> tuple[Path, ...]:
     try:
         folders = jupyter_config_path()
     except RuntimeError as error:  # this user has no home folder
-        raise ConfigError(f"{CONFIG_NAME} cannot be looked for: {error} Set HOME to a folder of your own") from error
+        raise ConfigError(f"cannot search for {CONFIG_NAME}: {error} Set HOME to a folder of yours") from error
     candidates = dict.fromkeys(Path(folder) / CONFIG_NAME for folder in reversed(folders))
     # Like Jupyter, treat a folder without permission as empty; `Path.exists` would raise.
     return tuple(file for file in candidates if os.path.exists(file))  # noqa: PTH110
@@ -328,7 +325,7 @@ def _read(file: Path) -> Mapping[str, Any]:
         raise ConfigError(f"the configuration file {file} is not a regular file; check its path")
     if mode & stat.S_IWOTH:
         raise ConfigError(
-            f"the configuration file {file} can be written by every user, so it is not run; chmod o-w {file}"
+            f"the configuration file {file} is writable by every user, so it was not run; run chmod o-w {file}"
         )
     try:
         config: Config = PyFileConfigLoader(file.name, path=str(file.absolute().parent)).load_config()
@@ -344,7 +341,7 @@ def _read(file: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{file}{line}: {type(error).__name__}: {error}") from error
     for section in config:
         if section != SECTION:
-            raise ConfigError(f"{file}: c.{section} is unknown here; {did_you_mean(section, [SECTION])}")
+            raise ConfigError(f"{file}: c.{section} is unknown; {did_you_mean(section, [SECTION])}")
     section_config: Mapping[str, Any] = config[SECTION]
     return section_config
 

@@ -207,7 +207,7 @@ def _thousandths(value: object) -> int | None:
 
 def limits(value: object) -> Limits:
     """Return a user's or a group's limits."""
-    allowed = "allowed: a dictionary such as {'leases': 4, 'fraction': 2, 'resident': 1}, with some of these or none"
+    allowed = "allowed: a dictionary such as {'leases': 4, 'fraction': 2, 'resident': 1}, with any of these keys"
     if not isinstance(value, Mapping):
         raise ValueError(allowed)
     for name in value:
@@ -350,7 +350,7 @@ def account(value: object) -> int | None:
     try:
         return pwd.getpwnam(str(value)).pw_uid if value else None
     except (KeyError, ValueError):
-        raise ValueError("this host has no such user; create it, or leave it empty") from None
+        raise ValueError("this host has no such user; create it, or leave the setting empty") from None
 
 
 def notice_source(value: object) -> Path | str | None:
