@@ -63,14 +63,12 @@ class OperationResults:
             case SuspendOutcome.SAVED:
                 changes.forecast_recorder.swap_finished(SUSPEND, lease, event.saved_mib, took_ms)
                 lease.used_mib = 0
-                lease.retries.forget_suspends()
                 books.set_host_memory(lease, saved_mib=max(0, event.saved_mib))
                 books.set_reservation(lease, lease.device_ids)
                 self._leave_devices(lease, Cause.SAVED, "suspended", sentence)
                 self._expectations.await_rhythm(lease)
             case SuspendOutcome.NOTHING_TO_SAVE:
                 lease.used_mib, lease.home_ids = 0, ()
-                lease.retries.forget_suspends()
                 books.set_host_memory(lease)
                 books.set_reservation(lease, lease.device_ids)
                 lease.target_ids = ()
@@ -221,6 +219,7 @@ class OperationResults:
     def _leave_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
         """Change the state of a lease that has left its devices: a claim to grow is met, and a preempted cell gets a ticket."""
         changes, ticket = self._changes, lease.ticket
+        lease.retries.forget_suspends()
         claim = ticket.resize_to if ticket is not None else None
         if ticket is not None and claim is not None:  # on no device, it needs no room to grow
             self._books.dequeue(lease)

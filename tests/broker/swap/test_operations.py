@@ -63,6 +63,7 @@ class Stage:
             dispatch=self.events.append,
             suspend_finished=lambda _kernel: None,
             records=SimpleNamespace(write=self._write),
+            hard_caps=SimpleNamespace(apply=self._raise_limit),
         )
         self.broker = cast("Broker", broker)
         self.operations = Operations(self.broker, cast("Swaps", self))
@@ -74,6 +75,9 @@ class Stage:
             spec=SPEC, state=LeaseState.SUSPENDED, generation=1, device_id=DEVICE, saved_mib=300, used_mib=0, busy=False,
             since_ms=0, last_active_ms=0, operation_id=None, reason="", sentence=lease_id, host_reserved_mib=450,
         )  # fmt: skip
+
+    async def _raise_limit(self, _kernel: Kernel) -> str:
+        return ""
 
     async def _write(self, _kernel: Kernel) -> None:
         await self.writer.run(partial(self.disk.keep, "lease", "as it is"))

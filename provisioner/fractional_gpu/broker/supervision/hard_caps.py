@@ -53,27 +53,29 @@ class HardCaps:
         self._set: dict[Key, int] = {}  # MiB
         self._failed: dict[Key, str] = {}  # why the driver refused the last change
         self._turn = asyncio.Lock()
-        self._known = asyncio.Event()  # what the driver can do, as far as this broker finds out
 
     def tried(self, result: LimitTrial) -> None:
         self.why_not, self._is_told = result.why_not, result.is_told
         log.info("memory limits by the driver: %s", result.why_not or "they work")
 
     async def recall(self) -> None:
-        """Take over the limits of an earlier broker, if it set any for a running kernel. Call it once, after the trial."""
-        for kernel, view in self._broker.views():
-            group = self._group(kernel)
-            if group is None or self.why_not != _NOT_TRIED:
-                continue
-            try:
-                found = [await self._worker.read_limit(device_id, group.path) for device_id in view.device_ids]
-            except GPUError as error:
-                if error.code is GPUErrorCode.NOT_SUPPORTED:
-                    self.why_not = str(error)
-                continue
-            if any(found):
-                self.why_not, self._is_told = "", True
-        self._known.set()
+        """Take over the limits of an earlier broker, if it set any for a running kernel."""
+        for kernel, _ in self._broker.views():
+            await self._look(kernel)
+
+    async def _look(self, kernel: Kernel) -> None:
+        """Find out, unless that is known, whether an earlier broker limited the kernel's group."""
+        group, view = self._group(kernel), self._broker.arbiter.lease(kernel.lease_id)
+        if group is None or view is None or self.why_not != _NOT_TRIED:
+            return
+        try:
+            found = [await self._worker.read_limit(device_id, group.path) for device_id in view.device_ids]
+        except GPUError as error:
+            if error.code is GPUErrorCode.NOT_SUPPORTED:
+                self.why_not = str(error)
+            return
+        if any(found):
+            self.why_not, self._is_told = "", True
 
     def allows(self, kernel: Kernel) -> bool:
         """Whether the kernel's limit on its devices is at least what it holds: it may use them."""
@@ -91,7 +93,8 @@ class HardCaps:
 
     async def apply(self, kernel: Kernel | None = None) -> str:
         """Bring the limits up to date; return why the kernel's could not be raised, or ""."""
-        await self._known.wait()
+        if kernel is not None:
+            await self._look(kernel)
         if self.why_not:
             return ""
         async with self._turn:
