@@ -597,6 +597,18 @@ def test_a_lost_suspend_keeps_device_and_host_memory_until_the_truth_is_known() 
     assert (hand.view("a").reserved_mib, hand.arbiter.host_reserved_mib, hand.arbiter.host_saved_mib) == (0, 0, 200)
 
 
+def test_a_lease_found_without_a_context_starts_over_and_is_saved_at_once_when_its_device_is_emptied() -> None:
+    hand = Hand()
+    hand.idle("a")
+    hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="a")), SuspendOutcome.REFUSED)
+    effects = hand.saved(hand.send(SuspendRequested(at_ms=hand.now, lease_id="a")), SuspendOutcome.UNKNOWN)
+    generation = _one(effects, LookAgain).generation
+    hand.send(TruthFound(at_ms=hand.now, lease_id="a", generation=generation, state=LeaseState.NO_CONTEXT))
+    hand.work("a")
+    hand.rest("a")
+    assert hand.suspends(hand.send(DeviceDrained(at_ms=hand.now, device_id="d0"))) == ["a"]
+
+
 def test_a_ticket_of_a_quarantined_lease_is_served_when_the_truth_is_known() -> None:
     hand = Hand()
     hand.idle("a")
