@@ -604,6 +604,7 @@ def test_a_lease_found_without_a_context_starts_over_and_is_saved_at_once_when_i
     effects = hand.saved(hand.send(SuspendRequested(at_ms=hand.now, lease_id="a")), SuspendOutcome.UNKNOWN)
     generation = _one(effects, LookAgain).generation
     hand.send(TruthFound(at_ms=hand.now, lease_id="a", generation=generation, state=LeaseState.NO_CONTEXT))
+    hand.want("a")
     hand.work("a")
     hand.rest("a")
     assert hand.suspends(hand.send(DeviceDrained(at_ms=hand.now, device_id="d0"))) == ["a"]
