@@ -48,7 +48,7 @@ class World:
         self.broker = SimpleNamespace(
             arbiter=arbiter,
             kernels=self.kernels,
-            devices={"gpu0": None, "gpu1": None},
+            devices={"gpu0": SimpleNamespace(memory_mib=1000), "gpu1": SimpleNamespace(memory_mib=1000)},
             views=lambda: [(self.kernels[one], view) for one, view in self.leases.items()],
         )
         self.caps = HardCaps(
@@ -84,7 +84,6 @@ def test_a_groups_limit_is_what_its_leases_hold(world: World) -> None:
     first = world.lease("a", 100)
     world.begin(LimitTrial(is_told=True))
     world.lease("b", 50)
-    assert not world.caps.allows(first)
     assert world.apply(first) == ""
     assert world.driver.limits == {(UNIT, "gpu0"): 150}
     assert world.caps.allows(first)
@@ -113,14 +112,35 @@ def test_an_exclusive_pool_keeps_its_groups_off_other_devices(world: World) -> N
 
 
 def test_a_lease_waits_for_a_limit_that_the_driver_refuses_to_raise(world: World) -> None:
-    kernel = world.lease("a", 100)
+    kernel = world.lease("a", 50)
     world.begin(LimitTrial())
+    world.apply()
+    world.leases["a"].reserved_mib = 100
     world.driver.error = GPUError(GPUErrorCode.UNKNOWN, "the driver is busy")
     assert world.apply(kernel) == "the driver is busy"
     assert not world.caps.allows(kernel)
     world.driver.error = None
     assert world.apply(kernel) == ""
     assert world.caps.allows(kernel)
+
+
+def test_a_device_without_limits_and_a_driver_that_sets_none_keep_no_lease_waiting(world: World) -> None:
+    kernel = world.lease("a", 100)
+    world.begin(LimitTrial())
+    world.driver.error = GPUError(GPUErrorCode.UNKNOWN, "the driver is busy")
+    assert world.apply(kernel) == ""
+    world.driver.error = GPUError(GPUErrorCode.NOT_SUPPORTED, "a MIG instance")
+    assert world.apply(kernel) == ""
+    world.driver.error = None
+    world.apply()
+    assert world.driver.limits == {}  # it is not asked again
+
+
+def test_a_limit_is_not_beyond_the_device(world: World) -> None:
+    world.lease("a", 1200)
+    world.begin(LimitTrial())
+    world.apply()
+    assert world.driver.limits == {(UNIT, "gpu0"): 1000}
 
 
 def test_a_limit_ends_with_its_group(world: World) -> None:

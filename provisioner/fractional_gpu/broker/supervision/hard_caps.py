@@ -10,9 +10,10 @@ cannot try the driver: it keeps the limits up to date if it finds one.
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
+from fractional_gpu.broker.clock import within
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.core.model import HOLDING, LeaseView
 from fractional_gpu.gpu.checkpoint_trial import LimitTrial
@@ -52,6 +53,7 @@ class HardCaps:
         self._groups: dict[ProcessIdentity, OwnGroup | None] = {}
         self._set: dict[Key, int] = {}  # MiB
         self._failed: dict[Key, str] = {}  # why the driver refused the last change
+        self._unlimited: set[str] = set()  # devices without limits, such as MIG instances
         self._turn = asyncio.Lock()
 
     def tried(self, result: LimitTrial) -> None:
@@ -74,13 +76,17 @@ class HardCaps:
             if error.code is GPUErrorCode.NOT_SUPPORTED:
                 self.why_not = str(error)
             return
-        if any(found):
-            self.why_not, self._is_told = "", True
+        for device_id, limit in zip(view.device_ids, found, strict=True):
+            if limit is not None:
+                self.why_not, self._is_told = "", True
+                self._set[group.path, device_id] = limit.hard_mib
 
     def allows(self, kernel: Kernel) -> bool:
-        """Whether the kernel's limit on its devices is at least what it holds: it may use them."""
-        wanted = self._wanted() if not self.why_not else {}
-        return all(self._set.get(key, -1) >= mib for key, mib in wanted.items() if self._concerns(kernel, key))
+        """Whether no limit keeps the kernel from what its group holds on its devices."""
+        return self.why_not != "" or self._is_raised(kernel, self._wanted())
+
+    def _is_raised(self, kernel: Kernel, wanted: Mapping[Key, int]) -> bool:
+        return all(self._set.get(key, mib) >= mib for key, mib in wanted.items() if self._concerns(kernel, key))
 
     def told_mib(self, kernel: Kernel, device_id: str) -> int | None:
         """Return the MiB that the kernel's frameworks see as the device's size, None if they see the whole device."""
@@ -114,14 +120,15 @@ class HardCaps:
         """Follow the arbiter's decisions, and open the gates of kernels whose limit was raised."""
         while True:
             changed = self._broker.anything_changed
-            waiting = [kernel for kernel, _ in self._broker.views() if not self.allows(kernel)]
+            wanted = self._wanted() if not self.why_not else {}
+            waiting = [kernel for kernel, _ in self._broker.views() if not self._is_raised(kernel, wanted)]
             await self.apply()
             for kernel in waiting:
                 if self.allows(kernel):
                     self._broker.open_gate(kernel)
                     kernel.notify()
             if self._failed:
-                await asyncio.wait([asyncio.ensure_future(changed.wait())], timeout=_AGAIN_S)
+                await within(_AGAIN_S, changed)
             else:
                 await changed.wait()
 
@@ -132,6 +139,9 @@ class HardCaps:
         except GPUError as error:
             if mib is None and error.code in _GONE:  # with its group, or its device
                 self._set.pop(key, None)
+                return
+            if error.code is GPUErrorCode.NOT_SUPPORTED:
+                self._unlimited.add(device_id)
                 return
             if self._failed.get(key) != str(error):
                 log.warning("the memory limit of control group %s cannot be changed: %s", group, error)
@@ -159,7 +169,10 @@ class HardCaps:
                 if self._is_exclusive(view):
                     for device_id in self._broker.devices:
                         wanted.setdefault((path, device_id), 0)
-        return wanted
+        # The driver refuses a limit beyond the device.
+        sizes = {device_id: device.memory_mib for device_id, device in self._broker.devices.items()}
+        limited = {key: mib for key, mib in wanted.items() if key[1] in sizes and key[1] not in self._unlimited}
+        return {key: min(mib, sizes[key[1]]) for key, mib in limited.items()}
 
     def _is_exclusive(self, view: LeaseView) -> bool:
         pool = self._broker.arbiter.pools().get(view.spec.pool)
