@@ -438,7 +438,7 @@ def free_caches() -> str:
             done.append(f"{name} failed: {error}"[:200])
         else:
             done.append(name)
-    return ", ".join(done) or "nothing that holds device memory is loaded"
+    return ", ".join(done) or "no loaded package holds device memory"
 
 
 def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limit_s: float = TIME_LIMIT_S) -> None:
@@ -488,7 +488,7 @@ def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limi
     timer.start()
     if not kernel.on_main_loop(on_main_loop):
         timer.cancel()
-        leave("the main loop of this kernel does not run")
+        leave("this kernel's main loop is not running")
 
 
 # The driver cannot checkpoint a process with managed (unified) memory or a profiler. The broker must know before it suspends. Nothing is
@@ -530,7 +530,7 @@ _SAVEABLE_ALLOCATORS = ("vllm.cumem_allocator", "torch_memory_saver")
 _BNB = "bitsandbytes.functional"
 _RMM = _cannot_save("managed memory through rmm")
 _BINDINGS = _cannot_save("managed memory through NVIDIA's Python bindings")
-_PLUGGED = "torch uses a pluggable allocator, and it is unknown whether the driver can save its memory"
+_PLUGGED = "torch uses a pluggable allocator, whose memory the driver may not be able to save"
 
 _CALLS = (
     Call("cupy", ("cupy.cuda", "cupy.cuda.memory"), "malloc_managed", _cannot_save("CuPy's managed memory")),

@@ -13,7 +13,7 @@ from fractional_gpu_kernel.registrations import Registrations
 
 NO_LEASE = (
     "This kernel has no share of a GPU. Pick a kernel with one, such as “Python 3 · 1/4 GPU”, in the launcher or the kernel menu; "
-    "`jupyter gpu kernels install` makes them."
+    "`jupyter gpu kernels install` creates them."
 )
 MEASURE_RUNS = "This cell runs once and is not measured."
 BURST_RUNS = "This cell runs without the larger share that %%gpu asks for."

@@ -108,5 +108,5 @@ def explain(error: Exception) -> str:
     if getattr(error, "reason", "") == "unknown-lease":
         from fractional_gpu.protocol.errors import RESTART  # noqa: PLC0415 - off the kernel's start
 
-        return f"The lease of this kernel was ended (by an administrator, or by a command): for another one {RESTART}."
+        return f"An administrator or a command ended this kernel's lease: for a new one {RESTART}."
     return str(error)

@@ -184,8 +184,8 @@ def test_wrong_arguments_get_one_clear_sentence(
     [
         ("no JSON", "is not a file of metered rows"),
         ("[]", "is not a file of metered rows"),
-        ("{}", "has format '' version 0, and this command reads 'jupyter-gpu-usage' version 1"),
-        (json.dumps({"format": FORMAT, "version": 2}), "version 2, and this command reads"),
+        ("{}", "has format '' version 0, but this command reads 'jupyter-gpu-usage' version 1"),
+        (json.dumps({"format": FORMAT, "version": 2}), "version 2, but this command reads"),
         (json.dumps({"format": FORMAT, "version": VERSION}), "is damaged: "),
         (json.dumps({"format": FORMAT, "version": VERSION, "begins_s": 1, "ends_s": 2, "rows": [{}]}), "is damaged: "),
     ],

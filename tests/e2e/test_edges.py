@@ -111,7 +111,7 @@ def test_gpu_suspend_and_resume_in_a_notebook(pair: Pair) -> None:
     world = pair.world
     other, notebook = pair.ready()
     notebook.send("%gpu suspend")
-    shown(notebook, "Suspended: this kernel holds no GPU memory")
+    shown(notebook, "Suspended: this kernel's GPU memory is saved")
     assert world.lease(notebook.kernel_id).state == "suspended"
     assert phases(world) == ["saved", "saved"]
     assert "saved in host memory" in notebook.must("%gpu").data[0]["text/plain"]

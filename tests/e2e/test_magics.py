@@ -59,7 +59,7 @@ big.write(b"y" * (1 << 20))
 
 def a_resize_takes_effect_without_a_restart_and_back(world: World, notebook: Notebook) -> None:
     assert notebook.run(BIG).status == "error", "more than a quarter"
-    assert "Its share is 3/4 GPU, 768 MiB of device memory now." in text(notebook.must("%gpu resize 3/4").data)
+    assert "Its share is now 3/4 GPU, 768 MiB of device memory." in text(notebook.must("%gpu resize 3/4").data)
     notebook.must(BIG)
     assert world.lease(notebook.kernel_id).lease.reserved_mib == 768
     assert notebook.run("%gpu resize 1/4").status == "error", "less than is in use"

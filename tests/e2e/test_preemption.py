@@ -90,7 +90,7 @@ def test_a_cell_whose_turn_is_over_says_so_below_itself_and_an_interrupt_there_i
         assert world.command("pool", "default", "preempt=never").returncode == 0  # the other keeps the GPU
         messages = works.messages(cell)
         line = line_with(messages, "is running a cell")
-        assert "This cell gave the GPU to another kernel and gets it back, place 1 in the queue" in line
+        assert "This cell gave the GPU to another kernel and will get it back, place 1 in the queue" in line
         works.interrupt()
         rest = list(messages)
         (error,) = [one["content"] for one in rest if one["header"]["msg_type"] == "error"]

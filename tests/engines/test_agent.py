@@ -143,7 +143,7 @@ def test_counts_that_others_changed_are_written_again_within_a_look() -> None:
     world.counts = {"jgpu": 1000}  # `scontrol reconfigure`
     world.run(agent, 40)
     assert world.counts == {"jgpu": 2000}
-    assert any("changed to jgpu:1000 by another" in line for line in world.said)
+    assert any("another program changed the counts to jgpu:1000" in line for line in world.said)
 
 
 def test_a_count_is_never_below_what_is_in_use_and_never_above_what_may_be() -> None:

@@ -178,7 +178,7 @@ def the_doctor_finds_a_key_that_is_given_twice(site: Page) -> None:
 def the_doctor_finds_a_prolog_that_does_not_find_slurm_and_install_keeps_an_edit(site: Page) -> None:
     script = "/etc/jupyter-gpu/slurm/prolog"
     site.type(f"sed -i s,/opt/slurm/bin:,, {script}")
-    assert "`squeue` cannot be run" in doctor(site)["hook"]
+    assert "cannot run the command `squeue`" in doctor(site)["hook"]
     done = site.view.run("/opt/jupyter-gpu/bin/jupyter", "gpu", "node", "install", "--node", "n1")
     assert done.returncode == 1
     assert f"{script} differs and was not changed" in done.stdout

@@ -158,8 +158,8 @@ def test_a_share_that_the_jobs_memory_cannot_hold_becomes_the_largest_that_it_ca
         )
         until(lambda: slurm.output(job).endswith("\n250m\n"), "its kernels' share is smaller")  # noqa: B023 - called at once
         assert (
-            "this job's share is 1/4 GPU instead of 1/2: the job has 1300 MiB of memory, less than the 1024 MiB that a kernel takes "
-            "and the 512 MiB of GPU memory that are saved there while it idles; ask for --mem=1536M"
+            "this job's share is 1/4 GPU instead of 1/2: the job has 1300 MiB of memory, less than the 1024 MiB that a kernel uses "
+            "plus the 512 MiB of GPU memory saved there while it is idle; ask for --mem=1536M"
         ) in slurm.output(job)
         with nodes[0].client() as client:
             assert [(seat.fraction_milli, seat.warning) for seat in client.seats().seats] == [(250, "")]

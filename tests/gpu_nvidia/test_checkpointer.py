@@ -97,7 +97,7 @@ def test_each_error_in_each_phase_has_its_code_and_says_what_happened(
 
 def test_a_lock_always_has_a_time_limit(one: NvidiaCheckpointer, driver: FakeDriver, pid: int) -> None:
     driver.processes[pid].busy = True
-    fails(GPUErrorCode.NOT_READY, "did not end in time; it runs on", lambda: one.lock(pid, 250))
+    fails(GPUErrorCode.NOT_READY, "did not finish in time; it keeps running", lambda: one.lock(pid, 250))
     assert one.state(pid) is ProcessState.RUNNING
     arguments = driver.calls[-2].arguments[1]
     assert getattr(arguments, "timeoutMs", None) == 250
@@ -119,7 +119,7 @@ def test_a_step_from_the_wrong_state_is_told_and_changes_nothing(
     one: NvidiaCheckpointer, driver: FakeDriver, pid: int, phase: str, state: int
 ) -> None:
     driver.processes[pid].state = state
-    fails(GPUErrorCode.ILLEGAL_STATE, "not in the state that this starts from", lambda: PHASES[phase][1](one, pid))
+    fails(GPUErrorCode.ILLEGAL_STATE, "in the wrong state for this operation", lambda: PHASES[phase][1](one, pid))
     assert driver.processes[pid].state == state
 
 
@@ -134,9 +134,9 @@ def test_a_restore_without_room_is_told_as_fatal_and_is(one: NvidiaCheckpointer,
     one.lock(pid, 100)
     one.checkpoint(pid)
     driver.devices[0].free_mib = 10
-    fails(GPUErrorCode.OUT_OF_MEMORY, "no second chance", lambda: one.restore(pid))
+    fails(GPUErrorCode.OUT_OF_MEMORY, "cannot retry", lambda: one.restore(pid))
     driver.devices[0].free_mib = 80_000
-    fails(GPUErrorCode.OPERATING_SYSTEM, "cannot be brought back", lambda: one.restore(pid))
+    fails(GPUErrorCode.OPERATING_SYSTEM, "cannot be restored", lambda: one.restore(pid))
     fails(GPUErrorCode.ILLEGAL_STATE, "unlock", lambda: one.unlock(pid))
 
 
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_fails_leaves_a_process_that_is_not_called_sound(
 ) -> None:
     driver.processes[pid].managed = True
     one.lock(pid, 100)
-    fails(GPUErrorCode.NOT_SUPPORTED, "managed memory.*may no longer be sound", lambda: one.checkpoint(pid))
+    fails(GPUErrorCode.NOT_SUPPORTED, "managed memory.*may be damaged", lambda: one.checkpoint(pid))
     assert one.state(pid) is ProcessState.FAILED
     assert driver.processes[pid].state == FAILED
 
@@ -340,10 +340,10 @@ def test_what_cannot_move_is_refused_before_anything_is_tried(
         sentence = "cuda-bindings lack CUcheckpointRestoreArgs .*: pip install"
     elif cause == "driver":
         driver.version = 12080
-        sentence = "serves CUDA 12.8, 13.0 is needed: install driver 580"
+        sentence = "supports CUDA 12.8, but 13.0 is needed; install driver 580"
     else:
         driver.answers["cuDriverGetVersion"] = (999, 0)
-        sentence = "does not tell its version"
+        sentence = "does not report its version"
     a, b, _ = ids(driver)
     fails(
         GPUErrorCode.NOT_SUPPORTED,
@@ -359,16 +359,18 @@ def test_a_device_that_is_not_there_is_refused(one: NvidiaCheckpointer, driver: 
     suspended(one, pid)
     a, b, _ = ids(driver)
     for moves in ({a: "GPU-other"}, {"GPU-other": b}):
-        fails(GPUErrorCode.NO_SUCH_DEVICE, f"no device GPU-other; there are: .*{a}", partial(one.restore, pid, moves))
+        fails(
+            GPUErrorCode.NO_SUCH_DEVICE, f"no device GPU-other; known devices: .*{a}", partial(one.restore, pid, moves)
+        )
     driver.answers["cuDeviceGetCount"] = (999, 0)
-    fails(GPUErrorCode.UNKNOWN, "cuDeviceGetCount gave CUDA_ERROR_UNKNOWN", lambda: one.restore(pid, {a: b}))
+    fails(GPUErrorCode.UNKNOWN, "cuDeviceGetCount returned CUDA_ERROR_UNKNOWN", lambda: one.restore(pid, {a: b}))
     assert driver.called("cuCheckpointProcessRestore") == 0
 
 
 def test_two_devices_cannot_move_to_one(one: NvidiaCheckpointer, driver: FakeDriver, pid: int) -> None:
     suspended(one, pid)
     a, b, c = ids(driver)
-    with pytest.raises(ValueError, match="one device's state"):
+    with pytest.raises(ValueError, match="two devices to the same one"):
         one.restore(pid, {a: c, b: c})
 
 
@@ -395,7 +397,7 @@ def test_every_device_is_visible_to_it_whatever_the_environment_says(
 )
 def test_a_driver_that_does_not_start_is_told(driver: FakeDriver, number: int, code: GPUErrorCode) -> None:
     driver.answers["cuInit"] = (number,)
-    fails(code, rf"does not start: CUDA_ERROR_\w+ \({number}\)", lambda: NvidiaCheckpointer(driver=driver))
+    fails(code, rf"could not be initialised: CUDA_ERROR_\w+ \({number}\)", lambda: NvidiaCheckpointer(driver=driver))
 
 
 def test_a_missing_driver_is_told(driver: FakeDriver) -> None:
@@ -405,7 +407,7 @@ def test_a_missing_driver_is_told(driver: FakeDriver) -> None:
 
 def test_a_driver_without_the_checkpoint_calls_is_told(one: NvidiaCheckpointer, driver: FakeDriver, pid: int) -> None:
     driver.answers["cuCheckpointProcessLock"] = RuntimeError('Function "cuCheckpointProcessLock" not found')
-    fails(GPUErrorCode.NOT_SUPPORTED, "cuCheckpointProcessLock cannot be called", lambda: one.lock(pid, 100))
+    fails(GPUErrorCode.NOT_SUPPORTED, "cannot call cuCheckpointProcessLock", lambda: one.lock(pid, 100))
 
 
 @pytest.mark.parametrize("failure", [ValueError("1234 is not a valid CUresult"), KeyError(1234)])
@@ -435,7 +437,7 @@ def test_missing_bindings_are_told_with_what_to_install(monkeypatch: pytest.Monk
 
 def test_bindings_without_the_checkpoint_calls_are_told() -> None:
     old = ModuleType("old")
-    fails(GPUErrorCode.NOT_SUPPORTED, "12.8 or newer is needed.*pip install", lambda: NvidiaCheckpointer(driver=old))
+    fails(GPUErrorCode.NOT_SUPPORTED, "install 12.8 or newer.*pip install", lambda: NvidiaCheckpointer(driver=old))
 
 
 def test_bindings_that_cannot_restore_are_refused_before_anything_is_saved(
@@ -444,7 +446,7 @@ def test_bindings_that_cannot_restore_are_refused_before_anything_is_saved(
     monkeypatch.delattr(FakeDriver, "cuCheckpointProcessRestore")
     fails(
         GPUErrorCode.NOT_SUPPORTED,
-        r"have no cuCheckpointProcessRestore, .*\(not 13\.0\.0 or 13\.0\.1\)",
+        r"lack cuCheckpointProcessRestore; .* except 13\.0\.0 and 13\.0\.1",
         lambda: NvidiaCheckpointer(driver=driver),
     )
     assert driver.calls == []

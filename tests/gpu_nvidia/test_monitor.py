@@ -65,7 +65,7 @@ def test_the_old_form_of_memory_is_read_where_the_new_is_missing(number: int) ->
         (9, "kernel module is not loaded"),
         (18, "reboot"),
         (4, "group that owns them"),
-        (999, "does not start: NVML says 999"),
+        (999, "could not be initialised: NVML says 999"),
     ],
 )
 def test_without_a_driver_there_are_no_devices_and_a_sentence_says_why(number: int, sentence: str) -> None:
@@ -91,7 +91,7 @@ def test_a_driver_that_is_loaded_later_is_found() -> None:
 def test_a_driver_without_a_device_says_so() -> None:
     monitor = monitor_of(FakeNVML())
     assert monitor.devices() == []
-    assert "sees no device" in monitor.why_none
+    assert "finds no device" in monitor.why_none
 
 
 def test_a_device_that_is_lost_forbidden_or_without_memory_of_its_own_does_not_hide_the_others() -> None:
@@ -139,7 +139,7 @@ def test_the_instances_of_a_device_in_mig_mode_are_devices_that_cannot_be_checkp
     assert [one.device_id for one in (first, second, third)] == ["MIG-0", "MIG-3", whole.uuid]
     assert [one.index for one in (first, second, third)] == [0, 1, 2]
     assert (second.name, second.memory_mib) == ("NVIDIA H100 MIG 1g.10gb", 10240)
-    assert "MIG instance, on which the driver cannot checkpoint" in first.why_not
+    assert "MIG instance, which the driver cannot checkpoint" in first.why_not
     assert (first.checkpointable, third.checkpointable) == (False, True)
     assert monitor.kernel_environment(second.device_id) == {"CUDA_VISIBLE_DEVICES": "MIG-3"}
 
@@ -157,7 +157,7 @@ def test_a_device_that_is_put_into_mig_mode_is_none_until_it_leaves_the_mode() -
     (device,) = monitor.devices()
     assert monitor.use(device.device_id).memory_mib == device.memory_mib
     gpu.mig = 1
-    fails(GPUErrorCode.NO_SUCH_DEVICE, "was put into MIG mode", lambda: monitor.use(device.device_id))
+    fails(GPUErrorCode.NO_SUCH_DEVICE, "was switched to MIG mode", lambda: monitor.use(device.device_id))
     gpu.mig = 0
     assert monitor.use(device.device_id).memory_mib == device.memory_mib
 
@@ -372,7 +372,7 @@ def test_a_device_that_one_process_may_use_at_a_time_is_a_warning() -> None:
     monitor = monitor_of(FakeNVML(FakeGPU(), alone, silent))
     assert len(monitor.devices()) == 3
     assert monitor.warnings == (
-        "device 1 lets one process use it at a time: it cannot be shared; as root: nvidia-smi -i 1 -c DEFAULT",
+        "device 1 allows only one process at a time: it cannot be shared; as root: nvidia-smi -i 1 -c DEFAULT",
     )
     alone.compute_mode = 0
     assert len(monitor.devices()) == 3
@@ -388,11 +388,11 @@ def test_a_device_that_one_process_may_use_at_a_time_is_a_warning() -> None:
         (
             "575.51",
             "13.5.0",
-            "the NVIDIA driver 575.51 restores kernels on their own device only: install 580 or newer",
+            "the NVIDIA driver 575.51 can only restore kernels on their old device: install 580 or newer",
         ),
-        ("new", "13.5.0", "the NVIDIA driver new restores"),
-        ("580.65.06", "12.9.1", "cuda-bindings 12.9.1 restores kernels on their own device only: pip install"),
-        ("580.65.06", "13.3.0", "cuda-bindings 13.3.0 restores"),
+        ("new", "13.5.0", "the NVIDIA driver new can only restore"),
+        ("580.65.06", "12.9.1", "cuda-bindings 12.9.1 can only restore kernels on their old device: pip install"),
+        ("580.65.06", "13.3.0", "cuda-bindings 13.3.0 can only restore"),
     ],
 )
 def test_who_cannot_move_kernels_is_known_before_one_is_moved(
@@ -415,7 +415,7 @@ def test_a_machine_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(support, "_WSL_DEVICE", tmp_path)
     assert "under WSL2" in driver_refusal("580.65.06", machine="x86_64")
     monkeypatch.undo()
-    assert "of the kind aarch64: use an x86-64 one" in driver_refusal("580.65.06", machine="aarch64")
+    assert "most aarch64 machines: use an x86-64 one" in driver_refusal("580.65.06", machine="aarch64")
 
 
 @pytest.mark.parametrize(
@@ -424,9 +424,9 @@ def test_a_machine_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch, t
         ("12.8.0", ""),
         ("13.0.2", ""),
         ("13.5.0", ""),
-        ("13.0.0", "can checkpoint and not restore: pip install"),
-        ("13.0.1", "can checkpoint and not restore: pip install"),
-        ("12.6.2", "12.8 is needed: pip install"),
+        ("13.0.0", "can checkpoint but not restore: pip install"),
+        ("13.0.1", "can checkpoint but not restore: pip install"),
+        ("12.6.2", "12.8 or newer is needed: pip install"),
         ("strange", "pip install"),
         (None, "not installed"),
     ],

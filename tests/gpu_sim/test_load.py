@@ -158,5 +158,5 @@ def test_work_of_a_dead_process_slows_nothing_down_once_it_was_looked_for(
 
 @pytest.mark.parametrize("part", ["0", "1.5", "-1", "float('nan')"])
 def test_work_uses_a_part_of_the_device(kernel: Kernel, part: str) -> None:
-    with pytest.raises(KernelError, match="give a number above 0, 1 at most"):
+    with pytest.raises(KernelError, match="give a number above 0 and at most 1"):
         kernel.run(f"cuda.launch(1, {part})")

@@ -53,7 +53,7 @@ def test_a_pid_means_a_process_of_its_senders_namespace() -> None:
         assert said == ["1"]
         assert nested_pids(one) == [one, 1]
         assert (pid_meant_by(one, 1), pid_meant_by(other, 1)) == (one, other)
-        with pytest.raises(ProcessLookupError, match="in the pid namespace of the process that names it"):
+        with pytest.raises(ProcessLookupError, match="in the caller's pid namespace"):
             pid_meant_by(one, os.getpid())
     assert pid_meant_by(os.getpid(), 12345678) == 12345678, "in our own namespace a pid is what it is"
 

@@ -155,7 +155,7 @@ def test_the_limit_that_binds_may_be_one_above(tmp_path: Path) -> None:
     assert f"{machine.root}/slurm/uid_1000 (4096 MiB)" in said
     assert "raise --mem to 4097 MiB" in said
     machine.group(group, limit_mib=8192, used_mib=2000)
-    assert "2000 MiB that a kernel takes" in memory_warning(KUBERNETES, group, 3000, proc=machine.proc)
+    assert "2000 MiB that a kernel uses" in memory_warning(KUBERNETES, group, 3000, proc=machine.proc)
     machine.group("/slurm/uid_1000")
     machine.group(group)
     assert memory_warning(SLURM, group, 60_000, proc=machine.proc) == "", "without a limit there is no reason to warn"

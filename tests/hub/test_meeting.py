@@ -71,7 +71,7 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str]] = [
         "pool 'default' offers 1/8, 1/4, 1/2, 3/4, 1; choose one of these",
     ),
     ("bob", {"pool": "default", "fraction": {"$ne": 1}}, 400, "neither a fraction nor a size"),
-    ("bob", {"pool": "default/../staff", "fraction": "1/4"}, 400, "is not a pool's name"),
+    ("bob", {"pool": "default/../staff", "fraction": "1/4"}, 400, "is not a pool name"),
 ]
 
 
@@ -98,7 +98,7 @@ def test_the_api_refuses_with_the_reason(
         pytest.param("bob", "closed/250", f"opens next on {CLOSED} 08:00", id="closed"),  # at midnight, too
         ("bob", "default/750", "you may have 1/2 GPU in this pool"),
         ("bob", "default/333", "offers 1/8, 1/4, 1/2, 3/4, 1"),
-        ("bob", "<b>x</b>/1", "is not a pool's name"),
+        ("bob", "<b>x</b>/1", "is not a pool name"),
         ("bob", "default/²", "is not one of the choices; reload the page and choose again"),
     ],
 )

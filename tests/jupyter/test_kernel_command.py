@@ -85,8 +85,8 @@ def test_an_interpreter_that_cannot_be_asked_has_no_extension_and_the_reason_is_
         broken.chmod(0o755)
     found = plan(places, interpreter=str(broken))
     assert not found.gated
-    assert found.obstacle.startswith(f"{broken} cannot be asked whether it has the GPU extension ({why})")
-    assert "keeps its share of the GPU reserved from its start" in found.obstacle
+    assert found.obstacle.startswith(f"{broken} could not report whether it has the GPU extension ({why})")
+    assert "its share of the GPU is reserved as soon as it starts" in found.obstacle
 
 
 def test_an_interpreter_without_the_extension_has_no_obstacle(places: Places) -> None:
@@ -169,7 +169,7 @@ def test_a_module_that_only_has_our_name_is_not_taken_for_ours(places: Places, f
             "__version__ = '0.18.6'",
             "has msgspec 0.18.6, and jupyter-fractional-gpu needs version 0.19 or newer there: run `",
         ),
-        ("mine = 42", "as msgspec, a name that jupyter-fractional-gpu needs there for its calls of the GPU broker"),
+        ("mine = 42", "as msgspec, but jupyter-fractional-gpu needs that name for its calls to the GPU broker"),
     ],
     ids=["missing", "too old", "another module"],
 )
@@ -180,7 +180,7 @@ def test_an_interpreter_without_the_msgspec_it_needs_has_no_gate_and_says_why(
     found = plan(places, PYTHONPATH=str(places.work))
     assert not found.gated
     assert says in found.obstacle
-    assert "keeps its share of the GPU reserved from its start" in found.obstacle
+    assert "its share of the GPU is reserved as soon as it starts" in found.obstacle
     assert not plan(places).gated  # next to the notebook
     (places.work / "msgspec.py").unlink()
     assert plan(places, PYTHONPATH=str(places.work)).gated

@@ -61,7 +61,7 @@ def test_what_is_guaranteed_is_less_than_what_may_be_used() -> None:
         ({"priority": "high"}, ["priority is 'high'", "-1000 to 1000"]),
         ({"priority": 1001}, ["priority is 1001", "-1000 to 1000"]),
         ({"priority": True}, ["priority is True", "-1000 to 1000"]),
-        ({"pool": ""}, ["pool ''", "letter or digit first"]),
+        ({"pool": ""}, ["pool ''", "starting with a letter or digit"]),
         ({"pool": "../up"}, ["pool '../up'", "letters, digits"]),
         ({"pool": 7}, ["pool 7", "letters, digits"]),
         ({"pool": "x" * 300}, ["xxx...", "up to 63"]),
@@ -84,5 +84,5 @@ def test_pool_names_that_can_be_folders_are_taken(name: str) -> None:
 
 @pytest.mark.parametrize("name", [".hidden", "-x", "a b", "a/b", "ä", "a\n", "a" * 64])
 def test_pool_names_that_cannot_be_folders_are_refused(name: str) -> None:
-    with pytest.raises(BadRequestError, match="is not a pool's name"):
+    with pytest.raises(BadRequestError, match="is not a pool name"):
         check_pool_name(name)

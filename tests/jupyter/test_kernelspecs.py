@@ -109,12 +109,12 @@ def test_what_is_installed_is_listed_and_removed_wherever_jupyter_looks(places: 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"name": "."}, "not a kernelspec's name"),
-        ({"name": ".."}, "not a kernelspec's name"),
-        ({"display_name": ""}, "cannot be shown"),
-        ({"display_name": "  "}, "cannot be shown"),
-        ({"display_name": "two\nlines"}, "cannot be shown"),
-        ({"display_name": "\udcff"}, "cannot be shown"),
+        ({"name": "."}, "not a kernelspec name"),
+        ({"name": ".."}, "not a kernelspec name"),
+        ({"display_name": ""}, "cannot be used as"),
+        ({"display_name": "  "}, "cannot be used as"),
+        ({"display_name": "two\nlines"}, "cannot be used as"),
+        ({"display_name": "\udcff"}, "cannot be used as"),
         ({"display_name": "n" * 201}, "1 to 200 printable"),
         ({"prefix": ""}, "the prefix is empty"),
     ],
@@ -221,10 +221,10 @@ def test_pools_whose_names_differ_in_case_only_do_not_overwrite_each_other(place
 def test_where_nothing_can_be_written_another_place_is_advised(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     place = places.work / "a file"
     place.write_text("")
-    with pytest.raises(FractionalGPUError, match=r"\(Not a directory\); install for your user \(--user\), or into"):
+    with pytest.raises(FractionalGPUError, match=r"\(Not a directory\); install it for your user \(--user\), or in"):
         install("default", [250], base="env", prefix=str(place))
     monkeypatch.setattr(KernelSpecManager, "user_kernel_dir", str(place / "kernels"))
-    with pytest.raises(FractionalGPUError, match=r"\(Not a directory\); install into a folder that you may write to"):
+    with pytest.raises(FractionalGPUError, match=r"\(Not a directory\); install it in a folder that you can write to"):
         install("default", [250], base="env", user=True)
 
 

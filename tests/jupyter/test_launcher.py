@@ -145,7 +145,7 @@ def test_a_command_that_cannot_be_run_leaves_no_lease(world: World, capfd: pytes
     command = [sys.executable, "-P", "-m", "fractional_gpu.jupyter.launcher", "--", "/nowhere/kernel", path]
     done = subprocess.run(command, env=world.environment, check=False)
     assert done.returncode == 1
-    assert "The kernel's command /nowhere/kernel cannot be run: No such file or directory" in capfd.readouterr().err
+    assert "Could not run the kernel's command /nowhere/kernel: No such file or directory" in capfd.readouterr().err
     assert world.status().leases == []
     assert tokens(world) == set()
 
@@ -161,7 +161,7 @@ def test_a_command_without_a_connection_file_is_refused_before_anything_is_asked
     finally:
         signal.signal(signal.SIGINT, handler)
     first, second = capsys.readouterr().err.splitlines()
-    assert "'kernel -f {connection_file}' names no connection file" in first
+    assert "'kernel -f {connection_file}' does not name a connection file" in first
     assert "fraction 'lots'" in second
     assert world.broker_pid() is None
 
@@ -178,8 +178,8 @@ def test_a_kernel_whose_package_is_gone_says_what_to_do(world: World, tmp_path: 
     )
     assert (said.returncode, said.stdout) == (1, "")
     assert said.stderr == (
-        "This kernel needs the package jupyter-fractional-gpu, which is not installed any more: install it "
-        f"for {sys.executable} again, or remove the kernel (`jupyter kernelspec remove {name}`).\n"
+        "This kernel needs the package jupyter-fractional-gpu, which is no longer installed: reinstall it "
+        f"for {sys.executable}, or remove the kernel (`jupyter kernelspec remove {name}`).\n"
     )
 
 

@@ -70,7 +70,7 @@ def test_a_broker_with_real_devices_is_not_taken_for_simulated_ones(
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
     with RealBroker(path) as broker:
         with pytest.raises(
-            ConflictError, match=r"for simulated GPUs \(1x1GiB\), and the GPU broker at .* has real ones; pick"
+            ConflictError, match=r"for simulated GPUs \(1x1GiB\), but the GPU broker at .* has real ones; pick"
         ):
             take("1x1GiB")
         assert "create" not in broker.routes()

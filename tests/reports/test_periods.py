@@ -49,7 +49,7 @@ def test_anything_else_is_refused_with_what_is_allowed(text: str) -> None:
 
 def test_a_time_that_ends_before_it_begins_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"--since today --until yesterday is no time: it ends .* give a later --until"
+        ValueError, match=r"--since today --until yesterday is not a valid period: it ends .* give a later --until"
     ):
         period("today", "yesterday", int(NOW.timestamp()), BERLIN)
 

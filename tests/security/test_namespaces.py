@@ -83,7 +83,7 @@ def test_a_pid_of_another_namespace_is_refused(live: LiveBroker) -> None:
         ) as outside:  # the same user, the lease's id in its environment: everything but the namespace is right
             status, refused = attach(pod, given, outside)
             assert (status, refused["error"]["reason"]) == (400, "no-process"), refused
-            assert "in the pid namespace of the process that names it" in refused["error"]["message"]
+            assert "in the caller's pid namespace" in refused["error"]["message"]
         for _ in range(3):
             elsewhere = beside.start_for(given["lease_id"])
         status, refused = attach(pod, given, elsewhere)

@@ -45,13 +45,11 @@ _CALL_AGAIN_S = 1.0  # of a process that cannot call the broker
 OPENED = "opened"  # the gate was opened, by the grant or by a command of the broker
 INTERRUPTED = "interrupted"
 FREE = "free"  # the main loop runs again: ends a wait of `LoopWatch`
-REVIVING = "The GPU broker does not answer; it is being started again."
-_CANNOT_ASK = (
-    "This kernel cannot ask for the GPU ({why}). The broker sees that the cell waits, and admits it in its turn."
-)
+REVIVING = "The GPU broker does not answer; restarting it."
+_CANNOT_ASK = "This kernel cannot ask for the GPU ({why}). The broker knows that the cell is waiting, and will give it the GPU in turn."
 _UNREACHABLE = (
-    "This kernel cannot reach the GPU broker any more ({why}). What it has on the GPU is kept. Fix the cause, or start the cell with "
-    "%%cpu: it then runs at once, and its GPU calls wait until the broker has restored its memory."
+    "This kernel can no longer reach the GPU broker ({why}). Its GPU memory is kept. Fix the cause, or start the cell with %%cpu: it "
+    "then runs at once, and its GPU calls wait until the broker has restored the memory."
 )
 _THREAD_ENDED = "The thread that asks the GPU broker ended unexpectedly; the kernel's log says why. Run the cell again."
 
@@ -219,7 +217,7 @@ class Acquirer:
                     if ticket.withdrawn.is_set():
                         return None
                     if progress.kind == ProgressKind.GRANTED and self._watch:
-                        return RefusedError("the cell has not lost the GPU, or has it again")
+                        return RefusedError("the cell still has the GPU, or has it back")
                     if progress.kind == ProgressKind.GRANTED:
                         # A grant after a withdrawal is late: the gate may have been shut since, and must stay so.
                         self._gate.open(progress.environment, lambda: not ticket.withdrawn.is_set())
@@ -227,7 +225,7 @@ class Acquirer:
                     if progress.kind == ProgressKind.REFUSED:
                         if progress.reason == "timeout":
                             break
-                        why = f"The GPU broker refused ({progress.reason or 'it gave no reason'})."
+                        why = f"The GPU broker refused the request ({progress.reason or 'no reason given'})."
                         return RefusedError(progress.sentence or why)
                     if progress.overlap:
                         self._gate.bind(progress.environment)
@@ -307,8 +305,8 @@ class Turns(Acquirer):
 # holds the loop, the watch asks for the GPU. A task that computes for that long looks the same, and costs a resume.
 
 BLOCKED = (
-    "A task of this notebook blocks the kernel, perhaps in a GPU call: the kernel is not on the GPU. It requests the GPU now; "
-    "cells run when the task lets them."
+    "A task of this notebook is blocking the kernel, perhaps in a GPU call while the kernel is not on the GPU. The kernel is now "
+    "requesting the GPU; cells run when the task lets them."
 )
 
 
@@ -404,9 +402,8 @@ Function = Callable[[], Any]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SIMULATED = "JUPYTER_GPU_SIMULATED_DEVICE"
 NO_DEVICE_KEPT = (
-    "Restart the kernel to use the GPU: CUDA was started before this kernel had one (by a %%cpu cell or start-up code), and the driver "
-    "keeps the answer “no device” until the process ends. "
-    "A restart loses the variables: save what you need first, in %%cpu cells."
+    "Restart the kernel to use the GPU: a %%cpu cell or start-up code started CUDA before the kernel had a GPU, and the driver "
+    "reports “no device” until the process ends. A restart loses the variables: first save what you need, in %%cpu cells."
 )
 _NOT_YET = (
     "CUDA cannot be used yet: this code runs before the kernel has its GPU (in a %%cpu cell, or at start-up). "

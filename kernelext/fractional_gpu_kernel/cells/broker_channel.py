@@ -30,8 +30,8 @@ LONGEST_PAUSE_S = 2.0
 SEND_AGAIN_S = 0.2
 SEND_ATTEMPTS = 10  # the broker waits for about as long
 UNHEARD = (
-    "This kernel cannot answer the GPU broker ({why}). Nothing is lost: while the kernel idles, the broker may move its GPU memory to host "
-    "memory after a short wait, and brings it back for the next cell."
+    "This kernel cannot answer the GPU broker ({why}). Nothing is lost: while the kernel is idle, the broker may move its GPU memory "
+    "to host memory after a short wait; the next cell gets it back."
 )
 LONGEST_PAUSE_UNKNOWN_S = 30.0  # the broker does not know (or want) this lease, which rarely changes
 

@@ -126,7 +126,7 @@ class CellGuard:
 
             return rendered(InputRejected(f"This cell did not run. {error}"))
         except KeyboardInterrupt:
-            return rendered(KeyboardInterrupt("interrupted while it waited for the GPU; this cell did not run"))
+            return rendered(KeyboardInterrupt("interrupted while waiting for the GPU; this cell did not run"))
         finally:
             # In a nested cell, clearing would also remove the outer cell's output.
             if running_cell.get() is None:

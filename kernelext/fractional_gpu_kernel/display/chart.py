@@ -18,7 +18,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _ON_GPU = frozenset({"resident", "suspending", "resuming"})
 _IN_HOST = "suspended"
 _SIGNS = {"resident": "█", "suspending": "▓", "resuming": "▓", "suspended": "░"}
-_LEGEND = "on GPU: █ on the GPU, ▓ on its way, ░ saved in host memory, blank: neither."
+_LEGEND = "on GPU: █ on the GPU, ▓ being moved, ░ saved in host memory, blank: neither."
 
 _FRAME = Frame(width=640, height=176, left=62, right=8, top=10, bottom=56)
 _STRIP = 130  # y of the strip of states
@@ -66,7 +66,7 @@ class HistoryView(View):
 
     def summary(self) -> str:
         if not self._points or self._until_ms <= self._since_ms:
-            return "There is no history of this kernel's share yet."
+            return "This kernel's share has no history yet."
         fine = self._columns(_PICTURE_COLUMNS)
         share = sum(column.state in _ON_GPU for column in fine) * 100 // len(fine)
         saved_mib = max(column.saved_mib for column in fine)

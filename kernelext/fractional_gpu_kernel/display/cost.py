@@ -59,16 +59,16 @@ class CostView(View):
 
     def sentences(self) -> list[str]:
         cost = self._cost
-        said = ["Today and this month: all your kernels, by the machine's local time."]
+        said = ["Today and this month: all your kernels, in the machine's local time."]
         if self._priced:
-            said.append("As whole GPUs: what a whole GPU for each kernel would have cost.")
+            said.append("As whole GPUs: the cost if each kernel had had a whole GPU.")
         else:
             said.append(
-                "Hours open: what a whole GPU for each kernel would have taken. GPU hours suspended were free for others."
+                "Hours open: the GPU hours if each kernel had had a whole GPU. Others could use the suspended GPU hours."
             )
         if cost.currency:
             now = f"costs {_amount(cost.now_milli)} {cost.currency} per hour" if cost.now_milli else "costs nothing"
-            said.append(f"As it is now, this kernel {now}.")
+            said.append(f"This kernel currently {now}.")
         said.append(cost.terms)
         said += [budget.sentence for budget in cost.budgets]
         if self._drawn and cost.carbon:

@@ -118,7 +118,7 @@ def rendered(error: BaseException) -> BaseException:
 
 
 _NEXT = {  # by reason for the wait
-    "wait.busy-neighbour": "When that is over{turn}, its memory is saved to the host and {next_one} gets the room",
+    "wait.busy-neighbour": "When that is over{turn}, its memory is saved to host memory, and {next_one} takes its place",
     "wait.user-limit": "It continues when another kernel of yours gives its share back",
     "wait.group-limit": "It continues when another kernel of your group gives its share back",
     "broker-silent": "The cell continues when the broker answers again",
@@ -144,8 +144,8 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
     slowdown = f" It {progress.slowdown_brief}." if progress.slowdown_brief else ""
     does, end = "waits for the GPU", "Interrupt the kernel to stop waiting."
     if preempted:
-        does = "gave the GPU to another kernel and gets it back"
-        end = "Until then, this cell waits at its next use of the GPU."
+        does = "gave the GPU to another kernel and will get it back"
+        end = "Until then, it waits when it next uses the GPU."
     return f"This cell {does}{about}: {why}.{after}{slowdown} {end}"
 
 
@@ -154,7 +154,10 @@ def resizing(status: "LeaseStatus") -> str:
     place = f"place {status.position} in the queue" if status.position is not None else ""
     about = "".join(f", {fact}" for fact in (place, left) if fact)
     why = f": {status.sentence.rstrip('.')}" if status.position is not None and status.sentence else ""
-    return f"This kernel waits for its new share{about}{why}. Idle neighbours step aside. Interrupt the kernel to stop waiting."
+    return (
+        f"This kernel waits for its new share{about}{why}. Idle kernels on the same GPU make room. Interrupt the kernel to stop "
+        "waiting."
+    )
 
 
 def _left(forecast: "Progress | Span", passed_ms: int) -> str:

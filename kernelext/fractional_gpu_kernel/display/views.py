@@ -257,7 +257,7 @@ class StoryView(View):
     def _note(self) -> str:
         if not self._lines and not self._slowdown:
             return "Nothing has happened to this kernel's share yet."
-        omitted = f"Older lines left out: {self._omitted}; %gpu explain --lines N shows more." if self._omitted else ""
+        omitted = f"{self._omitted} older lines left out; %gpu explain --lines N shows more." if self._omitted else ""
         slowed = f"Slowed down: {self._slowdown}." if self._slowdown else ""
         return " ".join(filter(None, [omitted, slowed]))
 

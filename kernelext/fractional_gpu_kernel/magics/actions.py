@@ -145,8 +145,8 @@ class Resizer:
             failure = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error).rstrip(".")
             memory = f", {format_memory(target.memory_mib)}" if target.memory_mib is not None else ""
             text = (
-                f"The larger share of this cell is not given back yet: {failure}. It is tried again at the end of each cell; "
-                f"this kernel's own share is {format_fraction(target.milli)} GPU{memory}."
+                f"This cell's larger share could not be given back yet: {failure}. The kernel tries again after each cell; this "
+                f"kernel's own share is {format_fraction(target.milli)} GPU{memory}."
             )
             if shows:
                 publish(self._kernel.shell, Sentence(text))
@@ -177,8 +177,8 @@ _DEFAULT_PIN_MS = 1_800_000
 _DEFAULT_LINES = 20
 _ON_GPU, _SHARE = "on the GPU", "share"  # kinds of requests after a cell: a newer one replaces the older
 _LATER_MS = 60_000  # how long `resize --later` waits for room
-_SUSPENDED = "Suspended: this kernel holds no GPU memory; what it had there is saved. The next cell brings it back."
-_RELEASED = "Released: no GPU memory is reserved for this kernel. The next cell that needs the GPU asks for it again."
+_SUSPENDED = "Suspended: this kernel's GPU memory is saved in host memory. The next cell restores it."
+_RELEASED = "Released: no GPU memory is reserved for this kernel. The next cell that needs the GPU requests it again."
 TOO_LONG = "pin-too-long"
 _DURATIONS_MS = (1_800_000, 900_000, 300_000, 60_000)  # the first that the pool allows
 _RENEW_AT = 0.75  # of a pin's time
@@ -221,7 +221,7 @@ class StandingPin:
             except BrokerUnavailableError:
                 pause_s = min(pause_s, _RETRY_S)
             except FractionalGPUError as error:
-                self._notify(f"This kernel's pin is not renewed any more: {error}")
+                self._notify(f"This kernel's pin is no longer renewed: {error}")
                 return
 
 
@@ -270,7 +270,7 @@ class Actions:
         try:
             cost = self._read(lambda client: client.cost(self._settings.lease_id))
         except BrokerUnavailableError as error:
-            self._say(f"{error}. What this kernel costs is shown when a broker serves again.")
+            self._say(f"{error}. Costs can be shown once the broker is running again.")
         else:
             publish(self._shell, CostView(cost))
 
@@ -287,7 +287,7 @@ class Actions:
             own = self._read(lambda client: client.lease(self._settings.lease_id)).spec.pool
             if pool != own:
                 raise ArgumentsError(
-                    f"%gpu request: this kernel is in pool {own!r}, and a running kernel cannot change to {pool[:50]!r}; restart it "
+                    f"%gpu request: this kernel is in pool {own!r}, and a running kernel cannot move to {pool[:50]!r}; restart it "
                     f"with a kernel of that pool (`jupyter gpu kernels install --pool {pool[:50]}` adds one to the launcher)"
                 )
         self._after.withdraw(_ON_GPU, "%gpu request")
@@ -312,7 +312,7 @@ class Actions:
             _SHARE,
             # The frameworks' new limit arrives as a command of the broker.
             lambda client: _new_share(client.resize(self._settings.lease_id, request)),
-            note="Asks for its new share as soon as this cell is over.",
+            note="This kernel will request its new share when this cell ends.",
             failed="Not resized: ",
             command="%gpu resize",
         )
@@ -328,7 +328,7 @@ class Actions:
         self._after.request(
             _ON_GPU,
             lambda client: self._suspend(client, _SUSPENDED),
-            note="Suspends as soon as this cell is over.",
+            note="This kernel will be suspended when this cell ends.",
             failed="Not suspended: ",
             command="%gpu suspend",
         )
@@ -339,14 +339,14 @@ class Actions:
             _ON_GPU,
             lambda client: client.unpin(self._settings.lease_id).sentence,
             lambda client: self._suspend(client, _RELEASED),
-            note="Gives the GPU back as soon as this cell is over.",
+            note="This kernel will release the GPU when this cell ends.",
             failed="Not released: ",
             command="%gpu release",
         )
 
     def _suspend(self, client: "BrokerClient", done: str) -> str:
         saved_mib = client.suspend(self._settings.lease_id).lease.saved_mib
-        return f"{done} {format_memory(saved_mib)} are in host memory." if saved_mib else done
+        return f"{done} {format_memory(saved_mib)} is in host memory." if saved_mib else done
 
     def pin(self, arguments: argparse.Namespace) -> None:
         given = arguments.duration
@@ -360,7 +360,7 @@ class Actions:
             self._pins.stop()
             more = ""
         where = "" if status.state == "resident" else " It takes effect when the kernel is on the GPU: %gpu resume."
-        pinned = f"Pinned for {format_rough(status.pinned_ms)}{more}: not suspended for others or for being idle."
+        pinned = f"Pinned for {format_rough(status.pinned_ms)}{more}: this kernel will not be suspended for being idle or for others."
         self._say(f"{pinned} %gpu unpin ends it.{where}")
 
     def unpin(self, _: argparse.Namespace) -> None:
@@ -376,7 +376,7 @@ class Actions:
             request = NoteRequest(note=text)
             status = self._steer(lambda client: client.because_of("`%gpu note`").call(NOTE, request, lease_id))
         none = "This kernel has no note; %gpu note TEXT writes one."
-        self._say(f"The note of this kernel: {status.note}" if status.note else none)
+        self._say(f"This kernel's note: {status.note}" if status.note else none)
 
     def _pin(self, duration_ms: int) -> LeaseStatus:
         request = PinRequest(duration_ms=duration_ms)
@@ -390,7 +390,7 @@ class Actions:
 
 
 def _new_share(status: LeaseStatus) -> str:
-    jax = " JAX read the limit when it was imported: restart the kernel for it to change there (that loses its variables)."
+    jax = " JAX read its limit when it was imported: to change it, restart the kernel (this loses its variables)."
     restart = jax if "jax" in sys.modules else ""
     fraction, memory = format_fraction(status.spec.fraction_milli), format_memory(status.spec.reserve_mib)
-    return f"Its share is {fraction} GPU, {memory} of device memory now.{restart}"
+    return f"Its share is now {fraction} GPU, {memory} of device memory.{restart}"

@@ -61,118 +61,118 @@ def _fraction(*, required: bool) -> Argument:
 _MEMORY = Argument(
     "--memory", "SIZE", "device memory, such as 20GiB (default: the fraction's share of the device)", (), "memory"
 )
-_POOL = Argument(
-    "--pool", "NAME", "the pool of this kernel; another one needs a restart with another kernelspec", (), "pool"
-)
-_LATER = Argument("--later", "", "do it when this cell has ended, so that an idle kernel may also move to another GPU")
+_POOL = Argument("--pool", "NAME", "this kernel's pool; to change it, restart with another kernelspec", (), "pool")
+_LATER = Argument("--later", "", "do it after this cell, when the kernel is idle and can also move to another GPU")
 COMMANDS = {
     command.name: command
     for command in (
-        Command("status", "this kernel's share of a GPU, and its neighbours (also: nothing)"),
+        Command("status", "this kernel's share of a GPU, and its neighbours (the default)"),
         Command(
             "request",
             "wait until this kernel is on a GPU with this share",
             (_fraction(required=True), _MEMORY, _POOL),
-            "Changes the share as `resize` does, then waits for the GPU as a cell would. Interrupt the kernel to stop waiting: "
-            "what has been granted by then stays.",
+            "Changes the share as `resize` does, then waits for the GPU as a cell would. Interrupt the kernel to stop waiting; it "
+            "keeps what it has been granted so far.",
         ),
         Command(
             "resize",
             "give this kernel another share without a restart",
             (_fraction(required=False), _MEMORY, _LATER),
-            "A larger share waits for room on this GPU; idle neighbours step aside. A smaller one must hold what is in "
-            "use. Interrupt the kernel to stop waiting: the share stays as it was.",
+            "A larger share waits for room on this GPU; idle neighbours make room. A smaller share must be large enough for the "
+            "memory in use. Interrupt the kernel to stop waiting; the share then stays the same.",
         ),
-        Command("suspend", "save its GPU memory to host memory and free the GPU, when this cell is over"),
+        Command("suspend", "save its GPU memory to host memory and free the GPU, after this cell"),
         Command("resume", "wait until this kernel is on a GPU again"),
         Command(
             "pin",
             "keep this kernel on the GPU for a while, idle or not",
             (Argument("duration", "DURATION", "how long, such as 30m or 2h, or `always` (default: 30m)", _PINS),),
-            "The pool limits how long one pin may last and how much of a day a user may pin; a refusal says what is left. `always` pins "
-            "for half an hour (or what the pool allows) and renews that until %gpu unpin, until the kernel ends, or until the budget "
-            "is spent, which is shown at the next cell. Draining a device and the limits of an administrator go before pins.",
+            "The pool limits how long one pin may last and how much of a day a user may pin; a refusal says what is left. `always` "
+            "pins for half an hour (or what the pool allows) and renews that until %gpu unpin, until the kernel ends, or until the "
+            "budget is spent, which is shown at the next cell. Draining a device and an administrator's limits override pins.",
         ),
-        Command("unpin", "end the pin; what is left of it goes back to the budget"),
+        Command("unpin", "end the pin; the remaining time goes back to the budget"),
         Command(
             "release",
-            "give the GPU back when this cell is over",
+            "release the GPU after this cell",
             (),
-            "Ends a pin, and lets go of the device memory that is reserved for this kernel. What it holds there is saved to host memory "
-            "first, as `suspend` does, and returns with the next cell that needs it; without such state the reservation is just "
-            "dropped. The share itself stays this kernel's; shutting the kernel down ends it.",
+            "Ends a pin, and frees the device memory reserved for this kernel. Any data there is first saved to host memory, as with "
+            "`suspend`, and restored for the next cell that needs it. The kernel keeps its share until it is shut down.",
         ),
         Command(
             "note",
-            "a few words of yours about this kernel, for you and administrators (also: show them)",
+            "set or show a note about this kernel, for you and administrators",
             (
-                Argument("text", "TEXT", 'the words; "" removes those that there are'),
-                Argument("--clear", "", "remove them"),
+                Argument("text", "TEXT", 'the note; "" removes it'),
+                Argument("--clear", "", "remove the note"),
             ),
-            "`%gpu` and `jupyter gpu status` show them while the kernel has its share, also after restarts.",
+            "`%gpu` and `jupyter gpu status` show it while the kernel has its share, even after restarts.",
         ),
-        Command("top", "the GPUs of this machine, and who is on them (others without their names)"),
+        Command("top", "the GPUs of this machine and the kernels on them (other users' without names)"),
         Command(
             "history",
             "this kernel's memory and its time on the GPU",
-            (Argument("--last", "DURATION", "only this long back from now, such as 1h (default: everything)", _SPANS),),
+            (Argument("--last", "DURATION", "how far back to show, such as 1h (default: everything)", _SPANS),),
         ),
         Command(
             "cost",
-            "what this kernel costs, and all your kernels today and this month",
+            "the cost of this kernel, and of all your kernels today and this month",
             (),
-            "In money where the pool has a price, else in GPU hours; with what whole GPUs would have cost, and what suspending saved.",
+            "In money if the pool has a price, otherwise in GPU hours, compared with the cost of whole GPUs, and with what "
+            "suspending saved.",
         ),
         Command(
             "explain",
-            "why everything happened to this kernel's share, newest last",
+            "what happened to this kernel's share and why, newest last",
             (Argument("--lines", "N", "how many of the newest lines (default: 20)", ("20", "100")),),
         ),
-        Command("help", "this list, or one command", (Argument("command", "COMMAND", "the command", (), "command"),)),
+        Command(
+            "help",
+            "show this list, or help for one command",
+            (Argument("command", "COMMAND", "the command", (), "command"),),
+        ),
     )
 }
 BURST = Command(
     "",
-    "run this cell with a larger share, and give it back at the cell's end",
+    "run this cell with a larger share, and give it back afterwards",
     (_fraction(required=True), _MEMORY),
-    "The cell waits until its share is there, as for the GPU. A share that is not larger than the kernel's own changes nothing. The "
-    "share is given back also if the cell fails or is interrupted; if more memory is still in use than the kernel's own share "
-    "holds, the cell says so, and it is tried again after each cell.",
+    "The cell waits for the share as it does for the GPU. A share that is not larger than the kernel's own has no effect. The share "
+    "is given back even if the cell fails or is interrupted. If the kernel still uses more memory than its own share allows, the "
+    "cell says so, and the kernel tries again after each cell.",
 )
 
 
 MEASURE = Command(
     "measure",
-    "measure which share of a GPU suffices for this cell",
+    "measure how large a share of a GPU this cell needs",
     (
-        Argument(
-            "--setup", "CELLS", "run these earlier cells first, once in each process: their numbers, such as 1-3,5"
-        ),
-        Argument("--from-start", "", "the process's start and the setup count, too: a unit of work is all of it"),
-        Argument("--within", "DURATION", "how long at most (default: 5m)", ("2m", "5m", "10m")),
+        Argument("--setup", "CELLS", "numbers of earlier cells to run first, once in each process, such as 1-3,5"),
+        Argument("--from-start", "", "also measure starting the process and the setup: all of it is one unit of work"),
+        Argument("--within", "DURATION", "maximum duration (default: 5m)", ("2m", "5m", "10m")),
         Argument(
             "--fractions",
             "F,...",
-            "shares, each on a device full of such tenants (default: all on offer)",
+            "shares to compare, each on a device full of copies (default: all on offer)",
             (),
             "fraction",
         ),
         Argument(
             "--copies",
             "N,...",
-            "instead: next to this many copies, each with the largest share that fits",
+            "instead of --fractions: numbers of copies to run alongside, each with the largest share that fits",
             ("1", "1,2,3"),
         ),
-        Argument("--neighbour", "COMMAND", "next to this program instead of copies; repeatable", repeatable=True),
+        Argument("--neighbour", "COMMAND", "a program to run alongside instead of copies; repeatable", repeatable=True),
         _MEMORY,
         Argument("--pool", "NAME", "the pool of devices (default: this kernel's)", (), "pool"),
-        Argument("--interval", "PERCENT", "how wide an interval may be (default: 5%)"),
-        Argument("--at-most", "PERCENT", "how much slower a share may be that suffices (default: 10%)"),
-        Argument("--may-wait", "", "wait for room as other programs do, not in spare room only"),
+        Argument("--interval", "PERCENT", "maximum width of an interval (default: 5%)"),
+        Argument("--at-most", "PERCENT", "acceptable slowdown of a share (default: 10%)"),
+        Argument("--may-wait", "", "wait for room as other programs do, instead of using only spare room"),
     ),
-    "The cell runs repeatedly in separate processes, each with its own share, never in this kernel: of the notebook's variables it finds "
-    "only those that the cells in --setup define. Each run is a unit of work, unless the cell reports units itself: from "
-    "fractional_gpu_kernel.measure import tick. Interrupt the kernel to stop; what is known by then is shown.",
+    "The cell runs repeatedly in separate processes, each with its own share, never in this kernel. It sees only the notebook "
+    "variables that the cells in --setup define. Each run is a unit of work, unless the cell reports units itself: from "
+    "fractional_gpu_kernel.measure import tick. Interrupt the kernel to stop; the results so far are shown.",
 )
 MEASURE_NAME = "%%gpu measure"
 
@@ -215,9 +215,7 @@ def parse(line: str) -> argparse.Namespace:
         raise HelpRequested(overview())
     if name == MEASURE.name:  # the cell magic without a cell
         _parser(name).parse_args(words)
-        raise ArgumentsError(
-            "%gpu measure needs a cell: write %%gpu measure as the first line of the cell to be measured"
-        )
+        raise ArgumentsError("%gpu measure needs a cell: write %%gpu measure as the first line of the cell to measure")
     if name == "note" and words and words[0] not in ("-h", "--help", "--clear"):
         words = ["--", " ".join(words)]  # the text needs no quotes
     found = _parser(name).parse_args(words)
@@ -230,7 +228,9 @@ def parse(line: str) -> argparse.Namespace:
 def parse_burst(line: str) -> argparse.Namespace:
     words = _words("%%gpu", line)
     if words and words[0] in COMMANDS:
-        raise ArgumentsError(f"%%gpu takes a share for one cell, as %%gpu 1; for the command write %gpu {words[0]}")
+        raise ArgumentsError(
+            f"%%gpu takes a share for one cell, such as %%gpu 1; for the command, write %gpu {words[0]}"
+        )
     return _Parser("%%gpu", BURST).parse_args(words)
 
 
@@ -255,7 +255,7 @@ def duration_ms(prog: str, text: str, *, also: str = "") -> int:
         read_ms = 0
     if not read_ms:
         words = f", or {also}" if also else ""
-        allowed = f"allowed: one such as 30s, 10m or 1h{words}"
+        allowed = f"allowed: a duration such as 30s, 10m or 1h{words}"
         raise ArgumentsError(f"{prog}: {text[:50]!r} is not a duration greater than 0; {allowed}")
     return read_ms
 
@@ -266,7 +266,7 @@ def overview() -> str:
     rows += [("%%gpu FRACTION", BURST.summary), (f"{MEASURE_NAME} [OPTIONS]", MEASURE.summary)]
     rows.append(("%%cpu", "run this cell without waiting for the GPU (it must not use it)"))
     lines = [f"{words:<{width}}  {summary}" for words, summary in rows]
-    return "\n".join([*lines, "", "%gpu COMMAND --help says more about one."])
+    return "\n".join([*lines, "", "%gpu COMMAND --help describes a command."])
 
 
 def _signature(command: Command) -> str:
@@ -293,7 +293,7 @@ def _parser(name: str) -> _Parser:
 
     close = difflib.get_close_matches(name, COMMANDS, 1)
     hint = f" Did you mean %gpu {close[0]}?" if close else ""
-    raise ArgumentsError(f"%gpu {name[:50]} is not known; allowed: {', '.join(COMMANDS)}.{hint}")
+    raise ArgumentsError(f"%gpu {name[:50]} is unknown; allowed: {', '.join(COMMANDS)}.{hint}")
 
 
 # Completion asks the broker for fractions and pools once a minute at most, with a short timeout: a completion must not block.

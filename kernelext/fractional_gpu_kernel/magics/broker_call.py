@@ -206,7 +206,7 @@ class _DeferredRequest:
             self._withdrawn = True
             if self._client is not None:
                 close_soon(self._client)
-        self._context.copy().run(self._line.show, f"{self._failed}{command} came later, and the later command counts.")
+        self._context.copy().run(self._line.show, f"{self._failed}{command} came later and replaces this command.")
 
     def _after_cell(self) -> None:
         if self._shell_thread not in (None, threading.get_ident()):

@@ -26,7 +26,7 @@ from typing import Any
 
 from fractional_gpu_kernel.measure import FILE, tick
 
-SETUP_HINT = "is not defined in the measured process, which knows only its own code: name the cells that define it, such as --setup 1-3"
+SETUP_HINT = "is not defined in the measured process, which runs only this cell: name the cells that define it, such as --setup 1-3"
 
 
 def main(arguments: list[str]) -> int:

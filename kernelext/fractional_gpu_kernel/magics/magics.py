@@ -122,7 +122,7 @@ class Magics:
     def _check_not_forked(self) -> None:
         if self._kernel.gate.is_inert:
             raise _usage_error(
-                "This is a forked child of the kernel: the GPU share is the parent's. Use %gpu in the notebook."
+                "This is a forked child of the kernel, and the GPU share belongs to the parent. Use %gpu in the notebook."
             )
 
 

@@ -95,7 +95,7 @@ def _source(shell: Any, name: str, text: str) -> str:  # noqa: ANN401 - as above
     source: str = shell.transform_cell(text)
     tree = compile(source, f"<{name}>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     if name == "the cell" and isinstance(tree, ast.Module) and not tree.body:
-        raise ArgumentsError("%%gpu measure: the cell has no code; put the code to be measured below the line")
+        raise ArgumentsError("%%gpu measure: the cell has no code; put the code to measure below this line")
     return source
 
 
@@ -116,13 +116,11 @@ def setup_numbers(text: str, *, last: int) -> list[int]:
         match = _PART.fullmatch(part.strip())
         if match is None:
             raise ArgumentsError(
-                f"%%gpu measure: --setup is {text[:60]!r}; allowed: execution numbers of cells and ranges of them, such as 1-3,5"
+                f"%%gpu measure: --setup is {text[:60]!r}; allowed: cell numbers and ranges, such as 1-3,5"
             )
         first, final = int(match[1]), int(match[2] or match[1])
         if not 1 <= first <= final <= last:
-            known = (
-                f"the cells of this session have the numbers 1 to {last}" if last else "no cell has run in this session"
-            )
+            known = f"the cells of this session are numbered 1 to {last}" if last else "no cell has run in this session"
             raise ArgumentsError(f"%%gpu measure: --setup names {part.strip()}, but {known}")
         numbers += range(first, final + 1)
     return numbers
@@ -139,7 +137,7 @@ class _Measurement:
 
     def run(self) -> None:
         """Run until everything has ended, even after an interrupt; a second one kills it."""
-        self._line.show("The measurement begins. Interrupt the kernel to stop it; what is known by then is shown.")
+        self._line.show("Starting the measurement. Interrupt the kernel to stop it; the results so far are shown.")
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "measure", *self._options],
             stdin=subprocess.PIPE,
@@ -160,7 +158,7 @@ class _Measurement:
                     self._status = process.wait()
                 except KeyboardInterrupt:
                     process.send_signal(signal.SIGINT)
-                    self._line.show("The measurement stops: its programs and leases end.")
+                    self._line.show("Stopping the measurement: its programs and leases are ending.")
                     # Even if it just ended: the user has interrupted the cell.
                     self._status = _INTERRUPTED
                     with suppress(subprocess.TimeoutExpired):
@@ -177,8 +175,8 @@ class _Measurement:
         if self._printed.strip():
             publish(self._shell, MeasurementView(json.loads(self._printed)))
         if self._status == _INTERRUPTED:
-            known = "what was known by then is shown" if self._printed.strip() else "nothing was known by then"
-            raise KeyboardInterrupt(f"the measurement was stopped, its programs and leases have ended; {known}")
+            known = "the results so far are shown" if self._printed.strip() else "there are no results yet"
+            raise KeyboardInterrupt(f"the measurement was stopped, and its programs and leases have ended; {known}")
         if self._printed.strip():
             return
         why = self._complaints[-1] if self._complaints else f"it ended with status {self._status}"
@@ -194,7 +192,7 @@ class _Measurement:
             text = _SPEAKER.sub("", line.decode("utf-8", "replace").strip())
             if text:
                 self._complaints = [*self._complaints[-_KEPT_LINES:], text]
-                self._line.show(f"Measuring: {text}. Interrupt the kernel to stop; what is known by then is shown.")
+                self._line.show(f"Measuring: {text}. Interrupt the kernel to stop; the results so far are shown.")
 
 
 def _held(status: LeaseStatus | None) -> str:
@@ -202,6 +200,6 @@ def _held(status: LeaseStatus | None) -> str:
         return ""
     held = f"{'simulated ' if os.environ.get(SIMULATED) else ''}{status.device_name or 'device'}"
     return (
-        f" This kernel itself holds {format_memory(status.lease.reserved_mib)} of the {held}, which the measurement cannot use: %gpu "
-        "release in a cell before this one frees it until a cell needs it again."
+        f" This kernel itself holds {format_memory(status.lease.reserved_mib)} of the {held}, which the measurement cannot use. To "
+        "free it, run %gpu release in a cell before this one."
     )

@@ -54,7 +54,7 @@ STATE_SCHEMA: Mapping[str, Any] = {
     "$id": STATE_ID,
     "version": "1",
     "title": "The GPU kernels of this server",
-    "description": "All of it, whenever something changed. Without a broker there are no devices and no kernels.",
+    "description": "The full state, whenever something changed. Without a broker, it has no devices and no kernels.",
     "personal-data": True,
     "type": "object",
     "required": ["broker", "simulated", "kernels", "devices"],
@@ -68,7 +68,7 @@ STATE_SCHEMA: Mapping[str, Any] = {
 NOTICE_SCHEMA: Mapping[str, Any] = {
     "$id": NOTICE_ID,
     "version": "1",
-    "title": "A notice about a kernel that nothing else shows",
+    "title": "A notice about a kernel that is not shown elsewhere",
     "description": "A kernel that could not be restarted, or that was started without a GPU.",
     "personal-data": True,
     "type": "object",
@@ -140,7 +140,7 @@ class _Handler(APIHandler):
             action = BrokerClient.lease if name == "advice" else _action(name, self.get_json_body() or {})
             lease = self.app.lease_of(kernel_id)
             if _Handler.under_way >= _MOST_ACTIONS:
-                raise ConflictError(f"{_MOST_ACTIONS} actions are under way on this server; wait for one to end")
+                raise ConflictError(f"{_MOST_ACTIONS} actions are in progress on this server; wait for one to end")
             token = self.app.token_of(kernel_id)
             client = AsyncClient(lambda: unstarted_broker(token=token).because_of(f"`{name}` in JupyterLab"))
             _Handler.under_way += 1
@@ -187,7 +187,7 @@ def _action(name: str, body: object) -> Action:
     known = {"pin": ["minutes"], "expect": ["sign"]}.get(name, [])
     for key in body:
         if key not in known:
-            raise BadRequestError(f"{name} takes no {str(key)[:80]!r}; allowed: {', '.join(known) or 'nothing'}")
+            raise BadRequestError(f"{name} does not accept {str(key)[:80]!r}; allowed: {', '.join(known) or 'nothing'}")
     if name == "pin":
         minutes = body.get("minutes")
         if isinstance(minutes, bool) or not isinstance(minutes, int) or not 1 <= minutes <= _LONGEST_PIN_MIN:
@@ -257,7 +257,7 @@ class FractionalGPUApp(ExtensionApp):
         for lease in leases:
             if lease.kernel_id == kernel_id:
                 return lease
-        raise ConflictError(f"this kernel has no GPU lease now; to get one {RESTART}", reason="no-lease")
+        raise ConflictError(f"this kernel has no GPU lease at the moment; to get one {RESTART}", reason="no-lease")
 
     def token_of(self, kernel_id: str) -> str | None:
         """Return the lease's token if the kernel's provisioner has it, else this server's seat token. Raises FractionalGPUError."""

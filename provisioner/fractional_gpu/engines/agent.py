@@ -212,7 +212,7 @@ class Agent:
             self._look_ms = now + pause_ms - spread(self._seed + self._looks, pause_ms // 4)
         counts = {name: record.counts[name] for name in self._rules.counts.values() if name in record.counts}
         if self._counts and counts != self._counts:
-            self._tell("reset", f"the counts were changed to {_shown(counts)} by another: they are written again")
+            self._tell("reset", f"another program changed the counts to {_shown(counts)}; writing them again")
         self._pacing.saw(now, NodeWrite(counts=counts, summary=record.summary))
         return True
 

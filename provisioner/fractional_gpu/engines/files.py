@@ -189,7 +189,7 @@ def change_site(
     nodes = conf.of_key("NodeName")
     line = next((one for one in nodes if node in names_of(one.value("NodeName"))), None)
     if nodes and line is None:
-        raise EngineError(f"{conf.path} names no node {node!r}; give the node's name in Slurm with --node")
+        raise EngineError(f"{conf.path} has no node {node!r}; give the node's Slurm name with --node")
     text = line.value("Gres") if line is not None else ""
     there = parse_gres(text)
     opened = 1000 * (devices or total_of(there, "gpu") or 1)
@@ -226,7 +226,7 @@ def _change_gres(
         elif not about:
             gres.put_before(line, f"NodeName={others} ")
         else:
-            raise EngineError(f"{line.file}: make two lines of that about {about}: only {where} is to have shares")
+            raise EngineError(f"{line.file}: split the line for {about} in two: only {where} should have shares")
     for added in wanted.values():
         gres.add(added)
 

@@ -55,7 +55,7 @@ def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[
         slurm = Slurm(environment.get("SLURMD_NODENAME", ""), timeout_s=settings.controller_s)
         job = slurm.job(number)
         if job is None:
-            raise EngineError(f"Slurm knows no job {number}")
+            raise EngineError(f"Slurm does not know job {number}")
         wanted = _wanted(settings, slurm, job, environment)
         if wanted is None:
             return
@@ -86,7 +86,9 @@ def end(settings: HookSettings, environment: Mapping[str, str], log: Callable[[s
         finally:
             files.remove(number)
     except (FractionalGPUError, OSError) as error:
-        log(f"job {environment.get('SLURM_JOB_ID', '?')[:20]!a}: its seat ends without the Epilog: {error}")
+        log(
+            f"job {environment.get('SLURM_JOB_ID', '?')[:20]!a}: the Epilog could not end its seat, so it ends later: {error}"
+        )
 
 
 def register_late(settings: HookSettings, client: SeatClient, wanted: JobSeat, log: Callable[[str], None]) -> bool:
@@ -100,7 +102,7 @@ def register_late(settings: HookSettings, client: SeatClient, wanted: JobSeat, l
     except (FractionalGPUError, OSError) as error:
         log(f"job {wanted.job_id}: still without a seat: {error}")
         return False
-    log(f"job {wanted.job_id}: a seat of {wanted.fraction_milli} thousandths in pool {wanted.pool!r}, late")
+    log(f"job {wanted.job_id}: a seat of {wanted.fraction_milli} thousandths in pool {wanted.pool!r}, registered late")
     return True
 
 
@@ -138,7 +140,7 @@ def _register(
         raise
     except (FractionalGPUError, OSError) as error:
         log(f"job {wanted.job_id}: no seat yet: {error}")
-        later = "; it gets it when the node's broker answers" if isinstance(error, BrokerUnavailableError) else ""
+        later = "; it gets one when the node's broker answers" if isinstance(error, BrokerUnavailableError) else ""
         return wanted, [f"this job has no GPU share yet: {error}{later}"]
     log(f"job {seat.job_id}: a seat of {seat.fraction_milli} thousandths in pool {seat.pool!r} for {seat.user!a}")
     return seat, told
@@ -168,4 +170,6 @@ def _device(settings: HookSettings, index: int) -> str:
         for device in client.status().devices:
             if device.index == index:
                 return device.device_id
-    raise EngineError(f"Slurm chose GPU {index}, which the broker does not manage: pools need all devices of gres.conf")
+    raise EngineError(
+        f"Slurm chose GPU {index}, which the broker does not manage: the pools must include all devices of gres.conf"
+    )

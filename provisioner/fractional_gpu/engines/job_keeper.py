@@ -74,7 +74,7 @@ class JobKeeper:
         except EngineError as error:
             if str(error) != self._said:
                 self._said = str(error)
-                self._say(f"the jobs of this node cannot be examined: {error}")
+                self._say(f"cannot read the jobs of this node: {error}")
 
     def _keep_seats(self, now: int, client: SeatClient, seats: list[SeatStatus]) -> None:
         jobs = {seat.seat_id: job for seat in seats if (job := job_of(seat)) is not None}
@@ -95,7 +95,7 @@ class JobKeeper:
             if (job := jobs[seat_id]) not in running:
                 client.release_seat(seat_id)
                 self._files.remove(job)
-                self._say(f"job {job} has ended: its seat, which its Epilog left, has also ended")
+                self._say(f"job {job} has ended, and its Epilog did not end its seat: the seat is now released")
 
     def _keep_figures(self, now: int, client: SeatClient, seats: list[SeatStatus], comment_ms: int) -> None:
         ours = {job: seat for seat in seats if (job := job_of(seat)) is not None}

@@ -96,14 +96,15 @@ def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | N
         return None
     if len(asked) > 1:
         raise EngineError(
-            f"job {job.job_id} asks for {len(asked)} shares ({', '.join(sorted(asked))}), and a job has one seat on a node; "
+            f"job {job.job_id} asks for {len(asked)} shares ({', '.join(sorted(asked))}), but a job can only have one seat on a node; "
             "ask for one of them"
         )
     key, milli = next(iter(asked.items()))
     name, _, kind = key.partition(":")
     if kind != OPEN:
         raise EngineError(
-            f"job {job.job_id} asks for --gres={key}:{milli}, which goes past what the node admits; ask for --gres={name}:{OPEN}:{milli}"
+            f"job {job.job_id} asks for --gres={key}:{milli}, which bypasses the node's admission limit; ask for "
+            f"--gres={name}:{OPEN}:{milli}"
         )
     if milli > WHOLE:
         raise EngineError(
@@ -125,12 +126,11 @@ def share_of_shards(job: SlurmJob, node_gres: str, indexes: Sequence[int]) -> in
     gpus, parts = total_of(there, "gpu"), total_of(there, SHARD)
     if not gpus or parts < gpus:
         raise EngineError(
-            f"the node has {node_gres!r}: without gpu:N and at least N shards the share of one shard is unknown"
+            f"the node has {node_gres!r}: without gpu:N and at least N shards, the size of a shard is unknown"
         )
     if len(indexes) != 1:
         raise EngineError(
-            f"job {job.job_id} has shards of {len(indexes)} GPUs, and a share is of one; ask for at most "
-            f"{parts // gpus} shards"
+            f"job {job.job_id} has shards on {len(indexes)} GPUs, but a share must be on one; ask for at most {parts // gpus} shards"
         )
     return min(WHOLE, shards * WHOLE * gpus // parts)
 
@@ -145,7 +145,8 @@ class SeatFiles:
         status = self.folder.lstat()
         if self.folder.is_symlink() or status.st_uid != os.geteuid():
             raise EngineError(
-                f"the folder of seats, {self.folder}, belongs to another user (uid {status.st_uid}); remove it, it is made again"
+                f"the folder of seats, {self.folder}, belongs to another user (uid {status.st_uid}); remove it, and it will be "
+                "created again"
             )
         if status.st_mode & 0o777 != 0o711:
             self.folder.chmod(0o711)
@@ -184,8 +185,8 @@ class SeatFiles:
     def _register_smaller(self, client: SeatClient, wanted: JobSeat, cap_mib: int) -> tuple[JobSeat, list[str]]:
         has_mib = wanted.memory_mib or 0
         why = (
-            f"the job has {has_mib} MiB of memory, less than the {BASE_MIB} MiB that a kernel takes and the {cap_mib} MiB of GPU memory "
-            f"that are saved there while it idles; ask for --mem={BASE_MIB + cap_mib}M"
+            f"the job has {has_mib} MiB of memory, less than the {BASE_MIB} MiB that a kernel uses plus the {cap_mib} MiB of GPU "
+            f"memory saved there while it is idle; ask for --mem={BASE_MIB + cap_mib}M"
         )
         offers = next((pool.fractions_milli for pool in client.capacity().pools if pool.name == wanted.pool), [])
         most_milli = wanted.fraction_milli * (has_mib - BASE_MIB) // cap_mib
@@ -210,7 +211,7 @@ class SeatFiles:
         }
         about = (
             f"batch jupyter gpu: {format_fraction(wanted.fraction_milli)} GPU for the kernels of environments that have "
-            "jupyter-fractional-gpu; kernels of other environments, and other programs, see no GPU"
+            "jupyter-fractional-gpu; other kernels and programs see no GPU"
         )
         self._write_environment(wanted.job_id, [*(f"{name}={value}" for name, value in values.items()), about], lines)
 

@@ -76,9 +76,9 @@ async def configuration(kubeconfig: str | None, *, in_pod: bool, remedy: str) ->
         else:
             await config.load_kube_config(kubeconfig, client_configuration=found, persist_config=False)
     except _NO_SETTINGS as error:
-        where = "this pod's service account" if in_pod else kubeconfig or "the file of kubectl"
+        where = "this pod's service account" if in_pod else kubeconfig or "kubectl's configuration"
         why = str(error) or type(error).__name__
-        raise EngineError(f"the Kubernetes API cannot be reached by {where}: {why}; {remedy}") from error
+        raise EngineError(f"cannot reach the Kubernetes API with {where}: {why}; {remedy}") from error
     return found
 
 
@@ -98,23 +98,21 @@ async def ask(call: Awaitable[Any], kind: type[Answer], what: str, right: str) -
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise EngineUnavailableError(
-            f"the Kubernetes API's answer to {what} has an unexpected form: {error}"
-        ) from error
+        raise EngineUnavailableError(f"the Kubernetes API sent an unexpected answer to {what}: {error}") from error
 
 
 def _failure(status: int, said: str, what: str, right: str) -> EngineError:
     why = f"{status}: {said[:_LONGEST_TEXT]}"
     if status == 401:
         return EngineError(
-            f"the Kubernetes API does not accept the token of this service account ({why}); see whether the account exists and its token "
-            "is mounted in this pod"
+            f"the Kubernetes API does not accept the token of this service account ({why}); check that the account exists and that "
+            "its token is mounted in this pod"
         )
     if status == 403:
-        return EngineError(f"the Kubernetes API does not allow to {what} ({why}); {right}")
+        return EngineError(f"the Kubernetes API refuses permission to {what} ({why}); {right}")
     if status in _UNUSABLE:
         return EngineError(f"the Kubernetes API cannot {what} ({why})")
-    return EngineUnavailableError(f"the Kubernetes API does not {what} now ({why})")
+    return EngineUnavailableError(f"the Kubernetes API cannot {what} at the moment ({why})")
 
 
 async def listed(
@@ -245,7 +243,7 @@ class KubernetesEngine:
 
     def _report(self, trouble: str) -> None:
         if trouble != self._trouble:
-            self._say(trouble or "the API server answers again: the pods of this node are watched")
+            self._say(trouble or "the API server is answering again; watching the pods of this node")
             self._trouble = trouble
 
     def read_node(self) -> NodeRecord:
@@ -253,7 +251,7 @@ class KubernetesEngine:
         if known is None:
             raise EngineUnavailableError("the API server has not listed this node's pods yet")
         _, right = _use("get", "nodes")
-        node = self._run(ask(self._api.read_node(self._node, **_RAW), Node, "get the node that --node names", right))
+        node = self._run(ask(self._api.read_node(self._node, **_RAW), Node, "get the node given with --node", right))
         counts = {name: _count((node.status.capacity or {}).get(name)) for name in self._names.values()}
         used = in_use(known)
         return NodeRecord(

@@ -38,7 +38,7 @@ def request_of(pod: Pod, hub_namespaces: Collection[str] = ()) -> SeatRequest:
     for name, meant in ((pods.POOL, pool), (pods.FRACTION, f"{milli}m")):
         if (stated := pod.annotations.get(name, meant)) != meant:
             raise EngineError(
-                f"its annotation {name} is {stated[:80]!r}, and it requests {meant!r}; leave the annotation out, or correct it"
+                f"its annotation {name} is {stated[:80]!r}, but it requests {meant!r}; correct or remove the annotation"
             )
     about = pod.metadata
     trusted = about.namespace in hub_namespaces
@@ -68,13 +68,13 @@ def _share(pod: Pod) -> tuple[str, int]:
         )
     if len(shares) > 1:
         raise EngineError(
-            f"it asks for shares of {len(shares)} pools ({', '.join(shares)}), and a pod has one seat; ask for one"
+            f"it asks for shares of {len(shares)} pools ({', '.join(shares)}), but a pod can only have one seat; ask for one"
         )
     (pool, milli), *_ = shares.items()
     if milli > WHOLE:
         raise EngineError(
-            f"it asks for {milli} thousandths of a GPU of pool {pool}; a share is at most {WHOLE}, a whole GPU: for several GPUs use nodes "
-            "with NVIDIA's device plugin"
+            f"it asks for {milli} thousandths of a GPU of pool {pool}; a share is at most {WHOLE}, a whole GPU; for several GPUs, use "
+            "nodes with NVIDIA's device plugin"
         )
     return pool, milli
 
@@ -156,12 +156,12 @@ class PodSeats:
                 if wanted:
                     self._annotate(pod, wanted)
             except EngineUnavailableError as error:
-                self._say(f"pod {pod.metadata.namespace}/{pod.metadata.name} is not annotated now: {error}")
+                self._say(f"pod {pod.metadata.namespace}/{pod.metadata.name} could not be annotated: {error}")
                 return
             except EngineError as error:
                 self._may_annotate = False
                 self._say(
-                    f"pods are not annotated, which changes nothing else: {error} (examples/kubernetes/usage gives this right)"
+                    f"pods will not be annotated; nothing else is affected: {error} (examples/kubernetes/usage grants this permission)"
                 )
                 return
 

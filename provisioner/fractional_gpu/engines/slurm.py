@@ -93,7 +93,7 @@ class SlurmJob:
 
 def job_number(text: str) -> int:
     if not JOB_ID.fullmatch(text):
-        raise EngineError(f"the job's number is {text[:40]!r}; Slurm's are whole numbers of 1 and more (SLURM_JOB_ID)")
+        raise EngineError(f"the job id is {text[:40]!r}, but Slurm's job ids are whole numbers from 1 (SLURM_JOB_ID)")
     return int(text)
 
 
@@ -107,7 +107,7 @@ def parse_gres(text: str) -> dict[str, int]:
         plain = word.removeprefix("gres:").removeprefix("gres/")
         match = next(filter(None, (form.fullmatch(plain) for form in _GRES)), None)
         if match is None:
-            raise EngineError(f"Slurm's generic resources {text[:200]!r} are not of the form NAME:TYPE:COUNT, ...")
+            raise EngineError(f"Slurm's generic resources {text[:200]!r} do not have the form NAME:TYPE:COUNT, ...")
         name = f"{match[1]}:{match[2]}" if match[2] else match[1]
         found[name] = found.get(name, 0) + (int(match[3]) * _SUFFIX[match[4].lower()] if match[3] else 1)
     return found
@@ -131,7 +131,7 @@ class Slurm:
 
     def __init__(self, node: str, *, timeout_s: float = TIMEOUT_S) -> None:
         if not _NODE_NAME.fullmatch(node):
-            raise EngineError(f"the node's name is {node[:80]!r}; give the one in slurm.conf (NodeName) with --node")
+            raise EngineError(f"{node[:80]!r} is not a node name; give the name in slurm.conf (NodeName) with --node")
         self.node = node
         self._timeout_s = timeout_s
 
@@ -153,7 +153,7 @@ class Slurm:
         text = self.call("scontrol", "show", "node", "-d", "-o", self.node)
         found = fields_of(text)
         if found.get("NodeName") != self.node:
-            raise EngineError(f"Slurm's record of node {self.node} is not one: {text[:200]!r}")
+            raise EngineError(f"Slurm returned no record of node {self.node}, but {text[:200]!r}")
         return found
 
     def write_node(self, write: NodeWrite, record: NodeRecord) -> None:
@@ -268,21 +268,21 @@ class Slurm:
 
 def too_slow(command: str, limit_s: float) -> EngineUnavailableError:
     return EngineUnavailableError(
-        f"`{command}` did not answer within {limit_s:g} s: {_daemon_of(command)} is down, or the network to it"
+        f"`{command}` did not answer within {limit_s:g} s: {_daemon_of(command)} or the network is down"
     )
 
 
 def cannot_run(command: str, error: OSError) -> EngineUnavailableError:
     return EngineUnavailableError(
-        f"the command `{command}` cannot be run ({error.strerror}): install Slurm's commands on this machine (Debian: slurm-client)"
+        f"cannot run the command `{command}` ({error.strerror}): install Slurm's commands on this machine (Debian: slurm-client)"
     )
 
 
 def failed(command: str, said: str, code: int) -> EngineError:
     text = " ".join(_ERROR.sub("", said).split())[:300] or f"exit code {code}"
     if any(fault in said for fault in _FAULTS) and "authentication" not in said.lower():
-        return EngineError(f"Slurm refuses: {command} says: {text}")
-    return EngineUnavailableError(f"{_daemon_of(command)} does not answer: {command} says: {text}")
+        return EngineError(f"Slurm refuses: `{command}` says: {text}")
+    return EngineUnavailableError(f"{_daemon_of(command)} does not answer; `{command}` says: {text}")
 
 
 def fields_of(record: str) -> dict[str, str]:

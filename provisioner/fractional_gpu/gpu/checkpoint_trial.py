@@ -88,7 +88,7 @@ async def _move_out_and_back(
     result.phases_us["unlock"] = await worker.unlock(identity)
     answer = await ask_probe(process, "check")
     if answer != "intact":
-        raise RuntimeError(f"its memory was not the same afterwards ({answer or 'it ended'})")
+        raise RuntimeError(f"its memory changed during the suspend and resume ({answer or 'it ended'})")
 
 
 async def ask_probe(process: asyncio.subprocess.Process, command: str) -> str:
@@ -119,7 +119,7 @@ async def probe_process(
     try:
         answer = await _read_line(process, _START_S)
         if answer != "ready":
-            raise RuntimeError(f"it got no device memory: {answer.removeprefix('failed: ') or 'it ended'}")
+            raise RuntimeError(f"it could not allocate device memory: {answer.removeprefix('failed: ') or 'it ended'}")
         yield process
     finally:
         exempt_pids.discard(process.pid)

@@ -66,7 +66,8 @@ def _kind(backend: str) -> DeviceKind:
     if not backend.startswith(_KIND):
         raise GPUError(
             GPUErrorCode.NOT_SUPPORTED,
-            f"there is no GPU backend {backend!r}; allowed: 'nvidia', 'kind:NAME', or 'simulated:DIRECTORY' (of a simulated host)",
+            f"there is no GPU backend {backend!r}; allowed: 'nvidia', 'kind:NAME', or 'simulated:DIRECTORY' with the folder of a "
+            "simulated host",
         )
     from importlib.metadata import entry_points  # noqa: PLC0415 - takes a fifth of a worker's start
 
@@ -76,14 +77,14 @@ def _kind(backend: str) -> DeviceKind:
         there = ", ".join(repr(one) for one in sorted({NVIDIA, *found.names}))
         raise GPUError(
             GPUErrorCode.NOT_SUPPORTED,
-            f"there is no kind of device {name!r} (c.GPUBroker.device_kind); in this Python environment there is {there}; install the "
-            "package that has it, or name another kind",
+            f"there is no kind of device {name!r} (c.GPUBroker.device_kind); this Python environment has {there}; install the package "
+            "that provides it, or name another kind",
         )
     try:
         kind: DeviceKind = found[name].load()
     except (ImportError, AttributeError) as error:
         raise GPUError(
             GPUErrorCode.NOT_SUPPORTED,
-            f"the kind of device {name!r} cannot be imported from {found[name].value}: {error}; mend or remove that package",
+            f"the kind of device {name!r} cannot be imported from {found[name].value}: {error}; repair or remove that package",
         ) from error
     return kind

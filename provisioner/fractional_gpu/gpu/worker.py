@@ -99,7 +99,7 @@ def _answer(backend: Checkpointer, limits: _Limits, packet: bytes) -> dict[str, 
 def _perform(backend: Checkpointer, request: dict[str, Any]) -> tuple[ProcessState | None, int]:
     operation = request["op"]
     if operation not in OPERATIONS:
-        raise ValueError(f"there is no operation {operation!r}; there are {', '.join(OPERATIONS)}")
+        raise ValueError(f"there is no operation {operation!r}; allowed: {', '.join(OPERATIONS)}")
     if operation == "ping":
         return None, 0
     target = ProcessIdentity.from_dict(request["target"])
@@ -140,8 +140,8 @@ def _lives(target: ProcessIdentity) -> bool:
     if found != target:
         raise GPUError(
             GPUErrorCode.WRONG_IDENTITY,
-            f"process {target.pid} is not the one that was meant: it started at tick {found.start_time} of boot "
-            f"{found.boot_id}, meant was tick {target.start_time} of boot {target.boot_id}",
+            f"process {target.pid} is not the expected one: it started at tick {found.start_time} of boot {found.boot_id}, expected "
+            f"was tick {target.start_time} of boot {target.boot_id}",
         )
     return True
 

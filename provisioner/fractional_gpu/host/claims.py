@@ -23,8 +23,9 @@ class DeviceClaimedError(Exception):
     def __init__(self, device_id: str, pid: int | None, uid: int | None) -> None:
         holder = "a process that cannot be identified" if pid is None else f"process {pid} of user id {uid}"
         super().__init__(
-            f"device {device_id} is managed by {holder}, and a device has one broker: use that one, stop it, or give this one other "
-            "devices; for several users an administrator runs one (`jupyter gpu broker --service`)"
+            f"device {device_id} is managed by {holder}, and a device can have only one broker: use that one, stop it, or give this "
+            "one other devices; to share the machine among users, an administrator can run one for all (`jupyter gpu broker "
+            "--service`)"
         )
         self.device_id = device_id
         self.pid = pid

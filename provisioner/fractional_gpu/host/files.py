@@ -92,13 +92,13 @@ def open_own(path: Path | str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
-        number, wrong = errno.EINVAL, "is not a plain file"
+        number, wrong = errno.EINVAL, "is not a regular file"
     elif status.st_uid != os.geteuid():
         number, wrong = errno.EPERM, f"belongs to another user (uid {status.st_uid})"
     elif status.st_nlink > 1:
         number, wrong = (
             errno.EMLINK,
-            f"has {status.st_nlink} names (hard links), so that another file may be changed with it",
+            f"has {status.st_nlink} hard links, so writing to it may change another file",
         )
     else:
         return descriptor

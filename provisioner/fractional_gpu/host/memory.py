@@ -64,7 +64,7 @@ def machine_total_mib(*, proc: Path = PROC) -> int:
 def _meminfo(name: str, proc: Path) -> int:
     found = re.search(rf"^{name}:[ \t]*(\d+) kB$", (proc / "meminfo").read_text("ascii"), re.MULTILINE)
     if found is None:
-        raise ValueError(f"{proc}/meminfo does not tell {name} in kB")
+        raise ValueError(f"{proc}/meminfo does not report {name} in kB")
     return int(found[1]) * 1024
 
 

@@ -79,7 +79,7 @@ def _find(pid: int, namespace: NamespaceId, depth: int, proc: Path) -> int:
                     and _is_within(int(name), namespace, len(pids) - depth)
                 ):
                     return int(name)
-    raise ProcessLookupError(f"no process has the pid {pid} in the pid namespace of the process that names it")
+    raise ProcessLookupError(f"no process has the pid {pid} in the caller's pid namespace")
 
 
 def _is_within(pid: int, namespace: NamespaceId, up: int) -> bool:

@@ -32,7 +32,7 @@ def peer_credentials(sock: socket.socket) -> PeerCredentials:
         )
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     if uid == 0xFFFFFFFF:  # the kernel's value for a socket without a peer
-        raise ValueError("this UNIX socket has no peer: it is not connected")
+        raise ValueError("this UNIX socket is not connected")
     return PeerCredentials(pid, uid, gid)
 
 

@@ -45,11 +45,11 @@ class ProcessIdentity:
     def from_dict(cls, data: dict[str, object]) -> Self:
         boot, pid, start = (data.get(name) for name in ("boot_id", "pid", "start_time"))
         if not isinstance(boot, str) or not boot:
-            raise ValueError(f"a process identity needs boot_id, a non-empty text; got {boot!r}")
+            raise ValueError(f"boot_id of a process identity must be a non-empty text; got {boot!r}")
         if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
-            raise ValueError(f"a process identity needs pid, a positive integer; got {pid!r}")
+            raise ValueError(f"pid of a process identity must be a positive integer; got {pid!r}")
         if not isinstance(start, int) or isinstance(start, bool) or start < 0:
-            raise ValueError(f"a process identity needs start_time, clock ticks since boot; got {start!r}")
+            raise ValueError(f"start_time of a process identity must be clock ticks since boot; got {start!r}")
         return cls(boot, pid, start)
 
 

@@ -145,6 +145,7 @@ def memory_warning(engine: str, group: str, cap_mib: int, *, proc: Path = PROC) 
         return ""
     remedy = "--mem" if engine == SLURM else "resources.limits.memory"
     return (
-        f"{limit.limited_by} is less than the {base_mib} MiB that a kernel takes and the {cap_mib} MiB of GPU memory that are saved there "
-        f"while it idles: its kernels may not be suspended, and then keep others from the GPU; raise {remedy} to {base_mib + cap_mib} MiB"
+        f"{limit.limited_by} is less than the {base_mib} MiB that a kernel uses plus the {cap_mib} MiB of GPU memory saved there "
+        f"while it is idle: its kernels may not be suspended, and then block others from the GPU; raise {remedy} to "
+        f"{base_mib + cap_mib} MiB"
     )

@@ -48,19 +48,18 @@ print({_ANSWER!r} + json.dumps([*map(describe, {_OURS!r}), needed]), flush=True)
 _PROBE_TIMEOUT_S = 30.0
 _PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "HOME")
 
-_WITHOUT = "has no %gpu, and keeps its share of the GPU reserved from its start"
+_WITHOUT = "has no %gpu, and its share of the GPU is reserved as soon as it starts"
 _FOREIGN = (
-    "{interpreter} imports {origin} as {name}, a name that jupyter-fractional-gpu needs there for {purpose}; without it "
-    f"this kernel {_WITHOUT}. Rename that module, or take it out of the "
-    "notebook's folder and of PYTHONPATH, and restart the kernel"
+    "{interpreter} imports {origin} as {name}, but jupyter-fractional-gpu needs that name for {purpose}; without it "
+    f"this kernel {_WITHOUT}. Rename that module, or remove it from the notebook's folder or PYTHONPATH, and restart the kernel"
 )
 _UNASKED = (
-    f"{{interpreter}} cannot be asked whether it has the GPU extension ({{why}}), so this kernel {_WITHOUT}. "
-    "`{interpreter} -c 'import fractional_gpu_kernel'` should work; then restart the kernel"
+    f"{{interpreter}} could not report whether it has the GPU extension ({{why}}), so this kernel {_WITHOUT}. "
+    "Make sure that `{interpreter} -c 'import fractional_gpu_kernel'` works, then restart the kernel"
 )
 _WRAPPED = (
-    "{program} does not start ipykernel directly, so the GPU extension is not loaded automatically: if this is an IPython kernel, "
-    f"`%load_ext fractional_gpu_kernel` in its first cell loads it. Until then it {_WITHOUT}"
+    "{program} does not start ipykernel directly, so the GPU extension is not loaded automatically. If this is an IPython kernel, "
+    f"load it with `%load_ext fractional_gpu_kernel` in the first cell. Until then it {_WITHOUT}"
 )
 
 
@@ -116,7 +115,7 @@ def _find_obstacle(modules: Sequence[_Module], interpreter: str, folder: str) ->
     for name, module in zip(_NAMES, modules, strict=True):
         foreign = _foreign_in(folder, name, module.origin) if module.usable else module.origin
         if foreign:
-            purpose = "its own module" if name in _OURS else "its calls of the GPU broker"
+            purpose = "its own module" if name in _OURS else "its calls to the GPU broker"
             return _FOREIGN.format(interpreter=interpreter, origin=foreign, name=name, purpose=purpose)
     return ""
 
@@ -204,8 +203,8 @@ _SHOWN = 80  # characters of a bad value
 
 def check_pool_name(name: object) -> str:
     if not isinstance(name, str) or not _POOL_NAME.fullmatch(name):
-        allowed = "allowed: up to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
-        raise BadRequestError(f"pool {shown(name)} is not a pool's name; {allowed}")
+        allowed = "allowed: up to 63 letters, digits, dots, dashes and underscores, starting with a letter or digit"
+        raise BadRequestError(f"pool {shown(name)} is not a pool name; {allowed}")
     return name
 
 
@@ -234,14 +233,14 @@ def parse_kernel_config(
         raise BadRequestError(f"kernel_provisioner config: {error}") from None
     if devices > 1 and fraction_milli != 1000:
         raise BadRequestError(
-            f"kernel_provisioner config: fraction is {shown(stanza['fraction'])} with {devices} devices; several devices are "
-            "whole ones: leave fraction out, or use one device"
+            f"kernel_provisioner config: fraction is {shown(stanza['fraction'])} with {devices} devices; a kernel with several "
+            "devices gets whole ones: leave fraction out, or use one device"
         )
     request = LeaseRequest(
         pool=check_pool_name(stanza.get("pool", default_pool)),
         fraction_milli=fraction_milli,
         memory_mib=sizes.get("memory"),
-        priority=_whole_number("priority", stanza.get("priority", 0), _PRIORITIES, ", higher goes first"),
+        priority=_whole_number("priority", stanza.get("priority", 0), _PRIORITIES, ", higher is served first"),
         request_mib=sizes.get("request"),
         devices=devices,
     )

@@ -142,8 +142,9 @@ def _take(request: LeaseRequest, timeout_s: float, simulate: str | None) -> Kern
     with ensure_broker(timeout_s=timeout_s, token=None if seat is None else seat.token, simulate=simulate) as client:
         if simulate and not client.ping().simulated:
             raise ConflictError(
-                f"this kernel is for simulated GPUs ({simulate}), and the GPU broker at {client.socket_path} has real ones; pick a kernel "
-                "without (simulated) in its name, or set JUPYTER_GPU_SOCKET to another path in a folder of yours before you start Jupyter",
+                f"this kernel is for simulated GPUs ({simulate}), but the GPU broker at {client.socket_path} has real ones; pick a "
+                "kernel without (simulated) in its name, or set JUPYTER_GPU_SOCKET to another path in your own folder before you "
+                "start Jupyter",
                 reason="real-devices",
             )
         reply = client.create_lease(request)
@@ -201,13 +202,15 @@ def recall_lease(info: Mapping[str, Any]) -> KernelLease:
         except BrokerUnavailableError:
             pass  # the next cell starts a broker, which finds the kernel
         except FractionalGPUError:
-            raise FractionalGPUError(f"the token of lease {info['lease_id']} cannot be read from {path}") from error
+            raise FractionalGPUError(f"could not read the token of lease {info['lease_id']} from {path}") from error
     return KernelLease(**{**info, "token": token, "token_file": path})
 
 
 def _write_token(lease_id: str, token: str) -> Path:
     if not _SAFE_NAME.fullmatch(lease_id):
-        raise FractionalGPUError(f"the broker gave the lease a name that cannot be a file's: {lease_id[:80]!r}")
+        raise FractionalGPUError(
+            f"the broker gave the lease a name that cannot be used as a file name: {lease_id[:80]!r}"
+        )
     path = runtime_dir() / f"{lease_id}-{secrets.token_hex(4)}.token"
     _write_private(path, token)
     return path
@@ -222,7 +225,7 @@ def _write_private(path: Path, token: str) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
         why = f"({error.strerror}); free space there or set JUPYTER_RUNTIME_DIR"
-        raise FractionalGPUError(f"the lease's token cannot be written to {path} {why}") from error
+        raise FractionalGPUError(f"could not write the lease's token to {path} {why}") from error
 
 
 def lease_label(text: str) -> str:

@@ -63,7 +63,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         manager._connection_file_written = False  # noqa: SLF001 - or the manager would remove the file
         provisioner.leave_to_next_server()
         self.remove_kernel(kernel_id)
-        self.log.info("Kernel %s is left running for the next server", kernel_id)
+        self.log.info("Leaving kernel %s running for the next server", kernel_id)
 
     def _take_over(self, record: RecordFile) -> None:
         """Take over the kernel that an earlier server left. An unusable record is closed, or removed with its kernel."""
@@ -81,7 +81,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
                 kernel_id, manager.kernel_spec, parent=manager
             )
             if not isinstance(provisioner, FractionalGPUProvisioner):
-                self.log.warning("Kernel %s is not taken over: its kernelspec names another provisioner now", kernel_id)
+                self.log.warning("Not taking over kernel %s: its kernelspec now names another provisioner", kernel_id)
                 record.close()
                 return
             provisioner.take_over(content["provisioner"], manager.get_connection_info(), record)
@@ -89,7 +89,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
             self.log.info("A kernel of an earlier server has ended: %s", error)
             record.remove()
         except (OSError, TypeError, ValueError, KeyError, NoSuchKernel, FractionalGPUError) as error:
-            self.log.warning("The kernel of the record %s is not taken over: %r", record.path, error)
+            self.log.warning("Could not take over the kernel of record %s: %r", record.path, error)
             record.close()
         else:
             manager.provisioner = provisioner
@@ -99,7 +99,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         """End a kernel whose server died while starting it: no client knows it, and its connection is unknown."""
         pids = kill_marked("JUPYTER_GPU_LEASE", str(lease["lease_id"]))
         self.log.info(
-            "An earlier server died while it started a kernel; its processes are killed: %s", pids or "none yet"
+            "An earlier server died while starting a kernel; killed the kernel's processes: %s", pids or "none yet"
         )
         record.remove()
         recall_lease(lease).release()
@@ -116,7 +116,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         try:
             manager.write_connection_file()
         except OSError as error:  # only other programs read it
-            self.log.warning("Kernel %s has no connection file: %s", content["kernel_id"], error)
+            self.log.warning("Could not write the connection file of kernel %s: %s", content["kernel_id"], error)
         manager.kernel_id = str(content["kernel_id"])
         environment = {**os.environ, "JPY_SESSION_NAME": str(content["session_name"])}
         manager._launch_args = {"cwd": content["cwd"], "env": environment}  # noqa: SLF001 - for its restart
@@ -131,7 +131,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         manager.last_activity = self.last_kernel_activity
         KERNEL_CURRENTLY_RUNNING_TOTAL.labels(type=manager.kernel_name).inc()
         IOLoop.current().add_callback(self._watch, kernel_id, manager)
-        self.log.info("Kernel %s of an earlier server is taken over", kernel_id)
+        self.log.info("Took over kernel %s of an earlier server", kernel_id)
 
     async def _watch(self, kernel_id: str, manager: "_Untyped") -> None:
         if kernel_id in self._kernels:

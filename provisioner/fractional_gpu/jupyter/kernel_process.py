@@ -159,7 +159,7 @@ class KernelPorts:
         except OSError as error:
             if port in self._held:
                 self._log.warning(
-                    "Port %s of kernel %s cannot be held for its restart: %s", port, manager.kernel_id, error
+                    "Could not hold port %s of kernel %s for its restart: %s", port, manager.kernel_id, error
                 )
             else:
                 self._choose(manager, name)

@@ -96,7 +96,7 @@ def unlocked_records() -> Iterator[RecordFile]:
         except FileNotFoundError:
             continue
         except OSError as error:
-            log.warning("the record %s of a kernel cannot be read: %s", path, error.strerror)
+            log.warning("could not read the kernel record %s: %s", path, error.strerror)
             continue
         if record is not None:
             yield record

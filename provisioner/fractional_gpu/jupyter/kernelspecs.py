@@ -100,13 +100,13 @@ def install(
     if display_name is not None and (
         not display_name.strip() or not display_name.isprintable() or len(display_name) > MAX_NAME
     ):
-        allowed = f"allowed: 1 to {MAX_NAME} printable characters, not spaces alone"
-        raise BadRequestError(f"{display_name[:60]!r} cannot be shown as a kernel's name; {allowed}")
+        allowed = f"allowed: 1 to {MAX_NAME} printable characters, not only spaces"
+        raise BadRequestError(f"{display_name[:60]!r} cannot be used as a kernel's display name; {allowed}")
     names = {milli: spec_name(pool, milli, base=base, launcher=launcher) for milli in fractions_milli}
     if not names:
         raise BadRequestError("no fraction was given; give at least one, such as 1/4")
     if (name is not None or display_name is not None) and len(names) > 1:
-        raise BadRequestError(f"a name is for one kernelspec; given: {len(names)} fractions; give one")
+        raise BadRequestError(f"a name can only be used with one fraction, but {len(names)} were given; give one")
     if name is not None:
         names = dict.fromkeys(names, _check_name(name))
     base_spec = _base_spec(base)
@@ -198,7 +198,7 @@ class SeatKernelSpecManager(KernelSpecManager):
         try:
             share = own_share()
         except FractionalGPUError as error:
-            self.log.warning("No kernel with a GPU is shown: %s", error)
+            self.log.warning("Cannot list kernels with a GPU: %s", error)
             share = None
         found: dict[str, str] = super().find_kernel_specs()
         return {name: folder for name, folder in found.items() if self._is_shown(name, share)}
@@ -239,9 +239,7 @@ def logo(milli: int) -> str:
 
 def _check_name(name: str) -> str:
     if not _NAME.fullmatch(name) or not name.strip("."):
-        raise BadRequestError(
-            f"{name!r} is not a kernelspec's name; allowed: letters, digits, and . _ -, not dots alone"
-        )
+        raise BadRequestError(f"{name!r} is not a kernelspec name; allowed: letters, digits, and . _ -, not only dots")
     return name.lower()
 
 
@@ -254,15 +252,14 @@ def _base_spec(base: str) -> KernelSpec:
         raise NotFoundError(f"there is no kernelspec {base!r} to copy from; installed: {there}") from None
     if "kernel_provisioner" in (spec.metadata or {}):
         raise BadRequestError(
-            f"kernelspec {base!r} cannot be copied from: a kernel provisioner starts it already; name a plain one, "
-            "such as python3"
+            f"kernelspec {base!r} cannot be copied, because it already uses a kernel provisioner; name a plain one, such as python3"
         )
     return spec
 
 
 def _target_folder(*, prefix: str | None, user: bool, directory: str | None) -> Path:
     if (prefix is not None) + user + (directory is not None) > 1:
-        raise BadRequestError("prefix, user and directory each name the place of kernelspecs; give one of them")
+        raise BadRequestError("prefix, user and directory cannot be combined; give only one of them")
     if directory is not None:
         return Path(directory).expanduser().absolute()
     if prefix == "":
@@ -327,8 +324,8 @@ sys.exit(main())
 def _add_launcher(content: dict[str, Any], name: str, simulate: str | None) -> None:
     asked = content["metadata"]["kernel_provisioner"]["config"]
     gone = (
-        f"This kernel needs the package jupyter-fractional-gpu, which is not installed any more: install it "
-        f"for {sys.executable} again, or remove the kernel (`jupyter kernelspec remove {name}`)."
+        f"This kernel needs the package jupyter-fractional-gpu, which is no longer installed: reinstall it for {sys.executable}, or "
+        f"remove the kernel (`jupyter kernelspec remove {name}`)."
     )
     words = ["--pool", asked["pool"], "--fraction", asked["fraction"], "--language", content["language"]]
     words += ["--simulate", simulate] if simulate else []
@@ -359,12 +356,13 @@ def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
     old, new = _describe(folder, before), _describe(folder, content)
     if old.pool != new.pool and old.pool.lower() == new.pool.lower():
         raise FractionalGPUError(
-            f"{folder} belongs to pool {old.pool!r}, and Jupyter does not tell it from {new.pool!r}; rename one of the pools"
+            f"{folder} belongs to pool {old.pool!r}, but Jupyter ignores case and cannot tell it from {new.pool!r}; rename one of the "
+            "pools"
         )
     if (old.pool, old.fraction_milli, old.base, old.launcher) != (new.pool, new.fraction_milli, new.base, new.launcher):
         raise FractionalGPUError(
-            f"{folder} is another kernelspec, {old.display_name!r} ({format_fraction(old.fraction_milli)} GPU of pool {old.pool!r}, made "
-            f"from {old.base}); give this one another name (--name), or remove that one first"
+            f"{folder} is another kernelspec, {old.display_name!r} ({format_fraction(old.fraction_milli)} GPU of pool {old.pool!r}, "
+            f"made from {old.base}); give the new one another name (--name), or remove the existing one first"
         )
     return True
 
@@ -393,8 +391,8 @@ def _write_folder(folder: Path, content: Mapping[str, Any], svg: str) -> None:
         is_own = folder.parent == Path(KernelSpecManager().user_kernel_dir)
         elsewhere = "" if is_own else "for your user (--user), or "
         raise FractionalGPUError(
-            f"the kernelspec {folder.name} cannot be written to {folder.parent} ({error.strerror}); "
-            f"install {elsewhere}into a folder that you may write to (--prefix FOLDER)"
+            f"could not write the kernelspec {folder.name} to {folder.parent} ({error.strerror}); install it {elsewhere}in a folder "
+            "that you can write to (--prefix FOLDER)"
         ) from error
 
 

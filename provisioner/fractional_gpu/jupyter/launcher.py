@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FractionalGPUError as error:
         sys.stderr.write(f"No GPU for this kernel: {error}\n")
     except OSError as error:
-        sys.stderr.write(f"The kernel's command {options.command[0]} cannot be run: {error.strerror}\n")
+        sys.stderr.write(f"Could not run the kernel's command {options.command[0]}: {error.strerror}\n")
     return 1
 
 
@@ -118,8 +118,8 @@ def _connection(command: Sequence[str]) -> tuple[Path, dict[str, Any]]:
             if isinstance(content, dict) and "iopub_port" in content:
                 return path, content
     raise BadRequestError(
-        f"the command {' '.join(command)[:200]!r} names no connection file; it needs {{connection_file}}, as the argv of a "
-        "kernelspec does, and the program that starts it must write that file first"
+        f"the command {' '.join(command)[:200]!r} does not name a connection file; add {{connection_file}}, as in the argv of a "
+        "kernelspec, and let the program that starts the kernel write that file first"
     )
 
 

@@ -61,7 +61,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     default_pool: Unicode[str, str | bytes] = Unicode(
         config=True,
-        help="""The pool of kernels whose kernelspec names none.
+        help="""The pool to use if a kernelspec names none.
 
         The environment variable JUPYTER_GPU_DEFAULT_POOL sets it too.
 
@@ -70,7 +70,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
     )
     default_fraction: Unicode[str, str | bytes] = Unicode(
         config=True,
-        help="""The fraction of kernels whose kernelspec names none.
+        help="""The fraction of a GPU to use if a kernelspec names none.
 
         The environment variable JUPYTER_GPU_DEFAULT_FRACTION sets it too.
 
@@ -80,7 +80,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
     broker_timeout: Float[float, int | float] = Float(
         30.0,
         config=True,
-        help="""How long the broker may take to start or to answer, in seconds.
+        help="""How long to wait for the broker to start or answer, in seconds.
 
         Example: c.FractionalGPUProvisioner.broker_timeout = 60
         """,
@@ -206,7 +206,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             lease.release()
         except FractionalGPUError as error:
-            self.log.warning("The GPU lease of kernel %s could not be released: %s", self.kernel_id, error)
+            self.log.warning("Could not release the GPU lease of kernel %s: %s", self.kernel_id, error)
 
     async def send_signal(self, signum: int) -> None:
         """Signal the process group. An interrupt also resumes a suspended kernel that cannot react because a GPU call blocks it."""
@@ -229,7 +229,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             lease.unblock()
         except FractionalGPUError as error:
-            self.log.debug("Kernel %s was not resumed for its interrupt: %s", self.kernel_id, error)
+            self.log.debug("Could not resume kernel %s for its interrupt: %s", self.kernel_id, error)
 
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Record whether the process is suspended, and so unable to exit by itself."""
@@ -258,7 +258,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             elif self._lease is not None:
                 await in_thread(self._lease.detach)
         except FractionalGPUError as error:
-            self.log.warning("The GPU broker could not be informed that kernel %s ended: %s", self.kernel_id, error)
+            self.log.warning("Could not tell the GPU broker that kernel %s ended: %s", self.kernel_id, error)
         finally:
             await super().cleanup(restart=restart)
 
@@ -280,7 +280,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             await in_thread(self._adopt, provisioner_info)
             await in_thread(self._attach_adopted)
         except ProcessGoneError as error:
-            self.log.warning("Kernel %s cannot be taken over: %s", self.kernel_id, error)
+            self.log.warning("Could not take over kernel %s: %s", self.kernel_id, error)
 
     def take_over(self, info: Mapping[str, Any], connection: KernelConnectionInfo, record: RecordFile) -> None:
         """Take over a kernel that an earlier server left, and its record. Raises ProcessGoneError."""
@@ -301,7 +301,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             self._lease = recall_lease(lease)
         except FractionalGPUError as error:
-            self.log.warning("Kernel %s runs on; this server cannot manage its GPU lease: %s", self.kernel_id, error)
+            self.log.warning(
+                "Kernel %s keeps running, but this server cannot manage its GPU lease: %s", self.kernel_id, error
+            )
         else:
             self._is_restart = True
 
@@ -313,9 +315,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             lease.attach(self._attach_request(process.pid, self.connection_info), starts_broker=False)
         except (ProcessGoneError, FractionalGPUError) as error:
-            self.log.debug(
-                "The GPU broker could not yet be informed of kernel %s's new server: %s", self.kernel_id, error
-            )
+            self.log.debug("Could not yet tell the GPU broker about kernel %s's new server: %s", self.kernel_id, error)
 
     @property
     def is_kept(self) -> bool:
@@ -331,7 +331,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             if self._lease is not None:
                 self._lease.restore_token_file()
         except (OSError, FractionalGPUError) as error:
-            self.log.debug("The record or the token of kernel %s cannot be written again: %s", self.kernel_id, error)
+            self.log.debug("Could not rewrite the record or the token of kernel %s: %s", self.kernel_id, error)
 
     def leave_to_next_server(self) -> None:
         """Leave kernel, lease and record to the next server."""
@@ -456,7 +456,7 @@ def _has_gpu() -> bool:
 def _ended_at_once(process: Popen[bytes] | AdoptedProcess | None) -> FractionalGPUError:
     code = None if process is None else process.poll()
     how = "" if code is None else f" (exit code {code})"
-    return FractionalGPUError(f"the kernel's process ended right after its start{how}; see the server's log")
+    return FractionalGPUError(f"the kernel's process ended right after it started{how}; see the server's log")
 
 
 # Errors about this server. As its own status, they would seem to concern the browser's login, path or request.

@@ -54,20 +54,22 @@ HOURS: Final = (
     Column("reserved", lambda one: one.usage.reserved_share, SHARE_HOUR, "GPU hours while kernels existed"),
     Column("held", lambda one: one.usage.held_share, SHARE_HOUR, "GPU hours with a reservation on a GPU"),
     Column("busy", lambda one: one.usage.busy_share, SHARE_HOUR, "GPU hours in which cells ran on a GPU"),
-    Column("suspended", lambda one: one.usage.suspended_share, SHARE_HOUR, "GPU hours in host memory, on no GPU"),
-    Column("charged", lambda one: one.usage.charged_share, SHARE_HOUR, "GPU hours that the pool's terms charge"),
+    Column("suspended", lambda one: one.usage.suspended_share, SHARE_HOUR, "GPU hours while suspended to host memory"),
+    Column("charged", lambda one: one.usage.charged_share, SHARE_HOUR, "GPU hours charged under the pool's terms"),
 )
-BUSY_PERCENT: Final = Column("busy %", lambda one: one.usage.busy_share, -1, "busy GPU hours, of those held")
+BUSY_PERCENT: Final = Column(
+    "busy %", lambda one: one.usage.busy_share, -1, "share of the held GPU hours that were busy"
+)
 AMOUNT: Final = Column("amount", lambda one: one.usage.charge_milli, 0, "what is charged")
 RESOURCES: Final = (
-    Column("devices h", lambda one: one.usage.occupied_us, _US_PER_HOUR, "hours of devices, each divided among its holders", resource=True),
+    Column("devices h", lambda one: one.usage.occupied_us, _US_PER_HOUR, "device hours, divided among their kernels", resource=True),
     Column("memory GiB h", lambda one: one.usage.device_mib_ms, _GIB_HOUR, "device memory in use, over time", resource=True),
     Column("saved GiB h", lambda one: one.usage.host_mib_ms, _GIB_HOUR, "host memory of suspended kernels, over time", resource=True),
-    Column("moved GiB", lambda one: one.usage.moved_mib, 1024, "moved by suspends and resumes", resource=True),
-    Column("energy kWh", lambda one: one.usage.energy_mj, MJ_PER_KWH, "what the devices drew", resource=True, decimals=3),
+    Column("moved GiB", lambda one: one.usage.moved_mib, 1024, "data moved by suspends and resumes", resource=True),
+    Column("energy kWh", lambda one: one.usage.energy_mj, MJ_PER_KWH, "energy that the devices used", resource=True, decimals=3),
 )  # fmt: skip
 CARBON: Final = Column(
-    "CO2 kg", lambda one: one.carbon_mg, _MG_PER_KG, "for the energy, by the figures that are configured", resource=True, decimals=3
+    "CO2 kg", lambda one: one.carbon_mg, _MG_PER_KG, "CO2 of the energy, by the configured figures", resource=True, decimals=3
 )  # fmt: skip
 
 

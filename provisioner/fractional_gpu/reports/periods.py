@@ -25,8 +25,8 @@ def period(since: str, until: str | None, now_s: int, zone: tzinfo | None = None
     end_s = max(now_s, begin_s + 1) if until is None else _moment("--until", until, now_s, zone, end=True)
     if end_s <= begin_s:
         raise ValueError(
-            f"--since {since[:_SHOWN]} --until {(until or '')[:_SHOWN]} is no time: it ends "
-            f"({moment_text(end_s, zone)}) before it begins ({moment_text(begin_s, zone)}); give a later --until"
+            f"--since {since[:_SHOWN]} --until {(until or '')[:_SHOWN]} is not a valid period: it ends ({moment_text(end_s, zone)}) "
+            f"before it begins ({moment_text(begin_s, zone)}); give a later --until"
         )
     return max(0, begin_s), max(1, end_s)
 

@@ -53,7 +53,8 @@ def read(content: bytes, name: str) -> RowsFile:
         raise ValueError(f"{name} is not a file of metered rows ({error}); {_WRITES}") from None
     if (head.format, head.version) != (FORMAT, VERSION):
         raise ValueError(
-            f"{name} has format {head.format[:40]!r} version {head.version}, and this command reads {FORMAT!r} version {VERSION}; {_WRITES}"
+            f"{name} has format {head.format[:40]!r} version {head.version}, but this command reads {FORMAT!r} version {VERSION}; "
+            f"{_WRITES}"
         )
     try:
         found = msgspec.json.decode(content, type=RowsFile)
@@ -62,7 +63,7 @@ def read(content: bytes, name: str) -> RowsFile:
     for row in found.rows:
         if unknown := sorted(set(row.figures) - set(FIGURES)):
             raise ValueError(
-                f"{name} has a figure {unknown[0][:40]!r}; known are {', '.join(FIGURES)}: it is of another version"
+                f"{name} has an unknown figure, {unknown[0][:40]!r}, and may be from another version; known: {', '.join(FIGURES)}"
             )
     return found
 

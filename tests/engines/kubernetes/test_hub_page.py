@@ -139,7 +139,7 @@ async def test_the_page_shows_nodes_servers_and_what_is_old_or_missing(
             api.rules.clear()
             await news(follower, lambda one: bool(one.problem))
             later = (await pages.get("", "ada")).text
-            assert "the Kubernetes API does not allow to list nodes (403: " in later
+            assert "the Kubernetes API refuses permission to list nodes (403: " in later
             assert "bind the ClusterRole jupyter-gpu-hub" in later
             assert "pod jupyter-1" in later, "the last figures stay"
     finally:

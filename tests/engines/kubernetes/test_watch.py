@@ -97,8 +97,8 @@ def test_a_server_that_fails_is_asked_again_and_its_pods_stay(
     assert uids(engine) == {uid_of(1)}
     server.put(pod_of(2))
     until_pods(engine, 1, 2)
-    assert said[0] == "the Kubernetes API does not watch pods now (503: Failure: busy)"
-    assert said[-1] == "the API server answers again: the pods of this node are watched"
+    assert said[0] == "the Kubernetes API cannot watch pods at the moment (503: Failure: busy)"
+    assert said[-1] == "the API server is answering again; watching the pods of this node"
     assert len(said) == 3, "each trouble is said once"
 
 

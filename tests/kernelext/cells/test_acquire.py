@@ -229,7 +229,7 @@ def test_a_process_that_can_neither_ask_nor_hear_refuses_the_cell_and_says_what_
     waiter: Waiter = SimpleQueue()
     acquirer.join(waiter)
     told = text(waiter)
-    assert "What it has on the GPU is kept" in told
+    assert "Its GPU memory is kept" in told
     assert "%%cpu" in told
     assert "restart" not in told
 

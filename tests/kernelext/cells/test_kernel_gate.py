@@ -404,7 +404,7 @@ def preempted_cell(kernel: RunningKernel, broker: ScriptedBroker, fifo: Path) ->
     assert broker.stream("acquire", 2).body["watch"], "it takes no ticket"
     broker.stream("acquire", 2).waiting("the neighbour runs a cell")
     kernel.until_shown(
-        running, "gave the GPU to another kernel and gets it back, place 1 in the queue: the neighbour runs"
+        running, "gave the GPU to another kernel and will get it back, place 1 in the queue: the neighbour runs"
     )
     yield running
 
@@ -577,7 +577,7 @@ def test_a_task_that_blocks_the_main_loop_of_a_suspended_kernel_has_the_gpu_aske
         for _ in range(2):
             gate.send(GateCommand(verb=""))
         acquire = broker.stream("acquire", 2)
-        kernel.until_shown(started, "A task of this notebook blocks the kernel, perhaps in a GPU call")
+        kernel.until_shown(started, "A task of this notebook is blocking the kernel, perhaps in a GPU call")
         broker.grant_at_once = True  # for the cell, if the task ends before this grant is read
         acquire.granted()
     assert kernel.finish(request).printed == "answers\n"

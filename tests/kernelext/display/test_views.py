@@ -103,7 +103,7 @@ def test_a_story_is_told_newest_last_and_says_what_is_left_out() -> None:
     lines = [StoryLine(at_ms=NOW_MS - 1000 * each, reason="r", sentence=f"line {each}") for each in (9, 5, 1)]
     view = StoryView(Story(lease_id="lease-1", lines=lines, omitted=4), 2, NOW_MS)
     assert [sentence for _, sentence in view.rows()] == ["line 5", "line 1"]
-    assert repr(view).splitlines()[-1].startswith("Older lines left out: 5;")
+    assert repr(view).splitlines()[-1].startswith("5 older lines left out;")
     assert re.fullmatch(r"\d\d:\d\d:\d\d", view.rows()[0][0])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", moment(NOW_MS - 200_000_000, NOW_MS))
     assert StoryView(Story(lease_id="lease-1"), 20, NOW_MS).rows() == []

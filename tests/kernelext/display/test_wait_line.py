@@ -20,7 +20,14 @@ def test_place_forecast_reason_and_what_comes_next_are_said() -> None:
         reason="wait.busy-neighbour",
         sentence="20 GiB are needed, 4 GiB are free; 1 kernel is running a cell",
     )
-    shown = ["place 2", "40 s", "10 s to 2 min", "20 GiB are needed, 4 GiB are free", "saved to the host", "Interrupt"]
+    shown = [
+        "place 2",
+        "40 s",
+        "10 s to 2 min",
+        "20 GiB are needed, 4 GiB are free",
+        "saved to host memory",
+        "Interrupt",
+    ]
     assert re.findall("|".join(shown), line) == shown
 
 

@@ -68,7 +68,7 @@ def test_what_cannot_be_had_fails_the_cell_before_it_runs(kernel: RunningKernel,
     slips = {
         "": "%%gpu: the following arguments are required: FRACTION; usage: %%gpu [-h] [--memory SIZE] FRACTION",
         "7": '%%gpu: fraction \'7\' is out of range; allowed: more than 0 and at most 1, as 0.25, "1/4" or "250m"',
-        "status": "%%gpu takes a share for one cell, as %%gpu 1; for the command write %gpu status",
+        "status": "%%gpu takes a share for one cell, such as %%gpu 1; for the command, write %gpu status",
     }
     for text, sentence in slips.items():
         error = kernel.run(f"%%gpu {text}\nprint('ran')").error
@@ -90,7 +90,7 @@ def test_an_interrupt_while_it_waits_for_its_share_gives_up(kernel: RunningKerne
     broker.wait_for(lambda: len(sizes(broker)) == 2)
     broker.held["resize"].set()
     outcome = kernel.finish(request)
-    assert outcome.error == ("KeyboardInterrupt", "interrupted while it waited for the GPU; this cell did not run")
+    assert outcome.error == ("KeyboardInterrupt", "interrupted while waiting for the GPU; this cell did not run")
     assert (outcome.printed, sizes(broker)) == ("", [1000, 250]), "in case it was granted at that very moment"
     assert "clear_output" in outcome.kinds, "the line is gone"
 
@@ -107,8 +107,8 @@ def test_what_cannot_be_given_back_is_said_and_tried_again_after_the_next_cell(
     assert outcome.status == "ok", "the cell's own result stands"
     (shown,) = outcome.shown
     assert shown == (
-        "[gpu] The larger share of this cell is not given back yet: the lease uses 3 GiB, more than 2 GiB. "
-        "It is tried again at the end of each cell; this kernel's own share is 1/4 GPU, 2 GiB."
+        "[gpu] This cell's larger share could not be given back yet: the lease uses 3 GiB, more than 2 GiB. "
+        "The kernel tries again after each cell; this kernel's own share is 1/4 GPU, 2 GiB."
     )
     assert kernel.run("1").shown == [], "said once"
     assert sizes(broker) == [500, 250, 250]

@@ -110,7 +110,7 @@ def test_suspend_asks_when_the_cell_is_over_and_tells_the_result_in_its_place(
     assert len(outcome.shown) == 1
     broker.wait_for(lambda: "suspend" in broker.routes())
     broker.held["suspend"].set()
-    messages = kernel.until_shown(request, "Suspended: this kernel holds no GPU memory")
+    messages = kernel.until_shown(request, "Suspended: this kernel's GPU memory is saved")
     first, update = [m for m in messages if m["msg_type"].endswith("display_data")]
     assert update["msg_type"] == "update_display_data"
     assert first["content"]["transient"] == update["content"]["transient"]
@@ -130,7 +130,7 @@ def test_suspend_in_a_subshell_does_not_wait_for_a_main_shell_that_stands_still(
     in_main = kernel.send("%%cpu\nimport threading\ngo_on = threading.Event()\nprint('stands')\ngo_on.wait()")
     kernel.until_published(in_main, lambda messages: any(one["msg_type"] == "stream" for one in messages))
     request = kernel.send_with_header("%gpu suspend", subshell_id=subshell)
-    kernel.until_shown(request, "Suspended: this kernel holds no GPU memory")
+    kernel.until_shown(request, "Suspended: this kernel's GPU memory is saved")
     assert broker.routes().count("suspend") == 1
     kernel.send_with_header("%%cpu\ngo_on.set()", subshell_id=subshell)
     assert kernel.finish(in_main).status == "ok"
@@ -141,7 +141,7 @@ def test_a_suspend_waits_for_its_own_shells_cell(kernel: RunningKernel, broker: 
     subshell = kernel.client.get_control_msg(timeout=DEADLINE_S)["content"]["subshell_id"]
     code = "import threading\ngo_on = threading.Event()\nget_ipython().run_line_magic('gpu', 'suspend')\ngo_on.wait()"
     in_main = kernel.send(f"%%cpu\n{code}")
-    kernel.until_shown(in_main, "Suspends as soon as this cell is over.")
+    kernel.until_shown(in_main, "This kernel will be suspended when this cell ends.")
     kernel.finish(kernel.send_with_header("%%cpu\npass", subshell_id=subshell))  # another shell's cell has ended
     asked = "[one.join() for one in threading.enumerate() if one.name == 'gpu-after-cell']"
     asked = f"%%cpu\nimport asyncio\nawait asyncio.sleep(0)\n{asked}"  # the loop has made its pending calls
@@ -149,7 +149,7 @@ def test_a_suspend_waits_for_its_own_shells_cell(kernel: RunningKernel, broker: 
     assert "suspend" not in broker.routes()
     kernel.send_with_header("%%cpu\ngo_on.set()", subshell_id=subshell)
     kernel.finish(in_main)
-    kernel.until_shown(in_main, "Suspended: this kernel holds no GPU memory")
+    kernel.until_shown(in_main, "Suspended: this kernel's GPU memory is saved")
     assert broker.routes().count("suspend") == 1
 
 
@@ -182,12 +182,12 @@ def test_of_commands_that_contradict_each_other_the_later_one_wins(
     broker.grant_at_once = True
     broker.lease_fields = {"pinned_ms": 1_800_000, "state": "resident"}
     request = kernel.send(f"%gpu {earlier}\n%gpu {later}")
-    kernel.until_shown(request, f"%gpu {later.split(maxsplit=1)[0]} came later, and the later command counts.")
+    kernel.until_shown(request, f"%gpu {later.split(maxsplit=1)[0]} came later and replaces this command.")
     kernel.finish(request)
     kernel.run("%gpu")  # a message at the first cell's end would have arrived by now
     assert not {"suspend", "unpin"} & set(broker.routes())
     request = kernel.send(f"%gpu pin\n%gpu {earlier}")
-    kernel.until_shown(request, "this kernel holds no GPU memory" if earlier == "suspend" else "Released:")
+    kernel.until_shown(request, "this kernel's GPU memory is saved" if earlier == "suspend" else "Released:")
 
 
 def test_a_later_cell_withdraws_what_the_broker_has_not_begun(kernel: RunningKernel, broker: ScriptedBroker) -> None:
@@ -196,7 +196,7 @@ def test_a_later_cell_withdraws_what_the_broker_has_not_begun(kernel: RunningKer
     kernel.finish(request)
     broker.wait_for(lambda: "suspend" in broker.routes())
     assert kernel.run("%gpu pin").status == "ok"
-    kernel.until_shown(request, "Not released: %gpu pin came later, and the later command counts.")
+    kernel.until_shown(request, "Not released: %gpu pin came later and replaces this command.")
     broker.held["suspend"].set()
 
 
@@ -257,9 +257,9 @@ def test_a_resize_that_waits_can_be_interrupted_and_hangs_up(kernel: RunningKern
 
 def test_a_later_resize_asks_when_the_cell_is_over(kernel: RunningKernel, broker: ScriptedBroker) -> None:
     request = kernel.send("%gpu resize 1/2 --later")
-    messages = kernel.until_shown(request, "Its share is 1/2 GPU")
+    messages = kernel.until_shown(request, "Its share is now 1/2 GPU")
     assert broker.bodies("resize")[0]["fraction_milli"] == 500
-    assert any("as soon as this cell is over" in str(message["content"]) for message in messages)
+    assert any("when this cell ends" in str(message["content"]) for message in messages)
 
 
 def test_request_resizes_and_waits_for_the_gpu(kernel: RunningKernel, broker: ScriptedBroker) -> None:

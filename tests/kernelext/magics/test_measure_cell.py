@@ -31,13 +31,13 @@ def test_the_setup_is_what_the_ranges_name_in_their_order(ranges: list[tuple[int
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "allowed: execution numbers"),
-        ("1-", "allowed: execution numbers"),
-        ("1:3", "allowed: execution numbers"),
-        ("²", "allowed: execution numbers"),
-        ("0", "have the numbers 1 to 7"),
-        ("3-2", "have the numbers 1 to 7"),
-        ("6-8", "--setup names 6-8, but the cells of this session have the numbers 1 to 7"),
+        ("", "allowed: cell numbers"),
+        ("1-", "allowed: cell numbers"),
+        ("1:3", "allowed: cell numbers"),
+        ("²", "allowed: cell numbers"),
+        ("0", "are numbered 1 to 7"),
+        ("3-2", "are numbered 1 to 7"),
+        ("6-8", "--setup names 6-8, but the cells of this session are numbered 1 to 7"),
     ],
 )
 def test_what_names_no_cell_is_refused_with_what_there_is(text: str, said: str) -> None:

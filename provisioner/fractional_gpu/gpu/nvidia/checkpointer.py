@@ -59,33 +59,30 @@ _STATES: Final[Mapping[int, ProcessState]] = {
     5: ProcessState.RESTORING,
 }
 
-_UNSOUND: Final = "the process may no longer be sound"
+_UNSOUND: Final = "the process may be damaged"
 _HINTS: Final[Mapping[tuple[str, GPUErrorCode], str]] = {
-    ("lock", GPUErrorCode.NOT_READY): "its GPU work did not end in time; it runs on",
+    ("lock", GPUErrorCode.NOT_READY): "its GPU work did not finish in time; it keeps running",
     ("checkpoint", GPUErrorCode.OUT_OF_MEMORY): (
         f"there is not enough host memory for its state, or it uses a MIG device; {_UNSOUND}"
     ),
     ("checkpoint", GPUErrorCode.NOT_SUPPORTED): (
-        f"it uses what cannot be saved (managed memory, memory shared with other processes, MPS or MIG); {_UNSOUND}"
+        f"it uses something that the driver cannot save (managed memory, memory shared with other processes, MPS or MIG); {_UNSOUND}"
     ),
-    ("restore", GPUErrorCode.OUT_OF_MEMORY): (
-        "the device had no room for its state, and the driver gives no second chance"
-    ),
+    ("restore", GPUErrorCode.OUT_OF_MEMORY): ("its state did not fit on the device, and the driver cannot retry"),
     ("restore", GPUErrorCode.OPERATING_SYSTEM): (
-        "its state cannot be brought back, as after an earlier restore that failed"
+        "its state cannot be restored, for example because an earlier restore failed"
     ),
 }
 _GENERAL_HINTS: Final[Mapping[GPUErrorCode, str]] = {
     GPUErrorCode.NOT_INITIALIZED: "it is not a CUDA process",
-    GPUErrorCode.ILLEGAL_STATE: "it is not in the state that this starts from",
+    GPUErrorCode.ILLEGAL_STATE: "it is in the wrong state for this operation",
     GPUErrorCode.NOT_PERMITTED: (
-        "the driver lets only its own user do this, or root, or a user who may trace it; or persistence mode is off "
-        "(as root: `nvidia-smi -pm 1`)"
+        "only its own user, root, or a user who may trace it can do this; or persistence mode is off (as root: `nvidia-smi -pm 1`)"
     ),
     GPUErrorCode.NOT_SUPPORTED: "the driver cannot do this for this process, device or driver release",
-    GPUErrorCode.OPERATING_SYSTEM: "the driver did not get what it needs from the operating system",
+    GPUErrorCode.OPERATING_SYSTEM: "the operating system refused a request of the driver",
 }
-_FABRIC_MANAGER: Final = "on an HGX host it waits for the fabric manager: `systemctl status nvidia-fabricmanager`"
+_FABRIC_MANAGER: Final = "on an HGX host, it needs the fabric manager: `systemctl status nvidia-fabricmanager`"
 
 
 class NvidiaCheckpointer:
@@ -103,14 +100,14 @@ class NvidiaCheckpointer:
         if missing:  # with checkpoint but without restore, saved state would be lost
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
-                f"the installed cuda-bindings have no {missing}, 12.8 or newer is needed (not 13.0.0 or 13.0.1): "
-                f"{INSTALL_BINDINGS} --upgrade",
+                f"the installed cuda-bindings lack {missing}; install 12.8 or newer, except 13.0.0 and 13.0.1: {INSTALL_BINDINGS} "
+                "--upgrade",
             )
         result, _ = self._ask("cuInit", 0)
         if result != _SUCCESS:
             code = _CODES.get(result, GPUErrorCode.UNKNOWN)
             hint = _FABRIC_MANAGER if code is GPUErrorCode.SYSTEM_NOT_READY else "`nvidia-smi` may tell more"
-            raise GPUError(code, f"the CUDA driver does not start: {self._name(result)}; {hint}")
+            raise GPUError(code, f"the CUDA driver could not be initialised: {self._name(result)}; {hint}")
 
     @property
     def why_cannot_move(self) -> str:
@@ -119,9 +116,9 @@ class NvidiaCheckpointer:
             return f"the installed cuda-bindings lack {missing[0]} (those before 13.0, and 13.3.0): {INSTALL_BINDINGS} --upgrade"
         result, version = self._ask("cuDriverGetVersion")
         if result != _SUCCESS or not isinstance(version, int):
-            return f"the CUDA driver does not tell its version: {self._name(result)}"
+            return f"the CUDA driver does not report its version: {self._name(result)}"
         if version < MOVING_CUDA_VERSION:
-            return f"the driver serves CUDA {version // 1000}.{version % 1000 // 10}, 13.0 is needed: install driver 580 or newer"
+            return f"the driver supports CUDA {version // 1000}.{version % 1000 // 10}, but 13.0 is needed; install driver 580 or newer"
         return ""
 
     def state(self, pid: int) -> ProcessState:
@@ -172,7 +169,7 @@ class NvidiaCheckpointer:
 
     def _pairs(self, moving: Mapping[str, str]) -> object:
         if len(set(moving.values())) < len(moving):
-            raise ValueError(f"each device can take one device's state in a restore, got {dict(moving)}")
+            raise ValueError(f"a restore cannot move two devices to the same one, got {dict(moving)}")
         reason = self.why_cannot_move
         if reason:
             raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"cannot move a process to another device: {reason}")
@@ -182,7 +179,7 @@ class NvidiaCheckpointer:
             if device not in seen:
                 there = ", ".join(sorted(seen)) or "none"
                 raise GPUError(
-                    GPUErrorCode.NO_SUCH_DEVICE, f"cannot move: there is no device {device}; there are: {there}"
+                    GPUErrorCode.NO_SUCH_DEVICE, f"cannot move: there is no device {device}; known devices: {there}"
                 )
         pairs = []
         for old, new in _permutation(moving, seen).items():
@@ -205,7 +202,7 @@ class NvidiaCheckpointer:
         result, value = self._ask(call, *arguments)
         if result != _SUCCESS:
             code = _CODES.get(result, GPUErrorCode.UNKNOWN)
-            raise GPUError(code, f"the CUDA driver does not tell its devices: {call} gave {self._name(result)}")
+            raise GPUError(code, f"the CUDA driver does not list its devices: {call} returned {self._name(result)}")
         return value
 
     def _do(self, phase: str, call: str, pid: int, arguments: object) -> None:
@@ -224,11 +221,11 @@ class NvidiaCheckpointer:
         except (ValueError, KeyError) as error:
             # The bindings convert numbers to enumeration members. A newer driver has more numbers: ValueError. Bindings from
             # 12.9 to 13.1 look results up in a dictionary: KeyError.
-            raise _UnknownAnswerError(f"{call} gave an answer that this version does not know ({error})") from error
+            raise _UnknownAnswerError(f"{call} returned a value that this version does not know ({error})") from error
         except RuntimeError as error:
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
-                f"{call} cannot be called, NVIDIA's driver is missing or older than 570: {error}",
+                f"cannot call {call}, because NVIDIA's driver is missing or older than 570: {error}",
             ) from error
         return int(answer[0]), answer[1] if len(answer) > 1 else None
 

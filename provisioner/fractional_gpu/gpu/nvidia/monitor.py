@@ -64,9 +64,9 @@ _CODES: Final[Mapping[int, GPUErrorCode]] = {
 
 _WHY_NONE: Final[Mapping[int, str]] = {
     _LIBRARY_NOT_FOUND: "NVIDIA's driver is not installed (there is no libnvidia-ml.so.1)",
-    _DRIVER_NOT_LOADED: "NVIDIA's driver is installed but its kernel module is not loaded: `nvidia-smi` may tell more",
+    _DRIVER_NOT_LOADED: "NVIDIA's driver is installed but its kernel module is not loaded: see `nvidia-smi`",
     _VERSION_MISMATCH: "NVIDIA's driver was updated and the old kernel module is still loaded: reboot",
-    _NO_PERMISSION: "the device files /dev/nvidia* may not be opened: add this user to the group that owns them",
+    _NO_PERMISSION: "this user may not open the device files /dev/nvidia*: add it to the group that owns them",
 }
 
 # Leave out devices with these errors. NOT_SUPPORTED means that it shares the system's memory: without a size there are no fractions.
@@ -81,7 +81,7 @@ _AT_WORK: Final = 10  # percent: the device has working processes
 _NO_SAMPLES: Final = frozenset({_SUCCESS, _NOT_FOUND})  # pynvml raises an error with the code of success
 _READS: Final = 3
 _MIG: Final = "MIG-"  # prefix of an instance's id
-_ON_MIG: Final = "it is a MIG instance, on which the driver cannot checkpoint"
+_ON_MIG: Final = "it is a MIG instance, which the driver cannot checkpoint"
 
 _UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH})
 
@@ -143,11 +143,11 @@ class NvidiaMonitor:
             self.why_none = ""
         elif count:
             self.why_none = (
-                f"none of the {count} NVIDIA devices can be used: they do not answer, are not this user's, have no memory of "
-                "their own, or are in MIG mode without an instance; `nvidia-smi -L` and `dmesg` tell more"
+                f"none of the {count} NVIDIA devices can be used: they are not responding, not accessible to this user, have no "
+                "dedicated memory, or are in MIG mode without an instance; see `nvidia-smi -L` and `dmesg`"
             )
         else:
-            self.why_none = "NVIDIA's driver is loaded but sees no device"
+            self.why_none = "NVIDIA's driver is loaded but finds no device"
         return found
 
     def use(self, device_id: str) -> DeviceUse:
@@ -160,7 +160,7 @@ class NvidiaMonitor:
         if not device_id.startswith(_MIG) and self._has_mig_instances(handle):
             raise GPUError(
                 GPUErrorCode.NO_SUCH_DEVICE,
-                f"device {device_id} was put into MIG mode, so programs see its instances only; the next broker offers those",
+                f"device {device_id} was switched to MIG mode, so programs see only its instances; restart the broker to offer those",
             )
         total, used = self._memory(handle)
         by_pid: dict[int, int | None] = {}
@@ -184,7 +184,7 @@ class NvidiaMonitor:
             return None
         was_set = self._was_set(device_id, self._steps_known)
         offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
-        with translated(self._nvml, f"reading who works on device {device_id}"):
+        with translated(self._nvml, f"reading the processes on device {device_id}"):
             samples = self._read(device_id, partial(self._samples, max(0, since_us + offset_us)))
         if samples is None:
             return None
@@ -334,7 +334,7 @@ class NvidiaMonitor:
                 try:
                     self._nvml.nvmlInit()
                 except self._nvml.NVMLError as error:
-                    self.why_none = _WHY_NONE.get(error.value, f"NVIDIA's driver does not start: {error}")
+                    self.why_none = _WHY_NONE.get(error.value, f"NVIDIA's driver could not be initialised: {error}")
                     return False
                 self._started = True
             return True

@@ -32,9 +32,9 @@ _WARNED: Final = {
 }
 
 _COMPUTE_MODES: Final = {
-    1: "lets one thread use it only",
-    2: "lets no process compute on it",
-    3: "lets one process use it at a time",
+    1: "allows only one thread to use it",
+    2: "allows no process to compute on it",
+    3: "allows only one process at a time",
 }
 
 
@@ -51,12 +51,12 @@ def driver_refusal(version: str, *, machine: str | None = None) -> str:
     """Return why this driver cannot be trusted to checkpoint on this machine type (`platform.machine()`), or ""."""
     machine = platform.machine() if machine is None else machine
     if machine not in _MACHINES:
-        return f"NVIDIA's driver does not checkpoint on most machines of the kind {machine}: use an x86-64 one"
+        return f"NVIDIA's driver does not checkpoint on most {machine} machines: use an x86-64 one"
     if _WSL_DEVICE.exists():
-        return "under WSL2 the driver neither checkpoints nor lists processes: kernels share the device and stay on it"
+        return "under WSL2, the driver can neither checkpoint nor list processes: kernels share the device but are not suspended"
     major = re.match(r"\d+", version)
     if major is None:
-        return f"the NVIDIA driver tells the version {version!r}, which cannot be understood"
+        return f"the NVIDIA driver reports an unknown version, {version!r}"
     if int(major[0]) < _FIRST_DRIVER:
         return f"the NVIDIA driver {version} cannot checkpoint: install {_FIRST_DRIVER} or newer"
     reason = _matching(version, _REFUSED)
@@ -78,14 +78,14 @@ def moving_refusal(version: str) -> str:
     """Return why this release of the driver or bindings cannot restore onto another device, or ""."""
     major = re.match(r"\d+", version)
     if major is None or int(major[0]) < _FIRST_MOVING_DRIVER:
-        return f"the NVIDIA driver {version} restores kernels on their own device only: install {_FIRST_MOVING_DRIVER} or newer"
+        return f"the NVIDIA driver {version} can only restore kernels on their old device: install {_FIRST_MOVING_DRIVER} or newer"
     try:
         bindings = metadata.version("cuda-bindings")
     except metadata.PackageNotFoundError:
         return ""  # then nothing is suspended, and `why_no_bindings` says why
     numbers = re.match(r"\d+", bindings)
     if numbers is None or int(numbers[0]) < _FIRST_MOVING_BINDINGS or bindings in _NO_MOVE:
-        return f"cuda-bindings {bindings} restores kernels on their own device only: {INSTALL_BINDINGS} --upgrade"
+        return f"cuda-bindings {bindings} can only restore kernels on their old device: {INSTALL_BINDINGS} --upgrade"
     return ""
 
 
@@ -103,9 +103,11 @@ def bindings_refusal(version: str) -> str:
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _FIRST_BINDINGS:
         first = ".".join(map(str, _FIRST_BINDINGS))
-        return f"cuda-bindings {version} has no checkpoint calls, {first} is needed: {INSTALL_BINDINGS} --upgrade"
+        return (
+            f"cuda-bindings {version} has no checkpoint calls; {first} or newer is needed: {INSTALL_BINDINGS} --upgrade"
+        )
     if version in _NO_RESTORE:
-        return f"cuda-bindings {version} can checkpoint and not restore: {INSTALL_BINDINGS} --upgrade"
+        return f"cuda-bindings {version} can checkpoint but not restore: {INSTALL_BINDINGS} --upgrade"
     return ""
 
 

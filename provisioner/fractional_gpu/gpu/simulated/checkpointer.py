@@ -123,7 +123,7 @@ class SimulatedCheckpointer:
             with operation_lock(self._store.process_folder(key), turn_s) as mine:
                 if not mine:
                     code = GPUErrorCode.NOT_READY if operation == "lock" else GPUErrorCode.ILLEGAL_STATE
-                    raise GPUError(code, f"another operation on process {pid} is under way")
+                    raise GPUError(code, f"another operation on process {pid} is in progress")
                 settle(self._store, key)
                 process = find_process(self._store, key)
                 if process is None:
@@ -176,7 +176,9 @@ class SimulatedCheckpointer:
         needed = sum((folder / f"{number}.{source}").stat().st_blocks * 512 for number, _ in sizes)
         available = self._store.available_bytes()
         if needed > available:
-            raise OSError(f"moving {needed / MIB:.0f} MiB needs as much again, and {available / MIB:.0f} MiB are left")
+            raise OSError(
+                f"moving {needed / MIB:.0f} MiB needs as much free memory, and only {available / MIB:.0f} MiB is left"
+            )
         for number, size in sizes:
             _copy(folder / f"{number}.{source}", folder / f"{number}.{target}", size, mib_s, charged_to=charged_to)
 
@@ -187,7 +189,7 @@ class SimulatedCheckpointer:
         source = self._store.device(process.device)
         target = self._store.device(moves.get(process.device, process.device))
         if target.name != source.name:
-            raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"{source.name} and {target.name} are not alike")
+            raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"{source.name} and {target.name} are different models")
         if target.lost:
             raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {target.device_id} is lost")
         return target

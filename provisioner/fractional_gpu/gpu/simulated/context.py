@@ -226,8 +226,8 @@ def _environment() -> tuple[str, str]:
         raise SimulatedCudaError(f"no simulated GPU: JUPYTER_GPU_SIMULATED_DIR is not set; {_UNSET}")
     if not device:
         raise SimulatedCudaError(
-            "no simulated GPU yet: JUPYTER_GPU_SIMULATED_DEVICE is not set; it comes with the grant of a GPU, "
-            "before a cell that may use one"
+            "no simulated GPU yet: JUPYTER_GPU_SIMULATED_DEVICE is not set; it is set when the kernel gets a GPU, before a cell that "
+            "may use one"
         )
     return directory, device.split(",")[0]  # as in CUDA, a process starts on the first device
 
@@ -389,7 +389,9 @@ class Context:
             "SELECT name, memory_mib, lost FROM devices WHERE id=?", (device,)
         ).fetchone()
         if lost:
-            raise SimulatedCudaError(f"the device {device} ({name}) is lost: wait until an administrator returned it")
+            raise SimulatedCudaError(
+                f"the device {device} ({name}) is lost: wait until an administrator has returned it"
+            )
         if cap is not None:
             self._check_cap(db, n_bytes, device, cap)
         used, total = int(db.execute(HELD, (device,)).fetchone()[0]), memory_mib * MIB
@@ -419,8 +421,8 @@ class Context:
         written = sum(file.stat().st_blocks * 512 for file in self.store.memory.glob("*/*.device"))
         if n_bytes + max(0, declared - written) > available:
             raise SimulatedOutOfMemory(
-                f"this machine cannot hold the contents of the simulated GPU: asked for {_mib(n_bytes)}, "
-                f"it has room for {_mib(max(0, available))} more; allocate less, or start the broker with a smaller --simulate"
+                f"this machine has too little memory for the simulated GPU: asked for {_mib(n_bytes)}, room for "
+                f"{_mib(max(0, available))} more; allocate less, or start the broker with a smaller --simulate"
             )
 
 

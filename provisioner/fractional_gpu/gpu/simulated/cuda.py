@@ -93,7 +93,7 @@ class Buffer:
             file.seek(offset)
             data = file.read(length)
         if len(data) < length:
-            raise SimulatedCudaError("device memory is shorter than the buffer: this is a defect")
+            raise SimulatedCudaError("device memory is shorter than the buffer: this is a bug")
         return data
 
     def fill(self, pattern: bytes) -> None:
@@ -132,7 +132,7 @@ class Buffer:
 
     def _check_range(self, length: int, offset: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.n_bytes:
-            raise ValueError(f"bytes {offset} to {offset + length} are outside of this buffer of {self.n_bytes} bytes")
+            raise ValueError(f"bytes {offset} to {offset + length} are outside this buffer of {self.n_bytes} bytes")
 
     def _write(self, view: memoryview, offset: int) -> None:
         try:
@@ -180,7 +180,7 @@ def launch(seconds: float, utilisation: float = 1.0) -> None:
         raise ValueError(f"cannot launch work for {seconds!r} seconds; give a number, 0 or more")
     if not 0 < utilisation <= 1:
         raise ValueError(
-            f"cannot launch work that uses {utilisation!r} of the device; give a number above 0, 1 at most"
+            f"cannot launch work that uses {utilisation!r} of the device; give a number above 0 and at most 1"
         )
     context = _current()
     with context.gate.call(), context.working(seconds, max(1, round(utilisation * WHOLE))) as work:

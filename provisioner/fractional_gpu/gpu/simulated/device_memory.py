@@ -117,7 +117,7 @@ class DeviceMemoryServer:
             return b"one file is expected"
         found = os.fstat(files[0])
         if not stat.S_ISREG(found.st_mode) or found.st_uid != uid or found.st_dev != self._device:
-            return b"it is no plain file of this user in the simulated host"
+            return b"it is not a regular file of this user in the simulated host"
         if not 0 < found.st_size <= self._most:
             return b"%d bytes are more than a device has" % found.st_size
         try:
@@ -157,7 +157,7 @@ def charge(pid: int, file: int, extents: list[tuple[int, int]]) -> None:
         ]
         mib = sum(end - start for start, end in extents) / MIB
         raise OSError(
-            errno.ENOMEM, f"{mib:.0f} MiB of saved state found no room in the control group {group} ({last[:200]})"
+            errno.ENOMEM, f"{mib:.0f} MiB of saved state did not fit into the control group {group} ({last[:200]})"
         )
 
 

@@ -102,7 +102,7 @@ def create(directory: str | Path, devices: str, *, shared: bool = False) -> Simu
                     pids = ", ".join(str(pid) for pid in living[:8])
                     raise SimulatedHostError(
                         f"the simulated host in {path} has devices of {present} MiB and processes that use them ({pids}); it cannot "
-                        f"become {sizes} MiB: end those processes first, or ask for the devices it has"
+                        f"become {sizes} MiB: end those processes first, or request the same devices"
                     )
                 db.execute("DELETE FROM devices")
                 rows = [(f"SIM-{uuid.uuid4()}", index, _name(mib), mib) for index, mib in enumerate(sizes)]
@@ -127,7 +127,7 @@ def destroy(directory: str | Path) -> None:
 
 def lose_device(directory: str | Path, device_id: str) -> None:
     """Make the device fall off the bus: it loses its memory, and its processes have failed for good."""
-    fatal = f"the simulated device {device_id} was lost, and what this process held on it: restart the kernel"
+    fatal = f"the simulated device {device_id} was lost, and with it this process's memory: restart the kernel"
     with closing(Store(directory)) as store:
         store.device(device_id)
         with store.transaction() as db:
@@ -156,8 +156,8 @@ def _own(path: Path) -> None:
     status = path.lstat()
     if path.is_symlink() or not path.is_dir() or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise SimulatedHostError(
-            f"{path} cannot hold a simulated host: it must be a folder of yours (no link) that no other user may write to; "
-            "remove it or choose another place"
+            f"{path} cannot hold a simulated host: it must be your own folder, not a link, and not writable by other users; remove it "
+            "or choose another place"
         )
 
 

@@ -159,7 +159,7 @@ def open_file(folder: Path, name: str, flags: int) -> int:
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_uid not in (owner, os.geteuid()):
         os.close(file)
-        raise PermissionError(f"{folder / name} is no plain file of its process: it is not touched")
+        raise PermissionError(f"{folder / name} is not a regular file of its process, so it was left alone")
     return file
 
 

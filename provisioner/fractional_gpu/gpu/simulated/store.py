@@ -107,12 +107,14 @@ class Store:
             if hasattr(self, "_db"):
                 self._db.close()
             raise SimulatedHostError(
-                f"the simulated GPU host in {self.directory} cannot be opened ({error}): it must be yours and writable; {_AFRESH}"
+                f"the simulated GPU host in {self.directory} cannot be opened ({error}): you must own it and be able to write to it; "
+                f"{_AFRESH}"
             ) from error
         if found and found[0][0] != str(VERSION):
             self._db.close()
             raise SimulatedHostError(
-                f"the simulated GPU host in {self.directory} is of version {found[0][0]}, this program speaks {VERSION}: {_AFRESH}"
+                f"the simulated GPU host in {self.directory} has version {found[0][0]}, but this program needs version {VERSION}: "
+                f"{_AFRESH}"
             )
 
     @contextmanager
@@ -157,7 +159,7 @@ class Store:
             if name in (device.device_id, str(device.index)):
                 return device
         known = ", ".join(device.device_id for device in devices)
-        raise NoSuchDeviceError(f"there is no simulated device {name!r} in {self.directory}; there are: {known}")
+        raise NoSuchDeviceError(f"there is no simulated device {name!r} in {self.directory}; known devices: {known}")
 
     def home_namespace(self) -> str:
         if self._home is None:
@@ -173,9 +175,7 @@ class Store:
         """Change settings for every process, from the next operation on. Raises SimulatedHostError."""
         current = asdict(self.settings())
         if unknown := sorted(set(changes) - set(current)):
-            raise SimulatedHostError(
-                f"there is no setting {', '.join(unknown)}; there are {', '.join(sorted(current))}"
-            )
+            raise SimulatedHostError(f"there is no setting {', '.join(unknown)}; allowed: {', '.join(sorted(current))}")
         settings = Settings(**{**current, **changes})
         with self.transaction() as db:
             db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", (json.dumps(asdict(settings)),))
@@ -201,7 +201,7 @@ class Store:
     def process_folder(self, key: str) -> Path:
         if not _KEY.fullmatch(key):  # all users can write a shared host's database: allow no path outside the host
             raise SimulatedHostError(
-                f"the books of {self.directory} name a process {key[:80]!r}, which cannot be: {_AFRESH}"
+                f"the database in {self.directory} has an invalid process key, {key[:80]!r}: {_AFRESH}"
             )
         return self.memory / key
 
