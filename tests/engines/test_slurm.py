@@ -319,8 +319,9 @@ def test_kernels_of_any_program_have_the_share_in_an_environment_with_the_packag
     job = slurm.sbatch(script, HALF, "-w", "n1", "--mem=900")
     slurm.await_end(job)
     assert slurm.output(job).endswith("all ran\n"), slurm.output(job)
-    assert "1/2 GPU for the kernels of environments that have jupyter-fractional-gpu; kernels of other" in slurm.output(
-        job
+    assert (
+        "1/2 GPU for the kernels of environments that have jupyter-fractional-gpu; other kernels and programs see no GPU"
+        in slurm.output(job)
     )
     assert (tmp_path / "out").read_text() == f"{ours} " * len(PROGRAMS)
 

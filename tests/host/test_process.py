@@ -182,7 +182,7 @@ def test_a_leader_that_left_its_threads_behind_is_not_dead(state: bytes, threads
     ],
 )
 def test_a_bad_identity_is_refused_by_field(change: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=f"needs {named}"):
+    with pytest.raises(ValueError, match=f"{named} of a process identity must be"):
         ProcessIdentity.from_dict({"boot_id": "b", "pid": 1, "start_time": 2} | change)
 
 

@@ -295,7 +295,7 @@ ROWS: dict[str, list[Row]] = {
         (lambda m: m.nvidia("persistence", persistence=0), (WARNING, "nvidia-smi -i 0 -pm 1")),
         *((lambda m, mode=mode: m.nvidia("compute-mode", FakeGPU(compute_mode=mode)), (ERROR, words, "-> "))
             for mode, words in ((1, "one thread"), (2, "no process"), (3, "one process"))),
-        (lambda m: m.nvidia("device", DIVIDED), (WARNING, "MIG 1g.10gb", "MIG instance, on which the driver cannot checkpoint")),
+        (lambda m: m.nvidia("device", DIVIDED), (WARNING, "MIG 1g.10gb", "MIG instance, which the driver cannot checkpoint")),
         (lambda m: m.process(70, "nvidia-cuda-mps-server").process(60, "nvidia-cuda-mps-control").process(50, "nvidia-smi").nvidia("mps"),
             (WARNING, "(process 60)", "echo quit | nvidia-cuda-mps-control")),
         (lambda m: m.nodes(256 * GIB, 0, 1), (NOTE, "device 0 is near to memory node 0 of 2, which has 256 GiB"),

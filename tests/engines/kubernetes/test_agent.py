@@ -146,7 +146,7 @@ def test_an_agent_lives_with_its_pods_and_ends_in_order(
     ("more", "sentence"),
     [
         (("--pool", "default=jgpu"), "give only the pool's name; its count is fractional-gpu.jupyter.org/POOL"),
-        (("--kubeconfig", "/nowhere/config"), "cannot be reached by /nowhere/config"),
+        (("--kubeconfig", "/nowhere/config"), "with /nowhere/config"),
     ],
 )
 def test_what_the_agent_cannot_use_is_one_line(
