@@ -113,7 +113,7 @@ def test_a_process_without_a_device_is_told_why(
 def test_contents_that_the_machine_cannot_hold_are_refused_at_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     large = host.create(tmp_path_factory.mktemp("large") / "host", "1x16TiB")
     with Kernel(large) as kernel:
-        with pytest.raises(KernelError, match=r"this machine cannot hold.*smaller --simulate") as caught:
+        with pytest.raises(KernelError, match=r"this machine has too little memory for.*smaller --simulate") as caught:
             kernel.run("cuda.allocate(8 << 40)")
         assert caught.value.name == "SimulatedOutOfMemory"
         assert kernel.run("cuda.memory_info()[0]") == (16 << 40) - 32 * MIB
