@@ -421,7 +421,7 @@ def test_below_a_preempted_cell_stands_where_the_gpu_is_until_it_is_back(
 ) -> None:
     with preempted_cell(kernel, broker, folder / "fifo") as running:
         broker.stream("acquire", 2).waiting("its memory is being brought back", position=None)
-        kernel.until_shown(running, "gets it back: its memory is being brought back")
+        kernel.until_shown(running, "will get it back: its memory is being brought back")
         broker.stream("gate").command(GateVerb.OPEN)
         kernel.until_published(running, is_blank)
         broker.wait_for(lambda: "acquire" in broker.hung_up)
