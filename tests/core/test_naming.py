@@ -79,7 +79,7 @@ def test_a_wait_that_its_user_ends_is_told_and_one_whose_time_is_over_is_not() -
     for interrupted in (False, True):
         hand.want("b")
         effects = hand.send(Unwanted(at_ms=hand.now, lease_id="b", interrupted=interrupted))
-        assert ("gave up its wait (interrupted)" in told(effects, "b")) is interrupted
+        assert ("stopped waiting (interrupted)" in told(effects, "b")) is interrupted
     effects = hand.send(Unwanted(at_ms=hand.now, lease_id="b", interrupted=True))
     assert told(effects, "b") == [], "it did not wait any more"
 

@@ -39,7 +39,7 @@ def test_the_table_allows_every_move_that_the_design_knows() -> None:
     ids=str,
 )
 def test_a_move_that_is_not_in_the_table_is_an_error(old: LeaseState, cause: Cause) -> None:
-    with pytest.raises(IllegalTransitionError, match=f"a lease that is {old} cannot move because of"):
+    with pytest.raises(IllegalTransitionError, match=f"a lease that is {old} cannot change state because of"):
         next_state(old, cause)
 
 

@@ -113,7 +113,7 @@ def test_an_interrupt_ends_a_waiting_cell_within_a_second_and_withdraws_its_tick
     assert world.lease(second.kernel_id).position == 1
     assert interrupted_after_s(second, messages) < PROMPT_S
     assert without_ticket(world, second).state == "suspended"
-    assert "gave up its wait (interrupted)" in second.must("%gpu explain").data[0]["text/plain"]
+    assert "stopped waiting (interrupted)" in second.must("%gpu explain").data[0]["text/plain"]
     assert second.must("%%cpu\nprint(6 * 7)").text == "42\n"  # usable at once, without the GPU
     holder.let_go()
     assert second.must(CHECK).text == "intact\n"

@@ -71,7 +71,7 @@ def test_a_deadline_too_short_for_both_saves_the_one_that_worked_and_tells_the_o
     began_s = time.monotonic()
     assert drained.returncode == 0, drained.stderr
     assert "goes away in" in drained.stdout
-    assert "Save to disk now what must not be lost" in _told(fresh, cell)
+    assert "Save to disk now what you need" in _told(fresh, cell)
     left = slow.lease(fresh.kernel_id)
     assert 0 < (left.goes_away_in_ms or 0) <= deadline_ms
     assert "is expected to take" in left.lease.lost_because

@@ -49,7 +49,7 @@ STATUSES: dict[str, LeaseStatus] = {
     "its GPU goes away, and it cannot be saved": changed(
         LEASE,
         goes_away_in_ms=29_500,
-        lost_because="saving 512 MiB is expected to take 40 s, and the time is needed for what is worth more, or is too short",
+        lost_because="saving 512 MiB is expected to take 40 s, and there is too little time, or more valuable kernels need it",
         neighbours=[],
     ),
     "its host goes away": changed(LEASE, host_goes_away_in_ms=30_000, neighbours=[]),

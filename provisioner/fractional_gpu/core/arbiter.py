@@ -1,11 +1,11 @@
 """The arbiter decides which lease holds which GPU: events in, effects out.
 
-`handle` is the one mutator. It updates the books by the event (`lifecycle`) and then serves the waiting leases (`scheduler`). It has no
-clock (time arrives on the event), does no I/O, and counts in integers; the same events give the same effects, bit for bit.
+Only `handle` changes state. It applies the event to the books (`lifecycle`), then serves the waiting leases (`scheduler`). It has no
+clock (each event carries its time), does no I/O, and uses only integers, so the same events always give the same effects.
 
-Operations (suspend, resume) take time. They are effects with an operation id and the lease's generation, and come back as events with the
-same two; an outdated result frees its swap channel, and nothing more. Events about leases that do not exist (any more) are ignored, because
-the driver's view is always a little out of date. An event that cannot be true raises ValueError before anything changes.
+Operations (suspend, resume) take time. Each starts as an effect with an operation id and the lease's generation, and its result is an event
+with the same two. An outdated result only frees its swap channel. Events about unknown or ended leases are ignored, because the driver's
+view is always slightly out of date. An impossible event raises ValueError before anything changes.
 """
 
 from collections import Counter
@@ -83,7 +83,7 @@ _WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
 
 class Arbiter:
-    """See the module. `check` asserts law 1 for granted devices; `forecasts` are those of an earlier arbiter."""
+    """The state machine described above. `check` asserts law 1 on granted devices; `forecasts` come from an earlier arbiter."""
 
     def __init__(
         self,
@@ -232,11 +232,11 @@ class Arbiter:
             case PriorityChanged():
                 set_priority(self._changes, lease, event.priority, event.sentence)
             case SeatEnded():
-                end_pin(self._changes, lease, "the seat of its server has ended, and its pin with it")
+                end_pin(self._changes, lease, "the seat of its server has ended, so its pin has ended too")
                 revoke(self._changes, lease, event.since_ms)
             case SeatRenewed():
                 reinstate(self._changes, lease, event.seat)
-                if lease.state is LeaseState.RESIDENT:  # its seat's end withdrew what it waited for
+                if lease.state is LeaseState.RESIDENT:  # the end of its seat withdrew its claim to grow
                     self._scheduler.resizer.claim_missing(lease)
             case Checkpointable():
                 does.checkpointable(lease, event.why_not)
@@ -264,7 +264,7 @@ class Arbiter:
         return view
 
     def holding(self, lease_id: str) -> Holding | None:
-        """Return what the meter counts of a lease from now on, or None."""
+        """Return what the meter charges the lease for from now on, or None if it is unknown."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else _holding(lease)
 

@@ -34,7 +34,7 @@ from fractional_gpu.core.units import format_duration, format_memory
 
 _FEW, _ONE_OF = 64, 32  # with more tickets than `_FEW`, one in `_ONE_OF` has its forecast compared with what happens
 _NOT_ON_DEVICE = (LeaseState.UNATTACHED, LeaseState.NO_CONTEXT, LeaseState.SUSPENDED, LeaseState.ENDED)
-_AT_ONCE_MS = 100  # a shorter wait is called none
+_AT_ONCE_MS = 100  # a shorter wait is reported as "at once"
 _FIRST = 1 << 60  # far before any place in the queue
 
 
@@ -46,7 +46,7 @@ class Changes:
         self.forecast_recorder = ForecastRecorder(self.books, self.books.forecasts, parallel_swaps=parallel_swaps)
         self.effects: list[Effect] = []
         self.operations: dict[int, Operation] = {}
-        self.granted_devices: set[str] = set()  # devices that room was given on
+        self.granted_devices: set[str] = set()  # devices where an event granted room
         self.requeued: set[str] = set()  # pools whose queue changed
         self._next_operation = 1
         self._next_order = 1
@@ -160,7 +160,7 @@ class Changes:
         self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
-        """Keep all that a lease in doubt may hold, and ask the driver what is true."""
+        """Keep everything that a lease in an unknown state may hold, and ask the driver for its real state."""
         lease.target_ids = ()
         self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
@@ -245,7 +245,9 @@ class Changes:
         waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
         lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
         own_mib = lease.unreserved_mib
-        for device in [self.books.devices[one] for one in lease.bound_ids]:  # it is no stranger any more
+        for device in [
+            self.books.devices[one] for one in lease.bound_ids
+        ]:  # its memory no longer counts as a stranger's
             self.books.set_strangers(device, device.stranger_mib - own_mib)
         lease.unreserved_mib = 0
         self.books.set_reservation(lease, device_ids, lease.need_mib)
@@ -353,7 +355,7 @@ class Changes:
             del self.operations[reported.operation_id]
         lease = self.books.leases.get(reported.lease_id)
         if not known or lease is None or operation is None or lease.operation is not operation:
-            sentence = f"the answer to {reported.kind} {reported.operation_id} came too late and changes nothing"
+            sentence = f"the answer to {reported.kind} {reported.operation_id} came too late and was ignored"
             self.record(reported.lease_id, "answer.stale", sentence)
             return None
         lease.operation = None

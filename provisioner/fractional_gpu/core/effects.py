@@ -100,7 +100,7 @@ class Resume(DeviceEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapBreached(LeaseEffect):
-    """The lease uses more than its cap: inform the kernel; with `Breach.KILL` end those of its processes that use the device."""
+    """The lease uses more than its cap: inform the kernel; with `Breach.KILL`, end its processes that use the device."""
 
     action: Breach
     sentence: str
@@ -131,7 +131,7 @@ class SuspendAnnounced(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserNotice(LeaseEffect):
-    """Tell the lease's user something at once, in the notebook: its device goes away, or does not after all. It is in its story, too."""
+    """Tell the lease's user something at once, in the notebook: its device goes away, or no longer does. The story has it, too."""
 
     reason: str
     sentence: str
@@ -139,14 +139,14 @@ class UserNotice(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAgain(LeaseEffect):
-    """The lease is quarantined: find out the truth and answer with `TruthFound` when it is known."""
+    """The lease is quarantined: find out its real state and answer with `TruthFound`."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndProcesses(LeaseEffect):
-    """The time of a revoked lease is over: end its processes. Repeated while they live; the lease ends with them."""
+    """A revoked lease has run out of time: end its processes. Repeated until they have ended; the lease ends with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ class Recorded(LeaseEffect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketsChanged(Effect):
-    """The queue of a pool changed (order, reasons or expected waits): waiting cells may want to redraw."""
+    """The queue of a pool changed (order, reasons or expected waits): waiting cells may redraw."""
 
     pool: str
 

@@ -1,4 +1,4 @@
-"""What can happen, as data. `at_ms` is the time of the event; the arbiter has no other clock.
+"""The arbiter's inputs, as data. `at_ms` is the time of the event; the arbiter has no other clock.
 
 The arbiter's time never goes back: an earlier `at_ms` than the last one counts as the last one. Event logs hold the names of events and
 their fields, so these names are a format.
@@ -18,7 +18,7 @@ class Event:
 
     @property
     def lease_ids(self) -> tuple[str, ...]:
-        """The leases that it is about."""
+        """The leases that the event is about."""
         return ()
 
 
@@ -35,7 +35,7 @@ class LeaseEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSeen(Event):
-    """A device is there (also again after it was lost) and strangers hold `stranger_mib` of it."""
+    """A device is available, perhaps again after it was lost; processes without a lease use `stranger_mib` of it."""
 
     device: DeviceSpec
     stranger_mib: int = 0
@@ -43,7 +43,7 @@ class DeviceSeen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLost(Event):
-    """A device fell off the bus or answers nothing: it admits no lease until it is seen again."""
+    """A device fell off the bus or is not responding: it admits no lease until it is seen again."""
 
     device_id: str
 
@@ -53,7 +53,7 @@ class DeviceDrained(Event):
     """An administrator drains a device: it admits no lease, and leases on it are suspended; with `evict_busy` busy ones too.
 
     `deadline_ms`: the device goes away then (`revoke`). What can be saved before is saved, in the middle of a cell if need be, and the
-    users of the rest are told (`UserNotice`). From the deadline on it is drained like any other. Sent again, it replaces what was said.
+    users of the rest are told (`UserNotice`). After the deadline it is drained like any other. A later event replaces this one.
     """
 
     device_id: str
@@ -63,7 +63,7 @@ class DeviceDrained(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUndrained(Event):
-    """The device takes part again; it does not go away."""
+    """The device admits leases again, and no longer goes away."""
 
     device_id: str
 
@@ -77,7 +77,7 @@ class PoolConfigured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemorySeen(Event):
-    """Host memory that suspended state may take in all, MiB, the saved included. Beyond it leases come back early until it fits."""
+    """Total host memory for suspended state, MiB, including what is already saved. If more is saved, leases resume early until it fits."""
 
     budget_mib: int
 
@@ -92,7 +92,7 @@ class LeaseRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecovered(Event):
-    """What a starting broker found to be true of a lease of its ledger. Never refused: the truth may over-commit a device."""
+    """The real state of a lease from the ledger, as a starting broker found it. Never refused, even if it over-commits a device."""
 
     spec: LeaseSpec
     state: LeaseState  # unattached, unarmed, resident, suspended or quarantined
@@ -102,14 +102,14 @@ class LeaseRecovered(Event):
     busy: bool = False
     device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first; empty: only that one
     pinned_until_ms: int = 0
-    sentence: str = ""  # for people, where there is more to say than the state
+    sentence: str = ""  # for people, if the state alone does not say enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached(LeaseEvent):
-    """A live process stands behind the lease (unattached -> unarmed, or resident if it holds a reservation already).
+    """The lease has a live process (unattached -> unarmed, or resident if it holds a reservation already).
 
-    A lease whose last kernel left processes behind stays as it is, and is the new kernel's.
+    If the last kernel left processes behind, the lease keeps its state and belongs to the new kernel.
     """
 
     gated: bool
@@ -117,15 +117,15 @@ class Attached(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExited(LeaseEvent):
-    """The kernel process is gone: whatever the lease held is free at once; the lease becomes unattached."""
+    """The kernel process has ended: everything the lease held is freed, and the lease becomes unattached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftBehind(LeaseEvent):
     """The kernel process is gone, but processes that it started still have device memory, on a device or saved on the host.
 
-    The lease keeps its reservation and counts as busy until `ProcessExited` or `LeaseReleased` says that they are gone, or `Attached`
-    that a new kernel process stands behind the lease. A saved one gets a ticket. `what`: the processes, for people. Sent again when
+    The lease keeps its reservation and counts as busy until `ProcessExited` or `LeaseReleased` reports that they are gone, or `Attached`
+    that the lease has a new kernel process. A saved one gets a ticket. `what`: the processes, for people. Sent again when
     they change. A lease without a device or saved memory ignores it.
     """
 
@@ -141,7 +141,7 @@ class LeaseReleased(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatEnded(LeaseEvent):
-    """The seat that the lease draws on has ended, at `since_ms`: the lease is revoked. A second one is ignored.
+    """The lease's seat ended at `since_ms`: the lease is revoked. A second event is ignored.
 
     A lease without a process ends at once. Any other is suspended as soon as possible, in the middle of a cell, too, has no ticket from
     then on, and ends with its process. It is not resident again before `SeatRenewed`. `EndProcesses` follows `revoked_ttl_ms` of its
@@ -153,16 +153,16 @@ class SeatEnded(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatRenewed(LeaseEvent):
-    """A revoked lease draws on this seat from now on: it is like any other lease again. Ignored for a lease that is not revoked."""
+    """A revoked lease gets a new seat and is like any other lease again. Ignored for a lease that is not revoked."""
 
     seat: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriorityChanged(LeaseEvent):
-    """The lease has another priority from now on, because a budget is used up or has something left again. Its place by age stays."""
+    """The lease's priority changes because its budget is used up or available again. It keeps its place by age."""
 
-    priority: int | None  # None: its own one again
+    priority: int | None  # None: back to its own
     sentence: str  # why, for its story
 
 
@@ -177,7 +177,7 @@ class Wanted(LeaseEvent):
 class Unwanted(LeaseEvent):
     """No cell waits any more (interrupt, client gone): the ticket is withdrawn; a resume under way is completed."""
 
-    interrupted: bool = False  # before it got the GPU or an answer
+    interrupted: bool = False  # its wait was interrupted before it got the GPU or an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasesMeasured(Event):
-    """What one sample found of the leases, each at most once. The queue is served once, after all of it."""
+    """One sample of the leases, each at most once. The queue is served once, after all measurements."""
 
     measurements: tuple[Measurement, ...]
 
@@ -231,7 +231,7 @@ class Shrunk(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointable(LeaseEvent):
-    """Whether the lease's process can be checkpointed: a sentence why not, for as long as it lives, or nothing."""
+    """Whether the lease's process can be checkpointed. `why_not`: why it never can be, a sentence; empty: it can."""
 
     why_not: str = ""
 
@@ -252,9 +252,9 @@ class SuspendRequested(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRequested(LeaseEvent):
-    """An administrator has an idle, resident lease go to another device of its pool, now: to this one, or to any (None).
+    """An administrator moves an idle, resident lease to another device of its pool now: to this one, or to any (None).
 
-    Answered by `Suspend`, whose lease comes back on its target by itself, or by `Declined` about `move`. It ends a pin.
+    Answered by `Suspend`, after which the lease resumes on its target automatically, or by `Declined` about `move`. It ends a pin.
     """
 
     device_id: str | None = None
@@ -264,8 +264,8 @@ class MoveRequested(LeaseEvent):
 class ResizeRequested(LeaseEvent):
     """Another size for a lease that exists. Answered by `Resized`, at once or when there is room, or by `Declined`.
 
-    A resident lease that grows keeps what it has until there is room next to it; idle neighbours step aside for it. An idle one that
-    may move goes where there is room. A newer request replaces an older one that still waits.
+    A growing resident lease keeps its reservation until its device has room for more; idle neighbours are suspended for it. An idle lease
+    that may move goes where there is room. A new request replaces an older one that still waits.
     """
 
     fraction_milli: int
@@ -275,14 +275,14 @@ class ResizeRequested(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinRequested(LeaseEvent):
-    """Keep the lease resident for `duration_ms` from now. Answered by `Pinned` or `Declined`. Replaces the pin there was."""
+    """Keep the lease resident for `duration_ms` from now. Answered by `Pinned` or `Declined`. Replaces an earlier pin."""
 
     duration_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpinRequested(LeaseEvent):
-    """`by` ends the pin; what is left of it goes back to its owner's budget."""
+    """`by` ends the pin; the unused time returns to the owner's budget."""
 
     by: str = "its user"
 
@@ -334,7 +334,7 @@ class ResumeFinished(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthFound(LeaseEvent):
-    """The answer to `LookAgain`: what a quarantined lease really is. Quarantined with a sentence: the driver failed."""
+    """The answer to `LookAgain`: a quarantined lease's real state. Quarantined with a sentence: the driver failed."""
 
     generation: int
     state: LeaseState

@@ -1,8 +1,8 @@
-"""What is done for a suspended lease before a cell asks for it: signs of cells, early resumes, relief of host memory.
+"""Brings suspended leases back before a cell asks: signs of cells, early resumes, relief of host memory.
 
 **Expectations.** Front ends and the kernel send signs that a cell is near; the lease's own rhythm is another. If a cell comes in time, all
-signs of the lease were right, otherwise wrong. This is learnt for each lease and kind of sign. A lease whose user asked for its suspend
-waits for a cell; signs do not bring it back.
+its signs were right, otherwise wrong. The arbiter learns this for each lease and kind of sign. Signs do not bring back a lease that its
+user suspended; only a cell does.
 
 **Early resumes** take only what tickets leave: one begins while no ticket waits in the pool and a swap channel is free, if it should take
 no longer than `foresight_swap_ms`. A lease that came back early leaves for a ticket at once. Without free room, in a pool that displaces,
@@ -46,7 +46,7 @@ class Expectations:
         self._books = changes.books
 
     def seen(self, lease: Lease, sign: Sign, until_ms: int, confidence_milli: int) -> None:
-        """Take a sign."""
+        """Record a sign that a cell is near."""
         books, now_ms = self._books, self._changes.now_ms
         until_ms = min(until_ms, now_ms + LONGEST_MS)
         if until_ms <= now_ms or not self._may_expect(lease):
@@ -56,7 +56,7 @@ class Expectations:
             known = lease.expectation = Expectation(until_ms=until_ms, best=sign)
         known.until_ms = max(known.until_ms, until_ms)
         known.signs[sign] = max(0, min(1000, confidence_milli))
-        # By the best of its signs, none trusted beyond what it has shown.
+        # The best sign decides. Each counts at most as much as it was right before.
         forecasts = books.forecasts
         milli = {one: min(sure, forecasts.sign_milli(lease.lease_id, one)) for one, sure in known.signs.items()}
         known.best = max(milli, key=lambda one: milli[one])
@@ -70,7 +70,7 @@ class Expectations:
         return self._books.policy(lease).foresight is not Foresight.OFF
 
     def came_true(self, lease: Lease) -> None:
-        """Note that a cell of the lease came or asks to run: no swap for it was in vain."""
+        """Note that a cell of the lease came or asks to run: early swaps for it were useful."""
         if lease.came_early:
             lease.came_early = False
             for device in self._books.devices.values():
@@ -219,7 +219,7 @@ def _resume_ms(books: Books, lease: Lease) -> int:
 
 
 def _may_stake(books: Books, device_id: str, lease: Lease, victims: tuple[Lease, ...]) -> bool:
-    """Return whether the swaps for the lease stay within the device's limit on moves in vain."""
+    """Return whether the swaps for the lease stay within the device's limit on wasted swaps."""
     device, from_ms = books.devices[device_id], books.now_ms - _HOUR_MS
     while device.stakes and device.stakes[0].at_ms <= from_ms:
         del device.stakes[0]

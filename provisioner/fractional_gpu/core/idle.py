@@ -1,4 +1,4 @@
-"""When an idle lease is suspended though no ticket needs its room.
+"""When an idle lease is suspended even though no ticket needs its room.
 
 A pool says after how long (`idle_after_ms`), or that the arbiter decides (`idle_auto`). In that case a lease leaves as soon as holding its
 room has cost as much as coming back will cost. This is the ski-rental problem: whenever the next cell comes, both together are at most
@@ -7,7 +7,7 @@ twice what the better choice would have cost.
 - Coming back costs the time of its resume.
 - Holding costs the time that other cells lose, as learnt (`HoldCosts`): how long tickets waited for idle leases to be saved, spread over
   the memory that idle leases of the pool held in the meantime. It counts `_LOST_COUNTS` times.
-- A pool may also name a price for holding a device (`hold_price`), besides that of waiting (`wait_price`).
+- A pool may also name a price for holding a device (`hold_price`), in addition to the price of waiting (`wait_price`).
 
 While holding costs nothing, no lease leaves: a ticket that needs the room takes it anyway. Saved leases take host memory, which tickets may
 need for others, so no lease leaves this way if more than half of host memory would be in use.
@@ -32,7 +32,7 @@ _LOST_COUNTS = 10
 
 
 def idle_due_ms(books: Books, lease: Lease) -> int | None:
-    """Return when to suspend an idle lease though no ticket needs its room; None if never or if it cannot be saved."""
+    """Return when to suspend an idle lease that no ticket displaces; None if never or if it cannot be saved."""
     if lease.busy or lease.gate.ticket is not None or lease.state is not LeaseState.RESIDENT:
         return None
     pool = books.policy(lease)

@@ -1,4 +1,4 @@
-"""What is always true of the books (the laws that hold at any moment), recomputed from scratch."""
+"""Checks the invariants of the books by recomputing them from scratch."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ def check_devices(books: Books, device_ids: set[str]) -> None:
     for device_id in device_ids:
         device = books.devices[device_id]
         if device.free_mib < 0:
-            raise InvariantError(f"device {device_id} was given away beyond its memory: {device}")
+            raise InvariantError(f"device {device_id} is over-committed: {device}")
 
 
 def validate(books: Books, operations: dict[int, Operation]) -> None:

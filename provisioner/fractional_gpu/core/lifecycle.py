@@ -172,7 +172,7 @@ class Lifecycle:
         """Note that a process stands behind the lease."""
         if lease.left_behind:
             lease.left_behind, lease.last_active_ms = "", self._changes.now_ms
-            self._changes.record(lease.lease_id, "attached", "a new kernel runs beside what the last one left behind")
+            self._changes.record(lease.lease_id, "attached", "a new kernel runs next to what the last one left behind")
             if lease.state is LeaseState.RESIDENT:
                 self._books.set_gate(lease, closed=False)
                 self._changes.emit_granted(lease)
@@ -202,7 +202,7 @@ class Lifecycle:
             return
         begins, lease.left_behind = not lease.left_behind, what
         if begins:
-            end_pin(changes, lease, "the kernel process ended, and its pin with it")
+            end_pin(changes, lease, "the kernel process ended, so its pin has ended too")
             if lease.busy:
                 changes.forecast_recorder.busy_changed(lease, busy=False)
             changes.forget_expectation(lease)
@@ -221,7 +221,7 @@ class Lifecycle:
         """Free what the lease holds: its process is gone."""
         if lease.state is LeaseState.UNATTACHED:
             return
-        end_pin(self._changes, lease, "the kernel process ended, and its pin with it")
+        end_pin(self._changes, lease, "the kernel process ended, so its pin has ended too")
         if lease.busy and not lease.left_behind:
             self._changes.forecast_recorder.busy_changed(lease, busy=False)
         if lease.revoked:  # no server exists that could start another kernel for it
@@ -267,7 +267,7 @@ class Lifecycle:
         self._books.set_let_in(lease, let_in=False)
         self._books.parked.pop(lease.lease_id, None)
         if interrupted and (ticket or lease.gate.ticket):
-            self._changes.record(lease.lease_id, "wait.given-up", "gave up its wait (interrupted)")
+            self._changes.record(lease.lease_id, "wait.given-up", "stopped waiting (interrupted)")
         if lease.gate.ticket is not None:
             self._books.set_gate(lease, closed=True)
             return

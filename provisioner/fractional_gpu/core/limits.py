@@ -44,13 +44,13 @@ def _bad_size(spec: LeaseSpec) -> Reason | None:
     if spec.devices < 1 or (spec.devices > 1 and spec.fraction_milli != 1000):
         return Reason(
             "bad-size",
-            f"{spec.devices} devices with a fraction of {format_fraction(max(1, spec.fraction_milli))} were asked; "
+            f"{spec.devices} devices with a fraction of {format_fraction(max(1, spec.fraction_milli))} were requested; "
             "allowed: 1 or more, and several only as whole ones (fraction 1)",
         )
     if not 1 <= spec.fraction_milli <= 1000 or spec.reserve_mib < 1 or request_mib < 0:
         return Reason(
             "bad-size",
-            f"a fraction of {spec.fraction_milli} thousandths with {spec.reserve_mib} MiB was asked; "
+            f"a fraction of {spec.fraction_milli} thousandths with {spec.reserve_mib} MiB was requested; "
             "allowed: 1 to 1000 thousandths, and 1 MiB or more",
         )
     return None
@@ -65,7 +65,7 @@ def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None
         offered = ", ".join(format_fraction(milli) for milli in pool.fractions_milli)
         return Reason(
             "fraction-not-offered",
-            f"a fraction of {format_fraction(spec.fraction_milli)} was asked, but pool {pool.name!r} offers {offered}; "
+            f"a fraction of {format_fraction(spec.fraction_milli)} was requested, but pool {pool.name!r} offers {offered}; "
             "ask for one of these",
         )
     devices = [books.devices[one].spec for one in allowed_of(pool, spec) if one in books.devices]
@@ -73,20 +73,21 @@ def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None
     if spec.reserve_mib > largest_mib:
         return Reason(
             "larger-than-device",
-            f"{format_memory(spec.reserve_mib)} were asked, but the largest device of pool {pool.name!r} can give "
+            f"{format_memory(spec.reserve_mib)} were requested, but the largest device of pool {pool.name!r} can give "
             f"{format_memory(largest_mib)}; ask for that or less",
         )
     if spec.devices > pool.max_devices:
         return Reason(
             "too-many-devices",
-            f"{spec.devices} devices were asked, pool {pool.name!r} gives one kernel at most {pool.max_devices}; ask for that or less",
+            f"{spec.devices} devices were requested, but pool {pool.name!r} gives a kernel at most {pool.max_devices}; "
+            "ask for that or less",
         )
     kinds = [device.name for device in devices if device.leasable_mib >= spec.reserve_mib]
     most = max(map(kinds.count, kinds), default=0)
     if spec.devices > most:
         return Reason(
             "too-many-devices",
-            f"{spec.devices} devices were asked, but pool {pool.name!r} has {most} devices of one kind with "
+            f"{spec.devices} devices were requested, but pool {pool.name!r} has {most} devices of one kind with "
             f"{format_memory(spec.reserve_mib)} each; ask for that many or less",
         )
     return None
@@ -121,7 +122,7 @@ def _limit_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec, instead_of: Le
         if limits.milli is not None and had + asked > limits.milli and asked > before:
             return Reason(
                 f"{who}-limit",
-                f"{format_gpus(asked)} was asked, but {name} has {format_gpus(had)} of at most {format_gpus(limits.milli)} "
+                f"{format_gpus(asked)} was requested, but {name} has {format_gpus(had)} of at most {format_gpus(limits.milli)} "
                 f"in pool {pool.name!r}: shut a kernel down, or ask for a smaller fraction",
             )
     return None
@@ -139,7 +140,7 @@ def _oversubscription_refusal(
     if promised + asked <= limit:
         return None
     sentence = (
-        f"{format_memory(asked)} were asked, but pool {pool.name!r} has promised {format_memory(promised)} of the "
+        f"{format_memory(asked)} were requested, but pool {pool.name!r} has promised {format_memory(promised)} of the "
         f"{format_memory(limit)} it may promise"
     )
     remedy = "shut a kernel down, or ask for a smaller fraction"
@@ -159,8 +160,8 @@ def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason
     if len(there) >= pool.unattached_leases:
         return Reason(
             UNATTACHED_LIMIT,
-            f"one more kernel was asked, but {spec.owner!r} has {plural(len(there), 'lease')} in pool {pool.name!r} whose kernels have not "
-            f"started, of at most {pool.unattached_leases}; {remedy}",
+            f"one more kernel was requested, but {spec.owner!r} has {plural(len(there), 'lease')} in pool {pool.name!r} whose kernels "
+            f"have not started, of at most {pool.unattached_leases}; {remedy}",
         )
     if pool.oversubscription_milli is None or not there:
         return None
@@ -170,8 +171,8 @@ def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason
         return None
     return Reason(
         UNATTACHED_LIMIT,
-        f"{format_memory(asked_mib)} were asked, but {spec.owner!r} was promised {format_memory(promised_mib)} of pool {pool.name!r} for "
-        f"kernels that have not started, of at most {format_memory(most_mib)}; {remedy}",
+        f"{format_memory(asked_mib)} were requested, but {spec.owner!r} was promised {format_memory(promised_mib)} of pool {pool.name!r} "
+        f"for kernels that have not started, of at most {format_memory(most_mib)}; {remedy}",
     )
 
 
@@ -294,11 +295,13 @@ def _pin_refusal(changes: Changes, lease: Lease, duration_ms: int) -> Reason | N
     if lease.state is LeaseState.UNATTACHED or lease.left_behind:
         return Reason("not-alive", "the kernel has no process: start it, then pin it")
     if duration_ms < 1:
-        return Reason("pin-too-short", "a pin of no time was asked: ask for a second or more")
+        return Reason("pin-too-short", "a pin must last a second or more")
     asked = format_duration(duration_ms)
     if duration_ms > pool.max_pin_ms:
         most = format_duration(pool.max_pin_ms)
-        sentence = f"a pin of {asked} was asked, pool {pool.name!r} allows {most} at a time: ask for that or less"
+        sentence = (
+            f"a pin of {asked} was requested, but pool {pool.name!r} allows {most} at a time: ask for that or less"
+        )
         if not pool.max_pin_ms:
             sentence = f"pool {pool.name!r} allows no pins (max_pin is 0): ask the administrator"
         return Reason("pin-too-long", sentence)
@@ -310,7 +313,7 @@ def _pin_refusal(changes: Changes, lease: Lease, duration_ms: int) -> Reason | N
     left, budget = format_duration(max(0, left_ms)), format_duration(pool.pin_budget_ms)
     return Reason(
         "pin-budget",
-        f"a pin of {asked} was asked, {left} are left of the {budget} that {account.name!r} may pin kernels in a day: "
+        f"a pin of {asked} was requested, but {left} are left of the {budget} that {account.name!r} may pin kernels in a day: "
         "ask for less, or unpin another kernel",
     )
 

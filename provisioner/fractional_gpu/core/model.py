@@ -36,7 +36,7 @@ class ReserveBy(StrEnum):
 
 
 class Sharing(StrEnum):
-    """How leases share a device. Only time-slicing goes together with checkpoints."""
+    """How leases share a device. Only time-sliced leases can be checkpointed."""
 
     TIME_SLICE = "time-slice"
     MPS = "mps"  # compute and memory are limited by the MPS server; leases stay resident
@@ -47,7 +47,7 @@ class Breach(StrEnum):
     """What a pool does with a lease that uses more than its cap."""
 
     WARN = "warn"
-    SUSPEND = "suspend"  # as soon as it is idle; it comes back where all that it really uses fits
+    SUSPEND = "suspend"  # as soon as it is idle; it resumes where all the memory it uses fits
     KILL = "kill"  # its processes that use the device
 
 
@@ -63,7 +63,7 @@ class Foresight(StrEnum):
 
     OFF = "off"
     FREE = "free"  # it comes back early where there is room
-    DISPLACE = "displace"  # and idle leases that are expected later make room for it
+    DISPLACE = "displace"  # also, idle leases that are expected later make room for it
 
 
 class Sign(StrEnum):
@@ -77,11 +77,11 @@ class Sign(StrEnum):
     INSPECTION = "inspection"  # a tooltip was asked for
     WIDGET = "widget"  # a widget sent a message
     RHYTHM = "rhythm"  # the kernel's own cells come at such intervals
-    OTHER = "other"  # another front end or program says so
+    OTHER = "other"  # any other front end or program sent it
 
 
 class AfterKernel(StrEnum):
-    """What becomes of a kernel's processes that outlive it and have device memory."""
+    """What happens to processes that outlive their kernel and have device memory."""
 
     KEEP = "keep"  # they continue and keep the kernel's room
     END = "end"  # they are asked to end, and killed after a grace
@@ -91,7 +91,7 @@ class Strangers(StrEnum):
     """What a pool does with processes that use its devices and belong to no lease."""
 
     SHOW = "show"
-    REFUSE = "refuse"  # they are ended, where the broker may
+    REFUSE = "refuse"  # the broker ends them if it may
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,7 +164,7 @@ def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Re
     )
     if not changes.channel_free or targets is None:
         return Reason(BUSY_CHANNEL, "another kernel is being moved or saved just now: try again in a moment")
-    begin_move(changes, lease, targets, "move.asked", "an administrator has it go to another device")
+    begin_move(changes, lease, targets, "move.asked", "an administrator is moving it to another device")
     return None
 
 
@@ -178,7 +178,7 @@ def _not_movable(changes: Changes, lease: Lease) -> Reason | None:
     if lease.busy:
         return Reason("busy", "a cell is running: interrupt it, or try again when it has ended")
     if lease.count > 1:
-        return Reason("several-devices", "the kernel has several devices, and only kernels on one are moved")
+        return Reason("several-devices", "the kernel has several devices, and only kernels on one device can be moved")
     here = changes.books.devices.get(lease.device_id or "")
     why_not = here.spec.why_no_move if here is not None else ""
     if not pool.may_move or why_not:
@@ -200,8 +200,8 @@ def _not_there(changes: Changes, lease: Lease, device_id: str) -> Reason:
             "not-allowed", "the kernel's job or pod was given other devices: choose one of those (`jupyter gpu seats`)"
         )
     if device.lost or device.draining:
-        return Reason("device-closed", "that device is being emptied, or answers nothing: choose another one")
-    return Reason("other-kind", "that device is of another kind, and saved state comes back on a like one only")
+        return Reason("device-closed", "that device is being drained or is not responding: choose another one")
+    return Reason("other-kind", "that device is of another kind, and saved state can only be restored on the same kind")
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def relieve_compute(changes: Changes) -> None:
         if best is None:
             return
         if best.victims:
-            sentence = "idle, and its device is to take a busy kernel whose neighbours slow it down"
+            sentence = "idle, and its device will take a busy kernel whose neighbours slow it down"
             changes.begin_suspend(best.victims[0], "suspend.compute", sentence, beneficiary=best.lease)
         else:
             percent = books.devices[best.lease.device_ids[0]].sums.demand_milli // 10
@@ -359,7 +359,7 @@ def empty_devices(changes: Changes) -> None:
                 continue
             move = _first_move(books, leases, device)
             if move is not None:
-                sentence = "idle; with it on a fuller device, its own becomes empty"
+                sentence = "idle; moving it to a fuller device empties its own"
                 begin_move(changes, move[0], (move[1],), "move.pack", sentence)
                 break
 

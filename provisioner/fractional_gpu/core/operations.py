@@ -237,7 +237,7 @@ class OperationResults:
         lease.preempted = False
         changes.change_state(lease, cause, reason, sentence)
         if claim is not None:
-            changes.report_size(lease, "resize.done", "its new size is there from its next resume on")
+            changes.report_size(lease, "resize.done", "it gets its new size at its next resume")
         if is_interrupted:
             why = "its cell had to make room and goes on when it is this kernel's turn again"
             changes.record_wait_reason(lease, Reason("wait.preempted", why))

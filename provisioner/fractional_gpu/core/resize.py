@@ -42,7 +42,7 @@ class Resizer:
         if refused is not None:
             self._changes.decline(lease, refused.code, refused.sentence, about="resize")
             return
-        self._withdraw_claim(lease, "another size was asked")
+        self._withdraw_claim(lease, "another size was requested")
         is_larger = self._target_mib(lease, spec) > lease.held_mib or spec.fraction_milli > lease.spec.fraction_milli
         if lease.held_mib and is_larger:
             self._claim(lease, spec)
@@ -64,7 +64,7 @@ class Resizer:
             return refused
         return Reason(
             "in-use",
-            f"{format_memory(spec.reserve_mib)} were asked, but the kernel uses {format_memory(used_mib)}: "
+            f"{format_memory(spec.reserve_mib)} were requested, but the kernel uses {format_memory(used_mib)}: "
             "free memory first (delete variables, empty the framework's cache), or ask for more",
         )
 
@@ -152,7 +152,7 @@ class Resizer:
             is_by_use = lease.ticket.resize_to is lease.spec
             self._changes.withdraw_ticket(lease)
             if not is_by_use:
-                self._changes.record(lease.lease_id, "resize.withdrawn", f"it waits no more to grow: {why}")
+                self._changes.record(lease.lease_id, "resize.withdrawn", f"it no longer waits to grow: {why}")
 
     def _apply(self, lease: Lease, spec: LeaseSpec) -> None:
         self._books.resize(lease, spec)

@@ -1,12 +1,12 @@
 """Which leases have to leave their devices: a device is drained or goes away, or the seat of a lease has ended.
 
-Pins and minimum residency do not protect from any of this. A lease that cannot be suspended (its process, its device, host memory) stays
-until it can be.
+Pins and minimum residency do not protect from any of this. A lease that cannot be suspended, because of its process, its device or host
+memory, stays until it can be.
 
 **A drained device.** Idle leases are suspended at once, busy ones when they become idle, or at once if the administrator says so.
 
-**A seat that has ended.** The hub server is gone, and its kernels still live. The lease still counts for its owner; the pool promises it
-nothing, and it has no ticket and no pin. It is suspended even in the middle of a cell, and does not come back before it draws on another
+**A seat that has ended.** The hub server is gone, and its kernels still live. The lease still counts for its owner, but has no
+guarantee, no ticket and no pin. It is suspended even in the middle of a cell, and does not come back before it draws on another
 seat. It ends with its process, which is ended after the pool's `revoked_ttl_ms`.
 
 **A device that goes away at a deadline** (`Salvage`, `plan_saving`). The arbiter saves the most valuable leases it can: idle ones at once,
@@ -29,7 +29,8 @@ from fractional_gpu.core.units import format_duration, format_forecast, format_m
 
 REVOKED: Final = Reason(
     "seat-ended",
-    "the seat of this kernel has ended: it uses no GPU before its user's server is started again with as large a share of the same pool",
+    "the seat of this kernel has ended: it cannot use a GPU until its user's "
+    "server is started again with at least as large a share of the same pool",
 )
 """Why a request about a revoked lease is declined."""
 
@@ -92,13 +93,13 @@ def revoke(changes: Changes, lease: Lease, since_ms: int) -> None:
 
 
 def reinstate(changes: Changes, lease: Lease, seat: str) -> None:
-    """Reinstate a lease that draws on another seat. A kernel that is busy without its device waits for its turn again."""
+    """Reinstate a lease that has a new seat. A kernel that is busy without its device waits for its turn again."""
     if not lease.revoked:
         return
     changes.books.reinstate(lease, replace(lease.spec, seat=seat))
     changes.record(lease.lease_id, "seat-renewed", "the next seat of its user's server has taken it over")
     changes.requeued.add(lease.spec.pool)
-    if lease.state is not LeaseState.RESIDENT and lease.busy:  # so is one with processes left behind
+    if lease.state is not LeaseState.RESIDENT and lease.busy:  # also one with processes left behind
         changes.file_ticket(lease, preempted=True)
 
 
@@ -131,9 +132,7 @@ def end_processes_if_due(changes: Changes, lease: Lease) -> None:
     if lease.ends_ms is None or lease.ends_ms > now_ms:
         return
     lease.ends_ms = now_ms + _END_AGAIN_MS
-    sentence = (
-        "its seat ended, and no other one has taken it over in the time that its pool allows: its processes are ended"
-    )
+    sentence = "its seat ended, and no new seat took it over in the time its pool allows: its processes are ended"
     changes.record(lease.lease_id, "seat-ended.over", sentence)
     changes.effects.append(EndProcesses(lease_id=lease.lease_id))
 
@@ -191,8 +190,8 @@ _LOST = "revocation.lost"
 _INTERRUPTED = "revocation.interrupts"
 
 _SAVE_TO_DISK = (
-    "Save to disk now what must not be lost: results, models, tables; the notebook itself is safe. "
-    "What is only in the kernel's memory may be gone then"
+    "Save to disk now what you need: results, models, tables; the notebook itself is safe. "
+    "What is only in the kernel's memory may be lost"
 )
 
 
@@ -352,14 +351,16 @@ class Salvage:
         need = format_memory(lease.host_need_mib)
         if plan.lost.get(lease.lease_id) == "host-memory":
             left = format_memory(max(0, self._books.host_left_mib))
-            return f"it takes {need} of host memory, of which {left} are left, and what is worth more is saved first"
+            return (
+                f"it takes {need} of host memory, of which {left} are left, and more valuable kernels are saved first"
+            )
         span = self._span(lease, SUSPEND)
         took = format_forecast(span.expected_ms, span.low_ms, span.high_ms)
         if failed := lease.retries.failed_suspends:
             times = "once" if failed == 1 else f"{failed} times"
             return f"saving it failed {times}, and the time is too short for another attempt, which is expected to take {took}"
         return (
-            f"saving {need} is expected to take {took}, and the time is needed for what is worth more, or is too short"
+            f"saving {need} is expected to take {took}, and there is too little time, or more valuable kernels need it"
         )
 
     def _tell(self, lease: Lease, reason: str, sentence: str) -> None:

@@ -133,7 +133,7 @@ class Scheduler:
         if wait:
             self._changes.decline(lease, wait.code, wait.sentence, about="move")
         else:
-            end_pin(self._changes, lease, "an administrator has it moved, which ends its pin")
+            end_pin(self._changes, lease, "an administrator is moving it, which ends its pin")
 
     def _suspend_breaching(self) -> None:
         for lease in self.memory_caps.enforce():
@@ -149,7 +149,7 @@ class Scheduler:
         if lease.is_unsuspendable:
             return Reason("not-checkpointable", lease.unsuspendable_reason)
         if lacks_device(self._books, lease):
-            return Reason("device-lost", "its device answers nothing, so nothing can be saved from it")
+            return Reason("device-lost", "its GPU is not responding, so nothing can be saved from it")
         left_mib, need_mib = self._books.host_left_mib, lease.host_need_mib
         if need_mib <= left_mib:
             return None

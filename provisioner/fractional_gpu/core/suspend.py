@@ -71,7 +71,7 @@ _BY_SHARING = {
     Sharing.MPS: "its pool shares devices through MPS, whose clients the driver cannot checkpoint",
     Sharing.MIG: "its pool hands out MIG instances, on which the driver cannot checkpoint",
 }
-_UNSEEN = "no extension of ours tells what this kernel uses, and its pool suspends only kernels of which that is known"
+_UNSEEN = "our extension is not loaded in this kernel, and its pool suspends only kernels whose GPU use is known"
 
 
 def update_suspendability(books: Books, lease: Lease) -> None:

@@ -1,6 +1,6 @@
 """The legal state changes of a lease, as data.
 
-The table is the truth: the arbiter makes no change that is not in it, and the picture in the documents is drawn from it
+The arbiter makes no change that is not in the table, and the diagram in the documents is drawn from it
 (`python -m fractional_gpu.core.transitions`).
 """
 
@@ -87,7 +87,7 @@ def next_state(old: LeaseState | None, cause: Cause) -> LeaseState:
     try:
         return TABLE[old][cause]
     except KeyError:
-        raise IllegalTransitionError(f"a lease that is {old} cannot move because of {cause.value!r}") from None
+        raise IllegalTransitionError(f"a lease that is {old} cannot change state because of {cause.value!r}") from None
 
 
 def diagram() -> str:
