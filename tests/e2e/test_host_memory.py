@@ -74,7 +74,9 @@ def test_state_is_not_saved_where_there_is_no_room_and_comes_back_early_from_whe
             return [line.sentence for line in client.story(lease.lease_id).lines]
 
     machine.leave(group_mib=0)
-    with pytest.raises(ConflictError, match=r"saved in host memory, where 0 .*limited by the memory limit of control"):
+    with pytest.raises(
+        ConflictError, match=r"saved in host memory, but only 0 .*limited by the memory limit of control"
+    ):
         suspend()
     assert notebook.must(CHECK).text == "b'abc'\n"
 

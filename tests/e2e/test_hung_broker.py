@@ -83,7 +83,7 @@ def a_broker_whose_loop_is_blocked_ends_itself_and_the_next_serves_the_cell(worl
     assert notebook.must(CHECK).text == "intact\n"
     assert pid not in brokers(world)
     log = Path(world.socket).with_name("broker.log").read_text()
-    assert "CRITICAL the event loop has stood still" in log
+    assert "CRITICAL the event loop has been blocked" in log
     assert "in reach" in log, "the stack shows where"
     assert "Traceback" not in log.rpartition("most recent call first")[2]
 

@@ -124,7 +124,7 @@ def test_doctor_and_broker_try_a_checkpoint() -> None:
         assert "saved and restored" in findings["checkpoint"]["finding"]
         assert mode.calls("cuCheckpointProcessRestore")
         mode.world.start_broker()
-        assert "tried on a process of our own: it works" in mode.world.logs()["broker.log"], "before it serves"
+        assert "checkpoint self-test: it works" in mode.world.logs()["broker.log"], "before it serves"
         assert len(mode.calls("cuCheckpointProcessRestore")) == 2
         until(
             lambda: {one.pid for one in mode.double.processes()} <= set(mode.workers()),

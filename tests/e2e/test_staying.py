@@ -75,4 +75,4 @@ def test_a_broker_that_is_to_preload_what_is_not_there_does_not_start(world: Wor
     argv = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach", "--socket", world.socket]
     started = subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=False)
     assert started.returncode == 1
-    assert "'/nowhere/libvgpu.so', and there is no such file: install HAMi-core" in started.stderr
+    assert "'/nowhere/libvgpu.so', which does not exist: install HAMi-core" in started.stderr

@@ -84,7 +84,7 @@ def test_subordinate_uids_and_their_owner_have_as_many_leases_as_one_user(monkey
         assert [ask(who)[0] for who in (one, two)] == [200, 200]
         status, refused = ask(owner)
         assert (status, refused["error"]["reason"]) == (413, "too-many-leases-of-a-user")
-        assert refused["error"]["message"].startswith("user nobody has 2 leases, the most there may be")
+        assert refused["error"]["message"].startswith("user nobody has 2 leases, the most a user can have")
         assert ask(other)[0] == 200
 
 
@@ -94,7 +94,7 @@ def test_subordinate_uids_and_their_owner_have_the_connections_of_one_user(monke
         assert [who.call("GET", "/v1/ping")[0] for who in (one, two)] == [200, 200], "each keeps its connection"
         status, refused = owner.call("GET", "/v1/ping")
         assert (status, refused["error"]["reason"]) == (429, "too-many-connections")
-        assert refused["error"]["message"].startswith("user nobody has 2 connections")
+        assert refused["error"]["message"].startswith("user nobody has 2 open connections")
         assert other.call("GET", "/v1/ping")[0] == 200
 
 
