@@ -257,10 +257,10 @@ def test_a_broker_without_descriptors_lives_and_recovers(pair: Pair) -> None:
         until(lambda: threads_and_files(broker)[1] >= has + 4, "no descriptor is left")
         cell = first.send(CHECK)
         until(lambda: "cannot accept connections" in world.logs()["broker.log"], "the broker says so")
-        until(lambda: "cannot examine lease" in world.logs()["broker.log"], "the broker cannot look")
+        until(lambda: "cannot sample the devices" in world.logs()["broker.log"], "the broker cannot look")
         spent_s = time_spent_s(broker)
         # Of equal lines three are written, then one a minute.
-        until(lambda: world.logs()["broker.log"].count("cannot examine lease") >= 3, "it looks again")
+        until(lambda: world.logs()["broker.log"].count("cannot sample the devices") >= 3, "it looks again")
         until(lambda: world.logs()["broker.log"].count("cannot accept connections") >= 3, "it tries again")
         assert time_spent_s(broker) - spent_s < 1.0, "it spins"
         resource.prlimit(broker, resource.RLIMIT_NOFILE, limits)
