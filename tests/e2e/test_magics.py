@@ -65,7 +65,7 @@ def a_resize_takes_effect_without_a_restart_and_back(world: World, notebook: Not
     assert notebook.run("%gpu resize 1/4").status == "error", "less than is in use"
     assert text(notebook.must("%gpu explain").data).count("its size is 3/4 GPU") == 1, "a refusal changed nothing"
     notebook.must("big.free()\ndel big")
-    assert "Its share is 1/4 GPU, 256 MiB" in text(notebook.must("%gpu resize 1/4").data)
+    assert "Its share is now 1/4 GPU, 256 MiB" in text(notebook.must("%gpu resize 1/4").data)
     assert notebook.must("print(buffer.read(1))").text == "b'x'\n"
     assert notebook.run(BIG).status == "error"
 
