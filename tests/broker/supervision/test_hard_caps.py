@@ -162,8 +162,10 @@ def test_limits_of_an_earlier_broker_are_taken_over_and_without_any_there_are_no
     assert world.driver.limits == {}
     later = World()
     kernel = later.lease("a", 100)
-    later.driver.limits[UNIT, "gpu0"] = 0
+    other = later.lease("b", 50, group="/b.service")
+    later.driver.limits = {(UNIT, "gpu0"): 0, ("/b.service", "gpu0"): 0}
     later.begin()
     assert not later.caps.allows(kernel)
+    assert not later.caps.allows(other)
     assert later.apply(kernel) == ""
-    assert later.driver.limits == {(UNIT, "gpu0"): 100}
+    assert later.driver.limits == {(UNIT, "gpu0"): 100, ("/b.service", "gpu0"): 50}

@@ -66,9 +66,9 @@ class HardCaps:
             await self._look(kernel)
 
     async def _look(self, kernel: Kernel) -> None:
-        """Find out, unless that is known, whether an earlier broker limited the kernel's group."""
+        """Find out whether an earlier broker limited the kernel's group."""
         group, view = self._group(kernel), self._broker.arbiter.lease(kernel.lease_id)
-        if group is None or view is None or self.why_not != _NOT_TRIED:
+        if group is None or view is None or self.why_not not in ("", _NOT_TRIED):
             return
         try:
             found = [await self._worker.read_limit(device_id, group.path) for device_id in view.device_ids]
@@ -99,7 +99,7 @@ class HardCaps:
 
     async def apply(self, kernel: Kernel | None = None) -> str:
         """Bring the limits up to date; return why the kernel's could not be raised, or ""."""
-        if kernel is not None:
+        if kernel is not None and self.why_not == _NOT_TRIED:
             await self._look(kernel)
         if self.why_not:
             return ""
@@ -110,6 +110,7 @@ class HardCaps:
                     await self._change(key, mib)
             for key in [key for key in self._set if key not in wanted]:
                 await self._change(key, None)
+            self._failed = {key: why for key, why in self._failed.items() if key in wanted or key in self._set}
         if kernel is None or self.allows(kernel):
             return ""
         return next(
