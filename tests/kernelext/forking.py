@@ -28,4 +28,6 @@ def _run(connection_file: str, environment: dict[str, str]) -> None:
     sys.argv = ["ipykernel_launcher", "-f", connection_file]
     application = IPKernelApp.instance()
     application.default_extensions = [*application.default_extensions, "fractional_gpu_kernel"]
+    # Its thread writes after each cell, and prints into that cell if it has no descriptor left for its database.
+    application.config.HistoryManager.enabled = False
     IPKernelApp.launch_instance()
