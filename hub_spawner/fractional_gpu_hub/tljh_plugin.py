@@ -6,27 +6,22 @@ TLJH's hub runs in a unit without devices (`PrivateDevices`), so it cannot manag
 users that TLJH creates at their first start; our spawner creates them earlier, because a seat belongs to a uid.
 """
 
-import json
 import subprocess
 import sys
 from collections.abc import MutableMapping
-from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, Final
 
 import pluggy
 from traitlets.config import Config
 
-from fractional_gpu import __version__
 from fractional_gpu.config import ConfigError, load
+from fractional_gpu.config.service import CONFIG, UNIT, requirement, unit_text
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu_hub.configuration import configure
 from fractional_gpu_hub.mixin import FractionalGPUMixin, ids_of_user
 
 SECTION: Final = "fractional_gpu"
-PACKAGE: Final = "jupyter-fractional-gpu"
-UNIT: Final = Path("/etc/systemd/system/jupyter-gpu.service")
-CONFIG: Final = Path("/etc/jupyter/jupyter_gpu_config.py")
 _FRACTIONS: Final = ("1/8", "1/4", "1/2", "1")
 _OF_TLJH: Final = frozenset({"c", "spawner"})  # arguments of `configure` that the plugin gives itself
 
@@ -36,12 +31,12 @@ hookimpl = pluggy.HookimplMarker("tljh")  # as TLJH's own marker
 
 @hookimpl
 def tljh_extra_user_pip_packages() -> list[str]:
-    return [_requirement("lab,cuda")]
+    return [requirement("lab,cuda")]
 
 
 @hookimpl
 def tljh_extra_hub_pip_packages() -> list[str]:
-    return [_requirement("hub,cuda")]
+    return [requirement("hub,cuda")]
 
 
 @hookimpl
@@ -71,7 +66,7 @@ def tljh_post_install() -> None:
         f"# Written by the plugin for The Littlest JupyterHub from the section {SECTION} of its config.yaml.\n"
         f"c.GPUBroker.pools = {pools!r}\nc.GPUBroker.seats_required = True\n"
     )
-    UNIT.write_text(_unit())
+    UNIT.write_text(unit_text(Path(sys.prefix, "bin", "jupyter-gpu")))
     for command in (("daemon-reload",), ("enable", UNIT.name), ("restart", UNIT.name)):
         subprocess.run(["systemctl", *command], check=True)
     for pool in settings.pools:
@@ -79,15 +74,6 @@ def tljh_post_install() -> None:
         program = str(Path(USER_ENV_PREFIX, "bin", "jupyter-gpu"))
         install = [program, "kernels", "install", "--sys-prefix", "--pool", pool.name, "--fraction", *fractions]
         subprocess.run(install, check=True)
-
-
-def _requirement(extras: str) -> str:
-    """Return a requirement for this package from its origin: a file, a repository, or an index."""
-    origin = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
-    url, vcs = origin.get("url"), origin.get("vcs_info")
-    if vcs:
-        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
-    return f"{PACKAGE}[{extras}]" + (f" @ {url}" if url else f"=={__version__}")
 
 
 def spawner_class(base: type) -> type:
@@ -129,27 +115,3 @@ def _section() -> dict[str, Any]:
             "without `spawner`: TLJH's own is used"
         )
     return dict(section)
-
-
-def _unit() -> str:
-    program = Path(sys.prefix, "bin", "jupyter-gpu")
-    return f"""\
-[Unit]
-Description=Shares GPUs among Jupyter kernels
-After=nvidia-persistenced.service
-Before=jupyterhub.service
-
-[Service]
-ExecStart={program} broker --service --config {CONFIG} --state-dir /var/lib/jupyter-gpu
-RuntimeDirectory=jupyter-gpu
-RuntimeDirectoryMode=0755
-RuntimeDirectoryPreserve=yes
-StateDirectory=jupyter-gpu
-StateDirectoryMode=0700
-KillMode=process
-Restart=on-failure
-LimitNOFILE=65536
-
-[Install]
-WantedBy=multi-user.target
-"""

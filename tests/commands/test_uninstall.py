@@ -13,6 +13,7 @@ import pytest
 from fractional_gpu.client import state_folder
 from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.commands import uninstall
+from fractional_gpu.config.service import PACKAGE
 from tests.commands.conftest import OwnBroker
 from tests.support.world import World, new_world
 
@@ -48,7 +49,7 @@ def test_nothing_is_left_of_a_broker_its_state_and_kernelspecs(world: World) -> 
         simulated = world.simulated_folder
     before = everything(world.folder)
     assert world.command("kernels", "install", "--user", "--fraction", "1/4").returncode == 0
-    settings = world.folder / "config" / "lab" / "user-settings" / uninstall.PACKAGE / "settings.json"
+    settings = world.folder / "config" / "lab" / "user-settings" / PACKAGE / "settings.json"
     settings.parent.mkdir(parents=True)
     settings.write_text("{}")
     world.start_broker()

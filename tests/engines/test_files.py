@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.main import main
+from fractional_gpu.config.service import unit_text
 from fractional_gpu.engines.files import NodeFiles, change_site, install_files, site_files, wrapper_text
 from tests.support.paths import ROOT
 
@@ -21,7 +22,8 @@ def texts() -> dict[str, str]:
     confs = site_files(Path("/nowhere/slurm.conf"))
     change_site(FILES, confs, WRAPPER, "gpu[01-08]", str.split, devices=4, promise=4)
     lines = {conf.path.name: f"# Lines to add to {conf.path.name}.\n{conf.changed(conf.path)}" for conf in confs}
-    return {**install_files(FILES), **lines, WRAPPER.name: wrapper_text(FOLDER, {})}
+    broker = {"../systemd/jupyter-gpu.service": unit_text("/opt/jupyter-gpu/bin/jupyter-gpu")}
+    return {**install_files(FILES), **lines, **broker, WRAPPER.name: wrapper_text(FOLDER, {})}
 
 
 @pytest.mark.parametrize("name", sorted(texts()))

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Final
 
 from jupyter_core.paths import jupyter_config_dir, jupyter_config_path
 
@@ -25,12 +24,12 @@ from fractional_gpu.commands.terminal.arguments import Parser
 from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, say
+from fractional_gpu.config.service import PACKAGE
 from fractional_gpu.config.settings import CONFIG_NAME
 from fractional_gpu.host.files import temporary_folder
 from fractional_gpu.jupyter.kernelspecs import delete_folder, list_installed
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
-PACKAGE: Final = "jupyter-fractional-gpu"
 _TEMPORARY = ("/tmp",)  # noqa: S108 - only searched, and what is found is checked to be ours
 _SOCKET_NAME = "broker.sock"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker.monitoring import watchdog as module
-from fractional_gpu.broker.monitoring.watchdog import EXIT_HUNG, watchdog
+from fractional_gpu.broker.monitoring.watchdog import EXIT_HUNG, notify_systemd, watchdog
 
 pytestmark = pytest.mark.promise("watchdog")
 
@@ -97,3 +98,28 @@ async def test_a_loop_that_a_debugger_holds_stays(monkeypatch: pytest.MonkeyPatc
     with watchdog(1000, end=ends, clock=clock):
         clock.await_looks(20)
     assert ends.codes == []
+
+
+@pytest.mark.parametrize("name", ["notify", "@jupyter-gpu-test"])
+async def test_systemd_hears_that_the_loop_runs_until_it_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    address = f"{name}-{tmp_path.name}" if name[0] == "@" else str(tmp_path / name)
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
+    monkeypatch.setattr(module, "_SYSTEMD_TICK_S", 0.01)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(address.replace("@", "\0"))
+        systemd.setblocking(False)
+        telling = asyncio.create_task(notify_systemd())
+        loop = asyncio.get_running_loop()
+        for _ in range(3):
+            assert await asyncio.wait_for(loop.sock_recv(systemd, 100), DEADLINE_S) == b"READY=1\nWATCHDOG=1"
+        telling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await telling
+
+
+async def test_without_systemd_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(notify_systemd(), 0.05)

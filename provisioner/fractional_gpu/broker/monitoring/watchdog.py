@@ -10,6 +10,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -23,7 +24,19 @@ from fractional_gpu.host.threads import start
 EXIT_HUNG = 70  # the exit status of a broker that ended itself; systemd's Restart=on-failure starts it again
 _LONGEST_TICK_S = 2.0
 _TICKS = 10  # the least number of ticks within the limit
+_SYSTEMD_TICK_S = 30.0  # a sixth of the unit's WatchdogSec
 _DEBUGGERS = frozenset({"pdb", "pydevd", "debugpy"})
+
+
+async def notify_systemd() -> None:
+    """Tell systemd that the broker serves, and then that its loop runs (`Type=notify`, `WatchdogSec`). Runs until it is cancelled."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as line:
+        while True:
+            if address:
+                with suppress(OSError):  # systemd is busy or restarting: the next one arrives
+                    line.sendto(b"READY=1\nWATCHDOG=1", address.replace("@", "\0", 1) if address[0] == "@" else address)
+            await asyncio.sleep(_SYSTEMD_TICK_S)
 
 
 @contextmanager

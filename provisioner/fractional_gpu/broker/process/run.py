@@ -26,7 +26,7 @@ from fractional_gpu.broker.kernels.kernel import check_pools
 from fractional_gpu.broker.lanes import ATTACHING, start_lanes
 from fractional_gpu.broker.monitoring.host_memory import OomProtection, host_budget_mib
 from fractional_gpu.broker.monitoring.sampler import Sampler
-from fractional_gpu.broker.monitoring.watchdog import watchdog
+from fractional_gpu.broker.monitoring.watchdog import notify_systemd, watchdog
 from fractional_gpu.broker.persistence.audit import AuditLog
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, lease_folder
 from fractional_gpu.broker.persistence.ledger_writer import (
@@ -200,6 +200,7 @@ class BrokerRun:
             self._prune_history(broker, service.audit),
             save_forecasts_periodically(broker.arbiter, broker.contexts.sizes, broker.writer),
             broker.metrics.watch_loop(),
+            notify_systemd(),
         ]
         if settings.idle_exit is not None:
             work.append(self._stop_when_unused(settings.idle_exit / 1000))
