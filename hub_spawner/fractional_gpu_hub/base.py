@@ -30,7 +30,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
 
     _gpu_progress_below = True  # whether the spawner's own progress follows
 
-    gpu_no_offers = "No GPU can be chosen now: the GPU broker does not answer. Try again in a moment."
+    gpu_no_offers = "You cannot choose a GPU right now: the GPU broker does not answer. Try again in a moment."
 
     gpu_allow_without: Bool[bool, bool | int] = Bool(
         default_value=True,
@@ -78,11 +78,11 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         try:
             choice = parse_options(options)
         except OptionsError as error:
-            self.log.warning("User options of %s were refused: %s", self._log_name, error)
+            self.log.warning("Refused the user options of %s: %s", self._log_name, error)
             raise spawn_error(str(error), reason="gpu-options") from None
         if choice.without and not self.gpu_allow_without:
             raise spawn_error(
-                "a server without a GPU was chosen, and this hub does not offer one; choose a fraction",
+                "you chose a server without a GPU, but this hub does not offer one; choose a fraction",
                 reason="gpu-options",
             )
         return choice
@@ -100,7 +100,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         try:
             offers = await self.gpu_offers()
         except FractionalGPUError as error:
-            self.log.warning("The spawn page has no GPUs to offer: %s", error)
+            self.log.warning("The spawn page cannot offer GPUs: %s", error)
             problem = self.gpu_no_offers
         form = gpu_form(offers, chosen=chosen, without=without, allow_without=self.gpu_allow_without, problem=problem)
         return f"{below}\n{form}" if below else form
@@ -119,7 +119,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
         try:
             return {**(read_below(rest) if rest else {}), **options_of_form(form_data)}
         except OptionsError as error:
-            self.log.warning("The form of %s was refused: %s", self._log_name, error)
+            self.log.warning("Refused the spawn form of %s: %s", self._log_name, error)
             raise spawn_error(str(error), reason="gpu-options") from None
 
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
@@ -149,7 +149,9 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
             return found, one.fraction_milli
         if not pool or not milli:
             whys = [offer.why_not or next((one.why_not for one in ones), "") for offer, ones in asked]
-            nothing = f"there is no pool {choice.pool!r} for you" if choice.pool else "there is no pool of GPUs for you"
+            nothing = (
+                f"no pool {choice.pool!r} is available to you" if choice.pool else "no pool of GPUs is available to you"
+            )
             why = "; ".join(dict.fromkeys(filter(None, whys))) or nothing
             raise spawn_error(f"{why}; choose a server without a GPU (fraction 'none')", reason="no-pool")
         return pool, milli

@@ -35,10 +35,10 @@ SPAWNERS = ("fractional-gpu-local", "fractional-gpu-simple", "fractional-gpu-sys
 _WHERE = "jupyterhub_config.py"
 _LONGEST_PATH = 100  # bytes, as for every socket of the broker
 _ROOT_AND_SIMPLE = (
-    f"{_WHERE}: spawner = 'fractional-gpu-simple': this hub runs as root, and so would its users' servers. Each of them could administer "
-    "the GPU broker and the machine, and Jupyter refuses to start them unless configured to allow it. Set "
-    "spawner='fractional-gpu-local', which runs servers as the machine's users; or run the hub as another user; or, to try it out "
-    "alone, set c.Spawner.args = ['--allow-root']"
+    f"{_WHERE}: spawner = 'fractional-gpu-simple': this hub runs as root, so its users' servers would, too. Each of them could "
+    "administer the GPU broker and the machine, and Jupyter does not start as root by default. Set spawner='fractional-gpu-local', "
+    "which runs servers as the machine's users; or run the hub as another user; or, just to try it out, set c.Spawner.args = "
+    "['--allow-root']"
 )
 
 
@@ -63,8 +63,8 @@ def configure(
     if issubclass(kind, EngineGPUMixin):
         name = spawner if isinstance(spawner, str) else spawner.__name__
         raise ConfigError(
-            f"{_WHERE}: spawner = {name!r}: its servers get their GPUs from the cluster's nodes, and the hub runs no broker for it; leave "
-            f"configure(...) out, and set c.JupyterHub.spawner_class = {name!r} and its own settings (docs/hub.md, A cluster)"
+            f"{_WHERE}: spawner = {name!r}: its servers get their GPUs from the cluster's nodes, so the hub needs no broker; remove "
+            f"configure(...), and set c.JupyterHub.spawner_class = {name!r} and its own settings (docs/hub.md, A cluster)"
         )
     if simulate is not None and SIMULATED.fullmatch(simulate) is None:
         raise ConfigError(
@@ -73,7 +73,7 @@ def configure(
     if broker not in {"auto", "managed", "system"}:
         raise ConfigError(f"{_WHERE}: broker = {broker!r}: allowed: 'auto', 'managed' or 'system'")
     if not isinstance(socket, str | None):
-        raise ConfigError(f"{_WHERE}: socket = {socket!r}: allowed: the path of the broker's socket, a text")
+        raise ConfigError(f"{_WHERE}: socket = {socket!r}: allowed: the path of the broker's socket, as a string")
     path = socket or _socket(broker)
     if broker == "system" or (broker == "auto" and socket is None and _is_system_service(path)):
         broker_only = {"pools": pools, "config_file": config_file, "simulate": simulate}
@@ -93,14 +93,14 @@ def _registered(name: str) -> type:
     registered = entry_points(group="jupyterhub.spawners")
     if name not in registered.names:
         raise ConfigError(
-            f"{_WHERE}: spawner = {name!r}: allowed: {', '.join(SPAWNERS)}, a class with FractionalGPUMixin, or the name under which a "
-            "package has registered one (entry points `jupyterhub.spawners`)"
+            f"{_WHERE}: spawner = {name!r}: allowed: {', '.join(SPAWNERS)}, a class with FractionalGPUMixin, or the name that a "
+            "package registers for one (entry points `jupyterhub.spawners`)"
         )
     try:
         kind = registered[name].load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{_WHERE}: spawner = {name!r}: {registered[name].value} cannot be imported: {error}"
+            f"{_WHERE}: spawner = {name!r}: {registered[name].value} could not be imported: {error}"
         ) from None
     if not (isinstance(kind, type) and issubclass(kind, GPUChoiceMixin)):
         raise ConfigError(
@@ -150,23 +150,23 @@ def _is_system_service(path: str) -> bool:
 def _check_system(path: str, given: Sequence[str]) -> None:
     if given:
         raise ConfigError(
-            f"{_WHERE}: {', '.join(given)} was given, but a broker of the system serves on {path}, and its settings are in its own file, "
+            f"{_WHERE}: {', '.join(given)} was given, but a system broker is serving on {path} and reads its settings from "
             "/etc/jupyter/jupyter_gpu_config.py; move them there, or stop that service and pass broker='managed'"
         )
     try:
         with SeatClient(path, timeout_s=5) as client:
             notes = [pool.note for pool in client.pools().pools if pool.note]
     except FractionalGPUError as error:
-        raise ConfigError(f"{_WHERE}: the system's GPU broker on {path} cannot be used: {error}") from error
+        raise ConfigError(f"{_WHERE}: cannot use the system's GPU broker on {path}: {error}") from error
     for note in notes:  # a broker that the hub runs logs them itself
         get_logger().info(note)
 
 
 def _check_socket(path: str, *, everyone: bool) -> None:
     if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise ConfigError(f"longer than {_LONGEST_PATH} bytes; pass a shorter path as socket")
+        raise ConfigError(f"the path is longer than {_LONGEST_PATH} bytes; pass a shorter path as socket")
     if path == SYSTEM_SOCKET and not _is_root():
-        raise ConfigError("only a hub that runs as root can serve there; leave socket out")
+        raise ConfigError("only a hub that runs as root can use this path; leave socket out")
     if everyone:
         check_reachable(path)
 
@@ -194,7 +194,7 @@ def _add_service(
     try:
         text = json.dumps(given)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_WHERE}: the settings of the broker must be plain values: {error}") from error
+        raise ConfigError(f"{_WHERE}: the broker's settings must be plain values: {error}") from error
     # -P: no module in the hub's working directory may replace ours.
     command = [sys.executable, "-P", str(Path(__file__).with_name("attendant.py"))]
     command += [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--socket", path, "--stand-by"]

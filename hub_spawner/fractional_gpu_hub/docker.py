@@ -37,8 +37,8 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
         config=True,
         min=1000,
         max=2**31 - 2**24,
-        help="""The users' containers run with this uid plus the hub's number of the user: choose a range
-        that no other user of the machine has.
+        help="""Each user's container runs as this uid plus the user's id in the hub. Choose a range that no
+        other user of the machine has.
 
         Example: c.FractionalGPUDockerSpawner.gpu_first_uid = 500000
         """,
@@ -46,7 +46,7 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
     gpu_device_request: Unicode[str, str | bytes] = Unicode(
         "nvidia",
         config=True,
-        help="""The container runtime's driver for GPUs; empty: no GPU is passed in.
+        help="""The container runtime's GPU driver; empty: pass no GPU to containers.
 
         Example: c.FractionalGPUDockerSpawner.gpu_device_request = ""
         """,
@@ -78,8 +78,8 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
             )
         if self._gpu_seat is not None and user != str(uid):
             raise spawn_error(
-                f"this hub's Docker settings make containers run as the user {user[:80]!r}, and the seat of this server belongs to the uid "
-                f"{uid}; leave user out of extra_create_kwargs, and choose the users' uids by gpu_first_uid",
+                f"this hub's Docker settings make containers run as the user {user[:80]!r}, but this server's seat belongs to uid "
+                f"{uid}; leave user out of extra_create_kwargs, and set the users' uids with gpu_first_uid",
                 reason="configuration",
             )
         self.extra_create_kwargs = {"user": f"{uid}:{gid}", **create}

@@ -62,7 +62,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
     gpu_wait: Float[float, int | float] = Float(
         300.0,
         config=True,
-        help="""How long a server waits for a place in a full pool, if its policy lets servers wait, seconds. The default of
+        help="""How long a server waits for a place in a full pool, in seconds, if the pool lets servers wait. The default of
         `start_timeout` is a minute longer.
 
         Example: c.FractionalGPUMixin.gpu_wait = 900
@@ -71,7 +71,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
     gpu_broker_patience: Float[float, int | float] = Float(
         30.0,
         config=True,
-        help="""How long to retry calls while the broker does not answer (it may be restarting), seconds.
+        help="""How long to retry calls while the broker does not answer (it may be restarting), in seconds.
 
         Example: c.FractionalGPUMixin.gpu_broker_patience = 60
         """,
@@ -155,9 +155,9 @@ class FractionalGPUMixin(GPUChoiceMixin):
                     place = line.position
                     self._gpu_progress.add(min(60, 10 + self._gpu_progress.count), told)
         except FractionalGPUError as error:
-            self.log.warning("%s got no seat: %s", self._log_name, error)
+            self.log.warning("%s did not get a seat: %s", self._log_name, error)
             raise spawn_error_of(error) from error
-        raise spawn_error("the GPU broker closed the connection without an answer; try again", reason="broker")
+        raise spawn_error("the GPU broker closed the connection without answering; try again", reason="broker")
 
     async def _gpu_request(self, choice: Choice) -> SeatRequest:
         pool, milli = choice.pool, choice.fraction_milli
@@ -210,7 +210,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
             write_seat(seat, file, uid=ids[0] if ids else None, gid=ids[1] if ids else None)
         except OSError as error:
             raise spawn_error(
-                f"the hub cannot write {file}: {error.strerror}; ask your administrator", reason="seat-file"
+                f"the hub could not write {file}: {error.strerror}; ask your administrator", reason="seat-file"
             ) from error
 
     async def poll(self) -> int | None:
@@ -231,11 +231,12 @@ class FractionalGPUMixin(GPUChoiceMixin):
             await seat_client(self.gpu_socket, patience_s=0).call(lambda client: client.confirm_seat(seat_id))
         except NotFoundError:
             self.log.warning(
-                "The seat of %s is gone at the broker: its kernels get no GPU until it is restarted", self._log_name
+                "The broker no longer has the seat of %s: its kernels get no GPU until the server is restarted",
+                self._log_name,
             )
             self._gpu_confirmed = True
         except FractionalGPUError as error:  # if this raised, a starting hub would consider the server ended
-            self.log.warning("The seat of %s will be confirmed later: %s", self._log_name, error)
+            self.log.warning("Could not confirm the seat of %s, will try again: %s", self._log_name, error)
         else:
             self._gpu_confirmed = True
 
@@ -250,7 +251,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
                 client = seat_client(self.gpu_socket, patience_s=min(_RELEASE_S, self.gpu_broker_patience))
                 await client.call(partial(SeatClient.release_seat, seat_id=seat["seat_id"]))
             except FractionalGPUError as error:
-                self.log.warning("The seat of %s is given back when the broker answers: %s", self._log_name, error)
+                self.log.warning("The seat of %s will be given back when the broker answers: %s", self._log_name, error)
                 start_reconciling(self.gpu_socket)
         hook = super().run_post_stop_hook()
         if inspect.isawaitable(hook):
@@ -291,7 +292,8 @@ def ids_of_user(name: str) -> tuple[int, int]:
         user = pwd.getpwnam(name)
     except (KeyError, ValueError):  # ValueError: not a possible name
         raise spawn_error(
-            f"this machine has no user {name!r}, and servers here run as its users; ask your administrator to add that user",
+            f"this machine has no user {name!r}, but servers here run as users of this machine; ask your administrator to add that "
+            "user",
             reason="no-system-user",
         ) from None
     return user.pw_uid, user.pw_gid

@@ -47,7 +47,7 @@ def parse_options(options: object) -> Choice:
     without = fraction == WITHOUT
     if without and (pool is not None or memory is not None):
         raise OptionsError(
-            "fraction is 'none', a server without a GPU, but a pool or memory was chosen, too; leave these out"
+            "fraction is 'none' (a server without a GPU), but a pool or memory was also chosen; leave those out"
         )
     try:
         return Choice(
@@ -66,7 +66,7 @@ def options_of_form(form: Mapping[str, list[str]]) -> dict[str, Any]:
     if not chosen:
         return {key: values[0] for key in KEYS if (values := form.get(key))}
     if len(chosen) != 1:
-        raise OptionsError(f"{len(chosen)} fractions were chosen; choose one")
+        raise OptionsError(f"{len(chosen)} fractions were chosen; choose only one")
     if chosen[0] == WITHOUT:
         return {"fraction": WITHOUT}
     pool, slash, milli = chosen[0].rpartition("/")
@@ -77,7 +77,9 @@ def options_of_form(form: Mapping[str, list[str]]) -> dict[str, Any]:
 
 def _scalar(value: object) -> str | int:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise OptionsError(f"{shown(value)} is neither a fraction nor a size; allowed: a text such as '1/4' or '20GiB'")
+        raise OptionsError(
+            f"{shown(value)} is neither a fraction nor a size; allowed: a string such as '1/4' or '20GiB'"
+        )
     return value if isinstance(value, int) else str(value)
 
 
@@ -117,10 +119,10 @@ def _checked(offers: Offers | None, chosen: tuple[str, int] | None, *, without: 
 def _facts(pool: PoolOffer) -> str:
     if isinstance(pool, ClusterPoolOffer):
         return pool.facts
-    free = f"{plural(pool.devices, 'GPU')}, {format_memory(pool.free_mib)} of {format_memory(pool.capacity_mib)} not in use now"
+    free = f"{plural(pool.devices, 'GPU')}, {format_memory(pool.free_mib)} of {format_memory(pool.capacity_mib)} currently free"
     facts = [
         *([free] if pool.devices else []),
-        {0: "no server has a place", 1: "1 server has a place"}.get(pool.seats, f"{pool.seats} servers have a place"),
+        {0: "no servers have a place", 1: "1 server has a place"}.get(pool.seats, f"{pool.seats} servers have a place"),
     ]
     if pool.waiting:
         facts.append("1 server waits for a place" if pool.waiting == 1 else f"{pool.waiting} servers wait for a place")

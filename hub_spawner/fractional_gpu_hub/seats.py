@@ -121,12 +121,12 @@ _WAITS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800
 # JupyterHub shows the global registry of prometheus_client on `/hub/metrics`. No label may be a user or a server.
 SPAWNS = Counter(
     "jupyter_gpu_hub_spawns_total",
-    "Requested servers; `gpu` and `without` were started",
+    "Requested servers, by outcome; `gpu` and `without` were started",
     ("outcome", "reason"),
 )
 SEAT_WAIT = Histogram(
     "jupyter_gpu_hub_seat_wait_seconds",
-    "From the request for a seat to the seat",
+    "Time from requesting a seat to getting it",
     ("pool",),
     buckets=_WAITS_S,
 )
@@ -169,8 +169,8 @@ def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
         mode = stat.S_IMODE(folder.stat().st_mode)
         if shared and not mode & stat.S_IXOTH:
             raise spawn_error(
-                f"users cannot pass through the hub's folder of seat files, {folder} (mode {mode:04o}); ask your administrator "
-                f"to run `chmod o+x {folder}`, or to set c.FractionalGPUMixin.gpu_seat_dir to another folder",
+                f"users cannot enter the hub's folder of seat files, {folder} (mode {mode:04o}); ask your administrator to run `chmod "
+                f"o+x {folder}`, or to set c.FractionalGPUMixin.gpu_seat_dir to another folder",
                 reason="seat-file",
             ) from None
     else:
@@ -202,7 +202,7 @@ class Reconciler:
             except FractionalGPUError as error:
                 if str(error) != self._problem:
                     self._problem = str(error)
-                    self._log.warning("Seats of servers that are gone cannot be given back now: %s", error)
+                    self._log.warning("Could not give back the seats of servers that are gone: %s", error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_EVERY_S):
                     await self._wake.wait()
@@ -213,7 +213,7 @@ class Reconciler:
             if self._is_ours(seat) and not self._is_used(seat):
                 await client.call(partial(SeatClient.release_seat, seat_id=seat.seat_id))
                 name = f"{seat.owner}:{seat.server}" if seat.server else seat.owner
-                self._log.warning("The seat %s of %s was given back: its server is gone", seat.seat_id[:8], name)
+                self._log.warning("Gave back the seat %s of %s: its server is gone", seat.seat_id[:8], name)
 
     def _is_ours(self, seat: SeatStatus) -> bool:
         return bool(seat.hub == self._app.hub.api_url)
@@ -256,8 +256,8 @@ def expect_service(name: str, call: str) -> None:
     def check(app: Any) -> None:  # noqa: ANN401 - JupyterHub is untyped
         if not any(service.get("name") == name for service in app.services):
             app.log.error(
-                "The service %r, which %s in jupyterhub_config.py added, is not there: c.JupyterHub.services was assigned after it; "
-                "assign it before that call, or use c.JupyterHub.services.append there, and restart the hub",
+                "The service %r, which %s in jupyterhub_config.py added, is missing: c.JupyterHub.services was assigned after that "
+                "call. Assign it before the call, or use c.JupyterHub.services.append instead, and restart the hub",
                 name,
                 call,
             )

@@ -51,8 +51,8 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
         credential = self.unit_extra_properties.get("LoadCredential", "")
         if self.dynamic_users and credential and not str(credential).startswith(f"{_CREDENTIAL}:"):
             raise spawn_error(
-                f"c.SystemdSpawner.unit_extra_properties has LoadCredential={credential!r}, and with dynamic_users=True the seat needs "
-                "that property; hand your credential over as a file that the unit can read, or set dynamic_users to False",
+                f"c.SystemdSpawner.unit_extra_properties has LoadCredential={credential!r}, but with dynamic_users=True, the seat "
+                "needs that property; pass your credential in a file that the unit can read, or set dynamic_users to False",
                 reason="configuration",
             )
         return await super().start()

@@ -112,6 +112,6 @@ def _section() -> dict[str, Any]:
     if wrong:
         raise ConfigError(
             f"config.yaml: {SECTION} has the key {wrong[0]!r}; allowed: `pools` and the arguments of `fractional_gpu_hub.configure`, "
-            "without `spawner`: TLJH's own is used"
+            "except `spawner`, because TLJH's own is used"
         )
     return dict(section)

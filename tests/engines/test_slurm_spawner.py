@@ -92,7 +92,7 @@ def messages(spawner: Any) -> list[str]:  # noqa: ANN401 - as above
 async def test_a_choice_becomes_a_job_and_the_job_a_server(cluster: Cluster) -> None:
     spawner = made(cluster)
     form = await spawner.get_options_form()
-    assert "2 nodes with 2 GPUs; 0 of 2 GPUs are held, 2 can be had at once" in form
+    assert "2 nodes with 2 GPUs; 0 of 2 GPUs are held, 2 are available now" in form
     assert "1/4 GPU, 100 MiB" in form
     assert await spawner.start() == ("127.0.0.1", 4321), "the node's address, which is not its name"
     job = cluster.job(spawner.job_id)
@@ -194,7 +194,7 @@ async def test_a_server_that_dies_before_it_serves_says_so_at_once(cluster: Clus
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(web.HTTPError) as refusal:
             await start
-    assert "its log is in your home folder" in message_of(refusal.value)
+    assert "see its log in your home folder" in message_of(refusal.value)
     assert await spawner.poll() == 1
 
 

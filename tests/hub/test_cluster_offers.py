@@ -38,7 +38,7 @@ def page(nodes: Sequence[NodePool]) -> str:
 
 def test_the_page_says_what_all_nodes_have_together() -> None:
     text = page([node("n1"), node("n2", admissible_milli=0, held_milli=2000, waiting=3)])
-    assert "2 nodes with 4 GPUs; 2.5 of 4 GPUs are held, 1.5 can be had at once; 3 kernels wait for a GPU." in text
+    assert "2 nodes with 4 GPUs; 2.5 of 4 GPUs are held, 1.5 are available now; 3 kernels wait for a GPU." in text
     assert "starts at once on 1 of 2 nodes" in text
     assert 'value="default/250" required aria-describedby="gpu-default-250-hint" checked' in text, (
         "the smallest free share"
@@ -49,7 +49,7 @@ def test_stale_news_is_shown_with_its_age_and_counts_for_nothing() -> None:
     offers = offers_of([node(at_s=NOW_S - 7200)], TERMS)
     (pool,) = offers.pools
     assert not any(one.free for one in pool.fractions)
-    assert pool.fractions[0].sentence == "whether it starts at once is not known: the nodes' figures are old"
+    assert pool.fractions[0].sentence == "may not start at once: the nodes' figures are out of date"
     assert "no news of n1 for 2 h" in page([node(at_s=NOW_S - 7200)])
 
 
@@ -170,7 +170,7 @@ async def test_a_start_shows_the_queue_and_its_allocation_outlives_the_hub() -> 
     ("options", "sentence"),
     [
         ({"pool": "x"}, "there is no pool 'x'; allowed: default"),
-        ({"fraction": "1/8"}, "1/8 GPU is not on offer in pool default; allowed: 250m (250 MiB), 500m (500 MiB)"),
+        ({"fraction": "1/8"}, "1/8 GPU is not available in pool default; allowed: 250m (250 MiB), 500m (500 MiB)"),
         ({"memory": "1GiB"}, "memory 1 GiB was chosen, but in this cluster"),
         ({"pool": "$(id)"}, "pool"),
     ],
@@ -191,7 +191,7 @@ async def test_an_engine_that_does_not_answer_stops_the_start_and_the_page_says_
     with pytest.raises(web.HTTPError) as refusal:
         await made.start()
     assert refusal.value.status_code == 503
-    assert "No GPU can be chosen now: the cluster does not say what its nodes have." in await made.get_options_form()
+    assert "You cannot choose a GPU right now: the cluster does not report its GPUs." in await made.get_options_form()
 
 
 def test_a_base_memory_that_is_none_is_refused() -> None:

@@ -82,7 +82,7 @@ def test_a_user_sees_all_nodes_and_their_own_servers_an_administrator_all() -> N
     assert [row["owner"] for row in all_of_them["servers"]] == ["ada", "bob"]  # type: ignore[attr-defined]
     assert mine["nodes"] == all_of_them["nodes"]
     assert mine["summary"] == (
-        "4 nodes, 2.5 of 4 GPUs held, 0.75 can be had at once, 1 server of yours, 3 further nodes without an agent"
+        "4 nodes, 2.5 of 4 GPUs held, 0.75 available now, 1 server of yours, 3 further nodes without an agent"
     )
 
 
@@ -92,7 +92,7 @@ def test_a_node_says_what_it_has_and_how_old_that_is() -> None:
     assert (first["held"], first["free"], first["queue"]) == ("1.25 of 2 held", "0.75 GPUs at once", "2 kernels")
     assert first["note"] == "Published 1 min ago."
     assert (rows["gpu02"]["free"], rows["gpu02"]["state"]) == ("none", "drained")
-    assert (rows["gpu03"]["free"], "too long to rely on" in rows["gpu03"]["note"]) == ("none", True)
+    assert (rows["gpu03"]["free"], "too old to rely on" in rows["gpu03"]["note"]) == ("none", True)
     assert rows["gpu04"]["note"] == "The node's summary has version 2, this release reads 1"
 
 

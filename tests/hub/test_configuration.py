@@ -137,7 +137,7 @@ def test_a_hub_that_does_not_keeps_to_its_own_folder(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(configuration, "_is_root", lambda: False)
     configure(c, pools={"default": {}})
     assert c.FractionalGPUMixin.gpu_socket == str(folder / "gpu" / "hub" / "broker.sock")
-    with pytest.raises(ConfigError, match="only a hub that runs as root can serve there"):
+    with pytest.raises(ConfigError, match="only a hub that runs as root can use this path"):
         configure(Config(), socket=SYSTEM_SOCKET)
     shutil.rmtree(folder)
 
@@ -206,7 +206,7 @@ def test_a_broker_of_the_system_is_found_and_used(
         configure(Config(), broker="system")
         assert any("it has room for about " in line for line in caplog.messages)
         for name, value in (("pools", {"default": {}}), ("config_file", "pools.py"), ("simulate", "2x8GiB")):
-            with pytest.raises(ConfigError, match=rf"{name} was given, but a broker of the system serves"):
+            with pytest.raises(ConfigError, match=rf"{name} was given, but a system broker is serving"):
                 configure(Config(), **{name: value})  # type: ignore[arg-type]
         # Processes left by an earlier run of this hub are not the system's.
         argv = {"argv": ["python", json.dumps({"settings": "{}"})]}
@@ -218,7 +218,7 @@ def test_a_broker_of_the_system_is_found_and_used(
 
 def test_a_broker_of_the_system_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(configuration, "SYSTEM_SOCKET", str(tmp_path / "none.sock"))
-    with pytest.raises(ConfigError, match=r"the system's GPU broker on .*none\.sock cannot be used"):
+    with pytest.raises(ConfigError, match=r"cannot use the system's GPU broker on .*none\.sock"):
         configure(Config(), broker="system")
 
 
@@ -229,5 +229,5 @@ def test_every_ready_spawner_is_registered_and_has_the_mixin() -> None:
 
 
 def test_a_hub_of_a_cluster_is_told_to_leave_configure_out() -> None:
-    with pytest.raises(ConfigError, match=r"runs no broker for it; leave configure\(\.\.\.\) out"):
+    with pytest.raises(ConfigError, match=r"needs no broker; remove configure\(\.\.\.\)"):
         configure(Config(), spawner=FractionalGPUSlurmSpawner)

@@ -300,7 +300,7 @@ async def test_without_a_gpu_no_seat_is_taken(live: LiveBroker) -> None:
 
 async def test_a_hub_may_insist_on_a_gpu(live: LiveBroker) -> None:
     one = spawner(live, gpu_allow_without=False)
-    with pytest.raises(web.HTTPError, match="without a GPU was chosen, and this hub does not offer one"):
+    with pytest.raises(web.HTTPError, match="you chose a server without a GPU, but this hub does not offer one"):
         await hub_starts(one, fraction="none")
     assert "No GPU" not in await one.get_options_form()
 
@@ -359,7 +359,7 @@ FORGED: list[tuple[dict[str, Any], str]] = [
     ({"pool": "default", "fraction": "1/3"}, "offers 1/8, 1/4, 1/2, 3/4, 1"),
     ({"pool": "default", "fraction": "1/4", "memory": "9TiB"}, "the largest device of pool 'default' can give 1 GiB"),
     ({"pool": "default", "fraction": "1/4", "memory": "-1"}, "is not a size"),
-    ({"fraction": "none", "pool": "default"}, "leave these out"),
+    ({"fraction": "none", "pool": "default"}, "leave those out"),
 ]
 
 
@@ -513,7 +513,7 @@ async def test_without_a_broker_the_page_says_so_and_a_start_is_refused(live: Li
 async def test_a_seat_dir_that_cannot_be_written_is_named(live: LiveBroker, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     one = spawner(live, gpu_seat_dir=str(tmp_path / "file" / "seats"))
-    with pytest.raises(web.HTTPError, match=r"(?i)the hub cannot write"):
+    with pytest.raises(web.HTTPError, match=r"(?i)the hub could not write"):
         await hub_starts(one, pool="default", fraction="1/4")
     await one.run_post_stop_hook()
     assert seats(live) == []

@@ -43,5 +43,5 @@ def test_one_whose_package_is_broken_stops_the_hub_with_the_reason(tmp_path: Pat
     with as_installed("spawner", tmp_path / "site"):
         (entries,) = (tmp_path / "site").glob("*/entry_points.txt")
         entries.write_text(entries.read_text().replace("example_spawner", "no_such_package"))
-        with pytest.raises(ConfigError, match=r"no_such_package:ExampleSpawner cannot be imported: No module named"):
+        with pytest.raises(ConfigError, match=r"no_such_package:ExampleSpawner could not be imported: No module named"):
             configure(Config(), spawner="example-fractional-gpu", socket=str(tmp_path / "broker.sock"))

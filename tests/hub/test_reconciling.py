@@ -118,7 +118,7 @@ async def test_a_hub_whose_configuration_took_the_broker_out_again_says_so(
     fractional_gpu_hub.configure(c, spawner="fractional-gpu-simple", simulate="1x1GiB", broker="managed")
     await asyncio.sleep(0)  # one iteration of the hub's loop
     for call in ("configure", "add_page"):
-        assert f"{call}(...) in jupyterhub_config.py added, is not there" in caplog.text
+        assert f"{call}(...) in jupyterhub_config.py added, is missing" in caplog.text
     assert "another call" not in caplog.text
 
 

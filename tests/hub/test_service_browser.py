@@ -283,7 +283,7 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
 
         ada.goto(hub.url + PAGE)
         expect(ada.locator("#kernels")).to_contain_text("waits, place 1")
-        expect(ada.locator("#devices")).to_contain_text("1 of others with 768 MiB")
+        expect(ada.locator("#devices")).to_contain_text("1 of other users with 768 MiB")
         expect(ada.locator("body")).not_to_contain_text("bob")
         expect(ada.get_by_role("button", name=re.compile("Drain|Evict|Move|Edit"))).to_have_count(0)
         assert_accessible_in_any_look(ada)

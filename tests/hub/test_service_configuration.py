@@ -105,4 +105,4 @@ def test_started_by_hand_it_says_who_starts_it() -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "is not set: JupyterHub starts this service" in done.stderr
+    assert "is not set, because JupyterHub did not start this service" in done.stderr

@@ -25,7 +25,7 @@ def test_an_early_request_is_told_to_repeat_and_none_is_lost() -> None:
         connection.request("GET", "/services/gpu/")
         reply = connection.getresponse()
         assert (reply.status, reply.getheader("Retry-After")) == (425, "1")
-        assert b"The page about the GPUs is starting" in reply.read()
+        assert b"The GPU page is starting" in reply.read()
         connection.close()
     with early.hand_over() as listener, socket.create_connection(("127.0.0.1", port), timeout=30) as late:
         listener.settimeout(30)

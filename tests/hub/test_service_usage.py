@@ -172,7 +172,7 @@ async def test_a_user_reads_their_own_figures_as_a_user_of_the_hub_whatever_is_a
     assert _billed(file.body) == {"ada": "1.234"}, "not what the machine's user of that name used"
     for answer in (page, file):
         assert not re.search(r"bob|eve|carol|41\.234|40\.000", answer.body)
-    assert "Only you and the administrators of the GPUs see these figures." in page.text
+    assert "Only you and the GPU administrators see these figures." in page.text
 
 
 ADVISED = {("ada", True): 60, ("ada", False): 61, ("bob", True): 62}
@@ -251,7 +251,7 @@ async def test_a_group_sees_the_sums_of_its_users_but_no_notebook(monkeypatch: p
             assert "5.005 EUR" in page.text
             assert "secret of ada.ipynb" in page.text
             assert not re.search(r"secret of bob|eve|carol|other", page.body)
-            assert "Members of your groups see your sums, without your notebooks" in page.text
+            assert "Members of your groups see your totals, but not your notebooks" in page.text
             assert not OTHERS.search((await pages.get("usage", "left")).body), "the hub names no group for this user"
             assert set(_billed((await pages.get("usage.csv")).body)) == {"ada"}, "the file is of one's own"
             assert (await pages.get("usage/all")).status == 403
@@ -354,9 +354,9 @@ _NOW_S = 1_790_000_000
 @pytest.mark.parametrize(
     ("query", "everybody", "sentence"),
     [
-        ({"period": "forever"}, False, "period 'forever' is not known; allowed: today; yesterday;"),
-        ({"by": "notebook"}, True, "by 'notebook' is not known; allowed: group;"),
-        ({"period": "dates"}, False, "no first day was given"),
+        ({"period": "forever"}, False, "period 'forever' is unknown; allowed: today; yesterday;"),
+        ({"by": "notebook"}, True, "by 'notebook' is unknown; allowed: group;"),
+        ({"period": "dates"}, False, "the first day is missing"),
         ({"period": "dates", "since": "<b>"}, False, "from '<b>' is not a time; allowed: today"),
         ({"period": "dates", "since": "2026-09-01", "until": "2026-08-01"}, False, "it ends"),
         ({"period": "dates", "since": "2026-01-01", "until": "2026-08-01"}, True, "93 days at most"),
@@ -387,7 +387,7 @@ async def test_a_bad_query_is_answered_with_the_sentence_and_the_form(pages: Ser
     assert 'name="since"' in page.body
     file = await pages.get("usage.csv?period=never")
     assert (file.status, file.headers["Content-Type"]) == (400, "text/plain; charset=utf-8")
-    assert file.body.startswith("Period 'never' is not known")
+    assert file.body.startswith("Period 'never' is unknown")
 
 
 async def test_without_a_broker_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_a_user_sees_their_own_and_of_others_only_a_sum() -> None:
     text = json.dumps(shown)
     for secret in ("bob", "bbbb", "carol", "idle_after"):
         assert secret not in text
-    assert shown["devices"][0]["kernels"] == "1 of yours, 1 of others with 20 GiB"
+    assert shown["devices"][0]["kernels"] == "1 of yours, 1 of other users with 20 GiB"
     assert "other programs hold 1 GiB" in shown["devices"][0]["note"]
     assert [row["id"] for row in shown["kernels"]] == ["aaaa" * 6]
     assert "evict" not in shown["kernels"][0]["actions"]
@@ -78,7 +78,7 @@ def test_a_deadline_is_shown_with_what_becomes_of_each_kernel() -> None:
     notes = {row["id"]: row["note"] for row in shown["kernels"]}
     assert "cannot be saved before: it uses MPS; save to disk now" in notes["aaaa" * 6]
     assert notes["bbbb" * 6].endswith("and it is saved before.")
-    assert "this machine is revoked: its host goes away in 1 min" in shown["summary"]
+    assert "this machine is being revoked: its host goes away in 1 min" in shown["summary"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_kernel_of_a_machines_user_is_not_that_of_the_hubs_user_of_the_same_na
     stray = lease("cccc", "ada", seat="")
     assert not is_own(stray, ADA)
     assert view_of(snapshot(stray), ADA)["kernels"] == []
-    assert view_of(snapshot(stray), GRACE)["kernels"][0]["owner"] == "ada (not of a server)"
+    assert view_of(snapshot(stray), GRACE)["kernels"][0]["owner"] == "ada (not from a server)"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
     gpu_socket: Unicode[str, str | bytes] = Unicode(
         "/run/jupyter-gpu/broker.sock",
         config=True,
-        help="""The broker's socket on the nodes. Its folder is mounted into pods with a share, read-only.
+        help="""The broker's socket on the nodes. Its folder is mounted read-only into pods with a share.
 
         Example: c.FractionalGPUKubeSpawner.gpu_socket = "/run/jupyter-gpu/broker.sock"
         """,
@@ -50,7 +50,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
     gpu_runtime_class: Unicode[str, str | bytes] = Unicode(
         "nvidia",
         config=True,
-        help="""The RuntimeClass that brings the driver's libraries and devices into a pod with a share; empty: the cluster's default.
+        help="""The RuntimeClass that gives pods with a share the driver's libraries and devices; empty: the cluster's default.
 
         Example: c.FractionalGPUKubeSpawner.gpu_runtime_class = ""
         """,
@@ -60,8 +60,8 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         config=True,
         min=0,
         max=2**31 - 2**24,
-        help="""Pods with a share run with this uid plus the hub's number of the user, so that users do not share one at the nodes' brokers;
-        0: with the uid of the image or of `uid`; then only their pods keep users apart.
+        help="""Pods with a share run as this uid plus the user's id in the hub, so that each user has a separate uid at the nodes' brokers.
+        0: as the uid of the image or of `uid`; then only their pods keep users apart.
 
         Example: c.FractionalGPUKubeSpawner.gpu_first_uid = 500000
         """,
@@ -77,8 +77,8 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
     gpu_in_profiles: Bool[bool, bool | int] = Bool(
         default_value=False,
         config=True,
-        help="""Whether `profile_list` decides the GPU, with `gpu_profile` in each profile's `kubespawner_override`. The choice of a GPU is
-        not shown then.
+        help="""Whether `profile_list` decides the GPU, with `gpu_profile` in each profile's `kubespawner_override`. The spawn page then
+        does not offer a choice of GPU.
 
         Example: c.FractionalGPUKubeSpawner.gpu_in_profiles = True
         """,
@@ -86,7 +86,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
     gpu_profile: Unicode[str, str | bytes] = Unicode(
         "none",
         config=True,
-        help="""With `gpu_in_profiles`: the GPU of servers, as POOL/THOUSANDTHS, or `none`. For `kubespawner_override`.
+        help="""With `gpu_in_profiles`: a server's GPU share, as POOL/THOUSANDTHS, or `none`. Set it in `kubespawner_override`.
 
         Example: c.KubeSpawner.profile_list = [{"display_name": "1/4 GPU", "kubespawner_override": {"gpu_profile": "default/250"}}]
         """,
@@ -140,8 +140,8 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
                 message = str(event.get("message", ""))
                 if f"Insufficient {pods.DOMAIN}/" in message:
                     message = (
-                        f"No node has {self._gpu_words()} free now: your server waits in the cluster's queue, and starts when one has "
-                        f"({message})"
+                        f"No node has {self._gpu_words()} free right now. Your server waits in the cluster's queue and starts as soon "
+                        f"as one does ({message})"
                     )
                 yield message
 
@@ -155,7 +155,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         if wrong := privilege_of(pod):
             raise spawn_error(
                 f"this hub's settings give users' pods {wrong}, which would make every user an administrator of the node and its GPU "
-                "broker; leave that out of the settings of KubeSpawner and its profiles",
+                "broker; remove that from the settings of KubeSpawner and its profiles",
                 reason="configuration",
             )
         return pod
@@ -189,8 +189,8 @@ def refuse_other_shares(pod: Any) -> None:  # noqa: ANN401 - V1Pod
         for amounts in (_field(resources, "limits"), _field(resources, "requests")):
             if named := sorted(name for name in amounts or {} if pods.pool_of(name) is not None):
                 raise spawn_error(
-                    f"this hub's settings give container {_field(container, 'name')} {named[0]}; leave that to the choice of a GPU, or to "
-                    "gpu_profile in profiles",
+                    f"this hub's settings give container {_field(container, 'name')} {named[0]}; remove it, and let users choose a "
+                    "GPU, or set gpu_profile in profiles",
                     reason="configuration",
                 )
 

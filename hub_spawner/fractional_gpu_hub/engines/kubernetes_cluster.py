@@ -77,7 +77,7 @@ async def read_from(settings: client.Configuration, where: ClusterScope) -> Clus
             partial(api.list_namespaced_pod, where.namespace),
             Page[Pod],
             f"list pods in the namespace {where.namespace}",
-            "bind a Role of that namespace with the verb 'list' on 'pods' to the hub's service account; KubeSpawner needs it as well",
+            "bind a Role of that namespace with the verb 'list' on 'pods' to the hub's service account; KubeSpawner also needs it",
             label_selector=f"component={where.component}",
         )
     now = datetime.now(UTC)

@@ -162,7 +162,7 @@ def _facts(nodes: list[NodePool], up: list[NodePool], terms: Terms) -> str:
     devices = sum(node.devices for node in up)
     parts = [
         f"{plural(len(up), 'node')} with {plural(devices, 'GPU')}",
-        f"{devices_of(held)} of {devices_of(total)} GPUs are held, {devices_of(sum(_free(node, terms) for node in up))} can be had at once",
+        f"{devices_of(held)} of {devices_of(total)} GPUs are held, {devices_of(sum(_free(node, terms) for node in up))} are available now",
     ]
     if waiting := sum(node.waiting for node in up):
         parts.append(f"{plural(waiting, 'kernel')} {'waits' if waiting == 1 else 'wait'} for a GPU")
@@ -195,12 +195,12 @@ def _sentence(nodes: list[NodePool], at_once: list[NodePool], terms: Terms) -> s
     if at_once:
         best = min(at_once, key=lambda node: (node.wait_p50_ms, node.node))
         return (
-            f"starts at once on {len(at_once)} of {plural(len(nodes), 'node')}; a cell then waits "
-            f"{format_duration(best.wait_p50_ms)} for the GPU, 1 of 20 more than {format_duration(best.wait_p95_ms)}"
+            f"starts at once on {len(at_once)} of {plural(len(nodes), 'node')}; a cell then waits {format_duration(best.wait_p50_ms)} "
+            f"for the GPU, in 1 of 20 cases more than {format_duration(best.wait_p95_ms)}"
         )
     if nodes and all(terms.is_stale(node) for node in nodes):
-        return "whether it starts at once is not known: the nodes' figures are old"
-    return "waits in the engine's queue until a node has room"
+        return "may not start at once: the nodes' figures are out of date"
+    return "waits in the cluster's queue until a node has room"
 
 
 def _default(offers: Sequence[ClusterPoolOffer]) -> tuple[str, int]:

@@ -90,14 +90,14 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         key_trait=Unicode(),
         value_trait=Unicode(),
         config=True,
-        help="""The partition of each pool's nodes, by pool; default: `req_partition`, else Slurm's default.
+        help="""The partition of each pool's nodes, by pool. Default: `req_partition`, or else Slurm's default.
 
         Example: c.FractionalGPUSlurmSpawner.gpu_partitions = {"default": "gpu", "big": "gpu-large"}
         """,
     )
     gpu_gres: Unicode[str, str | bytes] = Unicode(
         config=True,
-        help="""The generic resource of shares: a name that counts thousandths of a GPU, or `shard`. Default: the name that each pool's
+        help="""The generic resource for shares: one that counts thousandths of a GPU, or `shard`. Default: the one that each pool's
         nodes publish.
 
         Example: c.FractionalGPUSlurmSpawner.gpu_gres = "shard"
@@ -115,7 +115,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     )
     gpu_path: Unicode[str, str | bytes] = Unicode(
         config=True,
-        help="""PATH of the job, for nodes with JupyterHub in another place than on the hub. Default: the environment's.
+        help="""The job's PATH, if JupyterHub is not in the same place on the nodes as on the hub. Default: the environment's.
 
         Example: c.FractionalGPUSlurmSpawner.gpu_path = "/opt/jupyterhub/bin:/usr/bin:/bin"
         """,
@@ -123,7 +123,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     gpu_stop_wait: Float[float, int | float] = Float(
         60.0,
         config=True,
-        help="""How long a stop waits for the end of the job, seconds (`KillWait` in slurm.conf is 30).
+        help="""How long a stop waits for the job to end, in seconds (`KillWait` in slurm.conf is 30 by default).
 
         Example: c.FractionalGPUSlurmSpawner.gpu_stop_wait = 120
         """,
@@ -133,11 +133,11 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         _SCRIPT,
         config=True,
         help="""The job's script. Its variables are `cmd`, `path`, `homedir` and `username`, quoted for the shell, and the administrator's
-        `req_...` settings as they are. `sbatch`'s command line has the requests; it overrides `#SBATCH` lines.
+        `req_...` settings, unquoted. The requests are on `sbatch`'s command line, which overrides `#SBATCH` lines.
         """,
     )
     startup_poll_interval = Float(
-        1.0, config=True, help="How often Slurm is asked about a job that has not started yet, seconds."
+        1.0, config=True, help="How often to ask Slurm about a job that has not started yet, in seconds."
     )
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - the spawner's
@@ -193,8 +193,8 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         name = str(self.user.name)
         if not _NAME.fullmatch(name):
             raise spawn_error(
-                f"the user name {name[:80]!r} cannot be a user of the cluster; allowed: letters, digits and _.@+-, not starting with "
-                "a hyphen; log in as a user of the cluster",
+                f"the user name {name[:80]!r} is not valid on the cluster; allowed: letters, digits and _.@+-, not starting with a "
+                "hyphen; log in as a user of the cluster",
                 reason="user-name",
             )
         return name
@@ -280,7 +280,9 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         except EngineUnavailableError as error:
             raise spawn_error_of(error) from None
         except EngineError as error:
-            self.log.warning("Jobs that an earlier start of %s may have left are not known: %s", self._log_name, error)
+            self.log.warning(
+                "Could not look for jobs that an earlier start of %s may have left: %s", self._log_name, error
+            )
 
     async def _gpu_start_server(self) -> Any:  # noqa: ANN401 - as the spawner below
         start = asyncio.ensure_future(super()._gpu_start_server())
@@ -317,7 +319,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             if job is not None and job.runs and job.node:
                 self._gpu_host = await self._gpu_address(job.node)
         except EngineError as error:
-            self.log.warning("The state of the job of %s is not known: %s", self._log_name, error)
+            self.log.warning("Could not read the state of the job of %s: %s", self._log_name, error)
             return JobStatus.UNKNOWN
         changed = job != self._gpu_job
         self._gpu_job = job if job is not None else JobState(job_id=self.job_id, state="GONE")
@@ -364,7 +366,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         try:
             await cancel(prefix, job_id)
         except EngineUnavailableError as error:
-            self.log.warning("Job %s of %s is cancelled when Slurm answers: %s", job_id, self._log_name, error)
+            self.log.warning("Job %s of %s will be cancelled when Slurm answers: %s", job_id, self._log_name, error)
             _cancel_later(prefix, job_id, self.log)
 
     async def stop(self, now: bool = False) -> None:
@@ -425,7 +427,7 @@ def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> No
             except EngineUnavailableError:
                 continue
             except EngineError as error:
-                log.warning("Job %s was not cancelled: %s", job_id, error)
+                log.warning("Could not cancel job %s: %s", job_id, error)
             return
 
     task = asyncio.get_running_loop().create_task(cancel_it())
@@ -440,7 +442,7 @@ class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
         token, data = self.get_auth_token(), self.get_json_body()
         port = data.get("port") if isinstance(data, dict) else None
         if not isinstance(data, dict) or set(data) != {"port"} or isinstance(port, bool) or not isinstance(port, int):
-            raise web.HTTPError(400, 'only a port can be set: send {"port": NUMBER}')
+            raise web.HTTPError(400, 'only the port can be set: send {"port": NUMBER}')
         if not 0 < port <= _PORTS:
             raise web.HTTPError(400, f"port {port} is invalid; allowed: 1 to {_PORTS}")
         user = self.current_user
@@ -448,7 +450,7 @@ class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
             (one for one in getattr(user, "spawners", {}).values() if token and one.api_token == token), None
         )
         if spawner is None:
-            raise web.HTTPError(403, "this is not the token of a server")
+            raise web.HTTPError(403, "this token does not belong to a server")
         spawner.port = port
         self.set_status(201)
         self.finish(json.dumps({"message": "BatchSpawner data configured"}))

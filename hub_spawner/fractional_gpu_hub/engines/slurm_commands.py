@@ -27,9 +27,9 @@ _REASONS = {
     "Resources": "no node has enough free",
     "Priority": "jobs with a higher priority come first",
     "Dependency": "it waits for another job",
-    "BeginTime": "its time has not come",
-    "JobHeldUser": "it is held; release it with scontrol release",
-    "JobHeldAdmin": "an administrator holds it",
+    "BeginTime": "its start time has not come yet",
+    "JobHeldUser": "it is on hold; release it with scontrol release",
+    "JobHeldAdmin": "an administrator put it on hold",
     "ReqNodeNotAvail": "nodes that it needs are not available",
     "Reservation": "it waits for its reservation",
     "PartitionDown": "the partition is down",
@@ -37,7 +37,7 @@ _REASONS = {
     "PartitionNodeLimit": "the partition has too few nodes",
     "Licenses": "it waits for a licence",
     "Prolog": "the node is being prepared",
-    "None": "Slurm has not looked at it yet",
+    "None": "Slurm has not considered it yet",
 }
 
 
@@ -110,7 +110,7 @@ def job_id_of(text: str) -> str:
     """Return the job's number from the last line of `sbatch --parsable` (`ID` or `ID;CLUSTER`). Raises EngineError."""
     last = (text.strip().splitlines() or [""])[-1].partition(";")[0].strip()
     if not JOB_ID.fullmatch(last):
-        raise EngineError(f"sbatch printed {text[:200]!r} instead of a job's number")
+        raise EngineError(f"sbatch printed {text[:200]!r} instead of a job id")
     return last
 
 
@@ -170,7 +170,7 @@ def waiting_sentence(job: JobState, now: datetime) -> str:
 
 def ended_sentence(job: JobState | None, job_id: str) -> str:
     if job is None:
-        return f"Slurm's job {job_id} is gone: it ended at once, or was cancelled; its log is in your home folder"
+        return f"Slurm job {job_id} is gone: it ended at once, or was cancelled; see its log in your home folder"
     why = {
         "OUT_OF_MEMORY": "it used more host memory than it requested",
         "TIMEOUT": "it reached its time limit",
@@ -178,7 +178,7 @@ def ended_sentence(job: JobState | None, job_id: str) -> str:
         "NODE_FAIL": f"its node {job.node} failed",
         "PREEMPTED": "another job preempted it",
     }.get(job.state, f"it ended ({job.state.lower().replace('_', ' ')})")
-    return f"Slurm's job {job_id} does not run: {why}; its log is in your home folder"
+    return f"Slurm job {job_id} is not running: {why}; see its log in your home folder"
 
 
 async def _read_nodes() -> list[SlurmNode]:

@@ -42,12 +42,12 @@ class Allocation:
 class EngineGPUMixin(GPUChoiceMixin):
     """Adds a choice of GPU to an engine's spawner. Put it before the spawner's class, and define `gpu_nodes` and `gpu_prepare`."""
 
-    gpu_no_offers = "No GPU can be chosen now: the cluster does not say what its nodes have. Try again in a moment."
+    gpu_no_offers = "You cannot choose a GPU right now: the cluster does not report its GPUs. Try again in a moment."
 
     gpu_wait: Float[float, int | float] = Float(
         600.0,
         config=True,
-        help="""How long a server waits in the engine's queue, seconds. The default of `start_timeout` is a minute longer.
+        help="""How long a server waits in the engine's queue, in seconds. The default of `start_timeout` is a minute longer.
 
         Example: c.EngineGPUMixin.gpu_wait = 1800
         """,
@@ -55,8 +55,8 @@ class EngineGPUMixin(GPUChoiceMixin):
     gpu_base_memory: Unicode[str, str | bytes] = Unicode(
         "2GiB",
         config=True,
-        help="""Host memory for a server, its kernels and their data. The engine is asked for this plus the share's GPU memory, because the
-        saved GPU memory of a suspended kernel counts as memory of its job or pod.
+        help="""Host memory for a server, its kernels and their data. The hub requests this plus the share's GPU memory from the engine,
+        because a suspended kernel's saved GPU memory counts as memory of its job or pod.
 
         Example: c.EngineGPUMixin.gpu_base_memory = "4GiB"
         """,
@@ -64,7 +64,7 @@ class EngineGPUMixin(GPUChoiceMixin):
     gpu_nodes_cache: Float[float, int | float] = Float(
         5.0,
         config=True,
-        help="""How long spawn pages reuse one reading of the nodes, seconds.
+        help="""How long spawn pages reuse the last reading of the nodes, in seconds.
 
         Example: c.EngineGPUMixin.gpu_nodes_cache = 15
         """,
@@ -72,7 +72,8 @@ class EngineGPUMixin(GPUChoiceMixin):
     gpu_stale_after: Float[float, int | float] = Float(
         float(STALE_S),
         config=True,
-        help="""The age at which a node's summary is stale, seconds: the spawn page then shows its age, and counts nothing there as free.
+        help="""The age at which a node's summary is stale, in seconds. The spawn page then shows its age and counts nothing there as
+        free.
 
         Example: c.EngineGPUMixin.gpu_stale_after = 300
         """,
@@ -125,7 +126,7 @@ class EngineGPUMixin(GPUChoiceMixin):
         try:
             nodes = await self.gpu_nodes()
         except FractionalGPUError as error:
-            self.log.warning("%s got no GPU: %s", self._log_name, error)
+            self.log.warning("%s did not get a GPU: %s", self._log_name, error)
             raise spawn_error_of(error) from error
         offers = offers_of(nodes, self._gpu_terms())
         pool, milli = self.gpu_wanted(choice, offers)
@@ -149,7 +150,7 @@ class EngineGPUMixin(GPUChoiceMixin):
             if one.fraction_milli == milli:
                 return one.memory_mib
         raise spawn_error(
-            f"{format_fraction(milli)} GPU is not on offer in pool {pool}; allowed: {on_offer(offers, pool)}",
+            f"{format_fraction(milli)} GPU is not available in pool {pool}; allowed: {on_offer(offers, pool)}",
             reason="gpu-options",
         )
 
@@ -175,7 +176,7 @@ class EngineGPUMixin(GPUChoiceMixin):
                 async for sentence in sentences:
                     self._gpu_progress.add(min(_MOST, _QUEUED + self._gpu_progress.count), sentence)
         except FractionalGPUError as error:
-            self.log.warning("The queue of %s cannot be read: %s", self._log_name, error)
+            self.log.warning("Could not read the queue of %s: %s", self._log_name, error)
 
     def get_state(self) -> dict[str, Any]:
         state: dict[str, Any] = super().get_state()

@@ -18,14 +18,12 @@ def main(argv: list[str] | None = None) -> int:
         description="The hub's page about its GPUs. JupyterHub starts it: see fractional_gpu_hub.service.add_page.",
     )
     parser.add_argument("--socket", help="the GPU broker's socket (default: where `jupyter gpu` finds it)")
-    parser.add_argument(
-        "--cluster", choices=CLUSTERS, help="show the nodes of this engine instead of one broker's devices"
-    )
+    parser.add_argument("--cluster", choices=CLUSTERS, help="show this engine's nodes instead of one broker's devices")
     options = parser.parse_args(argv)
     if missing := [name for name in _NEEDED if not os.environ.get(name)]:
         sys.stderr.write(
-            f"fractional_gpu_hub.service: {', '.join(missing)} is not set: JupyterHub starts this service; add it to jupyterhub_config.py "
-            "with fractional_gpu_hub.service.add_page(c)\n"
+            f"fractional_gpu_hub.service: {', '.join(missing)} is not set, because JupyterHub did not start this service; add it to "
+            "jupyterhub_config.py with fractional_gpu_hub.service.add_page(c)\n"
         )
         return 2
     url = os.environ["JUPYTERHUB_SERVICE_URL"]

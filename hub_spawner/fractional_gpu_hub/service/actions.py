@@ -66,8 +66,8 @@ class Actions:
     async def _do(self, viewer: Viewer, work: Callable[[SeatClient], T]) -> T:
         if self._running[viewer.name] >= MOST_AT_ONCE or self._running.total() >= _MOST_OF_ALL:
             raise ConflictError(
-                f"{self._running[viewer.name]} of your actions are under way, and {self._running.total()} of all users; allowed: "
-                f"{MOST_AT_ONCE} and {_MOST_OF_ALL}; wait until one has ended",
+                f"{self._running[viewer.name]} of your actions are running, and {self._running.total()} of all users; allowed: "
+                f"{MOST_AT_ONCE} and {_MOST_OF_ALL}; wait for one to end",
                 reason="too-many",
             )
         self._running[viewer.name] += 1
@@ -85,12 +85,12 @@ def _find_own(client: SeatClient, viewer: Viewer, lease_id: str) -> None:
     except NotFoundError:
         own = False
     if not own:
-        raise NotFoundError(f"there is no kernel {lease_id[:40]!r} of yours", reason="unknown-lease")
+        raise NotFoundError(f"you have no kernel {lease_id[:40]!r}", reason="unknown-lease")
 
 
 def _not_admin() -> ForbiddenError:
     return ForbiddenError(
-        "this is for administrators of the GPUs: ask the administrator of the hub for the scope custom:fractional-gpu:admin",
+        "only GPU administrators can do this: ask the hub's administrator for the scope custom:fractional-gpu:admin",
         reason="not-admin",
     )
 
@@ -129,7 +129,7 @@ def _evict(client: SeatClient, lease_id: str, asked: EvictRequest) -> Any:  # no
 def _release(client: SeatClient, seat_id: str, asked: _Release) -> Any:  # noqa: ANN401
     if not asked.confirm:
         raise BadRequestError(
-            "releasing a seat takes the GPU from its server's kernels, which keep their variables; send confirm = true if that is intended",
+            "releasing a seat takes the GPU away from its server's kernels, which keep their variables; to do so, send confirm = true",
             reason="not-confirmed",
         )
     client.release_seat(seat_id)
@@ -139,7 +139,7 @@ def _release(client: SeatClient, seat_id: str, asked: _Release) -> Any:  # noqa:
 def _change(client: SeatClient, pool: str, asked: PoolChange) -> Any:  # noqa: ANN401
     if not asked.keys:
         raise BadRequestError(
-            'nothing to change was sent; allowed: {"keys": {"idle_after": "2m"}} or more keys of the pool'
+            'the request changes nothing; allowed: {"keys": {"idle_after": "2m"}} or other keys of the pool'
         )
     return to_builtins(client.change_pool(pool, asked.keys))
 

@@ -122,10 +122,10 @@ def _viewer_of(user: Mapping[str, Any]) -> Viewer | None:
 
 _SENTENCES = {
     400: "the request is malformed",
-    401: "you are not logged in: log in at the hub and load the page again",
-    403: "this is not allowed: the page may be out of date (load it again), or your account has no access to the GPUs' page",
+    401: "you are not logged in: log in to the hub and reload the page",
+    403: "this is not allowed: the page may be out of date (reload it), or your account has no access to the GPU page",
     404: "there is no such page",
-    405: "this address does not accept that method",
+    405: "this address does not support that method",
     413: "the request is too large",
     429: "you have too many pages of this kind open: close some",
     500: "the service failed; its log says why",
@@ -257,7 +257,7 @@ class _Events(_BaseHandler):
             )
             viewer = _viewer_of(self.check_hub_user(user)) if user is not None else None
         except (UserNotAllowed, web.HTTPError) as error:  # the hub refuses, or does not answer: the page reconnects
-            log.info("a page's events end: %s", error)
+            log.info("stopped sending events to a page: %s", error)
             return False
         if viewer is None or viewer.name != self.viewer.name:
             return False
@@ -386,7 +386,7 @@ async def _serve(broker: str, listener: socket.socket, hub: int, cluster: str = 
     )
     server.add_socket(listener)
     follower.start()
-    log.info("the page about the GPUs is at %s", os.environ["JUPYTERHUB_SERVICE_PREFIX"])
+    log.info("the GPU page is at %s", os.environ["JUPYTERHUB_SERVICE_PREFIX"])
     try:
         while not stop.is_set() and os.getppid() == hub:
             with suppress(TimeoutError):

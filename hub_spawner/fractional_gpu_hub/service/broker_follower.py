@@ -81,7 +81,7 @@ class BrokerFollower:
         before, self.snapshot = self.snapshot, replace(self.snapshot, **changes)
         if self.snapshot.problem != before.problem:
             if self.snapshot.problem:
-                log.warning("no status from the broker: %s", self.snapshot.problem)
+                log.warning("could not get the broker's status: %s", self.snapshot.problem)
             else:
                 log.info("the broker answers")
         if self.snapshot != before:
@@ -101,7 +101,7 @@ _BACKLOG = 128
 _MOST_BYTES = 65536
 _PAGE = (
     b'<!DOCTYPE html><html lang="en"><meta name="color-scheme" content="light dark"><title>GPUs</title>'
-    b'<main><h1>GPUs</h1><p role="status">The page about the GPUs is starting; it appears in a moment.</p>'
+    b'<main><h1>GPUs</h1><p role="status">The GPU page is starting; it appears in a moment.</p>'
     b"<noscript><p>Load this page again in a moment.</p></noscript></main>"
     b"<script>(async function ask() {"
     b' const { status } = await fetch(location, { cache: "no-store", redirect: "manual" }).catch(() => ({ status: 425 }));'

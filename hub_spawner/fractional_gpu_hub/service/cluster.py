@@ -95,7 +95,7 @@ class ClusterFollower:
             except FractionalGPUError as error:
                 fresh = replace(self._snapshot, problem=str(error))
             if fresh.problem != self._snapshot.problem and fresh.problem:
-                log.warning("no news of the cluster: %s", fresh.problem)
+                log.warning("could not read the cluster's state: %s", fresh.problem)
             self._snapshot = fresh
             self.changed.set()
             self.changed = asyncio.Event()
@@ -123,7 +123,7 @@ def _summary(cluster: Cluster, servers: Sequence[ClusterServer], viewer: Viewer,
     parts = [
         plural(len(cluster.nodes), "node"),
         f"{devices_of(sum(pool.held_milli for pool in pools))} of {devices_of(sum(pool.total_milli for pool in pools))} GPUs held",
-        f"{devices_of(free)} can be had at once",
+        f"{devices_of(free)} available now",
         plural(len(servers), "server") + ("" if viewer.admin else " of yours"),
     ]
     if cluster.others:
@@ -155,9 +155,7 @@ def _rows(node: ClusterNode, terms: Terms) -> list[dict[str, Any]]:
 def _row(node: ClusterNode, pool: NodePool, terms: Terms) -> dict[str, Any]:
     stale = terms.is_stale(pool)
     usable = not pool.why_not and not stale
-    notes = [
-        f"published {format_duration(int(terms.age_s(pool)) * 1000)} ago{', too long to rely on' if stale else ''}"
-    ]
+    notes = [f"published {format_duration(int(terms.age_s(pool)) * 1000)} ago{', too old to rely on' if stale else ''}"]
     return {
         "id": f"{node.name}/{pool.name}",
         "name": node.name,
@@ -176,7 +174,7 @@ def _row(node: ClusterNode, pool: NodePool, terms: Terms) -> dict[str, Any]:
 
 def _wait(pool: NodePool) -> str:
     half, most = format_duration(pool.wait_p50_ms), format_duration(pool.wait_p95_ms)
-    return f"a further server's cells: half within {half}, 95 % within {most}"
+    return f"one more server's cells would wait {half} (median), {most} (95 %)"
 
 
 def _server(one: ClusterServer) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _SETTINGS = {
 }
 _WHERE = "jupyterhub_config.py"
 _SCOPES = {
-    READ_SCOPE: {"description": "See the GPUs and one's own kernels on them, and suspend, resume and pin these"},
+    READ_SCOPE: {"description": "See the GPUs and your own kernels on them, and suspend, resume and pin those kernels"},
     ADMIN_SCOPE: {
         "description": "See and control all kernels, the GPUs and their pools",
         "subscopes": [READ_SCOPE],
@@ -67,7 +67,7 @@ def add_page(
         if isinstance(value, str):
             raise ConfigError(f"{_WHERE}: add_page({key}={value!r}): allowed: a list of names, such as [{value!r}]")
     if not 1 <= port <= 65535:
-        raise ConfigError(f"{_WHERE}: add_page(port={port}): allowed: 1 to 65535; choose one that nothing listens on")
+        raise ConfigError(f"{_WHERE}: add_page(port={port}): allowed: 1 to 65535; choose a free one")
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -138,8 +138,8 @@ def _environment(c: Config, cluster: str) -> dict[str, str]:
         return found
     if _of_spawner(c, "enable_user_namespaces"):
         raise ConfigError(
-            f"{_WHERE}: add_page(cluster='kubernetes') reads the pods of one namespace, and KubeSpawner.enable_user_namespaces gives each "
-            "user another: leave one of both out"
+            f"{_WHERE}: add_page(cluster='kubernetes') reads the pods of one namespace, but KubeSpawner.enable_user_namespaces gives "
+            "each user a separate one: use only one of them"
         )
     settings = {variable: _of_spawner(c, name) for name, variable in _SETTINGS.items()}
     return {**found, **{variable: value for variable, value in settings.items() if isinstance(value, str) and value}}

@@ -39,9 +39,9 @@ BY: Final[Mapping[str, str]] = {
     "device": "GPU",
 }
 PRIVACY: Final[Mapping[str, str]] = {
-    "own": "Only you and the administrators of the GPUs see these figures.",
-    "group": "Members of your groups see your sums, without your notebooks; administrators see all of it.",
-    "all": "All users see your sums, without your notebooks; administrators see all of it.",
+    "own": "Only you and the GPU administrators see these figures.",
+    "group": "Members of your groups see your totals, but not your notebooks; administrators see all.",
+    "all": "All users see your totals, but not your notebooks; administrators see all.",
 }
 _THIS_MONTH: Final = "this-month"
 _OVER: Final = frozenset({"yesterday", "last-month"})
@@ -85,11 +85,11 @@ def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None =
     for name, given, allowed in (("period", word, (*PERIODS, DATES)), ("by", by, BY)):
         if given not in allowed:
             raise BadRequestError(
-                f"{name} {given[:40]!r} is not known; allowed: {'; '.join(allowed)}", reason="bad-period"
+                f"{name} {given[:40]!r} is unknown; allowed: {'; '.join(allowed)}", reason="bad-period"
             )
     since, until = (arguments.get("since", ""), arguments.get("until", "")) if word == DATES else (word, "")
     if not since:
-        raise BadRequestError("no first day was given; choose one, such as 2026-11-01", reason="bad-period")
+        raise BadRequestError("the first day is missing; choose one, such as 2026-11-01", reason="bad-period")
     end = word if word in _OVER else until or None
     try:
         since_s, until_s = period(since, end, int(time.time()) if now_s is None else now_s)
@@ -99,7 +99,7 @@ def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None =
         ) from None
     if until_s - since_s > (_MOST_DAYS[everybody] + 1) * _DAY_S:
         raise BadRequestError(
-            f"the page shows {_MOST_DAYS[everybody]} days at most; choose a shorter time, or take it from `jupyter gpu report`",
+            f"the page shows {_MOST_DAYS[everybody]} days at most; choose a shorter period, or use `jupyter gpu report`",
             reason="bad-period",
         )
     return PageQuery(since_s=since_s, until_s=until_s, word=word, since=since, until=until, by=by)

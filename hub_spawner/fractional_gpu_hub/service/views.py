@@ -53,15 +53,14 @@ def view_of(snapshot: Snapshot, viewer: Viewer) -> dict[str, Any]:
 def _summary(status: HostStatus, shown: list[LeaseStatus], viewer: Viewer) -> str:
     waiting = sum(lease.position is not None for lease in shown)
     suspended = sum(lease.state == "suspended" for lease in shown)
-    whose = "kernels" if viewer.admin else "kernels of yours"
     parts = [
-        f"{len(shown)} {whose}",
+        ("" if viewer.admin else "you have ") + plural(len(shown), "kernel"),
         f"{waiting} waiting",
         f"{suspended} suspended",
-        f"{format_memory(status.host_saved_mib)} of {format_memory(status.host_budget_mib)} host memory hold suspended state",
+        f"{format_memory(status.host_saved_mib)} of {format_memory(status.host_budget_mib)} host memory used by suspended kernels",
     ]
     if status.goes_away_in_ms is not None:
-        parts.append(f"this machine is revoked: {host_deadline(status.goes_away_in_ms)}")
+        parts.append(f"this machine is being revoked: {host_deadline(status.goes_away_in_ms)}")
     return ", ".join(parts)
 
 
@@ -77,7 +76,7 @@ def _device(device: DeviceStatus, leases: Iterable[LeaseStatus], viewer: Viewer)
         "model": device.name,
         "pool": device.pool or "none",
         "memory": f"{format_memory(device.reserved_mib)} of {format_memory(device.leasable_mib)} reserved",
-        "memory_note": f"{format_memory(device.used_mib)} in use now",
+        "memory_note": f"{format_memory(device.used_mib)} in use",
         "level": min(_MOST_PERCENT, _MOST_PERCENT * device.reserved_mib // max(1, device.leasable_mib)),
         "kernels": _kernels_there([lease for lease in there if lease.lease.reserved_mib], viewer),
         "compute": f"{device.demand_milli // 10} % needed",
@@ -98,7 +97,7 @@ def _kernels_there(there: list[LeaseStatus], viewer: Viewer) -> str:
         parts.append(f"{len(own)} {'' if viewer.admin else 'of yours'}".strip())
     if others:
         held = sum(lease.lease.reserved_mib for lease in there) - sum(lease.lease.reserved_mib for lease in own)
-        parts.append(f"{others} of others with {format_memory(held)}")
+        parts.append(f"{others} of other users with {format_memory(held)}")
     return ", ".join(parts)
 
 
@@ -117,13 +116,13 @@ def _device_notes(device: DeviceStatus, viewer: Viewer) -> list[str]:
     if deadline := device_deadline(device):
         notes.append(f"it {deadline}")
     if device.lost:
-        notes.append("it is not responding, and gets no kernel until it does")
+        notes.append("it is not responding, and gets no new kernels until it does")
     if device.stranger_mib:
         who = {one.user for one in device.strangers} if viewer.admin else set()
         by = f" ({', '.join(sorted(who))})" if who else ""
         notes.append(f"other programs hold {format_memory(device.stranger_mib)}{by}")
     if device.why_not:
-        notes.append(f"kernels there stay on it: {device.why_not}")
+        notes.append(f"its kernels cannot be suspended: {device.why_not}")
     readings = [(device.busy_percent, "% busy", 1), (device.temperature_c, " °C", 1), (device.power_mw, " W", 1000)]
     if sensors := [f"{round(value / per)}{unit}" for value, unit, per in readings if value is not None]:
         notes.append(", ".join(sensors))
@@ -140,7 +139,7 @@ def _kernel(lease: LeaseStatus, servers: dict[str, str], names: dict[str, str], 
         "id": lease.lease_id,
         "name": lease.spec.label or lease.lease_id[:8],
         "short": lease.lease_id[:8],
-        "owner": lease.spec.owner if lease.spec.seat else f"{lease.spec.owner} (not of a server)",
+        "owner": lease.spec.owner if lease.spec.seat else f"{lease.spec.owner} (not from a server)",
         "server": servers.get(lease.spec.seat, "") or ("default server" if lease.spec.seat else ""),
         "share": f"{format_fraction(lease.spec.fraction_milli)} GPU"
         + (f" x {len(lease.lease.device_ids)}" if len(lease.lease.device_ids) > 1 else ""),

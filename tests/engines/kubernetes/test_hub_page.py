@@ -132,8 +132,8 @@ async def test_the_page_shows_nodes_servers_and_what_is_old_or_missing(
         async with service("/nowhere", monkeypatch, follower) as pages:
             await news(follower, lambda one: not one.problem)
             mine = (await pages.get("", "ada")).text
-            assert "3 nodes, 0.5 of 4 GPUs held, 1.75 can be had at once, 1 server of yours" in mine
-            assert ("too long to rely on" in mine, "No agent has published its GPUs yet" in mine) == (True, True)
+            assert "3 nodes, 0.5 of 4 GPUs held, 1.75 available now, 1 server of yours" in mine
+            assert ("too old to rely on" in mine, "No agent has published its GPUs yet" in mine) == (True, True)
             assert ("pod jupyter-1" in mine, "pod jupyter-2" in mine, "bob" in mine) == (True, False, False)
             assert "pod jupyter-2" in (await pages.get("", "grace")).text
             api.rules.clear()

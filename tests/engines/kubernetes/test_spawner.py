@@ -274,6 +274,8 @@ async def test_the_schedulers_reason_is_shown_while_a_pod_waits(api: Api, monkey
     spawner._start_future.set_result(None)
     await spawner.gpu_take(spawner.gpu_choice({"pool": "default", "fraction": "1/4"}))
     first, second = [sentence async for sentence in spawner.gpu_queue()]
-    assert first.startswith("No node has 1/4 GPU of pool default free now: your server waits in the cluster's queue")
+    assert first.startswith(
+        "No node has 1/4 GPU of pool default free right now. Your server waits in the cluster's queue"
+    )
     assert "Insufficient fractional-gpu.jupyter.org/default" in first
     assert second.endswith("[Normal] Pulling image")
