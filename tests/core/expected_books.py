@@ -20,7 +20,7 @@ class ExpectedCells:
     def __init__(self, world: World, arbiter: Arbiter) -> None:
         self._world = world
         self._arbiter = arbiter
-        self._stakes: dict[str, list[tuple[str, int, int]]] = defaultdict(list)  # by device: lease, time, MiB
+        self._early_swaps: dict[str, list[tuple[str, int, int]]] = defaultdict(list)  # by device: lease, time, MiB
 
     def sign(self, seen: Seen, event: Expected) -> None:
         """A sign announced a cell. It counts while no cell runs or waits."""
@@ -35,8 +35,8 @@ class ExpectedCells:
         """A cell began, or waits to."""
         seen.expected_until = 0
         if seen.early:
-            for device, stakes in self._stakes.items():
-                self._stakes[device] = [stake for stake in stakes if stake[0] != seen.lease_id]
+            for device, early_swaps in self._early_swaps.items():
+                self._early_swaps[device] = [swap for swap in early_swaps if swap[0] != seen.lease_id]
         seen.early = False
 
     def resuming(self, seen: Seen, why: Recorded) -> None:
@@ -50,7 +50,7 @@ class ExpectedCells:
         law(8, min(taking, default=0) <= pool.foresight_swap_ms, seen.lease_id, "comes back early within", taking)
         law(8, view is None or view.came_early, seen.lease_id, "came early, and the arbiter says", view)
         seen.early = True
-        self._stake(seen, 2 * seen.saved, seen.devices)
+        self._record_early_swap(seen, 2 * seen.saved, seen.devices)
 
     def suspending(self, victim: Seen, suspend: Suspend, why: Recorded) -> None:
         """An idle lease makes room for an expected one, if the pool allows it and the idle one is not expected itself."""
@@ -62,7 +62,7 @@ class ExpectedCells:
             return
         law(8, other.state is LeaseState.SUSPENDED, other.lease_id, "is expected, and is", other.state)
         self._is_expected(other, why)
-        self._stake(other, 2 * victim.save_at_least, victim.devices)
+        self._record_early_swap(other, 2 * victim.save_at_least, victim.devices)
 
     def _is_expected(self, seen: Seen, why: Recorded) -> None:
         world, known = self._world, self._arbiter._books.leases[seen.lease_id].expectation
@@ -72,10 +72,16 @@ class ExpectedCells:
         waiting = [lease.lease_id for lease in self._arbiter._books.line(seen.spec.pool)]
         law(8, not waiting, seen.lease_id, "is brought back before its cell asks, and these wait:", waiting)
 
-    def _stake(self, seen: Seen, mib: int, devices: tuple[str, ...]) -> None:
+    def _record_early_swap(self, seen: Seen, mib: int, devices: tuple[str, ...]) -> None:
         now, most = self._world.now, self._world.pool(seen).foresight_vain_mib
         for device in devices:
-            stakes = [stake for stake in self._stakes[device] if stake[1] > now - HOUR_MS]
-            stakes.append((seen.lease_id, now, mib))
-            self._stakes[device] = stakes
-            law(8, sum(one for _, _, one in stakes) <= most, device, "may have moved too much in vain:", stakes)
+            early_swaps = [swap for swap in self._early_swaps[device] if swap[1] > now - HOUR_MS]
+            early_swaps.append((seen.lease_id, now, mib))
+            self._early_swaps[device] = early_swaps
+            law(
+                8,
+                sum(one for _, _, one in early_swaps) <= most,
+                device,
+                "early swaps may have wasted too much:",
+                early_swaps,
+            )

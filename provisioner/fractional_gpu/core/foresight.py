@@ -18,7 +18,7 @@ from fractional_gpu.core.limits import over_limit
 from fractional_gpu.core.model import Foresight, LeaseState, Sign
 from fractional_gpu.core.place import eligible_devices
 from fractional_gpu.core.state.books import Books
-from fractional_gpu.core.state.leases import Expectation, Lease, Stake
+from fractional_gpu.core.state.leases import EarlySwap, Expectation, Lease
 from fractional_gpu.core.suspend import Capacity, is_expected, likelihood_milli, next_cell_in_ms, swap_ms
 from fractional_gpu.core.units import format_memory
 
@@ -74,7 +74,7 @@ class Expectations:
         if lease.came_early:
             lease.came_early = False
             for device in self._books.devices.values():
-                device.stakes = [stake for stake in device.stakes if stake.lease_id != lease.lease_id]
+                device.early_swaps = [swap for swap in device.early_swaps if swap.lease_id != lease.lease_id]
         self._settle(lease, true=True)
 
     def take_due(self, lease: Lease) -> None:
@@ -139,11 +139,11 @@ def _bring_back(changes: Changes, lease: Lease, capacity: Capacity) -> None:
     """Begin the lease's resume, or the first suspend that makes room for it."""
     books, need_mib = changes.books, lease.need_mib
     devices = tuple(
-        one for one in eligible_devices(books, books.policy(lease), lease) if _may_stake(books, one, lease, ())
+        one for one in eligible_devices(books, books.policy(lease), lease) if _may_swap_early(books, one, lease, ())
     )
     chosen = capacity.pick_for(lease, devices, need_mib)
     if chosen is not None:
-        _stake(books, lease, chosen, 2 * lease.saved_mib)
+        _record_early_swap(books, lease, chosen, 2 * lease.saved_mib)
         lease.came_early = True
         sign = lease.expectation.best if lease.expectation is not None else Sign.OTHER
         changes.resume_early(lease, chosen, "resume.expected", f"a cell is expected ({_SIGNS[sign]})")
@@ -172,7 +172,7 @@ def _displace(changes: Changes, lease: Lease, devices: tuple[str, ...], capacity
         return
     *_, device_id, chosen = best
     victim = chosen[0]  # the next one is looked at again when this one has left
-    _stake(books, lease, (device_id,), 2 * victim.host_need_mib)
+    _record_early_swap(books, lease, (device_id,), 2 * victim.host_need_mib)
     sentence = "idle, and another kernel is expected to need its room sooner"
     changes.begin_suspend(victim, "suspend.expected", sentence, beneficiary=lease)
 
@@ -187,7 +187,7 @@ def _leaving(books: Books, lease: Lease, device_id: str, capacity: Capacity) -> 
     chosen = capacity.victims.choose(device_id, short_mib, lease, stays, host_mib=host_mib)
     if not chosen or sum(one.host_need_mib for one in chosen) > host_mib:
         return None
-    return chosen if _may_stake(books, device_id, lease, chosen) else None
+    return chosen if _may_swap_early(books, device_id, lease, chosen) else None
 
 
 def _stays(books: Books, other: Lease, lease: Lease) -> bool:
@@ -218,21 +218,21 @@ def _resume_ms(books: Books, lease: Lease) -> int:
     return books.forecasts.swap_ms(RESUME, books.kind_of(lease.home_id), lease.saved_mib)
 
 
-def _may_stake(books: Books, device_id: str, lease: Lease, victims: tuple[Lease, ...]) -> bool:
+def _may_swap_early(books: Books, device_id: str, lease: Lease, victims: tuple[Lease, ...]) -> bool:
     """Return whether the swaps for the lease stay within the device's limit on wasted swaps."""
     device, from_ms = books.devices[device_id], books.now_ms - _HOUR_MS
-    while device.stakes and device.stakes[0].at_ms <= from_ms:
-        del device.stakes[0]
+    while device.early_swaps and device.early_swaps[0].at_ms <= from_ms:
+        del device.early_swaps[0]
     mib = 2 * (lease.saved_mib + sum(victim.host_need_mib for victim in victims))
-    may = sum(stake.mib for stake in device.stakes) + mib <= books.policy(lease).foresight_vain_mib
-    if not may and device.stakes:
-        books.recheck_at(device.stakes[0].at_ms + _HOUR_MS)
+    may = sum(swap.mib for swap in device.early_swaps) + mib <= books.policy(lease).foresight_vain_mib
+    if not may and device.early_swaps:
+        books.recheck_at(device.early_swaps[0].at_ms + _HOUR_MS)
     return may
 
 
-def _stake(books: Books, lease: Lease, device_ids: tuple[str, ...], mib: int) -> None:
+def _record_early_swap(books: Books, lease: Lease, device_ids: tuple[str, ...], mib: int) -> None:
     for device_id in device_ids:
-        books.devices[device_id].stakes.append(Stake(lease.lease_id, books.now_ms, mib))
+        books.devices[device_id].early_swaps.append(EarlySwap(lease.lease_id, books.now_ms, mib))
 
 
 def relieve_host_memory(changes: Changes) -> None:

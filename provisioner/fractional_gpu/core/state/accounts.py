@@ -1,12 +1,11 @@
-"""What owners and groups have of each pool: their leases, for limits, and virtual time, for fair shares.
+"""Per-pool accounts of owners and groups: their leases, for limits, and their virtual time, for fair shares.
 
-An owner's virtual time in a pool grows by milli-GPU times milliseconds over its weight while its leases are busy (or pinned) on a device,
-or keep room there for a process that has not come yet; so does a lease's among its owner's. The one with the least virtual time is served
-first. An owner that contends again after a pause starts at the least virtual time of those that contend, so no share is saved up
-(start-time fair queueing, Goyal, Vin and Cheng 1996). An idle lease on a device pays nothing, because it leaves for any other. A pause of
-up to `_PAUSE_MS` does not count.
+An owner's virtual time in a pool grows by milli-GPU times milliseconds over its weight while its leases are busy or pinned on a device, or
+hold a reservation for a process that has not started; likewise a lease's, among its owner's. The least virtual time is served first. After
+a pause of more than `_PAUSE_MS`, an owner starts at the least virtual time of the contending owners, so it cannot save up a share
+(start-time fair queueing, Goyal, Vin and Cheng 1996). An idle lease on a device pays nothing, because it makes room for any other lease.
 
-Accounts of owners without leases are kept for as long as they differ from an empty account, and at most `_MOST_FORMER` of them.
+An account without leases is dropped once it equals an empty account; at most `_MOST_FORMER` are kept.
 """
 
 from collections.abc import Callable
@@ -20,13 +19,13 @@ _PAUSE_MS = 10_000
 
 
 class Accounts:
-    """All accounts. `shares_by_time` returns whether a lease's pool shares by virtual time."""
+    """The accounts of all pools. `shares_by_time` returns whether a lease's pool shares by virtual time."""
 
     def __init__(self, shares_by_time: Callable[[Lease], bool]) -> None:
         self._shares_by_time = shares_by_time
         self._owners: dict[tuple[str, str], Account] = {}  # by pool and name
         self._groups: dict[tuple[str, str], Account] = {}
-        self._floors: dict[str, int] = {}  # by pool: least virtual time of an owner that contends again
+        self._floors: dict[str, int] = {}  # by pool: start of an owner that contends again
 
     def owner(self, pool: str, name: str) -> Account:
         return self._owners.get((pool, name)) or Account(name=name)
@@ -35,7 +34,7 @@ class Accounts:
         return self._groups.get((pool, name)) or Account(name=name)
 
     def of(self, lease: Lease) -> Account:
-        """Return the account of a lease's owner, which exists as long as the lease does."""
+        """Return the account of the lease's owner."""
         return self._owners[lease.spec.pool, lease.spec.owner]
 
     # -- leases ------------------------------------------------------------------------------------------------------------
@@ -50,7 +49,7 @@ class Accounts:
             group.leases[lease.lease_id] = lease
 
     def close(self, lease: Lease, now_ms: int) -> None:
-        """Forget a lease that holds nothing and waits for nothing."""
+        """Remove a lease that has no reservation and no ticket."""
         spec, owner = lease.spec, self.of(lease)
         del owner.leases[lease.lease_id]
         if spec.group:
@@ -69,13 +68,15 @@ class Accounts:
             del self._owners[key]
 
     def _equals_empty(self, pool: str, account: Account, now_ms: int) -> bool:
-        is_pinned = account.pinned_ms and now_ms - account.pinned_at_ms < _DAY_MS  # a budget is back after a day
+        is_pinned = (
+            account.pinned_ms and now_ms - account.pinned_at_ms < _DAY_MS
+        )  # a pin budget is restored after a day
         return not is_pinned and account.time_ms <= self._floors.get(pool, 0)
 
     # -- shares ----------------------------------------------------------------------------------------------------------
 
     def advance(self, passed_ms: int) -> None:
-        """Let time pass."""
+        """Charge running leases for the last `passed_ms`."""
         for account in self._owners.values():
             for lease in account.contenders.values():
                 if lease.meter.is_running:
@@ -83,13 +84,13 @@ class Accounts:
                     lease.meter.usage += lease.milli * passed_ms
 
     def share(self, lease: Lease) -> tuple[int, int]:
-        """Return the virtual time of the lease's owner and its own."""
+        """Return the virtual times of the lease's owner and of the lease."""
         return self.of(lease).time_ms, lease.time_ms
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
-        """Return the total weights of the contending owners in the lease's pool, and of its owner's contending leases.
+        """Return the total weight of the contending owners in the lease's pool, and of the contending leases of its owner.
 
-        Both are at least its own.
+        The totals are at least the weights of the owner and of the lease.
         """
         account = self.of(lease)
         owners = sum(one.weight for one in self._contending(lease.spec.pool))
@@ -97,7 +98,7 @@ class Accounts:
         return max(owners, account.weight), max(own, lease.spec.weight, 1)
 
     def meter(self, lease: Lease, now_ms: int) -> None:
-        """Start or stop the lease's meter and note whether it contends, if its pool shares by virtual time."""
+        """Start or stop the lease's meter, and update whether it contends, if its pool shares by virtual time."""
         fair = self._shares_by_time(lease)
         if not fair and lease.meter.idle_since_ms is None and not lease.meter.is_running:
             return  # no decision depends on it
@@ -116,7 +117,7 @@ class Accounts:
             self._stop_contending(lease, account, now_ms)
 
     def fall_behind(self, lease: Lease) -> None:
-        """Put the lease's owner behind all others that contend in the pool: it had its turn, and no process came."""
+        """Put the owner behind all contending owners of the pool: it had its turn, but no process started."""
         if not self._shares_by_time(lease):
             return
         account = self.of(lease)
@@ -132,7 +133,7 @@ class Accounts:
             floor = self._raise_floor(lease.spec.pool)
             if _was_absent(account.idle_since_ms, now_ms):
                 account.usage = max(account.usage, _usage(floor, account.weight))
-        # The same among the owner's own leases: a lease that was absent starts at the least virtual time of the others.
+        # Likewise among the owner's leases: a lease that was absent starts at the least virtual time of the others.
         self._raise_own_floor(account)
         if _was_absent(lease.meter.idle_since_ms, now_ms):
             lease.meter.usage = max(lease.meter.usage, _usage(account.floor, lease.spec.weight))
@@ -147,9 +148,9 @@ class Accounts:
         del account.contenders[lease.lease_id]
 
     def _raise_floor(self, pool: str) -> int:
-        """Raise the floor of a pool's owners to the least virtual time of those that contend, and return it.
+        """Raise the pool's floor to the least virtual time of its contending owners, and return it.
 
-        It never falls: else an owner could gain by pausing while others pause.
+        The floor never falls: otherwise an owner could gain by pausing while others pause.
         """
         least_ms = min((account.time_ms for account in self._contending(pool)), default=0)
         self._floors[pool] = max(self._floors.get(pool, 0), least_ms)
@@ -165,5 +166,5 @@ def _was_absent(since_ms: int | None, now_ms: int) -> bool:
 
 
 def _usage(virtual_ms: int, weight: int) -> int:
-    """Return the least usage whose virtual time is this."""
+    """Return the smallest usage that has this virtual time."""
     return -(-virtual_ms * max(1, weight) // UNIT)

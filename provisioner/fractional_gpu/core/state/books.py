@@ -1,8 +1,8 @@
 """The arbiter's books: pools, devices, leases, and the queue.
 
-Only `Books` writes `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate`, `ticket` and (except in a lease that is emptied or
-recovered) `busy` of a lease. Derived values are computed when read; only the leases on each device, the sums of unchanged devices, and the
-sums of host memory are kept, and `laws` recomputes them.
+Only `Books` writes a lease's `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate`, `ticket` and (unless the lease is emptied
+or recovered) `busy`. Derived values are computed when read. Only the leases on each device, the sums of unchanged devices and the sums of
+host memory are stored; `laws` checks them against recomputed values.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,11 @@ from fractional_gpu.core.state.accounts import Accounts
 from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind, Ticket
 from fractional_gpu.core.time_slicing import WHOLE_MILLI
 
-_LONGEST_HOLD_MS = 3_600_000  # without an event: a night counts as an hour
+_LONGEST_HOLD_MS = 3_600_000  # without an event, no more than this counts: a night counts as an hour
 
 
 class Books:
-    """Everything the arbiter knows."""
+    """The complete state of the arbiter."""
 
     def __init__(self, forecasts: Forecasts | None = None) -> None:
         self.now_ms = 0
@@ -28,22 +28,24 @@ class Books:
         self.leases: dict[str, Lease] = {}
         self.waiting: dict[str, Lease] = {}  # leases with a ticket
         self.accounts = Accounts(self.shares_by_time)
-        self.idle_held: dict[str, int] = {}  # by pool: what idle leases have held since the last grant, MiB times ms
+        self.idle_held: dict[
+            str, int
+        ] = {}  # by pool: memory that idle leases have held since the last grant, MiB times ms
         self.host_budget_mib = 0
         self.host_saved_mib = 0
         self.host_reserved_mib = 0
-        self.parked: dict[str, Lease] = {}  # want room before their start, and may not have a ticket yet (`starting`)
-        self.unsaved: dict[str, str] = {}  # leases that cannot be saved before their device goes away: why, for people
-        self.recheck_ms: int | None = None  # when time alone may change a decision of the last event (`recheck_at`)
+        self.parked: dict[str, Lease] = {}  # need room before they start; some have no ticket yet (`starting`)
+        self.unsaved: dict[str, str] = {}  # why leases cannot be saved before their device goes away, a sentence
+        self.recheck_ms: int | None = None  # when a decision may change without an event (`recheck_at`)
         self._number = 0
 
     def recheck_at(self, at_ms: int) -> None:
-        """Ask for a decision at a future time, when it may be a different one."""
+        """Schedule a decision for `at_ms`, unless an earlier one is scheduled; a past time is ignored."""
         if at_ms > self.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
             self.recheck_ms = at_ms
 
     def is_time(self, at_ms: int | None) -> bool:
-        """Return whether a time (None: never) has come; if not, ask for a decision when it comes."""
+        """Return whether it is `at_ms` or later (None: never); schedule a decision for a future time."""
         if at_ms is None:
             return False
         self.recheck_at(at_ms)
@@ -61,12 +63,12 @@ class Books:
         self.refresh(lease)
 
     def remove(self, lease: Lease) -> None:
-        """Forget a lease that holds nothing."""
+        """Remove a lease that has no reservation."""
         del self.leases[lease.lease_id]
         self.accounts.close(lease, self.now_ms)
 
     def in_state(self, *states: LeaseState) -> list[Lease]:
-        """Return the leases in these states, oldest first."""
+        """Return the leases in any of these states, oldest first."""
         return [lease for lease in self.leases.values() if lease.state in states]
 
     def set_state(self, lease: Lease, new: LeaseState) -> None:
@@ -83,16 +85,16 @@ class Books:
         self.refresh(lease)
 
     def set_let_in(self, lease: Lease, *, let_in: bool) -> None:
-        """Set whether the lease has room for a cell that has not begun."""
+        """Set whether the lease has room for a cell that has not started."""
         if lease.let_in != let_in:
             lease.let_in = let_in
             self.refresh(lease)
 
     def see_utilisation(self, lease: Lease, util_milli: int) -> None:
-        """Learn from the lease's utilisation over the last period what it needs while it is busy, thousandths of a device.
+        """Learn the lease's compute demand from its utilisation over the last period, thousandths of a device.
 
-        Its cell counts with its own samples: cells of one kernel differ more than kernels do. While the busy leases on a device use all of
-        it, each needs at least what its samples show, and at most what `time_slicing` derives from that.
+        The running cell is judged by its own samples, because the cells of one kernel differ more than kernels do. While busy leases use
+        the whole device, a lease's demand is between its sample and the bound that `time_slicing` derives from it.
         """
         if lease.occupancy is not OccupancyKind.BUSY:
             return
@@ -110,7 +112,7 @@ class Books:
         self._forget_sums(lease)
 
     def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
-        """Close or open the lease's gate; `next_cell`: the ticket of the cell that waits there."""
+        """Open or close the lease's gate; `next_cell` is the ticket of a cell that waits at it."""
         lease.gate.closed, lease.gate.ticket = closed, next_cell
         self.refresh(lease)
 
@@ -119,7 +121,7 @@ class Books:
         return [lease for lease in self.leases.values() if lease.gate.closed]
 
     def set_reservation(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
-        """Set the lease's devices and its reservation on each; 0: the devices where it was."""
+        """Set the lease's devices and its reservation on each; with 0 they are the devices that it was last on."""
         held_mib = held_mib if device_ids else 0
         for device in self._devices_of(lease):
             if device.spec.device_id not in device_ids or not held_mib:
@@ -131,14 +133,14 @@ class Books:
         self.refresh(lease)
 
     def set_strangers(self, device: Device, stranger_mib: int) -> None:
-        """Set what strangers have on a device. Two leases without a reservation must not both claim the same part of it."""
+        """Set the strangers' memory on a device, and recompute which part belongs to leases without a reservation."""
         device.stranger_mib = stranger_mib
         for lease in self.in_state(LeaseState.NO_CONTEXT):
             if device.spec.device_id in lease.device_ids:
                 self.note_unreserved(lease)
 
     def note_unreserved(self, lease: Lease) -> None:
-        """Note how much of the strangers' memory belongs to a lease without a reservation."""
+        """Update how much of the strangers' memory belongs to a lease without a reservation."""
         strangers = [self.devices[one].stranger_mib for one in lease.device_ids if one in self.devices]
         lease.unreserved_mib = min([lease.used_each_mib, *strangers]) if strangers else 0
 
@@ -149,14 +151,14 @@ class Books:
         self.spread_saved(lease)
 
     def spread_saved(self, lease: Lease) -> None:
-        """Compute what must be reserved on each device for saved state: an even part, as it is unknown what came from which device."""
+        """Compute the reservation per device for saved state: equal parts, because each device's part is unknown."""
         lease.saved_each_mib = self._fitting_mib(lease, -(-lease.saved_mib // lease.count))
         lease.size_mib = self._fitting_mib(lease, self.reserve_mib(lease, lease.spec))
 
     def _fitting_mib(self, lease: Lease, each_mib: int) -> int:
-        """Return what to reserve on each device for a lease that may have `each_mib` there, saved or reserved.
+        """Return the reservation per device for a lease that needs `each_mib` there.
 
-        A kernel that grew into its device's overhead has more than leases can, and must be able to come back: reserve all they can have.
+        A kernel that grew into the device's overhead has more than can be reserved, but must be able to resume: reserve all there is.
         """
         if not lease.saved_mib:
             return each_mib
@@ -167,13 +169,13 @@ class Books:
         return leasable_mib if fits_alone else each_mib
 
     def resize(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Give a lease another size; what it holds does not change."""
+        """Change the lease's size; its current reservation stays."""
         lease.spec = spec
         lease.size_mib = self.reserve_mib(lease, spec)
         self.refresh(lease)
 
     def reserve_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """Return what a lease of this size reserves on each device, MiB: its cap, or its use (or saved state) and headroom."""
+        """Return the reservation per device at this size, MiB: the cap, or the used (or saved) memory plus headroom."""
         pool, request_mib = self.policy(lease), spec.reserve_mib if spec.request_mib is None else spec.request_mib
         if self.reserves_cap(lease):
             return max(spec.reserve_mib, lease.saved_each_mib)
@@ -181,21 +183,21 @@ class Books:
         return max(1, min(spec.reserve_mib, max(request_mib, used_mib)), lease.saved_each_mib)
 
     def reserves_cap(self, lease: Lease) -> bool:
-        """Whether the lease reserves all that it may use, by its pool's policy or because it has several devices."""
+        """Whether the lease reserves its whole cap: by its pool's policy, or because it has several devices."""
         return lease.spec.devices > 1 or self.policy(lease).reserve_by is ReserveBy.CAP
 
     def revoke(self, lease: Lease, ends_ms: int) -> None:
-        """Revoke a lease whose seat has ended; its processes are ended at `ends_ms`."""
+        """Revoke a lease whose seat has ended; the broker ends its processes at `ends_ms`."""
         lease.ends_ms = ends_ms
         self.refresh(lease)
 
     def reinstate(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Reinstate a revoked lease that draws on another seat: `spec` differs only in the seat."""
+        """Reinstate a revoked lease on a new seat; `spec` differs only in the seat."""
         lease.spec, lease.ends_ms = spec, None
         self.refresh(lease)
 
     def set_priority(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Give the lease a spec that differs only in priority; its ticket keeps its age."""
+        """Set a spec that differs only in priority; the ticket keeps its age."""
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None:
             own = ticket.resize_to is lease.spec
@@ -205,7 +207,7 @@ class Books:
         lease.spec = spec
 
     def refresh(self, lease: Lease) -> None:
-        """Note that the lease has changed: update its devices' sums and its meter."""
+        """Invalidate the sums of the lease's devices and update its meter, after a change."""
         self._forget_sums(lease)
         self.accounts.meter(lease, self.now_ms)
 
@@ -218,7 +220,7 @@ class Books:
         return [self.devices[one] for one in lease.occupied_ids if one in self.devices]
 
     def advance(self, now_ms: int) -> None:
-        """Let time pass. Nothing has changed since the last event, so add up the time here."""
+        """Advance the clock, and charge the time since the last event to the leases."""
         passed_ms, self.now_ms = now_ms - self.now_ms, now_ms
         if not passed_ms:
             return
@@ -232,7 +234,7 @@ class Books:
 
     @property
     def host_left_mib(self) -> int:
-        """Host memory that a further suspend may reserve."""
+        """Host memory that suspends can still reserve."""
         return self.host_budget_mib - self.host_saved_mib - self.host_reserved_mib
 
     @property
@@ -240,11 +242,11 @@ class Books:
         return [device for device in self.devices.values() if device.draining]
 
     def goes_away(self, lease: Lease, *, later: bool = False) -> bool:
-        """Return whether a device of the lease is drained by a deadline; `later`: by a future one."""
+        """Return whether a device of the lease has a drain deadline; with `later`, one in the future."""
         return any(not later or at_ms > self.now_ms for at_ms in self._deadlines_ms(lease))
 
     def deadline_ms(self, lease: Lease) -> int | None:
-        """Return the next future deadline of the devices that hold the lease, or None."""
+        """Return the earliest future deadline of the devices where the lease has a reservation, or None."""
         if not lease.held_mib:
             return None
         return min((at_ms for at_ms in self._deadlines_ms(lease) if at_ms > self.now_ms), default=None)
@@ -254,13 +256,13 @@ class Books:
         return [device.deadline_ms for device in there if device.deadline_ms is not None]
 
     def share(self, lease: Lease) -> tuple[int, int]:
-        """Return the virtual time of the lease's owner and its own."""
+        """Return the virtual times of the lease's owner and of the lease."""
         return self.accounts.share(lease)
 
     # -- pools and devices -----------------------------------------------------------------------------------------------
 
     def add_device(self, device: Device) -> None:
-        """Add a device; leases that were recovered on it earlier count there from now on."""
+        """Add a device, and count the leases that were recovered on it earlier."""
         device_id = device.spec.device_id
         self.devices[device_id] = device
         for lease in self.leases.values():
@@ -268,28 +270,28 @@ class Books:
                 device.holders[lease.lease_id] = lease
 
     def configure(self, pool: PoolSpec) -> None:
-        """Take over a pool's policy."""
+        """Add a pool, or apply its changed policy."""
         self.pools[pool.name] = pool
         for lease in self.leases.values():
             lease.size_mib = self.reserve_mib(lease, lease.spec)
         for lease in self.waiting.values():
             if lease.ticket is not None and not lease.target_ids:
-                lease.ticket.kept_on = ()  # the next pass keeps room again, perhaps elsewhere
+                lease.ticket.kept_on = ()  # the next pass keeps room again, perhaps on other devices
         for lease in self.leases.values():
             self.accounts.meter(lease, self.now_ms)
 
     def forget_all_sums(self) -> None:
-        """Add up all devices again: a device or pool changed."""
+        """Invalidate the sums of all devices, after a device or pool changed."""
         for device in self.devices.values():
             device.known_sums = None
 
     def holders(self, device_id: str) -> Iterable[Lease]:
-        """Return the leases that hold something on a device, in the order in which they came."""
+        """Return the leases with a reservation on the device, in order of arrival."""
         device = self.devices.get(device_id)
         return () if device is None else device.holders.values()
 
     def kind_of(self, device_id: str | None) -> str:
-        """Return the name of a device's type; "" if the device is not known."""
+        """Return the device's model name; "" for an unknown device."""
         device = self.devices.get(device_id or "")
         return device.spec.name if device is not None else ""
 
@@ -297,7 +299,7 @@ class Books:
         return next((name for name, pool in self.pools.items() if device_id in pool.devices), None)
 
     def policy(self, lease: Lease) -> PoolSpec:
-        """Return the policy of the lease's pool; a default without devices if the pool is not configured (any more)."""
+        """Return the policy of the lease's pool, or a default without devices if the pool is not configured."""
         return self.pools.get(lease.spec.pool) or PoolSpec(name=lease.spec.pool, devices=())
 
     def shares_by_time(self, lease: Lease) -> bool:
@@ -311,10 +313,10 @@ class Books:
         return {lease.spec.pool for lease in self.waiting.values()}
 
     def line(self, pool: str) -> list[Lease]:
-        """Return the waiting leases of a pool in the order that is shown: by priority, urgency and age.
+        """Return the pool's waiting leases in the order shown to users: by priority, urgency and age.
 
-        In a pool that shares by virtual time, it comes before age. A pass serves leases on their way, and tickets for which room is kept,
-        before others (`Turns`).
+        In a pool that shares by virtual time, virtual time precedes age. A pass serves moving leases, and tickets for which room is
+        kept, before others (`Turns`).
         """
         return sorted([lease for lease in self.waiting.values() if lease.spec.pool == pool], key=self._rank)
 
@@ -327,15 +329,15 @@ class Books:
         return -lease.spec.priority, not ticket.urgent, by_share, owner, own, ticket.order
 
     def enqueue(self, lease: Lease, ticket: Ticket) -> None:
-        """Put a lease without a ticket in its place in the queue."""
+        """Add a lease without a ticket to the queue."""
         lease.ticket = ticket
         self.waiting[lease.lease_id] = lease
-        # Until it was seen at work, its demand is that of its pool.
+        # Until it is first measured while busy, its demand is its pool's mean.
         self._set_demand(lease, self.forecasts.demand_milli(lease.lease_id, lease.spec.pool))
         self.accounts.meter(lease, self.now_ms)
 
     def dequeue(self, lease: Lease) -> Ticket | None:
-        """Take the lease out of the queue; return its ticket, if it had one."""
+        """Remove the lease from the queue, and return its ticket, if any."""
         ticket, lease.ticket = lease.ticket, None
         if ticket is not None:
             del self.waiting[lease.lease_id]
