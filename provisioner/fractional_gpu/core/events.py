@@ -1,7 +1,7 @@
 """The arbiter's inputs, as data. `at_ms` is the time of the event; the arbiter has no other clock.
 
-The arbiter's time never goes back: an earlier `at_ms` than the last one counts as the last one. Event logs hold the names of events and
-their fields, so these names are a format.
+The arbiter's clock never goes back: an `at_ms` earlier than the last one counts as the last one. Event logs contain the names of events and
+of their fields, so these names are a file format.
 """
 
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Base of all events."""
+    """Base class of all events."""
 
     at_ms: int
 
     @property
     def lease_ids(self) -> tuple[str, ...]:
-        """The leases that the event is about."""
+        """The leases that the event concerns."""
         return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseEvent(Event):
-    """Base of events about one lease."""
+    """Base class of events about one lease."""
 
     lease_id: str
 
@@ -35,7 +35,7 @@ class LeaseEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSeen(Event):
-    """A device is available, perhaps again after it was lost; processes without a lease use `stranger_mib` of it."""
+    """A device is available, for the first time or after it was lost. Processes without a lease use `stranger_mib` of it."""
 
     device: DeviceSpec
     stranger_mib: int = 0
@@ -43,17 +43,17 @@ class DeviceSeen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLost(Event):
-    """A device fell off the bus or is not responding: it admits no lease until it is seen again."""
+    """A device fell off the bus or does not respond. It admits no lease until the next `DeviceSeen`."""
 
     device_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDrained(Event):
-    """An administrator drains a device: it admits no lease, and leases on it are suspended; with `evict_busy` busy ones too.
+    """An administrator drains a device: it admits no lease, and its leases are suspended; with `evict_busy`, busy ones too.
 
-    `deadline_ms`: the device goes away then (`revoke`). What can be saved before is saved, in the middle of a cell if need be, and the
-    users of the rest are told (`UserNotice`). After the deadline it is drained like any other. A later event replaces this one.
+    At `deadline_ms` the device goes away (`revoke`). Until then, leases that can be saved are suspended, even during a cell, and users of
+    the others get a `UserNotice`. After the deadline the drain continues like one without a deadline. A later event replaces this one.
     """
 
     device_id: str
@@ -63,28 +63,28 @@ class DeviceDrained(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUndrained(Event):
-    """The device admits leases again, and no longer goes away."""
+    """The drain ends: the device admits leases again, and does not go away."""
 
     device_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfigured(Event):
-    """A pool's policy, new or changed."""
+    """A pool was added, or its policy changed."""
 
     pool: PoolSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemorySeen(Event):
-    """Total host memory for suspended state, MiB, including what is already saved. If more is saved, leases resume early until it fits."""
+    """The total host memory for suspended state, MiB, used part included. If more is saved, leases resume early until the rest fits."""
 
     budget_mib: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequested(Event):
-    """A new lease. Answered by `LeaseAdmitted` or `LeaseRefused`. `needs_reservation`: an ungated kernel wants its ticket now."""
+    """A new lease. Answered by `LeaseAdmitted` or `LeaseRefused`. `needs_reservation`: an ungated kernel, which files its ticket now."""
 
     spec: LeaseSpec
     needs_reservation: bool = False
@@ -92,7 +92,7 @@ class LeaseRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecovered(Event):
-    """The real state of a lease from the ledger, as a starting broker found it. Never refused, even if it over-commits a device."""
+    """The real state of a lease in the ledger, as found when the broker starts. Never refused, even if it over-commits a device."""
 
     spec: LeaseSpec
     state: LeaseState  # unattached, unarmed, resident, suspended or quarantined
@@ -100,14 +100,14 @@ class LeaseRecovered(Event):
     device_id: str | None = None
     saved_mib: int = 0
     busy: bool = False
-    device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first; empty: only that one
+    device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first; empty: only `device_id`
     pinned_until_ms: int = 0
-    sentence: str = ""  # for people, if the state alone does not say enough
+    sentence: str = ""  # for people, if the state needs an explanation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached(LeaseEvent):
-    """The lease has a live process (unattached -> unarmed, or resident if it holds a reservation already).
+    """The lease has a live process: it becomes unarmed, or resident if it already has a reservation.
 
     If the last kernel left processes behind, the lease keeps its state and belongs to the new kernel.
     """
@@ -117,16 +117,16 @@ class Attached(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessExited(LeaseEvent):
-    """The kernel process has ended: everything the lease held is freed, and the lease becomes unattached."""
+    """The kernel process has ended. The lease gives back all that it held and becomes unattached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftBehind(LeaseEvent):
-    """The kernel process is gone, but processes that it started still have device memory, on a device or saved on the host.
+    """The kernel process has ended, but its child processes still have memory on a device, or saved on the host.
 
-    The lease keeps its reservation and counts as busy until `ProcessExited` or `LeaseReleased` reports that they are gone, or `Attached`
-    that the lease has a new kernel process. A saved one gets a ticket. `what`: the processes, for people. Sent again when
-    they change. A lease without a device or saved memory ignores it.
+    The lease keeps its reservation and counts as busy until `ProcessExited` or `LeaseReleased` reports that they have ended, or `Attached`
+    reports a new kernel process. A saved lease gets a ticket. `what` describes the processes; a change is sent as another event. Ignored
+    for a lease without a device or saved memory.
     """
 
     what: str
@@ -134,7 +134,7 @@ class LeftBehind(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleased(LeaseEvent):
-    """The lease is over. A second release is ignored. `reason`: a word for its story and the counters."""
+    """The lease is over. A second release is ignored. `reason` is a word for its story and the counters."""
 
     reason: str = "released"
 
@@ -143,9 +143,9 @@ class LeaseReleased(LeaseEvent):
 class SeatEnded(LeaseEvent):
     """The lease's seat ended at `since_ms`: the lease is revoked. A second event is ignored.
 
-    A lease without a process ends at once. Any other is suspended as soon as possible, in the middle of a cell, too, has no ticket from
-    then on, and ends with its process. It is not resident again before `SeatRenewed`. `EndProcesses` follows `revoked_ttl_ms` of its
-    pool after `since_ms`.
+    A lease without a process ends at once. Any other lease is suspended as soon as possible, even during a cell, loses its ticket,
+    and ends with its process. It cannot become resident before `SeatRenewed`. `EndProcesses` follows the pool's `revoked_ttl_ms` after
+    `since_ms`.
     """
 
     since_ms: int
@@ -153,36 +153,36 @@ class SeatEnded(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatRenewed(LeaseEvent):
-    """A revoked lease gets a new seat and is like any other lease again. Ignored for a lease that is not revoked."""
+    """A revoked lease gets a new seat, and is no longer revoked. Ignored for any other lease."""
 
     seat: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriorityChanged(LeaseEvent):
-    """The lease's priority changes because its budget is used up or available again. It keeps its place by age."""
+    """The lease's priority changes, because its budget is used up or available again. Its ticket keeps its age."""
 
-    priority: int | None  # None: back to its own
+    priority: int | None  # None: its own priority
     sentence: str  # why, for its story
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted(LeaseEvent):
-    """The kernel needs the GPU: files a ticket unless the lease is resident (then `Granted` again)."""
+    """The kernel needs the GPU. Files a ticket; if the lease is resident, answers with `Granted` instead."""
 
     urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unwanted(LeaseEvent):
-    """No cell waits any more (interrupt, client gone): the ticket is withdrawn; a resume under way is completed."""
+    """No cell waits any more (interrupt, lost client). The ticket is withdrawn; a resume in progress is completed."""
 
-    interrupted: bool = False  # its wait was interrupted before it got the GPU or an answer
+    interrupted: bool = False  # the wait was interrupted before the GPU or an answer came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyChanged(LeaseEvent):
-    """The set of busy messages became non-empty or empty. `by_cell`: a cell is, or may be, among them."""
+    """The kernel became busy or idle. `by_cell`: a cell is, or may be, among the messages that keep it busy."""
 
     busy: bool
     by_cell: bool = True
@@ -192,8 +192,8 @@ class BusyChanged(LeaseEvent):
 class Measurement:
     """Device memory that a lease's process tree uses now, MiB.
 
-    `util_milli` is its mean utilisation over the last period, thousandths of one device (the sum over its devices divided by their
-    number); None: not known. It counts only if the lease is busy.
+    `util_milli` is its mean utilisation over the last period, thousandths of a device (the mean of its devices); None: unknown. It is
+    ignored unless the lease is busy.
     """
 
     lease_id: str
@@ -203,7 +203,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasesMeasured(Event):
-    """One sample of the leases, each at most once. The queue is served once, after all measurements."""
+    """A sample of several leases, each at most once. The queue is served once, after all measurements."""
 
     measurements: tuple[Measurement, ...]
 
@@ -214,7 +214,7 @@ class LeasesMeasured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected(LeaseEvent):
-    """A sign that the lease's next cell comes before `until_ms`. `confidence_milli`: how sure the sender is, thousandths."""
+    """A sign that the lease's next cell will come before `until_ms`. `confidence_milli`: the sender's confidence, thousandths."""
 
     until_ms: int
     sign: Sign
@@ -223,7 +223,7 @@ class Expected(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrunk(LeaseEvent):
-    """The answer to `Shrink`: what the lease's process tree uses without its caches, MiB; None: it could not give them back now."""
+    """The answer to `Shrink`: what the process tree uses without its caches, MiB; None: it could not free them now."""
 
     generation: int
     used_mib: int | None = None
@@ -231,30 +231,30 @@ class Shrunk(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointable(LeaseEvent):
-    """Whether the lease's process can be checkpointed. `why_not`: why it never can be, a sentence; empty: it can."""
+    """Whether the lease's process can be checkpointed. `why_not`: why it never can be, a sentence; empty: it can be."""
 
     why_not: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPressureSeen(LeaseEvent):
-    """Whether host memory is short where the saved state of this lease lies (its control group): the lease comes back early if it can."""
+    """Whether the control group with the lease's saved state is short of host memory. If so, the lease resumes early if it can."""
 
     pressed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendRequested(LeaseEvent):
-    """`by` asked for this lease to be suspended now (it must be resident and idle). Answered by `Suspend` or `Declined`."""
+    """`by` asks for a suspend of this lease now; it must be resident and idle. Answered by `Suspend` or `Declined`."""
 
     by: str = "its user"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRequested(LeaseEvent):
-    """An administrator moves an idle, resident lease to another device of its pool now: to this one, or to any (None).
+    """An administrator moves an idle, resident lease to another device of its pool: to `device_id`, or to any (None).
 
-    Answered by `Suspend`, after which the lease resumes on its target automatically, or by `Declined` about `move`. It ends a pin.
+    Answered by `Suspend`, after which the lease resumes on its target automatically, or by `Declined` about `move`. Ends a pin.
     """
 
     device_id: str | None = None
@@ -262,10 +262,10 @@ class MoveRequested(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeRequested(LeaseEvent):
-    """Another size for a lease that exists. Answered by `Resized`, at once or when there is room, or by `Declined`.
+    """A new size for an existing lease. Answered by `Resized`, at once or when there is room, or by `Declined`.
 
     A growing resident lease keeps its reservation until its device has room for more; idle neighbours are suspended for it. An idle lease
-    that may move goes where there is room. A new request replaces an older one that still waits.
+    that may move goes to a device with room. A new request replaces an older one that still waits.
     """
 
     fraction_milli: int
@@ -275,31 +275,31 @@ class ResizeRequested(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinRequested(LeaseEvent):
-    """Keep the lease resident for `duration_ms` from now. Answered by `Pinned` or `Declined`. Replaces an earlier pin."""
+    """Keep the lease resident for `duration_ms` from now. Replaces an earlier pin. Answered by `Pinned` or `Declined`."""
 
     duration_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpinRequested(LeaseEvent):
-    """`by` ends the pin; the unused time returns to the owner's budget."""
+    """`by` ends the pin. The unused time is returned to the owner's budget."""
 
     by: str = "its user"
 
 
 class SuspendOutcome(StrEnum):
-    SAVED = "saved"  # checkpointed: saved_mib in host memory
-    NOTHING_TO_SAVE = "nothing-to-save"  # no CUDA context: the reservation is given back, lease unarmed
-    ABORTED = "aborted"  # rolled back (became busy, gate did not close, lock timed out): resident
-    REFUSED = "refused"  # not now: resident, and not tried again for a while
-    NO_MEMORY = "no-memory"  # as REFUSED: the memory of its job or pod, or of the host, cannot hold what would be saved
-    IMPOSSIBLE = "impossible"  # cannot be checkpointed: resident, and not tried again while this process lives
-    UNKNOWN = "unknown"  # quarantine
+    SAVED = "saved"  # checkpointed: `saved_mib` are in host memory
+    NOTHING_TO_SAVE = "nothing-to-save"  # no CUDA context: the lease becomes unarmed and gives its reservation back
+    ABORTED = "aborted"  # rolled back (became busy, gate did not close, lock timed out): still resident
+    REFUSED = "refused"  # not possible now: still resident, and not tried again for a while
+    NO_MEMORY = "no-memory"  # like REFUSED: its job, pod or host does not have the memory for the saved state
+    IMPOSSIBLE = "impossible"  # cannot be checkpointed: still resident, and not tried again while this process lives
+    UNKNOWN = "unknown"  # the lease is quarantined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemoryNeeded(LeaseEvent):
-    """A suspend under way counted that it would save `need_mib`, more than is reserved; the arbiter reserves it if the host has it."""
+    """A suspend in progress must save `need_mib`, more than is reserved. The arbiter reserves it if the host has room."""
 
     operation_id: int
     generation: int
@@ -308,20 +308,20 @@ class HostMemoryNeeded(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendFinished(LeaseEvent):
-    """The answer to `Suspend`. Stale (operation or generation differ) answers are ignored and recorded."""
+    """The answer to `Suspend`. A stale one (operation or generation differs) is recorded and ignored."""
 
     operation_id: int
     generation: int
     outcome: SuspendOutcome
     saved_mib: int = 0
-    need_mib: int = 0  # nothing was saved, because so much would have been: more than was reserved on the host
+    need_mib: int = 0  # what must be saved, if that was more than was reserved on the host and so nothing was saved
     sentence: str = ""
 
 
 class ResumeOutcome(StrEnum):
-    RESTORED = "restored"  # resident
-    NOT_STARTED = "not-started"  # the device turned out not to have the room: still suspended, ticket kept
-    UNKNOWN = "unknown"  # quarantine
+    RESTORED = "restored"  # now resident
+    NOT_STARTED = "not-started"  # the device did not have room after all: still suspended, keeps its ticket
+    UNKNOWN = "unknown"  # the lease is quarantined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +334,7 @@ class ResumeFinished(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthFound(LeaseEvent):
-    """The answer to `LookAgain`: a quarantined lease's real state. Quarantined with a sentence: the driver failed."""
+    """The answer to `LookAgain`: a quarantined lease's real state. QUARANTINED with a sentence means that the driver failed."""
 
     generation: int
     state: LeaseState
@@ -345,4 +345,4 @@ class TruthFound(LeaseEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick(Event):
-    """Time passed; sent when the last `WakeAt` is due (early and extra ticks do no harm)."""
+    """Time passed. Sent when the last `WakeAt` is due; early and extra ticks are harmless."""

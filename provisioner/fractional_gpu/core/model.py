@@ -1,6 +1,6 @@
 """The data types of the arbiter. Integers only: memory in MiB, fractions in milli-GPU, time in milliseconds.
 
-They have no behaviour; the decisions are in `arbiter`, legal transitions in `transitions`.
+They have no behaviour: `arbiter` decides, and `transitions` defines the legal state changes.
 """
 
 from dataclasses import dataclass, field
@@ -8,95 +8,95 @@ from enum import StrEnum
 
 
 class LeaseState(StrEnum):
-    """The state of a lease; `transitions.TABLE` says which changes are legal. The values are on the wire and in ledgers."""
+    """The state of a lease. `transitions.TABLE` lists the legal changes. The values are part of the protocol and of ledgers."""
 
-    UNATTACHED = "unattached"  # no live process; holds no device memory; expires after the pool's time to live
-    NO_CONTEXT = "unarmed"  # a live process without a CUDA context and without a reservation; the value is the state's older name
+    UNATTACHED = "unattached"  # no live process and no device memory; expires after the pool's time to live
+    NO_CONTEXT = "unarmed"  # a live process without a CUDA context or a reservation; the value is the older name
     RESIDENT = "resident"  # holds a reservation on its device
-    SUSPENDING = "suspending"  # a suspend operation is under way; reservation still held
-    SUSPENDED = "suspended"  # saved_mib lie in host memory; no reservation on any device
-    RESUMING = "resuming"  # a resume operation is under way; reservation already held
-    QUARANTINED = "quarantined"  # the truth is unknown; reservations (device and host) are kept until it is found
+    SUSPENDING = "suspending"  # a suspend is in progress; keeps its reservation
+    SUSPENDED = "suspended"  # saved to host memory (`saved_mib`); no reservation on any device
+    RESUMING = "resuming"  # a resume is in progress; already holds its reservation
+    QUARANTINED = "quarantined"  # its real state is unknown; keeps its reservations until that is found
     ENDED = "ended"
 
 
 HOLDING = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.QUARANTINED})
-"""States whose reservation counts against the device (a quarantined lease only if it has a device)."""
+"""States with a reservation that counts against the device (a quarantined lease may have none)."""
 
 
 FOUND_FAILED = "found.failed"
-"""The reason of a quarantined lease whose process the driver reports as failed: waiting does not help its kernel."""
+"""Reason code of a quarantined lease whose process the driver reports as failed: its kernel must be restarted."""
 
 
 class ReserveBy(StrEnum):
-    """What determines a resident lease's reservation."""
+    """How a resident lease's reservation is determined."""
 
     CAP = "cap"  # its whole cap (limit)
-    USE = "use"  # what it uses plus headroom, never under its request and never over its cap
+    USE = "use"  # its use plus headroom, at least its request and at most its cap
 
 
 class Sharing(StrEnum):
     """How leases share a device. Only time-sliced leases can be checkpointed."""
 
     TIME_SLICE = "time-slice"
-    MPS = "mps"  # compute and memory are limited by the MPS server; leases stay resident
-    MIG = "mig"  # the devices are instances, one lease has a whole one; leases stay resident
+    MPS = "mps"  # the MPS server limits compute and memory; leases stay resident
+    MIG = "mig"  # the devices are MIG instances, each for one lease; leases stay resident
 
 
 class Breach(StrEnum):
-    """What a pool does with a lease that uses more than its cap."""
+    """What happens to a lease that uses more than its cap."""
 
     WARN = "warn"
-    SUSPEND = "suspend"  # as soon as it is idle; it resumes where all the memory it uses fits
-    KILL = "kill"  # its processes that use the device
+    SUSPEND = "suspend"  # as soon as it is idle; it resumes on a device with room for all that it uses
+    KILL = "kill"  # ends its processes that use the device
 
 
 class Compute(StrEnum):
-    """How a pool weighs the compute that leases need when it chooses among devices."""
+    """How leases' compute demand affects the choice of a device."""
 
-    SPREAD = "spread"  # busy leases go where the least is needed; nothing waits for that
-    PACK = "pack"  # memory alone decides
+    SPREAD = "spread"  # prefer the device with the least demand; no lease waits for it
+    PACK = "pack"  # ignore demand; only memory counts
 
 
 class Foresight(StrEnum):
-    """What a pool does for a suspended lease whose next cell is expected, before that cell asks."""
+    """Whether a suspended lease is resumed early, when its next cell is expected."""
 
     OFF = "off"
-    FREE = "free"  # it comes back early where there is room
-    DISPLACE = "displace"  # also, idle leases that are expected later make room for it
+    FREE = "free"  # resume early if there is room
+    DISPLACE = "displace"  # also suspend idle leases that are expected later
 
 
 class Sign(StrEnum):
-    """Why a cell is expected. The arbiter learns how often each kind was right; the values are on the wire."""
+    """Why a cell is expected. The arbiter learns how often each sign was right. The values are part of the protocol."""
 
-    FOCUS = "focus"  # the notebook was opened, or came to the front
+    FOCUS = "focus"  # the notebook was opened or brought to the front
     SCROLL = "scroll"
     TYPING = "typing"  # a cell was edited
-    HOVER = "hover"  # the pointer rests on a button that runs a cell
-    COMPLETION = "completion"  # a completion was asked for
-    INSPECTION = "inspection"  # a tooltip was asked for
+    HOVER = "hover"  # the pointer is over a button that runs a cell
+    COMPLETION = "completion"  # a completion was requested
+    INSPECTION = "inspection"  # a tooltip was requested
     WIDGET = "widget"  # a widget sent a message
-    RHYTHM = "rhythm"  # the kernel's own cells come at such intervals
-    OTHER = "other"  # any other front end or program sent it
+    RHYTHM = "rhythm"  # the kernel's earlier cells came at such intervals
+    OTHER = "other"  # sent by another front end or program
 
 
 class AfterKernel(StrEnum):
     """What happens to processes that outlive their kernel and have device memory."""
 
     KEEP = "keep"  # they continue and keep the kernel's room
-    END = "end"  # they are asked to end, and killed after a grace
+    END = "end"  # they are asked to exit, and killed after a grace period
 
 
 class Strangers(StrEnum):
-    """What a pool does with processes that use its devices and belong to no lease."""
+    """What happens to processes without a lease on a pool's devices."""
 
     SHOW = "show"
-    REFUSE = "refuse"  # the broker ends them if it may
+    REFUSE = "refuse"  # the broker ends them if it has permission
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A forecast in milliseconds: the expected value, and bounds that four of five outcomes lie between."""
+    """A forecast in milliseconds: the expected value, and the bounds of an 80 % interval."""
 
     expected_ms: int
     low_ms: int
@@ -105,118 +105,118 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one user, or one group, may have of a pool; None: no limit. The first two refuse new leases, the last one makes them wait."""
+    """Limits of a user or group in a pool; None: unlimited. Over the first two, new leases are refused; over the last, they wait."""
 
     leases: int | None = None
-    milli: int | None = None  # sum of the fractions of all leases, milli-GPU
-    resident_milli: int | None = None  # sum of the fractions with a reservation at a time, milli-GPU
+    milli: int | None = None  # of all leases together, milli-GPU
+    resident_milli: int | None = None  # of all leases with a reservation, milli-GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """A device as the arbiter knows it: its whole memory, and `overhead_mib` that no lease may have (driver, margin)."""
+    """A device: its total memory, of which `overhead_mib` (driver, margin) cannot be leased."""
 
     device_id: str  # UUID
     name: str
     memory_mib: int
     overhead_mib: int = 0
-    why_not: str = ""  # why nothing on it can be checkpointed, a sentence; empty: it can
-    why_no_move: str = (
-        ""  # why state saved from it resumes only on itself, a sentence; empty: also on others of its name
-    )
+    why_not: str = ""  # why nothing on it can be checkpointed, a sentence; empty: can be
+    # Why state saved from it can only resume there, a sentence; empty: also on other devices of this name
+    why_no_move: str = ""
 
     @property
     def leasable_mib(self) -> int:
-        """Memory that leases may hold together, MiB."""
+        """Memory that can be leased, MiB."""
         return max(0, self.memory_mib - self.overhead_mib)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """Devices with one policy. Durations in milliseconds."""
+    """Devices with a common policy. Durations are in milliseconds."""
 
     name: str
-    devices: tuple[str, ...]  # device ids; a device is in one pool
-    fractions_milli: tuple[int, ...] = (125, 250, 500, 750, 1000)  # on offer; empty = any from 1 to 1000
-    oversubscription_milli: int | None = None  # sum of requests over capacity, in thousandths; None = unlimited
-    idle_after_ms: int | None = None  # suspend when idle this long; 0 = at once; None = only when room is needed
-    idle_auto: bool = True  # with None: also when holding is expected to cost more than coming back
-    hold_price_milli: int = 0  # idle_auto: what holding a whole device for an hour costs, thousandths of any currency
-    wait_price_milli: int = 40_000  # idle_auto: what an hour of a person's waiting costs, likewise
-    # A busy lease is not preempted before, nor is one suspended that has run nothing since it was let in
+    devices: tuple[str, ...]  # device ids; each device is in one pool
+    fractions_milli: tuple[int, ...] = (125, 250, 500, 750, 1000)  # allowed sizes; empty = any from 1 to 1000
+    oversubscription_milli: int | None = None  # limit on total requests, thousandths of capacity; None = unlimited
+    idle_after_ms: int | None = None  # suspend after this idle time; 0 = at once; None = only when room is needed
+    idle_auto: bool = True  # with None: also when staying is expected to cost more than resuming
+    hold_price_milli: int = 0  # idle_auto: price of a whole device for an hour, thousandths of any currency
+    wait_price_milli: int = 40_000  # idle_auto: price of an hour that a person waits, likewise
+    # A busy lease is not preempted before this, nor is a lease suspended that has run nothing since it got room
     min_residency_ms: int = 10_000
     unattached_ttl_ms: int = 120_000  # a lease without a process ends after this
     revoked_ttl_ms: int = 86_400_000  # the processes of a lease whose seat has ended are ended after this
-    unattached_hold_ms: int = 15_000  # room is kept so long for a kernel that is about to start
-    unattached_leases: int = 64  # leases of one owner that have no process
-    unattached_share_milli: int = 500  # of the pool's memory that these leases of one owner may hold
-    retry_refused_ms: int = 30_000  # after a refused or aborted suspend, a lease is left alone for this long
-    max_unused_hold_ms: int | None = None  # so long a cell may hold room without using the GPU; None = until it ends
+    unattached_hold_ms: int = 15_000  # how long room is kept for a kernel that is about to start
+    unattached_leases: int = 64  # limit on leases without a process, per owner
+    unattached_share_milli: int = 500  # limit on the pool's memory that they hold, per owner
+    retry_refused_ms: int = 30_000  # pause after a refused or aborted suspend
+    max_unused_hold_ms: int | None = None  # how long a cell may hold room without using the GPU; None = until it ends
     max_passed_over: int = 8  # K of law 4
-    may_move: bool = True  # a suspended lease may be resumed on another device of the same name, where the driver can
-    move_busy: bool = False  # with `may_move`: a busy lease may be moved where that lets a waiting one in
+    may_move: bool = True  # leases may resume on another device of the same name, if the driver can do that
+    move_busy: bool = False  # with `may_move`: a busy lease may be moved if that makes room for a waiting one
     reserve_by: ReserveBy = ReserveBy.CAP
-    headroom_mib: int = 512  # ReserveBy.USE: reserved beyond what is used
-    # Minimum residency is at least this many thousandths of the predicted suspend and resume
+    headroom_mib: int = 512  # ReserveBy.USE: reserved in addition to the used memory
+    # Minimum residency is at least this multiple of the predicted suspend and resume, thousandths
     min_residency_swaps_milli: int = 30_000
     preempt_equals: bool = True  # weighted fair share among equal priorities, by preempting busy leases
     # A higher priority preempts busy leases of a lower one after their minimum residency
     preempt_priorities: bool = True
     max_pin_ms: int = 14_400_000  # longest pin; 0: no pins
-    # Pinned time per user and day, which comes back evenly over a day; None = unlimited
+    # Pinned time per user and day; used time is restored evenly over a day; None = unlimited
     pin_budget_ms: int | None = 28_800_000
-    warn_before_ms: int = 0  # announce an idle suspension this early; 0 = not at all
-    max_devices: int = 8  # whole devices that one lease may ask for
+    warn_before_ms: int = 0  # announce an idle suspend this early; 0 = never
+    max_devices: int = 8  # limit on the whole devices of one lease
     max_priority: int = 0  # the highest that a user without administrator rights may request
-    user_limits: Limits = Limits()  # of every user
+    user_limits: Limits = Limits()  # for each user
     group_limits: tuple[tuple[str, Limits], ...] = ()  # by group
     sharing: Sharing = Sharing.TIME_SLICE
     breach: Breach = Breach.WARN  # what happens to a lease that uses more than its cap
     strangers: Strangers = Strangers.SHOW  # what happens to processes without a lease on its devices
-    after_kernel: AfterKernel = AfterKernel.KEEP  # what happens to what an ended kernel left there
-    checkpoint_children: bool = (
-        False  # kernels start in checkpoint jobs, so that forked children do not keep them on the device
-    )
-    exclusive: bool = False  # the driver keeps its kernels' control groups off all other devices
-    suspend_unseen: bool = True  # kernels without our extension, whose use is unknown, may be suspended
-    hami_library: str = ""  # HAMi-core, preloaded into the pool's kernels; empty: none
-    # A cell runs on while its kernel's resume is under way, and blocks in its first call of the device
+    after_kernel: AfterKernel = AfterKernel.KEEP  # what happens to processes that an ended kernel left behind
+    # Kernels start in checkpoint jobs, so that forked children do not keep them on the device
+    checkpoint_children: bool = False
+    exclusive: bool = False  # the driver denies its kernels' control groups all other devices
+    suspend_unseen: bool = True  # kernels without our extension may be suspended, although they report no use
+    hami_library: str = ""  # HAMi-core library to preload into the pool's kernels; empty: none
+    # A cell starts while its kernel is being resumed, and blocks in its first call to the device
     overlap_resume: bool = False
     compute: Compute = Compute.SPREAD  # how devices are chosen
-    # Compute.SPREAD: what busy leases may need of a device together, in its thousandths, before another device is preferred
+    # Compute.SPREAD: the demand of busy leases, thousandths of a device, above which another device is preferred
     slowdown_bound_milli: int = 1000
-    empty_devices: bool = False  # with `may_move`: idle leases are moved together where that empties a device
-    foresight: Foresight = Foresight.FREE  # what is done for a lease whose next cell is expected
-    foresight_swap_ms: int = 2_000  # no early swap begins if it is predicted to take longer
-    # What early swaps may move to and from one device in an hour in vain
+    empty_devices: bool = False  # with `may_move`: idle leases are moved together if that empties a device
+    foresight: Foresight = Foresight.FREE  # what happens for a lease whose next cell is expected
+    foresight_swap_ms: int = 2_000  # no early swap starts if it is predicted to take longer
+    # Limit on wasted early swaps to and from a device, MiB per hour
     foresight_vain_mib: int = 262_144
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSpec:
-    """What a kernel asks for. `reserve_mib` is its cap (limit) on each of its devices: everything its process tree may use there."""
+    """A kernel's request. `reserve_mib` is its cap (limit): all the memory that its process tree may use on each of its devices."""
 
     lease_id: str
     pool: str
-    owner: str  # the user it counts for: their limits, shares and budgets
+    owner: str  # the user whose limits, shares and budgets apply
     fraction_milli: int
     reserve_mib: int
     priority: int = 0
-    gated: bool = True  # our extension guards its cells: it may start without a reservation and be suspended without losing a race
-    label: str = ""  # for people: kernel or notebook name
-    request_mib: int | None = None  # guaranteed; None: as much as the cap
-    devices: int = 1  # more than one: whole devices, all or none (fraction_milli is 1000)
-    group: str = ""  # whose limits it counts against, next to the owner's
-    owner_weight: int = 100  # the owner's share among owners, where the pool preempts equals
-    weight: int = 100  # this lease's share among its owner's
+    gated: bool = (
+        True  # our extension guards its cells: it can start without a reservation; no suspend races with a cell
+    )
+    label: str = ""  # shown to people: the name of the kernel or notebook
+    request_mib: int | None = None  # guaranteed; None: the whole cap
+    devices: int = 1  # if several: whole devices (fraction_milli is 1000), all or none
+    group: str = ""  # whose limits apply in addition to the owner's
+    owner_weight: int = 100  # the owner's share among owners, if the pool preempts equals
+    weight: int = 100  # this lease's share among its owner's leases
     seat: str = ""  # the hub seat that it draws on; empty: none
-    allowed_devices: tuple[str, ...] = ()  # the only devices of the pool that it may go to; empty: all of them
-    # Its priority without a used-up budget; None: `priority` is its own
+    allowed_devices: tuple[str, ...] = ()  # the devices of the pool that it may use; empty: all
+    # Its priority while its budget lasts; None: the same as `priority`
     own_priority: int | None = None
-    uid: int | None = None  # the machine's user that it belongs to, who may count for another owner; None: a seat's
+    uid: int | None = None  # the system user that runs it; may differ from the owner; None: a seat's
 
     def is_same_user(self, other: "LeaseSpec") -> bool:
-        """Whether both belong to one user, who may know both by name. An owner may have several users."""
+        """Whether both belong to the same user, who may see both names. An owner can have several users."""
         return (self.owner, self.uid) == (other.owner, other.uid)
 
 
@@ -226,57 +226,57 @@ class LeaseView:
 
     spec: LeaseSpec
     state: LeaseState
-    generation: int  # grows at every state change; an operation's answer with an old one is stale
-    device_id: str | None  # where the reservation is (HOLDING), else the device it was last on
+    generation: int  # grows with every state change; results with an older one are stale
+    device_id: str | None  # where its reservation is (HOLDING), else where it was last
     saved_mib: int  # in host memory while suspended
-    used_mib: int  # last measured use on the device; before the first measurement there, what was resumed or 0
+    used_mib: int  # last measured use on the device; before the first measurement, what was resumed or 0
     busy: bool
     since_ms: int  # when it entered this state
     last_active_ms: int
     operation_id: int | None
     reason: str  # reason code of the last change
-    sentence: str  # the same for people
-    reserved_mib: int = 0  # what it holds on `device_id` now (an unattached lease may hold its reservation in advance)
-    is_measured: bool = False  # `used_mib` was measured since it came to its devices
-    host_reserved_mib: int = 0  # reserved in host memory for what a suspend under way will save
-    suspend_requested: bool = False  # its suspend was requested, and waits for the swap channel
+    sentence: str  # the same, for people
+    reserved_mib: int = 0  # its reservation on `device_id` (an unattached lease may have one in advance)
+    is_measured: bool = False  # `used_mib` was measured since it arrived on its devices
+    host_reserved_mib: int = 0  # host memory reserved for a suspend in progress
+    suspend_requested: bool = False  # its suspend was requested, and waits for a swap channel
     device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first
-    pinned_until_ms: int = 0  # not suspended for others, nor for being idle, before this
-    resume: Span | None = None  # the time to bring it back, for one that is suspended
-    # Why it cannot be suspended for as long as it is resident, a sentence; empty: it can
+    pinned_until_ms: int = 0  # not suspended for others or for being idle before this
+    resume: Span | None = None  # how long its resume will take, if it is suspended
+    # Why it cannot be suspended while it is resident, a sentence; empty: it can
     unsuspendable_reason: str = ""
-    gate_closed: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs
-    at_gate: bool = False  # its next cell waits there
-    left_behind: str = ""  # processes of its ended kernel that still have device memory, for people
-    revoked: bool = False  # its seat has ended: it does not become resident before a new seat takes it over
-    ends_ms: int | None = None  # a revoked lease's processes are ended then
-    demand_milli: int = 0  # learnt: what it uses of each of its devices while it is busy, thousandths of a device
-    expected_until_ms: int = 0  # its next cell is expected before this; 0: no sign of one
-    expected_by: str = ""  # the sign that says so (`Sign`)
+    gate_closed: bool = False  # its gate is closed for an older ticket: its next cell must ask before it runs
+    at_gate: bool = False  # its next cell waits at the gate
+    left_behind: str = ""  # description of its ended kernel's processes that still have device memory
+    revoked: bool = False  # its seat has ended: it cannot become resident without a new seat
+    ends_ms: int | None = None  # when a revoked lease's processes are ended
+    demand_milli: int = 0  # learnt: how much of each device it uses while busy, thousandths
+    expected_until_ms: int = 0  # its next cell is expected before this; 0: no cell expected
+    expected_by: str = ""  # the sign of it (`Sign`)
     expected_milli: int = 0  # how likely that cell is, thousandths
-    came_early: bool = False  # it was brought back for a cell that was expected, and none has run yet
-    deadline_ms: int | None = None  # when the first of its devices goes away, if in the future
-    lost_because: str = ""  # why it cannot be saved before, a sentence; empty: it will be
+    came_early: bool = False  # it was resumed for an expected cell, and none has run yet
+    deadline_ms: int | None = None  # when its first device goes away, if in the future
+    lost_because: str = ""  # why it cannot be saved before then, a sentence; empty: it will be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """How long a lease's cell takes, thousandths of its time alone, and why, for people; empty: it is not slowed down."""
+    """How long a lease's cell takes, thousandths of its time alone on the device."""
 
     milli: int = 1000
-    low_milli: int = 1000  # the bounds that four of five cells lie between
+    low_milli: int = 1000  # the bounds of an 80 % interval
     high_milli: int = 1000
-    brief: str = ""  # without its subject: "runs next to eval.ipynb, about 1.4 times as long as alone"
+    brief: str = ""  # why, without a subject: "runs next to eval.ipynb, about 1.4 times as long as alone"; empty: not slowed down
 
     @property
     def sentence(self) -> str:
-        """The same with its subject."""
+        """`brief` with its subject."""
         return f"its cell {self.brief}" if self.brief else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceView:
-    """A read-only view of one device, MiB. Over-committed: reservations and strangers exceed what may be leased."""
+    """A read-only view of one device. `over_committed`: reservations and strangers exceed what can be leased."""
 
     device_id: str
     name: str
@@ -287,33 +287,33 @@ class DeviceView:
     stranger_mib: int
     over_committed: bool
     lost: bool
-    draining: bool = False  # admits no lease; its leases leave as soon as possible
-    why_not: str = ""  # why leases there cannot be suspended, a sentence
-    why_no_move: str = ""  # why state saved from it resumes only on itself, a sentence
-    demand_milli: int = 0  # what its busy leases need together, thousandths of the device
-    deadline_ms: int | None = None  # while it is drained: when it goes away
+    draining: bool = False  # admits no lease; its leases leave as soon as they can
+    why_not: str = ""  # why leases on it cannot be suspended, a sentence
+    why_no_move: str = ""  # why state saved from it can only resume there, a sentence
+    demand_milli: int = 0  # total demand of its busy leases, thousandths of the device
+    deadline_ms: int | None = None  # when it goes away, while it is drained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueDelay:
-    """How long a pool's tickets have waited. `over_bound`: how many waited longer than the pool's turns explain."""
+    """How long a pool's tickets have waited. `over_bound` counts those that waited longer than the pool's turns explain."""
 
-    longest_ms: int = 0  # of the one that has waited longest
+    longest_ms: int = 0  # the longest wait
     over_bound: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketView:
-    """A place in the queue. `position` counts from 1 within the pool; None: its lease has its room and is being resumed."""
+    """A place in the queue. `position` starts at 1 in each pool; None: the lease has its room and is being resumed."""
 
     lease_id: str
     position: int | None
     asked_ms: int
     passed_over: int
-    reason: str  # why it waits, machine-readable
+    reason: str  # why it waits, a code
     sentence: str  # why it waits, for people
     blockers: tuple[str, ...] = field(default=())  # lease ids it waits for
-    urgent: bool = False  # precedes others of its priority
-    need_mib: int = 0  # what it will hold once it is served
-    kept_on: tuple[str, ...] = ()  # devices where room is kept for it, because it was passed over too often
-    expected: Span | None = None  # how long it will still wait; None: unknown
+    urgent: bool = False  # precedes other tickets of its priority
+    need_mib: int = 0  # its reservation once it is served
+    kept_on: tuple[str, ...] = ()  # devices where room is kept for it, as it was passed over too often
+    expected: Span | None = None  # its remaining wait; None: unknown

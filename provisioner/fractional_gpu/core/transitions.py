@@ -1,6 +1,6 @@
 """The legal state changes of a lease, as data.
 
-The arbiter makes no change that is not in the table, and the diagram in the documents is drawn from it
+The arbiter makes only the changes in the table. The diagram in the documents is drawn from it
 (`python -m fractional_gpu.core.transitions`).
 """
 
@@ -11,7 +11,7 @@ from fractional_gpu.core.model import LeaseState
 
 
 class Cause(StrEnum):
-    """Why a lease changes its state."""
+    """Why a lease changes state."""
 
     ADMITTED = "admitted"
     ATTACHED = "attached"
@@ -38,7 +38,7 @@ class Cause(StrEnum):
 
 
 class IllegalTransitionError(AssertionError):
-    """The arbiter was about to make a change that is not in the table: a bug, never the caller's fault."""
+    """The arbiter tried to make a change that is not in the table. Always a bug in the arbiter, never the caller's fault."""
 
 
 _S = LeaseState
@@ -79,11 +79,11 @@ TABLE: Mapping[LeaseState | None, Mapping[Cause, LeaseState]] = {
     _S.QUARANTINED: {**_FOUND, **_END},
     _S.ENDED: {},
 }
-"""State -> cause -> next state. `None`: a lease that the arbiter does not know yet."""
+"""State -> cause -> next state. `None`: a lease that is new to the arbiter."""
 
 
 def next_state(old: LeaseState | None, cause: Cause) -> LeaseState:
-    """Return the next state. Raises IllegalTransitionError."""
+    """Return the next state. Raises IllegalTransitionError if the table has none."""
     try:
         return TABLE[old][cause]
     except KeyError:
