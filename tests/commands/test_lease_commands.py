@@ -224,7 +224,7 @@ def test_a_story_is_told_line_by_line_and_ends_with_how_it_stands() -> None:
     )
     story = Story(lease_id="x", lines=lines, omitted=7)
     text = plain(render_story(lease, story, 1_750_000_000_000))
-    slowed = replace(story, slowdown=Slowdown(brief="runs beside b.ipynb, about 1.3 times as long as alone"))
+    slowed = replace(story, slowdown=Slowdown(brief="runs next to b.ipynb, about 1.3 times as long as alone"))
     assert plain(render_story(lease, slowed, 1_750_000_000_000)) == f"{text}slowed down: {slowed.slowdown.sentence}\n"
     told = text.splitlines()
     assert told[0] == "... 7 older lines"

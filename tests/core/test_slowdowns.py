@@ -33,13 +33,13 @@ def test_the_neighbours_are_said_with_what_they_need_and_only_ones_own_by_name()
         milli=1792,
         low_milli=1478,
         high_milli=2105,
-        brief="runs beside another user's kernel and 1 more, about 1.8 times as long as alone (1.5 to 2.1)",
+        brief="runs next to another user's kernel and 1 more, about 1.8 times as long as alone (1.5 to 2.1)",
     )
 
 
 def test_many_neighbours_are_counted() -> None:
     found = described(600, *[300] * 5)
-    assert found.brief == "runs beside 1.ipynb and 4 more, about 2.8 times as long as alone (2.3 to 3.3)"
+    assert found.brief == "runs next to 1.ipynb and 4 more, about 2.8 times as long as alone (2.3 to 3.3)"
 
 
 def test_nothing_is_said_of_a_cell_that_is_not_slowed_down() -> None:
@@ -68,13 +68,13 @@ def test_a_kernel_that_waits_is_told_of_the_neighbours_that_can_stay() -> None:
     found = world.arbiter.slowdown("c")
     assert found.milli == slowed_milli(needs_milli, stretch_milli([needs_milli, least_milli]))
     assert found.sentence == f"its cell {found.brief}"
-    assert found.brief.startswith("would run beside kernel b, about 1."), found.brief
+    assert found.brief.startswith("would run next to kernel b, about 1."), found.brief
 
 
 def test_a_kernel_that_is_being_resumed_for_a_cell_is_told_of_the_device_to_which_it_comes() -> None:
     found = described(600, 900, state=LeaseState.RESUMING)
     assert found.milli == 1390
-    assert found.brief == "would run beside 1.ipynb, about 1.4 times as long as alone (1.1 to 1.6)"
+    assert found.brief == "would run next to 1.ipynb, about 1.4 times as long as alone (1.1 to 1.6)"
     assert described(600, 300, state=LeaseState.RESUMING) == Slowdown()
 
 

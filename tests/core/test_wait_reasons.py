@@ -52,7 +52,7 @@ def test_a_cell_that_has_not_used_the_gpu_is_told_with_what_helps(owner: str) ->
     hand = Hand()
     run(hand, "a", owner=owner, label="slow.ipynb")
     hand.send(lease_measured(0, "a", 0))
-    remedies = {"ann": "interrupt it and begin it with %%cpu, or have an", "bob": "its user can interrupt it, or an"}
+    remedies = {"ann": "interrupt it and start it with %%cpu, or have an", "bob": "its user can interrupt it, or an"}
     told = "is running a cell that has not used the GPU, and keeps its room until it ends"
     assert waits(hand).endswith(f"{told}: {remedies[owner]} administrator evict it")
     hand.send(lease_measured(0, "a", 100))
@@ -125,7 +125,8 @@ def test_a_kernel_that_cannot_be_saved_says_why() -> None:
     hand.send(lease_measured(0, "a", 100))
     hand.send(Checkpointable(at_ms=0, lease_id="a", why_not="it has managed memory"))
     hand.rest("a")
-    assert waits(hand) == "managed.ipynb cannot be suspended: it has managed memory: it waits until one of them ends"
+    told = "managed.ipynb cannot be suspended: it has managed memory; this kernel waits until one of them ends"
+    assert waits(hand) == told
 
 
 @pytest.mark.parametrize("owner", ["ann", "bob"])
@@ -159,7 +160,7 @@ def test_a_kernel_that_came_a_moment_ago_may_run_first() -> None:
     hand = Hand()
     start(hand, "a", label="new.ipynb")
     hand.want("a")
-    assert waits(hand) == "new.ipynb came onto the device a moment ago and may run for 10 s more"
+    assert waits(hand) == "new.ipynb got its room a moment ago and may keep it for 10 s more"
 
 
 def test_many_kernels_in_the_way_are_told_in_one_sentence() -> None:
@@ -185,4 +186,4 @@ def test_a_kernel_that_is_brought_back_is_in_the_way_and_says_so() -> None:
     hand.want("a")
     hand.send(LeaseReleased(at_ms=hand.now, lease_id="c"))
     assert hand.state("a") is LeaseState.RESUMING
-    assert waits(hand) == "kernel a is being brought back to its device"
+    assert waits(hand) == "kernel a is being resumed"

@@ -364,13 +364,13 @@ def doubt_is_an_alert(lab: Lab, state: State) -> None:
 def slowness_is_told(lab: Lab, state: State) -> None:
     slowed = {
         "state": "resident",
-        "slowdown_brief": "runs beside eval.ipynb, about 1.4 times as long as alone (1.2 to 1.9)",
+        "slowdown_brief": "runs next to eval.ipynb, about 1.4 times as long as alone (1.2 to 1.9)",
     }
     state["kernels"][0] |= slowed
     state["devices"][0] |= {"demand_percent": 140}
     tell(lab, state)
     lab.item.click()
-    expect(lab.panel).to_contain_text("runs beside eval.ipynb, about 1.4 times as long as alone (1.2 to 1.9)")
+    expect(lab.panel).to_contain_text("runs next to eval.ipynb, about 1.4 times as long as alone (1.2 to 1.9)")
     needed = "busy kernels need about 140 % of its compute, so they slow each other down"
     expect(lab.panel.get_by_role("listitem")).to_contain_text(needed)
 

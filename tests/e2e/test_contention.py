@@ -79,12 +79,12 @@ def it_is_told_that_they_slow_each_other_down(
     told = world.command("explain", placed.lease_id)
     assert told.returncode == 0, told.stderr
     last = told.stdout.splitlines()[-1]
-    assert last.startswith("slowed down: its cell runs beside "), told.stdout
+    assert last.startswith("slowed down: its cell runs next to "), told.stdout
     assert "about 1." in last
     assert "so they slow each other down" in world.command("status").stdout
     story = json.loads(world.command("explain", placed.lease_id, "--json").stdout)
     assert story["slowdown"]["milli"] > 1100
-    assert story["slowdown"]["brief"].startswith("runs beside ")
+    assert story["slowdown"]["brief"].startswith("runs next to ")
     status = json.loads(world.command("status", "--json").stdout)
     slowed = {one["lease"]["spec"]["lease_id"]: one["slowdown"]["milli"] for one in status["leases"]}
     assert slowed[placed.lease_id] > 1100

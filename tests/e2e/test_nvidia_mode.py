@@ -432,7 +432,7 @@ def _stranger_comes(mode: NvidiaMode, notebook: Notebook, restores: int, *, is_s
         if is_seen_before:
             until(lambda: mode.world.status().devices[0].stranger_mib > 0, "the broker sees the stranger")
         cell = notebook.send(CHECK)
-        why = "processes that hold no lease use the rest" if is_seen_before else "MiB"
+        why = "processes without a lease use the rest" if is_seen_before else "MiB"
         until(lambda: mode.world.lease(notebook.kernel_id).position == 1, "the cell waits")
         until(lambda: any(why in line for line in waits(mode, notebook)), "it is said why")
         until(lambda: mode.world.status().devices[0].stranger_mib > 0, "the broker sees the stranger")

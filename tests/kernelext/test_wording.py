@@ -42,7 +42,7 @@ STATUSES: dict[str, LeaseStatus] = {
     "it cannot be suspended": changed(LEASE, unsuspendable_reason="its memory is managed (RMM)", neighbours=[]),
     "slowed down": changed(
         LEASE,
-        slowdown=Slowdown(milli=1340, brief="runs beside eval.ipynb, about 1.3 times as long as alone (1.1 to 1.7)"),
+        slowdown=Slowdown(milli=1340, brief="runs next to eval.ipynb, about 1.3 times as long as alone (1.1 to 1.7)"),
     ),
     "a smaller share is suggested": changed(LEASE, advice=ADVICE, neighbours=[]),
     "its GPU goes away, and it is saved": changed(LEASE, goes_away_in_ms=61_000, neighbours=[]),
@@ -70,7 +70,7 @@ WAITS: dict[str, tuple[float, dict[str, object]]] = {
         0,
         {
             **ROOM,
-            "slowdown_brief": "would run beside eval.ipynb, about 1.4 times as long as alone (1.2 to 1.9)",
+            "slowdown_brief": "would run next to eval.ipynb, about 1.4 times as long as alone (1.2 to 1.9)",
         },
     ),
     "without a forecast": (5, {"sentence": "the GPU is in use"}),

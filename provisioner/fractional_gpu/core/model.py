@@ -201,7 +201,7 @@ class LeaseSpec:
     reserve_mib: int
     priority: int = 0
     gated: bool = (
-        True  # our extension guards its cells: it can start without a reservation; no suspend races with a cell
+        True  # our extension guards its cells: it can start without a reservation; suspends cannot race with them
     )
     label: str = ""  # shown to people: the name of the kernel or notebook
     request_mib: int | None = None  # guaranteed; None: the whole cap

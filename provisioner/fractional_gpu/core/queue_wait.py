@@ -1,12 +1,12 @@
-"""How long tickets will still wait, computed by playing the queue, and what is learnt when waits, cells and swaps end.
+"""Forecasts how long tickets will wait, by simulating the queue, and learns from waits, cells and swaps that end.
 
-**The play.** Each device has free memory, and each lease there returns its memory at some time: an idle lease when it may be suspended, a
-busy one when its cell should end or may be preempted, a lease being suspended when that is done. Tickets are served in order: first those
-that do not need a busy lease to leave or that have room kept for them, then the others, because the arbiter lets small tickets pass. Each
-ticket takes the device where it gets in first, waits for the swaps before it and its own, and returns its memory after a cell.
+**The simulation.** Each device has free memory, and each lease on it frees its memory at some time: an idle lease once it can be suspended,
+a busy one when its cell should end or can be preempted, a suspending one when it is saved. Tickets are served in order: first those that do
+not need a busy lease to leave or have room kept for them, then the others, because the arbiter lets small tickets pass. Each ticket takes
+the device that it gets first, waits for earlier swaps and its own, and frees its memory after a cell.
 
-Only the first `MOST_AHEAD` tickets and one more are played, each on `MOST_DEVICES` devices with `MOST_HOLDERS` leases each. A ticket
-further back waits in proportion. `Forecasts.wait_span` corrects the result by how earlier results turned out.
+Only the first `MOST_AHEAD` tickets and one more are simulated, on `MOST_DEVICES` devices with `MOST_HOLDERS` leases each. Tickets further
+back wait in proportion. `Forecasts.wait_span` corrects the result by the errors of earlier ones.
 """
 
 from collections import defaultdict
@@ -26,34 +26,34 @@ from fractional_gpu.core.suspend import gate_opens_ms, preempts_from_ms, suspend
 MOST_AHEAD = 4
 MOST_DEVICES = 3
 MOST_HOLDERS = 16
-_UNPREDICTABLE = frozenset({"wait.user-limit", "wait.group-limit"})  # it is unknown when a user's own kernels make room
+_UNPREDICTABLE = frozenset({"wait.user-limit", "wait.group-limit"})  # users free their limits at unknown times
 
 
-class _Return(NamedTuple):
-    """Memory that a lease returns, ms from now. Sorted in the arbiter's order: suspends under way first, then the soonest."""
+class _FreedMemory(NamedTuple):
+    """Memory that a lease will free; times are ms from now. Sorts in the arbiter's order: suspends in progress, then the earliest."""
 
     order: int
     at_ms: int
     mib: int
-    save_ms: int  # the suspend, which starts then
+    save_ms: int  # duration of the suspend, which starts at `at_ms`
     busy: bool
     lease_id: str
 
 
-class _Play:
-    """One play of a pool's queue. Times are ms from now."""
+class _QueueSimulation:
+    """A simulation of a pool's queue. Times are ms from now."""
 
     def __init__(self, books: Books, forecasts: Forecasts, parallel_swaps: int) -> None:
         self._books, self._forecasts, self._now_ms = books, forecasts, books.now_ms
         self._free_mib = {device_id: device.free_mib for device_id, device in books.devices.items()}
-        self._given: set[tuple[str, str]] = set()  # devices and leases whose memory a ticket got
-        self._later: dict[str, list[_Return]] = defaultdict(list)  # by device: what served tickets return
+        self._given: set[tuple[str, str]] = set()  # devices and leases whose memory a ticket has taken
+        self._later: dict[str, list[_FreedMemory]] = defaultdict(list)  # by device: of served tickets
         left = [self._swap_left_ms(lease) for lease in books.in_state(LeaseState.SUSPENDING, LeaseState.RESUMING)]
-        # A heap: when each swap channel is free.
+        # A heap of the times when the swap channels become free.
         self.channels = sorted([*[0] * (parallel_swaps - len(left)), *left])[:parallel_swaps]
 
     def serve_all(self, line: Sequence[Lease]) -> list[WaitSpan | None]:
-        """Serve the tickets; return their waits, None if unknown."""
+        """Serve the tickets and return their waits; None: unknown."""
         found: dict[str, WaitSpan | None] = {}
         for patient in (False, True):
             for lease in line:
@@ -62,7 +62,7 @@ class _Play:
         return [found[lease.lease_id] for lease in line]
 
     def _serve(self, lease: Lease, *, patient: bool) -> WaitSpan | None:
-        """Serve a ticket, with memory of busy leases if it is `patient`. Return its wait, or None if memory is too short."""
+        """Serve a ticket and return its wait, or None if there is not enough memory. Busy leases make room if it is `patient`."""
         ticket, forecasts = lease.ticket, self._forecasts
         if lease.state is LeaseState.RESUMING:
             return forecasts.wait_span("swap", self._swap_left_ms(lease))
@@ -82,7 +82,7 @@ class _Play:
         saved_ms = max(self._saved_ms(ways[device_id]) for device_id in chosen)
         ready_ms = max(saved_ms, lease.retries.resume_after_ms - self._now_ms) + resume_ms
         given = [one for device_id in chosen for one in ways[device_id]]
-        # The swaps take a channel, but no channel waits for the end of a cell.
+        # The swaps occupy a channel, but no channel waits for a cell to end.
         heapreplace(self.channels, self.channels[0] + sum(one.save_ms for one in given) + resume_ms)
         cell_ends_ms = ready_ms + forecasts.next_cell_ms(lease.lease_id)
         mib = max(lease.saved_mib, lease.used_mib) // lease.count
@@ -92,36 +92,36 @@ class _Play:
             self._given.update((device_id, one.lease_id) for one in returns)
             later[:] = [one for one in later if one not in returns]
             save_ms = forecasts.swap_ms(SUSPEND, _device_name(self._books, device_id), mib)
-            later.append(_Return(cell_ends_ms, cell_ends_ms, need_mib, save_ms, True, ""))
+            later.append(_FreedMemory(cell_ends_ms, cell_ends_ms, need_mib, save_ms, True, ""))
         return forecasts.wait_span("busy" if any(one.busy for one in given) else "swap", ready_ms)
 
     def _devices(self, lease: Lease) -> Sequence[str]:
-        """Return the allowed devices with the most memory free or held by idle leases."""
+        """Return the allowed devices with the most memory that is free or held by idle leases."""
         devices = self._books.devices
         most = sorted(allowed_devices(self._books, lease), key=lambda one: -devices[one].free_or_idle_mib)
         return most[: max(MOST_DEVICES, lease.count)]
 
-    def _room(self, device_id: str, need_mib: int, lease: Lease, *, busy_too: bool) -> list[_Return] | None:
-        """Return the earliest returns that make enough room on the device, or None."""
-        room_mib, taken = self._free_mib[device_id], list[_Return]()
+    def _room(self, device_id: str, need_mib: int, lease: Lease, *, busy_too: bool) -> list[_FreedMemory] | None:
+        """Return the earliest leases that make enough room on the device, or None."""
+        room_mib, taken = self._free_mib[device_id], list[_FreedMemory]()
         for one in sorted(self._returns(device_id, lease)) if room_mib < need_mib else ():
             if room_mib < need_mib and (busy_too or not one.busy):
                 room_mib += one.mib
                 taken.append(one)
-        for one in reversed(taken[:-1]):  # not needed, because a larger one follows
+        for one in reversed(taken[:-1]):  # not needed, as a later one is larger
             if room_mib - one.mib >= need_mib:
                 room_mib -= one.mib
                 taken.remove(one)
         return taken if room_mib >= need_mib else None
 
-    def _saved_ms(self, returns: Sequence[_Return]) -> int:
-        """Return when the last of them is saved, after earlier swaps."""
+    def _saved_ms(self, returns: Sequence[_FreedMemory]) -> int:
+        """Return when the last of these leases is saved, after earlier swaps."""
         room_ms = max((one.at_ms + one.save_ms for one in returns), default=0)
         saves_ms = sum(one.save_ms for one in returns)
         return max(self.channels[0] + saves_ms, room_ms) if saves_ms else room_ms
 
-    def _returns(self, device_id: str, beneficiary: Lease) -> Iterator[_Return]:
-        """Yield what a device's leases return to the beneficiary, which returns nothing if it grows there."""
+    def _returns(self, device_id: str, beneficiary: Lease) -> Iterator[_FreedMemory]:
+        """Yield the memory that the device's leases will free for the beneficiary, without the beneficiary."""
         yield from self._later[device_id]
         for lease in islice(self._books.holders(device_id), MOST_HOLDERS):
             if lease is beneficiary or (device_id, lease.lease_id) in self._given:
@@ -132,10 +132,10 @@ class _Play:
                 name = _device_name(self._books, device_id)
                 save_ms = 0 if leaves else self._forecasts.swap_ms(SUSPEND, name, lease.used_mib)
                 busy = not leaves and (lease.is_working or lease.state is LeaseState.RESUMING)
-                yield _Return(-1 if leaves else at_ms, at_ms, lease.held_mib, save_ms, busy, lease.lease_id)
+                yield _FreedMemory(-1 if leaves else at_ms, at_ms, lease.held_mib, save_ms, busy, lease.lease_id)
 
     def _gives_back_ms(self, lease: Lease, beneficiary: Lease) -> int | None:
-        """Return in how many ms the lease can return its memory; None: unknown, or never."""
+        """Return when the lease can free its memory, ms from now; None: unknown or never."""
         books, forecasts = self._books, self._forecasts
         if lease.state is LeaseState.SUSPENDING:
             return self._swap_left_ms(lease)
@@ -144,19 +144,19 @@ class _Play:
         unable = lease.is_unsuspendable or lease.host_need_mib > books.host_left_mib
         if lease.state is not LeaseState.RESIDENT or unable:
             return None
-        if not lease.is_working:  # a cell that waits at its closed gate has not begun
+        if not lease.is_working:  # a cell that waits at its closed gate has not started
             willing_ms = suspendable_from_ms(books.policy(lease), lease)
-            failed = lease.retries.suspend_after_ms > self._now_ms  # the next attempt may fail as well
+            failed = lease.retries.suspend_after_ms > self._now_ms  # the next attempt may fail, too
             return None if willing_ms is None or failed else max(0, willing_ms - self._now_ms)
         preempts_ms = preempts_from_ms(books, beneficiary, lease)
-        # A process that an ended kernel left behind runs no cell that could end.
+        # Processes that an ended kernel left behind run no cell that could end.
         ends = [] if lease.left_behind else [forecasts.cell_left_ms(lease.lease_id, self._now_ms)]
         if preempts_ms is not None:
             ends.append(preempts_ms - self._now_ms)
         return max(1, min(ends)) if ends else None
 
     def _swap_left_ms(self, lease: Lease) -> int:
-        """Return the time left of the lease's suspend or resume, ms; an overdue one should end soon."""
+        """Return the remaining time of the lease's suspend or resume, ms; an overdue one should end soon."""
         kind, mib = (SUSPEND, lease.used_mib) if lease.state is LeaseState.SUSPENDING else (RESUME, lease.saved_mib)
         whole_ms = self._forecasts.swap_ms(kind, _device_name(self._books, lease.device_id), mib)
         return max(whole_ms - (self._now_ms - lease.since_ms), whole_ms // 8)
@@ -168,7 +168,7 @@ def _device_name(books: Books, device_id: str | None) -> str:
 
 
 def _is_predictable(lease: Lease) -> bool:
-    """Return whether the wait of the lease's ticket can be forecast: not in quarantine, not before its kernel starts."""
+    """Return whether the ticket's wait can be forecast. In quarantine and before its kernel starts it cannot."""
     ticket = lease.ticket
     if ticket is None or lease.state is LeaseState.QUARANTINED or ticket.reason in _UNPREDICTABLE:
         return False
@@ -179,75 +179,75 @@ def _is_predictable(lease: Lease) -> bool:
 
 
 class ForecastRecorder:
-    """Forecasts the waits of tickets, and teaches the forecasts what happens to leases.
+    """Forecasts the waits of tickets, and updates the forecasts with what happens to leases.
 
-    `run_deferred_work`, after an event, forecasts the waits of new tickets that still wait, and the slowdowns of new cells.
+    Call `run_deferred_work` after each event: it forecasts the waits of new tickets that still wait, and the slowdowns of new cells.
     """
 
     def __init__(self, books: Books, forecasts: Forecasts, *, parallel_swaps: int = 1) -> None:
         self.forecasts = forecasts
         self._books, self._parallel_swaps = books, parallel_swaps
         self._filed: list[Lease] = []
-        self._beginning: list[Lease] = []  # leases whose cell began in the last event
-        self._begun: dict[str, tuple[int, Company]] = {}  # when cells began on one device, and the neighbours, by lease
+        self._beginning: list[Lease] = []  # leases whose cell started in the last event
+        self._begun: dict[str, tuple[int, Company]] = {}  # by lease: when its cell started, and its neighbours
 
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait_of(self, lease: Lease) -> WaitSpan | None:
-        """Return how long the lease's ticket will still wait; None if it has none or there is no forecast."""
+        """Return the remaining wait of the lease's ticket; None without a ticket or a forecast."""
         if lease.ticket is None:
             return None
         pool = lease.spec.pool
         return self.waits_of_pool(pool)[self._books.line(pool).index(lease)]
 
     def waits_of_pool(self, pool: str) -> list[WaitSpan | None]:
-        """Return the waits of a pool's queue, in order."""
+        """Return the remaining waits of a pool's tickets, in the order of the queue."""
         line = self._books.line(pool)
-        waits = self._play().serve_all(line[: MOST_AHEAD + 1])
-        played, last = len(waits), next((wait for wait in reversed(waits) if wait is not None), None)
-        for place, lease in enumerate(line[played:], played + 1):
+        waits = self._simulation().serve_all(line[: MOST_AHEAD + 1])
+        simulated, last = len(waits), next((wait for wait in reversed(waits) if wait is not None), None)
+        for place, lease in enumerate(line[simulated:], simulated + 1):
             further = None
             if last is not None and _is_predictable(lease):
-                further = self.forecasts.wait_span("busy", last.basis_ms * place // played)
+                further = self.forecasts.wait_span("busy", last.basis_ms * place // simulated)
             waits.append(further)
         return waits
 
-    def _play(self) -> _Play:
-        return _Play(self._books, self.forecasts, self._parallel_swaps)
+    def _simulation(self) -> _QueueSimulation:
+        return _QueueSimulation(self._books, self.forecasts, self._parallel_swaps)
 
     def gate_wait(self, lease: Lease) -> Span | None:
-        """Return how long the lease's next cell waits at its closed gate, at most until that opens, or None if none waits."""
+        """Return how long the next cell still waits at the lease's closed gate, or None if none waits."""
         if lease.gate.ticket is None:
             return None
         opens_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms) - self._books.now_ms
-        left_ms = max(0, opens_ms, self._play().channels[0])
+        left_ms = max(0, opens_ms, self._simulation().channels[0])
         return Span(expected_ms=left_ms, low_ms=0, high_ms=left_ms)
 
     def resume_span(self, lease: Lease) -> Span | None:
-        """Return how long the resume of a suspended lease is expected to take; None for any other."""
+        """Return how long the resume of a suspended lease is expected to take; None for other leases."""
         if lease.home_id not in self._books.devices or not lease.saved_mib:
             return None
         return self.forecasts.swap_span(RESUME, _device_name(self._books, lease.home_id), lease.saved_mib)
 
-    # -- what happens --------------------------------------------------------------------------------------------------
+    # -- learning ------------------------------------------------------------------------------------------------------
 
     def ticket_filed(self, lease: Lease) -> None:
         self._filed.append(lease)
 
     def ticket_ended(self, lease: Lease, *, given_up: bool = False) -> None:
-        """Learn from the wait of a ticket that was served or given up."""
+        """Learn from the wait of a ticket that was served or withdrawn."""
         ticket = lease.ticket
         if ticket is not None and ticket.expected is not None:
             self.forecasts.wait_ended(ticket.expected, self._books.now_ms - ticket.asked_ms, given_up=given_up)
 
     def swap_finished(self, kind: str, lease: Lease, mib: int, took_ms: int) -> None:
-        """Learn from a suspend or resume that succeeded."""
+        """Learn from a successful suspend or resume."""
         device_id = lease.home_id if kind == SUSPEND else lease.device_id
         if device_id in self._books.devices and mib > 0:
             self.forecasts.swap_finished(kind, _device_name(self._books, device_id), mib, took_ms)
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> None:
-        """Note that the lease became busy (again, when a busy lease gets the room that it waited for) or idle."""
+        """Record that the lease became idle or busy. A busy lease becomes busy again when it gets the room that it waited for."""
         if not busy:
             self.forecasts.cell_ended(lease.lease_id, self._books.now_ms)
             begun, device = self._begun.pop(lease.lease_id, None), self._books.devices.get(lease.device_id or "")
@@ -260,7 +260,7 @@ class ForecastRecorder:
             return
         device_name = _device_name(self._books, lease.device_id)
         self.forecasts.cell_began(lease.lease_id, self._books.now_ms, device_name)
-        # A preempted cell that continues is of no use for slowdowns.
+        # A preempted cell that continues says nothing about slowdowns.
         if self._begun.pop(lease.lease_id, None) is None:
             self._beginning.append(lease)
 
@@ -269,7 +269,7 @@ class ForecastRecorder:
         self.forecasts.forget(lease.lease_id)
 
     def run_deferred_work(self) -> None:
-        """Forecast the waits and slowdowns that began in the last event."""
+        """Forecast the waits and slowdowns that started in the last event."""
         for lease in self._filed:
             if lease.ticket is not None and lease.ticket.expected is None:
                 lease.ticket.expected = self.wait_of(lease)
@@ -279,7 +279,7 @@ class ForecastRecorder:
         self._beginning.clear()
 
     def _company_began(self, lease: Lease) -> None:
-        """Forecast the slowdown of a new cell by its neighbours. Cells on several devices are left out."""
+        """Forecast the slowdown of a new cell by its neighbours, unless it uses several devices."""
         device = self._books.devices.get(lease.device_id or "")
         if device is None or lease.occupancy is not OccupancyKind.BUSY or lease.count > 1:
             return
@@ -290,21 +290,21 @@ class ForecastRecorder:
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------
-# If a wait exceeds the upper bound that was shown, its forecast was based on something wrong, and later forecasts on the same basis deserve
-# less trust the longer the wait lasts. From then on
+# If a wait exceeds the upper bound that was shown, the forecast rested on a wrong assumption, and later forecasts on that basis become
+# less credible the longer the wait lasts. From then on
 #
-# - the upper bound is at least the time waited, times n; n is 1, and grows by one whenever the wait has doubled since the miss;
-# - the expected value is at least half of the time waited, and the lower bound a tenth: a wait of unknown cause that has lasted for t ends
-#   within the next t/10 in about one case of ten (as if its length had Pareto's distribution with exponent 1).
+# - the upper bound is at least n times the time waited; n starts at 1, and grows by one whenever the wait has doubled since the miss;
+# - the expected value is at least half of the time waited, and the lower bound at least a tenth: a wait of unknown cause that has lasted
+#   for t ends within the next t/10 in about one case of ten (as for a Pareto distribution with exponent 1).
 #
-# A resume under way counts as a separate wait: the ticket has its room and only needs time.
+# A resume in progress counts as a separate wait: the ticket has its room and only needs time.
 
 
-_SLACK_MS = 1_000  # a forecast is shown in seconds, and may be a second old
+_SLACK_MS = 1_000  # forecasts are shown in seconds, and can be a second old
 
 
 def shown_span(ticket: Ticket, lease: Lease, worked_out: Span, now_ms: int) -> Span:
-    """Return the forecast to show now, and remember its upper bound. `worked_out`: the rest of the wait, from the queue."""
+    """Return the forecast to show now, and store its upper bound. `worked_out`: the remaining wait by the simulation."""
     resumes = lease.state is LeaseState.RESUMING
     since_ms = lease.since_ms if resumes else ticket.asked_ms
     promise, waited_ms = ticket.shown, max(0, now_ms - since_ms)

@@ -1,20 +1,20 @@
-"""How many hub seats a device can carry, by a forecast of waits instead of a sum of caps.
+"""How many hub seats fit on a device, according to a forecast of waits instead of a sum of caps.
 
-A seat is active for `duty_milli` thousandths of its server's life, independently of the others, and then needs `mib` of its device. What is
-needed at a random moment is a Poisson-binomial distribution with weights, computed exactly by convolution over thousandths of the device's
-memory (Hong, CSDA 59, 2013; Kaufman 1981 and Roberts 1981 for calls that share trunks). Needs are rounded up; what exceeds the device
-falls into one last bin.
+A seat is active for `duty_milli` thousandths of its server's life, independently of other seats, and then needs `mib` of its device. The
+total need at a random time has a weighted Poisson-binomial distribution. It is computed exactly, by convolution over thousandths of the
+device's memory (Hong, CSDA 59, 2013; Kaufman 1981 and Roberts 1981 for calls that share trunks). Needs are rounded up, and the last bin
+holds all needs beyond the device.
 
-A cell of seat i finds no room with probability P(S > C | i active), S the need and C the device's memory. Averaged over cells, that is
-E[N; S > C] / E[N], N the number of active seats, so P(S = s) and E[N; S = s] are carried through the convolution. The cell then waits for
-another one to end. Cells that use a GPU last two minutes in the median (a 48-hour excerpt of a notebook platform's trace); taken as
-memoryless, half of them are over after each further two minutes.
+A cell of seat i finds no room with probability P(S > C | i active), where S is the total need and C the device's memory. The average over
+cells is E[N; S > C] / E[N], where N is the number of active seats, so the convolution carries P(S = s) and E[N; S = s]. Such a cell waits
+for another one to end. The median cell that uses a GPU lasts two minutes (48 hours of a notebook platform's trace). The model is
+memoryless: half of the cells end in each further two minutes.
 
-Devices among which a suspended kernel may move are forecast as one of their common size, because a cell waits only if none has room. A
-share that does not divide a device counts as the next larger one that does (3/4 as a whole): the rest of several devices makes no room for
-another of its size. Independence fails first, in a lesson where all run the same cell: that pool needs a smaller bound.
+Devices between which a suspended kernel can move are forecast as one of their total size, because a cell waits only if none has room. A
+share that does not divide a device counts as the next larger one that does (3/4 as a whole), because the remainders of several devices
+cannot be combined. Independence fails first, in a lesson in which everyone runs the same cell: give that pool a smaller bound.
 
-Integers only: MiB, milliseconds, millionths; the same seats give the same forecast, in any order.
+Integers only: MiB, milliseconds, millionths. The forecast does not depend on the order of the seats.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,28 +23,28 @@ from functools import lru_cache
 
 CELL_MEDIAN_MS = 120_000
 _BINS = 1000  # thousandths of the device
-_BINS_OF_LIKE_DEVICES = (420, 360, 240, 120, 60, 24, 12)  # for each of several: common shares are whole numbers of them
+_BINS_OF_LIKE_DEVICES = (420, 360, 240, 120, 60, 24, 12)  # for each of several; common shares are whole numbers of bins
 _MOST_BINS = 1080
-_WHOLE = 10**12  # probability 1, while it is computed
-_PRIOR_LIVE_MS = 8 * 3_600_000  # the prior counts as much as this experience: a working day with a server
-_PRIOR_BUSY_MS = 30 * 60_000  # and for memory as much as this busy time
+_WHOLE = 10**12  # probability 1 in computations
+_PRIOR_LIVE_MS = 8 * 3_600_000  # weight of the prior: a working day with a server
+_PRIOR_BUSY_MS = 30 * 60_000  # weight of the prior for memory, in busy time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How a user uses a GPU: the share of a server's time in which it is busy, and the device memory in use then."""
+    """A user's use of a GPU: the share of the server's time that it is busy, and the device memory in use then."""
 
     duty_milli: int
     active_mib: int
 
 
-# Of the same excerpt: reserved GPUs were busy 25.7 % of the time; a cell used 4.6 GB of device memory in the third quartile.
+# From the same trace: reserved GPUs were busy 25.7 % of the time; the third quartile of cells' device memory is 4.6 GB.
 PRIOR_USAGE = Usage(duty_milli=257, active_mib=4400)
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class SeatLoad:
-    """A seat on a device: active for `duty_milli` thousandths of the time, and then with `mib`."""
+    """A seat on a device: active for `duty_milli` thousandths of the time, when it needs `mib`."""
 
     mib: int
     duty_milli: int
@@ -52,7 +52,7 @@ class SeatLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatDevice:
-    """A device for seats, and its seats. `kind`: suspended kernels may resume on any device of it; empty: on this one only."""
+    """A device and its seats. Suspended kernels may resume on any device of the same `kind`; if empty, only on this device."""
 
     device_id: str
     capacity_mib: int
@@ -62,7 +62,7 @@ class SeatDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Devices that are forecast together, and the seats there, each with the memory that it counts as."""
+    """Devices that are forecast together, and their seats, whose memory is rounded up (`_counted`)."""
 
     places: tuple[SeatDevice, ...]
     capacity_mib: int
@@ -71,7 +71,7 @@ class _Group:
 
     @classmethod
     def of(cls, places: Sequence[SeatDevice]) -> "_Group":
-        """Return the group of these devices, of one kind if there are several."""
+        """Return a group of devices, which must be of one kind."""
         loads = [_counted(load, places) for place in places for load in place.loads]
         return cls(
             places=tuple(places),
@@ -81,20 +81,20 @@ class _Group:
         )
 
     def takes(self, load: SeatLoad) -> bool:
-        """Whether one of its devices is large enough for the seat."""
+        """Whether the seat fits on one of the devices when empty."""
         return any(load.mib <= one.capacity_mib for one in self.places)
 
     def wait_chance(self, load: SeatLoad) -> int:
-        """Return the chance (millionths) that a cell finds no room with one more seat."""
+        """Return the chance that a cell finds no room with one more seat, millionths."""
         return _wait_chance(self.loads, _counted(load, self.places), self.capacity_mib, self.bins)
 
     def emptiest(self, load: SeatLoad) -> SeatDevice:
-        """Return the device, of those large enough, with the least average need."""
+        """Return the device with the least average need, among those large enough."""
         return min((one for one in self.places if load.mib <= one.capacity_mib), key=_filled_milli)
 
 
 def _bins_of(devices: int) -> int:
-    """Return the number of bins for this many devices: the same number for each, so that what fills a device fills its bins."""
+    """Return the total number of bins: the same for each device, so that a load that fills a device fills its bins."""
     if devices == 1:
         return _BINS
     each = next((bins for bins in _BINS_OF_LIKE_DEVICES if bins * devices <= _MOST_BINS), _BINS_OF_LIKE_DEVICES[-1])
@@ -102,7 +102,7 @@ def _bins_of(devices: int) -> int:
 
 
 def _counted(load: SeatLoad, places: Sequence[SeatDevice]) -> SeatLoad:
-    """Return the load as it counts among several like devices: as the next larger share that divides a device."""
+    """Round the load up, among several like devices, to a share that divides a device."""
     device_mib = min(place.capacity_mib for place in places)
     if len(places) == 1 or not 0 < load.mib <= device_mib:
         return load
@@ -110,7 +110,7 @@ def _counted(load: SeatLoad, places: Sequence[SeatDevice]) -> SeatLoad:
 
 
 def _groups(places: Sequence[SeatDevice]) -> list[_Group]:
-    """Return the groups of devices that are forecast together, in the order of their first devices."""
+    """Group devices that are forecast together, in the order of their first devices."""
     found: dict[tuple[str, str], list[SeatDevice]] = {}
     for place in places:
         found.setdefault((place.kind, "" if place.kind else place.device_id), []).append(place)
@@ -118,7 +118,7 @@ def _groups(places: Sequence[SeatDevice]) -> list[_Group]:
 
 
 def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usage = PRIOR_USAGE) -> Usage:
-    """Return the usage of a user whose kernels lived for `live_ms`, busy for `busy_ms`, with that integral of memory over busy time."""
+    """Estimate a user's usage from the kernels' lifetime, their busy time, and the integral of memory over busy time (MiB times ms)."""
     busy_ms = min(busy_ms, live_ms)
     duty = (busy_ms * 1000 + prior.duty_milli * _PRIOR_LIVE_MS) // (live_ms + _PRIOR_LIVE_MS)
     mib = (busy_mib_ms + prior.active_mib * _PRIOR_BUSY_MS) // (busy_ms + _PRIOR_BUSY_MS)
@@ -126,7 +126,7 @@ def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usag
 
 
 def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad, capacity_mib: int, bins: int) -> int:
-    """Return the chance with one more seat. `loads` are sorted: rounding depends slightly on order; the forecast must not."""
+    """Return the chance with one more seat. `loads` must be sorted, because rounding depends slightly on their order."""
     expected = sum(load.duty_milli for load in loads) + more.duty_milli
     if not expected:
         return 0
@@ -145,7 +145,7 @@ def _millionths(active: list[int], expected_milli: int) -> int:
 
 @lru_cache(maxsize=64)
 def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int, bins: int) -> tuple[list[int], list[int]]:
-    """Return P(S = s) and E[N; S = s] by need s; the last bin is everything beyond the device. Cached: callers must not change it."""
+    """Return P(S = s) and E[N; S = s] by need s; the last bin is S > C. Cached: callers must not change the lists."""
     chance, active = [0] * (bins + 2), [0] * (bins + 2)
     chance[0] = _WHOLE
     for load in loads:
@@ -154,7 +154,7 @@ def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int, bins: int) -> 
 
 
 def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib: int) -> None:
-    """Add one seat to the distribution in place, from the largest need down, so that no need is counted twice."""
+    """Add a seat to the distribution in place, from the largest need down, so that none is counted twice."""
     last = len(chance) - 1
     shift, duty = -(-load.mib * (last - 1) // capacity_mib), load.duty_milli
     for need in range(last, -1, -1):
@@ -171,7 +171,7 @@ def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib
 
 
 def still_waiting_milli(target_ms: int, median_ms: int = CELL_MEDIAN_MS) -> int:
-    """Return how many of a thousand waiting cells still wait after `target_ms`."""
+    """Return the thousandths of waiting cells that still wait after `target_ms`."""
     halvings, rest = divmod(target_ms, median_ms)
     if halvings >= 10:
         return 0
@@ -186,10 +186,10 @@ def _late_chance(wait_millionths: int, target_ms: int) -> int:
 def choose_device(
     load: SeatLoad, places: Sequence[SeatDevice], *, target_ms: int, bound_milli: int
 ) -> tuple[str | None, int]:
-    """Return the device for one more seat and the chance there (millionths) that a cell waits longer than the target.
+    """Return the device for one more seat, and the chance that a cell on it waits longer than the target, millionths.
 
-    Choose the fullest device that stays within the bound, so that larger seats find the others empty; if none does, return None and the
-    smallest chance. Ties go to the first device. Among like devices, which share one chance, choose the emptiest.
+    Chooses the fullest device that stays within the bound, to keep others empty for larger seats. Ties go to the first device. Among like
+    devices, which share one chance, chooses the emptiest. If no device stays within the bound, returns None and the smallest chance.
     """
     forecasts = [
         (_late_chance(each.wait_chance(load), target_ms), each) for each in _groups(places) if each.takes(load)
@@ -204,7 +204,7 @@ def choose_device(
 
 
 def wait_chance_with(load: SeatLoad, places: Sequence[SeatDevice], device_id: str) -> int:
-    """Return the chance (millionths) that a cell finds no room with one more seat on that device, or among those like it."""
+    """Return the chance that a cell finds no room with one more seat on the device or on those like it, millionths."""
     for group in _groups(places):
         if any(place.device_id == device_id for place in group.places):
             return group.wait_chance(load)
@@ -212,7 +212,7 @@ def wait_chance_with(load: SeatLoad, places: Sequence[SeatDevice], device_id: st
 
 
 def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDevice | None, int]:
-    """Return the device on which the fewest cells find no room with one more seat, and that chance (millionths); None: it fits nowhere."""
+    """Return the device with the smallest chance that a cell finds no room, and that chance (millionths); None: the seat fits nowhere."""
     groups = [each for each in _groups(places) if each.takes(load)]
     chances = [(each.wait_chance(load), number) for number, each in enumerate(groups)]
     if not chances:
@@ -222,7 +222,7 @@ def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDev
 
 
 def wait_quantile_ms(wait_millionths: int, milli: int) -> int:
-    """Return the wait within which `milli` thousandths of the cells begin, ms, if `wait_millionths` of them find no room."""
+    """Return the `milli` thousandths quantile of cells' waits, ms, if `wait_millionths` of them find no room."""
     late = 1_000_000 - 1000 * milli
     if wait_millionths <= late:
         return 0
@@ -247,7 +247,7 @@ def more_seats(
     most: int,
     bins: int = _BINS,
 ) -> int:
-    """Return how many seats of this load fit on a device beside the sorted `loads` within the bound, at most `most`. Cached."""
+    """Return how many more seats of this load a device with the sorted `loads` takes within the bound, at most `most`. Cached."""
     if load.mib > capacity_mib or not load.duty_milli or bound_milli >= 1000:
         return most if load.mib <= capacity_mib else 0
     chance, active = (known.copy() for known in _distribution(loads, capacity_mib, bins))
@@ -278,9 +278,9 @@ def more_seats_in(places: Sequence[SeatDevice], load: SeatLoad, *, target_ms: in
 
 
 def admissible_milli(counts: Mapping[int, int]) -> int:
-    """Return how many thousandths may be asked for, however they are divided into fractions, if these `counts` fit.
+    """Return how many thousandths can be requested, divided into fractions in any way, if these `counts` fit.
 
-    `counts`: how many seats of each fraction, milli-GPU, fit. With `m` admissible, `m // fraction` seats of each fraction fit.
+    `counts`: how many seats of each fraction (milli-GPU) fit. With `m` admissible, `m // fraction` seats of each fraction fit.
     """
     if not counts:
         return 0
@@ -290,5 +290,5 @@ def admissible_milli(counts: Mapping[int, int]) -> int:
 
 
 def _filled_milli(device: SeatDevice) -> int:
-    """Return how much of the device is needed on average."""
+    """Return the average need, thousandths of the device."""
     return sum(load.mib * load.duty_milli for load in device.loads) // max(1, device.capacity_mib)

@@ -1,31 +1,31 @@
-"""How kernels that run on one device at the same time slow each other down: the model of contention. Integers only.
+"""A model of contention: how kernels that share a device slow each other down. Integers only.
 
-A kernel that would use the part u of its device if it were alone leaves the device idle for 1 - u of its time. Next to others, its work on
-the device takes k times as long, and the rest as long as before: a cell takes 1 - u + u * k times as long as alone, and uses
-u / (1 - u + u * k) of the device. While the kernels together want no more than the device has, they fit into each other's pauses, and k is
-1. Beyond that the device is never idle, so k is where their uses add up to the whole device. There is exactly one such k, as each use falls
-when k grows. Costs of switching contexts and of contended caches are left out.
+A kernel that uses the part u of its device when it runs alone leaves the device idle for 1 - u of the time. In company, its work on the
+device slows down by a factor k, and the rest keeps its pace: a cell takes 1 - u + u * k times its time alone, and uses u / (1 - u + u * k)
+of the device. If the kernels' total demand is at most the device, they fit into each other's pauses, and k is 1. Otherwise the device is
+never idle, and k is the value for which the uses add up to the whole device. There is exactly one, because each use falls as k grows. The
+model ignores the cost of context switches and of shared caches.
 """
 
 from collections.abc import Iterable
 
 WHOLE_MILLI = 1000
 """A whole device, in thousandths."""
-_PARTS = 10**9  # uses are summed in these parts of a device
+_PARTS = 10**9  # unit of sums of uses, parts of a device
 
 
 def stretch_milli(wants_milli: Iterable[int], capacity_milli: int = WHOLE_MILLI) -> int:
-    """Return k, in thousandths: 1000 if the wants fit, else the least whole number for which the uses add up to no more than the capacity.
+    """Return k, in thousandths: 1000 if the demands fit, else the smallest integer for which the total use is at most the capacity.
 
-    `wants_milli`: what each kernel would use alone, thousandths of a device, at most 1000 each. `capacity_milli`: how much can be used at
-    the same time; more than 1000 where one kernel alone cannot fill the device (MPS).
+    `wants_milli`: each kernel's use when it runs alone, thousandths of a device, at most 1000. `capacity_milli`: the total use that is
+    possible; more than 1000 if one kernel alone cannot fill the device (MPS).
     """
     wants = [want for want in wants_milli if want]
     total_milli = sum(wants)
     if total_milli <= capacity_milli:
         return WHOLE_MILLI
-    # Newton's method for the reciprocal of the sum of uses. It is concave in k (a harmonic mean), so from a lower bound, the sum of the
-    # wants, no step goes beyond the solution. Steps are rounded down; one of less than a thousandth ends at the next whole number.
+    # Newton's method for the reciprocal of the total use. It is concave in k (a harmonic mean), so no step from a lower bound (the total
+    # demand) overshoots the solution. Steps are rounded down, but are at least a thousandth.
     k_milli, most = -(-total_milli * WHOLE_MILLI // capacity_milli), capacity_milli * _PARTS // WHOLE_MILLI
     terms = [((WHOLE_MILLI - want) * WHOLE_MILLI, want, want * WHOLE_MILLI * _PARTS) for want in wants]
     while True:
@@ -40,15 +40,15 @@ def stretch_milli(wants_milli: Iterable[int], capacity_milli: int = WHOLE_MILLI)
 
 
 def slowed_milli(want_milli: int, k_milli: int) -> int:
-    """Return how long a cell that wants this much of a device takes with this k, thousandths of its time alone, rounded up."""
+    """Return the time of a cell with this demand at this k, thousandths of its time alone, rounded up."""
     return WHOLE_MILLI - want_milli + -(-want_milli * k_milli // WHOLE_MILLI)
 
 
 def most_wanted_milli(use_milli: int, largest_milli: int) -> int:
-    """Return the most that a kernel using this much of a full device may want, thousandths, if one kernel uses `largest_milli`.
+    """Return an upper bound on the demand of a kernel that uses `use_milli` of a full device, if the largest use is `largest_milli`.
 
-    No kernel wants more than the whole device, so the largest use bounds k: it is at most 1 / largest. What the kernel would use alone then
-    follows from what it uses: u = use / (1 - use * (k - 1)). It wants no less than it uses.
+    No demand exceeds the whole device, so k is at most 1 / largest. The demand then follows from the use: u = use / (1 - use * (k - 1)).
+    It is at least the use.
     """
     largest_milli = max(use_milli, largest_milli, 1)
     rest = WHOLE_MILLI * largest_milli - use_milli * (WHOLE_MILLI - largest_milli)

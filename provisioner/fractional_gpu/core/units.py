@@ -1,4 +1,4 @@
-"""Human units at the edges, integers inside: `20GiB` to MiB, `5m` to milliseconds, `1/4` to milli-GPU."""
+"""Parse and format units: `20GiB` to MiB, `5m` to milliseconds, `1/4` to milli-GPU. Only integers are used inside."""
 
 import re
 from fractions import Fraction
@@ -8,7 +8,7 @@ _MIB_PER = {"mib": 1, "gib": 1024, "tib": 1024 * 1024, "m": 1, "g": 1024, "t": 1
 _BYTES_PER = {"mb": 10**6, "gb": 10**9, "tb": 10**12}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", re.IGNORECASE | re.ASCII)
 _MS_PER = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-# A power of ten (1e99999999) is deliberately not among these: it would take for ever to compute.
+# No exponents: 1e99999999 would take forever to compute.
 _DECIMAL = re.compile(r"(?:\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})", re.ASCII)
 _RATIO = re.compile(r"(\d{1,20})/(\d{1,20})", re.ASCII)
 _MILLI = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)m", re.ASCII)
@@ -16,11 +16,11 @@ _LONGEST = 64
 _COMMON_PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _LEAST_MARGIN_MIB, _MARGIN_PARTS = 256, 50  # 2 %
 _UNDER = "under"
-_LARGEST = 10**18  # whole numbers past this are not sizes or durations, and Python may refuse to print them
+_LARGEST = 10**18  # larger integers are no sizes or durations, and Python may refuse to print them
 
 
 def restore_margin_mib(saved_mib: int) -> int:
-    """Return the MiB to keep free beside restored state: a restore without room is fatal. Not measured on hardware."""
+    """Return the MiB to keep free in addition to restored state: a restore without room is fatal. Not measured on hardware."""
     return max(_LEAST_MARGIN_MIB, saved_mib // _MARGIN_PARTS)
 
 
@@ -71,7 +71,7 @@ def _milli(text: str) -> Fraction | None:
 
 
 def _text(value: object, *also: type) -> str | None:
-    """Return a text or number of ordinary length as text, or None."""
+    """Return a text or number of reasonable length as text, or None."""
     if isinstance(value, bool) or not isinstance(value, (str, int, *also)):
         return None
     if isinstance(value, int) and abs(value) > _LARGEST:
@@ -81,7 +81,7 @@ def _text(value: object, *also: type) -> str | None:
 
 
 def _shown(value: object) -> str:
-    """Return the given value for an error, at most a line long."""
+    """Return the value for an error message, cut to a line."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST:
         return f"of more than {_LARGEST}"
     return repr(value[:_LONGEST]) if isinstance(value, str) else repr(value)[:_LONGEST]
@@ -106,7 +106,7 @@ def format_duration(ms: int) -> str:
 
 
 def format_rough(ms: int) -> str:
-    """Return a duration in coarse steps: a forecast is not exact, and a line that counts down changes rarely."""
+    """Return a duration in coarse steps: forecasts are inexact, and a countdown should change rarely."""
     seconds = max(0, ms) / 1000
     if seconds < 1:
         return f"{_UNDER} 1 s"
@@ -122,9 +122,9 @@ def format_rough(ms: int) -> str:
 
 
 def format_forecast(expected_ms: int, low_ms: int | None, high_ms: int | None, *, more: bool = False) -> str:
-    """Return a forecast with the interval that four of five outcomes lie in: `about 8 s (5 to 9)`, `about 40 s (10 s to 2 min)`.
+    """Return a forecast with its 80 % interval: `about 8 s (5 to 9)`, `about 40 s (10 s to 2 min)`.
 
-    `more`: `about 8 s more (5 to 9)`, of something under way. Every forecast of a duration for people uses this.
+    With `more`: `about 8 s more (5 to 9)`, for something in progress. All forecasts of durations are shown this way.
     """
     about = format_rough(expected_ms)
     text = (about if about.startswith(_UNDER) else f"about {about}") + (" more" if more else "")
@@ -134,14 +134,14 @@ def format_forecast(expected_ms: int, low_ms: int | None, high_ms: int | None, *
     if low == high:
         return text
     units = {one.split(" ", 1)[1] for one in (about, low, high) if not one.startswith(_UNDER)}
-    if len(units) == 1 and not about.startswith(_UNDER):  # said once: about 8 s (5 to 9)
+    if len(units) == 1 and not about.startswith(_UNDER):  # show the unit once: about 8 s (5 to 9)
         unit = f" {units.pop()}"
         low, high = low.removesuffix(unit), high.removesuffix(unit)
     return f"{text} (up to {high})" if low.startswith(_UNDER) else f"{text} ({low} to {high})"
 
 
 def format_fraction(milli: int) -> str:
-    """Return `1/4` or `1/16` if the fraction is a common one, in whole thousandths, else `0.23`; `1` is a whole GPU."""
+    """Return `1/4` or `1/16` for a common fraction (rounded down to thousandths), `1` for a whole GPU, else `0.23`."""
     for parts in _COMMON_PARTS:
         count = -(-milli * parts // 1000)
         if count * 1000 // parts == milli:
@@ -150,7 +150,7 @@ def format_fraction(milli: int) -> str:
 
 
 def format_gpus(milli: int) -> str:
-    """Return `1/4 GPU` or `1.5 GPUs`: a sum of fractions may exceed a GPU."""
+    """Return `1/4 GPU` or `1.5 GPUs`; sums of fractions may exceed one GPU."""
     return f"{format_fraction(milli)} GPU" if milli <= 1000 else f"{milli / 1000:g} GPUs"
 
 

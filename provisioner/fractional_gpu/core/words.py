@@ -1,9 +1,9 @@
-"""What people read about a wait (a code, a sentence and the leases in the way) and about a cell's slowdown.
+"""Explains waits (a code, a sentence and the leases in the way) and slowdowns of cells to users.
 
-The reason of a wait comes from the first of these that has one: the state of the ticket's lease, the last pass over the queue, a pause
-after a failed resume, the room on its devices. The sentence has a clause for each lease in the way: what it does, and until when. A kernel
-of the same user is named by its label; any other is "another user's kernel", and what its driver or process said is left out. An owner is
-named only for processes that an ended kernel left behind, as the owner may not know of them.
+The reason for a wait is the first that applies: the state of the ticket's lease, the last pass over the queue, a pause after a failed
+resume, the room on its devices. The sentence has a clause for each lease in the way: what it does, and until when. Kernels of the same user
+are named by their labels. Any other is "another user's kernel", without the messages of its driver or process. Its owner is named only for
+processes that an ended kernel left behind, because the owner may not know about them.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ _MINUTE_MS = 60_000
 _OTHERS = "another user's kernel"
 _DOING = {
     LeaseState.SUSPENDING: "is being suspended",
-    LeaseState.RESUMING: "is being brought back to its device",
+    LeaseState.RESUMING: "is being resumed",
     LeaseState.UNATTACHED: "is starting",
-    LeaseState.QUARANTINED: "is in doubt: its state is being examined",
+    LeaseState.QUARANTINED: "is in an unknown state, which is being checked",
 }
 
 
 def wait_reason(books: Books, lease: Lease, ticket: Ticket) -> Reason:
-    """Return why the lease waits, as of the last pass over the queue."""
+    """Return why the lease waits, according to the last pass over the queue."""
     if not lease.waits_for_room:
         return _state_reason(lease)
     if ticket.wait is not None:
@@ -40,14 +40,14 @@ def wait_reason(books: Books, lease: Lease, ticket: Ticket) -> Reason:
 
 
 def wait_code(books: Books, lease: Lease, ticket: Ticket) -> str:
-    """Return the code of `wait_reason`, at less cost."""
+    """Return the code of `wait_reason`, but faster."""
     if not lease.waits_for_room or ticket.wait is not None or lease.retries.resume_after_ms > books.now_ms:
         return wait_reason(books, lease, ticket).code
     return reason_code(books, lease, allowed_devices(books, lease), lease.ask_mib)
 
 
 def _state_reason(lease: Lease) -> Reason:
-    """Return why a ticket cannot be served whatever room there is: its lease is in an operation, in doubt, or has not started."""
+    """Return why a ticket cannot be served even with room: its lease is in an operation, in quarantine, or has not started."""
     if lease.state is LeaseState.QUARANTINED and lease.reason == FOUND_FAILED:
         return Reason("wait.failed", lease.sentence)
     code = {
@@ -59,7 +59,7 @@ def _state_reason(lease: Lease) -> Reason:
 
 
 def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> Reason:
-    """Return `reason_code` with a sentence and the leases in the way."""
+    """Return `reason_code` as a reason, with a sentence and the leases in the way."""
     reason, need = reason_code(books, lease, devices, need_mib), format_memory(need_mib)
     if lease.count > 1:
         need += f" on each of {lease.count} devices"
@@ -67,10 +67,10 @@ def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: i
     short = f"{need} are needed, {format_memory(max(0, free_mib))} are free on the roomiest device"
     without_blockers = {
         "wait.no-pool": f"pool {lease.spec.pool!r} is not configured any more: ask the administrator",
-        "wait.device-lost": f"{need} are needed, but no device that this kernel may use is there now",
+        "wait.device-lost": f"{need} are needed, but no device that this kernel may use is available now",
         "wait.device-draining": f"{need} are needed, but an administrator is emptying the device that this kernel may use",
-        "wait.older-ticket": f"{need} are needed; the room there is is kept for a kernel that has waited longer",
-        "wait.stranger": f"{short}; processes that hold no lease use the rest",
+        "wait.older-ticket": f"{need} are needed; the free room is kept for a kernel that has waited longer",
+        "wait.stranger": f"{short}; processes without a lease use the rest",
         "wait.too-large": f"{need} are needed, more than any device that this kernel may use has",
     }
     if reason in without_blockers:
@@ -80,12 +80,12 @@ def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: i
     blockers = _blockers(books, holders)
     sentence = f"{short}; {_describe_blockers(books, lease, blockers)}"
     if reason == "wait.cannot-be-suspended":
-        sentence += ": it waits until one of them ends"
+        sentence += "; this kernel waits until one of them ends"
     return Reason(reason, sentence, tuple([other.lease_id for other in blockers]))
 
 
 def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> str:
-    """Return the reason code of a ticket that fits nowhere and that idle leases cannot make room for."""
+    """Return the code for a ticket that fits nowhere, even if idle leases leave."""
     if not devices:
         return _no_device_code(books, lease)
     free = possible = strangers = working = 0
@@ -109,7 +109,7 @@ def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: in
 
 
 def turns_end_ms(books: Books, lease: Lease) -> int | None:
-    """Return when enough busy leases will have had their turns to make room for the lease, or None if time alone makes none."""
+    """Return when enough busy leases can be preempted to make room for the lease, or None if time alone does not help."""
     if not lease.waits_for_room:
         return None
     found = list[int]()
@@ -133,7 +133,7 @@ def _no_device_code(books: Books, lease: Lease) -> str:
 
 
 def _blockers(books: Books, holders: Sequence[Lease]) -> Sequence[Lease]:
-    """Return the leases that the ticket waits for: busy ones, the longest busy first, and others that do not leave."""
+    """Return the leases that the ticket waits for: busy ones, the longest busy first, then others that cannot leave now."""
     busy = sorted((other for other in holders if other.busy), key=lambda one: (one.last_active_ms, one.number))
     return [*busy, *(other for other in holders if not other.busy and _does_not_leave(books, other))] or holders
 
@@ -146,7 +146,7 @@ def _does_not_leave(books: Books, lease: Lease) -> bool:
 
 
 def _describe_blockers(books: Books, lease: Lease, blockers: Sequence[Lease]) -> str:
-    """Return why the first blockers do not make room for the lease now, a clause each."""
+    """Return why the blockers do not make room for the lease now: a clause for each of the first few."""
     clauses: dict[str, int] = {}
     for other in blockers[:_MOST_DESCRIBED]:
         mine = other.spec.is_same_user(lease.spec)
@@ -179,8 +179,8 @@ def _doing(books: Books, lease: Lease, *, mine: bool) -> str:
         )
         if lease.is_unsuspendable:
             return f"{runs} and cannot be suspended: {lease.unsuspendable_reason}"
-        if lease.is_measured and not lease.used_mib and lease.spec.gated:  # it could begin to use the GPU at any moment
-            remedy = "interrupt it and begin it with %%cpu, or have an" if mine else "its user can interrupt it, or an"
+        if lease.is_measured and not lease.used_mib and lease.spec.gated:  # it could start to use the GPU at any time
+            remedy = "interrupt it and start it with %%cpu, or have an" if mine else "its user can interrupt it, or an"
             return (
                 f"{runs} that has not used the GPU, and keeps its room until it ends: {remedy} administrator evict it"
             )
@@ -201,18 +201,18 @@ def _waits_for(books: Books, lease: Lease, *, mine: bool) -> str:
     if lease.retries.suspend_after_ms == willing_ms:
         detail = f" ({lease.sentence.rstrip('.')})" if mine and lease.reason.startswith("suspend.") else ""
         return f"could not be suspended{detail}; the next attempt follows within {left}"
-    return f"came onto the device a moment ago and may run for {left} more"
+    return f"got its room a moment ago and may keep it for {left} more"
 
 
 def _about(ms: int) -> str:
-    """Return a duration in words that change rarely, as a waiting cell is redrawn with each change."""
+    """Return a coarse duration: each change of it redraws a waiting cell."""
     if ms < _MINUTE_MS:
         return "10 s" if ms <= 10_000 else "a minute"
     return format_duration(ms + _MINUTE_MS - 1)
 
 
 def _left_behind(lease: Lease, *, mine: bool) -> str:
-    """Return what an ended kernel left on the device, whose it is, and how to end it. Its owner has no cell that could show it."""
+    """Return what an ended kernel left on the device, whose it was, and how to end it. Its owner has no cell that shows it."""
     owner = lease.spec.owner
     whose = display_name(lease) if mine else f"a kernel of {owner}"
     who = "end it" if mine else f"{owner} or an administrator can end it"
@@ -220,16 +220,16 @@ def _left_behind(lease: Lease, *, mine: bool) -> str:
 
 
 def name_for(reader: Lease, other: Lease) -> str:
-    """Return the name of another lease in the story of `reader`: its notebook if the user is the same, else an anonymous one."""
+    """Return the name of `other` in messages for `reader`: its notebook if both have the same user, else an anonymous name."""
     return display_name(other) if other.spec.is_same_user(reader.spec) else _OTHERS
 
 
 def display_name(lease: Lease) -> str:
-    """Return the lease's name for its owner: its notebook without its folders, else the beginning of its id."""
+    """Return the lease's name for its owner: its notebook without folders, else the first digits of its id."""
     label = lease.spec.label
     if not label:
         return f"kernel {lease.lease_id[:8]}"
-    # A kernel's own name may have a slash, too: "Python 3 · 1/4 GPU".
+    # A kernel's name can have a slash, too: "Python 3 · 1/4 GPU".
     is_path = label.startswith("/") or label.endswith(".ipynb")
     name = label.rpartition("/")[2] if is_path else label
     return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
@@ -238,8 +238,8 @@ def display_name(lease: Lease) -> str:
 def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
     """Return how much neighbours slow down the lease's cell, or would on the device it waits for, and who they are.
 
-    The learnt need of each busy lease (`place`) is corrected by how long cells took with and without neighbours (`forecasts`). A waiting
-    lease is judged on the device that busy leases leave most of, not counting those that must leave.
+    The learnt demand of busy leases (`place`) is corrected by how long cells took with and without neighbours (`forecasts`). For a waiting
+    lease, take the device that has most room left by busy leases, without those that must leave.
     """
     devices = books.devices
     if lease.state is LeaseState.RESUMING and lease.let_in:
@@ -254,13 +254,13 @@ def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
         return Slowdown()
     if len(there) < lease.count:
         return Slowdown()
-    # Of the devices that the lease gets, the one with most of these neighbours; it gets those with least.
+    # The lease gets the least loaded devices. The most loaded of these determines the slowdown.
     worst = sorted(there, key=lambda one: sum(other.busy_milli for other in one[1]))[lease.count - 1]
     return _described(books, lease, lease.demand_milli, worst, runs="would run")
 
 
 def _staying(device: Device, lease: Lease) -> list[Lease]:
-    """Return the busy leases that fit on the device beside this one, the smallest first."""
+    """Return the busy leases that fit on the device together with this one, the smallest first."""
     left_mib = device.lease_capacity_mib - lease.size_mib
     staying = []
     for other in sorted(busy_others(device, lease), key=lambda one: (one.held_mib, one.number)):
@@ -273,7 +273,7 @@ def _staying(device: Device, lease: Lease) -> list[Lease]:
 def _described(
     books: Books, lease: Lease, want_milli: int, where: tuple[Device, Sequence[Lease]], runs: str = "runs"
 ) -> Slowdown:
-    """Return the forecast for a cell that needs this much of the device with these neighbours."""
+    """Return the slowdown of a cell with this demand next to these neighbours."""
     device, others = where
     if not others:
         return Slowdown()
@@ -282,13 +282,13 @@ def _described(
         return Slowdown()
     first, *more = sorted(others, key=lambda one: (-one.busy_milli, one.number))
     expected, low, high = (f"{_tenths(one) / 10}" for one in (span.expected_ms, span.low_ms, span.high_ms))
-    beside_whom = name_for(lease, first) + (f" and {len(more)} more" if more else "")
+    neighbours = name_for(lease, first) + (f" and {len(more)} more" if more else "")
     times = f"about {expected} times as long as alone" + (f" ({low} to {high})" if low != high else "")
     return Slowdown(
         milli=span.expected_ms,
         low_milli=span.low_ms,
         high_milli=span.high_ms,
-        brief=f"{runs} beside {beside_whom}, {times}",
+        brief=f"{runs} next to {neighbours}, {times}",
     )
 
 

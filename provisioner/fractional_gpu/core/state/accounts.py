@@ -68,9 +68,7 @@ class Accounts:
             del self._owners[key]
 
     def _equals_empty(self, pool: str, account: Account, now_ms: int) -> bool:
-        is_pinned = (
-            account.pinned_ms and now_ms - account.pinned_at_ms < _DAY_MS
-        )  # a pin budget is restored after a day
+        is_pinned = account.pinned_ms and now_ms - account.pinned_at_ms < _DAY_MS  # a budget is restored after a day
         return not is_pinned and account.time_ms <= self._floors.get(pool, 0)
 
     # -- shares ----------------------------------------------------------------------------------------------------------

@@ -28,9 +28,7 @@ class Books:
         self.leases: dict[str, Lease] = {}
         self.waiting: dict[str, Lease] = {}  # leases with a ticket
         self.accounts = Accounts(self.shares_by_time)
-        self.idle_held: dict[
-            str, int
-        ] = {}  # by pool: memory that idle leases have held since the last grant, MiB times ms
+        self.idle_held: dict[str, int] = {}  # by pool: what idle leases held since the last grant, MiB times ms
         self.host_budget_mib = 0
         self.host_saved_mib = 0
         self.host_reserved_mib = 0

@@ -240,9 +240,7 @@ class Lease:
     pinned_until_ms: int = 0
     announced_ms: int = 0  # when the idle suspend comes that its kernel was warned about
     ends_ms: int | None = None  # when its processes are ended, because its seat has ended (`revoke`)
-    leaves: tuple[
-        int | None, ...
-    ] = ()  # how long it may be idle before it leaves, and what that was computed from (`idle`)
+    leaves: tuple[int | None, ...] = ()  # the idle time after which it leaves, and the inputs for that (`idle`)
     # Swaps and the queue.
     suspend_requested_by: str | None = None  # who requested a suspend that has not started
     preempted: bool = False  # its current or last suspend interrupts a cell
