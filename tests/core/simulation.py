@@ -87,6 +87,8 @@ __all__ = ["World", "simulate"]
 _MEMORY_MIB = 1000
 _NAMES = [f"k{number}" for number in range(24)]  # few, so that ids are used again
 _FAR_MS = 10**9
+# The longer a cell has run, the longer it is expected to run on, and the more a move gains: each sample looks again, no alarm does.
+_FOLLOWS_SAMPLES = ("move.compute", "suspend.compute")
 _S = LeaseState
 
 
@@ -359,6 +361,8 @@ class World:
         clone._scheduler.serve()
         effects = clone._changes.take_effects()
         undone = [effect for effect in effects if isinstance(effect, StateChanged | Recorded)]
+        if any(isinstance(effect, Recorded) and effect.reason in _FOLLOWS_SAMPLES for effect in undone):
+            return
         if any(isinstance(effect, StateChanged) for effect in undone):
             raise LawBrokenError(f"law 7: with the alarm at {wake}, this was left undone at {self.now}: {undone}")
 
