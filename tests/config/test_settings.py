@@ -143,7 +143,7 @@ POOL: dict[str, Row] = {
     "sharing": (Sharing.TIME_SLICE, Sharing.MPS, ("vgpu", "allowed: 'time-slice', 'mps' or 'mig'"), (["mps"], "allowed: 'time-slice'"),
         [("mig", Sharing.MIG)]),
     "breach": (Breach.WARN, Breach.SUSPEND, (True, "allowed: 'warn', 'suspend' or 'kill'"), [("kill", Breach.KILL)]),
-    "strangers": (Strangers.SHOW, Strangers.REFUSE, ("kill", "allowed: 'show' or 'refuse'")),
+    "strangers": (Strangers.YIELD, Strangers.REFUSE, ("kill", "allowed: 'yield', 'yield-busy', 'ignore' or 'refuse'")),
     "after_kernel": (AfterKernel.KEEP, AfterKernel.END, ("kill", "allowed: 'keep' or 'end'")),
     "checkpoint_children": OFF,
     "exclusive": OFF,

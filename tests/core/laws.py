@@ -15,7 +15,7 @@ from fractional_gpu.core.effects import (
     UserNotice,
 )
 from fractional_gpu.core.events import Event, PinRequested
-from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, TicketView
+from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, Strangers, TicketView
 from tests.core.checked_books import Seen, World, law
 from tests.core.expected_books import ExpectedCells
 from tests.core.moves import ELIGIBLE
@@ -214,11 +214,14 @@ class Laws:
         if why.reason == "suspend.seat-ended":
             law(0, seen.revoked, seen.lease_id, "is suspended for the end of its seat, which has not ended")
             return
-        if seen.works:
+        if why.reason == "suspend.stranger":
+            self._yields(seen, why)
+        elif seen.works:
             self._preempts(seen, suspend, why)
         if seen.at_gate >= 0 and why.reason == "suspend.needed-by":
             self._is_behind(seen, suspend, why)
-        if seen.works or (why.reason in {"suspend.idle", "suspend.needed-by", "suspend.expected"} and not seen.ran):
+        at_once = {"suspend.idle", "suspend.needed-by", "suspend.expected"}
+        if seen.works or why.reason == "suspend.stranger" or (why.reason in at_once and not seen.ran):
             law(5, stayed >= pool.min_residency_ms, seen.lease_id, "has stayed for", stayed, "ms only")
         pinned = seen.pinned_until > self._world.now
         law(5, not pinned or why.reason in OF_ITS_OWN, seen.lease_id, "is pinned and is suspended:", why)
@@ -277,6 +280,18 @@ class Laws:
             or (pool.preempt_equals and seen.spec.priority == victim.spec.priority)
         ]
         law(5, above, victim.lease_id, "may not be preempted for", why.sentence)
+
+    def _yields(self, seen: Seen, why: Recorded) -> None:
+        """A lease leaves for a stranger that needs its room, a busy one only if its pool says so and the reservations do not fit."""
+        world, policy = self._world, self._world.pool(seen).strangers
+        law(5, policy is Strangers.YIELD_BUSY or (policy is Strangers.YIELD and not seen.works), seen, "yields:", why)
+        law(5, seen.at_gate < 0, seen, "yields, and its next cell waits at its gate")
+        lacking = [
+            device
+            for device in seen.devices
+            if world.strangers[device] and world.free(device) < (0 if seen.works else world.leasable[device] // 16)
+        ]
+        law(3, lacking, seen.lease_id, "yields, and there was room:", why)
 
     def _beneficiaries(self, suspend: Suspend) -> list[Seen]:
         seen = self._world.leases.get(suspend.for_lease_id)

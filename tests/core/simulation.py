@@ -78,6 +78,7 @@ from fractional_gpu.core.model import (
     ReserveBy,
     Sharing,
     Sign,
+    Strangers,
 )
 from tests.core.observer import LawBrokenError, Observer
 from tests.core.real_memory import RealMemory
@@ -177,6 +178,7 @@ class World:
             may_move=random.random() < 0.5,
             sharing=random.choices(list(Sharing), (18, 1, 1))[0],
             breach=random.choice(list(Breach)),
+            strangers=random.choice(list(Strangers)),
             move_busy=random.random() < 0.5,
             warn_before_ms=1_000 if name == "p" else 0,
             reserve_by=random.choice((ReserveBy.CAP, ReserveBy.CAP, ReserveBy.USE)),

@@ -214,9 +214,10 @@ class Pool(HasTraits):
         "suspended when idle, and resumes on a device where all its memory fits; 'kill': its processes on the device are killed.",
     )
     strangers = Setting(
-        values.choice(Strangers), "show", "refuse", to="strangers",
-        help="What happens to processes on the pool's devices that belong to no kernel of the broker: 'show': status lists them; "
-        "'refuse': the broker ends them (SIGTERM, then SIGKILL) if its user may do that.",
+        values.choice(Strangers), "yield", "refuse", to="strangers",
+        help="What happens when programs that belong to no kernel of the broker use a device of the pool: 'yield': idle kernels are "
+        "suspended if these programs need their room; 'yield-busy': and busy ones if that is not enough; 'ignore': nothing; "
+        "'refuse': the broker ends these programs (SIGTERM, then SIGKILL) if its user may do that.",
     )
     after_kernel = Setting(
         values.choice(AfterKernel), "keep", "end", to="after_kernel",

@@ -90,7 +90,9 @@ class AfterKernel(StrEnum):
 class Strangers(StrEnum):
     """What happens to processes without a lease on a pool's devices."""
 
-    SHOW = "show"
+    YIELD = "yield"  # idle leases leave for them
+    YIELD_BUSY = "yield-busy"  # and busy leases, if that is not enough
+    IGNORE = "ignore"
     REFUSE = "refuse"  # the broker ends them if it has permission
 
 
@@ -171,7 +173,7 @@ class PoolSpec:
     group_limits: tuple[tuple[str, Limits], ...] = ()  # by group
     sharing: Sharing = Sharing.TIME_SLICE
     breach: Breach = Breach.WARN  # what happens to a lease that uses more than its cap
-    strangers: Strangers = Strangers.SHOW  # what happens to processes without a lease on its devices
+    strangers: Strangers = Strangers.YIELD  # what happens to processes without a lease on its devices
     after_kernel: AfterKernel = AfterKernel.KEEP  # what happens to processes that an ended kernel left behind
     # Kernels start in checkpoint jobs, so that forked children do not keep them on the device
     checkpoint_children: bool = False

@@ -1,9 +1,9 @@
 """After every event, the scheduler serves the waiting leases as far as possible.
 
 In this order: end leases whose time is over; save leases whose device goes away; begin suspends that were requested, or that a breached
-cap, a drained device or an ended seat demands; serve tickets; relieve host memory; bring back leases whose cells are expected; relieve
-devices whose busy leases slow each other down; suspend leases that were idle long enough; move idle leases together. All share the swap
-channels.
+cap, a drained device, an ended seat or a stranger demands; serve tickets; relieve host memory; bring back leases whose cells are expected;
+relieve devices whose busy leases slow each other down; suspend leases that were idle long enough; move idle leases together. All share the
+swap channels.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -17,6 +17,7 @@ from fractional_gpu.core.queue import QueuePass
 from fractional_gpu.core.resize import MemoryCaps, Resizer
 from fractional_gpu.core.revoke import Salvage, end_processes_if_due, suspend_leaving
 from fractional_gpu.core.state.leases import Lease, Reason
+from fractional_gpu.core.strangers import yield_to_strangers
 from fractional_gpu.core.suspend import lacks_device
 from fractional_gpu.core.transitions import Cause
 from fractional_gpu.core.units import format_memory
@@ -46,6 +47,7 @@ class Scheduler:
         self._suspend_asked()
         self._suspend_breaching()
         suspend_leaving(self._changes)
+        yield_to_strangers(self._changes)
         self.start_reservations.reclaim_lapsed(first=True)
         self.start_reservations.file_parked()
         self._serve_tickets()

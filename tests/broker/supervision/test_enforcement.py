@@ -78,7 +78,7 @@ def test_a_stranger_is_asked_to_end_and_then_made_to() -> None:
 
 @pytest.mark.parametrize("why", ["only shown", "draws", "a lease's", "carries a lease"])
 def test_a_process_that_may_be_on_the_device_is_left_alone(why: str) -> None:
-    world = Guarded(Strangers.SHOW if why == "only shown" else Strangers.REFUSE)
+    world = Guarded(Strangers.IGNORE if why == "only shown" else Strangers.REFUSE)
     kind = ProcessKind.GRAPHICS if why == "draws" else ProcessKind.COMPUTE
     with process() as other, started_for(LEASE) as marked:
         pid = marked["pid"] if why == "carries a lease" else other.pid

@@ -426,6 +426,7 @@ class Device:
 
     spec: DeviceSpec
     stranger_mib: int = 0
+    makes_way: bool = False  # strangers have grown into its reservations: leases leave until a margin is free
     lost: bool = False
     draining: bool = False
     evict_busy: bool = False
