@@ -74,7 +74,7 @@ def used_by_strangers(world: World) -> dict[int, int]:
 
 
 def test_a_stranger_is_shown_and_if_the_pool_says_so_ended(world: World) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'strangers': 'show'}}")
+    world.configure("c.GPUBroker.pools = {'default': {'strangers': 'ignore'}}")
     world.start_broker()
     with world.client() as client:
         client.create_lease(LeaseRequest(fraction_milli=250))  # otherwise the broker seldom looks at the device

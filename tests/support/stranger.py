@@ -2,8 +2,8 @@
 
     python -P tests/support/stranger.py DIRECTORY DEVICE MIB
 
-It allocates that much on the device (by id or index), says `holding PID` on standard output and holds it until
-its standard input ends.
+It allocates that much on the device (by id or index), says `holding PID` on standard output and holds it until its standard input ends.
+A line there with another number of MiB makes it hold that much instead; it says `holding PID` again, or why it cannot.
 """
 
 import os
@@ -23,14 +23,21 @@ def main(arguments: list[str]) -> int:
         os.environ.pop(name, None)
     os.environ["JUPYTER_GPU_SIMULATED_DIR"], os.environ["JUPYTER_GPU_SIMULATED_DEVICE"] = arguments[0], arguments[1]
     try:
-        with cuda.allocate(int(arguments[2]) * MIB):
-            sys.stdout.write(f"holding {os.getpid()}\n")
-            sys.stdout.flush()
-            sys.stdin.read()
+        held = cuda.allocate(int(arguments[2]) * MIB)
+        _say(f"holding {os.getpid()}")
+        for line in sys.stdin:
+            held.free()
+            held = cuda.allocate(int(line) * MIB)
+            _say(f"holding {os.getpid()}")
     except cuda.SimulatedCudaError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

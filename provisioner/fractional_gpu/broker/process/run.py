@@ -166,6 +166,7 @@ class BrokerRun:
         total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
         budget_mib = settings.host_budget_mib(total_mib)
         sampler = Sampler(broker, specs, partial(host_budget_mib, budget_mib, total_mib))
+        broker.operations.sample = sampler.refresh
         self._configure(budget_mib)
         await self._take_back_leases(files, swaps)
         await sampler.sample()  # leases' use is known before any request is answered

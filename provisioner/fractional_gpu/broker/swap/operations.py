@@ -8,7 +8,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
@@ -46,6 +46,7 @@ class Operations:
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: set[asyncio.Task[None]] = set()
         self._look_now = asyncio.Event()
+        self.sample: Callable[[], Awaitable[None]] | None = None  # the devices, now
 
     def start(self, effect: Suspend | Resume | LookAgain | Shrink) -> None:
         match effect:
@@ -151,6 +152,8 @@ class Operations:
                 outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib)
             if outcome is ResumeOutcome.NOT_STARTED:
                 await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
+                if self.sample is not None:  # a program without a lease may have taken the room since the last sample
+                    await self.sample()
         except LedgerError as error:
             outcome = ResumeOutcome.NOT_STARTED
             sentence = f"nothing was started because the broker could not record it: {error}"
