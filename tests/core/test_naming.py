@@ -50,11 +50,11 @@ def test_who_needs_the_room_is_named_to_the_same_user_only(owner: str, uid: int,
 def test_a_grant_says_who_asked_and_how_long_it_took() -> None:
     hand = Hand()
     start(hand, "a")
-    assert "this kernel asked for the GPU and got it at once: 600 MiB are reserved" in told(hand.want("a"), "a")
+    assert "this kernel asked for the GPU and got it at once: 600 MiB is reserved" in told(hand.want("a"), "a")
     hand.idle_again("a")
     start(hand, "b")
     effects = hand.want("b") + hand.wait(12_000)
-    assert "this kernel asked for the GPU and got it after 12 s: 600 MiB are reserved" in told(
+    assert "this kernel asked for the GPU and got it after 12 s: 600 MiB is reserved" in told(
         effects + hand.saved(effects), "b"
     )
 

@@ -58,7 +58,7 @@ def last_text(path: Path) -> str:
 def used_a_device(world: World) -> None:
     """The lease was real, and no process holds it any more (the console ends without giving it back: it expires)."""
     log = Path(world.socket).with_name("broker.log").read_text()
-    assert "768 MiB are reserved" in log
+    assert "768 MiB is reserved" in log
     assert [lease for lease in world.status().leases if lease.pid is not None] == []
 
 

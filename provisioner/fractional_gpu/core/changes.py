@@ -1,7 +1,7 @@
-"""The only place where a lease's state or its ticket changes: each change goes into the books and becomes effects.
+"""The only place where a lease's state or ticket changes: each change updates the books and emits effects.
 
-States come first, then the queue and gates, then swaps. `transitions` says which changes are legal; `lifecycle` makes them for events,
-`scheduler` for the queue.
+The methods for states come first, then those for the queue and gates, then swaps. `transitions` defines which changes are legal;
+`lifecycle` makes them for events, `scheduler` for the queue.
 """
 
 from collections.abc import Sequence
@@ -32,26 +32,29 @@ from fractional_gpu.core.suspend import update_suspendability
 from fractional_gpu.core.transitions import Cause, next_state
 from fractional_gpu.core.units import format_duration, format_memory
 
-_FEW, _ONE_OF = 64, 32  # with more tickets than `_FEW`, one in `_ONE_OF` has its forecast compared with what happens
+_FEW, _ONE_OF = (
+    64,
+    32,
+)  # with `_FEW` or more tickets waiting, only one in `_ONE_OF` has its forecast checked against the outcome
 _NOT_ON_DEVICE = (LeaseState.UNATTACHED, LeaseState.NO_CONTEXT, LeaseState.SUSPENDED, LeaseState.ENDED)
 _AT_ONCE_MS = 100  # a shorter wait is reported as "at once"
-_FIRST = 1 << 60  # far before any place in the queue
+_AHEAD_OF_ALL = 1 << 60  # moves a ticket ahead of any other order number
 
 
 class Changes:
-    """The books, the time, the operations under way, and the effects of the current event."""
+    """The books, the operations under way, and the effects of the current event."""
 
     def __init__(self, *, parallel_swaps: int, forecasts: Forecasts | None = None) -> None:
         self.books = Books(forecasts)
         self.forecast_recorder = ForecastRecorder(self.books, self.books.forecasts, parallel_swaps=parallel_swaps)
         self.effects: list[Effect] = []
         self.operations: dict[int, Operation] = {}
-        self.granted_devices: set[str] = set()  # devices where an event granted room
-        self.requeued: set[str] = set()  # pools whose queue changed
+        self.granted_devices: set[str] = set()  # devices where the event granted room
+        self.requeued: set[str] = set()  # pools whose queue the event changed
         self._next_operation = 1
         self._next_order = 1
         self.parallel_swaps = parallel_swaps
-        self.kept_channels = 0  # for suspends before a deadline, which `Salvage` begins
+        self.kept_channels = 0  # swap channels kept for the suspends that `Salvage` begins before a deadline
 
     @property
     def now_ms(self) -> int:
@@ -59,7 +62,7 @@ class Changes:
         return self.books.now_ms
 
     def take_effects(self) -> list[Effect]:
-        """Return the event's effects, in order."""
+        """Return the event's effects in order, and forget them."""
         for pool in sorted(self.requeued):
             self.effects.append(TicketsChanged(pool=pool))
         self.requeued.clear()
@@ -69,7 +72,7 @@ class Changes:
     # -- states ------------------------------------------------------------------------------------------------------------------
 
     def change_state(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Change the lease's state. Raises IllegalTransitionError."""
+        """Change the lease's state for this cause. Raises IllegalTransitionError."""
         old = lease.state
         new = next_state(old, cause)
         lease.since_ms, lease.shrink.is_requested = self.now_ms, False  # an answer to an earlier request is ignored
@@ -97,7 +100,7 @@ class Changes:
             self.requeued.add(lease.spec.pool)
 
     def record(self, lease_id: str, reason: str, sentence: str) -> None:
-        """Write a line of the lease's story."""
+        """Add a line to the lease's story."""
         self.effects.append(Recorded(lease_id=lease_id, at_ms=self.now_ms, reason=reason, sentence=sentence))
 
     def decline(self, lease: Lease, reason: str, sentence: str, *, about: str = "") -> None:
@@ -105,7 +108,7 @@ class Changes:
         self.record(lease.lease_id, f"declined.{reason}", sentence)
 
     def decline_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
-        """Refuse to suspend a lease, and drop the request."""
+        """Decline a request to suspend the lease, and drop it."""
         lease.suspend_requested_by = None
         self.decline(lease, reason, sentence)
 
@@ -126,11 +129,11 @@ class Changes:
         self.effects.append(granted)
 
     def restart_expiry(self, lease: Lease) -> None:
-        """Restart the time to live of a lease without a process."""
+        """Restart the time to live (`unattached_ttl_ms`) of a lease without a process."""
         lease.expires_ms = self.now_ms + self.books.policy(lease).unattached_ttl_ms
 
     def release_everything(self, lease: Lease) -> None:
-        """Free everything the lease holds. An operation under way keeps its swap channel: the worker still works on it."""
+        """Free everything the lease holds. An operation under way keeps its swap channel until its worker answers."""
         self.withdraw_ticket(lease)
         self.books.parked.pop(lease.lease_id, None)
         lease.suspend_requested_by = None
@@ -149,7 +152,7 @@ class Changes:
         lease.worked_ms = 0
 
     def forget_expectation(self, lease: Lease) -> None:
-        """Forget the signs of the lease's next cell."""
+        """Forget when the lease's next cell is expected."""
         lease.expectation = lease.rhythm_ms = None
 
     def end(self, lease: Lease, cause: Cause, reason: str) -> None:
@@ -160,7 +163,7 @@ class Changes:
         self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
-        """Keep everything that a lease in an unknown state may hold, and ask the driver for its real state."""
+        """Keep everything that a lease in an unknown state may hold, and ask its worker to find out the real state."""
         lease.target_ids = ()
         self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
@@ -170,7 +173,7 @@ class Changes:
     def file_ticket(
         self, lease: Lease, *, before_start: bool = False, urgent: bool = False, preempted: bool = False
     ) -> None:
-        """Give the lease a place in the queue, or a better one than it has. A revoked lease gets none."""
+        """Put the lease in the queue, or upgrade its ticket. A revoked lease gets no ticket."""
         if lease.revoked:
             return
         old = lease.ticket
@@ -189,32 +192,34 @@ class Changes:
 
     def _enqueue(self, lease: Lease, ticket: Ticket, *, fresh: bool) -> None:
         self.books.enqueue(lease, ticket)
-        if fresh and lease.need_mib and self.books.reserves_cap(lease):  # reserving by use has no fixed size
+        if (
+            fresh and lease.need_mib and self.books.reserves_cap(lease)
+        ):  # a pool that reserves by use has no fixed size to learn
             self.books.forecasts.asked(lease.spec.pool, lease.need_mib, lease.count)
-        # Of many tickets a sample is enough: what is shown is computed when it is read.
+        # When many wait, a sample is enough. The forecasts shown to users are computed when they are read.
         if fresh and (len(self.books.waiting) < _FEW or not ticket.order % _ONE_OF):
             self.forecast_recorder.ticket_filed(lease)
         self.requeued.add(lease.spec.pool)
 
     def new_ticket(self, *, first: bool = False) -> Ticket:
-        """Return a ticket in the last place, or (`first`) the first place of its priority."""
-        order = self._next_order - _FIRST if first else self._next_order
+        """Return a new ticket in the last place of its priority, or in the first place if `first`."""
+        order = self._next_order - _AHEAD_OF_ALL if first else self._next_order
         ticket = Ticket(order=order, asked_ms=self.now_ms)
         self._next_order += 1
         return ticket
 
     def close_gate(self, lease: Lease) -> None:
-        """Make the next cell ask before it runs."""
+        """Close the lease's gate, so that its next cell asks before it runs."""
         if not lease.gate.closed:
             self.books.set_gate(lease, closed=True)
             self.effects.append(CloseGate(lease_id=lease.lease_id))
 
     def wait_at_gate(self, lease: Lease) -> None:
-        """Queue the next cell of a lease whose gate is closed. No cell runs until that cell is let in."""
+        """Queue the next cell of a lease with a closed gate. No cell of the lease runs until that one is let in."""
         self.books.set_gate(lease, closed=True, next_cell=lease.gate.ticket or self.new_ticket())
 
     def open_gate(self, lease: Lease) -> None:
-        """Open the gate of a resident lease whose room no ticket needs any more."""
+        """Open the gate of a resident lease whose room no ticket needs anymore."""
         self.books.set_gate(lease, closed=False)
         self.emit_granted(lease)
 
@@ -225,7 +230,7 @@ class Changes:
         lease.target_ids = ()
 
     def record_wait_reason(self, lease: Lease, wait: Reason) -> None:
-        """Add to the lease's story why its ticket waits, if the code is new and its state does not say it already."""
+        """Add to the lease's story why its ticket waits, unless the story or the lease's sentence already says so."""
         ticket = lease.ticket
         if ticket is not None and ticket.reason != wait.code:
             ticket.reason = wait.code
@@ -237,24 +242,23 @@ class Changes:
 
     @property
     def channel_free(self) -> bool:
-        """Whether an operation may begin. Channels kept for leases on a departing device are not free for others."""
+        """Whether an operation may begin. Channels kept for suspends before a deadline are not free."""
         return len(self.operations) < self.parallel_swaps - self.kept_channels
 
     def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:
-        """Reserve room for a ticket: a saved lease is resumed, any other becomes resident at once."""
+        """Reserve room for a lease. Resume it if it is saved; otherwise it becomes resident at once."""
         waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
         lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
         own_mib = lease.unreserved_mib
-        for device in [
-            self.books.devices[one] for one in lease.bound_ids
-        ]:  # its memory no longer counts as a stranger's
+        for device_id in lease.bound_ids:  # its memory no longer counts as a stranger's
+            device = self.books.devices[device_id]
             self.books.set_strangers(device, device.stranger_mib - own_mib)
         lease.unreserved_mib = 0
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)
         learn_cost(self.books, lease, lease.ticket)
         waited = "at once" if waited_ms < _AT_ONCE_MS else f"after {format_duration(waited_ms)}"
-        sentence = f"this kernel asked for the GPU and got it {waited}: {format_memory(lease.held_mib)} are reserved"
+        sentence = f"this kernel asked for the GPU and got it {waited}: {format_memory(lease.held_mib)} is reserved"
         if lease.state is LeaseState.SUSPENDED:
             self._begin_resume(lease, "resume.room", sentence)
             return
@@ -270,17 +274,17 @@ class Changes:
         self.emit_granted(lease)
 
     def become_resident(self, lease: Lease) -> None:
-        """Start the idle time of a lease that becomes resident, so that it gets a chance to run before a suspend."""
+        """Reset what is known of a lease that becomes resident. Its idle time starts now, so that it gets a chance to run."""
         lease.last_active_ms, lease.is_measured = self.now_ms, False
         lease.has_run = lease.busy or lease.came_early
         lease.home_ids, lease.rhythm_ms = (), None
-        if lease.busy:  # its cell waited for this, and begins now
+        if lease.busy:  # its waiting cell begins now
             self.forecast_recorder.busy_changed(lease, busy=True)
         lease.under_host_pressure = False
         update_suspendability(self.books, lease)
 
     def resume_early(self, lease: Lease, device_ids: Sequence[str], reason: str, sentence: str) -> None:
-        """Resume a saved lease that no cell has asked for."""
+        """Resume a saved lease before any cell asks for it."""
         lease.let_in = False
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)
@@ -301,7 +305,7 @@ class Changes:
         )
 
     def ask_to_shrink(self, lease: Lease) -> bool:
-        """Ask an idle lease for its caches, once per idle period. Return whether its answer is still pending."""
+        """Ask an idle lease to release its caches, once per idle period. Return whether the answer is still pending."""
         able = lease.state is LeaseState.RESIDENT and not lease.busy and lease.spec.gated and not lease.is_unsuspendable
         if able and lease.shrink.succeeded is None and not lease.shrink.is_requested:
             lease.shrink.is_requested = True
@@ -309,10 +313,12 @@ class Changes:
         return able and lease.shrink.is_requested
 
     def begin_suspend(self, lease: Lease, reason: str, sentence: str, *, beneficiary: Lease | None = None) -> None:
-        """Begin a suspend, preempting a busy lease for `beneficiary`. Raises ValueError unless the host has `host_need_mib` left."""
+        """Begin a suspend, which preempts the lease if it is working. Raises ValueError if host memory is too short."""
         left_mib, need_mib = self.books.host_left_mib, lease.host_need_mib
         if need_mib > left_mib:
-            raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory, {left_mib} MiB are left")
+            raise ValueError(
+                f"lease {lease.lease_id} needs {need_mib} MiB of host memory, but only {left_mib} MiB is left"
+            )
         lease.suspend_requested_by = None
         lease.home_ids, lease.let_in = lease.device_ids, False
         next_cell = lease.gate.ticket
@@ -337,18 +343,20 @@ class Changes:
         )
         if next_cell is not None and lease.ticket is None:
             self._enqueue(lease, next_cell, fresh=True)
-        elif next_cell is not None and lease.ticket is not None:  # it waits to grow, or is being moved
+        elif (
+            next_cell is not None and lease.ticket is not None
+        ):  # it waits to grow, or is being moved; the cell waits after that
             lease.ticket.after_suspend = lease.ticket.after_suspend or next_cell
 
     def _new_operation(self, lease: Lease, kind: str) -> Operation:
-        """Take a swap channel for the lease. The operation gets its generation, incremented before."""
+        """Take a swap channel for the lease. Its operation carries the generation of the state change just made."""
         operation = Operation(self._next_operation, lease.lease_id, kind, lease.generation, self.now_ms)
         self._next_operation += 1
         self.operations[operation.operation_id] = lease.operation = operation
         return operation
 
     def finish_operation(self, reported: Operation) -> tuple[Lease, int] | None:
-        """Free a finished operation's swap channel. Return its lease and duration, ms, or None if it is stale or unknown."""
+        """Free a finished operation's swap channel. Return its lease and duration in ms, or None if it is stale or unknown."""
         operation = self.operations.get(reported.operation_id)
         known = operation == reported
         if known:
