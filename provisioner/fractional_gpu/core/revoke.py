@@ -1,16 +1,16 @@
-"""Which leases have to leave their devices: a device is drained or goes away, or the seat of a lease has ended.
+"""Leases that must leave their devices, because the device is drained or goes away, or the lease's seat has ended.
 
-Pins and minimum residency do not protect from any of this. A lease that cannot be suspended, because of its process, its device or host
+Pins and minimum residency do not protect against this. A lease that cannot be suspended, because of its process, its device or host
 memory, stays until it can be.
 
-**A drained device.** Idle leases are suspended at once, busy ones when they become idle, or at once if the administrator says so.
+**Drained devices.** Idle leases are suspended at once, busy ones when they become idle, or at once if the administrator says so.
 
-**A seat that has ended.** The hub server is gone, and its kernels still live. The lease still counts for its owner, but has no
-guarantee, no ticket and no pin. It is suspended even in the middle of a cell, and does not come back before it draws on another
-seat. It ends with its process, which is ended after the pool's `revoked_ttl_ms`.
+**Ended seats.** The hub server is gone, but its kernels are still alive. Such a lease still counts toward its owner's limits, but loses its
+guarantee, ticket and pin. It is suspended even in the middle of a cell, and is not resumed until it has another seat. After the pool's
+`revoked_ttl_ms` its processes are killed, and the lease ends with them.
 
-**A device that goes away at a deadline** (`Salvage`, `plan_saving`). The arbiter saves the most valuable leases it can: idle ones at once,
-busy ones as late as their swaps allow. Users are told what cannot be saved. From the deadline on it is drained like any other.
+**Devices that go away at a deadline** (`Salvage`, `plan_saving`). The arbiter saves the most valuable leases it can: idle ones at once,
+busy ones as late as their swaps allow. Users are told what cannot be saved. After the deadline the device is drained like any other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,11 +34,11 @@ REVOKED: Final = Reason(
 )
 """Why a request about a revoked lease is declined."""
 
-_END_AGAIN_MS = 60_000  # processes that live on are ended again after this
+_END_AGAIN_MS = 60_000  # processes that are still alive are ended again after this
 
 
 def drain(changes: Changes, device_id: str, *, evict_busy: bool, deadline_ms: int | None) -> None:
-    """Begin to drain a device, which goes away at `deadline_ms`."""
+    """Begin to drain a device. `deadline_ms`: when it goes away, if it does."""
     device = changes.books.devices.get(device_id)
     if device is None:
         return
@@ -58,17 +58,17 @@ def _record_drain(changes: Changes, lease: Lease, device: Device) -> None:
     device_id = device.spec.device_id
     if device.deadline_ms is not None:
         left = format_duration(max(0, device.deadline_ms - changes.now_ms))
-        sentence = f"device {device_id} goes away in {left}: what can be saved before is saved in host memory"
+        sentence = f"device {device_id} goes away in {left}: kernels that can be saved in time are saved to host memory"
     else:
         when = "at once" if device.evict_busy or not lease.busy else "when its cell has ended"
         if lease.is_unsuspendable:
-            when = f"when it can be: {lease.unsuspendable_reason}"
-        sentence = f"an administrator empties device {device_id}: the kernel is suspended {when}"
+            when = f"as soon as it can be: {lease.unsuspendable_reason}"
+        sentence = f"an administrator is emptying device {device_id}: the kernel is suspended {when}"
     changes.record(lease.lease_id, "drain.begun", sentence)
 
 
 def revoke(changes: Changes, lease: Lease, since_ms: int) -> None:
-    """Revoke a lease whose seat has ended. The caller has ended its pin."""
+    """Revoke a lease whose seat has ended. The caller must end its pin first."""
     books = changes.books
     if lease.revoked:
         return
@@ -93,13 +93,13 @@ def revoke(changes: Changes, lease: Lease, since_ms: int) -> None:
 
 
 def reinstate(changes: Changes, lease: Lease, seat: str) -> None:
-    """Reinstate a lease that has a new seat. A kernel that is busy without its device waits for its turn again."""
+    """Reinstate a revoked lease that has a new seat. If a cell is running without a device, file a ticket for it."""
     if not lease.revoked:
         return
     changes.books.reinstate(lease, replace(lease.spec, seat=seat))
     changes.record(lease.lease_id, "seat-renewed", "the next seat of its user's server has taken it over")
     changes.requeued.add(lease.spec.pool)
-    if lease.state is not LeaseState.RESIDENT and lease.busy:  # also one with processes left behind
+    if lease.state is not LeaseState.RESIDENT and lease.busy:  # including a lease with processes left behind
         changes.file_ticket(lease, preempted=True)
 
 
@@ -110,7 +110,7 @@ def suspend_leaving(changes: Changes) -> None:
         for lease in list(device.holders.values()):
             may_interrupt = device.evict_busy or not lease.busy
             if may_interrupt and not changes.books.goes_away(lease, later=True):
-                _suspend_if_ready(changes, lease, "suspend.drain", "an administrator empties its device")
+                _suspend_if_ready(changes, lease, "suspend.drain", "an administrator is emptying its device")
     for lease in [one for one in changes.books.leases.values() if one.revoked]:
         _suspend_if_ready(changes, lease, "suspend.seat-ended", "the seat of its server has ended")
 
@@ -127,7 +127,7 @@ def _suspend_if_ready(changes: Changes, lease: Lease, reason: str, sentence: str
 
 
 def end_processes_if_due(changes: Changes, lease: Lease) -> None:
-    """End the processes of a revoked lease when its time is over."""
+    """End the processes of a revoked lease once its time is up."""
     now_ms = changes.now_ms
     if lease.ends_ms is None or lease.ends_ms > now_ms:
         return
@@ -145,31 +145,31 @@ def _can_be_saved(changes: Changes, lease: Lease) -> bool:
 # -- saving before a deadline ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A lease on a device that goes away. Times are the arbiter's, ms."""
+    """A lease on a device that goes away. Times are on the arbiter's clock, in ms."""
 
     lease_id: str
     value: int  # 1 or more
-    swap_ms: int  # how long its suspend is predicted to take
-    deadline_ms: int  # when it has to be saved
-    from_ms: int = 0  # when its suspend may begin: later than now after one that failed
-    cautious_ms: int = 0  # its suspend hardly ever takes longer: it begins this early if there is time
+    swap_ms: int  # predicted duration of its suspend
+    deadline_ms: int  # when it must be saved
+    from_ms: int = 0  # when its suspend may begin; later than now if one has failed
+    cautious_ms: int = 0  # upper bound of its suspend; it begins this early if there is time
     host_mib: int = 0
     busy: bool = False  # its suspend interrupts a cell
 
     @property
     def density(self) -> tuple[int, str]:
-        """Sorts leases by value per millisecond, the highest first: if swaps take longer than predicted, the least is lost."""
+        """Sort key: highest value per ms first, so that the least is lost if swaps take longer than predicted."""
         return -(self.value << 20) // max(1, self.swap_ms), self.lease_id
 
     @property
     def urgency(self) -> tuple[int, bool, int, str]:
-        """Sorts leases as they are saved: by deadline, idle ones before busy ones, then by value per millisecond."""
+        """Sort key for saving: by deadline, then idle before busy, then by value per ms."""
         return self.deadline_ms, self.busy, *self.density
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to save, in order, by channel, and when each suspend must begin at the latest; and what cannot be saved, and why."""
+    """What each channel saves, in order; the latest start of each suspend; and what cannot be saved, and why."""
 
     channels: list[list[Candidate]] = field(default_factory=list)
     latest_ms: dict[str, int] = field(default_factory=dict)
@@ -181,7 +181,7 @@ class Plan:
 
 
 MARGIN_MS = 500
-"""Time kept free before each deadline, for the news of a suspend's end to arrive."""
+"""Slack before each deadline, so that the report of a suspend's end arrives in time."""
 
 LEAST_RETRY_MS = 250
 """The shortest pause between a failed suspend and the next attempt."""
@@ -196,10 +196,10 @@ _SAVE_TO_DISK = (
 
 
 class Salvage:
-    """Begins suspends before deadlines.
+    """Suspends leases before their devices go away.
 
-    The plan is recomputed in every event, so a cell that ends, or a swap that takes longer than predicted, changes it at once. Swap
-    channels serve planned leases first: another swap begins only if the next planned suspend can wait for its end.
+    The plan is recomputed in every event, so it reacts at once when a cell ends or a swap takes longer than predicted. Planned suspends
+    come first: another swap begins only if the next planned suspend can wait until it ends.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -208,7 +208,7 @@ class Salvage:
         self._told: dict[str, str] = {}  # by lease: the reason of the last notice to its user
 
     def save(self) -> None:
-        """Begin suspends that are due, keep channels for those that are due soon, and tell users what is lost."""
+        """Begin due suspends, keep channels for those due soon, and tell users what will be lost."""
         self._changes.kept_channels = 0
         self._books.unsaved.clear()
         if not self._books.draining and not self._told:
@@ -225,7 +225,7 @@ class Salvage:
             del leases[begun]
 
     def _leases_to_save(self) -> Iterator[Lease]:
-        """Yield resident leases whose device goes away, and note the next deadline."""
+        """Yield the resident leases of devices that go away, and schedule a recheck at each deadline."""
         for device in self._books.draining:
             if device.deadline_ms is None or device.deadline_ms <= self._changes.now_ms:
                 continue
@@ -236,10 +236,9 @@ class Salvage:
                     yield lease
 
     def _hasten_retry(self, lease: Lease) -> None:
-        """Retry a failed suspend in time, whatever the pool's `retry_refused_ms`. A second call changes nothing.
+        """Retry a failed suspend before the deadline, ignoring the pool's `retry_refused_ms`. Idempotent.
 
-        The pause doubles with each failure, but is at most half of the time in which the save can still begin, so the last attempt comes
-        when there is just time for it.
+        The pause doubles with each failure, but is at most half of the time left to begin, so that the last attempt still fits.
         """
         retries, now_ms = lease.retries, self._changes.now_ms
         if retries.suspend_after_ms <= now_ms:
@@ -264,7 +263,7 @@ class Salvage:
             lease_id=lease.lease_id,
             value=value_of(lease.worked_ms, lease.spec.priority),
             swap_ms=self._swap_ms(lease, SUSPEND),
-            # Twice as far up as the bound that one of ten exceeds, and more: an interrupted cell continues later, a late lease is lost.
+            # Well above the bound that one in ten exceeds: an interrupted cell continues later, but a late lease is lost.
             cautious_ms=span.expected_ms + 2 * max(0, span.high_ms - span.expected_ms) + span.expected_ms // 4,
             deadline_ms=(self._books.deadline_ms(lease) or 0) - MARGIN_MS,
             from_ms=lease.retries.suspend_after_ms,
@@ -273,7 +272,7 @@ class Salvage:
         )
 
     def _swap_ms(self, lease: Lease, kind: str) -> int:
-        """Return how long a swap of the lease is predicted to take: halfway from the expected value to the upper bound."""
+        """Return the predicted duration of a swap, in ms: halfway between the expected value and the upper bound."""
         span = self._span(lease, kind)
         return max(1, span.expected_ms + max(0, span.high_ms - span.expected_ms) // 2)
 
@@ -283,7 +282,7 @@ class Salvage:
         return self._books.forecasts.widest_swap_span(kind, device_kind, mib)
 
     def _begin_next(self, plan: Plan, leases: dict[str, Lease]) -> str | None:
-        """Begin the next suspend that is due, if a channel is free; return its lease."""
+        """Begin the next due suspend if a channel is free. Return its lease id, or None."""
         if not self._changes.channel_free:
             return None
         now_ms, soonest_ms = self._changes.now_ms, None
@@ -301,12 +300,12 @@ class Salvage:
         return None
 
     def _evicts(self, lease: Lease) -> bool:
-        """Return whether an administrator said not to wait for its cell."""
+        """Return whether an administrator said not to wait for the lease's cell."""
         devices = self._books.devices
         return any(devices[one].evict_busy for one in lease.device_ids if one in devices)
 
     def _keep_channels(self, plan: Plan) -> None:
-        """Keep each channel whose next planned suspend could not wait for the longest other swap to end."""
+        """Keep each channel whose next planned suspend could not wait for the longest other swap."""
         others = [
             self._swap_ms(lease, kind)
             for state, kind in ((LeaseState.SUSPENDED, RESUME), (LeaseState.RESIDENT, SUSPEND))
@@ -321,7 +320,7 @@ class Salvage:
                 self._books.recheck_at(keep_from_ms)
 
     def _tell_users(self, plan: Plan, leases: dict[str, Lease]) -> None:
-        """Tell each user once that the state cannot be saved in time, or that the cell will be interrupted."""
+        """Tell each user once that the kernel's state cannot be saved in time, or that its cell will be interrupted."""
         saved = {one.lease_id for one in plan.saved}
         for lease in leases.values():
             left = format_duration(max(0, (self._books.deadline_ms(lease) or 0) - self._changes.now_ms))
@@ -332,14 +331,14 @@ class Salvage:
                 self._books.unsaved[lease.lease_id] = why_not = self._why_not(lease, plan)
                 if told != _LOST:
                     sentence = (
-                        f"The GPU of this kernel goes away in {left}, and its state cannot be saved before: {why_not}. "
+                        f"The GPU of this kernel goes away in {left}, and its state cannot be saved by then: {why_not}. "
                         f"{_SAVE_TO_DISK}."
                     )
                     self._tell(lease, _LOST, sentence)
             elif lease.is_working and told is None:
                 sentence = (
-                    f"The GPU of this kernel goes away in {left}. If its cell has not ended shortly before, the cell is interrupted: its "
-                    "state moves to host memory, and it goes on when this kernel gets a GPU again."
+                    f"The GPU of this kernel goes away in {left}. If its cell is still running shortly before that, it will be paused: its "
+                    "state moves to host memory, and it continues when this kernel gets a GPU again."
                 )
                 self._tell(lease, _INTERRUPTED, sentence)
 
@@ -347,12 +346,12 @@ class Salvage:
         if lease.is_unsuspendable:
             return lease.unsuspendable_reason
         if lacks_device(self._books, lease):
-            return "its device answers nothing"
+            return "its GPU is not responding"
         need = format_memory(lease.host_need_mib)
         if plan.lost.get(lease.lease_id) == "host-memory":
             left = format_memory(max(0, self._books.host_left_mib))
             return (
-                f"it takes {need} of host memory, of which {left} are left, and more valuable kernels are saved first"
+                f"saving it takes {need} of host memory, only {left} is left, and more valuable kernels are saved first"
             )
         span = self._span(lease, SUSPEND)
         took = format_forecast(span.expected_ms, span.low_ms, span.high_ms)
@@ -369,11 +368,11 @@ class Salvage:
         self._changes.record(lease.lease_id, reason, sentence)
 
     def _withdraw_notices(self, leases: dict[str, Lease]) -> None:
-        """Tell users whose device stays after all; forget leases that have left it."""
+        """Tell users if their device stays after all, and forget leases that have left it."""
         for lease_id in [one for one in self._told if one not in leases]:
             lease = self._books.leases.get(lease_id)
             if lease is not None and lease.state is LeaseState.SUSPENDING:
-                continue  # that may fail
+                continue  # the suspend may still fail
             if lease is not None and lease.state is LeaseState.RESIDENT:
                 if self._books.goes_away(lease):
                     continue  # the deadline has passed, and the device is still there
@@ -383,33 +382,33 @@ class Salvage:
 
 
 # -- what is saved, and when -------------------------------------------------------------------------------------------
-# A swap channel saves one lease after the other, so a set can be saved if, in the order of deadlines, each ends in time. The most valuable
-# such set is found by dynamic programming over time (Lawler and Moore 1969; for one common deadline it is the knapsack problem). With
-# several channels, each takes the best set of what the ones before have left. A lease that cannot be saved in time is not begun: its user
-# could not save anything to a disk during the suspend.
+# A swap channel saves one lease after another, so a set can be saved if each lease, taken in order of deadline, ends in time. Dynamic
+# programming over time finds the most valuable set (Lawler and Moore 1969; with a single deadline it is the knapsack problem). With several
+# channels, each takes the best set of what the previous ones left. A suspend that cannot end in time never begins: during it the user could
+# not save anything to disk.
 #
-# The work is bounded: with many leases the time is divided into coarser slots, durations are rounded up to them, and leases that this
-# leaves out are added where they fit. If the set needs more host memory than is left, the most valuable part that fits is kept.
+# The work is bounded: with many leases, time is divided into coarser slots and durations are rounded up to them. Leases that this leaves
+# out are then added wherever they fit. If the set needs more host memory than is left, only the most valuable subset that fits is kept.
 
-_MOST_STEPS = 100_000  # of one decision: about 20 ms
-_LEAST_WORKED_MS = 60_000  # a lease that has only loaded something counts, too
+_MOST_STEPS = 100_000  # per decision, about 20 ms
+_LEAST_WORKED_MS = 60_000  # so that a lease that has only loaded data has a value, too
 _MOST_PRIORITY_STEPS = 10
 
 
 def value_of(worked_ms: int, priority: int) -> int:
-    """Return a lease's value: the time its cells have run on a device plus a minute, doubled or halved by each step of priority."""
+    """Return a lease's value: the time its cells ran on a device plus a minute, doubled (halved) per step of priority above (below) 0."""
     steps = max(-_MOST_PRIORITY_STEPS, min(_MOST_PRIORITY_STEPS, priority))
     return max(1, (max(0, worked_ms) + _LEAST_WORKED_MS) << (_MOST_PRIORITY_STEPS + steps))
 
 
 def plan_saving(candidates: Sequence[Candidate], *, free_ms: Sequence[int], host_left_mib: int) -> Plan:
-    """Return what to save. `free_ms`: when each swap channel is free, at the earliest now."""
+    """Plan what to save. `free_ms`: when each swap channel becomes free, now at the earliest."""
     rest, channels, starts = _in_order(candidates), list[list[Candidate]](), sorted(free_ms)
     for start_ms in starts:
         chosen = _best_in_time(rest, start_ms)
         channels.append(chosen)
         rest = [one for one in rest if one not in chosen]
-    # What does not fit into host memory leaves the plan first; the time that it leaves is filled with what does.
+    # First drop what does not fit in host memory, then fill the time freed with leases that do.
     channels = _within_host_memory(channels, host_left_mib)
     _fill(channels, starts, candidates, host_left_mib)
     plan = Plan(channels)
@@ -428,7 +427,7 @@ def _in_order(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _ends_in_time(ordered: Sequence[Candidate], start_ms: int) -> bool:
-    """Return whether all end in time, one by one in this order."""
+    """Return whether all meet their deadlines if saved one by one in this order."""
     for one in ordered:
         start_ms = max(start_ms, one.from_ms) + one.swap_ms
         if start_ms > one.deadline_ms:
@@ -437,7 +436,7 @@ def _ends_in_time(ordered: Sequence[Candidate], start_ms: int) -> bool:
 
 
 def _best_in_time(ordered: Sequence[Candidate], start_ms: int) -> list[Candidate]:
-    """Return the most valuable set that one channel saves in time, in order."""
+    """Return the most valuable set that one channel can save in time, in order."""
     if _ends_in_time(ordered, start_ms):
         return list(ordered)
     able = [one for one in ordered if _ends_in_time([one], start_ms)]
@@ -445,17 +444,17 @@ def _best_in_time(ordered: Sequence[Candidate], start_ms: int) -> list[Candidate
         return []
     dense: list[list[Candidate]] = [[]]
     _fill(dense, [start_ms], able, sum(one.host_mib for one in able))
-    # The second is better only if the slots are coarse.
+    # The greedy fill can win only if the slots are coarse.
     return max(_best_in_slots(able, start_ms), dense[0], key=lambda chosen: sum(one.value for one in chosen))
 
 
 def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
-    """Return the most valuable set with durations in slots: `best[t]` is the highest value that fills t slots, or -1."""
+    """Return the most valuable set, measuring time in slots. `best[t]` is the highest value that fills exactly t slots, or -1."""
     horizon_ms = able[-1].deadline_ms - start_ms
     slot_ms = max(1, -(-horizon_ms * len(able) // _MOST_STEPS))
     slots = horizon_ms // slot_ms
     best, taken = [0] + [-1] * slots, list[list[bool]]()
-    # If a lease may begin only later, the wait of its channel counts as part of its suspend.
+    # If a lease may only begin later, its channel's wait counts as part of its suspend.
     lengths = [-(-(max(0, one.from_ms - start_ms) + one.swap_ms) // slot_ms) for one in able]
     for one, length in zip(able, lengths, strict=True):
         took, value = [False] * (slots + 1), one.value
@@ -474,7 +473,7 @@ def _best_in_slots(able: Sequence[Candidate], start_ms: int) -> list[Candidate]:
 
 
 def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[list[Candidate]]:
-    """Return the most valuable part that fits in host memory, as in `_best_in_slots` with memory for time."""
+    """Drop leases so that the rest fits in host memory at the highest value, with `_best_in_slots` on memory instead of time."""
     chosen = [one for channel in channels for one in channel]
     if sum(one.host_mib for one in chosen) <= left_mib:
         return channels
@@ -489,7 +488,7 @@ def _within_host_memory(channels: list[list[Candidate]], left_mib: int) -> list[
 def _fill(
     channels: list[list[Candidate]], starts: Sequence[int], candidates: Sequence[Candidate], left_mib: int
 ) -> None:
-    """Add left-out candidates that fit in time and host memory to the channels, the most valuable for their time first."""
+    """Add candidates left out so far that fit in time and host memory, highest value per ms first."""
     kept = {one.lease_id for channel in channels for one in channel}
     left_mib -= sum(one.host_mib for channel in channels for one in channel)
     for one in sorted(candidates, key=lambda one: one.density):
@@ -504,7 +503,7 @@ def _fill(
 
 
 def _latest_ms(channel: Sequence[Candidate]) -> dict[str, int]:
-    """Return when each suspend of a channel has to begin at the latest."""
+    """Return the latest start of each suspend of a channel."""
     found, after_ms = dict[str, int](), None
     for one in reversed(channel):
         ends_ms = one.deadline_ms if after_ms is None else min(one.deadline_ms, after_ms)
