@@ -3,9 +3,9 @@
 Only `handle` changes state. It applies the event to the books (`lifecycle`), then serves the waiting leases (`scheduler`). It has no
 clock (each event carries its time), does no I/O, and uses only integers, so the same events always give the same effects.
 
-Operations (suspend, resume) take time. Each starts as an effect with an operation id and the lease's generation, and its result is an event
-with the same two. An outdated result only frees its swap channel. Events about unknown or ended leases are ignored, because the driver's
-view is always slightly out of date. An impossible event raises ValueError before anything changes.
+Operations (suspend, resume) take time. Each starts as an effect that carries an operation id and the lease's generation; the event with its
+result carries the same two. A stale result only frees its swap channel. Events about unknown or ended leases are ignored, because the
+driver's view is always slightly out of date. An impossible event raises ValueError before anything changes.
 """
 
 from collections import Counter
@@ -83,7 +83,7 @@ _WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
 
 class Arbiter:
-    """The state machine described above. `check` asserts law 1 on granted devices; `forecasts` come from an earlier arbiter."""
+    """The state machine. `check` asserts law 1 on granted devices; `forecasts` can be taken over from an earlier arbiter."""
 
     def __init__(
         self,
@@ -100,10 +100,10 @@ class Arbiter:
         self._wake_ms: int | None = None
         self._check = check
         self._deferred_work_done = True
-        self._views: dict[str, LeaseView] = {}  # built since the last event
+        self._views: dict[str, LeaseView] = {}  # cached until the next event
 
     def handle(self, event: Event) -> list[Effect]:
-        """Handle an event and return its effects, in order. Raises ValueError or TypeError for an impossible event."""
+        """Handle an event and return its effects in order. Raises ValueError or TypeError for an impossible event."""
         self.run_deferred_work()
         self._deferred_work_done = False
         self._views.clear()
@@ -111,7 +111,7 @@ class Arbiter:
         self._books.advance(max(changes.now_ms, event.at_ms))
         self._take(event)
         self._scheduler.serve()
-        self._set_wake(anew=isinstance(event, Tick))
+        self._set_wake(ticked=isinstance(event, Tick))
         if self._check:
             check_devices(self._books, changes.granted_devices)
         changes.granted_devices.clear()
@@ -120,17 +120,17 @@ class Arbiter:
     def run_deferred_work(self) -> None:
         """Forecast the waits and cells that began in the last event.
 
-        This changes nothing that the event decided, so a driver calls it after sending the effects. Otherwise the next `handle` does it
-        first; decisions are the same either way.
+        The driver calls this after sending the effects, to send them sooner. Otherwise the next `handle` does it first. Decisions are the
+        same either way.
         """
         if not self._deferred_work_done:
             self._deferred_work_done = True
             self._changes.forecast_recorder.run_deferred_work()
 
-    def _set_wake(self, *, anew: bool) -> None:
-        """Ask for the next tick if its time changed, or (`anew`) if a tick used up the last request."""
+    def _set_wake(self, *, ticked: bool) -> None:
+        """Request the next tick if its time changed, or if this event is the last one requested (`ticked`)."""
         wake_ms = self._scheduler.wake_ms()
-        if wake_ms != self._wake_ms or (anew and wake_ms is not None):
+        if wake_ms != self._wake_ms or (ticked and wake_ms is not None):
             self._wake_ms = wake_ms
             self._changes.effects.append(WakeAt(at_ms=wake_ms))
 
@@ -236,7 +236,7 @@ class Arbiter:
                 revoke(self._changes, lease, event.since_ms)
             case SeatRenewed():
                 reinstate(self._changes, lease, event.seat)
-                if lease.state is LeaseState.RESIDENT:  # the end of its seat withdrew its claim to grow
+                if lease.state is LeaseState.RESIDENT:  # the end of its seat had withdrawn its claim to grow
                     self._scheduler.resizer.claim_missing(lease)
             case Checkpointable():
                 does.checkpointable(lease, event.why_not)
@@ -247,7 +247,7 @@ class Arbiter:
             case TruthFound():
                 self._operation_results.truth_found(lease, event)
 
-    # -- what is known -----------------------------------------------------------------------------------------------------
+    # -- views ------------------------------------------------------------------------------------------------------------
 
     def lease(self, lease_id: str) -> LeaseView | None:
         lease = self._books.leases.get(lease_id)
@@ -264,18 +264,18 @@ class Arbiter:
         return view
 
     def holding(self, lease_id: str) -> Holding | None:
-        """Return what the meter charges the lease for from now on, or None if it is unknown."""
+        """Return what the meter charges the lease for from now on, or None for an unknown lease or one without a process."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else _holding(lease)
 
     def ticket(self, lease_id: str) -> TicketView | None:
-        """Return the lease's place in the queue, or None if it does not wait."""
+        """Return the lease's place in the queue, or None if it has no ticket."""
         lease = self._books.leases.get(lease_id)
         views = [] if lease is None or lease.ticket is None else self.tickets(lease.spec.pool)
         return next((view for view in views if view.lease_id == lease_id), None)
 
     def waits(self, lease_id: str) -> bool:
-        """Return whether the lease has a ticket, without computing the queue."""
+        """Return whether the lease has a ticket. Cheaper than `ticket`."""
         lease = self._books.leases.get(lease_id)
         return lease is not None and lease.ticket is not None
 
@@ -285,17 +285,17 @@ class Arbiter:
             return _ticket_views(self._books, pool, self._changes.forecast_recorder)
 
     def slowdown(self, lease_id: str) -> Slowdown:
-        """Estimate how much neighbours slow the lease's cell down, or would on the device it waits for."""
+        """Estimate how much neighbours slow down the lease's cell, or would on the device it waits for."""
         lease = self._books.leases.get(lease_id)
         return Slowdown() if lease is None else describe_slowdown(self._books, lease)
 
     def turns_end_ms(self, lease_id: str) -> int | None:
-        """Return when busy leases will have had their turns and make room for the lease, or None if time does not help."""
+        """Return when busy leases will have completed their turns and make room for the lease, or None if waiting does not help."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else turns_end_ms(self._books, lease)
 
     def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
-        """Return how much longer the lease's next cell waits at its closed gate, as of `at_ms`, or None if none waits."""
+        """Return how much longer the lease's next cell will wait at its closed gate, as of `at_ms`, or None if none waits."""
         lease = self._books.leases.get(lease_id)
         if lease is None:
             return None
@@ -303,7 +303,7 @@ class Arbiter:
             return self._changes.forecast_recorder.gate_wait(lease)
 
     def queue_lengths(self) -> dict[str, int]:
-        """Return how many leases wait in each pool's queue. A pool without any may be missing; leases being resumed do not count."""
+        """Return how many leases wait in each pool. Pools without any may be missing; leases being resumed do not count."""
         waiting = self._books.waiting.values()
         return dict(Counter(lease.spec.pool for lease in waiting if lease.state is not LeaseState.RESUMING))
 
@@ -323,7 +323,6 @@ class Arbiter:
             self._books.now_ms = event_ms
 
     def devices(self) -> list[DeviceView]:
-        """Return every device."""
         return _device_views(self._books)
 
     def refusal(self, spec: LeaseSpec) -> tuple[str, str] | None:
@@ -333,7 +332,7 @@ class Arbiter:
 
     @property
     def forecasts(self) -> Forecasts:
-        """What the arbiter has learnt, and its accuracy."""
+        """What the arbiter has learnt, and how accurate it was."""
         return self._changes.forecast_recorder.forecasts
 
     def pools(self) -> dict[str, PoolSpec]:
@@ -341,26 +340,26 @@ class Arbiter:
 
     @property
     def host_budget_mib(self) -> int:
-        """Host memory for all suspended state, MiB."""
+        """The host memory that suspended state may use, MiB."""
         return self._books.host_budget_mib
 
     @property
     def host_left_mib(self) -> int:
-        """The host memory neither used by saved state nor reserved for suspends under way, MiB; may be negative."""
+        """The host memory neither used by suspended state nor reserved for suspends under way, MiB; may be negative."""
         return self._books.host_left_mib
 
     @property
     def host_saved_mib(self) -> int:
-        """Host memory that suspended state takes."""
+        """The host memory that suspended state uses, MiB."""
         return self._books.host_saved_mib
 
     @property
     def host_reserved_mib(self) -> int:
-        """Host memory reserved for suspends under way."""
+        """The host memory reserved for suspends under way, MiB."""
         return self._books.host_reserved_mib
 
     def validate(self) -> None:
-        """Check the whole state. Raises InvariantError that lists what is broken."""
+        """Check the whole state. Raises InvariantError listing everything that is broken."""
         validate(self._books, self._changes.operations)
 
 
@@ -409,10 +408,10 @@ def _lost_because(books: Books, lease: Lease) -> str:
 
 
 def _holding(lease: Lease) -> Holding | None:
-    """Return what the meter counts, or None if the lease has no process, even if it has room reserved.
+    """Return what the meter counts, or None if the lease has no process, even if room is reserved for it.
 
     The lease holds its devices while it has a reservation there, including during swaps. It is busy while a cell, or a process that
-    outlived its kernel, may run on them: not while it is swapped or quarantined, or its cell waits at a closed gate.
+    outlived its kernel, may run on them; not while it is swapped or quarantined, or while its cell waits at a closed gate.
     """
     spec, held = lease.spec, lease.held_mib > 0
     if lease.state in _WITHOUT_PROCESS:
@@ -436,7 +435,7 @@ def _ticket_views(books: Books, pool: str, foresight: ForecastRecorder) -> list[
         if (ticket := lease.ticket) is None:
             continue
         wait = wait_reason(books, lease, ticket)
-        is_served = lease.state is LeaseState.RESUMING  # it has its room, so tickets behind do not wait for it
+        is_served = lease.state is LeaseState.RESUMING  # it has its room, so later tickets do not wait for it
         position += not is_served
         views.append(
             TicketView(

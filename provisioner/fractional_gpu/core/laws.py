@@ -1,4 +1,4 @@
-"""Checks the invariants of the books by recomputing them from scratch."""
+"""Check the invariants of the books, recomputing every sum from scratch."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ _MAY_HAVE_SAVED = (LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANT
 
 
 class InvariantError(AssertionError):
-    """The books are wrong: a bug in the arbiter. The message lists everything that is broken."""
+    """The books are inconsistent: a bug in the arbiter. The message lists everything that is broken."""
 
 
 def check_devices(books: Books, device_ids: set[str]) -> None:
@@ -24,7 +24,7 @@ def check_devices(books: Books, device_ids: set[str]) -> None:
 
 
 def validate(books: Books, operations: dict[int, Operation]) -> None:
-    """Check the whole state. Raises InvariantError."""
+    """Check the whole state. Raises InvariantError listing everything that is broken."""
     broken = [*_sums(books), *_queue(books)]
     for lease in books.leases.values():
         found = [
@@ -43,14 +43,14 @@ def _sums(books: Books) -> Iterator[str]:
     for device_id, device in books.devices.items():
         there = {lease.lease_id for lease in books.leases.values() if device_id in lease.occupied_ids}
         if there != set(device.holders):
-            yield f"device {device_id}: {sorted(device.holders)} are said to be there, {sorted(there)} are"
+            yield f"device {device_id}: lists holders {sorted(device.holders)}, but {sorted(there)} hold it"
         known, device.known_sums = device.known_sums, None
         if known not in (None, device.sums):
-            yield f"device {device_id}: {known} was kept, sums are {device.sums}"
+            yield f"device {device_id}: cached sums are {known}, actual sums {device.sums}"
     saved = sum(lease.saved_mib for lease in books.leases.values())
     reserved = sum(lease.host_mib for lease in books.leases.values())
     if (saved, reserved) != (books.host_saved_mib, books.host_reserved_mib):
-        yield f"host: running totals {books.host_saved_mib}, {books.host_reserved_mib} MiB, sums {saved}, {reserved} MiB"
+        yield f"host: running totals {books.host_saved_mib}, {books.host_reserved_mib} MiB, actual sums {saved}, {reserved} MiB"
 
 
 def _queue(books: Books) -> Iterator[str]:
@@ -58,30 +58,30 @@ def _queue(books: Books) -> Iterator[str]:
         yield "the queue and the leases disagree about which leases have a ticket"
     for lease in books.parked.values():
         if lease.state is not LeaseState.UNATTACHED or lease.has_reservation or lease.ticket is not None:
-            yield f"lease {lease.lease_id} ({lease.state}) is parked and does not wait for the start of others"
+            yield f"lease {lease.lease_id} ({lease.state}) is parked but does not wait for others to start"
 
 
 def _reservation(books: Books, lease: Lease) -> Iterator[str]:
     state = lease.state
     if state is LeaseState.ENDED:
-        yield "is kept"
+        yield "is still in the books"
     may_hold = state in HOLDING or state is LeaseState.UNATTACHED  # reserved before its start
     if lease.has_reservation and not may_hold:
         yield "holds a reservation"
     if state in HOLDING - {LeaseState.QUARANTINED} and not lease.has_reservation:
         yield "has no reservation"
-    # During an operation it holds what was reserved at the beginning, even if the policy has changed since.
+    # During an operation it holds what was reserved when the operation began, even if the policy has changed since.
     least_mib = lease.saved_each_mib if state in _IN_OPERATION else _least_mib(books, lease)
-    # A revoked lease keeps its size, and waits for no more.
+    # A revoked lease keeps its size and does not wait to grow.
     is_settled = state is not LeaseState.QUARANTINED and not lease.is_growing and not lease.revoked
     if lease.has_reservation and lease.held_mib < least_mib and is_settled:
-        yield f"holds {lease.held_mib} MiB and needs {lease.need_mib} MiB"
+        yield f"holds {lease.held_mib} MiB but needs {lease.need_mib} MiB"
     if (lease.expires_ms is not None) != (state is LeaseState.UNATTACHED):
         yield f"expires at {lease.expires_ms}"
 
 
 def _least_mib(books: Books, lease: Lease) -> int:
-    """Return the least that a lease holds on each of its devices: its cap or its guaranteed memory."""
+    """Return the least that a lease must hold on each of its devices: its cap or its guaranteed memory, MiB."""
     spec = lease.spec
     if books.reserves_cap(lease) or spec.request_mib is None:
         return spec.reserve_mib
@@ -100,28 +100,28 @@ def _waiting(lease: Lease) -> Iterator[str]:
     if ticket is not None and ticket.resize_to is None:
         has_its_room = state is LeaseState.UNATTACHED and lease.has_reservation
         if state is LeaseState.RESIDENT or has_its_room:
-            yield "waits for what it has"
+            yield "waits for room that it already has"
     if lease.target_ids and (state not in _ON_THE_WAY or ticket is None):
-        yield f"is on its way to {lease.target_ids} and waits for nothing"
+        yield f"is moving to {lease.target_ids} without a ticket"
     if lease.suspend_requested and state is not LeaseState.RESIDENT:
-        yield "is still to be suspended"
+        yield "has a request to suspend it"
     if lease.gate.closed and state is not LeaseState.RESIDENT:
         yield "has a closed gate"
     if lease.gate.ticket is not None and not lease.gate.closed:
-        yield "has a next cell that waits at an open gate"
+        yield "has a cell waiting at an open gate"
 
 
 def _rights(lease: Lease) -> Iterator[str]:
-    """What a lease may not have after its kernel or its seat has ended."""
+    """Check that a lease whose kernel or seat has ended keeps nothing that it must not have."""
     state = lease.state
     if lease.left_behind:
         if state is LeaseState.UNATTACHED or not lease.busy or lease.pinned_until_ms:
-            yield f"is at rest or pinned, though its kernel left {lease.left_behind} behind"
+            yield f"is unattached, idle or pinned, though its kernel left {lease.left_behind} behind"
         if state is LeaseState.SUSPENDED and lease.ticket is None and not lease.revoked:
-            yield f"is saved and waits for nothing, though no cell can ask for what {lease.left_behind} has"
+            yield f"is saved without a ticket, though no cell can resume {lease.left_behind}"
     if lease.revoked:
         if lease.ticket is not None or lease.gate.ticket is not None or lease.pinned_until_ms or lease.target_ids:
-            yield "has no seat, and waits for a device, is pinned to one or on its way to one"
+            yield "has no seat, but waits, is pinned or is moving"
         if state is LeaseState.UNATTACHED:
             yield "has neither a seat nor a process"
 
