@@ -8,7 +8,7 @@ from typing import Final
 SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "One GPU": (
         "For your own machine, with or without a GPU. Read the first page, then continue with Use a share.",
-        ("start", "environments"),
+        ("start", "one-card", "environments"),
     ),
     "Use a share": (
         "For notebooks, scripts and programs, on your own machine or on a hub. On a hub, begin here.",

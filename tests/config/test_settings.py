@@ -4,6 +4,7 @@ One row for each: the parsed default, the parsed example, (wrong value, what the
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from fractional_gpu.config import POOL_KEYS, SETTINGS, ConfigError, Settings, load
 from fractional_gpu.config.budgets import parse_budgets
 from fractional_gpu.config.hub import GroupTerms, Price, hours, price_bands
+from fractional_gpu.config.model_servers import SERVERS
 from fractional_gpu.config.pools import Pool
 from fractional_gpu.core.metering.budgets import Consequence
 from fractional_gpu.core.metering.tariffs import Basis
@@ -84,6 +86,9 @@ BROKER: dict[str, Row] = {
         [(url, url) for url in ("http://169.254.169.254/a?b=c", "http://127.0.0.1:8000/a")]),
     "revocation_drains": OFF,
     "revocation_deadline": (30_000, 120_000, ("soon", TIME)),
+    "yielders": ((), (SERVERS["ollama"], replace(SERVERS["comfyui"], port=8189)), (["llama"], "allowed: a list of 'ollama'"),
+        ("ollama", "allowed: a list of 'ollama'"), (["ollama=http://192.0.2.7:11434"], "with an http URL on 127.0.0.1")),
+    "yield_for_everyone": OFF,
     "metrics_address": (None, ("127.0.0.1", 9464), ("9464", ADDRESS), ("localhost:9464", ADDRESS), ("127.0.0.1:0", ADDRESS),
         ("127.0.0.1:65536", ADDRESS), ("::1:9464", ADDRESS), ("[127.0.0.1]:9464", ADDRESS),
         ("0.0.0.0:9464", "other machines can reach this address; use a loopback"), ("[::]:9464", "c.GPUBroker.metrics_public = True"),

@@ -8,6 +8,7 @@ from fractional_gpu.core.effects import Suspend
 from fractional_gpu.core.events import (
     Attached,
     Checkpointable,
+    DeviceSeen,
     LeaseReleased,
     LeaseRequested,
     PinRequested,
@@ -187,3 +188,39 @@ def test_a_kernel_that_is_brought_back_is_in_the_way_and_says_so() -> None:
     hand.send(LeaseReleased(at_ms=hand.now, lease_id="c"))
     assert hand.state("a") is LeaseState.RESUMING
     assert waits(hand) == "kernel a is being resumed"
+
+
+def test_devices_are_named_where_processes_without_a_lease_have_the_room_that_is_missing() -> None:
+    hand = Hand(device("d0"), device("d1"), pools=[pool("d0", "d1")])
+    run(hand, "a")
+    run(hand, "b")
+    start(hand, "c")
+    hand.want("c")
+    assert (hand.ticket("c").reason, hand.arbiter.stranger_devices("c")) == ("wait.busy-neighbour", [])
+    hand.send(LeaseReleased(at_ms=hand.now, lease_id="c"))
+    hand.send(DeviceSeen(at_ms=hand.now, device=device("d1"), stranger_mib=300))
+    run(hand, "d", mib=350)
+    start(hand, "e", mib=350)
+    hand.want("e")
+    assert (hand.ticket("e").reason, hand.arbiter.stranger_devices("e")) == ("wait.busy-neighbour", ["d1"])
+    start(hand, "f", mib=800)
+    hand.want("f")
+    assert hand.arbiter.stranger_devices("f") == [], "it does not fit even without them"
+
+
+def test_a_kernel_that_only_processes_without_a_lease_keep_out_names_their_devices() -> None:
+    hand = Hand(device("d0"), device("d1"), pools=[pool("d0", "d1")])
+    for name, mib in (("d0", 700), ("d1", 500)):
+        hand.send(DeviceSeen(at_ms=hand.now, device=device(name), stranger_mib=mib))
+    start(hand, "a")
+    hand.want("a")
+    assert (hand.ticket("a").reason, hand.arbiter.stranger_devices("a")) == ("wait.stranger", ["d0", "d1"])
+
+
+def test_a_device_on_which_an_idle_kernel_makes_room_is_not_named() -> None:
+    hand = Hand(pools=[pool(min_residency_ms=0)])
+    hand.send(DeviceSeen(at_ms=hand.now, device=device(), stranger_mib=300))
+    hand.idle("a", 600)
+    start(hand, "b")
+    hand.want("b")
+    assert (hand.ticket("b").reason, hand.arbiter.stranger_devices("b")) == ("wait.making-room", [])

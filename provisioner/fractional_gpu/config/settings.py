@@ -24,6 +24,7 @@ from traitlets.config.loader import Config, LazyConfigValue, PyFileConfigLoader
 
 from fractional_gpu.config import carbon, pools, values
 from fractional_gpu.config.budgets import parse_budgets
+from fractional_gpu.config.model_servers import parse_yielders
 from fractional_gpu.config.pools import POOL_KEYS, Pool, parse_pools
 from fractional_gpu.config.values import ConfigError, Setting, config_error, did_you_mean, settings_of
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
@@ -161,6 +162,15 @@ class Settings(HasTraits):
     revocation_deadline = Setting(
         values.duration(least_ms=1000), "30s", "2m",
         help="If a notice gives no time, how long after it the host is expected to go away.",
+    )
+    yielders = Setting(
+        parse_yielders, [], ["ollama", "comfyui=http://127.0.0.1:8189"],
+        help="Model servers on this machine that release their GPU memory when a kernel of the same user waits for it: 'ollama', "
+        "'comfyui', 'llama-swap' or 'vllm', with '=URL' for an unusual port (docs/one-card.md).",
+    )
+    yield_for_everyone = Setting(
+        values.boolean, False, True,
+        help="Whether the yielders also release memory for other users' kernels. Servers that run as a system service need this.",
     )
     metrics_address = Setting(
         values.metrics_address, "", "127.0.0.1:9464",

@@ -77,7 +77,7 @@ from fractional_gpu.core.scheduler import Scheduler
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Device, Lease
 from fractional_gpu.core.suspend import likelihood_milli, update_all_suspendability
-from fractional_gpu.core.words import describe_slowdown, turns_end_ms, wait_reason
+from fractional_gpu.core.words import describe_slowdown, stranger_devices, turns_end_ms, wait_reason
 
 _WITHOUT_PROCESS = (LeaseState.UNATTACHED, LeaseState.ENDED)
 
@@ -293,6 +293,11 @@ class Arbiter:
         """Return when busy leases will have completed their turns and make room for the lease, or None if waiting does not help."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else turns_end_ms(self._books, lease)
+
+    def stranger_devices(self, lease_id: str) -> list[str]:
+        """Return the devices where memory of processes without a lease is all that the waiting lease lacks."""
+        lease = self._books.leases.get(lease_id)
+        return [] if lease is None else stranger_devices(self._books, lease)
 
     def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
         """Return how much longer the lease's next cell will wait at its closed gate, as of `at_ms`, or None if none waits."""

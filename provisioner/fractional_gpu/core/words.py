@@ -108,6 +108,18 @@ def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: in
     return "wait.unwilling-neighbour"
 
 
+def stranger_devices(books: Books, lease: Lease) -> list[str]:
+    """Return the devices that could have room for the waiting lease if processes without a lease released their memory."""
+    if lease.ticket is None:
+        return []
+    code, ask_mib = wait_code(books, lease, lease.ticket), lease.ask_mib
+    if code not in ("wait.stranger", "wait.busy-neighbour", "wait.cannot-be-suspended", "wait.unwilling-neighbour"):
+        return []
+    devices = [books.devices[device_id] for device_id in allowed_devices(books, lease)]
+    room_mib = {one: one.lease_capacity_mib if code == "wait.stranger" else one.free_mib for one in devices}
+    return [one.spec.device_id for one, mib in room_mib.items() if mib < ask_mib <= mib + one.stranger_mib]
+
+
 def turns_end_ms(books: Books, lease: Lease) -> int | None:
     """Return when enough busy leases can be preempted to make room for the lease, or None if time alone does not help."""
     if not lease.waits_for_room:

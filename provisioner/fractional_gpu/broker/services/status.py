@@ -47,7 +47,11 @@ def explain(broker: Broker, view: LeaseView) -> tuple[str, str, Span | None]:
     if view.revoked:
         return REVOKED.code, revoked_sentence(view), None
     ticket = broker.ticket(view.spec.lease_id)
-    return (view.reason, view.sentence, None) if ticket is None else (ticket.reason, ticket.sentence, ticket.expected)
+    if ticket is None:
+        return view.reason, view.sentence, None
+    kernel = broker.kernels.get(view.spec.lease_id)
+    asked = f"; {kernel.asked_server}" if kernel is not None and kernel.asked_server else ""
+    return ticket.reason, f"{ticket.sentence}{asked}", ticket.expected
 
 
 def times(expected: Span | None) -> dict[str, Any]:

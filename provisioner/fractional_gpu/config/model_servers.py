@@ -1,0 +1,64 @@
+"""The model servers that can be asked to release GPU memory, how each is asked, and the parser of `c.GPUBroker.yielders`."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+_ENTRY = re.compile(r"([a-z-]+)(?:=http://(?:(\[::1\])|127\.0\.0\.1|localhost)(?::([1-9]\d{0,4}))?/?)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelServer:
+    """POST `body` to `path`, once for each loaded model if the body has MODEL. GET `loaded` says first what is loaded."""
+
+    title: str
+    host: str = "127.0.0.1"
+    port: int
+    loaded: str = ""
+    path: str
+    body: str = ""
+    wake: str = ""  # it only sleeps, until this is POSTed
+    loses: str
+    commands: tuple[str, ...] = ()  # names of its processes, if the broker cannot see who listens
+
+
+# fmt: off
+SERVERS: Final[Mapping[str, ModelServer]] = {
+    # https://docs.ollama.com/api/ps; docs/api.md, "Unload a model". A running request ends first.
+    "ollama": ModelServer(
+        title="Ollama", port=11434, loaded="/api/ps", path="/api/generate", body='{"model": MODEL, "keep_alive": 0}',
+        loses="the loaded model: the next request loads it again", commands=("ollama",)),
+    # server.py, `post_free`. A running workflow ends first.
+    "comfyui": ModelServer(
+        title="ComfyUI", port=8188, path="/free", body='{"unload_models": true, "free_memory": true}',
+        loses="its models and cached results: the next workflow loads and computes them again"),
+    # internal/server/server.go; `GET /unload` is the older form. Models stop at once.
+    "llama-swap": ModelServer(
+        title="llama-swap", port=8080, loaded="/running", path="/api/models/unload",
+        loses="running requests, and the loaded models: the next request loads them again", commands=("llama-server",)),
+    # vllm/entrypoints/serve/sleep/api_router.py. Without `mode=wait`, running requests are aborted.
+    "vllm": ModelServer(
+        title="vLLM", port=8000, loaded="/is_sleeping", path="/sleep?level=1&mode=wait", wake="/wake_up",
+        loses="its KV cache: it keeps the weights in host memory, and answers no request until it is woken", commands=("VLLM::",)),
+}
+# fmt: on
+
+
+def parse_yielders(value: object) -> tuple[ModelServer, ...]:
+    """Return the servers. Raises ValueError with what is allowed."""
+    servers = [_parse(str(one)) for one in value] if isinstance(value, (list, tuple)) else [None]
+    if None in servers:
+        raise ValueError(
+            f"allowed: a list of {', '.join(map(repr, SERVERS))}; if a server is not at its usual port, with an http URL on "
+            "127.0.0.1, [::1] or localhost, such as 'ollama=http://127.0.0.1:11500'"
+        )
+    return tuple(one for one in dict.fromkeys(servers) if one is not None)
+
+
+def _parse(entry: str) -> ModelServer | None:
+    match = _ENTRY.fullmatch(entry)
+    server = SERVERS.get(match[1]) if match else None
+    if match is None or server is None or int(match[3] or 1) > 65_535:
+        return None
+    return replace(server, host=match[2] or server.host, port=int(match[3] or server.port))
