@@ -337,6 +337,6 @@ def test_the_slowdown_of_a_cell_names_the_neighbours_that_cause_it() -> None:
     # All three need 1.2 devices: cells there take 1.437 times as long, so a cell that needs 0.6 takes 0.4 + 0.6 * 1.437.
     found = describe_slowdown(books, leases[0])
     assert found.milli == 1263
-    assert "beside kernel k2 and 1 more" in found.sentence, "the larger one first"
+    assert "next to kernel k2 and 1 more" in found.sentence, "the larger one first"
     books.set_busy(leases[1], busy=False)
     assert describe_slowdown(books, leases[0]) == Slowdown()

@@ -78,7 +78,7 @@ def test_the_use_of_all_devices_together_counts() -> None:
     hand.send(HostMemorySeen(at_ms=0, budget_mib=299))
     hand.start("b", 900)
     assert hand.suspends(hand.want("b")) == []
-    assert "expected to take 300 MiB of host memory, of which 299 MiB are left" in hand.ticket("b").sentence
+    assert "expected to take 300 MiB of host memory, and only 299 MiB is left" in hand.ticket("b").sentence
     assert hand.suspends(hand.send(HostMemorySeen(at_ms=0, budget_mib=300))) == ["a"], "the margin takes what is left"
 
 

@@ -328,7 +328,7 @@ def test_neighbours_for_which_there_is_no_host_memory_keep_no_other_from_steppin
     hand.start("wide", 800)
     effects = hand.want("wide")
     assert hand.suspends(effects) == ["smaller"]
-    assert "gathered" in hand.view("smaller").sentence
+    assert "is being freed" in hand.view("smaller").sentence
 
 
 def test_a_lease_that_is_being_resumed_has_no_place_and_is_not_counted_before_those_that_wait() -> None:

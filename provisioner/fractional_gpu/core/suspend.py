@@ -1,21 +1,20 @@
-"""Who leaves for whom: which leases may be suspended for a waiting one, what that costs, and the cheapest plan.
+"""Which leases may be suspended for a waiting one, what that costs, and the cheapest plan.
 
-**Idle leases** leave first, the cheapest first, and none whose memory is not needed. They are left alone while they are pinned, after a
-failed suspend, and until they have had a chance to run (`suspendable_from_ms`).
+**Idle leases** are suspended first, cheapest first, and only if their memory is needed. They are left alone while they are pinned, after
+a failed suspend, and until they have had a chance to run (`suspendable_from_ms`).
 
-**Busy leases** leave only where the pool preempts, only after their minimum residency (`residency_ms`, a multiple of what their swap takes,
-so that two leases do not take turns too fast), and only for a lease that goes before them (`goes_before_from_ms`):
+**Busy leases** are suspended only in pools that preempt, only after their minimum residency (`residency_ms`, a multiple of their swap
+time, so that two leases do not thrash), and only for a lease that precedes them (`goes_before_from_ms`):
 
-- one of a higher priority (`preempt_priorities`);
-- in a pool that shares by virtual time (`preempt_equals`), one of the same priority that has had less than its share, or has waited so
-  long that it is due. Leases of different owners compare the owners' virtual times, leases of one owner their own.
+- a lease of higher priority (`preempt_priorities`);
+- in a pool that shares by virtual time (`preempt_equals`), a lease of the same priority that has had less than its share, or whose ticket
+  is due. Leases of different owners compare their owners' virtual times; leases of one owner compare their own.
 
-Virtual times move while leases work, so these functions return the time *from* which the answer is yes.
+Virtual times advance while leases work, so these functions return the time *from* which the answer is yes.
 
-**The cost** of a suspend is the time of the swap divided by the time until the lease is expected to run again (`suspend_cost`).
+**The cost** of a suspend is the swap time divided by the time until the lease is expected to run again (`suspend_cost`).
 
-**A plan** (`Capacity.plan`) names the leases whose leaving makes room for a ticket at least cost, if host memory suffices for what they
-save.
+**A plan** (`Capacity.plan`) names the cheapest set of leases to suspend for a ticket, if host memory can hold what they save.
 """
 
 from collections import defaultdict
@@ -40,16 +39,16 @@ from fractional_gpu.core.units import format_memory
 
 
 def lacks_device(books: Books, lease: Lease) -> bool:
-    """Return whether a device of the lease is missing or lost, so that nothing can be saved from it."""
+    """Return whether a device of the lease is missing or lost, so its memory cannot be saved."""
     devices = [books.devices.get(device_id) for device_id in lease.device_ids]
     return not devices or any(device is None or device.lost for device in devices)
 
 
 def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
-    """Return when a resident, idle lease may be suspended for others; None while it is busy or cannot be saved.
+    """Return when a resident, idle lease may be suspended for others; None while it is busy or cannot be suspended.
 
-    A lease is left alone while it is pinned, after a failed suspend, and until it has had a chance to run. One whose next cell waits at
-    its closed gate counts as idle once its minimum residency is over. The caller checks its devices (`lacks_device`).
+    It is left alone while pinned, for a while after a failed suspend, and until it has had a chance to run. If its next cell waits at
+    a closed gate, it counts as idle after its minimum residency. The caller must check its devices (`lacks_device`).
     """
     if lease.is_working or lease.is_unsuspendable:
         return None
@@ -58,7 +57,7 @@ def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
 
 
 def steps_aside(lease: Lease, beneficiary: Lease) -> bool:
-    """Return whether an idle lease leaves for the beneficiary. One whose next cell waits leaves only for a ticket that precedes it."""
+    """Return whether an idle lease makes room for the beneficiary. If its next cell is waiting, the beneficiary must precede that cell."""
     place, ticket = lease.gate.ticket, beneficiary.ticket
     if place is None or ticket is None:
         return place is None
@@ -75,7 +74,7 @@ _UNSEEN = "our extension is not loaded in this kernel, and its pool suspends onl
 
 
 def update_suspendability(books: Books, lease: Lease) -> None:
-    """Set the reason why the lease cannot be suspended, one sentence: its process, device or pool; "" if it can."""
+    """Set the sentence why the lease cannot be suspended (its process, device or pool); "" if it can."""
     devices = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
     by_device = next((device.spec.why_not for device in devices if device.spec.why_not), "")
     policy = books.policy(lease)
@@ -84,7 +83,7 @@ def update_suspendability(books: Books, lease: Lease) -> None:
 
 
 def update_all_suspendability(books: Books, leases: Iterable[Lease]) -> None:
-    """Run `update_suspendability` for several leases, and mark exclusive devices (MIG instances)."""
+    """Run `update_suspendability` on several leases, and mark exclusive devices (MIG instances)."""
     whole = {device_id for pool in books.pools.values() if pool.sharing is Sharing.MIG for device_id in pool.devices}
     for device_id, device in books.devices.items():
         device.is_exclusive = device_id in whole
@@ -98,34 +97,34 @@ def update_all_suspendability(books: Books, leases: Iterable[Lease]) -> None:
 
 
 def swap_ms(books: Books, lease: Lease) -> int:
-    """Return how long a suspend and a resume of the lease are expected to take together, ms."""
+    """Return the expected time to suspend and resume the lease, in ms."""
     kind, mib = books.kind_of(lease.device_id), lease.used_mib
     return books.forecasts.swap_ms(SUSPEND, kind, mib) + books.forecasts.swap_ms(RESUME, kind, mib)
 
 
 def residency_ms(books: Books, lease: Lease) -> int:
-    """Return the minimum residency of a lease, ms: the length of its turn where other leases want the device, too."""
+    """Return the lease's minimum residency in ms: the length of its turn on a contended device."""
     pool = books.policy(lease)
     return max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap_ms(books, lease) // 1000)
 
 
-_TOGETHER_MS = 1_000  # a cell waits at its gate at least this long for other leases that have to leave, too
+_MIN_GATE_WAIT_MS = 1_000  # a cell waits at its gate at least this long for the other leases that must leave
 
 
 def gate_opens_ms(books: Books, lease: Lease, asked_ms: int) -> int:
-    """Return when a gate where a cell has waited since `asked_ms` opens again if the other leases do not leave."""
-    return asked_ms + max(_TOGETHER_MS, swap_ms(books, lease))
+    """Return when the gate reopens for a cell waiting since `asked_ms` if the other leases have not left by then."""
+    return asked_ms + max(_MIN_GATE_WAIT_MS, swap_ms(books, lease))
 
 
 def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
-    """Return when a busy lease has had its minimum residency; None if it cannot be saved or is not resident."""
+    """Return when a busy lease completes its minimum residency; None if it is not resident or cannot be suspended."""
     if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(books, lease):
         return None
     return max(lease.since_ms + residency_ms(books, lease), lease.retries.suspend_after_ms, lease.pinned_until_ms)
 
 
 def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the waiting lease starts to precede the busy `victim`, or None if time alone is not enough."""
+    """Return when the waiting lease will precede the busy `victim`, or None if waiting alone will not get it there."""
     if victim.spec.pool != lease.spec.pool or victim.spec.priority > lease.spec.priority:
         return None
     pool = books.policy(lease)
@@ -137,19 +136,19 @@ def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None
 
 
 def preempts_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the lease may first preempt the busy `victim`, whose turn then ends, or None if time alone is not enough."""
+    """Return when the lease may first preempt the busy `victim`, or None if waiting alone will not get it there."""
     before_ms = goes_before_from_ms(books, lease, victim)
     had_turn_ms = preemptible_from_ms(books, victim) if before_ms is not None else None
     return None if before_ms is None or had_turn_ms is None else max(before_ms, had_turn_ms)
 
 
 def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the lease will have used less than `victim`, of equal priority; None if time alone is not enough."""
+    """Return when the lease will be behind an equal-priority `victim` in virtual time; None if waiting alone will not do."""
     mine_ms, my_milli, my_weight = _virtual_time(books, lease, victim)
     other_ms, other_milli, other_weight = _virtual_time(books, victim, lease)
     if other_ms > mine_ms:
         return 0
-    # A virtual time grows by 100 x milli-GPU / weight in a ms: how fast the victim's gains on it, times both weights.
+    # Virtual time grows by 100 x milli-GPU / weight per ms. `gain`: how fast the victim's pulls ahead, times both weights.
     gain = 100 * (other_milli * my_weight - my_milli * other_weight)
     if gain <= 0:
         return None
@@ -157,7 +156,7 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
-    """Return the virtual time by which the lease compares with `other`, the milli-GPU it grows by, and their divisor."""
+    """Return the virtual time to compare with `other`'s, the milli-GPU by which it grows now, and its weight."""
     if lease.spec.owner == other.spec.owner:
         return lease.time_ms, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)
@@ -167,22 +166,22 @@ def _virtual_time(books: Books, lease: Lease, other: Lease) -> tuple[int, int, i
 # -- when the next cell comes ------------------------------------------------------------------------------------------
 
 LIKELY_MILLI = 250
-"""Nothing is done for a cell that is less likely than this, thousandths."""
+"""Cells less likely than this (thousandths) are ignored."""
 
 
 def likelihood_milli(lease: Lease) -> int:
-    """Return how likely the expected cell is, thousandths; 0 without an expectation."""
+    """Return how likely the expected cell is, in thousandths; 0 if none is expected."""
     return lease.expectation.milli if lease.expectation is not None else 0
 
 
 def is_expected(books: Books, lease: Lease) -> bool:
-    """Return whether a cell of the lease is likely to come before its expectation lapses."""
+    """Return whether the lease is likely to run a cell before its expectation lapses."""
     known = lease.expectation
     return known is not None and known.until_ms > books.now_ms and likelihood_milli(lease) >= LIKELY_MILLI
 
 
 def next_cell_in_ms(books: Books, lease: Lease) -> int:
-    """Return the ms until the lease is expected to run something: by its gaps, or sooner by its signs."""
+    """Return the expected ms until the lease runs its next cell, from its past gaps and from signs of a cell."""
     gap_ms = books.forecasts.gap_left_ms(lease.lease_id, books.now_ms)
     known = lease.expectation
     if known is None or known.until_ms <= books.now_ms:
@@ -190,7 +189,7 @@ def next_cell_in_ms(books: Books, lease: Lease) -> int:
     milli, soon_ms = likelihood_milli(lease), max(1, known.until_ms - books.now_ms)
     if gap_ms <= soon_ms:
         return gap_ms
-    # The weighted mean of the two rates: a victim's cost depends on cells per time.
+    # Average the rates, not the times: the cost of a suspend depends on cells per unit of time.
     return 1000 * soon_ms * gap_ms // (milli * gap_ms + (1000 - milli) * soon_ms)
 
 
@@ -198,9 +197,9 @@ def next_cell_in_ms(books: Books, lease: Lease) -> int:
 
 
 def suspend_cost(books: Books, lease: Lease) -> int:
-    """Return the cost of suspending the lease, in steps of about a third: of equal costs, the least recently used lease leaves first."""
+    """Return the cost of suspending the lease, in coarse steps of about a third, so that ties fall to the least recently used lease."""
     need_mib = lease.host_need_mib
-    # The less host memory would be left, the dearer: up to ten times, so that small leases are taken first when it is short.
+    # The cost rises up to tenfold as host memory runs out, so small leases are chosen first.
     dear_milli = min(10_000, 1000 + 1000 * need_mib // max(1, books.host_left_mib - need_mib))
     cost = swap_ms(books, lease) * dear_milli * 1000 // max(1, next_cell_in_ms(books, lease))
     bits = cost.bit_length()
@@ -214,7 +213,7 @@ def may_leave(books: Books, lease: Lease) -> bool:
 
 
 class Victims:
-    """The candidates on each device, listed once per pass for all tickets."""
+    """Candidates for suspension on each device, listed once per pass and shared by all tickets."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
@@ -222,21 +221,23 @@ class Victims:
         self._busy: dict[str, list[Lease]] = {}
 
     def forget(self, device_ids: Iterable[str]) -> None:
-        """Relist the candidates of devices where a lease has come, which may leave once it has had its chance to run."""
+        """Drop the cached candidates of devices that have gained a lease."""
         for device_id in device_ids:
             self._idle.pop(device_id, None)
             self._busy.pop(device_id, None)
 
     def idle(self, device_id: str) -> list[Lease]:
-        """Return the idle leases of the device that may be suspended now, cheapest first."""
+        """Return the device's idle leases that may be suspended now, cheapest first."""
         if device_id not in self._idle:
             able = [lease for lease in self._books.holders(device_id) if may_leave(self._books, lease)]
             able.sort(key=lambda one: (suspend_cost(self._books, one), one.last_active_ms, one.lease_id))
             self._idle[device_id] = able
-        return [lease for lease in self._idle[device_id] if lease.occupancy is OccupancyKind.IDLE]  # some have left
+        return [
+            lease for lease in self._idle[device_id] if lease.occupancy is OccupancyKind.IDLE
+        ]  # some have left since
 
     def _working(self, device_id: str) -> list[Lease]:
-        """Return the busy leases of the device that can be saved and have had their minimum residency."""
+        """Return the device's busy leases that can be suspended and have had their minimum residency."""
         if device_id not in self._busy:
             busy = [lease for lease in self._books.holders(device_id) if lease.occupancy is OccupancyKind.BUSY]
             had_turn = [lease for lease in busy if self._books.is_time(preemptible_from_ms(self._books, lease))]
@@ -244,7 +245,7 @@ class Victims:
         return [lease for lease in self._busy[device_id] if lease.occupancy is OccupancyKind.BUSY]
 
     def _preemptible(self, device_id: str, beneficiary: Lease) -> list[Lease]:
-        """Return the busy leases that may be preempted for the beneficiary now, in the order of choice."""
+        """Return the busy leases that the beneficiary may preempt now, best choice first."""
         books = self._books
         working = self._working(device_id)
         able = [lease for lease in working if books.is_time(goes_before_from_ms(books, beneficiary, lease))]
@@ -256,7 +257,7 @@ class Victims:
         return sorted(able, key=order)
 
     def _yielding(self, device_id: str, beneficiary: Lease) -> list[Lease]:
-        """Return the busy leases that may be asked to leave at the end of a cell, those already asked first."""
+        """Return the busy leases that may be asked to yield at the end of a cell, already asked ones first."""
         books, priority = self._books, beneficiary.spec.priority
         working = [lease for lease in self._working(device_id) if lease.spec.priority <= priority]
         able = [lease for lease in working if books.is_time(lease.gate.open_until_ms)]
@@ -277,11 +278,11 @@ class Victims:
         busy: bool = False,
         between_cells: bool = False,
     ) -> tuple[Lease, ...] | None:
-        """Return leases whose memory covers the shortage, each of them needed, or None if too few.
+        """Return a minimal set of leases that together hold `short_mib`, or None if there is none.
 
-        If possible, they are idle leases that fit in `host_mib` of host memory; otherwise idle leases beyond that are added, so that the
-        shortage of host memory is reported. `busy` adds leases that may be preempted, `between_cells` those that may be asked to leave at
-        the end of a cell. Leases that are `taken` are not chosen.
+        Leases that fit in `host_mib` of host memory are preferred. If they are too few, the limit is ignored, so that the caller can report
+        the shortage of host memory. `busy` also allows leases that may be preempted, `between_cells` those that may be asked to yield at
+        the end of a cell. Leases in `taken` are skipped.
         """
         if short_mib <= 0:
             return ()
@@ -299,22 +300,22 @@ class Victims:
             return None
         chosen = _enough(able, short_mib, host_mib)
         if not chosen:
-            # Of the busy ones, those that could be saved.
+            # Prefer busy leases that fit in host memory.
             able.sort(key=lambda one: one.busy and one.host_need_mib > host_mib)
-            chosen = _enough(able, short_mib, _ANY_MIB)
+            chosen = _enough(able, short_mib, _UNLIMITED_MIB)
         return chosen or None
 
 
-_ANY_MIB = 1 << 60  # more host memory than there is
+_UNLIMITED_MIB = 1 << 60  # more host memory than any machine has
 
 
 def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease, ...]:
-    """Return the first leases that cover the shortage and fit in host memory, without spare ones; or none."""
+    """Return the first leases that cover the shortage and fit in host memory, minus any not needed; () if they cannot."""
     chosen: list[Lease] = []
     room_mib, idle_left_out = 0, False
     for lease in able:
         if lease.busy and idle_left_out:
-            break  # a busy lease is not preempted because host memory is too short for an idle one
+            break  # never preempt a busy lease only because an idle one does not fit in host memory
         if lease.host_need_mib > host_mib:
             idle_left_out |= not lease.busy
             continue
@@ -326,7 +327,7 @@ def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease
     if room_mib < short_mib:
         return ()
     spare_mib, needed = room_mib - short_mib, list[Lease]()
-    for lease in reversed(chosen):  # the dearest first: one that fits into the spare memory can stay
+    for lease in reversed(chosen):  # most expensive first: a lease that fits in the spare memory can stay
         if lease.held_mib <= spare_mib:
             spare_mib -= lease.held_mib
         else:
@@ -339,32 +340,34 @@ def _enough(able: Sequence[Lease], short_mib: int, host_mib: int) -> tuple[Lease
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Suspending the victims makes room for a ticket on these devices; no victims: suspends under way suffice."""
+    """The victims to suspend to make room for a ticket on these devices; none if suspends under way are enough."""
 
     device_ids: tuple[str, ...]
     victims: tuple[Lease, ...]
 
 
 class Capacity:
-    """What one pass over the queue can still give. What a ticket was promised is lost to later ones.
+    """The room that one pass over the queue can still give out. Room promised to a ticket is not available to later ones.
 
-    Suspends that are under way, or planned, count as room to come; `promise` keeps it before they begin, because they wait for free swap
-    channels.
+    Room that suspends under way or planned will free counts, too. `promise` keeps it before the suspends begin, since they may have to wait
+    for a swap channel.
     """
 
     def __init__(self, books: Books) -> None:
         self._books = books
         self.victims = Victims(books)
-        self._kept = defaultdict[str, dict[str, int]](dict)  # by device: MiB by the lease that they are kept for
-        self.planned: dict[str, Lease] = {}  # leases whose suspend is planned, or has begun since
-        self.stays: set[str] = set()  # leases for which room is being made where they are: their suspend would waste it
-        self.asked_to_yield: set[str] = set()  # leases that make room for a ticket ahead at a cell's end
-        self.short_of_host_memory: set[str] = set()  # idle leases that host memory is too short for
+        self._kept = defaultdict[str, dict[str, int]](dict)  # by device: MiB kept, by lease
+        self.planned: dict[str, Lease] = {}  # leases whose suspend this pass planned, begun or not
+        self.stays: set[str] = set()  # leases that get room where they are: suspending them would waste it
+        self.asked_to_yield: set[str] = (
+            set()
+        )  # leases that a ticket earlier in the pass asks to yield at the end of a cell
+        self.short_of_host_memory: set[str] = set()  # leases that cannot be suspended because host memory is too short
 
-    # -- what a device has left, MiB -------------------------------------------------------------------------------------
+    # -- room on a device, MiB -------------------------------------------------------------------------------------------
 
     def free_mib(self, device_id: str) -> int:
-        """Return what is free and not kept; negative if more is kept than there is."""
+        """Return the memory that is free and not kept; negative if more is kept than is free."""
         device, kept = self._books.devices[device_id], self._kept[device_id]
         if not kept:
             return device.free_mib
@@ -372,7 +375,7 @@ class Capacity:
         return min(0, free_mib) if device.is_exclusive else free_mib
 
     def total_mib(self, device_id: str) -> int:
-        """Return what is free, or will be after all suspends, and is not kept."""
+        """Return the memory not kept that is free or will be after all suspends under way or planned."""
         mib = self.free_mib(device_id) + self._books.devices[device_id].mib(OccupancyKind.SUSPENDING)
         for lease in self.planned.values():
             if lease.state is LeaseState.RESIDENT and device_id in lease.device_ids:
@@ -380,7 +383,7 @@ class Capacity:
         return mib
 
     def reachable_mib(self, device_id: str) -> int:
-        """Return the total if all idle leases left."""
+        """Return the memory not kept that would be free if all idle leases left."""
         device = self._books.devices[device_id]
         mib = self.free_mib(device_id) + device.mib(OccupancyKind.SUSPENDING) + device.mib(OccupancyKind.IDLE)
         for lease in self.planned.values():
@@ -397,13 +400,13 @@ class Capacity:
         return any(self.reachable_mib(device_id) >= need_mib for device_id in devices)
 
     def choice(self, lease: Lease, devices: Sequence[str], need_mib: int) -> DeviceChoice:
-        """Return the lease's ranking of devices. `devices`: all that it may go to."""
+        """Rank the devices for the lease. `devices`: all that it is allowed to use."""
         return device_choice(self._books, lease, need_mib, [(one, self.free_mib(one)) for one in devices])
 
     def pick(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
-        """Return the devices where the lease's need fits, or None.
+        """Return the best devices on which the lease fits, or None.
 
-        In a pool that spreads, a device where busy leases leave more compute to the lease comes first.
+        In a pool that spreads, devices with more compute left are preferred.
         """
         choice = self.choice(lease, devices, need_mib)
         fitting = [place for place in choice.everywhere if place[1] >= need_mib]
@@ -415,7 +418,7 @@ class Capacity:
         return None if best is None else (best,)
 
     def pick_for(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
-        """Return the devices where the lease's need fits, or None. Saved state goes home if it fits there and home is not too busy."""
+        """Return the devices on which the lease fits, or None. A saved lease returns to its old device if room and compute are left."""
         home = lease.home_ids if lease.state is LeaseState.SUSPENDED else ()
         if not home or not set(home) <= set(devices) or not self.fits(home, need_mib):
             return self.pick(lease, devices, need_mib)
@@ -425,17 +428,17 @@ class Capacity:
         return chosen if chosen is not None and self._has_compute(chosen[0], lease) else home
 
     def _has_compute(self, device_id: str, lease: Lease) -> bool:
-        """Return whether the lease would keep the device within its pool's bound."""
+        """Return whether the device stays below its pool's compute bound if the lease joins."""
         return fullness(self._books.devices[device_id], room_milli(self._books, lease)) < FULL
 
     # -- keeping room ----------------------------------------------------------------------------------------------------
 
     def keep(self, lease: Lease, device_id: str, need_mib: int) -> None:
-        """Keep room that is free, or becomes free, for a lease; on each device at most once in a pass."""
+        """Keep room for a lease, free now or later; at most once per device in a pass."""
         self._kept[device_id].setdefault(lease.lease_id, need_mib)
 
     def release(self, lease: Lease, device_ids: Iterable[str]) -> None:
-        """Stop keeping room for a lease that has it or will not get it."""
+        """Stop keeping room for a lease that has received it or will not get it."""
         for device_id in device_ids:
             self._kept[device_id].pop(lease.lease_id, None)
 
@@ -444,12 +447,12 @@ class Capacity:
         return any(self._kept.values())
 
     def devices_to_keep(self, lease: Lease, devices: Sequence[str], need_mib: int, number: int) -> tuple[str, ...]:
-        """Return the devices on which to keep room for the lease: those with room kept for it, then those that lack least.
+        """Return up to `number` devices on which to keep room: those already kept for the lease, then those with the most room.
 
-        The devices stay the same while they can serve the ticket, so that the room there can grow to what is needed.
+        The choice is stable while the devices can serve the ticket, so that the kept room can grow until it is enough.
         """
         able = [device_id for device_id in devices if self._books.devices[device_id].lease_capacity_mib >= need_mib]
-        if len(able) < lease.count or lease.ticket is None:  # room on some of the devices that it needs is of no use
+        if len(able) < lease.count or lease.ticket is None:  # it needs room on all of its devices at once
             return ()
         kept = [device_id for device_id in lease.ticket.kept_on if device_id in able]
         others = [device_id for device_id in able if device_id not in kept]
@@ -467,9 +470,9 @@ class Capacity:
         also: tuple[Lease, ...] = (),
         between_cells: bool = False,
     ) -> Plan | Reason | None:
-        """Return how to make room at least cost, or why that fails for want of host memory, or None.
+        """Return the cheapest way to make room, or the reason if only host memory is too short, or None.
 
-        `also` leave in any case. `between_cells`: plan with busy leases that leave at the end of their cells.
+        Leases in `also` leave in any case. `between_cells` plans with busy leases that yield at the end of their cells.
         """
         books, pool = self._books, self._books.policy(lease)
         busy = between_cells or (not lease.is_growing and (pool.preempt_equals or pool.preempt_priorities))
@@ -491,7 +494,7 @@ class Capacity:
                 victims_of[device_id] = victims
         short_of_host: Reason | None = None
         for chosen in self._by_cost(lease, devices, need_mib, victims_of):
-            # Victims on several of the devices count once. If host memory is too short for a plan, the next is tried.
+            # A victim on several devices counts once. If host memory is too short for a plan, try the next.
             victims = tuple(dict.fromkeys([*also, *[one for device_id in chosen for one in victims_of[device_id]]]))
             short_of_host = self.short_of_host(Plan(chosen, victims))
             if short_of_host is None:
@@ -501,13 +504,13 @@ class Capacity:
     def _by_cost(
         self, lease: Lease, devices: Sequence[str], need_mib: int, victims_of: dict[str, tuple[Lease, ...]]
     ) -> list[tuple[str, ...]]:
-        """Return the sets of devices that would do, the cheapest first.
+        """Return the possible sets of devices, cheapest first. All devices of a set are of one type.
 
-        The cost of a device: busy victims, then missing compute, the swaps, the number of victims, the fragmentation, and last how recently
-        a victim was active. The devices of a set are of one type.
+        Devices compare by busy victims, then missing compute, swap costs, number of victims, fragmentation, and how recently a victim was
+        active.
         """
         count, goes_back = lease.count, lease.state is LeaseState.SUSPENDED or lease.is_growing
-        if count > 1 and goes_back and len(devices) == count:  # to all of its devices, whatever their names
+        if count > 1 and goes_back and len(devices) == count:  # it returns to all of its devices, of whatever type
             home = lease.home_ids or lease.device_ids
             return [home] if all(device_id in victims_of for device_id in home) else []
         choice = self.choice(lease, devices, need_mib)
@@ -534,12 +537,12 @@ class Capacity:
 
     @property
     def _host_left_mib(self) -> int:
-        """Host memory that is left when all planned suspends have begun."""
+        """The host memory left once all planned suspends have begun."""
         to_come = (one.host_need_mib for one in self.planned.values() if one.state is LeaseState.RESIDENT)
         return self._books.host_left_mib - sum(to_come)
 
     def short_of_host(self, plan: Plan) -> Reason | None:
-        """Return a reason if there is too little host memory for what the plan would save, else None."""
+        """Return a reason if host memory is too short for the plan, else None."""
         host_mib, left_mib = sum(victim.host_need_mib for victim in plan.victims), self._host_left_mib
         if not plan.victims or host_mib <= left_mib:
             return None
@@ -549,20 +552,20 @@ class Capacity:
         return Reason(
             "wait.host-memory",
             f"idle kernels could make room, but saving them is expected to take {format_memory(host_mib)} of host memory, "
-            f"of which {format_memory(max(0, left_mib))} are left",
+            f"and only {format_memory(max(0, left_mib))} is left",
             tuple(victim.lease_id for victim in plan.victims),
         )
 
     def promise(self, lease: Lease, plan: Plan, need_mib: int) -> None:
-        """Keep all that a ticket needs on the devices of its plan, whose victims leave."""
+        """Mark the plan's victims as leaving, and keep the ticket's need on its devices."""
         self.planned.update({victim.lease_id: victim for victim in plan.victims})
         for device_id in plan.device_ids:
             self.keep(lease, device_id, need_mib)
 
-    # -- gathering kept room ---------------------------------------------------------------------------------------------
+    # -- filling kept room -----------------------------------------------------------------------------------------------
 
     def could_serve(self, device_id: str, need_mib: int, lease: Lease) -> bool:
-        """Return whether the device would have room for the lease if all others there that ever can leave did."""
+        """Return whether the lease would fit if every other lease that can ever leave the device left it."""
         books, device = self._books, self._books.devices[device_id]
 
         def stays(other: Lease) -> bool:
@@ -575,7 +578,7 @@ class Capacity:
         return device.lease_capacity_mib - stays_mib >= need_mib
 
     def victims_for_kept_room(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
-        """Return idle leases of the device, cheapest first, that free the missing memory and fit in host memory."""
+        """Return idle leases of the device, cheapest first, that fit in host memory, until they free what is missing."""
         device = self._books.devices[device_id]
         lack_mib = need_mib - device.free_mib - device.mib(OccupancyKind.SUSPENDING)
         chosen = []

@@ -97,7 +97,7 @@ def test_use_counts_as_measured_until_a_cell_begins_or_ends(live: LiveBroker) ->
 
 def test_a_cell_at_its_closed_gate_is_told_for_how_long_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel alone cannot make room: the other half of the device stays busy for ever, and nothing else ends the wait."""
-    monkeypatch.setattr(fairness, "_TOGETHER_MS", 3_600_000)
+    monkeypatch.setattr(fairness, "_MIN_GATE_WAIT_MS", 3_600_000)
     pool = {"devices": "all", "min_residency": 0, "min_residency_swaps": 0, "preempt": "never"}
     with (
         live_broker(pools={"default": pool}) as live,
