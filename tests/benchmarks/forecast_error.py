@@ -29,7 +29,7 @@ from random import Random
 from statistics import median
 
 from fractional_gpu.core.forecasts.forecasts import Forecasts
-from fractional_gpu.core.forecasts.outcomes import CELL, REST, RESUME, SLOWDOWN, SUSPEND, WAIT, Judged
+from fractional_gpu.core.forecasts.outcomes import CELL, REST, RESUME, SLOWDOWN, SUSPEND, WAIT, ForecastOutcome
 from fractional_gpu.core.model import Span
 from fractional_gpu.simulator import TraceError
 from fractional_gpu.simulator.load import Habit, Load, synthetic_sessions
@@ -115,7 +115,7 @@ class Judge:
         self.scores: dict[str, dict[str, Score]] = {}
         self._known: dict[tuple[str, str], Naive] = {}
 
-    def __call__(self, one: Judged) -> None:
+    def __call__(self, one: ForecastOutcome) -> None:
         """See one."""
         common = self._known.setdefault((one.kind, ""), Naive())
         key = f"{one.name} {self.size}" if one.kind in (SUSPEND, RESUME) else one.lease_id
@@ -147,7 +147,7 @@ def of_sessions(trace: Sequence[Session], memory_mib: int = DEVICE_MIB) -> Judge
     def watch(event: object, _: object) -> None:
         judge.counts = getattr(event, "at_ms", 0) >= half_ms
 
-    def judged(one: Judged) -> None:
+    def judged(one: ForecastOutcome) -> None:
         if one.kind not in (SUSPEND, RESUME):
             judge(one)
 

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.events import Attached, LeaseReleased, LeaseRequested, SuspendRequested
-from fractional_gpu.core.forecasts.asks import AskMix
+from fractional_gpu.core.forecasts.asks import RequestedSizes
 from fractional_gpu.core.model import ReserveBy
 from fractional_gpu.core.place import DeviceChoice, Place
 from tests.core.driving import Hand, device, pool, spec
 
 
-def mix_of(weights: Mapping[tuple[int, int], int]) -> AskMix:
-    return AskMix([size for size, weight in weights.items() for _ in range(weight)])
+def mix_of(weights: Mapping[tuple[int, int], int]) -> RequestedSizes:
+    return RequestedSizes([size for size, weight in weights.items() for _ in range(weight)])
 
 
 SIZES = (125, 250, 375, 500, 750, 1000)
@@ -26,7 +26,9 @@ FREE = st.lists(st.one_of(st.sampled_from(SIZES), st.integers(0, 1000)), min_siz
 NEEDS = st.sampled_from(SIZES)
 
 
-def choice(mix: AskMix, need_mib: int, places: Sequence[Place], kinds: Mapping[str, str] | None = None) -> DeviceChoice:
+def choice(
+    mix: RequestedSizes, need_mib: int, places: Sequence[Place], kinds: Mapping[str, str] | None = None
+) -> DeviceChoice:
     return DeviceChoice(mix, need_mib, places, lambda one: kinds[one] if kinds is not None else "H")
 
 
@@ -38,7 +40,7 @@ def fitting(places: Sequence[Place], need_mib: int) -> list[Place]:
     return [place for place in places if place[1] >= need_mib]
 
 
-def usable(mix: AskMix, free: Sequence[int]) -> int:
+def usable(mix: RequestedSizes, free: Sequence[int]) -> int:
     """By definition: for each size, the memory the devices could give to leases of that size alone, times how often it is requested."""
     total = 0
     for (mib, devices), weight in mix.weights.items():
@@ -59,7 +61,7 @@ def after(places: Sequence[Place], chosen: Sequence[str], need_mib: int) -> list
 
 @given(mix=MIXES, free=FREE, need=NEEDS, data=st.data())
 def test_what_is_spoilt_is_what_was_usable_before_and_is_no_more(
-    mix: AskMix, free: list[int], need: int, data: st.DataObject
+    mix: RequestedSizes, free: list[int], need: int, data: st.DataObject
 ) -> None:
     places = named(free)
     able = fitting(places, need)
@@ -71,7 +73,7 @@ def test_what_is_spoilt_is_what_was_usable_before_and_is_no_more(
 
 @given(mix=MIXES, free=FREE, need=NEEDS)
 def test_the_chosen_device_fits_and_no_other_one_fragments_less_or_as_much_and_has_less_left(
-    mix: AskMix, free: list[int], need: int
+    mix: RequestedSizes, free: list[int], need: int
 ) -> None:
     places = named(free)
     able = fitting(places, need)
@@ -92,7 +94,7 @@ def test_the_chosen_device_fits_and_no_other_one_fragments_less_or_as_much_and_h
 def test_while_no_lease_has_asked_it_is_best_fit(free: list[int], need: int) -> None:
     places = named(free)
     able = fitting(places, need)
-    best = choice(AskMix(), need, places).best(able)
+    best = choice(RequestedSizes(), need, places).best(able)
     assert best == (min(able, key=lambda place: place[1])[0] if able else None)
 
 
@@ -106,7 +108,7 @@ def test_where_all_ask_for_the_same_it_is_best_fit(free: list[int], need: int, w
 
 @given(mix=MIXES, free=FREE, need=NEEDS, data=st.data())
 def test_names_and_order_decide_between_equals_only(
-    mix: AskMix, free: list[int], need: int, data: st.DataObject
+    mix: RequestedSizes, free: list[int], need: int, data: st.DataObject
 ) -> None:
     places = named(free)
     other = [(f"x{device_id}", free_mib) for device_id, free_mib in data.draw(st.permutations(places))]
@@ -120,7 +122,7 @@ def test_names_and_order_decide_between_equals_only(
 
 @given(mix=MIXES, free=FREE, need=NEEDS, count=st.integers(2, 4), data=st.data())
 def test_several_devices_are_of_one_kind_and_fit(
-    mix: AskMix, free: list[int], need: int, count: int, data: st.DataObject
+    mix: RequestedSizes, free: list[int], need: int, count: int, data: st.DataObject
 ) -> None:
     places = named(free)
     kinds = {device_id: data.draw(st.sampled_from("HL")) for device_id, _ in places}

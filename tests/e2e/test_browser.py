@@ -319,7 +319,7 @@ def the_panel_shows_the_advice(lab: Lab) -> None:
         r"1/8 GPU \(128 MiB\) would suffice: at most 60 MiB of 256 MiB was used on [89] days"  # with or without today
     )
     expect(advice).to_contain_text(re.compile(suffices))
-    expect(advice).to_contain_text(re.compile("(9|10) % of the days to come may be short"))
+    expect(advice).to_contain_text(re.compile("(9|10) % of future days may be short"))
     assert advice.evaluate("row => row.scrollWidth <= row.clientWidth")
 
 

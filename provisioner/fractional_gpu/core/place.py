@@ -13,7 +13,7 @@ only orders devices that have the memory, or will have it.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from fractional_gpu.core.forecasts.asks import AskMix
+from fractional_gpu.core.forecasts.asks import RequestedSizes
 from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.core.state.books import Books
 from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind
@@ -158,7 +158,7 @@ class DeviceChoice:
     with asks that are learnt.
     """
 
-    mix: AskMix
+    mix: RequestedSizes
     need_mib: int
     everywhere: Sequence[Place]  # all devices that the lease may go to
     kind_of: Callable[[str], str]  # of a device: leases of several devices have devices of one kind

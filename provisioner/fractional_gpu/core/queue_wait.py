@@ -15,7 +15,7 @@ from heapq import heapreplace
 from itertools import islice
 from typing import NamedTuple
 
-from fractional_gpu.core.forecasts.forecasts import Company, Forecasts, WaitSpan
+from fractional_gpu.core.forecasts.forecasts import Forecasts, Neighbours, WaitSpan
 from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.model import LeaseState, Span
 from fractional_gpu.core.place import allowed_devices, beside, busy_others
@@ -189,7 +189,7 @@ class ForecastRecorder:
         self._books, self._parallel_swaps = books, parallel_swaps
         self._filed: list[Lease] = []
         self._beginning: list[Lease] = []  # leases whose cell started in the last event
-        self._begun: dict[str, tuple[int, Company]] = {}  # by lease: when its cell started, and its neighbours
+        self._begun: dict[str, tuple[int, Neighbours]] = {}  # by lease: when its cell started, and its neighbours
 
     # -- waits ---------------------------------------------------------------------------------------------------------
 
@@ -252,10 +252,10 @@ class ForecastRecorder:
             self.forecasts.cell_ended(lease.lease_id, self._books.now_ms)
             begun, device = self._begun.pop(lease.lease_id, None), self._books.devices.get(lease.device_id or "")
             if begun is not None:
-                began_ms, company = begun
+                began_ms, neighbours = begun
                 alone = device is not None and not busy_others(device, lease)
-                self.forecasts.cell_in_company(
-                    lease.lease_id, company, self._books.now_ms - began_ms, ended_alone=alone
+                self.forecasts.learn_slowdown(
+                    lease.lease_id, neighbours, self._books.now_ms - began_ms, ended_alone=alone
                 )
             return
         device_name = _device_name(self._books, lease.device_id)
@@ -274,11 +274,11 @@ class ForecastRecorder:
             if lease.ticket is not None and lease.ticket.expected is None:
                 lease.ticket.expected = self.wait_of(lease)
         for lease in self._beginning:
-            self._company_began(lease)
+            self._forecast_slowdown(lease)
         self._filed.clear()
         self._beginning.clear()
 
-    def _company_began(self, lease: Lease) -> None:
+    def _forecast_slowdown(self, lease: Lease) -> None:
         """Forecast the slowdown of a new cell by its neighbours, unless it uses several devices."""
         device = self._books.devices.get(lease.device_id or "")
         if device is None or lease.occupancy is not OccupancyKind.BUSY or lease.count > 1:
@@ -286,7 +286,7 @@ class ForecastRecorder:
         name, others = device.spec.name, busy_others(device, lease)
         model_milli = beside(lease.busy_milli, others)
         stated = self.forecasts.slowdown_span(name, len(others), model_milli) if others else None
-        self._begun[lease.lease_id] = self._books.now_ms, Company(name, len(others), model_milli, stated)
+        self._begun[lease.lease_id] = self._books.now_ms, Neighbours(name, len(others), model_milli, stated)
 
 
 # -- what is shown -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import Any, Final, Self, TypeVar
 import msgspec
 from msgspec import structs
 
-from fractional_gpu.core.forecasts.advice import Given
+from fractional_gpu.core.forecasts.advice import GivenAdvice
 from fractional_gpu.core.forecasts.habits import HabitKey, Share, ShareDay
 from fractional_gpu.core.metering.turns import Turn
 from fractional_gpu.core.metering.usage import FIGURES, Usage, UsageRow
@@ -334,13 +334,13 @@ class Ledger:
         found = self._readable(rows, "days of shares", tuple[HabitKey, Share], ShareDay)
         return [(key, day) for (key, _), day in found]
 
-    def save_given_advice(self, key: HabitKey, given: Given) -> None:
+    def save_given_advice(self, key: HabitKey, given: GivenAdvice) -> None:
         row = (self._document(key), given.day, self._document(given))
         self._write("INSERT OR REPLACE INTO advised (key, day, document) VALUES (?, ?, ?)", row)
 
-    def given_advice(self) -> dict[HabitKey, Given]:
+    def given_advice(self) -> dict[HabitKey, GivenAdvice]:
         rows = self._read("SELECT key, document FROM advised")
-        return dict(self._readable(rows, "records of advice", HabitKey, Given))
+        return dict(self._readable(rows, "records of advice", HabitKey, GivenAdvice))
 
     def _readable(self, rows: Sequence[sqlite3.Row], what: str, key: type[K], document: type[T]) -> list[tuple[K, T]]:
         found, wrong = list[tuple[K, T]](), list[Exception]()

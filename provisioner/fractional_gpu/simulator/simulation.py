@@ -7,7 +7,7 @@ hash order. A session gets its host when it opens (`hosts`) and stays there; `on
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from fractional_gpu.core.forecasts.outcomes import Judged
+from fractional_gpu.core.forecasts.outcomes import ForecastOutcome
 from fractional_gpu.simulator.experience import Goal
 from fractional_gpu.simulator.hosts import Door, Machine, Moments, hosts_of
 from fractional_gpu.simulator.metering import RunMeter
@@ -32,7 +32,7 @@ def simulate(
     goal: Goal | None = None,
     meter: RunMeter | None = None,
     revocation: Revocation | None = None,
-    judged: Callable[[Judged], None] | None = None,
+    judged: Callable[[ForecastOutcome], None] | None = None,
 ) -> Result:
     """Run the trace on one host, or on several that `door` chooses from (default: `DoorRule.FIT`).
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
 
-from fractional_gpu.core.forecasts.asks import AskMix
+from fractional_gpu.core.forecasts.asks import RequestedSizes
 from fractional_gpu.core.place import DeviceChoice
 from tests.benchmarks.placement.cluster import MILLI, Node, PodKind, Policy
 
@@ -210,7 +210,7 @@ class BrokerScorer(Policy):
     """
 
     def __init__(self) -> None:
-        self._mix = AskMix()
+        self._mix = RequestedSizes()
         self._asks = 0
         self._found: dict[tuple[tuple[int, ...], int, int], tuple[int, int, int]] = {}
         self._without_gpu = BestFit()

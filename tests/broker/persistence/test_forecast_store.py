@@ -15,22 +15,22 @@ from fractional_gpu.broker.persistence.ledger_writer import (
     save_forecasts,
 )
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.forecasts.forecasts import Company, Forecasts
+from fractional_gpu.core.forecasts.forecasts import Forecasts, Neighbours
 from fractional_gpu.core.model import Sign
 from fractional_gpu.ledger.ledger import Ledger
 
 
 def experienced() -> Forecasts:
     """Return forecasts with data in each part."""
-    forecasts, alone = Forecasts(), Company("G", 0, 1_000, None)
+    forecasts, alone = Forecasts(), Neighbours("G", 0, 1_000, None)
     for number in range(50):
         forecasts.swap_finished("suspend", "G", 1000, 9_000)
         forecasts.wait_ended(forecasts.wait_span("busy", 40_000), 3_000 * number)
         forecasts.cell_began("a", 200_000 * number, "G")
         forecasts.cell_ended("a", 200_000 * number + 7_000)
-        forecasts.cell_in_company("a", alone, 10_000 + number, ended_alone=True)
-        beside = Company("G", 1, 1_500, forecasts.slowdown_span("G", 1, 1_500))
-        forecasts.cell_in_company("a", beside, 17_000, ended_alone=False)
+        forecasts.learn_slowdown("a", alone, 10_000 + number, ended_alone=True)
+        beside = Neighbours("G", 1, 1_500, forecasts.slowdown_span("G", 1, 1_500))
+        forecasts.learn_slowdown("a", beside, 17_000, ended_alone=False)
         forecasts.hold_seen("p", 10 * number, 10**9)
         forecasts.asked("p", 100, 1 + number % 2)
         forecasts.demand_seen("a", "p", 800)

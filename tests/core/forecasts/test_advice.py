@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fractional_gpu.core.forecasts.advice import (
     Advice,
-    Given,
+    GivenAdvice,
     Peak,
     Verdict,
     advise,
@@ -94,7 +94,7 @@ def test_a_share_that_was_full_says_that_the_need_was_not_seen() -> None:
     assert suggested(advice) == (Verdict.LARGER, 750), "full on each day: of the need nothing is known but its least"
     assert (advice.present.short_days, advice.risk.short_days, advice.risk.unknown_days) == (5, 0, 5)
     assert advice.risk.short_milli == 6000 // 7
-    assert "whether it suffices was not seen" in sentence(advice)
+    assert "this one may have been too small, too" in sentence(advice)
 
 
 def test_one_full_day_is_followed_by_others() -> None:
@@ -116,12 +116,12 @@ def test_peaks_that_grow_are_expected_to_go_on() -> None:
 
 def test_advice_that_was_taken_is_followed_up_and_not_repeated_where_it_was_wrong() -> None:
     before = days(*[9000] * 8)
-    taken = Given(day=8, before_milli=1000, milli=125)
+    taken = GivenAdvice(day=8, before_milli=1000, milli=125)
     good = advise([*before, *(day(8 + one, 9000, EIGHTH) for one in range(4))], EIGHTH, OFFERS, given=taken)
     assert good.verdict is Verdict.KEEP
     assert good.follow_up is not None
     assert (good.follow_up.days, good.follow_up.full_days, good.follow_up.peak_mib) == (4, 0, 9000)
-    assert sentence(good) == "Since 1/8 GPU was taken as advised (instead of 1): at most 8.8 GiB on 4 days, never full"
+    assert sentence(good) == "Since the suggested change from 1 to 1/8 GPU: at most 8.8 GiB on 4 days, never full"
 
     record = [*before, *(day(8 + one, 10_000, EIGHTH) for one in range(2))]
     bad = advise(record, EIGHTH, OFFERS, given=taken)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.core.forecasts.forecasts import Company, Forecasts
-from fractional_gpu.core.forecasts.outcomes import RESUME, Band, Side
+from fractional_gpu.core.forecasts.forecasts import Forecasts, Neighbours
+from fractional_gpu.core.forecasts.outcomes import RESUME, Band, BoundCorrection
 from fractional_gpu.core.model import Span
 
 pytestmark = pytest.mark.promise("forecasts")
@@ -23,8 +23,8 @@ def span(expected: int, low: int, high: int) -> Span:
 SPANS = st.lists(st.integers(0, 10**7), min_size=3, max_size=3).map(
     lambda found: span(*(sorted(found)[i] for i in (1, 0, 2)))
 )
-SIDES = st.builds(Side, st.floats(1 / 400, 1000), st.integers(0, 4))
-BANDS = st.builds(Band, SIDES, SIDES)
+CORRECTIONS = st.builds(BoundCorrection, st.floats(1 / 400, 1000), st.integers(0, 4))
+BANDS = st.builds(Band, CORRECTIONS, CORRECTIONS)
 OUTCOMES = st.integers(0, 10**9)
 
 
@@ -161,16 +161,16 @@ def test_the_rest_of_a_running_cell_is_judged_when_half_of_its_time_is_over() ->
 
 def beside(forecasts: Forecasts, lasted_ms: int, *, model_milli: int = 1_500) -> None:
     stated = forecasts.slowdown_span("H100", 1, model_milli)
-    forecasts.cell_in_company("a", Company("H100", 1, model_milli, stated), lasted_ms, ended_alone=False)
+    forecasts.learn_slowdown("a", Neighbours("H100", 1, model_milli, stated), lasted_ms, ended_alone=False)
 
 
 def test_slowdowns_are_learnt_from_cells_with_and_without_neighbours() -> None:
     forecasts, random = Forecasts(), Random(6)
-    alone = Company("H100", 0, 1_000, None)
+    alone = Neighbours("H100", 0, 1_000, None)
     by_model = forecasts.slowdown_span("H100", 1, 1_500)
     assert by_model == span(1_500, 1_236, 1_763), "nothing is known but the model"
     for _ in range(200):
-        forecasts.cell_in_company("a", alone, round(10_000 * random.uniform(0.9, 1.1)), ended_alone=True)
+        forecasts.learn_slowdown("a", alone, round(10_000 * random.uniform(0.9, 1.1)), ended_alone=True)
         beside(forecasts, round(20_000 * random.uniform(0.9, 1.1)))  # twice as long: the model leaves something out
     learnt = forecasts.slowdown_span("H100", 1, 1_500)
     assert learnt.expected_ms == pytest.approx(2_000, rel=0.07)
@@ -186,7 +186,7 @@ def test_cells_that_met_neighbours_or_of_leases_that_never_ran_alone_say_nothing
     forecasts = Forecasts()
     for _ in range(20):
         beside(forecasts, 50_000)
-        forecasts.cell_in_company("a", Company("H100", 0, 1_000, None), 90_000, ended_alone=False)
+        forecasts.learn_slowdown("a", Neighbours("H100", 0, 1_000, None), 90_000, ended_alone=False)
     assert forecasts.slowdown_span("H100", 1, 1_500) == span(1_500, 1_236, 1_763)
     assert not any(one.count for one in forecasts.errors() if one.what == "slowdown")
 
@@ -195,7 +195,7 @@ def test_cells_that_met_neighbours_or_of_leases_that_never_ran_alone_say_nothing
 def test_no_neighbour_makes_a_cell_faster(others: int, model_milli: int, cells: list[int]) -> None:
     forecasts = Forecasts()
     for lasted_ms in cells:
-        forecasts.cell_in_company("a", Company("H", 0, 1_000, None), lasted_ms, ended_alone=True)
+        forecasts.learn_slowdown("a", Neighbours("H", 0, 1_000, None), lasted_ms, ended_alone=True)
         beside(forecasts, lasted_ms // 3)
     found = forecasts.slowdown_span("H", others, model_milli)
     assert 1_000 <= found.low_ms <= found.expected_ms <= found.high_ms

@@ -16,7 +16,7 @@ from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.forecasts.advice import Advice, Given, Verdict, advise, brief, sentence
+from fractional_gpu.core.forecasts.advice import Advice, GivenAdvice, Verdict, advise, brief, sentence
 from fractional_gpu.core.forecasts.habits import WINDOW_DAYS, HabitKey, HabitKind, Sample, Share, UseRecorder
 from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView, PoolSpec, Sharing
 from fractional_gpu.ledger.ledger import Ledger
@@ -65,7 +65,7 @@ class ShareHabits:
         self._now = now
         self._wall = wall
         self._holders: dict[str, HabitKey] = {}  # leases and seats at the last sample
-        self._given: dict[HabitKey, Given] = {}
+        self._given: dict[HabitKey, GivenAdvice] = {}
         self._told: dict[HabitKey, _LastAdvice] = {}
 
     def begin(self, ledger: Ledger) -> None:
@@ -154,7 +154,7 @@ class ShareHabits:
         days = self.recorder.days(key)
         advice = advise(days, share, offers, bounded=bounded, given=self._given.get(key))
         if advice.verdict in (Verdict.SMALLER, Verdict.LARGER):
-            given = Given(day=self._today(), before_milli=share.milli, milli=advice.risk.share.milli)
+            given = GivenAdvice(day=self._today(), before_milli=share.milli, milli=advice.risk.share.milli)
             before = self._given.get(key)
             if before is None or replace(before, day=given.day) != given:  # not suggested earlier
                 self._given[key] = given

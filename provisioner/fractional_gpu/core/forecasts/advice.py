@@ -1,17 +1,17 @@
-"""Advice about shares: which share on offer suffices for what a notebook used, and how often it would have been too small.
+"""Advice about shares: which share on offer would be enough for a notebook, and how often it would have been too small.
 
-**Memory.** A share fits if each day's peak, with a margin, is within its memory. The margin is a twentieth, or the growth expected in two
+**Memory.** A share fits if every day's peak plus a margin is within its memory. The margin is a twentieth, or the growth expected in two
 weeks if that is more. A day on which the share was full counts as short for that share and all smaller ones, and as unknown for larger
 ones. The next day is short with a probability of at most about (short + unknown + 1) / (days + 2), Laplace's rule of succession.
 
-**Compute.** With time slices, a cell takes longer if neighbours use the rest of the device; `time_slicing` computes by how much. A share
-whose mean slowdown exceeds a fifth is not suggested, unless the present share is as slow. With MPS a share limits what a cell may use; a
-cell that needs n times its share takes n times as long.
+**Compute.** With time slicing, a cell takes longer if neighbours use the rest of the device; `time_slicing` computes by how much. A share
+with a mean slowdown of more than a fifth is not suggested, unless the present share is just as slow. With MPS, a share limits what a cell
+can use: a cell that needs n times its share takes n times as long.
 
-**Suggestions.** Advice changes nothing. A smaller share is suggested if it would have been short on no day of at least a week. A larger
-share is suggested if the present one was full on a day, if growth exceeds it, or (with MPS) if it slows cells down. After a full day it has
-at least twice the memory, and at least what `predicted_peak_mib` expects. Days with an advised share are counted separately, and one day on
-which it was full rules it out.
+**Suggestions.** Advice changes nothing automatically. A smaller share is suggested if it would have been short on no day of at least a
+week. A larger share is suggested if the present one was full on a day, is too small for the growth, or (with MPS) slows cells down. After a
+full day, it has at least twice the memory, and at least `predicted_peak_mib`. Days with an advised share are counted separately; one full
+day rules it out.
 """
 
 from collections import Counter
@@ -27,17 +27,17 @@ from fractional_gpu.core.time_slicing import WHOLE_MILLI, slowed_milli, stretch_
 from fractional_gpu.core.units import format_fraction, format_memory, plural
 
 LEAST_DAYS = 3
-LEAST_DAYS_SMALLER = 7  # before a smaller share is suggested
-LEAST_BUSY_MS = 10 * 60_000  # in cells; with fewer days or less time nothing is suggested
-LEAST_DAY_MS = 60_000  # a shorter day is not counted, unless it was full
-HORIZON_DAYS = 14  # for which growth is expected to continue
+LEAST_DAYS_SMALLER = 7  # required before a smaller share is suggested
+LEAST_BUSY_MS = 10 * 60_000  # of cells; with fewer days or less time, nothing is suggested
+LEAST_DAY_MS = 60_000  # shorter days do not count, unless they were full
+HORIZON_DAYS = 14  # how long growth is expected to continue
 _MARGIN_MILLI = 50
 _SLOWED_MILLI = 1_200
 _MOST_GROWTH_MILLI = 1_000
 
 
 class Verdict(StrEnum):
-    """What is suggested. The values are on the wire."""
+    """What is suggested. The values are part of the protocol."""
 
     SMALLER = "smaller"
     LARGER = "larger"
@@ -47,37 +47,37 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Risk:
-    """How a share would have done on the days of the record."""
+    """How a share would have performed on the recorded days."""
 
     share: Share
     short_days: int
-    unknown_days: int  # a smaller share was full, so whether this one would have sufficed is unknown
+    unknown_days: int  # a smaller share was full, and this one may have been too small, too
     days: int
-    short_milli: int  # the probability, at most, that the next day is short of memory, thousandths
-    slowed_milli: int  # mean slowdown if neighbours use all the rest, thousandths; 0: no use was measured
+    short_milli: int  # upper bound on the probability that the next day is short of memory, thousandths
+    slowed_milli: int  # mean slowdown if neighbours use all the rest, thousandths; 0: not measured
 
 
 class Peak(NamedTuple):
-    """The peak of a day."""
+    """A day's peak of memory."""
 
     mib: int
-    seen: bool  # in full; false if the share was full, so more may have been needed
+    seen: bool  # false if the share was full, so that more may have been needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """Advice that was given."""
+class GivenAdvice:
+    """A suggestion that its owner has seen."""
 
-    day: int  # when it was first given, days since 1970
+    day: int  # when it was first shown, days since 1970
     before_milli: int
     milli: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowUp:
-    """The days with an advised share since its owner took it."""
+    """The days with a suggested share since the suggestion."""
 
-    given: Given
+    given: GivenAdvice
     days: int
     full_days: int
     peak_mib: int
@@ -85,7 +85,7 @@ class FollowUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """A suggestion with its figures. `risk` describes the suggested share (the present one if none is), `smaller` the next smaller one."""
+    """A suggestion with its figures. `risk` is of the suggested share (or the present one), `smaller` of the next smaller share."""
 
     verdict: Verdict
     present: Risk
@@ -96,8 +96,8 @@ class Advice:
     busy_ms: int
     held_ms: int
     gaps: int
-    use_milli: int  # mean part of a device while it ran cells; 0: not measured
-    growth_milli: int  # of the peaks, in `HORIZON_DAYS`
+    use_milli: int  # mean use of a device while it ran cells; 0: not measured
+    growth_milli: int  # growth of the peaks in `HORIZON_DAYS`
     follow_up: FollowUp | None = None
 
 
@@ -107,9 +107,9 @@ def advise(
     offers: Sequence[Share],
     *,
     bounded: bool = False,
-    given: Given | None = None,
+    given: GivenAdvice | None = None,
 ) -> Advice:
-    """Return what the record suggests. `offers`: the pool's shares; `bounded`: a share bounds what cells use (MPS)."""
+    """Return what the record suggests. `offers`: the pool's shares; `bounded`: a share limits the use of cells (MPS)."""
     days = [one for one in days if one.held_ms >= LEAST_DAY_MS or one.is_full]
     peaks, use = _peaks(days), _use(days)
     growth = _growth_milli(peaks)
@@ -150,12 +150,12 @@ def _choose(
         return (Verdict.UNKNOWN, now) if now.days < LEAST_DAYS_SMALLER else (Verdict.SMALLER, best)
     if best.share.milli > now.share.milli:
         if any(one.is_full and one.share.memory_mib >= now.share.memory_mib for one in days):
-            # It is unknown how much was needed: at least twice the memory, and what the days so far predict.
+            # The need is unknown: take at least twice the memory, and what earlier days predict.
             need = max(2 * now.share.memory_mib, predicted_peak_mib(list(peaks.values()), HORIZON_DAYS))
             enough = [risk for risk in fit if risk.share.memory_mib >= need]
             return Verdict.LARGER, enough[0] if enough else risks[-1]
         outgrown = growth > _MARGIN_MILLI and not fits(now.share, days, growth)
-        # The record may have days with a larger share, on which more was used than the present one has.
+        # Days with a larger share may have used more than the present share has.
         if outgrown or now.short_days:
             return Verdict.LARGER, best
     if bounded and now.slowed_milli > _SLOWED_MILLI:
@@ -169,12 +169,12 @@ def _choose(
 
 
 def is_short(share: Share, day: ShareDay) -> bool:
-    """Return whether the share would have been short of memory that day, as far as known."""
+    """Return whether the share is known to have been too small on that day."""
     return day.peak_mib > share.memory_mib or (day.is_full and share.memory_mib <= day.share.memory_mib)
 
 
 def fits(share: Share, days: Sequence[ShareDay], growth_milli: int = 0) -> bool:
-    """Return whether all days' peaks are within the share's memory with the margin."""
+    """Return whether every day's peak plus the margin is within the share's memory."""
     peak = _peak_mib(days)
     margin = peak * max(_MARGIN_MILLI, growth_milli) // 1000
     return peak + margin <= share.memory_mib and not any(is_short(share, one) for one in days)
@@ -214,40 +214,40 @@ _PRIOR_SCALE = 0.5  # a peak e times larger is e squared times rarer
 def predicted_peak_mib(peaks: Sequence[Peak], days: int) -> float:
     """Return the median of the largest peak in the next `days` days, MiB.
 
-    The model: days are independent, and above their median the logarithms of peaks fall off exponentially, as most tails do on a short
-    stretch (Pareto). The scale of the tail is the sum of all excesses over the number of peaks that were seen in full (Hill 1975; Beirlant
-    et al. 2007 for censored observations). A short record says little about a tail, so the estimate starts with `_PRIOR_DAYS` days of an
-    assumed scale. These and the threshold were chosen on the seeds 1, 2, 4 and 5 of `tests/benchmarks/share_advice.py`.
+    The model: days are independent, and above the median the logarithms of peaks are exponentially distributed (a Pareto tail). The scale
+    of the tail is the sum of all excesses divided by the number of fully seen peaks (Hill 1975; Beirlant et al. 2007 for censored
+    observations). A short record says little about the tail, so the estimate starts with `_PRIOR_DAYS` days of an assumed scale. These and
+    the threshold were chosen on seeds 1, 2, 4 and 5 of `tests/benchmarks/share_advice.py`.
     """
     ordered = sorted(peaks)
     median = ordered[(len(ordered) - 1) // 2].mib
     above = [one for one in ordered if one.mib >= median]
     excess = sum(log(max(1, one.mib) / max(1, median)) for one in above)
     scale = (excess + _PRIOR_DAYS * _PRIOR_SCALE) / (sum(one.seen for one in above) + _PRIOR_DAYS)
-    rarer = log(len(above) * days / (len(ordered) * log(2)))  # how much rarer than above the median
+    rarer = log(len(above) * days / (len(ordered) * log(2)))  # log of how much rarer than a peak above the median
     return median * exp(max(0.0, scale * rarer))
 
 
 def _growth_milli(peaks: Mapping[int, Peak]) -> int:
-    """Return how much the peaks will grow in `HORIZON_DAYS`, thousandths of the largest; 0 without growth or enough days.
+    """Return the expected growth of peaks in `HORIZON_DAYS`, thousandths of the largest; 0 without a trend or enough days.
 
-    The median of the slopes between all pairs of days (Theil 1950, Sen 1968), if the test of Mann (1945) and Kendall finds a trend at 1 %.
+    It is the median slope over all pairs of days (Theil 1950, Sen 1968), if the test of Mann (1945) and Kendall finds a trend at 1 %.
     """
     count = len(peaks)
     if count < 2 * LEAST_DAYS:
         return 0
     pairs = [(later - day, peaks[later].mib - peaks[day].mib) for day, later in combinations(sorted(peaks), 2)]
     trend = sum((more > 0) - (more < 0) for _, more in pairs)
-    # The variance of the sum is count * (count - 1) * (2 * count + 5) / 18; 2.326 deviations are the level of 1 % on one side.
+    # The variance of the sum is count * (count - 1) * (2 * count + 5) / 18; 2.326 deviations are the one-sided 1 % level.
     if trend <= 0 or 18_000 * trend * trend <= 5_411 * count * (count - 1) * (2 * count + 5):
         return 0
-    slopes = sorted(1000 * more // passed for passed, more in pairs)  # thousandths of a MiB a day
+    slopes = sorted(1000 * more // passed for passed, more in pairs)  # thousandths of a MiB per day
     growth = slopes[len(slopes) // 2] * HORIZON_DAYS // max(1, *(peak.mib for peak in peaks.values()))
     return min(_MOST_GROWTH_MILLI, max(0, growth))
 
 
-def _followed(days: Sequence[ShareDay], given: Given | None) -> FollowUp | None:
-    """Return how the advised share did, or None if nobody took it."""
+def _followed(days: Sequence[ShareDay], given: GivenAdvice | None) -> FollowUp | None:
+    """Return how the suggested share performed, or None if it was not used."""
     since = [one for one in days if given is not None and one.day >= given.day and one.share.milli == given.milli]
     if given is None or not since:
         return None
@@ -261,7 +261,7 @@ def _followed(days: Sequence[ShareDay], given: Given | None) -> FollowUp | None:
 
 
 def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
-    """Return pairs of the part of a device used, thousandths, and ms. A bin counts as its upper end."""
+    """Return pairs of use (thousandths of a device) and ms. A bin counts as its upper end."""
     sums = Counter[int]()
     for one in days:
         sums.update(one.use)
@@ -269,7 +269,7 @@ def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
 
 
 def _mean(parts: Sequence[tuple[int, int]]) -> int:
-    """Return the mean value, weighted by ms; 0 if there are none."""
+    """Return the mean of (value, ms) pairs, weighted by ms; 0 without pairs."""
     whole_ms = sum(ms for _, ms in parts)
     return sum(value * ms for value, ms in parts) // whole_ms if whole_ms else 0
 
@@ -283,11 +283,11 @@ def _slowed_milli(share: Share, use_milli: int, *, bounded: bool) -> int:
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-_WORTH_A_WORD_MILLI = 1_005  # smaller slowdowns are not mentioned
+_WORTH_A_WORD_MILLI = 1_005  # smallest slowdown worth mentioning
 
 
 def sentence(advice: Advice) -> str:
-    """Return the advice as sentences, without the last full stop; empty if there is nothing to say."""
+    """Return the advice as sentences, without the last full stop; empty without advice."""
     parts = []
     if advice.verdict in (Verdict.SMALLER, Verdict.LARGER):
         why = "would suffice" if advice.verdict is Verdict.SMALLER else "is suggested"
@@ -299,7 +299,7 @@ def sentence(advice: Advice) -> str:
         before, now = (format_fraction(milli) for milli in (followed.given.before_milli, followed.given.milli))
         full = f"full on {followed.full_days}" if followed.full_days else "never full"
         parts.append(
-            f"Since {now} GPU was taken as advised (instead of {before}): at most {format_memory(followed.peak_mib)} on "
+            f"Since the suggested change from {before} to {now} GPU: at most {format_memory(followed.peak_mib)} on "
             f"{plural(followed.days, 'day')}, {full}"
         )
     return ". ".join(parts)
@@ -331,11 +331,11 @@ def _figures(advice: Advice) -> str:
 def _risk_words(risk: Risk) -> str:
     words = f"it {_short(risk)}"
     if risk.unknown_days:
-        words += f"; on {risk.unknown_days} all of a smaller share was used, so whether it suffices was not seen"
+        words += f"; on {risk.unknown_days} more a smaller share was full, so this one may have been too small, too"
     else:
-        words += f", and by that record {max(1, risk.short_milli // 10)} % of the days to come may be short"
+        words += f", and judging by these, {max(1, risk.short_milli // 10)} % of future days may be short"
     if risk.slowed_milli > _WORTH_A_WORD_MILLI:
-        words += f"; beside neighbours that use all the rest, cells take {risk.slowed_milli / 1000:.2f} times as long as alone at most"
+        words += f"; next to neighbours that use all the rest, cells take up to {risk.slowed_milli / 1000:.2f} times as long as alone"
     return words
 
 

@@ -1,6 +1,6 @@
-"""The sizes that a pool's leases ask for: the memory on each device, and the number of devices.
+"""The sizes that leases of a pool request: the memory on each device, and the number of devices.
 
-Each ticket for room counts, except for leases that reserve by use, whose sizes change.
+Every ticket for room counts, unless its lease reserves by use, because then its size changes.
 """
 
 from collections import Counter
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 Size = tuple[int, int]
 """MiB on each device, and the number of devices."""
-MOST_ASKS = 512  # the last ones of one pool
+MOST_REQUESTS = 512  # the last requests of a pool
 
 
 @dataclass
-class AskMix:
-    """The last asks of one pool. `usable` is in MiB times asks."""
+class RequestedSizes:
+    """The sizes of a pool's last requests for room."""
 
     recent: list[Size] = field(default_factory=list)
 
@@ -22,21 +22,21 @@ class AskMix:
         self._count()
 
     def add(self, mib: int, devices: int) -> None:
-        """Count an ask for this much memory on each of this many devices."""
+        """Record a request for this much memory on each of this many devices."""
         self.recent.append((mib, devices))
         self._count()
 
     def _count(self) -> None:
-        del self.recent[:-MOST_ASKS]
+        del self.recent[:-MOST_REQUESTS]
         self.weights: Mapping[Size, int] = Counter(self.recent)
         sizes = sorted(self.weights.items())
         self._singles = [(max(1, mib), weight) for (mib, devices), weight in sizes if devices == 1]
         self.several = [(mib, devices, weight) for (mib, devices), weight in sizes if devices > 1]
 
     def usable(self, free_mib: int) -> int:
-        """Return how much of a device's free memory asks for one device can use, in MiB times asks."""
+        """Return how much of a device's free memory the requests for one device could use, MiB times requests."""
         return sum([free_mib // mib * mib * weight for mib, weight in self._singles if mib <= free_mib])
 
 
-NO_ASKS = AskMix()
-"""The asks of a pool before its first lease."""
+NO_REQUESTS = RequestedSizes()
+"""The sizes of a pool without requests."""

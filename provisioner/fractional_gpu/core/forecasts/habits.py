@@ -1,8 +1,7 @@
-"""The record of what notebooks and seats used of their shares, by day. Advice about shares is made from it.
+"""Records how much of their shares notebooks and seats used, by day, for advice about shares.
 
-A `ShareDay` is one day of one notebook (or of one hub server's seat) with one share: its peak of device memory, for how long it held memory
-on a device, for how long it ran cells, and how much of the device they used. `UseRecorder.observe` gets samples; peaks between two samples
-are missed.
+A `ShareDay` is a day of a notebook (or of a hub server's seat) with one share: the peak of its device memory, how long it held memory on a
+device, how long it ran cells, and how much of the device they used. `UseRecorder.observe` gets samples; peaks between samples are missed.
 
 Integers only: memory in MiB on each device, times in milliseconds, shares and use in thousandths of a device, days since 1970 (UTC).
 """
@@ -13,10 +12,10 @@ from enum import StrEnum
 from typing import NamedTuple
 
 USE_STEP_MILLI = 50  # the width of the bins of use
-WINDOW_DAYS = 28  # that advice is made from
-MOST_LABELS = 200  # notebooks of one user in one pool with separate records
+WINDOW_DAYS = 28  # how much of the record advice uses
+MOST_LABELS = 200  # limit on notebooks with separate records, per user and pool
 _FULL_PERCENT = 95
-_LONGEST_SAMPLE_MS = 60_000  # after a longer gap between samples, the time between them is ignored
+_LONGEST_SAMPLE_MS = 60_000  # a longer time between samples is ignored
 
 
 class HabitKind(StrEnum):
@@ -27,7 +26,7 @@ class HabitKind(StrEnum):
 
 
 class HabitKey(NamedTuple):
-    """Whose record it is. `seated`: a user of the hub; `label`: the notebook, empty for a seat."""
+    """The subject of a record. `seated`: the owner is a hub user; `label`: the notebook, empty for a seat."""
 
     pool: str
     owner: str
@@ -37,7 +36,7 @@ class HabitKey(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A share of a device: thousandths of it, and the memory that comes with it, MiB."""
+    """A share of a device, in thousandths, and its memory, MiB."""
 
     milli: int
     memory_mib: int
@@ -45,19 +44,19 @@ class Share(NamedTuple):
 
 @dataclass(slots=True)
 class ShareDay:
-    """One day with one share."""
+    """The use of one share on one day."""
 
     day: int
     share: Share
     peak_mib: int = 0
     held_ms: int = 0  # with memory on a device
-    busy_ms: int = 0  # of that, while it ran cells
+    busy_ms: int = 0  # the part of that in which it ran cells
     gaps: int = 0  # how often it went idle
-    use: dict[int, int] = field(default_factory=dict)  # ms by bin, `USE_STEP_MILLI` wide each
+    use: dict[int, int] = field(default_factory=dict)  # ms by bin of `USE_STEP_MILLI`
 
     @property
     def is_full(self) -> bool:
-        """Whether its memory was full, so that it may have needed more than its peak."""
+        """Whether the memory was full, so that more than the peak may have been needed."""
         return self.peak_mib * 100 >= self.share.memory_mib * _FULL_PERCENT
 
 
@@ -71,15 +70,15 @@ class Sample(NamedTuple):
 
 
 class UseRecorder:
-    """Keeps the days of all notebooks and seats, and which changed since the last `take_changed`."""
+    """Keeps the days of all notebooks and seats, and those that changed since the last `take_changed`."""
 
     def __init__(self) -> None:
         self._days: dict[HabitKey, dict[tuple[int, Share], ShareDay]] = {}
-        self._last: dict[str, tuple[int, Sample]] = {}  # its time and itself, by lease or seat
+        self._last: dict[str, tuple[int, Sample]] = {}  # by lease or seat: the last sample and its time
         self._changed: dict[tuple[HabitKey, int, Share], ShareDay] = {}
 
     def load(self, key: HabitKey, day: ShareDay) -> None:
-        """Add a day that an earlier recorder kept."""
+        """Add a day from an earlier recorder."""
         self._days.setdefault(key, {})[day.day, day.share] = day
 
     def key(self, pool: str, owner: str, label: str, *, seated: bool) -> HabitKey:
@@ -90,7 +89,7 @@ class UseRecorder:
         return key._replace(label="")
 
     def observe(self, at_ms: int, day: int, holder: str, key: HabitKey, sample: Sample | None) -> None:
-        """Record a sample (None: ended, or no device memory). The time before it counts for the previous sample."""
+        """Record a sample (None: ended, or without device memory). The time since the previous sample counts for that one."""
         last_ms, last = self._last.pop(holder, (at_ms, None))
         if last is not None and 0 < at_ms - last_ms <= _LONGEST_SAMPLE_MS:
             now = last if sample is None or sample.share != last.share else sample
@@ -117,14 +116,14 @@ class UseRecorder:
         return one
 
     def forget(self, before_day: int) -> None:
-        """Drop days before that one."""
+        """Drop the days before `before_day`."""
         for key, days in list(self._days.items()):
             self._days[key] = {name: one for name, one in days.items() if one.day >= before_day}
             if not self._days[key]:
                 del self._days[key]
 
     def take_changed(self) -> list[tuple[HabitKey, ShareDay]]:
-        """Return in full the days changed since the last call."""
+        """Return the days that changed since the last call, each as a whole."""
         changed, self._changed = self._changed, {}
         return [(key, one) for (key, _, _), one in changed.items()]
 
@@ -133,5 +132,5 @@ class UseRecorder:
         return sorted(self._days.get(key, {}).values(), key=lambda one: (one.day, one.share))
 
     def keys(self) -> Iterator[HabitKey]:
-        """Yield the notebooks and seats with a record."""
+        """Yield the keys of all notebooks and seats with a record."""
         yield from self._days

@@ -1,13 +1,13 @@
-"""Forecasts against outcomes: quantiles of the last outcomes, bounds that adapt to misses, and the accuracy of recent forecasts.
+"""Compares forecasts with outcomes: quantiles of the last outcomes, bounds that adapt to misses, and the accuracy of recent forecasts.
 
-An estimator gives an expected value with bounds. A `Band` corrects these bounds so that about a tenth of the outcomes lie above the upper
+An estimator gives an expected value with bounds. A `Band` corrects these bounds so that about a tenth of the outcomes are above the upper
 bound and a tenth below the lower one. An outcome beyond a bound moves that bound outward at once, and further with each miss in a row; any
 other outcome moves it back a little. This is quantile tracking with a fixed step (Gibbs and Candès, "Adaptive Conformal Inference Under
-Distribution Shift", NeurIPS 2021). Eight other outcomes undo one miss, so in the long run at most one outcome in nine lies beyond each
-bound, whatever the order of the outcomes.
+Distribution Shift", NeurIPS 2021). Eight other outcomes undo one miss, so in the long run at most one outcome in nine is beyond each bound,
+in any order of outcomes.
 
-Times are in ms, slowdowns in thousandths. Floats are only combined with + - * / and compared, so results are the same on every machine.
-The dataclasses are stored as they are: a driver saves their fields and reads them back with checked types.
+Times are in ms, slowdowns in thousandths. Floats are only compared and combined with + - * /, so results are the same on every machine.
+Drivers save the fields of these dataclasses and load them with checked types.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ from fractional_gpu.core.model import Span
 SUSPEND, RESUME = "suspend", "resume"
 WAIT, CELL, REST, SLOWDOWN, SEAT = "wait", "cell", "rest", "slowdown", "seat"
 KINDS = (WAIT, SUSPEND, RESUME, CELL, REST, SLOWDOWN, SEAT)
-"""What is forecast. `REST` is the rest of a running cell."""
-EVEN = 50  # added to both sides of a ratio, so that very short times do not matter
-_MOST_NAMES = 256  # of pools, kinds of devices and the like; the oldest is forgotten
-_COMPARED = 256  # forecasts of a kind whose error is known
-_LEAST_MS = 100  # errors are relative to what happened, or to this
+"""The kinds of forecasts. `REST` is the remaining time of a running cell."""
+PAD = 50  # added to both sides of a ratio, so that very short times have no influence
+_MOST_NAMES = 256  # limit on pools, device models and the like; the oldest is dropped
+_COMPARED = 256  # number of last forecasts in the accuracy of a kind
+_LEAST_MS = 100  # errors are relative to the outcome, or to this if it is larger
 _MOST_PERMILLE = 30_000
 _Item = TypeVar("_Item")
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
-    """Return a quantile of sorted outcomes (at least one), interpolated linearly."""
+    """Return a quantile of one or more sorted outcomes, linearly interpolated."""
     place = min(max(part * len(ordered) - 0.5, 0.0), len(ordered) - 1.0)
     before = int(place)
     after = min(before + 1, len(ordered) - 1)
@@ -37,13 +37,13 @@ def quantile(ordered: Sequence[float], part: float) -> float:
 
 
 def add_last(window: list[_Item], outcome: _Item, most: int) -> None:
-    """Add an outcome; keep the last `most`."""
+    """Append an outcome, and keep the last `most`."""
     window.append(outcome)
     del window[:-most]
 
 
-def kept(known: dict[str, _Item], name: str, make: Callable[[], _Item]) -> _Item:
-    """Return a name's entry. A new name gets a new entry, which replaces the oldest if there are too many."""
+def entry_of(known: dict[str, _Item], name: str, make: Callable[[], _Item]) -> _Item:
+    """Return the entry of a name, or make one. A new entry replaces the oldest if there are too many."""
     if name not in known:
         if len(known) >= _MOST_NAMES:
             del known[next(iter(known))]
@@ -54,16 +54,16 @@ def kept(known: dict[str, _Item], name: str, make: Callable[[], _Item]) -> _Item
 # -- bounds ------------------------------------------------------------------------------------------------------------
 
 
-_WIDER = (1.064, 1.133, 1.284, 1.648, 2.717)  # by the number of misses before this one in a row
-_NARROWER = 1.0078  # eight of these undo the first of those
+_WIDER = (1.064, 1.133, 1.284, 1.648, 2.717)  # by the number of earlier misses in a row
+_NARROWER = 1.0078  # eight of these steps undo the first wider one
 _LEAST_FACTOR, _MOST_FACTOR = 1 / 400, 1_000_000.0
 
 
 @dataclass(slots=True)
-class Side:
-    """One side of a band."""
+class BoundCorrection:
+    """The correction of one bound of a `Band`."""
 
-    factor: float = 1.0  # by which the bound moves outward
+    factor: float = 1.0  # how far the bound moves outward
     run: int = 0  # misses in a row
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Side:
         self.run = min(self.run, len(_WIDER) - 1)
 
     def learn(self, *, missed: bool, at_expected: bool) -> None:
-        """Move outward after a miss, else inward. A bound at the expected value stays, so that the next miss moves it at once."""
+        """Move outward after a miss, else inward. A bound at the expected value stays there, so that the next miss moves it at once."""
         if missed:
             self.factor = min(_MOST_FACTOR, self.factor * _WIDER[self.run])
             self.run = min(self.run + 1, len(_WIDER) - 1)
@@ -85,17 +85,17 @@ class Side:
 class Band:
     """The corrections of the bounds of one kind of forecast."""
 
-    low: Side = field(default_factory=Side)
-    high: Side = field(default_factory=Side)
+    low: BoundCorrection = field(default_factory=BoundCorrection)
+    high: BoundCorrection = field(default_factory=BoundCorrection)
 
     def spread(self, span: Span) -> Span:
         """Return the estimator's forecast with corrected bounds around the same expected value."""
-        low = int((span.low_ms + EVEN) / self.low.factor) - EVEN
-        high = int((span.high_ms + EVEN) * self.high.factor) - EVEN
+        low = int((span.low_ms + PAD) / self.low.factor) - PAD
+        high = int((span.high_ms + PAD) * self.high.factor) - PAD
         return replace(span, low_ms=max(0, min(span.expected_ms, low)), high_ms=max(span.expected_ms, high))
 
     def learn(self, span: Span, happened: int) -> None:
-        """Learn from an outcome. `span`: the estimator's forecast, before `spread`."""
+        """Learn from an outcome. `span` is the estimator's forecast, before `spread`."""
         stated = self.spread(span)
         self.low.learn(missed=happened < stated.low_ms, at_expected=stated.low_ms == span.expected_ms)
         self.high.learn(missed=happened > stated.high_ms, at_expected=stated.high_ms == span.expected_ms)
@@ -111,21 +111,21 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastError:
-    """The recent accuracy of one kind of forecast, over all users."""
+    """The recent accuracy of one kind of forecast, for all users together."""
 
     what: str  # one of `KINDS`
-    count: int  # forecasts that were compared with what happened, ever
-    median_error_permille: int  # of the last 256: the error as a share of what happened
-    covered_permille: int  # of the last 256: how many lay between their bounds
-    stated_permille: int = 800  # that the bounds promise to cover
+    count: int  # all forecasts that were compared with their outcome
+    median_error_permille: int  # over the last 256, relative to the outcome
+    covered_permille: int  # of the last 256: outcomes between the bounds
+    stated_permille: int = 800  # outcomes that should be between the bounds
 
 
 @dataclass(slots=True)
 class Accuracy:
-    """The recent forecasts of one kind, compared with what happened."""
+    """The recent forecasts of one kind, compared with their outcomes."""
 
     count: int = 0
-    recent: list[int] = field(default_factory=list)  # twice the error in thousandths, and 1 if between the bounds
+    recent: list[int] = field(default_factory=list)  # twice the error in thousandths, plus 1 if between the bounds
 
     def compare(self, stated: Span, happened: int) -> None:
         off = abs(stated.expected_ms - happened) * 1000 // max(_LEAST_MS, happened)
@@ -144,11 +144,11 @@ class Accuracy:
         )
 
 
-class Judged(NamedTuple):
-    """A stated forecast and what happened."""
+class ForecastOutcome(NamedTuple):
+    """A forecast and its outcome."""
 
     kind: str
-    name: str  # whose bounds these are: a kind of device; for waits, what decides them; for seats, the pool
+    name: str  # selects the bounds: a device model; the kind of wait; for seats, the pool
     lease_id: str  # empty if the forecast is not about one lease
     stated: Span
     happened: int
