@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from fractional_gpu.core.metering.budgets import (
     LAST_PRIORITY,
     Budget,
+    BudgetExtension,
     Consequence,
-    Extra,
     Spending,
     Subject,
     Unit,
@@ -58,12 +58,12 @@ def test_each_user_has_a_budget_of_their_own_and_a_group_one_together() -> None:
 def test_a_hubs_user_and_one_of_the_machine_with_the_same_name_have_a_budget_each() -> None:
     hub = replace(ANN, seated=True)
     hub_s = Subject("user", "ann", "hub")
-    spending = Spending((EACH,), [Extra(Subject("user", "ann"), EACH.text, 30, 10 * HOUR)])
+    spending = Spending((EACH,), [BudgetExtension(Subject("user", "ann"), EACH.text, 30, 10 * HOUR)])
     spending.add([row(0, 5), row(0, 7, hub)])
     assert (EACH.subject(ANN), EACH.subject(hub)) == (ANN_S, hub_s)
     assert (spent(spending, 0, HOUR), spent(spending, 0, HOUR, hub_s)) == (5, 7)
     assert spending.state(0, ANN_S, 0, HOUR).amount == spending.state(0, hub_s, 0, HOUR).amount == 1030, "for each"
-    spending.extras = [Extra(hub_s, EACH.text, 30, 10 * HOUR)]
+    spending.extras = [BudgetExtension(hub_s, EACH.text, 30, 10 * HOUR)]
     assert spending.state(0, ANN_S, 0, HOUR).amount == 1000
     assert replace(EACH, kind="group").subject(hub) == replace(EACH, kind="group").subject(ANN)
 
@@ -111,7 +111,7 @@ def test_folding_minutes_into_hours_loses_nothing(steps: list[tuple[int, int]], 
 
 
 def test_what_was_added_counts_until_its_time_for_its_budget_and_subject_only() -> None:
-    spending = Spending((EACH,), [Extra(ANN_S, EACH.text, 500, until_s=10 * HOUR)])
+    spending = Spending((EACH,), [BudgetExtension(ANN_S, EACH.text, 500, until_s=10 * HOUR)])
     spending.add([row(0, 1200)])
     state = spending.state(0, ANN_S, 0, HOUR)
     assert (state.amount, state.left, state.is_used_up, state.is_warned) == (1500, 300, False, True)

@@ -21,9 +21,9 @@ from fractional_gpu.config.pools import Pool
 from fractional_gpu.core.events import PriorityChanged
 from fractional_gpu.core.metering.budgets import (
     Budget,
+    BudgetExtension,
     BudgetState,
     Consequence,
-    Extra,
     Spending,
     Subject,
     WindowKind,
@@ -203,7 +203,8 @@ class BudgetKeeper:
         """Add an amount until `until_s`, or until each budget resets. Raises LedgerError, adding nothing. Still adds if cancelled."""
         now_s = self._now_s()
         more = [
-            Extra(subject, one.text, amount, until_s or end_of(one, now_s) or now_s + one.rolling_s) for one in budgets
+            BudgetExtension(subject, one.text, amount, until_s or end_of(one, now_s) or now_s + one.rolling_s)
+            for one in budgets
         ]
         extras = [*(one for one in self._spending.extras if one.until_s > now_s), *more]
         text = msgspec.json.encode(extras).decode()
@@ -258,9 +259,9 @@ class BudgetKeeper:
         return self._wall() // 1000
 
 
-def _read_extras(ledger: Ledger) -> list[Extra]:
+def _read_extras(ledger: Ledger) -> list[BudgetExtension]:
     try:
-        return msgspec.json.decode(ledger.kept(_EXTRAS) or "[]", type=list[Extra])
+        return msgspec.json.decode(ledger.kept(_EXTRAS) or "[]", type=list[BudgetExtension])
     except msgspec.DecodeError as error:
         log.warning("cannot read the amounts added to budgets: %s", error)
         return []

@@ -1,7 +1,7 @@
-"""Budgets: how much a user or a group may use within a window of time, what they spent, and what is left.
+"""Budgets: how much a user or group may use in a window of time, how much is spent, and what is left.
 
-Pure. Spending is added up by the minute for the last two hours and by the hour before that, so a window's start has that precision. A
-used-up budget ends nothing: the pool says whether its owner's kernels wait for others, and whether new ones start.
+Pure. Spending is stored by the minute for the last two hours and by the hour before that, so the start of a window has this precision. A
+used-up budget ends no kernel: the pool's settings decide whether its owner's kernels wait for others, and whether new ones start.
 """
 
 from collections.abc import Iterable
@@ -12,39 +12,39 @@ from typing import NamedTuple
 from fractional_gpu.core.metering.usage import ACCOUNTS, Party, Usage, UsageRow
 
 WARN_MILLI = 800
-"""The broker warns when this many thousandths are spent."""
+"""The broker warns when this part of a budget is spent, thousandths."""
 LAST_PRIORITY = -1_000_000
-"""The priority of kernels that get only what no other ticket waits for: below any configured one."""
+"""The priority of kernels that are served only while no other ticket waits. It is below any configured priority."""
 _MINUTE_S = 60
 _HOUR_S = 3600
 _MINUTES_FOR_S = 2 * _HOUR_S
 
 
 class Unit(StrEnum):
-    """What a budget counts."""
+    """The unit of a budget."""
 
-    SHARE = "gpu-hours"  # milli-GPU milliseconds that the pool's terms charge for
+    SHARE = "gpu-hours"  # charged milli-GPU milliseconds
     MONEY = "money"  # thousandths of the budget's currency
     ENERGY = "energy"  # mJ
 
 
 class Consequence(StrEnum):
-    """What a pool does when a budget is used up. It never ends a kernel."""
+    """What happens when a budget is used up. No kernel is ended."""
 
-    LOWER_PRIORITY = "lower-priority"  # one below its own
+    LOWER_PRIORITY = "lower-priority"  # one below the lease's own
     WHEN_FREE = "when-free"  # served only while no other ticket waits
-    NO_SEATS = "no-new-seats"  # neither seats nor kernels begin
+    NO_SEATS = "no-new-seats"  # no new seats and no new kernels
 
 
 class Subject(NamedTuple):
-    """Who has a budget. A hub's user and a user of the machine with the same name have separate budgets."""
+    """The user or group that has a budget. A hub user and a system user of the same name have separate budgets."""
 
     kind: str  # "user" or "group"
     name: str
-    account: str = ""  # of a user: `ACCOUNTS`; empty: of a group, or (of what was added) each of the two users
+    account: str = ""  # for users, one of `ACCOUNTS`; empty: a group or, in an extension, both users
 
     def includes(self, other: "Subject") -> bool:
-        """Whether this subject covers `other`."""
+        """Whether `other` is this subject, or one of the users that it stands for."""
         return self[:2] == other[:2] and self.account in {"", other.account}
 
 
@@ -54,25 +54,25 @@ class WindowKind(StrEnum):
     DAY = "day"
     WEEK = "week"
     MONTH = "month"
-    ROLLING = "rolling"  # the last `rolling_s` seconds; an hour is the limit of a surge
+    ROLLING = "rolling"  # the last `rolling_s` seconds; an hour limits bursts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What each of some users, or groups, may use. `name` "*": each one."""
+    """A budget for each user or group of this name; "*": for all."""
 
     kind: str  # "user" or "group"
     name: str
     unit: Unit
-    amount: int  # in the unit's measure
+    amount: int  # in the measure of the unit
     window: WindowKind
     rolling_s: int = 0
-    currency: str = ""  # Unit.MONEY: amounts in other currencies do not count
-    pools: tuple[str, ...] = ()  # that count; empty: all
-    text: str = ""  # as configured, for people: `40 GPU hours per month`
+    currency: str = ""  # Unit.MONEY: other currencies do not count
+    pools: tuple[str, ...] = ()  # pools that count; empty: all
+    text: str = ""  # as configured, such as `40 GPU hours per month`
 
     def subject(self, party: Party) -> Subject | None:
-        """Return whose budget a lease of this party is charged to, or None."""
+        """Return the subject that a lease of this party is charged to, or None."""
         name = party.owner if self.kind == "user" else party.group
         counts = name and self.name in {"*", name} and (not self.pools or party.pool in self.pools)
         if not counts:
@@ -80,7 +80,7 @@ class Budget:
         return Subject(self.kind, name, ACCOUNTS[party.seated] if self.kind == "user" else "")
 
     def spent(self, usage: Usage, currency: str) -> int:
-        """Return what the figures count, in the unit's measure."""
+        """Return the part of the usage that this budget counts, in the measure of its unit."""
         match self.unit:
             case Unit.SHARE:
                 return usage.charged_share
@@ -91,28 +91,28 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
-    """What an administrator added to a subject's budget until `until_s` (seconds since 1970)."""
+class BudgetExtension:
+    """An amount that an administrator added to a budget until `until_s` (seconds since 1970)."""
 
     subject: Subject
-    budget: str  # its text
+    budget: str  # its `text`
     amount: int
     until_s: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetState:
-    """One subject's budget at a moment. Amounts in the unit's measure; times in seconds since 1970."""
+    """A subject's budget at a point in time. Amounts are in the measure of the unit, times in seconds since 1970."""
 
     budget: Budget
     subject: Subject
-    amount: int  # what was added included
+    amount: int  # extensions included
     spent: int
     since_s: int
 
     @property
     def left(self) -> int:
-        """What is left; 0 if it is overspent."""
+        """What is left; 0 if more was spent."""
         return max(0, self.amount - self.spent)
 
     @property
@@ -126,15 +126,15 @@ class BudgetState:
 
 @dataclass(slots=True)
 class Spending:
-    """What the subjects of some budgets spent, and what they got extra."""
+    """Spending by budget and subject, and the budgets' extensions."""
 
     budgets: tuple[Budget, ...]
-    extras: list[Extra] = field(default_factory=list)
-    _spent: dict[tuple[int, Subject], dict[int, int]] = field(default_factory=dict)  # by budget's index: by bucket
-    _grid_s: int = 0  # where local hours begin within UTC hours
+    extras: list[BudgetExtension] = field(default_factory=list)
+    _spent: dict[tuple[int, Subject], dict[int, int]] = field(default_factory=dict)  # by budget index; then by bucket
+    _grid_s: int = 0  # offset of local hours from UTC hours
 
     def add(self, rows: Iterable[UsageRow], now_s: int | None = None) -> None:
-        """Add figures. `now_s`: they are from the last minute; None: they are the ledger's hourly figures."""
+        """Add usage from the last minute before `now_s`; if None, hourly figures from the ledger."""
         for row in rows:
             bucket = row.key.hour_s
             self._grid_s = bucket % _HOUR_S
@@ -150,7 +150,7 @@ class Spending:
             self._fold(now_s)
 
     def _fold(self, now_s: int) -> None:
-        """Merge old minutes into hours without touching the existing hours, which may be thousands."""
+        """Merge old minutes into hours. Leaves the existing hours alone, as there may be thousands."""
         before_s, grid_s = now_s - _MINUTES_FOR_S, self._grid_s
         for buckets in self._spent.values():
             for at_s in [one for one in buckets if one < before_s and (one - grid_s) % _HOUR_S]:
@@ -167,7 +167,7 @@ class Spending:
         self.extras = [one for one in self.extras if one.until_s > before_s]
 
     def subjects(self, parties: Iterable[Party]) -> list[tuple[int, Subject]]:
-        """Return the sorted pairs of budget index and subject for these parties and past figures."""
+        """Return sorted (budget index, subject) pairs for these parties and for all past spending."""
         found = set(self._spent)
         for party in parties:
             for index, budget in enumerate(self.budgets):
@@ -176,7 +176,7 @@ class Spending:
         return sorted(found)
 
     def state(self, index: int, subject: Subject, since_s: int, now_s: int) -> BudgetState:
-        """Return a subject's budget as of now, in the window that began at `since_s`."""
+        """Return the state of a subject's budget now, in the window that started at `since_s`."""
         budget = self.budgets[index]
         buckets = self._spent.get((index, subject), {})
         extra = sum(
@@ -189,7 +189,7 @@ class Spending:
 
 
 def penalty(own_priority: int, consequences: Iterable[Consequence]) -> int | None:
-    """Return the priority of a lease whose budget is used up, by its pool's terms; None: its own."""
+    """Return the priority of a lease whose budget is used up, or None if it keeps its own."""
     which = set(consequences)
     if Consequence.WHEN_FREE in which:
         return LAST_PRIORITY

@@ -1,18 +1,18 @@
-"""The meter: it is told what each lease holds and what each device's energy counter reads, and adds up the usage.
+"""The meter adds up usage, from what each lease holds and what each device's energy counter reads.
 
-Pure, in integers, with time on every call. Broker and simulator drive the same meter. It keeps figures by hour, lease and device until the
-broker takes them (`take`) and writes them down.
+Pure and in integers; every call passes the time. Broker and simulator use the same meter. It keeps figures by hour, lease and device until
+the broker takes (`take`) and stores them.
 
-**Time.** `at_ms` is a clock that never goes back; `wall_ms` is the wall clock at the same moment and decides only to which hour a stretch
-of time belongs. If the wall clock is set, hours may be longer or shorter than an hour; the sums do not change.
+**Time.** `at_ms` is a monotonic clock. `wall_ms` is the wall clock at the same time; it only decides to which hour a period belongs. If the
+wall clock is set, hours can be longer or shorter than an hour, but the sums do not change.
 
-**Energy.** Between two readings of a device's counter, energy above the idle draw goes to the leases that ran cells there, by their part of
-the work (busy time times measured utilisation, or times their share if unmeasured). The idle draw goes to the leases that hold the device,
-by their part of its time. The pool gets the rest: idle draw while no lease held it, and energy above it while no cell ran. The parts of
-each reading add up to it.
+**Energy.** Between two readings of a device's counter, the energy above the idle draw is divided among the leases that ran cells there, by
+their work (busy time times measured utilisation, or times their share if unmeasured). The idle draw is divided among the leases that hold
+the device, by their part of its time. The pool gets the rest: idle draw while no lease held the device, and energy above it while no cell
+ran. The parts of each reading add up to it.
 
-The division of a device's energy by utilisation with the idle power shared among tenants follows what energy accounting of virtual
-machines does (Kansal et al., "Virtual Machine Power Metering and Provisioning", SoCC 2010); docs/costs.md compares it with two others.
+Virtual machines' energy is accounted for in the same way, by utilisation and with shared idle power (Kansal et al., "Virtual Machine Power
+Metering and Provisioning", SoCC 2010); docs/costs.md compares this with two other methods.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,9 +23,9 @@ from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKe
 
 _AMOUNT = 1000 * SHARE_HOUR
 """The divisor for a price in thousandths times milli-GPU milliseconds times charged thousandths."""
-_MOST_MW = 10_000_000  # 10 kW: no device draws more, so such a reading is wrong
-_QUIET_MS = 1000  # from a shorter time no idle draw is learnt
-_IDLE_PARTS = 8  # the idle draw that is known moves by one part in this many towards each reading
+_MOST_MW = 10_000_000  # 10 kW: no device draws more, so a higher reading is wrong
+_QUIET_MS = 1000  # minimum time between readings for learning the idle draw
+_IDLE_PARTS = 8  # each reading moves the known idle draw by one part in this many
 
 
 _FREE = Tariff()
@@ -33,12 +33,12 @@ _FREE = Tariff()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """A lease as it is from a moment on. Memory in MiB, over all its devices."""
+    """What a lease holds from now on. Memory is in MiB, for all its devices together."""
 
     party: Party
     milli: int  # its share of each of its devices
-    count: int = 1  # devices that it asks for
-    devices: tuple[str, ...] = ()  # on which it has a reservation now, its first one first
+    count: int = 1  # devices that it requests
+    devices: tuple[str, ...] = ()  # with a reservation now, the first one first
     busy: bool = False
     suspended: bool = False
     device_mib: int = 0
@@ -52,7 +52,7 @@ class Holding:
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease, and until when it was counted. `carry`: fractions of a thousandth not booked yet, by amount."""
+    """A lease, and until when it was counted. `carry`: for each amount, the fraction of a thousandth that is not booked yet."""
 
     holding: Holding
     since_ms: int
@@ -61,29 +61,29 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Part:
-    """What one lease, or none, had of a device since its energy was last divided."""
+    """A lease's (or the pool's) part of a device since its energy was last divided."""
 
     party: Party
     occupied_us: int = 0  # of the device's time
     busy_ms: int = 0
-    milli: int = 0  # its share while it was busy
+    milli: int = 0  # the lease's share while it was busy
 
 
 @dataclass(slots=True)
 class _Device:
-    """A device, who holds it, and what happened there since its energy was last divided."""
+    """A device, its holders, and its use since its energy was last divided."""
 
     pool: str
-    since_ms: int  # up to here its time is divided
+    since_ms: int  # until when its time is divided
     energy_at_ms: int
     counter_mj: int | None = None
     idle_mw: int | None = None  # learnt while nothing ran there
     holders: dict[str, int] = field(default_factory=dict)  # share by lease
-    parts: dict[str, _Part] = field(default_factory=dict)  # by lease; "": none
+    parts: dict[str, _Part] = field(default_factory=dict)  # by lease; "": the pool
 
 
 class Meter:
-    """Adds up what leases use. `calendar`: the machine's local time."""
+    """Adds up what leases use. `calendar` converts to the machine's local time."""
 
     def __init__(self, calendar: Calendar = utc) -> None:
         self._calendar = calendar
@@ -93,10 +93,10 @@ class Meter:
         self._rows: dict[UsageKey, UsageRow] = {}
         self._slice: tuple[int, int, int] = (-1, 0, 0)  # number, hour, minute of the week
 
-    # -- what it learns --------------------------------------------------------------------------------------------------
+    # -- inputs ---------------------------------------------------------------------------------------------------------
 
     def set_tariff(self, at_ms: int, wall_ms: int, pool: str, tariff: Tariff) -> None:
-        """Charge by these terms from now on."""
+        """Charge by this tariff from now on."""
         if self._tariffs.get(pool) != tariff:
             for lease_id, lease in self._leases.items():
                 if lease.holding.party.pool == pool:
@@ -109,13 +109,13 @@ class Meter:
     ) -> None:
         """Count a new device's time for the pool from now on.
 
-        `idle_mw`: the idle draw an earlier meter learnt. `counter_mj`: what that meter last read; the next reading includes the time in
-        between.
+        `idle_mw` and `counter_mj` are the idle draw and the last reading of an earlier meter, if any. The next reading then includes the
+        time in between.
         """
         self._devices[device_id] = _Device(pool, at_ms, at_ms, counter_mj, idle_mw)
 
     def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding | None) -> None:
-        """Note what the lease is from now on; None: it no longer counts. An unchanged holding only counts the time until now."""
+        """Set what the lease holds from now on; None: it has ended. An unchanged holding only counts the time until now."""
         lease = self._leases.get(lease_id)
         if lease is None:
             if holding is None:
@@ -139,7 +139,7 @@ class Meter:
         return lease_id in self._leases
 
     def moved(self, wall_ms: int, lease_id: str, mib: int) -> None:
-        """Count the MiB that a suspend or resume of the lease moved."""
+        """Count the MiB that a suspend or resume moved."""
         lease = self._leases.get(lease_id)
         if lease is not None and mib:
             hour_s, _ = self._local(wall_ms)
@@ -156,14 +156,14 @@ class Meter:
         quiet: bool = False,
         utilisation: Mapping[str, int] | None = None,
     ) -> int:
-        """Divide what the device drew since the last reading, and return it, mJ.
+        """Divide the energy that the device used since the last reading, and return it, mJ.
 
-        `counter_mj`: its counter; without one, `power_mw` (its draw now) times the time counts. `quiet`: nothing ran there. `utilisation`:
-        how much of it each lease used while running cells, thousandths; other leases count with their share.
+        `counter_mj`: its energy counter; without one, `power_mw` (its draw now) times the time is used. `quiet`: nothing ran there.
+        `utilisation`: each lease's use of the device while it ran cells, thousandths; unmeasured leases count with their share.
         """
         device = self._devices[device_id]
         if counter_mj is None and device.counter_mj is not None:
-            return 0  # it could not be read this time: the next reading includes this time
+            return 0  # not readable now: the next reading includes this time
         for lease_id in device.holders:
             self._count(lease_id, self._leases[lease_id], at_ms, wall_ms)
         self._advance(device_id, at_ms, wall_ms)
@@ -174,16 +174,16 @@ class Meter:
         self._divide(device_id, device, drawn_mj, passed_ms, wall_ms, quiet=quiet, utilisation=utilisation or {})
         return drawn_mj
 
-    # -- what is asked ----------------------------------------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------------------------------
 
     def take(self, at_ms: int, wall_ms: int) -> list[UsageRow]:
-        """Return what was added up since the last call, by hour, lease and device."""
+        """Return the figures since the last call, by hour, lease and device, and start again."""
         rows = sorted(self.rows(at_ms, wall_ms), key=lambda row: row.key)
         self._rows = {}
         return [row for row in rows if not row.usage.is_empty()]
 
     def rows(self, at_ms: int, wall_ms: int) -> Iterable[UsageRow]:
-        """Count everything until now, and return what was added up since the last `take`."""
+        """Count everything until now, and return the figures since the last `take`."""
         for lease_id, lease in self._leases.items():
             self._count(lease_id, lease, at_ms, wall_ms)
         for device_id in self._devices:
@@ -230,7 +230,7 @@ class Meter:
         self._charge(lease, first, minute, passed_ms)
 
     def _charge(self, lease: _Lease, usage: Usage, minute: int, passed_ms: int) -> None:
-        """Book the amounts for this time in whole thousandths, and carry the rest over."""
+        """Book the amounts for this time in whole thousandths, and carry the remainders over."""
         holding = lease.holding
         tariff = self._tariffs.get(holding.party.pool, _FREE)
         held, suspended = bool(holding.devices), holding.suspended
@@ -276,7 +276,7 @@ class Meter:
         quiet: bool,
         utilisation: Mapping[str, int],
     ) -> None:
-        """Book what the device drew since the last reading, and begin again."""
+        """Book the energy since the last reading to leases and the pool, and start again."""
         parts, device.parts = device.parts, {}
         workers = sorted(lease_id for lease_id, part in parts.items() if part.busy_ms)
         idle_mj = min(drawn_mj, (device.idle_mw or 0) * max(0, passed_ms) // 1000)
@@ -286,7 +286,7 @@ class Meter:
             known_mw = seen_mw if device.idle_mw is None else device.idle_mw
             device.idle_mw = known_mw + (seen_mw - known_mw) // _IDLE_PARTS
         work = [parts[one].busy_ms * utilisation.get(one, parts[one].milli) for one in workers]
-        if not any(work):  # busy, and measured not to use it: only the time is known
+        if not any(work):  # busy, but measured not to use the device: only the time is known
             work = [parts[one].busy_ms for one in workers]
         mine = dict(zip(workers or [""], divided(drawn_mj - idle_mj, work or [1]), strict=True))
         holders = sorted(parts)
@@ -302,17 +302,17 @@ class Meter:
                 self._row(hour_s, one, device_id, party).energy_mj += energy_mj
 
     def idle_draws(self) -> dict[str, int]:
-        """Return the idle draw of each device for which it is known, mW."""
+        """Return the known idle draws by device, mW."""
         return {device_id: one.idle_mw for device_id, one in self._devices.items() if one.idle_mw is not None}
 
     def counters(self) -> dict[str, int]:
-        """Return the last counter reading of each device that has a counter, mJ."""
+        """Return the last counter readings by device, mJ."""
         return {device_id: one.counter_mj for device_id, one in self._devices.items() if one.counter_mj is not None}
 
     # -- rows ------------------------------------------------------------------------------------------------------------
 
     def _local(self, wall_ms: int) -> tuple[int, int]:
-        """Return the hour's beginning and the minute of the week."""
+        """Return the start of the local hour (seconds since 1970) and the minute of the week."""
         number = wall_ms // SLICE_MS
         if number != self._slice[0]:
             self._slice = (number, *self._calendar(number))
@@ -327,7 +327,7 @@ class Meter:
 
 
 def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]]:
-    """Yield the quarter hours until `wall_ms` (now): when each begins on the wall clock, and the ms counted in it."""
+    """Yield the quarter hours until `wall_ms` (now): the start of each on the wall clock, and the ms counted in it."""
     while begin_ms < at_ms:
         begin_wall_ms = wall_ms - (at_ms - begin_ms)
         passed_ms = min(at_ms - begin_ms, SLICE_MS - begin_wall_ms % SLICE_MS)
@@ -336,13 +336,13 @@ def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]
 
 
 def _drawn(before_mj: int | None, counter_mj: int | None, power_mw: int | None, passed_ms: int) -> int:
-    """Return what a device drew since its counter read `before_mj`, mJ; without a counter, by its draw now."""
+    """Return the energy used since the counter read `before_mj`, mJ; without a counter, estimate it from the draw now."""
     by_power = max(0, power_mw or 0) * max(0, passed_ms) // 1000
     if counter_mj is None:
         return by_power
     if before_mj is None:
         return 0  # the first reading
     drawn = counter_mj - before_mj
-    if drawn < 0:  # the driver was loaded again: the counter began at 0
+    if drawn < 0:  # the driver was reloaded: the counter restarted at 0
         drawn = counter_mj
     return drawn if drawn <= _MOST_MW * max(_QUIET_MS, passed_ms) // 1000 else by_power

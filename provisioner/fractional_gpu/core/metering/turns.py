@@ -1,8 +1,8 @@
-"""The turns of leases on their devices: when each cell asked for its device, when it ran there, and until when.
+"""Records the turns of leases on their devices: when a cell asked for its device, when it ran there, and until when.
 
-A turn begins when the lease runs on its device as the meter counts it, after its wait and its resume. It ends with the cell or when the
-lease has to leave. A preempted cell is two turns: the second asks when the first ends, and continues it. Cells that follow each other
-without a pause may be one turn. Pure; `at_ms` never goes back.
+A turn starts when the lease works on its device, after its wait and its resume. It ends with the cell, or when the lease must leave. A
+preempted cell has two turns: the second asks when the first ends, and continues it. Cells that follow each other without a pause may be one
+turn. Pure; `at_ms` never goes back.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from fractional_gpu.core.metering.meter import Holding
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn, milliseconds; memory on each device, MiB; the part of a device that the lease is known to use, thousandths, 0: unknown."""
+    """A turn. `used_mib` is on each device; `use_milli` is how much of a device the lease uses, thousandths; 0: unknown."""
 
     lease_id: str
     asked_ms: int
@@ -20,7 +20,7 @@ class Turn:
     ended_ms: int
     used_mib: int
     use_milli: int
-    continues: bool = False  # the cell of the turn before, which had to leave
+    continues: bool = False  # the cell of an earlier turn, which had to leave
 
 
 class TurnRecorder:
@@ -28,14 +28,14 @@ class TurnRecorder:
 
     def __init__(self) -> None:
         self._asked: dict[str, int] = {}
-        self._begun: dict[str, tuple[int, int, bool]] = {}  # when it asked and began, and whether it continues a cell
-        self._preempted: set[str] = set()  # leases whose cell waits to continue
-        self.turns: list[Turn] = []  # that have ended; the reader empties it
+        self._begun: dict[str, tuple[int, int, bool]] = {}  # when it asked and started, and whether it continues a cell
+        self._preempted: set[str] = set()  # leases with a cell that waits to continue
+        self.turns: list[Turn] = []  # ended turns; the reader empties the list
 
     def saw(
         self, at_ms: int, lease_id: str, holding: Holding | None, *, asks: bool = False, busy: bool, use_milli: int = 0
     ) -> None:
-        """Note a lease after an event, which `asks` for the device or not; `busy`: a cell runs or waits; `use_milli`: learnt."""
+        """Record a lease after an event. `asks`: it asks for its device; `busy`: a cell runs or waits; `use_milli`: learnt."""
         if asks and lease_id not in self._begun:
             self._asked.setdefault(lease_id, at_ms)
         if holding is not None and holding.working:

@@ -1,13 +1,13 @@
-"""The meter's figures: what one lease used of one device, or of none, within an hour, and how to add them up.
+"""The meter's figures: what a lease used of a device (or without one) in an hour, and how to add them up.
 
-All are integers, and all are sums: the hourly figures of a day, a user or a pool add up exactly to its figures.
+All figures are integers and sums: the hourly figures add up exactly to the figures of a day, a user or a pool.
 
 - Times (`..._ms`) are times of the lease. With several devices they are counted once, for the first device.
-- Shares (`..._share`) are those times multiplied by the lease's share, in milli-GPU milliseconds, and counted for each of its devices.
-- `reserved`: while the lease has a process, whatever its state; `held`: while it has a reservation on a device (swaps included);
-  `busy`: while it holds a device and runs a cell; `suspended`: while its state lies in host memory.
-- `occupied_us`: the device's time, divided among the leases that hold it by their shares; while none holds it, the time is the pool's. So
-  for each device the figures of all leases and of the pool add up to the time that passed.
+- Shares (`..._share`) are these times multiplied by the lease's share, in milli-GPU milliseconds. They are counted for each device.
+- `reserved`: while the lease has a process, in any state; `held`: while it has a reservation on a device (swaps included); `busy`: while it
+  holds a device and runs a cell; `suspended`: while its state is saved in host memory.
+- `occupied_us`: the device's time, divided among the leases that hold it by their shares. Without a holder, the time is the pool's. So for
+  each device, the figures of all leases and of the pool add up to the time that passed.
 """
 
 from dataclasses import dataclass, fields
@@ -19,32 +19,32 @@ SHARE_HOUR = 1000 * HOUR_MS
 MJ_PER_KWH = 3_600_000_000
 """Millijoules in a kilowatt-hour."""
 ACCOUNTS = ("machine", "hub")
-"""Whose user an owner is, by a party's `seated`: names may be in both."""
+"""Where an owner's name is from, indexed by `Party.seated`. A name can be in both."""
 
 
 class UsageKey(NamedTuple):
-    """Whose figures, and of which hour."""
+    """The lease, device and hour of some figures."""
 
-    hour_s: int  # the beginning of the hour of local time, seconds since 1970
-    lease_id: str  # empty: the pool's, of what no lease held
-    device_id: str  # empty: the lease held none
+    hour_s: int  # start of the local hour, seconds since 1970
+    lease_id: str  # empty: the pool, for what no lease held
+    device_id: str  # empty: the lease held no device
     currency: str  # of the amounts; empty: the pool has no price
 
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """Who a lease counts for, as reports name it."""
+    """The pool, owner and group that a lease counts for, as named in reports."""
 
     pool: str
     owner: str = ""
     group: str = ""
-    label: str = ""  # the notebook, for people
-    seated: bool = False  # the owner is a hub's user, not one of the machine
+    label: str = ""  # the notebook, as shown to people
+    seated: bool = False  # the owner is a hub user, not a system user
 
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """Figures that are added up. Amounts (`..._milli`) are thousandths of the currency's unit."""
+    """Figures that can be added up. Amounts (`..._milli`) are thousandths of the currency's unit."""
 
     reserved_ms: int = 0
     held_ms: int = 0
@@ -54,15 +54,15 @@ class Usage:
     held_share: int = 0
     busy_share: int = 0
     suspended_share: int = 0
-    charged_share: int = 0  # what counts by the pool's terms: the share-time that the amount is charged for
+    charged_share: int = 0  # the share-time that the pool's tariff charges for
     device_mib_ms: int = 0  # device memory in use, MiB times milliseconds
-    host_mib_ms: int = 0  # host memory that its saved state takes
-    moved_mib: int = 0  # by suspends and resumes
+    host_mib_ms: int = 0  # host memory used by saved state, MiB times milliseconds
+    moved_mib: int = 0  # moved by suspends and resumes
     occupied_us: int = 0
     energy_mj: int = 0
-    charge_milli: int = 0  # what is charged
-    resident_milli: int = 0  # what would be charged if the lease had not been suspended
-    whole_milli: int = 0  # what whole devices would have cost for the time that it was reserved
+    charge_milli: int = 0  # the amount charged
+    resident_milli: int = 0  # the amount if the lease had not been suspended
+    whole_milli: int = 0  # the amount for whole devices during the reserved time
 
     def add(self, other: Self) -> None:
         for name in FIGURES:
@@ -78,7 +78,7 @@ FIGURES = tuple(one.name for one in fields(Usage))
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """One row of the ledger's account: figures with their key and their party."""
+    """A row of the ledger: figures with their key and party."""
 
     key: UsageKey
     party: Party
@@ -86,12 +86,12 @@ class UsageRow:
 
     @classmethod
     def of(cls, hour_s: int, currency: str, party: Party, usage: Usage) -> Self:
-        """Return a row that stands for several leases and devices."""
+        """Return a row that sums up several leases and devices."""
         return cls(UsageKey(hour_s, "", "", currency), party, usage)
 
 
 def divided(total: int, weights: list[int]) -> list[int]:
-    """Divide a whole number by weights, so that the parts add up to it: the running sum is rounded down. All weights 0: all parts 0."""
+    """Divide an integer by weights. The parts add up to it (the running sum is rounded down), or are all 0 if all weights are 0."""
     whole = sum(weights)
     if not whole:
         return [0] * len(weights)
