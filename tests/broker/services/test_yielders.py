@@ -2,10 +2,13 @@
 
 import logging
 import os
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
@@ -273,22 +276,34 @@ def test_a_server_without_a_process_on_the_device_is_not_asked(desk: Desk) -> No
         assert server.asked == []
 
 
+@contextmanager
+def process(path: str | Path) -> Iterator[int]:
+    """A process with this program's name, which ends with the block."""
+    with subprocess.Popen([path], stdin=subprocess.PIPE) as started:
+        yield started.pid
+
+
 def test_a_child_of_the_server_counts_as_the_server(desk: Desk) -> None:
-    reader, writer = os.pipe()
-    with stub(desk) as server:
-        child = os.posix_spawn(
-            "/bin/cat", ["cat"], {}, file_actions=[(os.POSIX_SPAWN_DUP2, reader, 0), (os.POSIX_SPAWN_CLOSE, writer)]
-        )
-        try:
-            desk.pid = child
-            desk.hold(HELD_MIB)
-            desk.kernel("a")
-            look(desk, server)
-            assert server.asked == UNLOAD
-        finally:
-            os.close(reader)
-            os.close(writer)
-            os.waitpid(child, 0)
+    with stub(desk) as server, process("/bin/cat") as child:
+        desk.pid = child
+        desk.hold(HELD_MIB)
+        desk.kernel("a")
+        look(desk, server)
+        assert server.asked == UNLOAD
+
+
+@pytest.mark.parametrize(("name", "asked"), [("ollama", UNLOAD), ("python", [])])
+def test_a_process_of_the_servers_user_counts_by_its_name_if_the_listener_is_not_to_be_seen(
+    desk: Desk, name: str, asked: list[Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(yielders_module, "holds_open", lambda *_: False)  # as for other users' processes without root
+    program = shutil.copy("/bin/cat", tmp_path / name)
+    with stub(desk) as server, process(program) as pid:
+        desk.pid = pid
+        desk.hold(HELD_MIB)
+        desk.kernel("a")
+        look(desk, server)
+        assert server.asked == asked
 
 
 def test_a_server_is_asked_for_a_kernel_that_other_kernels_keep_out_too(desk: Desk) -> None:
