@@ -10,9 +10,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from fractional_gpu.config import COMMON_POOL_KEYS, POOL_KEYS
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, plural
-from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_words
+from fractional_gpu.protocol.names import (
+    describe_strangers,
+    device_deadline,
+    host_deadline,
+    lease_deadline,
+    state_words,
+)
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatStatus
 from fractional_gpu_hub.service.broker_follower import Snapshot
 
@@ -118,9 +126,10 @@ def _device_notes(device: DeviceStatus, viewer: Viewer) -> list[str]:
     if device.lost:
         notes.append("it is not responding, and gets no new kernels until it does")
     if device.stranger_mib:
-        who = {one.user for one in device.strangers} if viewer.admin else set()
-        by = f" ({', '.join(sorted(who))})" if who else ""
-        notes.append(f"other programs hold {format_memory(device.stranger_mib)}{by}")
+        # The hub's own user asked for the status: its programs are no page viewer's own.
+        seen = [replace(one, own=False) for one in device.strangers] if viewer.admin else []
+        named = f": {who}" if (who := describe_strangers(seen)) else ""
+        notes.append(f"other programs hold {format_memory(device.stranger_mib)}{named}")
     if device.why_not:
         notes.append(f"its kernels cannot be suspended: {device.why_not}")
     readings = [(device.busy_percent, "% busy", 1), (device.temperature_c, " °C", 1), (device.power_mw, " W", 1000)]

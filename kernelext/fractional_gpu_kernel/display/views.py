@@ -7,7 +7,14 @@ from html import escape
 
 from fractional_gpu.core.model import HOLDING
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, format_rough
-from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_meaning, state_words
+from fractional_gpu.protocol.names import (
+    describe_strangers,
+    device_deadline,
+    host_deadline,
+    lease_deadline,
+    state_meaning,
+    state_words,
+)
 from fractional_gpu.protocol.status import Cap, DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
 from fractional_gpu_kernel.display.lines import View
 
@@ -148,7 +155,7 @@ class StatusView(View):
 class TopView(View):
     """The machine's devices and leases: this user's by name, all others as one sum."""
 
-    def __init__(self, host: HostStatus, own: str) -> None:
+    def __init__(self, host: HostStatus, own: str = "") -> None:
         self._host = host
         self._own = own
 
@@ -163,7 +170,8 @@ class TopView(View):
         if others_mib > 0:
             rows.append((format_memory(others_mib), "others", "reserved for kernels of other users"))
         if device.stranger_mib > 0:
-            rows.append((format_memory(device.stranger_mib), "strangers", "used by processes that hold no share"))
+            who = describe_strangers(device.strangers) or "used by processes that hold no share"
+            rows.append((format_memory(device.stranger_mib), "other programs", who))
         return rows
 
     def elsewhere(self) -> list[tuple[str, str, str]]:

@@ -19,6 +19,7 @@ from fractional_gpu.client.seat import own_seat
 from fractional_gpu.protocol.errors import RESTART, BadRequestError, ConflictError, FractionalGPUError, NotFoundError
 from fractional_gpu.protocol.messages import ExpectRequest, PinRequest
 from fractional_gpu.protocol.status import HostStatus, LeaseStatus
+from fractional_gpu_kernel.display.views import TopView
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _DEVICE_FIELDS = {
     **dict.fromkeys(("over_committed", "lost", "draining"), _FLAG),
     "goes_away_in_ms": _NUMBER_OR_NULL,
 }
+_HOLDERS = {"type": "array", "items": _TEXT}  # who holds the device, a line each
 _STEP_PERCENT = 5  # rounds a device's demand, so that not every measurement is an event
 
 
@@ -62,7 +64,10 @@ STATE_SCHEMA: Mapping[str, Any] = {
         "broker": {"type": "boolean"},
         "simulated": {"type": "boolean"},
         "kernels": {"type": "array", "items": _items(_KERNEL_FIELDS)},
-        "devices": {"type": "array", "items": _items({**_DEVICE_FIELDS, "demand_percent": _NUMBER})},
+        "devices": {
+            "type": "array",
+            "items": _items({**_DEVICE_FIELDS, "demand_percent": _NUMBER, "holders": _HOLDERS}),
+        },
     },
 }
 NOTICE_SCHEMA: Mapping[str, Any] = {
@@ -88,6 +93,7 @@ def state(status: HostStatus | None, kernel_ids: Container[str]) -> dict[str, An
             {
                 **{name: getattr(device, name) for name in _DEVICE_FIELDS},
                 "demand_percent": _STEP_PERCENT * round(device.demand_milli / 10 / _STEP_PERCENT),
+                "holders": [f"{who}: {share}, {what}" for share, who, what in TopView(status).tenants(device)],
             }
             for device in status.devices
         ],

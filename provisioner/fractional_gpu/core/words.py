@@ -16,6 +16,9 @@ from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind, Reaso
 from fractional_gpu.core.suspend import preempts_from_ms, suspendable_from_ms
 from fractional_gpu.core.units import format_duration, format_memory
 
+STRANGERS_HOLD = "processes without a lease use the rest"
+"""Who is in the way of `wait.stranger`. The broker knows the processes, and names them instead."""
+
 _MOST_DESCRIBED = 4
 _LONGEST_NAME = 60
 _MINUTE_MS = 60_000
@@ -70,7 +73,7 @@ def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: i
         "wait.device-lost": f"{need} are needed, but no device that this kernel may use is available now",
         "wait.device-draining": f"{need} are needed, but an administrator is emptying the device that this kernel may use",
         "wait.older-ticket": f"{need} are needed; the free room is kept for a kernel that has waited longer",
-        "wait.stranger": f"{short}; processes without a lease use the rest",
+        "wait.stranger": f"{short}; {STRANGERS_HOLD}",
         "wait.too-large": f"{need} are needed, more than any device that this kernel may use has",
     }
     if reason in without_blockers:

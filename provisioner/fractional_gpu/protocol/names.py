@@ -6,7 +6,7 @@ header gives no rights: the name goes into the audit log. The broker refuses it 
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -15,7 +15,7 @@ from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableErr
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
 
 if TYPE_CHECKING:  # messages need msgspec, whose absence we report
-    from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus
+    from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus, Stranger
 
 ACTING_FOR = "X-Acting-For"
 MAX_ACTING_FOR = 255  # characters
@@ -102,6 +102,28 @@ def state_words(state: str) -> str:
 def state_meaning(state: str) -> str:
     """Explain the state to the kernel's user; unknown states are unchanged."""
     return STATES[state].meaning if state in STATES else state
+
+
+def describe_strangers(strangers: Iterable["Stranger"], most: int = 3) -> str:
+    """Name the largest programs without a lease, as `python (your process 4711) holds 9 GiB, 2 programs of bob hold 3 GiB`.
+
+    Processes name themselves: escape the text in HTML. Returns "" if no memory of such a program is known.
+    """
+    from fractional_gpu.core.units import format_memory  # noqa: PLC0415 - kernels load this module at their start
+
+    groups: dict[tuple[int, str], list[Stranger]] = {}  # one process each, or all hidden ones of a user
+    for one in strangers:
+        groups.setdefault((one.pid, one.user), []).append(one)
+    sizes = sorted(((sum(one.used_mib for one in group), group) for group in groups.values()), key=lambda one: -one[0])
+    named = [f"{_stranger(*group)} {format_memory(mib)}" for mib, group in sizes[:most] if mib]
+    return ", ".join(named) + (f" and {len(sizes) - most} more" if len(sizes) > most else "")
+
+
+def _stranger(one: "Stranger", *more: "Stranger") -> str:
+    if more:
+        return f"{len(more) + 1} programs of {one.user} hold"
+    whose = f"your process {one.pid}" if one.own else f"process {one.pid} of {one.user}"
+    return f"{f'{one.command} ({whose})' if one.command else f'a program of {one.user}'} holds"
 
 
 def device_deadline(device: "DeviceStatus") -> str:

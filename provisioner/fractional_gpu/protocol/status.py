@@ -153,11 +153,14 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
 
 class Stranger(Struct, frozen=True, kw_only=True):
-    """A process that uses a device without a lease."""
+    """A process that uses a device without a lease. Only its user and administrators get more than the user's name."""
 
-    pid: int
+    pid: int = 0  # 0, here and below: hidden from this viewer
     user: str
     used_mib: int
+    command: str = ""  # the name that the process gave itself
+    uid: int | None = None
+    own: bool = False  # it runs as the viewer's system user
 
 
 class DeviceStatus(Struct, frozen=True, kw_only=True):

@@ -44,7 +44,9 @@ log = logging.getLogger(__name__)
 def _viewer(call: Call[Any]) -> Viewer:
     draws = call.service.seats.draws
     seat = draws.of_token(call.peer.token)
-    return Viewer(None if call.peer.admin else call.peer.credentials.uid, seat, draws.owner_of(seat))
+    return Viewer(
+        None if call.peer.admin else call.peer.credentials.uid, seat, draws.owner_of(seat), call.peer.credentials.uid
+    )
 
 
 def _ping(call: Call[EmptyRequest]) -> Pong:

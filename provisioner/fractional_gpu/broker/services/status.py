@@ -19,10 +19,12 @@ from fractional_gpu.broker.recovery.lost_leases import lost_sentence
 from fractional_gpu.core.model import DeviceView, LeaseView, Span
 from fractional_gpu.core.revoke import REVOKED
 from fractional_gpu.core.units import format_duration
+from fractional_gpu.core.words import STRANGERS_HOLD
 from fractional_gpu.gpu.interface import DeviceSensors
 from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.limits import PULSE_S
 from fractional_gpu.protocol.messages import COMMAND, KERNEL
+from fractional_gpu.protocol.names import describe_strangers
 from fractional_gpu.protocol.status import (
     Cap,
     DeviceStatus,
@@ -31,12 +33,14 @@ from fractional_gpu.protocol.status import (
     LeaseStatus,
     LeftProcess,
     Neighbour,
+    Stranger,
 )
 
 HAD_ITS_TURN = "this kernel had its turn on the device; others waited before this cell began, and go first"
 """Why a cell waits at its kernel's closed gate (`wait.turn`)."""
 
 _MINUTE_MS = 60_000
+_NO_USER = -1  # a uid that no user has
 # Fields copied from the arbiter's view of a device.
 _OF_VIEW = {field.name for field in fields(DeviceView)} & set(DeviceStatus.__struct_fields__) - {"pool"}
 
@@ -51,7 +55,15 @@ def explain(broker: Broker, view: LeaseView) -> tuple[str, str, Span | None]:
         return view.reason, view.sentence, None
     kernel = broker.kernels.get(view.spec.lease_id)
     asked = f"; {kernel.asked_server}" if kernel is not None and kernel.asked_server else ""
-    return ticket.reason, f"{ticket.sentence}{asked}", ticket.expected
+    sentence = _name_strangers(broker, view, ticket.sentence) if ticket.reason == "wait.stranger" else ticket.sentence
+    return ticket.reason, f"{sentence}{asked}", ticket.expected
+
+
+def _name_strangers(broker: Broker, view: LeaseView, sentence: str) -> str:
+    viewer, known = Viewer(uid=_NO_USER, caller=view.spec.uid), broker.enforcement.strangers
+    devices = broker.arbiter.stranger_devices(view.spec.lease_id)
+    named = describe_strangers(viewer.shown(one) for device in devices for one in known.get(device, []))
+    return sentence.replace(STRANGERS_HOLD, named) if named else sentence
 
 
 def times(expected: Span | None) -> dict[str, Any]:
@@ -144,6 +156,7 @@ class Viewer:
     uid: int | None = None
     seat: str | None = None
     owner: str = ""  # "": the seat has ended
+    caller: int | None = None  # the uid that asks, whatever it may see
 
     def sees(self, uid: int, view: LeaseView) -> bool:
         if self.seat is not None:
@@ -152,8 +165,15 @@ class Viewer:
         # For a seat's lease, the uid is not enough: containers share uids.
         return self.uid is None or (uid == self.uid and not view.spec.seat)
 
+    def shown(self, stranger: Stranger) -> Stranger:
+        """Hide a process without a lease, but for its user's name and its memory, from everyone else and from seats, which share uids."""
+        own = stranger.uid is not None and stranger.uid == self.caller
+        if self.seat is None and (own or self.uid is None):
+            return structs.replace(stranger, own=own)
+        return Stranger(user=stranger.user, used_mib=stranger.used_mib)
 
-_NOBODY = Viewer(uid=-1)  # no user has this uid
+
+_NOBODY = Viewer(uid=_NO_USER)
 
 
 def host_status(broker: Broker, socket: str, viewer: Viewer) -> HostStatus:
@@ -165,7 +185,7 @@ def host_status(broker: Broker, socket: str, viewer: Viewer) -> HostStatus:
             index=broker.devices[view.device_id].index,
             pool=view.pool or "",
             used_mib=used.get(view.device_id, 0),
-            strangers=broker.enforcement.strangers.get(view.device_id, []),
+            strangers=[viewer.shown(one) for one in broker.enforcement.strangers.get(view.device_id, [])],
             goes_away_in_ms=_left_ms(view.deadline_ms),
             leases_saved=salvage.get(view.device_id, (0, 0))[0],
             leases_lost=salvage.get(view.device_id, (0, 0))[1],
@@ -329,7 +349,8 @@ def _seen_by(viewer: Viewer, status: HostStatus, kernels: Mapping[str, Kernel]) 
         for lease in status.leases
         if (kernel := kernels.get(lease.lease_id)) is not None and viewer.sees(kernel.uid, lease.lease)
     ]
-    return replace(status, leases=leases)
+    devices = [replace(one, strangers=[viewer.shown(stranger) for stranger in one.strangers]) for one in status.devices]
+    return replace(status, leases=leases, devices=devices)
 
 
 def _difference(before: _LastStatus, now: _LastStatus, status: HostStatus) -> HostChange:

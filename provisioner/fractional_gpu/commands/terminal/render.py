@@ -10,7 +10,7 @@ from msgspec import structs
 from fractional_gpu.commands.terminal.text import Piece, Style, fitted, harmless, line, table
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
 from fractional_gpu.protocol.messages import COMMAND
-from fractional_gpu.protocol.names import device_deadline, gpu_deadline, host_deadline, state_words
+from fractional_gpu.protocol.names import describe_strangers, device_deadline, gpu_deadline, host_deadline, state_words
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatWait
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ def expected_wait(lease: LeaseStatus) -> str:
 
 
 BAR_CELLS = 24
-MOST_STRANGERS = 3  # named in a device's line
 _WHOLE = 1000  # a device, thousandths
 _USED, _RESERVED, _OTHERS = ("#", Style.USED), ("=", Style.RESERVED), ("x", Style.OTHERS)  # of a bar
 _LEGEND = ("     ", _USED, "  used    ", _RESERVED, "  reserved    ", _OTHERS, "  other programs    .  free")
@@ -102,9 +101,7 @@ def _device_lines(device: DeviceStatus, *, simulated: bool) -> "list[Text]":
         slowed = ", so they slow each other down" if device.demand_milli > _WHOLE else ""
         lines.append(line(f"     busy kernels need {device.demand_milli // 10} % of its compute{slowed}"))
     if device.stranger_mib:
-        who = ", ".join(f"process {one.pid} of {one.user}" for one in device.strangers[:MOST_STRANGERS])
-        more = len(device.strangers) - MOST_STRANGERS
-        named = f": {who}{f' and {more} more' if more > 0 else ''}" if who else ""
+        named = f": {who}" if (who := describe_strangers(device.strangers)) else ""
         lines.append(line(f"     other programs hold {format_memory(device.stranger_mib)}{named}"))
     if device.why_not:
         lines.append(line(f"     its kernels cannot be suspended: {device.why_not}"))
