@@ -2,6 +2,7 @@
 import { ILabShell, JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ISessionContext } from '@jupyterlab/apputils';
 import { ILauncher } from '@jupyterlab/launcher';
+import { IRunningSessionManagers } from '@jupyterlab/running';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { IStatusBar } from '@jupyterlab/statusbar';
 
@@ -9,9 +10,11 @@ import { StatusItem } from './item';
 import { sortLauncher } from './launcher';
 import { sessionOf, showShares } from './names';
 import { showNotices } from './notices';
+import { listDevices } from './running';
 import { tellSigns } from './signs';
 import { Spoken } from './spoken';
 import { GPUState } from './state';
+import { tellBegun } from './waits';
 
 /** Call `setKernel` with the kernel of the current widget, now and at each change. */
 function follow(shell: JupyterFrontEnd.IShell, setKernel: (id: string | undefined) => void): void {
@@ -49,18 +52,25 @@ const plugin: JupyterFrontEndPlugin<void> = {
   id: 'jupyter-fractional-gpu:status',
   description: "Shows the share, memory and state of the current kernel's GPU.",
   autoStart: true,
-  optional: [IStatusBar, ILabShell, ILauncher, ISettingRegistry],
+  optional: [IStatusBar, ILabShell, ILauncher, ISettingRegistry, IRunningSessionManagers],
   activate: (
     app: JupyterFrontEnd,
     statusBar: IStatusBar | null,
     shell: ILabShell | null,
     launcher: ILauncher | null,
-    settings: ISettingRegistry | null
+    settings: ISettingRegistry | null,
+    running: IRunningSessionManagers | null
   ) => {
     const state = new GPUState(app.serviceManager);
     showNotices(state, app.serviceManager);
     if (settings !== null) {
-      void settings.load(plugin.id).then(loaded => tellSigns(app.shell, state, loaded));
+      void settings.load(plugin.id).then(loaded => {
+        tellSigns(app.shell, state, loaded);
+        tellBegun(state, app.serviceManager, loaded);
+      });
+    }
+    if (running !== null) {
+      listDevices(running, state);
     }
     if (launcher !== null) {
       sortLauncher(launcher);

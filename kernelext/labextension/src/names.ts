@@ -1,6 +1,7 @@
 /** Shows the current share in a kernel's name: after a resize, JupyterLab still shows the share of its kernelspec. */
 import { ILabShell } from '@jupyterlab/application';
 import { ISessionContext } from '@jupyterlab/apputils';
+import { ServiceManager } from '@jupyterlab/services';
 import { Widget } from '@lumino/widgets';
 
 import { GPUState } from './state';
@@ -25,6 +26,16 @@ export function madeFor(metadata: unknown): IMade | undefined {
 
 export function sessionOf(widget: Widget | null): ISessionContext | undefined {
   return (widget as { sessionContext?: ISessionContext } | null)?.sessionContext;
+}
+
+/** The name of the kernel's notebook, for people. */
+export function notebookOf(kernelId: string, services: ServiceManager.IManager): string {
+  for (const session of services.sessions.running()) {
+    if (session.kernel?.id === kernelId) {
+      return session.name || session.path;
+    }
+  }
+  return 'A kernel';
 }
 
 /** Show the current share in the names of kernels, until the page closes. */

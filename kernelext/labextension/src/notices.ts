@@ -5,6 +5,7 @@
 import { Notification } from '@jupyterlab/apputils';
 import { ServiceManager } from '@jupyterlab/services';
 
+import { notebookOf } from './names';
 import { GPUState, IKernel } from './state';
 import { deadlines, isAtRisk } from './words';
 
@@ -30,14 +31,7 @@ export function showNotices(state: GPUState, services: ServiceManager.IManager):
       going.set(kernel.kernel_id, [fate, show(`${name(kernel.kernel_id)}: ${text}`, { autoClose: false })]);
     }
   };
-  const name = (kernelId: string): string => {
-    for (const session of services.sessions.running()) {
-      if (session.kernel?.id === kernelId) {
-        return session.name || session.path;
-      }
-    }
-    return 'A kernel';
-  };
+  const name = (kernelId: string): string => notebookOf(kernelId, services);
   state.noticed.connect((_, notice) => {
     Notification.warning(`${name(notice.kernel_id)}: ${notice.sentence}`, { autoClose: false });
   });

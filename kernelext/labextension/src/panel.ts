@@ -3,7 +3,7 @@ import { Widget } from '@lumino/widgets';
 
 import { element } from './dom';
 import { GPUState, IDevice } from './state';
-import { deadlines, deviceLine, facts, hostTitle, possible } from './words';
+import { deadlines, deviceLine, deviceName, facts, hostTitle, possible } from './words';
 
 const PIN_MINUTES = 30;
 
@@ -115,5 +115,6 @@ function drawn(device: IDevice, goes: Date | null): HTMLElement {
     part.style.width = `${Math.min(100, (100 * mib) / Math.max(1, device.memory_mib))}%`;
     bar.append(part);
   }
-  return element('li', {}, element('strong', {}, `${device.index}: ${device.name}`), element('span', {}, text), bar);
+  const holders = device.holders.map(holder => element('span', {}, holder));
+  return element('li', {}, element('strong', {}, deviceName(device)), element('span', {}, text), bar, ...holders);
 }

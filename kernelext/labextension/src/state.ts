@@ -57,6 +57,7 @@ export interface IDevice {
   leases_saved: number; // before its deadline
   leases_lost: number;
   demand_percent: number; // of all busy kernels together
+  holders: string[]; // a line each: this user's kernels and programs by name
 }
 
 export interface IState {

@@ -34,7 +34,7 @@ export function memory(mib: number): string {
 const UNDER = 'under 1 s';
 
 /** A duration in coarse steps, as `format_rough` in `fractional_gpu/core/units.py` has it. */
-function rough(ms: number): string {
+export function rough(ms: number): string {
   const seconds = Math.max(0, ms) / 1000;
   if (seconds < 1) {
     return UNDER;
@@ -130,6 +130,10 @@ export function line(kernel: IKernel, gpuGoes: Date | null, hostGoes: Date | nul
     words.push(used(kernel));
   } else if (place(kernel) === 'waiting') {
     words.push(`waiting, place ${kernel.position}`);
+    const who = kernel.sentence.indexOf('; '); // such as "9 GiB are needed, 1 GiB are free; python (your process 4711) holds 8 GiB"
+    if (who >= 0) {
+      words.push(kernel.sentence.slice(who + 2));
+    }
   } else {
     words.push(condition(kernel));
   }
@@ -181,6 +185,10 @@ function demand(device: IDevice): string {
   }
   const slowed = device.demand_percent > 100 ? ', so they slow each other down' : '';
   return `busy kernels need about ${device.demand_percent} % of its compute${slowed}`;
+}
+
+export function deviceName(device: IDevice): string {
+  return `${device.index}: ${device.name}`;
 }
 
 export function deviceLine(device: IDevice, goes: Date | null): string {

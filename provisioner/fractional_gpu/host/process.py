@@ -133,6 +133,13 @@ def owner_uid(pid: int, *, proc: Path = PROC) -> int:
     return parse_uid(read_of(pid, "status", proc=proc))
 
 
+def owner_and_name(pid: int, *, proc: Path = PROC) -> tuple[int, str]:
+    """Return the real uid and the name that the process gave itself. One read: the pid could get another process between two."""
+    status = read_of(pid, "status", proc=proc)
+    name = status.partition(b"\n")[0].partition(b":")[2]  # perhaps empty; the kernel escapes line feeds
+    return parse_uid(status), name.strip().decode("utf-8", "backslashreplace")
+
+
 def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
     """Return the process's initial environment, which it can overwrite. Blocks. Raises ProcessLookupError, PermissionError."""
     found: dict[str, str] = {}

@@ -27,16 +27,7 @@ from fractional_gpu.core.model import Breach, LeaseState, LeaseView, Strangers
 from fractional_gpu.gpu.interface import DeviceActivity, DeviceUse, GPUError, ProcessKind, ProcessUse
 from fractional_gpu.host.accounts import user_name
 from fractional_gpu.host.clock import since_boot_us
-from fractional_gpu.host.process import (
-    PROC,
-    ProcessIdentity,
-    Snapshot,
-    identify,
-    open_pidfd,
-    parse_uid,
-    read_of,
-    status_field,
-)
+from fractional_gpu.host.process import PROC, ProcessIdentity, Snapshot, identify, open_pidfd, owner_and_name
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.messages import GateVerb
 from fractional_gpu.protocol.status import Stranger
@@ -156,12 +147,11 @@ class Enforcement:
 
 def _described(process: ProcessUse) -> Stranger:
     try:
-        status = read_of(process.pid, "status")  # one read: the pid could get another process between two
+        uid, name = owner_and_name(process.pid)
     except (ProcessLookupError, PermissionError):
         return Stranger(pid=process.pid, user="unknown", used_mib=process.used_mib)
-    uid, name = parse_uid(status), status_field(status, b"Name").strip().decode("utf-8", "backslashreplace")
-    command = printable(name) or "?"
-    return Stranger(pid=process.pid, user=user_name(uid), used_mib=process.used_mib, command=command, uid=uid)
+    command, user = printable(name) or "?", user_name(uid)
+    return Stranger(pid=process.pid, user=user, used_mib=process.used_mib, command=command, uid=uid)
 
 
 # Learns the memory of contexts on each kind of device, so that frameworks' limits leave room for them.
