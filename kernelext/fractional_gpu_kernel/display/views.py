@@ -8,10 +8,10 @@ from html import escape
 from fractional_gpu.core.model import HOLDING
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, format_rough
 from fractional_gpu.protocol.names import (
-    describe_strangers,
     device_deadline,
     host_deadline,
     lease_deadline,
+    sizes_of_strangers,
     state_meaning,
     state_words,
 )
@@ -152,6 +152,9 @@ class StatusView(View):
         return box(title, table(cells))
 
 
+_MOST_STRANGERS = 3  # named on a device
+
+
 class TopView(View):
     """The machine's devices and leases: this user's by name, all others as one sum."""
 
@@ -170,8 +173,8 @@ class TopView(View):
         if others_mib > 0:
             rows.append((format_memory(others_mib), "others", "reserved for kernels of other users"))
         if device.stranger_mib > 0:
-            who = describe_strangers(device.strangers) or "used by processes that hold no share"
-            rows.append((format_memory(device.stranger_mib), "other programs", who))
+            known = sizes_of_strangers(device.strangers)[:_MOST_STRANGERS] or [("other programs", device.stranger_mib)]
+            rows += [(format_memory(mib), who, "used without a share") for who, mib in known]
         return rows
 
     def elsewhere(self) -> list[tuple[str, str, str]]:

@@ -7,7 +7,7 @@ import { deviceLine, deviceName, hostTitle } from './words';
 
 export function listDevices(managers: IRunningSessionManagers, state: GPUState): void {
   const item = (text: string, detail = '', children?: IRunningSessions.IRunningItem[]): IRunningSessions.IRunningItem => {
-    return { label: () => text, labelTitle: () => text, detail: () => detail, icon: () => '', children };
+    return { label: () => text, labelTitle: () => `${text} ${detail}`, detail: () => detail, icon: () => '', children };
   };
   managers.add({
     name: 'GPUs',

@@ -7,6 +7,8 @@ import { notebookOf } from './names';
 import { GPUState, IKernel } from './state';
 import { rough } from './words';
 
+const SHOWN_MS = 60000; // on the page; then in JupyterLab's list of notifications
+
 export function tellBegun(state: GPUState, services: ServiceManager.IManager, settings: ISettingRegistry.ISettings): void {
   const since = new Map<string, number>(); // by kernel: when its cell began to wait
   const tell = (kernel: IKernel, waitedMs: number): void => {
@@ -15,7 +17,8 @@ export function tellBegun(state: GPUState, services: ServiceManager.IManager, se
       return;
     }
     const text = `${notebookOf(kernel.kernel_id, services)}: a cell has begun, after waiting ${rough(waitedMs)} for the GPU.`;
-    Toast.info(text, { actions: [{ label: 'Never show this', callback: () => void settings.set('waited', 0) }] });
+    const never = { label: 'Never show this', callback: () => void settings.set('waited', 0) };
+    Toast.info(text, { autoClose: SHOWN_MS, actions: [never] });
     if (settings.composite.desktop && mayNotify('granted')) {
       new Notification('JupyterLab', { body: text, tag: kernel.kernel_id }); // pages of one kernel share it
     }

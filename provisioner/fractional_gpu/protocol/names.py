@@ -104,26 +104,29 @@ def state_meaning(state: str) -> str:
     return STATES[state].meaning if state in STATES else state
 
 
-def describe_strangers(strangers: Iterable["Stranger"], most: int = 3) -> str:
-    """Name the largest programs without a lease, as `python (your process 4711) holds 9 GiB, 2 programs of bob hold 3 GiB`.
-
-    Processes name themselves: escape the text in HTML. Returns "" if no memory of such a program is known.
-    """
-    from fractional_gpu.core.units import format_memory  # noqa: PLC0415 - kernels load this module at their start
-
-    groups: dict[tuple[int, str], list[Stranger]] = {}  # one process each, or all hidden ones of a user
+def sizes_of_strangers(strangers: Iterable["Stranger"]) -> list[tuple[str, int]]:
+    """Return the names and MiB of programs without a lease, the largest first. Processes name themselves: escape it in HTML."""
+    groups: dict[tuple[int, str], list[Stranger]] = {}  # one process each, or all of a user that are hidden
     for one in strangers:
         groups.setdefault((one.pid, one.user), []).append(one)
-    sizes = sorted(((sum(one.used_mib for one in group), group) for group in groups.values()), key=lambda one: -one[0])
-    named = [f"{_stranger(*group)} {format_memory(mib)}" for mib, group in sizes[:most] if mib]
-    return ", ".join(named) + (f" and {len(sizes) - most} more" if len(sizes) > most else "")
+    sizes = [(_stranger(*group), sum(one.used_mib for one in group)) for group in groups.values()]
+    return sorted([one for one in sizes if one[1]], key=lambda one: -one[1])
 
 
 def _stranger(one: "Stranger", *more: "Stranger") -> str:
     if more:
-        return f"{len(more) + 1} programs of {one.user} hold"
+        return f"{len(more) + 1} programs of {one.user}"
     whose = f"your process {one.pid}" if one.own else f"process {one.pid} of {one.user}"
-    return f"{f'{one.command} ({whose})' if one.command else f'a program of {one.user}'} holds"
+    return f"{one.command} ({whose})" if one.command else f"a program of {one.user}"
+
+
+def describe_strangers(strangers: Iterable["Stranger"], most: int = 3) -> str:
+    """Say what the largest hold: `python (your process 4711) holds 9 GiB, 2 programs of bob hold 3 GiB`; "" if that is unknown."""
+    from fractional_gpu.core.units import format_memory  # noqa: PLC0415 - kernels load this module at their start
+
+    sizes = sizes_of_strangers(strangers)
+    named = [f"{who} {'hold' if ' programs of ' in who else 'holds'} {format_memory(mib)}" for who, mib in sizes[:most]]
+    return ", ".join(named) + (f" and {len(sizes) - most} more" if len(sizes) > most else "")
 
 
 def device_deadline(device: "DeviceStatus") -> str:
