@@ -14,14 +14,8 @@ from msgspec.structs import replace
 
 from fractional_gpu.config import COMMON_POOL_KEYS, POOL_KEYS
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, plural
-from fractional_gpu.protocol.names import (
-    describe_strangers,
-    device_deadline,
-    host_deadline,
-    lease_deadline,
-    state_words,
-)
-from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatStatus
+from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_words
+from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatStatus, describe_strangers
 from fractional_gpu_hub.service.broker_follower import Snapshot
 
 _MOST_PERCENT = 100

@@ -7,14 +7,7 @@ from html import escape
 
 from fractional_gpu.core.model import HOLDING
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, format_rough
-from fractional_gpu.protocol.names import (
-    device_deadline,
-    host_deadline,
-    lease_deadline,
-    sizes_of_strangers,
-    state_meaning,
-    state_words,
-)
+from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_meaning, state_words
 from fractional_gpu.protocol.status import Cap, DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
 from fractional_gpu_kernel.display.lines import View
 
@@ -152,9 +145,6 @@ class StatusView(View):
         return box(title, table(cells))
 
 
-_MOST_STRANGERS = 3  # named on a device
-
-
 class TopView(View):
     """The machine's devices and leases: this user's by name, all others as one sum."""
 
@@ -173,7 +163,8 @@ class TopView(View):
         if others_mib > 0:
             rows.append((format_memory(others_mib), "others", "reserved for kernels of other users"))
         if device.stranger_mib > 0:
-            known = sizes_of_strangers(device.strangers)[:_MOST_STRANGERS] or [("other programs", device.stranger_mib)]
+            known = [(one.name, one.used_mib) for one in device.strangers if one.used_mib]
+            known = known or [("other programs", device.stranger_mib)]
             rows += [(format_memory(mib), who, "used without a share") for who, mib in known]
         return rows
 

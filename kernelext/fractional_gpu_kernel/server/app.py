@@ -44,13 +44,15 @@ _DEVICE_FIELDS = {
     **dict.fromkeys(("over_committed", "lost", "draining"), _FLAG),
     "goes_away_in_ms": _NUMBER_OR_NULL,
 }
-_HOLDERS = {"type": "array", "items": _TEXT}  # who holds the device, a line each
 _STEP_PERCENT = 5  # rounds a device's demand, so that not every measurement is an event
 
 
 def _items(properties: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "required": list(properties), "properties": properties}
 
+
+_HOLDERS = {"type": "array", "items": _TEXT}
+_DEVICE = _items({**_DEVICE_FIELDS, "demand_percent": _NUMBER, "holders": _HOLDERS})
 
 STATE_SCHEMA: Mapping[str, Any] = {
     "$id": STATE_ID,
@@ -64,10 +66,7 @@ STATE_SCHEMA: Mapping[str, Any] = {
         "broker": {"type": "boolean"},
         "simulated": {"type": "boolean"},
         "kernels": {"type": "array", "items": _items(_KERNEL_FIELDS)},
-        "devices": {
-            "type": "array",
-            "items": _items({**_DEVICE_FIELDS, "demand_percent": _NUMBER, "holders": _HOLDERS}),
-        },
+        "devices": {"type": "array", "items": _DEVICE},
     },
 }
 NOTICE_SCHEMA: Mapping[str, Any] = {

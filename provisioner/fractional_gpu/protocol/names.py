@@ -6,7 +6,7 @@ header gives no rights: the name goes into the audit log. The broker refuses it 
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -15,7 +15,7 @@ from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableErr
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
 
 if TYPE_CHECKING:  # messages need msgspec, whose absence we report
-    from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus, Stranger
+    from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus
 
 ACTING_FOR = "X-Acting-For"
 MAX_ACTING_FOR = 255  # characters
@@ -102,31 +102,6 @@ def state_words(state: str) -> str:
 def state_meaning(state: str) -> str:
     """Explain the state to the kernel's user; unknown states are unchanged."""
     return STATES[state].meaning if state in STATES else state
-
-
-def sizes_of_strangers(strangers: Iterable["Stranger"]) -> list[tuple[str, int]]:
-    """Return the names and MiB of programs without a lease, the largest first. Processes name themselves: escape it in HTML."""
-    groups: dict[tuple[int, str], list[Stranger]] = {}  # one process each, or all of a user that are hidden
-    for one in strangers:
-        groups.setdefault((one.pid, one.user), []).append(one)
-    sizes = [(_stranger(*group), sum(one.used_mib for one in group)) for group in groups.values()]
-    return sorted([one for one in sizes if one[1]], key=lambda one: -one[1])
-
-
-def _stranger(one: "Stranger", *more: "Stranger") -> str:
-    if more:
-        return f"{len(more) + 1} programs of {one.user}"
-    whose = f"your process {one.pid}" if one.own else f"process {one.pid} of {one.user}"
-    return f"{one.command} ({whose})" if one.command else f"a program of {one.user}"
-
-
-def describe_strangers(strangers: Iterable["Stranger"], most: int = 3) -> str:
-    """Say what the largest hold: `python (your process 4711) holds 9 GiB, 2 programs of bob hold 3 GiB`; "" if that is unknown."""
-    from fractional_gpu.core.units import format_memory  # noqa: PLC0415 - kernels load this module at their start
-
-    sizes = sizes_of_strangers(strangers)
-    named = [f"{who} {'hold' if ' programs of ' in who else 'holds'} {format_memory(mib)}" for who, mib in sizes[:most]]
-    return ", ".join(named) + (f" and {len(sizes) - most} more" if len(sizes) > most else "")
 
 
 def device_deadline(device: "DeviceStatus") -> str:

@@ -3,6 +3,7 @@
 The arbiter's view of a lease (`core.model`) is included unchanged. Kernels do not load this module at startup.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from msgspec import Struct
@@ -10,6 +11,7 @@ from msgspec import Struct
 from fractional_gpu.core.forecasts.advice import Advice
 from fractional_gpu.core.forecasts.outcomes import ForecastError
 from fractional_gpu.core.model import LeaseSpec, LeaseView, Slowdown, Span
+from fractional_gpu.core.units import format_memory
 from fractional_gpu.protocol.messages import KERNEL, Workload
 
 
@@ -161,6 +163,18 @@ class Stranger(Struct, frozen=True, kw_only=True):
     command: str = ""  # the name that the process gave itself
     uid: int | None = None
     own: bool = False  # it runs as the viewer's system user
+
+    @property
+    def name(self) -> str:
+        """As this viewer knows it, such as `python (your process 4711)` or `a program of bob`. Escape it in HTML."""
+        whose = f"your process {self.pid}" if self.own else f"process {self.pid} of {self.user}"
+        return f"{self.command} ({whose})" if self.command else f"a program of {self.user}"
+
+
+def describe_strangers(strangers: Iterable[Stranger], most: int = 3) -> str:
+    """Say what each holds, as `python (your process 4711) holds 9 GiB, a program of bob holds 3 GiB`; "" if that is unknown."""
+    known = [f"{one.name} holds {format_memory(one.used_mib)}" for one in strangers if one.used_mib]
+    return ", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")
 
 
 class DeviceStatus(Struct, frozen=True, kw_only=True):

@@ -44,9 +44,8 @@ log = logging.getLogger(__name__)
 def _viewer(call: Call[Any]) -> Viewer:
     draws = call.service.seats.draws
     seat = draws.of_token(call.peer.token)
-    return Viewer(
-        None if call.peer.admin else call.peer.credentials.uid, seat, draws.owner_of(seat), call.peer.credentials.uid
-    )
+    uid = call.peer.credentials.uid
+    return Viewer(None if call.peer.admin else uid, seat, draws.owner_of(seat), caller=uid)
 
 
 def _ping(call: Call[EmptyRequest]) -> Pong:

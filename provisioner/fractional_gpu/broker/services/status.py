@@ -24,7 +24,6 @@ from fractional_gpu.gpu.interface import DeviceSensors
 from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.limits import PULSE_S
 from fractional_gpu.protocol.messages import COMMAND, KERNEL
-from fractional_gpu.protocol.names import describe_strangers
 from fractional_gpu.protocol.status import (
     Cap,
     DeviceStatus,
@@ -34,6 +33,7 @@ from fractional_gpu.protocol.status import (
     LeftProcess,
     Neighbour,
     Stranger,
+    describe_strangers,
 )
 
 HAD_ITS_TURN = "this kernel had its turn on the device; others waited before this cell began, and go first"

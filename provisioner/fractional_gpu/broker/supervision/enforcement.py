@@ -74,7 +74,7 @@ class Enforcement:
                     lease_id, identity = owners[process.pid]
                     self._users.setdefault(lease_id, set()).add(identity)
             strangers = [process for process in users if process.pid not in owners]
-            self.strangers[device_id] = [_described(process) for process in strangers]
+            self.strangers[device_id] = sorted(map(_described, strangers), key=lambda one: -one.used_mib)
             if strangers and self._refuses(device_id):
                 for identity in self._foreign(strangers, processes):
                     unwanted[identity] = self._unwanted.get(identity) or _StrangerToEnd(self._clock())

@@ -10,8 +10,8 @@ from msgspec import structs
 from fractional_gpu.commands.terminal.text import Piece, Style, fitted, harmless, line, table
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
 from fractional_gpu.protocol.messages import COMMAND
-from fractional_gpu.protocol.names import describe_strangers, device_deadline, gpu_deadline, host_deadline, state_words
-from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatWait
+from fractional_gpu.protocol.names import device_deadline, gpu_deadline, host_deadline, state_words
+from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatWait, describe_strangers
 
 if TYPE_CHECKING:
     from rich.text import Text
