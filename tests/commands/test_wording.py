@@ -49,7 +49,11 @@ HOSTS = {
         devices=[
             a_device(
                 stranger_mib=400,
-                strangers=[Stranger(pid=pid, user="bob", used_mib=100) for pid in (1, 2, 3, 4)],
+                strangers=[
+                    Stranger(pid=4711, user="ada", used_mib=160, command="train\x1b[2J", own=True),
+                    Stranger(pid=4712, user="eve", used_mib=120, command="python"),
+                    *(Stranger(user="bob", used_mib=60) for _ in range(2)),
+                ],
                 busy_percent=43,
                 temperature_c=51,
                 power_mw=230_400,

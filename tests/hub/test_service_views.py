@@ -18,7 +18,8 @@ ADA = Viewer(name="ada", admin=False)
 GRACE = Viewer(name="grace", admin=True)
 DEVICE = DeviceStatus(
     device_id="GPU-1", index=0, name="H", pool="default", memory_mib=81_920, leasable_mib=80_000, used_mib=21_504,
-    reserved_mib=40_960, stranger_mib=1024, over_committed=False, lost=False, strangers=[Stranger(pid=7, user="carol", used_mib=1024)],
+    reserved_mib=40_960, stranger_mib=1024, over_committed=False, lost=False,
+    strangers=[Stranger(pid=7, user="carol", used_mib=1024, command="train", uid=0, own=True)],
 )  # fmt: skip
 
 
@@ -53,10 +54,12 @@ def snapshot(*leases: LeaseStatus, **fields: Any) -> Snapshot:  # noqa: ANN401 -
 def test_a_user_sees_their_own_and_of_others_only_a_sum() -> None:
     shown = view_of(snapshot(lease("aaaa", "ada"), lease("bbbb", "bob")), ADA)
     text = json.dumps(shown)
-    for secret in ("bob", "bbbb", "carol", "idle_after"):
+    for secret in ("bob", "bbbb", "carol", "train", "idle_after"):
         assert secret not in text
     assert shown["devices"][0]["kernels"] == "1 of yours, 1 of other users with 20 GiB"
     assert "other programs hold 1 GiB" in shown["devices"][0]["note"]
+    administrators = view_of(snapshot(), GRACE)["devices"][0]["note"]
+    assert "other programs hold 1 GiB: train (process 7 of carol) holds 1 GiB" in administrators
     assert [row["id"] for row in shown["kernels"]] == ["aaaa" * 6]
     assert "evict" not in shown["kernels"][0]["actions"]
     assert [row["actions"] for row in shown["seats"]] == [[]]

@@ -1,5 +1,6 @@
 """The broker ends only processes without a right to a device, and tells users who exceed their cap."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from fractional_gpu.broker.supervision.enforcement import PATIENCE_S, Enforcemen
 from fractional_gpu.core.effects import CapBreached
 from fractional_gpu.core.model import Breach, PoolSpec, Strangers
 from fractional_gpu.gpu.interface import DeviceUse, ProcessKind, ProcessUse
+from fractional_gpu.host.accounts import user_name
 from fractional_gpu.host.process import identify, scan
 from tests.broker.driver import DEVICE
 from tests.broker.live import started_for
@@ -89,6 +91,21 @@ def test_a_process_that_may_be_on_the_device_is_left_alone(why: str) -> None:
         assert is_running(other)
         assert world.enforcement._unwanted == {}
         assert [one.pid for one in world.enforcement.strangers[DEVICE]] == ([] if lease_of else [pid])
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [(b"train", "train"), (b"", "?"), (b" \n\r\x1b[2J\xff", "\\n??[2J\\xff"), ("\u202eabc".encode(), "?abc")],
+    ids=["plain", "empty", "bytes", "overriding"],
+)
+def test_the_name_of_a_stranger_is_harmless_whatever_it_calls_itself(name: bytes, shown: str) -> None:
+    rename = f"import ctypes; ctypes.CDLL(None).prctl(15, ctypes.create_string_buffer({name!r}), 0, 0, 0)"
+    world = Guarded(Strangers.IGNORE)
+    with process(f"{rename}\n{MEEK}") as stranger:
+        world.see(stranger.pid)
+    (seen,) = world.enforcement.strangers[DEVICE]
+    assert (seen.pid, seen.uid, seen.user) == (stranger.pid, os.getuid(), user_name(os.getuid()))
+    assert seen.command == shown
 
 
 def test_a_process_that_may_not_be_ended_is_shown_and_not_tried_again(

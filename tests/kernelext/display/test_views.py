@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fractional_gpu.protocol.status import History, Story, StoryLine, UsagePoint
+from fractional_gpu.protocol.status import History, Story, StoryLine, Stranger, UsagePoint
 from fractional_gpu_kernel.display.chart import HistoryView, columns
 from fractional_gpu_kernel.display.lines import View
 from fractional_gpu_kernel.display.views import StatusView, StoryView, TopView, bar, moment, text_bar
@@ -112,10 +112,13 @@ def test_a_story_is_told_newest_last_and_says_what_is_left_out() -> None:
 def test_nothing_of_what_others_wrote_becomes_markup() -> None:
     evil = changed(LEASE, pool=EVIL, label=EVIL, device_name=EVIL, sentence=EVIL, state=EVIL)
     evil = changed(evil, neighbours=[replace(LEASE.neighbours[1], label=EVIL, state=EVIL)])
+    program = Stranger(pid=4711, user=EVIL, used_mib=1, command=EVIL, own=True)
     device = replace(DEVICE, name=EVIL, pool=EVIL)
+    strangers_only = replace(DEVICE, strangers=[program])
     views: list[View] = [
         StatusView(evil),
         TopView(host(evil, changed(evil, lease_id=EVIL, reserved_mib=0), devices=(device,)), "lease-9"),
+        TopView(host(devices=(strangers_only,))),
         StoryView(Story(lease_id=EVIL, lines=[StoryLine(at_ms=NOW_MS, reason=EVIL, sentence=EVIL)]), 20, NOW_MS),
         HistoryView(History(lease_id=EVIL, cap_mib=1, points=[replace(points()[1], state=EVIL)]), now_ms=NOW_MS),
     ]
