@@ -79,7 +79,7 @@ def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, browse
         expect(lab.item).to_be_focused()
 
         lab.run(CHECK.strip())
-        expect(lab.item).to_contain_text("3/4 GPU · waiting, place 1 (simulated)")
+        expect(lab.item).to_contain_text("3/4 GPU · waiting, place 1 · Untitled1.ipynb is running a cell")
         expect(lab.output).to_contain_text(re.compile("wait", re.IGNORECASE))
         expect(lab.page.get_by_role("status").filter(has_text="GPU: waiting for the GPU, place 1")).to_have_count(1)
         lab.picture("waiting")
