@@ -1,16 +1,16 @@
-"""Moving a lease to another device: it is suspended, and resumed at once on its target, where room is kept until then.
+"""Move leases to other devices: suspend a lease, then resume it at once on its target, where room is kept for it.
 
 A lease moves if
 
 - an administrator requests it (`move_on_request`): at once or not at all;
 - it is idle and can grow elsewhere (`move_to_grow`);
-- it makes room for a ticket and fits elsewhere, too (`move_aside`); if idle leases cannot make room, busy ones may, in a pool that moves
-  them (`plan_busy_move`);
-- it is busy, and neighbours leave it more compute elsewhere (`relieve_compute`);
-- it is idle, and the moves empty its device (`empty_devices`).
+- it must make room for a ticket and fits elsewhere (`move_aside`); in a pool with `move_busy`, that may be a busy lease if idle ones cannot
+  make room (`plan_busy_move`);
+- it is busy and would get more compute elsewhere (`relieve_compute`);
+- it is idle and moving it helps to empty its device (`empty_devices`).
 
-A moving lease has a ticket from the start, before all others of its priority. If its target cannot take it after all (a process without a
-lease took the memory, the device was lost), it is a suspended lease with a ticket like any other.
+A moving lease has a ticket from the start, ahead of all others of its priority. If its target cannot take it after all (a process without a
+lease took the memory, or the device was lost), it becomes an ordinary suspended lease with a ticket.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,19 +38,19 @@ from fractional_gpu.core.words import name_for
 
 
 def kept_mib(lease: Lease) -> int:
-    """Return the MiB kept for a moving lease on each of its targets."""
+    """Return the memory kept for a moving lease on each of its targets, MiB."""
     grows = lease.ticket.resize_to if lease.ticket is not None else None
     return max(lease.need_mib, grows.reserve_mib if grows is not None else 0)
 
 
 def _may_go(books: Books, lease: Lease) -> bool:
-    """Return whether a lease is on one device and waits for nothing, and host memory suffices for its state."""
+    """Return whether a lease has one device and no ticket, and host memory can hold its state."""
     stays = lease.count > 1 or lease.ticket is not None or lease.revoked
     return not stays and lease.host_need_mib <= books.host_left_mib
 
 
 class Migrations:
-    """The moves of one pass over the queue."""
+    """Moves that make room for tickets, in one pass over the queue."""
 
     def __init__(self, changes: Changes, capacity: Capacity) -> None:
         self._changes = changes
@@ -58,26 +58,26 @@ class Migrations:
         self._capacity = capacity
 
     def move_to_grow(self, lease: Lease, spec: LeaseSpec) -> bool:
-        """Move an idle lease that cannot grow where it is to a device with room for that. Returns whether it moves."""
+        """Move an idle lease to a device where it can grow, if there is one. Return whether it moves."""
         books = self._books
         if not self._changes.channel_free or lease.count > 1 or not may_leave(books, lease):
             return False
         if lease.host_need_mib > books.host_left_mib:
             return False
         need_mib = books.reserve_mib(lease, spec)
-        return self._move(lease, need_mib, "move.grow", f"it goes where {format_memory(need_mib)} are free for it")
+        return self._move(lease, need_mib, "move.grow", f"it moves to a device with {format_memory(need_mib)} free")
 
     def move_aside(self, victim: Lease, lease: Lease) -> bool:
-        """Move a lease that makes room to a device where it fits now; an idle lease only if the beneficiary needs no resume."""
+        """Move a victim to another device instead of suspending it, if it fits there. Idle ones do not move for a saved beneficiary."""
         if not _may_go(self._books, victim):
             return False
         if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
             return False
-        why = f"it fits there as well, and makes room for {name_for(victim, lease)}"
+        why = f"it also fits there, and makes room for {name_for(victim, lease)}"
         return self._move(victim, victim.held_mib, "move.defragment", why, lease)
 
     def _move(self, lease: Lease, need_mib: int, reason: str, sentence: str, beneficiary: Lease | None = None) -> bool:
-        """Move the lease to a device where the need fits now, if there is one. Returns whether it moves."""
+        """Move the lease to a device where the need fits now, if there is one. Return whether it moves."""
         targets = self._capacity.pick(lease, other_devices(self._books, lease), need_mib)
         if targets is None:
             return False
@@ -87,7 +87,7 @@ class Migrations:
         return True
 
     def plan_busy_move(self, lease: Lease, devices: Sequence[str], need_mib: int) -> Plan | None:
-        """Return a plan with one busy lease that fits elsewhere and holds what the ticket lacks; None if there is none."""
+        """Return a plan to move one busy lease that holds enough memory and fits elsewhere, or None."""
         pool = self._books.policy(lease)
         if not (pool.move_busy and pool.may_move) or lease.count > 1 or not self._changes.channel_free:
             return None
@@ -118,7 +118,7 @@ def begin_move(
     *,
     beneficiary: Lease | None = None,
 ) -> None:
-    """Suspend the lease for the `beneficiary` of its room, if any, with a ticket for its targets before all others."""
+    """Suspend the lease, with a ticket for its targets ahead of all others. `beneficiary`: the lease that gets its room, if any."""
     ticket = lease.ticket  # it already has one if it waits to grow
     if ticket is None:
         ticket = changes.new_ticket(first=True)
@@ -132,13 +132,13 @@ def begin_move(
 
 
 BUSY_CHANNEL = "swap-channel"
-"""The code of a refusal that ends with another kernel's swap."""
+"""Refusal code: retry once another kernel's swap has ended."""
 
 
 def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Reason | None:
-    """Begin a requested move. Returns why the lease stays, or None. The caller has checked that it can be suspended at all.
+    """Begin a requested move, or return why not. The caller must have checked that the lease can be suspended.
 
-    It takes no room that is kept for moving leases or being made for a ticket.
+    The move does not take room that is kept for moving leases or that is being made for a ticket.
     """
     refused = REVOKED if lease.revoked else _not_movable(changes, lease)
     if refused is not None:
@@ -153,17 +153,17 @@ def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Re
     asked = (device_id,) if device_id is not None else there
     fitting = [one for one in asked if capacity.fits([one], lease.held_mib)]
     if not fitting:
-        left = "no other device has them"
+        left = "no other device has that much free"
         if device_id is not None:
-            left = f"{format_memory(max(0, capacity.free_mib(device_id)))} are free there"
+            left = f"only {format_memory(max(0, capacity.free_mib(device_id)))} is free there"
         return Reason(
-            "no-room", f"{format_memory(lease.held_mib)} are reserved for the kernel, and {left}: make room first"
+            "no-room", f"the kernel has {format_memory(lease.held_mib)} reserved, but {left}: make room first"
         )
     targets = capacity.pick(
         lease, [one for one in fitting if not books.devices[one].mib(OccupancyKind.SUSPENDING)], lease.held_mib
     )
     if not changes.channel_free or targets is None:
-        return Reason(BUSY_CHANNEL, "another kernel is being moved or saved just now: try again in a moment")
+        return Reason(BUSY_CHANNEL, "another kernel is being moved or saved: try again in a moment")
     begin_move(changes, lease, targets, "move.asked", "an administrator is moving it to another device")
     return None
 
@@ -173,18 +173,18 @@ def _not_movable(changes: Changes, lease: Lease) -> Reason | None:
     if lease.state is not LeaseState.RESIDENT:
         return Reason(
             "not-resident",
-            f"the kernel is on no device (it is {lease.state}): only one that is on a device can be moved",
+            f"the kernel is not on a device (it is {lease.state}): only a kernel on a device can be moved",
         )
     if lease.busy:
         return Reason("busy", "a cell is running: interrupt it, or try again when it has ended")
     if lease.count > 1:
-        return Reason("several-devices", "the kernel has several devices, and only kernels on one device can be moved")
+        return Reason("several-devices", "the kernel has several devices: only kernels on one device can be moved")
     here = changes.books.devices.get(lease.device_id or "")
     why_not = here.spec.why_no_move if here is not None else ""
     if not pool.may_move or why_not:
-        return Reason("may-not-move", why_not or f"pool {pool.name!r} moves no kernels: its may_move is off")
+        return Reason("may-not-move", why_not or f"pool {pool.name!r} does not move kernels: its may_move is off")
     if lease.ticket is not None:
-        return Reason("grows", "the kernel waits for room to grow where it is: try again when it has it")
+        return Reason("grows", "the kernel waits to grow on its device: try again when it has grown")
     return None
 
 
@@ -192,33 +192,33 @@ def _not_there(changes: Changes, lease: Lease, device_id: str) -> Reason:
     books = changes.books
     device, pool = books.devices.get(device_id), books.policy(lease)
     if device_id in lease.device_ids:
-        return Reason("there-already", "the kernel is on that device already")
+        return Reason("there-already", "the kernel is already on that device")
     if device is None or device_id not in pool.devices:
-        return Reason("other-pool", f"that device is not one of pool {pool.name!r}: choose one of the pool's")
+        return Reason("other-pool", f"that device is not in pool {pool.name!r}: choose one that is")
     if device_id not in allowed_of(pool, lease.spec):
         return Reason(
-            "not-allowed", "the kernel's job or pod was given other devices: choose one of those (`jupyter gpu seats`)"
+            "not-allowed", "the kernel's job or pod was given other devices: choose one of them (`jupyter gpu seats`)"
         )
     if device.lost or device.draining:
-        return Reason("device-closed", "that device is being drained or is not responding: choose another one")
-    return Reason("other-kind", "that device is of another kind, and saved state can only be restored on the same kind")
+        return Reason("device-closed", "that device is being drained or is not responding: choose another")
+    return Reason("other-kind", "that device is of another kind: saved state can only be restored on the same kind")
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
-# Where kernels start says little about which cells will run at the same time, and how much of a device a cell needs is known only once it
-# runs. So the arbiter looks again if busy leases need more of a device than the bound of their pool.
+# When kernels are placed, nobody knows which cells will run at the same time, and how much of a device a cell needs is known only once it
+# runs. So the arbiter reconsiders when busy leases need more of a device than their pool's bound.
 #
-# Gain: busy leases lose u * (k - 1) of the time that their cells still take, each for its own u (`time_slicing`). A move gains what both
-# devices lose now, less what they would lose then. Cost: the suspend and resume of the lease, during which its cell does not run, and the
-# swaps of idle leases that make room on the other device. A move must gain twice what it costs.
+# Gain: each busy lease loses u * (k - 1) of its cell's remaining time, with its own u (`time_slicing`). A move gains what both devices lose
+# now minus what they would lose after it. Cost: the suspend and resume of the lease, during which its cell does not run, and the swaps of
+# idle leases that make room on the other device. A move must gain twice what it costs.
 
 
-_TIMES_COST = 2  # that a move must gain
-_MOST_MADE_ROOM = 8  # how many devices that lack memory to consider for one lease, least busy first
+_TIMES_COST = 2  # a move must gain this many times its cost
+_MOST_FULL_DEVICES = 8  # devices without enough memory to consider per lease, least busy first
 
 
 _Needs = dict[str, tuple[int, int]]
-"""By lease on a device: the thousandths of it that it needs, and those times its cell's remaining ms."""
+"""By lease: the thousandths of the device that it needs, and those times its cell's remaining ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,19 +227,19 @@ class _Move:
     lease: Lease
     device_id: str
     victims: tuple[Lease, ...]
-    fragmentation: int  # of the memory that is free on the other device then (`place`)
+    fragmentation: int  # of the other device's free memory after the move (`place`)
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Orders moves: a cell of a low priority stops for its neighbours, then comes the gain, then the memory."""
+        """Sort key, best move highest: lowest priority, then most gain, then least fragmentation."""
         return -self.lease.spec.priority, self.gain_ms, -self.fragmentation
 
 
 def relieve_compute(changes: Changes) -> None:
-    """Move busy leases off devices whose busy leases slow each other down, while no ticket waits and swap channels are free.
+    """Move busy leases off devices where they slow each other down, while no ticket waits and swap channels are free.
 
-    Begin the move that gains most, or the first suspend that makes room for it. The move follows when the idle leases have left, if it
-    still gains enough.
+    Begin the best move, or the first suspend that makes room for it. The move follows once the idle leases have left, if it still gains
+    enough.
     """
     books = changes.books
     while not books.waiting and changes.channel_free:
@@ -252,11 +252,11 @@ def relieve_compute(changes: Changes) -> None:
         if best is None:
             return
         if best.victims:
-            sentence = "idle, and its device will take a busy kernel whose neighbours slow it down"
+            sentence = "idle, and a busy kernel slowed down by its neighbours is moving to its device"
             changes.begin_suspend(best.victims[0], "suspend.compute", sentence, beneficiary=best.lease)
         else:
             percent = books.devices[best.lease.device_ids[0]].sums.demand_milli // 10
-            sentence = f"busy kernels need {percent} % of its device together, and another one leaves it more"
+            sentence = f"busy kernels together need {percent} % of its device, and another device has more to spare"
             begin_move(changes, best.lease, (best.device_id,), "move.compute", sentence)
 
 
@@ -270,18 +270,18 @@ def _needs_on(books: Books, device: Device) -> _Needs:
 
 
 def _lost_ms(needs: Iterable[tuple[int, int]]) -> int:
-    """Return the ms that cells of leases with these needs lose together on one device."""
+    """Return the ms that cells with these needs lose in total by sharing one device."""
     needs = list(needs)
     longer_milli = stretch_milli(milli for milli, _ in needs) - WHOLE_MILLI
     return sum(work for _, work in needs) * longer_milli // (WHOLE_MILLI * WHOLE_MILLI)
 
 
 def _moves_from(books: Books, here: Device, needs: dict[str, _Needs]) -> Iterable[_Move]:
-    """Yield the moves of leases off a device that gain enough."""
+    """Yield the moves off a device that gain enough."""
     busy = [lease for lease in here.holders.values() if lease.occupancy is OccupancyKind.BUSY]
     known = [lease for lease in busy if lease.cell_milli is not None]
     if sum(lease.busy_milli for lease in known) <= WHOLE_MILLI:
-        return  # the rest has shown nothing yet
+        return  # the needs of the others are not known yet
     for lease in known:
         if _may_be_relieved(books, lease):
             yield from _moves_of(books, lease, needs)
@@ -314,16 +314,16 @@ def _moves_of(books: Books, lease: Lease, needs: dict[str, _Needs]) -> Iterable[
             yield _Move(gain_ms, lease, device_id, (), choice.fragmentation([(device_id, device.free_mib)]))
         else:
             lacking.append((sum(milli for milli, _ in there), device_id, gain_ms))
-    for _, device_id, gain_ms in sorted(lacking)[:_MOST_MADE_ROOM]:
+    for _, device_id, gain_ms in sorted(lacking)[:_MOST_FULL_DEVICES]:
         yield from _with_room_made(books, lease, device_id, gain_ms, choice)
 
 
 def _with_room_made(books: Books, lease: Lease, device_id: str, gain_ms: int, choice: DeviceChoice) -> Iterable[_Move]:
-    """Yield the move to a device where idle leases leave first, if its gain also pays for their swaps."""
+    """Yield the move to a device where idle leases must leave first, if it gains enough to pay for their swaps, too."""
     there, host_mib = books.devices[device_id], books.host_left_mib - lease.host_need_mib
     short_mib = lease.held_mib - there.free_mib - there.mib(OccupancyKind.SUSPENDING)
     if short_mib <= 0:
-        return  # what leaves already suffices: the move follows
+        return  # leases already leaving free enough: the move follows
     victims = Victims(books).choose(device_id, short_mib, lease, (), host_mib=host_mib)
     if not victims or sum(victim.host_need_mib for victim in victims) > host_mib:
         return
@@ -337,14 +337,14 @@ def _with_room_made(books: Books, lease: Lease, device_id: str, gain_ms: int, ch
 
 
 QUIET_MS = 60_000
-"""How long a lease must have been idle before it moves together with others."""
+"""How long a lease must have been idle before it is moved to empty its device."""
 
 
 def empty_devices(changes: Changes) -> None:
-    """Begin the next move that empties a device, in each pool with `empty_devices`, while swap channels are free.
+    """In each pool with `empty_devices`, begin the next move that helps to empty a device, while swap channels are free.
 
-    The idle leases of a device move to fuller devices of its kind, so that none moves back, but only if all can: half-emptying it gains
-    nothing. Only leases move that have been idle for a while, are not expected, and take no longer than the pool allows for early swaps.
+    A device's leases move to fuller devices of its kind, so none moves back, and only if all of them can: a half-empty device is of no use.
+    They must have been idle for a while, not be expected to run soon, and swap within the pool's limit for early swaps.
     """
     books = changes.books
     for pool in books.pools.values():
@@ -369,7 +369,7 @@ def _may_be_packed(books: Books, lease: Lease, pool: PoolSpec) -> bool:
     if lease.occupancy is not OccupancyKind.IDLE or from_ms is None or not _may_go(books, lease):
         return False
     if lease.spec.pool != pool.name:
-        return False  # it was here before the device came to this pool, and its own pool may want no moves
+        return False  # it was here before the device joined this pool, and its own pool may not want moves
     if lease.let_in or lease.gate.closed or is_expected(books, lease):
         return False
     if swap_ms(books, lease) > pool.foresight_swap_ms:
@@ -378,7 +378,7 @@ def _may_be_packed(books: Books, lease: Lease, pool: PoolSpec) -> bool:
 
 
 def _first_move(books: Books, leases: Iterable[Lease], device: Device) -> tuple[Lease, str] | None:
-    """Return the first of the moves that empty a device, or None if some lease there has no place elsewhere."""
+    """Return the first of the moves that would empty a device, or None if some lease fits nowhere else."""
     free_mib, moves = dict[str, int](), list[tuple[Lease, str]]()
     for lease in sorted(leases, key=lambda one: (-one.held_mib, one.number)):
         for device_id in other_devices(books, lease):
@@ -387,7 +387,7 @@ def _first_move(books: Books, leases: Iterable[Lease], device: Device) -> tuple[
         fitting = [(one, left) for one, left in free_mib.items() if left >= lease.held_mib]
         if not fitting:
             return None
-        # Where only idle leases are, the device may be emptied next: they come together on the fullest one, and move once.
+        # A device with only idle leases may be emptied next. So prefer devices in use, then the fullest, so that leases move only once.
         in_use = [place for place in fitting if _is_in_use(books.devices[place[0]])]
         choice = device_choice(books, lease, lease.held_mib, list(free_mib.items()))
         target = choice.best(in_use) or min(fitting, key=lambda place: place[1])[0]
