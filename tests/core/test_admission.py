@@ -46,7 +46,7 @@ def test_a_refusal_counts_kernels_that_do_not_run_apart() -> None:
     hand = Hand(pools=[PoolSpec(name="p", devices=("d0",), oversubscription_milli=1000)])
     hand.start("a", 500)
     hand.start("b", 500)
-    assert "1000 MiB it may promise; shut a kernel down" in _refused(hand.request("c", 500)).sentence
+    assert "1000 MiB that it may promise; shut a kernel down" in _refused(hand.request("c", 500)).sentence
     hand.send(ProcessExited(at_ms=hand.now, lease_id="b"))
     hand.wait(60_000)
     sentence = _refused(hand.request("c", 500)).sentence

@@ -105,7 +105,7 @@ def test_the_pin_of_a_suspended_kernel_asks_for_nothing_and_counts_once_it_is_ba
 @pytest.mark.parametrize(
     ("duration_ms", "max_pin_ms", "reason", "said"),
     [
-        (5 * HOUR_MS, 4 * HOUR_MS, "pin-too-long", "allows 4 h at a time"),
+        (5 * HOUR_MS, 4 * HOUR_MS, "pin-too-long", "allows at most 4 h"),
         (HOUR_MS, 0, "pin-too-long", "allows no pins"),
         (0, HOUR_MS, "pin-too-short", "a second or more"),
     ],
@@ -138,7 +138,7 @@ def test_the_budget_is_the_owner_s_and_comes_back_evenly_over_a_day() -> None:
     declined = _declined(_pin(hand, "b", 2 * HOUR_MS))
     assert declined is not None
     assert declined.reason == "pin-budget"
-    assert "1 h are left of the 4 h" in declined.sentence
+    assert "1 h left of the 4 h allowed a day" in declined.sentence
     hand.wait(6 * HOUR_MS - 1000)  # a quarter of a day restores a quarter of the budget
     assert _declined(_pin(hand, "b", 2 * HOUR_MS)) is not None
     hand.wait(2000)
@@ -195,4 +195,4 @@ def test_a_pin_outlives_the_broker_and_is_still_paid_for() -> None:
     hand.idle("b", 100)
     declined = _declined(_pin(hand, "b", 2 * HOUR_MS))
     assert declined is not None
-    assert "1 h are left" in declined.sentence
+    assert "1 h left" in declined.sentence

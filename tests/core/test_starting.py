@@ -145,7 +145,7 @@ def test_a_user_has_so_many_leases_without_a_process_and_no_more(*, gated: bool)
         ask(hand, f"eve{number}", 10, gated=gated)
     (refused,) = [one for one in ask(hand, "eve3", 10, gated=gated) if isinstance(one, LeaseRefused)]
     assert refused.reason == "unattached-limit"
-    assert "'eve' has 3 leases in pool 'p' whose kernels have not started, of at most 3" in refused.sentence
+    assert "'eve' has 3 leases in pool 'p' whose kernels have not started (at most 3 allowed)" in refused.sentence
     assert not [one for one in ask(hand, "bob", 10, owner="bob", gated=gated) if isinstance(one, LeaseRefused)]
     hand.send(Attached(at_ms=0, lease_id="eve0", gated=gated))
     assert not [one for one in ask(hand, "eve4", 10, gated=gated) if isinstance(one, LeaseRefused)]
@@ -158,7 +158,8 @@ def test_what_a_pool_may_promise_is_not_all_promised_to_leases_without_a_process
     (refused,) = [one for one in ask(hand, "eve2", 500, gated=True) if isinstance(one, LeaseRefused)]
     assert refused.reason == "unattached-limit"
     assert (
-        "was promised 1000 MiB of pool 'p' for kernels that have not started, of at most 1000 MiB" in refused.sentence
+        "was promised 1000 MiB of pool 'p' for kernels that have not started (at most 1000 MiB allowed)"
+        in refused.sentence
     )
     assert not [one for one in ask(hand, "bob", 1000, owner="bob", gated=True) if isinstance(one, LeaseRefused)]
 

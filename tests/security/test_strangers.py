@@ -263,7 +263,9 @@ def test_leases_that_never_attach_are_limited_in_number(monkeypatch: pytest.Monk
         leases = [live.lease() for _ in range(3)]
         refused = live.call("POST", "/v1/leases", {"fraction_milli": 250})
         assert (refused.status, refused.error["reason"]) == (409, "unattached-limit")
-        assert "of at most 3; wait until these kernels have started, or shut down those" in refused.error["message"]
+        assert (
+            "(at most 3 allowed); wait until these kernels have started, or shut down those" in refused.error["message"]
+        )
         with started_for(leases[0].lease_id) as process:
             live.call("POST", f"/v1/leases/{leases[0].lease_id}/attach", process, token=leases[0].token)
             assert live.lease().lease_id

@@ -1,15 +1,15 @@
-"""A lease's life: it is requested, starts, is attached; it wants the GPU, runs, rests, and ends.
+"""The life of a lease: it is requested and attached, wants the GPU, runs, rests, and ends.
 
-`Lifecycle` has one method per event. `StartReservations` bounds what leases without a process hold or ask for, because nothing proves that
-the process ever comes (admission checks how many of them an owner may have):
+`Lifecycle` has one method per event. `StartReservations` bounds what leases without a process may hold or queue for, since nothing
+guarantees that the process will ever start (admission limits how many such leases an owner may have):
 
-- The leases of one owner (a user, or the hub's user of a seat) may hold or queue for `unattached_share` of the pool's memory, and one
-  always may. Only one may while such leases alone keep out another owner's ticket. The rest are `parked`: they file a ticket when an
-  earlier lease has its process, ends or loses its room, behind what other owners have filed meanwhile.
-- Room is kept for `unattached_hold_ms`. After that it goes to a ticket that needs it. While no ticket waits in the pool the lease keeps
-  the room: a kernel that starts slowly on an idle machine loses nothing.
+- An owner (a user, or the hub's user of a seat) may have one such lease that holds or queues for room, and more within `unattached_share`
+  of the pool's memory. While such leases alone keep out another owner's ticket, it is only one. The rest are `parked`: they file a ticket
+  once an earlier lease has its process, ends or loses its room, behind tickets that other owners have filed since.
+- Their room is kept for `unattached_hold_ms`. After that, a ticket that needs it may take it. While no ticket waits in the pool, the lease
+  keeps its room, so a kernel that starts slowly on an idle machine loses nothing.
 
-What a new broker finds after a restart, and how a quarantine ends, is in `operations`.
+`operations` handles what a new broker finds after a restart, and how a quarantine ends.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -27,14 +27,14 @@ from fractional_gpu.core.units import format_duration, format_memory
 
 
 class StartReservations:
-    """Decides which leases hold, or queue for, room before their start."""
+    """Decide which leases may hold or queue for room before their process starts."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
 
     def request(self, lease: Lease, *, urgent: bool = False) -> None:
-        """File a ticket for a lease that wants room before its start, or park it behind others of its owner."""
+        """File a ticket for a lease that wants room before its process starts, or park it behind its owner's others."""
         books = self._books
         if lease.ticket is None and lease.lease_id not in books.parked:
             books.parked[lease.lease_id] = lease
@@ -44,14 +44,14 @@ class StartReservations:
                 self._changes.record(
                     lease.lease_id,
                     "wait.unattached",
-                    f"other kernels of {lease.spec.owner!r} are starting, and leases without a process may hold "
-                    f"{pool.unattached_share_milli / 10:g} % of pool {pool.name!r}: it asks for room when one of them has started",
+                    f"other kernels of {lease.spec.owner!r} are still starting, and kernels that have not started may hold at most "
+                    f"{pool.unattached_share_milli / 10:g} % of pool {pool.name!r}: this one queues once one of them has started",
                 )
         if lease.ticket is not None:
             self._changes.file_ticket(lease, before_start=True, urgent=urgent)
 
     def file_parked(self) -> None:
-        """File tickets for parked leases in the order they asked, as far as their owners' holdings and tickets allow."""
+        """File tickets for parked leases, in the order they were parked, as far as their owners' limits allow."""
         if not self._books.parked:
             return
         taken_mib = self._taken_mib()
@@ -60,14 +60,14 @@ class StartReservations:
             owner = _owner(lease)
             there_mib, need_mib = taken_mib.get(owner, 0), lease.need_mib * lease.count
             if owner in full or (there_mib and not self._may_have_more(lease, there_mib + need_mib)):
-                full.add(owner)  # a smaller lease of the owner does not pass it
+                full.add(owner)  # a smaller lease of the same owner must not overtake it
                 continue
             taken_mib[owner] = there_mib + need_mib
             del self._books.parked[lease.lease_id]
             self._changes.file_ticket(lease, before_start=True)
 
     def _taken_mib(self) -> dict[tuple[str, str], int]:
-        """Return what the leases without a process hold or ask for, by owner."""
+        """Return the memory that leases without a process hold or queue for, by owner, MiB."""
         taken: dict[tuple[str, str], int] = {}
         for lease in self._books.in_state(LeaseState.UNATTACHED):
             asks = lease.ticket is not None and lease.ticket.before_start
@@ -76,13 +76,13 @@ class StartReservations:
         return taken
 
     def _may_have_more(self, lease: Lease, mib: int) -> bool:
-        """Return whether an owner that already has room may have `mib` in all."""
+        """Return whether an owner that already has room may have `mib` in total."""
         pool = self._books.policy(lease)
         share_mib = pool_mib(self._books, pool) * pool.unattached_share_milli // 1000
         return mib <= share_mib and not self._keep_out_others(lease)
 
     def _keep_out_others(self, lease: Lease) -> bool:
-        """Return whether only leases without a process keep out another owner's ticket, which more of them could overtake."""
+        """Return whether leases without a process, and nothing else, keep out another owner's ticket."""
         starting: dict[str, int] = {}
         for other in self._books.in_state(LeaseState.UNATTACHED):
             for device_id in other.occupied_ids:
@@ -97,9 +97,9 @@ class StartReservations:
         return False
 
     def reclaim_lapsed(self, *, first: bool = False) -> bool:
-        """Free room whose hold is over, in pools where a ticket waits for room. Returns whether any was freed.
+        """Free room whose hold has lapsed, in pools where a ticket waits for room. Return whether any was freed.
 
-        `first`: before the queue is served, free it only for tickets that fit nowhere, or leases might be suspended in vain.
+        With `first`, before the queue is served, only tickets that fit nowhere count; otherwise they fit anyway.
         """
         freed = False
         for lease in self._books.in_state(LeaseState.UNATTACHED):
@@ -113,7 +113,7 @@ class StartReservations:
         return holds and lease.hold_until_ms <= self._books.now_ms
 
     def _is_wanted(self, lease: Lease, *, first: bool) -> bool:
-        """Return whether a ticket that waits for room, or a parked lease, could use the lease's room."""
+        """Return whether a waiting ticket or a parked lease could use the lease's room."""
         pool = lease.spec.pool
         waiting = [other for other in self._books.waiting.values() if other.spec.pool == pool and other is not lease]
         if any(other.waits_for_room and not (first and self._fits(other)) for other in waiting):
@@ -126,15 +126,15 @@ class StartReservations:
 
     def _reclaim(self, lease: Lease) -> None:
         kept, mib = self._books.policy(lease).unattached_hold_ms, lease.held_mib
-        self._changes.withdraw_ticket(lease)  # of one that waited to grow
+        self._changes.withdraw_ticket(lease)  # it may have waited to grow
         self._books.set_reservation(lease, ())
-        # Else its owner's next lease, which has used nothing either, would be served first, again and again.
+        # Otherwise its owner's next lease, which has not used anything either, would be served first, over and over.
         self._books.accounts.fall_behind(lease)
         self._changes.change_state(
             lease,
             Cause.LAPSED,
             "grant.lapsed",
-            f"no process came within {format_duration(kept)}, and another kernel waits: its {format_memory(mib)} are free",
+            f"no process started within {format_duration(kept)} and another kernel is waiting, so its {format_memory(mib)} was freed",
         )
 
 
@@ -143,7 +143,7 @@ def _owner(lease: Lease) -> tuple[str, str]:
 
 
 class Lifecycle:
-    """One method per event."""
+    """The events of a lease, one method each."""
 
     def __init__(self, changes: Changes, memory_caps: MemoryCaps) -> None:
         self._changes = changes
@@ -169,10 +169,12 @@ class Lifecycle:
             self._start_reservations.request(lease)
 
     def attached(self, lease: Lease, *, gated: bool) -> None:
-        """Note that a process stands behind the lease."""
+        """Record that the lease's process has started."""
         if lease.left_behind:
             lease.left_behind, lease.last_active_ms = "", self._changes.now_ms
-            self._changes.record(lease.lease_id, "attached", "a new kernel runs next to what the last one left behind")
+            self._changes.record(
+                lease.lease_id, "attached", "a new kernel runs next to processes that the last one left behind"
+            )
             if lease.state is LeaseState.RESIDENT:
                 self._books.set_gate(lease, closed=False)
                 self._changes.emit_granted(lease)
@@ -187,16 +189,16 @@ class Lifecycle:
         if lease.has_reservation:
             self._changes.become_resident(lease)
             self._changes.change_state(
-                lease, Cause.ATTACHED_RESERVED, "attached", "the kernel runs, with its reservation"
+                lease, Cause.ATTACHED_RESERVED, "attached", "the kernel runs and has its reservation"
             )
             self._changes.emit_granted(lease)
             return
         self._changes.change_state(lease, Cause.ATTACHED, "attached", "the kernel runs and has not used a GPU yet")
-        if not gated:  # no gate keeps it from using the GPU
+        if not gated:  # nothing stops it from using the GPU
             self._changes.file_ticket(lease)
 
     def left_behind(self, lease: Lease, what: str) -> None:
-        """Keep what the lease holds for processes of its ended kernel: it counts as busy, and saved state gets a ticket."""
+        """Keep the lease's room for processes that outlived its kernel. It counts as busy; saved state gets a ticket."""
         changes = self._changes
         if not (lease.held_mib or lease.saved_mib) or lease.state is LeaseState.UNATTACHED:
             return
@@ -215,22 +217,22 @@ class Lifecycle:
                 changes.decline_suspend(lease, "busy", sentence)
         if lease.state in (LeaseState.SUSPENDED, LeaseState.RESUMING):  # a resume may fail to start
             changes.file_ticket(lease, preempted=True)
-        changes.requeued |= self._books.waiting_pools  # tickets that wait for its room show it
+        changes.requeued |= self._books.waiting_pools  # tickets waiting for its room show why
 
     def exited(self, lease: Lease) -> None:
-        """Free what the lease holds: its process is gone."""
+        """Free everything the lease holds, since its process is gone."""
         if lease.state is LeaseState.UNATTACHED:
             return
         end_pin(self._changes, lease, "the kernel process ended, so its pin has ended too")
         if lease.busy and not lease.left_behind:
             self._changes.forecast_recorder.busy_changed(lease, busy=False)
-        if lease.revoked:  # no server exists that could start another kernel for it
+        if lease.revoked:  # it has no server that could start another kernel
             self._changes.end(lease, Cause.RELEASED, "seat-ended")
             return
         self._changes.release_everything(lease)
         self._changes.restart_expiry(lease)
         self._changes.change_state(
-            lease, Cause.EXITED, "process.exited", "the kernel process ended; what it held is free"
+            lease, Cause.EXITED, "process.exited", "the kernel process ended; everything it held is free"
         )
 
     def released(self, lease: Lease, reason: str) -> None:
@@ -239,7 +241,7 @@ class Lifecycle:
         self._changes.end(lease, Cause.RELEASED, reason)
 
     def wanted(self, lease: Lease, *, urgent: bool) -> None:
-        """Let the kernel in, or give it a ticket."""
+        """Let the kernel's cell in, or file a ticket for it."""
         if lease.revoked:
             return
         self._expectations.came_true(lease)
@@ -247,7 +249,7 @@ class Lifecycle:
             lease.last_active_ms = self._changes.now_ms
             if lease.suspend_requested:
                 self._changes.decline_suspend(lease, "busy", "a cell is about to run: try again when it has ended")
-            # The gate is closed for an older ticket: the cell waits there, and the lease can be suspended between its cells.
+            # A closed gate keeps the cell waiting for an older ticket, so that the lease can be suspended between cells.
             if lease.gate.closed and not urgent:
                 self._changes.wait_at_gate(lease)
                 return
@@ -262,7 +264,7 @@ class Lifecycle:
             self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
 
     def unwanted(self, lease: Lease, *, interrupted: bool = False) -> None:
-        """Withdraw the ticket, unless a preempted cell, growth or a left-behind process waits."""
+        """Withdraw the ticket, unless a preempted cell, a growing lease or a left-behind process needs it."""
         ticket = lease.ticket
         self._books.set_let_in(lease, let_in=False)
         self._books.parked.pop(lease.lease_id, None)
@@ -280,10 +282,10 @@ class Lifecycle:
         self._changes.withdraw_ticket(lease)
 
     def busy_changed(self, lease: Lease, *, busy: bool, by_cell: bool) -> None:
-        """Note that the kernel began or stopped running something."""
+        """Record that the kernel has become busy or idle."""
         if lease.state is LeaseState.UNATTACHED or lease.left_behind:
             return
-        if busy and by_cell:  # perhaps behind a completion that made it busy already
+        if busy and by_cell:  # a completion may have made it busy already
             self._expectations.came_true(lease)
         if busy == lease.busy:
             return
@@ -292,7 +294,7 @@ class Lifecycle:
         self._changes.forecast_recorder.busy_changed(lease, busy=busy)
 
     def measured(self, lease: Lease, used_mib: int) -> None:
-        """Record the measured device memory."""
+        """Record a measurement of the lease's device memory."""
         if lease.state not in (LeaseState.NO_CONTEXT, LeaseState.RESIDENT, LeaseState.SUSPENDING):
             return
         before_mib, was_measured = lease.used_each_mib, lease.is_measured
@@ -304,7 +306,7 @@ class Lifecycle:
             self._books.note_unreserved(lease)
 
     def shrunk(self, lease: Lease, event: Shrunk) -> None:
-        """Note whether the kernel gave its caches back."""
+        """Record whether the kernel released its caches."""
         if (
             not lease.shrink.is_requested
             or lease.generation != event.generation
@@ -319,20 +321,20 @@ class Lifecycle:
     def suspend_requested(self, lease: Lease, by: str) -> None:
         """Accept or decline a request by `by` (its user, an administrator) to suspend the lease."""
         if lease.state is not LeaseState.RESIDENT:
-            sentence = f"the kernel is {lease.state}: only a resident one can be suspended"
+            sentence = f"the kernel is {lease.state}: only a resident kernel can be suspended"
             self._changes.decline_suspend(lease, "not-resident", sentence)
         elif lease.left_behind:
-            sentence = f"its kernel has ended, and {lease.left_behind} may be at work on the device: end it, or let it take its turns"
+            sentence = f"its kernel has ended, but {lease.left_behind} may still be using the device: end it, or wait for its turn to end"
             self._changes.decline_suspend(lease, "busy", sentence)
         elif lease.busy:
             self._changes.decline_suspend(
                 lease, "busy", "a cell is running: interrupt it, or try again when it has ended"
             )
         else:
-            lease.suspend_requested_by = by  # served at once, or declined with the reason
+            lease.suspend_requested_by = by  # `Scheduler` begins it, or declines with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
-        """Note whether the process can be checkpointed. If it can again, past failures no longer delay a suspend."""
+        """Record whether the process can be checkpointed. If it can again, past failures no longer delay a suspend."""
         if lease.why_not and not why_not:
             lease.retries.forget_suspends()
         lease.why_not = why_not

@@ -1,11 +1,11 @@
 """Whether a new lease can be admitted, and what one user or group may have.
 
-- **Admission** (`refusal`): what can never be served, or exceeds a limit or the pool's promises, is refused at once, saying what there is
-  and what to do.
-- **Limits of a user or group.** The number of leases, and the sum of their fractions, are checked at admission. The sum of the fractions on
-  devices at a time makes a ticket wait (`over_limit`). That ticket does not block others and is not passed over by them; idle leases of the
-  same user (or group) leave for it.
-- **Priorities** and **pins**: a pin keeps an idle lease on its device, and is paid from its owner's daily budget.
+- **Admission** (`refusal`): a lease that can never be served, or exceeds a limit or the pool's promises, is refused at once. The refusal
+  says what is available and what to do.
+- **Limits of a user or group.** The number of leases and the sum of their fractions are checked at admission. The sum of the fractions on
+  devices at the same time makes a ticket wait (`over_limit`). Such a ticket neither blocks others nor counts as passed over; idle leases of
+  the same user (or group) leave for it.
+- **Priorities** and **pins**: a pin keeps an idle lease on its device, and is charged to its owner's daily budget.
 """
 
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ from fractional_gpu.core.suspend import may_leave, steps_aside
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 
 UNATTACHED_LIMIT = "unattached-limit"
-"""The code of a refusal that ends when the owner's other kernels have started."""
+"""Refusal code: retry once the owner's other kernels have started."""
 
 
 # -- admission ---------------------------------------------------------------------------------------------------------
 def refusal(books: Books, spec: LeaseSpec) -> Reason | None:
     if spec.lease_id in books.leases:
-        return Reason("duplicate-lease", f"lease {spec.lease_id} exists already; a new lease needs a new id")
+        return Reason("duplicate-lease", f"lease {spec.lease_id} already exists; a new lease needs a new id")
     wrong = _bad_size(spec)
     if wrong is not None:
         return wrong
@@ -45,7 +45,7 @@ def _bad_size(spec: LeaseSpec) -> Reason | None:
         return Reason(
             "bad-size",
             f"{spec.devices} devices with a fraction of {format_fraction(max(1, spec.fraction_milli))} were requested; "
-            "allowed: 1 or more, and several only as whole ones (fraction 1)",
+            "allowed: 1 or more, and more than 1 only as whole devices (fraction 1)",
         )
     if not 1 <= spec.fraction_milli <= 1000 or spec.reserve_mib < 1 or request_mib < 0:
         return Reason(
@@ -57,7 +57,7 @@ def _bad_size(spec: LeaseSpec) -> Reason | None:
 
 
 def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    """Return a refusal if the pool does not offer the size, or has no devices for it; else None."""
+    """Return a refusal if the pool does not offer this size or has no devices for it, else None."""
     wrong = _bad_size(spec)
     if wrong is not None:
         return wrong
@@ -73,7 +73,7 @@ def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None
     if spec.reserve_mib > largest_mib:
         return Reason(
             "larger-than-device",
-            f"{format_memory(spec.reserve_mib)} were requested, but the largest device of pool {pool.name!r} can give "
+            f"{format_memory(spec.reserve_mib)} was requested, but the largest device of pool {pool.name!r} can give "
             f"{format_memory(largest_mib)}; ask for that or less",
         )
     if spec.devices > pool.max_devices:
@@ -96,7 +96,7 @@ def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None
 def share_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
 ) -> Reason | None:
-    """Return why a new lease, or one that replaces `instead_of`, is more than its user, group or pool may have, or None."""
+    """Return a refusal if a new lease, or one that replaces `instead_of`, exceeds a limit of its user, group or pool; else None."""
     by_limit = _limit_refusal(books, pool, spec, instead_of)
     return by_limit or _oversubscription_refusal(books, pool, spec, instead_of)
 
@@ -140,8 +140,8 @@ def _oversubscription_refusal(
     if promised + asked <= limit:
         return None
     sentence = (
-        f"{format_memory(asked)} were requested, but pool {pool.name!r} has promised {format_memory(promised)} of the "
-        f"{format_memory(limit)} it may promise"
+        f"{format_memory(asked)} was requested, but pool {pool.name!r} has promised {format_memory(promised)} of the "
+        f"{format_memory(limit)} that it may promise"
     )
     remedy = "shut a kernel down, or ask for a smaller fraction"
     absent = _without_process(books, pool)
@@ -154,14 +154,14 @@ def _oversubscription_refusal(
 
 
 def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    """Return a refusal if the owner's leases without a process reach the pool's limit on their number or promises."""
+    """Return a refusal if the owner has too many leases without a process in the pool, or too much memory promised to them."""
     there = [lease.spec for lease in _without_process(books, pool) if lease.spec.owner == spec.owner]
     remedy = "wait until these kernels have started, or shut down those that do not start"
     if len(there) >= pool.unattached_leases:
         return Reason(
             UNATTACHED_LIMIT,
             f"one more kernel was requested, but {spec.owner!r} has {plural(len(there), 'lease')} in pool {pool.name!r} whose kernels "
-            f"have not started, of at most {pool.unattached_leases}; {remedy}",
+            f"have not started (at most {pool.unattached_leases} allowed); {remedy}",
         )
     if pool.oversubscription_milli is None or not there:
         return None
@@ -171,20 +171,20 @@ def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason
         return None
     return Reason(
         UNATTACHED_LIMIT,
-        f"{format_memory(asked_mib)} were requested, but {spec.owner!r} was promised {format_memory(promised_mib)} of pool {pool.name!r} "
-        f"for kernels that have not started, of at most {format_memory(most_mib)}; {remedy}",
+        f"{format_memory(asked_mib)} was requested, but {spec.owner!r} was promised {format_memory(promised_mib)} of pool {pool.name!r} "
+        f"for kernels that have not started (at most {format_memory(most_mib)} allowed); {remedy}",
     )
 
 
 def _guaranteed_mib(spec: LeaseSpec) -> int:
-    """Return what a lease is promised on all its devices: its request, at most its cap; on several devices, its cap."""
+    """Return the memory promised to a lease over all its devices, MiB: its request up to its cap, or its cap on several devices."""
     if spec.devices > 1 or spec.request_mib is None:
         return spec.reserve_mib * spec.devices
     return min(spec.request_mib, spec.reserve_mib)
 
 
 def pool_mib(books: Books, pool: PoolSpec) -> int:
-    """Return the memory that the pool's devices can give to leases, MiB."""
+    """Return the total memory that the pool's devices can give to leases, MiB."""
     return sum(books.devices[one].spec.leasable_mib for one in pool.devices if one in books.devices)
 
 
@@ -193,7 +193,7 @@ def _without_process(books: Books, pool: PoolSpec) -> list[Lease]:
 
 
 def _describe_absent(books: Books, leases: list[Lease]) -> str:
-    """Describe leases without a process, and say when the last of them expires."""
+    """Describe leases without a process, and when the last of them expires."""
     left_ms = max((lease.expires_ms or 0) - books.now_ms for lease in leases)
     who, has = ("a kernel", "has") if len(leases) == 1 else (f"{len(leases)} kernels", "have")
     return f"{who} that {has} not started or {has} ended (counted for {format_duration(max(1000, left_ms))} at most)"
@@ -201,7 +201,7 @@ def _describe_absent(books: Books, leases: list[Lease]) -> str:
 
 # -- limits of users and groups ----------------------------------------------------------------------------------------
 def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
-    """Yield the limits that apply to a lease: "user" or "group", the account, its limits."""
+    """Yield ("user" or "group", account, limits) for each set of limits that applies to a lease."""
     yield "user", books.accounts.owner(pool.name, spec.owner), pool.user_limits
     for name, limits in pool.group_limits:
         if name == spec.group and name:
@@ -209,7 +209,7 @@ def _limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple
 
 
 def added_milli(books: Books, lease: Lease) -> int:
-    """Return what the lease's ticket adds to what its user (and group) has on devices, milli-GPU; 0 if no limit applies."""
+    """Return how much serving the lease's ticket adds to its user's use of devices, milli-GPU; 0 if no limit applies."""
     grows = lease.ticket.resize_to if lease.ticket is not None else None
     limits = _limits_for(books, books.policy(lease), lease.spec)
     if all(limit.resident_milli is None for _, _, limit in limits):
@@ -218,19 +218,19 @@ def added_milli(books: Books, lease: Lease) -> int:
 
 
 def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
-    """Return why limits keep a waiting lease that adds `milli` off its device now, or None."""
+    """Return why a limit makes a lease that would add `milli` wait, or None."""
     for who, account, _, most in _exceeded_limits(books, lease, milli):
         return Reason(
             f"wait.{who}-limit",
             f"{format_gpus(milli)} is needed, but {who} {account.name!r} has {format_gpus(account.resident_milli)} of at most "
-            f"{format_gpus(most)} on devices at a time: it waits until one of these kernels makes room",
+            f"{format_gpus(most)} on devices at the same time: it waits until one of these kernels makes room",
             tuple(account.holders),
         )
     return None
 
 
 def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
-    """Return the limits that `milli` more on devices would exceed: "user" or "group", account, excess, limit."""
+    """Return ("user" or "group", account, excess, limit) for each limit that `milli` more on devices would exceed."""
     return [
         (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
         for who, account, limits in _limits_for(books, books.policy(lease), lease.spec)
@@ -239,7 +239,7 @@ def _exceeded_limits(books: Books, lease: Lease, milli: int) -> list[tuple[str, 
 
 
 def victims_of_same_user(books: Books, lease: Lease, milli: int) -> tuple[Lease, ...] | None:
-    """Return idle leases of the same user (group) that can leave to bring the lease within its limits; None if too few."""
+    """Return idle leases of the same user (or group) to suspend so that the lease is within its limits; None if too few."""
     chosen: dict[str, Lease] = {}
     for _, account, excess, _ in _exceeded_limits(books, lease, milli):
         leaving = [
@@ -262,7 +262,7 @@ def victims_of_same_user(books: Books, lease: Lease, milli: int) -> tuple[Lease,
 
 # -- priorities and pins -----------------------------------------------------------------------------------------------
 def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence: str) -> None:
-    """Give the lease another priority for now, or (None) its own again."""
+    """Change the lease's priority for now, or restore its own if `priority` is None."""
     own = lease.spec.priority if lease.spec.own_priority is None else lease.spec.own_priority
     wanted = own if priority is None else priority
     spec = replace(lease.spec, priority=wanted, own_priority=None if wanted == own else own)
@@ -273,14 +273,11 @@ def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence:
     changes.record(lease.lease_id, "budget.lower-priority" if wanted != own else "budget.own-priority", sentence)
 
 
-_DAY_MS = 86_400_000
-
-
-# What is used up of a budget of pins comes back evenly over a day.
+_DAY_MS = 86_400_000  # a pin budget refills evenly over a day
 
 
 def pin(changes: Changes, lease: Lease, duration_ms: int) -> None:
-    """Pin the lease from now on, or decline. Replaces an earlier pin."""
+    """Pin the lease from now on, or decline. A new pin replaces an earlier one."""
     refused = REVOKED if lease.revoked else _pin_refusal(changes, lease, duration_ms)
     if refused is not None:
         changes.decline(lease, refused.code, refused.sentence, about="pin")
@@ -299,9 +296,7 @@ def _pin_refusal(changes: Changes, lease: Lease, duration_ms: int) -> Reason | N
     asked = format_duration(duration_ms)
     if duration_ms > pool.max_pin_ms:
         most = format_duration(pool.max_pin_ms)
-        sentence = (
-            f"a pin of {asked} was requested, but pool {pool.name!r} allows {most} at a time: ask for that or less"
-        )
+        sentence = f"a pin of {asked} was requested, but pool {pool.name!r} allows at most {most}: ask for that or less"
         if not pool.max_pin_ms:
             sentence = f"pool {pool.name!r} allows no pins (max_pin is 0): ask the administrator"
         return Reason("pin-too-long", sentence)
@@ -313,13 +308,13 @@ def _pin_refusal(changes: Changes, lease: Lease, duration_ms: int) -> Reason | N
     left, budget = format_duration(max(0, left_ms)), format_duration(pool.pin_budget_ms)
     return Reason(
         "pin-budget",
-        f"a pin of {asked} was requested, but {left} are left of the {budget} that {account.name!r} may pin kernels in a day: "
+        f"a pin of {asked} was requested, but {account.name!r} has {left} left of the {budget} allowed a day: "
         "ask for less, or unpin another kernel",
     )
 
 
 def unpin(changes: Changes, lease: Lease, by: str) -> None:
-    """End the pin on request; answer even if there is none."""
+    """End the pin on request. Answers even if there is none."""
     if lease.pinned_until_ms:
         end_pin(changes, lease, f"its pin ended because of {by}")
     else:
@@ -327,7 +322,7 @@ def unpin(changes: Changes, lease: Lease, by: str) -> None:
 
 
 def end_pin(changes: Changes, lease: Lease, sentence: str, reason: str = "pin.ended") -> None:
-    """End any pin, and return the rest of it to the budget."""
+    """End the pin, if any, and return its unused time to the budget."""
     if lease.pinned_until_ms:
         set_pin(changes, lease, 0)
         changes.record(lease.lease_id, reason, sentence)
@@ -335,7 +330,7 @@ def end_pin(changes: Changes, lease: Lease, sentence: str, reason: str = "pin.en
 
 
 def set_pin(changes: Changes, lease: Lease, until_ms: int) -> None:
-    """Set the end of the pin (0: none), without an effect; the budget pays for the time that is left."""
+    """Set when the pin ends (0: no pin) and charge the remaining time to the budget. Emits no effect."""
     account, now_ms = changes.books.accounts.of(lease), changes.now_ms
     spent_ms = _spent_ms(changes.books, account, changes.books.policy(lease)) - _left_ms(changes.books, lease)
     account.pinned_ms, account.pinned_at_ms = max(0, spent_ms) + max(0, until_ms - now_ms), now_ms
