@@ -162,9 +162,7 @@ def test_the_line_of_the_waiting_cell_and_the_status_say_what_was_asked(desk: De
     with stub(desk, fault="lie") as server:
         look(desk, server)
     (lease,) = desk.live.call("GET", "/v1/status").body["leases"]
-    assert lease["sentence"].endswith(
-        "processes without a lease use the rest; asked Ollama to unload llama3:latest (5 GiB)"
-    )
+    assert lease["sentence"].endswith("; a program of me holds 900 MiB; asked Ollama to unload llama3:latest (5 GiB)")
 
 
 def test_a_server_that_lies_is_asked_again_after_a_while_and_the_kernel_waits(
