@@ -93,3 +93,6 @@ def test_a_stranger_is_named_where_a_cell_waits_and_the_begin_of_the_cell_is_tol
         until(lambda: lab.server.request("GET", SETTINGS)["settings"].get("waited") == 0, "that is kept")
         a_cell_waits_for_the_stranger(world, lab)
         expect(told).to_have_count(0)
+        lab.page.get_by_role("button", name="Suspend All").click()
+        lab.page.get_by_role("dialog").get_by_role("button", name="Suspend All").click()
+        expect(lab.item).to_contain_text("1/2 GPU · suspended")
