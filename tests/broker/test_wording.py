@@ -109,6 +109,8 @@ def leases(note: Refusals) -> None:
         "more devices than there are": {"devices": 2},
         "a priority out of range": {"priority": 5000},
         "another kind": {"kind": "job"},
+        "a claim that is too long": {"kind": "claim", "ttl_ms": 7_200_000},
+        "a claim with a holder that is not there": {"kind": "claim", "holder_pid": 2**22 + 1},
         "a label that is too long": {"label": "x" * 201},
         "a field that is not known": {"memmory_mib": 5},
         "an entry that is too long": {"label": "x" * 5000},
@@ -156,6 +158,9 @@ def kernels(note: Refusals, monkeypatch: pytest.MonkeyPatch) -> None:
             note.post(f"an attach, {heading}", f"{target}/attach", {**process, **fields}, token=lease.token)
 
         attach("a process that is not there", pid=2**22 + 1)
+        claim = live.lease(kind="claim")
+        note.post("an attach to a claim", f"/v1/leases/{claim.lease_id}/attach", process, token=claim.token)
+        live.call("DELETE", f"/v1/leases/{claim.lease_id}")
         attach("a process with another start", start_time=1)
         with monkeypatch.context() as patch:
             patch.setattr(request_validation, "_EXEC_PATIENCE_S", 0.0)

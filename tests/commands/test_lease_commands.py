@@ -31,6 +31,7 @@ class Row:
     answer: dict[str, Any] = field(default_factory=lambda: {"kernel_id": "kernel-1"})
     target: str = "kernel-1"
     state: str = "resident"
+    kind: str = "kernel"
 
 
 DEVICE: dict[str, Any] = {"device_id": "GPU-0"}
@@ -41,6 +42,8 @@ ROWS = {
     "resume": Row("on the GPU (H100)", answer=MOVED, state="suspended"),
     "pin": Row("stays on the GPU for the next 10 min", "30m", {"duration_ms": 1_800_000}),
     "unpin": Row("no longer pinned"),
+    "renew": Row("claimed for the next 10 min", "10m", {"duration_ms": 600_000}, kind="claim"),
+    "release": Row("released", answer=DONE, kind="claim"),
     "resize": Row(
         "was 1/4 of a GPU with 2 GiB, is now 1/2 of a GPU with 2 GiB",
         "1/2 --memory 20GiB --wait 0",
@@ -59,7 +62,7 @@ ROWS = {
     "evict": Row("ended", "--confirm --why maintenance", {"confirm": True, "why": "maintenance"}, DONE),
     "end": Row("ended", answer=DONE),
 }
-ROUTES = {"explain": "story"}  # of the others: the command's name
+ROUTES = {"explain": "story", "renew": "pin"}  # of the others: the command's name
 WHICH, ONE_GPU = "name the leases to", "name one GPU, for example 0, or say --all"
 PIN, TIME = (
     "is not a valid duration for a pin; allowed: a duration such as 30m or 2h",
@@ -80,6 +83,13 @@ WRONG = {
     "drain 0 --wait long": TIME,
     "drain 0 --deadline long": TIME,
     **{f"{name} {given}": ONE_GPU for name in ("drain", "undrain") for given in ("", "0 --all", "''", "'' --all")},
+    "renew kernel-1 soon": "duration 'soon' is not a duration",
+    "lease": "give the device memory, for example: jupyter gpu lease --memory 9GiB --ttl 10m",
+    "lease --memory much": "memory 'much' is not a size",
+    "lease --memory 1GiB --ttl long": TIME,
+    "lease --memory 1GiB --wait long": TIME,
+    "lease --memory 1GiB --holder self": "--holder is 'self'; allowed: a whole number from 1",
+    "lease --memory 1GiB --json -- true": "--holder and --json are for a claim without a program",
     "evict kernel-1": "all its variables are lost: add --confirm to do it anyway",
 }
 
@@ -100,7 +110,7 @@ def test_each_command_asks_for_its_change_and_prints_it(
 ) -> None:
     row = ROWS[name]
     broker.leases["lease-1"].state = row.state
-    broker.lease_fields = {"device_id": "GPU-1", "device_name": "H100", "pinned_ms": 600_000}
+    broker.lease_fields = {"device_id": "GPU-1", "device_name": "H100", "pinned_ms": 600_000, "kind": row.kind}
     assert main(words(name, row)) == 0
     about, target = (GPU, "GPU-0") if row.target == "GPU-0" else (LEASE, "lease-1")
     assert capsys.readouterr() == (f"{about}{row.prints}\n", "")
@@ -116,6 +126,7 @@ def test_each_refusal_names_the_kernel_and_the_reason(
     name: str, broker: OwnBroker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = ROWS[name]
+    broker.lease_fields = {"kind": row.kind}
     broker.fail[ROUTES.get(name, name)] = ConflictError("that is more than the pool allows; ask for less")
     assert main(words(name, row)) == 1
     about = "" if row.target == "GPU-0" else LEASE
@@ -149,6 +160,17 @@ def test_without_a_broker_each_command_says_what_its_reader_can_do(
     said = capsys.readouterr().err
     assert said.startswith(f"jupyter gpu: no broker is running on {tmp_path}/b.sock, ")
     assert says in said
+
+
+@pytest.mark.usefixtures("lease")
+@pytest.mark.parametrize("given", ["release kernel-1", "renew kernel-1 10m"])
+def test_a_kernel_is_not_taken_for_a_claim(given: str, broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(given.split()) == 1
+    assert (
+        capsys.readouterr().err
+        == "jupyter gpu: train.ipynb (lease-1) is a kernel, not a claim of `jupyter gpu lease`\n"
+    )
+    assert broker.calls[-1].route == "status"
 
 
 # -- several leases ---------------------------------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ POOL: dict[str, Row] = {
     "overlap_resume": OFF,
     "max_pin": (14_400_000, 1_800_000, ("on-demand", TIME)),
     "pin_budget": (28_800_000, 7_200_000, (None, "or 'unlimited'"), [("unlimited", None)]),
+    "longest_claim": (3_600_000, 600_000, ("unlimited", TIME)),
     "warn_before": (0, 60_000, ("soon", TIME)),
     "max_devices": (8, 2, (9, "allowed: a whole number from 1 to 8")),
     "max_priority": (0, 10, (1001, "a whole number from -1000 to 1000"), [(-1, -1)]),

@@ -348,12 +348,13 @@ class Observer:
         seen.told = seen.told if new in {S.RESIDENT, S.SUSPENDING} else ""
         law(6, change.old == old, change.lease_id, "was", old, "and is said to have been", change.old)
         causes = MOVES[old].get(new) if old in MOVES else None
-        law(6, causes and isinstance(event, causes), change.lease_id, old, "->", new, "because of", event)
-        if causes and causes != (Event,) and issubclass(causes[0], OWN_EVENTS):
+        is_over = bool(seen.spec.claim_ms) and (old, new) == (S.RESIDENT, S.ENDED) and seen.pinned_until <= self.now
+        law(6, is_over or (causes and isinstance(event, causes)), change.lease_id, old, "->", new, "because of", event)
+        if not is_over and causes and causes != (Event,) and issubclass(causes[0], OWN_EVENTS):
             law(6, getattr(event, "lease_id", change.lease_id) == change.lease_id, "one's event moved another")
         if causes and isinstance(event, SuspendFinished | ResumeFinished) and Event not in causes:
             law(6, self._answer is seen, change.lease_id, "was moved by an answer that is not its own")
-        self.laws.moved(seen, old, new, by_release=isinstance(event, LeaseReleased))
+        self.laws.moved(seen, old, new, by_release=is_over or isinstance(event, LeaseReleased))
         law(6, change.generation > seen.generation, change.lease_id, "went back to generation", change.generation)
         said = any(isinstance(effect, Recorded) and effect.lease_id == change.lease_id for effect in self._later)
         law(0, said, change.lease_id, old, "->", new, "is not in its story")
@@ -389,6 +390,8 @@ class Observer:
                 seen.kept_for = world.pool(seen).unattached_hold_ms
             case S.UNATTACHED | S.NO_CONTEXT | S.ENDED:
                 found = seen.devices or getattr(event, "device_ids", ()) or ((device,) if device else ())
+                for place in seen.devices if seen.spec.claim_ms and seen.state is S.ENDED and seen.held else ():
+                    world.strangers[place] += min(seen.used_each, seen.held)  # its programs live on
                 if old is S.QUARANTINED and seen.state is S.NO_CONTEXT:
                     found = self._places(seen, device)  # the report may name another device
                 world.hold(seen, found if seen.state is S.NO_CONTEXT else (), 0)

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 from fractional_gpu.core.effects import Declined, Pinned
 from fractional_gpu.core.events import Event, PinRequested
+from fractional_gpu.core.model import PoolSpec
 from tests.core.checked_books import Seen, World, law
 
 __all__ = ["Pins"]
@@ -25,6 +26,10 @@ class _Purse:
     def settle(self, now: int) -> None:
         self.spent = max(Fraction(0), self.spent - Fraction(self.budget * (now - self.at_ms), _DAY_MS))
         self.at_ms = now
+
+
+def _longest(seen: Seen, pool: PoolSpec) -> int:
+    return pool.longest_claim_ms if seen.spec.claim_ms else pool.max_pin_ms
 
 
 @dataclass
@@ -63,8 +68,14 @@ class Pins:
         self.refund(seen)
         if effect.until_ms == 0:
             return
-        law(0, isinstance(event, PinRequested) and event.lease_id == seen.lease_id, effect, "was not requested")
-        now, longest = self.world.now, self.world.pool(seen).max_pin_ms
+        now, pool = self.world.now, self.world.pool(seen)
+        is_requested = isinstance(event, PinRequested) and event.lease_id == seen.lease_id
+        if seen.spec.claim_ms and not is_requested:  # its grant: the budget was checked when it was admitted
+            law(0, effect.until_ms == now + seen.spec.claim_ms, effect, "is not as long as the claim of", seen)
+            self.distrust(seen)
+        else:
+            law(0, is_requested, effect, "was not requested")
+        longest = seen.spec.claim_ms if not is_requested else _longest(seen, pool)
         law(0, now <= effect.until_ms <= now + longest, effect, "is longer than", longest, "from", now)
         purse = self._purse(seen)
         if purse is not None:
@@ -75,8 +86,8 @@ class Pins:
 
     def declined(self, event: PinRequested, seen: Seen, effect: Declined) -> None:
         """A pin was declined: check the reason."""
-        if effect.reason == "pin-too-long":
-            law(0, event.duration_ms > self.world.pool(seen).max_pin_ms, effect, "is not too long:", event)
+        if effect.reason in {"pin-too-long", "claim-too-long"}:
+            law(0, event.duration_ms > _longest(seen, self.world.pool(seen)), effect, "is not too long:", event)
         purse = self._purse(seen)
         if effect.reason == "pin-budget" and purse is not None:
             left = purse.budget - purse.spent + max(0, seen.pinned_until - self.world.now)

@@ -407,6 +407,7 @@ def _spec(world: World) -> LeaseSpec:
         owner_weight=random.choice((50, 100, 100, 300)),
         weight=random.choice((50, 100, 100, 300)),
         allowed_devices=_some_devices(world) if random.random() < 0.2 else (),
+        claim_ms=random.choice((0,) * 9 + (20_000,)),
     )
 
 
@@ -435,7 +436,7 @@ def _recovered(world: World, at_ms: int) -> Event:
     return LeaseRecovered(
         at_ms=at_ms,
         spec=spec,
-        state=random.choice(states),
+        state=random.choice((LeaseState.UNATTACHED, LeaseState.RESIDENT) if spec.claim_ms else states),
         generation=random.randrange(5),
         device_id=found[0] if found else None,
         device_ids=found,
@@ -562,6 +563,9 @@ def _move_asked(world: World, at_ms: int, name: str) -> Event:
 
 
 def _left_behind(world: World, at_ms: int, name: str) -> Event:
+    seen = world.observer.leases.get(name)
+    if seen is not None and seen.spec.claim_ms:  # it has no process
+        return Unwanted(at_ms=at_ms, lease_id=name)
     return LeftBehind(
         at_ms=at_ms, lease_id=name, what=world.random.choice(("process 7 (python3)", "process 8 (train)"))
     )

@@ -57,6 +57,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/commands/node/node.py": "dates of lines of the log",
     "provisioner/fractional_gpu/commands/audit.py": "what to show",
     "provisioner/fractional_gpu/commands/budget.py": "what to show, and until when an addition lasts: an administrator's date",
+    "provisioner/fractional_gpu/commands/claim.py": "what to show",
     "provisioner/fractional_gpu/commands/lease_commands.py": "what to show",
     "provisioner/fractional_gpu/commands/logs.py": "what to show",
     "provisioner/fractional_gpu/broker/accounting/budgets.py": "budgets run over days, weeks and months of the calendar",

@@ -66,6 +66,7 @@ from fractional_gpu.core.events import (
     Checkpointable,
     Event,
     Expected,
+    LeaseReleased,
     LeasesMeasured,
     Measurement,
     MoveRequested,
@@ -413,7 +414,13 @@ class Broker:
             return None
 
     def watch_runner(self, kernel: Kernel) -> None:
-        kernel.watch_runner(partial(self._runner_ended, kernel))
+        kernel.watch_runner(kernel.launch.server, partial(self._runner_ended, kernel))
+
+    def watch_holder(self, kernel: Kernel) -> None:
+        ended = LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason="holder-ended")
+        # Not at once: a broker that starts introduces its leases one by one.
+        later = partial(asyncio.get_running_loop().call_soon, self.dispatch, ended)
+        kernel.watch_runner(kernel.launch.holder, later)
 
     def _runner_ended(self, kernel: Kernel) -> None:
         """Keep a command without its runner on its device, or bring it back: nothing else would request the device for it."""

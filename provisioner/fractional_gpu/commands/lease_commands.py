@@ -38,7 +38,15 @@ from fractional_gpu.core.units import (
     plural,
 )
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
-from fractional_gpu.protocol.messages import Done, DrainRequest, EvictRequest, MoveRequest, PinRequest, ResizeRequest
+from fractional_gpu.protocol.messages import (
+    CLAIM,
+    Done,
+    DrainRequest,
+    EvictRequest,
+    MoveRequest,
+    PinRequest,
+    ResizeRequest,
+)
 from fractional_gpu.protocol.names import device_deadline
 from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus, Story
 
@@ -204,6 +212,13 @@ class DeviceCommand(Generic[Request]):
 
 
 _POLL_S: Final = 0.5
+
+
+def _find_claim(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
+    lease = find_lease(name, leases)
+    if lease.kind != CLAIM:
+        raise CommandError(f"{lease_name(lease)} is a {lease.kind}, not a claim of `jupyter gpu lease`")
+    return lease
 
 
 def _add_pin_arguments(parser: Parser) -> None:
@@ -425,6 +440,30 @@ A pool limits how long a pin may last, and each user's pinned time per day. `jup
         doing="pinning",
         call=BrokerClient.pin,
         success=_say_pinned,
+    ),
+    "renew": LeaseCommand(
+        description="Move the end of a claim of `jupyter gpu lease`, within the limits of its pool.",
+        epilog="""\
+examples:
+  jupyter gpu renew 3f2a 10m            it ends ten minutes from now
+""",
+        find=_find_claim,
+        arguments=lambda parser: parser.argument("duration", "DURATION", "how long, for example 10m", by=DURATIONS),
+        request=lambda options: PinRequest(duration_ms=parse_argument(parse_duration_ms, options.duration)),
+        doing="renewing",
+        call=BrokerClient.pin,
+        success=lambda _, after: f"{lease_name(after)}: claimed for the next {format_duration(after.pinned_ms)}",
+    ),
+    "release": LeaseCommand(
+        description="End a claim of `jupyter gpu lease`. Programs that use its room continue.",
+        epilog="""\
+examples:
+  jupyter gpu release 3f2a              the rest of its time goes back to your budget
+""",
+        find=_find_claim,
+        doing="releasing",
+        call=lambda client, lease_id, _: client.release(lease_id),
+        success=lambda before, _: f"{lease_name(before)}: released",
     ),
     "unpin": LeaseCommand(
         description="End a kernel's pin.",

@@ -181,6 +181,11 @@ class Pool(HasTraits):
         values.or_word("unlimited", values.duration()), "8h", "2h", to="pin_budget_ms",
         help="How long each user may pin kernels per day, all kernels together. The budget refills evenly. 'unlimited': no budget.",
     )
+    longest_claim = Setting(
+        values.duration(), "1h", "10m", to="longest_claim_ms",
+        help="How long a claim may last before it is renewed. It keeps memory for a program that the broker does not know (`jupyter gpu "
+        "lease`), so it cannot be suspended, and it counts against pin_budget. 0: no claims.",
+    )
     warn_before = Setting(
         values.duration(), 0, "1m", to="warn_before_ms",
         help="How long before an idle kernel is suspended to show a notice in its notebook; 0: no notice.",

@@ -13,6 +13,7 @@ from fractional_gpu.core.effects import (
     Granted,
     LeaseEnded,
     LookAgain,
+    Pinned,
     Recorded,
     Resized,
     Resume,
@@ -155,7 +156,20 @@ class Changes:
         """Forget when the lease's next cell is expected."""
         lease.expectation = lease.rhythm_ms = None
 
+    def set_pin(self, lease: Lease, until_ms: int) -> None:
+        """Set the end of the pin (0: none), without an effect; the budget pays for the time that is left."""
+        account = self.books.accounts.of(lease)
+        spent_ms = account.spent_pin_ms(self.books.policy(lease), self.now_ms) - max(
+            0, lease.pinned_until_ms - self.now_ms
+        )
+        account.pinned_ms, account.pinned_at_ms = max(0, spent_ms) + max(0, until_ms - self.now_ms), self.now_ms
+        lease.pinned_until_ms = until_ms
+        self.books.refresh(lease)
+
     def end(self, lease: Lease, cause: Cause, reason: str) -> None:
+        if lease.spec.claim_ms:  # its programs may still use the memory
+            for device in [self.books.devices[one] for one in lease.occupied_ids if one in self.books.devices]:
+                self.books.set_strangers(device, device.stranger_mib + min(lease.used_each_mib, lease.held_mib))
         self.release_everything(lease)
         self.change_state(lease, cause, f"lease.{reason}", f"the lease is over: {reason}")
         self.books.remove(lease)
@@ -281,6 +295,9 @@ class Changes:
         if lease.busy:  # its waiting cell begins now
             self.forecast_recorder.busy_changed(lease, busy=True)
         lease.under_host_pressure = False
+        if lease.spec.claim_ms:
+            self.set_pin(lease, self.now_ms + lease.spec.claim_ms)
+            self.effects.append(Pinned(lease_id=lease.lease_id, until_ms=lease.pinned_until_ms))
         update_suspendability(self.books, lease)
 
     def resume_early(self, lease: Lease, device_ids: Sequence[str], reason: str, sentence: str) -> None:

@@ -16,7 +16,7 @@ from fractional_gpu.core.changes import Changes
 from fractional_gpu.core.effects import LeaseAdmitted, LeaseRefused
 from fractional_gpu.core.events import LeaseRequested, Shrunk
 from fractional_gpu.core.foresight import Expectations
-from fractional_gpu.core.limits import end_pin, pool_mib, refusal, set_pin
+from fractional_gpu.core.limits import end_pin, pool_mib, refusal
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.place import allowed_devices
 from fractional_gpu.core.resize import MemoryCaps, Resizer
@@ -237,7 +237,7 @@ class Lifecycle:
 
     def released(self, lease: Lease, reason: str) -> None:
         if lease.pinned_until_ms:
-            set_pin(self._changes, lease, 0)
+            self._changes.set_pin(lease, 0)
         self._changes.end(lease, Cause.RELEASED, reason)
 
     def wanted(self, lease: Lease, *, urgent: bool) -> None:

@@ -5,7 +5,8 @@
 - **Limits of a user or group.** The number of leases and the sum of their fractions are checked at admission. The sum of the fractions on
   devices at the same time makes a ticket wait (`over_limit`). Such a ticket neither blocks others nor counts as passed over; idle leases of
   the same user (or group) leave for it.
-- **Priorities** and **pins**: a pin keeps an idle lease on its device, and is charged to its owner's daily budget.
+- **Priorities** and **pins**: a pin keeps an idle lease on its device, and is charged to its owner's daily budget. A claim is pinned as
+  long as it lasts.
 """
 
 from collections.abc import Iterator
@@ -36,7 +37,13 @@ def refusal(books: Books, spec: LeaseSpec) -> Reason | None:
     if pool is None:
         names = ", ".join(sorted(books.pools)) or "none"
         return Reason("unknown-pool", f"there is no pool {spec.pool!r}; pools: {names}")
-    return size_refusal(books, pool, spec) or share_refusal(books, pool, spec) or _unattached_refusal(books, pool, spec)
+    too_long = _length_refusal(books, pool, spec, spec.claim_ms) if spec.claim_ms else None
+    return (
+        size_refusal(books, pool, spec)
+        or too_long
+        or share_refusal(books, pool, spec)
+        or _unattached_refusal(books, pool, spec)
+    )
 
 
 def _bad_size(spec: LeaseSpec) -> Reason | None:
@@ -273,42 +280,53 @@ def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence:
     changes.record(lease.lease_id, "budget.lower-priority" if wanted != own else "budget.own-priority", sentence)
 
 
-_DAY_MS = 86_400_000  # a pin budget refills evenly over a day
-
-
 def pin(changes: Changes, lease: Lease, duration_ms: int) -> None:
     """Pin the lease from now on, or decline. A new pin replaces an earlier one."""
     refused = REVOKED if lease.revoked else _pin_refusal(changes, lease, duration_ms)
     if refused is not None:
         changes.decline(lease, refused.code, refused.sentence, about="pin")
         return
-    set_pin(changes, lease, changes.now_ms + duration_ms)
+    changes.set_pin(lease, changes.now_ms + duration_ms)
     changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=lease.pinned_until_ms))
     changes.record(lease.lease_id, "pin.begun", f"pinned for {format_duration(duration_ms)}")
 
 
 def _pin_refusal(changes: Changes, lease: Lease, duration_ms: int) -> Reason | None:
-    pool, account = changes.books.policy(lease), changes.books.accounts.of(lease)
+    pool = changes.books.policy(lease)
     if lease.state is LeaseState.UNATTACHED or lease.left_behind:
         return Reason("not-alive", "the kernel has no process: start it, then pin it")
     if duration_ms < 1:
         return Reason("pin-too-short", "a pin must last a second or more")
+    returned_ms = max(0, lease.pinned_until_ms - changes.now_ms)
+    return _length_refusal(changes.books, pool, lease.spec, duration_ms, returned_ms)
+
+
+def _length_refusal(
+    books: Books, pool: PoolSpec, spec: LeaseSpec, duration_ms: int, returned_ms: int = 0
+) -> Reason | None:
+    """Return why a pin or a claim of this length is refused, or None. The pin that it replaces returns `returned_ms` to the budget."""
+    what, key, most_ms = (
+        ("claim", "longest_claim", pool.longest_claim_ms) if spec.claim_ms else ("pin", "max_pin", pool.max_pin_ms)
+    )
     asked = format_duration(duration_ms)
-    if duration_ms > pool.max_pin_ms:
-        most = format_duration(pool.max_pin_ms)
-        sentence = f"a pin of {asked} was requested, but pool {pool.name!r} allows at most {most}: ask for that or less"
-        if not pool.max_pin_ms:
-            sentence = f"pool {pool.name!r} allows no pins (max_pin is 0): ask the administrator"
-        return Reason("pin-too-long", sentence)
+    if duration_ms > most_ms:
+        most = format_duration(most_ms)
+        sentence = (
+            f"a {what} of {asked} was requested, but pool {pool.name!r} allows at most {most}: ask for that or less"
+        )
+        if not most_ms:
+            sentence = f"pool {pool.name!r} allows no {what}s ({key} is 0): ask the administrator"
+        return Reason(f"{what}-too-long", sentence)
     if pool.pin_budget_ms is None:
         return None
-    left_ms = pool.pin_budget_ms - _spent_ms(changes.books, account, pool) + _left_ms(changes.books, lease)
+    account = books.accounts.owner(pool.name, spec.owner)
+    left_ms = pool.pin_budget_ms - account.spent_pin_ms(pool, books.now_ms) + returned_ms
     if duration_ms <= left_ms:
         return None
     left, budget = format_duration(max(0, left_ms)), format_duration(pool.pin_budget_ms)
     return Reason(
         "pin-budget",
-        f"a pin of {asked} was requested, but {account.name!r} has {left} left of the {budget} allowed a day: "
+        f"a {what} of {asked} was requested, but {account.name!r} has {left} left of the {budget} allowed a day: "
         "ask for less, or unpin another kernel",
     )
 
@@ -324,25 +342,6 @@ def unpin(changes: Changes, lease: Lease, by: str) -> None:
 def end_pin(changes: Changes, lease: Lease, sentence: str, reason: str = "pin.ended") -> None:
     """End the pin, if any, and return its unused time to the budget."""
     if lease.pinned_until_ms:
-        set_pin(changes, lease, 0)
+        changes.set_pin(lease, 0)
         changes.record(lease.lease_id, reason, sentence)
         changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=0))
-
-
-def set_pin(changes: Changes, lease: Lease, until_ms: int) -> None:
-    """Set when the pin ends (0: no pin) and charge the remaining time to the budget. Emits no effect."""
-    account, now_ms = changes.books.accounts.of(lease), changes.now_ms
-    spent_ms = _spent_ms(changes.books, account, changes.books.policy(lease)) - _left_ms(changes.books, lease)
-    account.pinned_ms, account.pinned_at_ms = max(0, spent_ms) + max(0, until_ms - now_ms), now_ms
-    lease.pinned_until_ms = until_ms
-    changes.books.refresh(lease)
-
-
-def _left_ms(books: Books, lease: Lease) -> int:
-    return max(0, lease.pinned_until_ms - books.now_ms)
-
-
-def _spent_ms(books: Books, account: Account, pool: PoolSpec) -> int:
-    passed_ms = books.now_ms - account.pinned_at_ms
-    back_ms = passed_ms if pool.pin_budget_ms is None else pool.pin_budget_ms * passed_ms // _DAY_MS
-    return max(0, account.pinned_ms - back_ms)

@@ -164,6 +164,7 @@ class PoolSpec:
     # A higher priority preempts busy leases of a lower one after their minimum residency
     preempt_priorities: bool = True
     max_pin_ms: int = 14_400_000  # longest pin; 0: no pins
+    longest_claim_ms: int = 3_600_000  # 0: no claims
     # Pinned time per user and day; used time is restored evenly over a day; None = unlimited
     pin_budget_ms: int | None = 28_800_000
     warn_before_ms: int = 0  # announce an idle suspend this early; 0 = never
@@ -216,6 +217,8 @@ class LeaseSpec:
     # Its priority while its budget lasts; None: the same as `priority`
     own_priority: int | None = None
     uid: int | None = None  # the system user that runs it; may differ from the owner; None: a seat's
+    # A claim: it has no process, is never suspended, and ends so long after its grant, with its pin; 0: not a claim
+    claim_ms: int = 0
 
     def is_same_user(self, other: "LeaseSpec") -> bool:
         """Whether both belong to the same user, who may see both names. An owner can have several users."""

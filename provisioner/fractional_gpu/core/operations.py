@@ -23,7 +23,6 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.forecasts.outcomes import RESUME, SUSPEND
 from fractional_gpu.core.foresight import Expectations
 from fractional_gpu.core.lifecycle import Lifecycle
-from fractional_gpu.core.limits import set_pin
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
 from fractional_gpu.core.resize import Resizer
 from fractional_gpu.core.state.leases import Lease, Operation, Reason, pause_ms
@@ -149,7 +148,7 @@ class OperationResults:
         self._books.add(lease)
         self._settle_found(lease, state, device_ids, event.saved_mib)
         if event.pinned_until_ms > changes.now_ms and state is not LeaseState.UNATTACHED:
-            set_pin(changes, lease, event.pinned_until_ms)
+            changes.set_pin(lease, event.pinned_until_ms)
         sentence = event.sentence or f"a broker was started anew and found {found}"
         changes.announce_state(lease, None, f"recovered.{state}", sentence)
         if state is LeaseState.QUARANTINED:

@@ -97,6 +97,9 @@ class Scheduler:
         if lease.expires_ms is not None and lease.expires_ms <= now_ms:
             self._changes.end(lease, Cause.EXPIRED, "expired")
             return
+        if lease.spec.claim_ms and lease.state is LeaseState.RESIDENT and lease.pinned_until_ms <= now_ms:
+            self._changes.end(lease, Cause.RELEASED, "claim-over")
+            return
         if lease.pinned_until_ms <= now_ms:
             end_pin(self._changes, lease, "its pin is over", reason="pin.over")
         self.expectations.take_due(lease)

@@ -70,6 +70,7 @@ _BY_SHARING = {
     Sharing.MPS: "its pool shares devices through MPS, whose clients the driver cannot checkpoint",
     Sharing.MIG: "its pool hands out MIG instances, on which the driver cannot checkpoint",
 }
+_CLAIM = "it is a claim, and the broker does not know its program"
 _UNSEEN = "our extension is not loaded in this kernel, and its pool suspends only kernels whose GPU use is known"
 
 
@@ -79,7 +80,8 @@ def update_suspendability(books: Books, lease: Lease) -> None:
     by_device = next((device.spec.why_not for device in devices if device.spec.why_not), "")
     policy = books.policy(lease)
     unseen = "" if lease.spec.gated or policy.suspend_unseen else _UNSEEN
-    lease.unsuspendable_reason = lease.why_not or _BY_SHARING.get(policy.sharing, "") or by_device or unseen
+    claim = _CLAIM if lease.spec.claim_ms else ""
+    lease.unsuspendable_reason = claim or lease.why_not or _BY_SHARING.get(policy.sharing, "") or by_device or unseen
 
 
 def update_all_suspendability(books: Books, leases: Iterable[Lease]) -> None:

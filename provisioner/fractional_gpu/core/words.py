@@ -182,9 +182,12 @@ def _doing(books: Books, lease: Lease, *, mine: bool) -> str:
         return _DOING.get(lease.state, f"is {lease.state}")
     pinned = ""
     if lease.pinned_until_ms > now_ms:
-        pinned = f"is pinned for {_about(lease.pinned_until_ms - now_ms)} more"
+        what, end = ("claimed", "release") if lease.spec.claim_ms else ("pinned", "unpin")
+        pinned = f"is {what} for {_about(lease.pinned_until_ms - now_ms)} more"
         if mine:
-            pinned += f" (`jupyter gpu unpin {lease.lease_id[:8]}` ends it)"
+            pinned += f" (`jupyter gpu {end} {lease.lease_id[:8]}` ends it)"
+    if lease.spec.claim_ms:
+        return pinned
     if lease.busy:
         lasts_ms = now_ms - lease.last_active_ms
         runs = (

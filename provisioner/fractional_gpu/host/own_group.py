@@ -59,6 +59,15 @@ def own_group(pid: int, uid: int, *, proc: Path = PROC) -> OwnGroup | None:
     return OwnGroup(str(path), path == leaf)
 
 
+def own_path(pid: int, uid: int) -> str:
+    """Return the path of that group, or "" if there is none or the process cannot be read. Blocks."""
+    try:
+        found = own_group(pid, uid) if pid > 0 else None
+    except (ProcessLookupError, OSError):
+        return ""
+    return found.path if found is not None else ""
+
+
 def group_of_self(*, proc: Path = PROC) -> PurePosixPath | None:
     """Return this process's own group."""
     own = (proc / "self").readlink()

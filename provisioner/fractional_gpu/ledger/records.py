@@ -37,6 +37,9 @@ class Launch:
     had_process: bool = False  # a process was attached: if there is none now, it has ended
     token_file: str = ""  # as in the kernel process's environment
     started_on: tuple[str, ...] = ()  # the devices that a kernel without a gate was bound to in the reply
+    claim: bool = False  # keeps room for programs of its user that the broker does not know
+    holder: ProcessIdentity | None = None  # the claim ends with this process
+    group: str = ""  # control group of the claim's user or seat
     command: bool = False  # not a kernel: its runner, `server`, says when it needs the GPU
     in_job: bool = False  # started in a checkpoint job: its forked children do not keep it from being saved
     served: bool = False  # judged by its connections alone if a device does not count its work

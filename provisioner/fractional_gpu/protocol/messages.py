@@ -30,14 +30,19 @@ class Pong(Struct, frozen=True, kw_only=True):
     simulated: bool
 
 
-COMMAND, KERNEL = "command", "kernel"
-"""What a lease is for: a Jupyter kernel, or another program (`jupyter gpu run`), which the broker cannot listen to."""
+CLAIM, COMMAND, KERNEL = "claim", "command", "kernel"
+"""What a lease is for: programs that the broker does not know (`jupyter gpu lease`), another program (`jupyter gpu run`), which it cannot
+listen to, or a Jupyter kernel."""
 
 
 class LeaseRequest(Struct, frozen=True, kw_only=True):
-    """What a kernel wants. Fractions in milli-GPU, memory in MiB (None: the fraction's share of the device)."""
+    """What a kernel wants. Fractions in milli-GPU, memory in MiB (None: the fraction's share of the device).
 
-    fraction_milli: int
+    A claim (CLAIM) is granted by `acquire`, ends if that is interrupted, and then counts all processes of its user that use its device
+    and belong to no other lease. `pin` moves its end.
+    """
+
+    fraction_milli: int  # 0: the smallest on offer whose share covers `memory_mib`
     pool: str = "default"
     memory_mib: int | None = None
     request_mib: int | None = None  # the guaranteed memory if the pool reserves by use; None: the fraction's share
@@ -48,8 +53,10 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
     gated: bool = True  # the extension will load, so the first cell can wait for a reservation
     wait_ms: int = 0  # ungated only: how long the broker may take to make room; it bounds this
     seat: str = ""  # the hub seat it draws on; the seat's token goes with the request
-    # KERNEL or COMMAND. A command is attached before its program runs, waits in `acquire`, and then keeps its reservation.
+    # A COMMAND is attached before its program runs, waits in `acquire`, and then keeps its reservation.
     kind: str = KERNEL
+    ttl_ms: int = 0  # of a claim, from its grant; 0: as long as its pool allows
+    holder_pid: int = 0  # the claim ends with this process; 0: none
 
 
 class LeaseReply(HidesSecrets, frozen=True, kw_only=True):

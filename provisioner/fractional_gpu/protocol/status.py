@@ -103,7 +103,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
     now_ms: int
     reason: str  # why it has its state, or waits
     sentence: str
-    kind: str = KERNEL  # or COMMAND
+    kind: str = KERNEL  # or COMMAND or CLAIM
     pid: int | None
     device_name: str
     simulated: bool

@@ -24,6 +24,7 @@ from fractional_gpu.core.events import DeviceLost, DeviceSeen, Event, HostMemory
 from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, ReserveBy
 from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.host.process import ProcessIdentity, identify
+from fractional_gpu.ledger.records import Launch
 from tests.broker.driver import DEVICE, Driver
 
 STRANGER = 1  # a process of no lease
@@ -52,6 +53,7 @@ class World:
         self.saved: list[frozenset[ProcessIdentity]] = []
         self.wanted: list[str] = []
         self.stopped: list[bool] = []
+        self.busy: list[bool] = []
         self.view = view_of(state, reserve_mib)
         self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="", identity=identify(os.getpid()))
         self.kernels = {LEASE: self.kernel}
@@ -74,7 +76,10 @@ class World:
         return [(self.kernel, self.view)]
 
     def roots(self) -> list[Any]:
-        return [self.kernel.identity]
+        return [] if self.kernel.identity is None else [self.kernel.identity]
+
+    def sync_busy_state(self, kernel: Kernel) -> None:
+        self.busy.append(kernel.busy)
 
     def pools(self) -> dict[str, PoolSpec]:
         return {"default": self.pool}
@@ -382,3 +387,23 @@ def test_who_is_held_up_is_not_stuck_and_has_time_to_read_when_he_goes_on(
     finally:
         process.kill()
         process.communicate()
+
+
+# -- claims ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("claims")
+@pytest.mark.parametrize(
+    ("uid", "seat", "counts"), [(os.getuid(), "", True), (60_001, "", False), (os.getuid(), "s", False)]
+)
+def test_a_program_counts_for_its_user_s_claim_and_for_no_other_s(uid: int, seat: str, *, counts: bool) -> None:
+    world = World()
+    world.kernel = Kernel(lease_id=LEASE, uid=uid, token_sha256="", launch=Launch(claim=True, group="/pod"))
+    world.kernels = {LEASE: world.kernel}
+    world.view = replace(world.view, spec=replace(world.view.spec, claim_ms=1000, seat=seat))
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 700)
+    events = asyncio.run(world.told())
+    assert measured_mib(events) == [700 if counts else 0]
+    assert strangers(events) == [200 if counts else 700], "what exceeds the claim is a stranger's"
+    assert [one.used_mib for one in world.enforcement.strangers[DEVICE]] == ([] if counts else [700])
+    assert world.busy == [counts], "a claim in use is busy"

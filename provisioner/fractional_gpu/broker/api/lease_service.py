@@ -26,6 +26,7 @@ from fractional_gpu.broker.kernels.kernel import Kernel, launch_environment
 from fractional_gpu.broker.kernels.request_validation import (
     Peer,
     check_kind,
+    holder_of,
     lease_spec,
     server_of,
     token_file_of,
@@ -45,6 +46,7 @@ from fractional_gpu.core.limits import UNATTACHED_LIMIT
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.core.units import format_duration
 from fractional_gpu.host.accounts import account_uid
+from fractional_gpu.host.own_group import own_path
 from fractional_gpu.host.process import ProcessIdentity, is_below, read_stat
 from fractional_gpu.ledger.records import Launch, LedgerError
 from fractional_gpu.protocol.codec import printable
@@ -59,7 +61,9 @@ from fractional_gpu.protocol.errors import (
 )
 from fractional_gpu.protocol.limits import MAX_LEASES, MAX_LEASES_PER_UID, MAX_NAME
 from fractional_gpu.protocol.messages import (
+    CLAIM,
     COMMAND,
+    KERNEL,
     AttachRequest,
     EvictRequest,
     GateAnswer,
@@ -170,6 +174,10 @@ class LeaseService:
     async def create(self, peer: Peer, request: LeaseRequest) -> LeaseReply:
         """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. Cancelled: the lease expires."""
         broker, uid = self.broker, peer.credentials.uid
+        launch = Launch(server=server_of(peer), command=request.kind == COMMAND, claim=request.kind == CLAIM)
+        if launch.claim:
+            launch.holder = await holder_of(peer, request.holder_pid) if request.holder_pid else None
+            launch.group = await ATTACHING.run(own_path, peer.credentials.pid, uid)
         await self._let_others_start(peer, request)
         spec = self.seats.draws.apply_terms(peer, request, lease_spec(broker.arbiter, peer, request))
         self._check_count(spec)
@@ -183,11 +191,11 @@ class LeaseService:
             created_ms=wall_ms(),
             gated=spec.gated,
             facts=KernelFacts(kernel_id=printable(request.kernel_id)),
-            launch=Launch(server=server_of(peer), command=request.kind == COMMAND),
+            launch=launch,
         )
         broker.kernels[spec.lease_id] = kernel
         # A command is attached before it runs, and waits then (`acquire`), with its place and the reason.
-        reserves = not spec.gated and request.kind != COMMAND
+        reserves = not spec.gated and request.kind == KERNEL
         event = LeaseRequested(at_ms=now_ms(), spec=spec, needs_reservation=reserves)
         for effect in broker.dispatch(event):
             if isinstance(effect, LeaseRefused) and effect.lease_id == spec.lease_id:
@@ -200,6 +208,7 @@ class LeaseService:
         except LedgerError:
             await broker.survivors.release(kernel)
             raise
+        broker.watch_holder(kernel)
         evicted = self._evictions.successor(kernel)
         if evicted:
             kernel.notices.append(evicted)
@@ -295,6 +304,8 @@ class LeaseService:
         await self.broker.survivors.release(kernel, EVICTED)
 
     async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
+        if kernel.launch.claim:
+            raise ConflictError("this lease is a claim, to which no process is attached", reason="claim")
         identity = await verified_process(peer, kernel, request)
         token_file = await ATTACHING.run(token_file_of, identity)
         self.seats.draws.check_process(view_of(self.broker, kernel), identity.pid)
@@ -337,7 +348,7 @@ class LeaseService:
 
     @staticmethod
     async def _checked_connection(kernel: Kernel, request: AttachRequest, pid: int) -> str:
-        check_kind(request.kind)
+        check_kind(request.kind, KERNEL, COMMAND)
         if request.kind == COMMAND:
             return command_connection(served=request.served)
         try:

@@ -202,13 +202,13 @@ class Kernel:
         self.identity, self._pidfd = identity, pidfd
         asyncio.get_running_loop().add_reader(pidfd, exited)
 
-    def watch_runner(self, exited: Callable[[], None]) -> None:
-        """Call `exited` on the loop once the command's runner has ended. A runner that the broker cannot see counts as alive."""
+    def watch_runner(self, runner: ProcessIdentity | None, exited: Callable[[], object]) -> None:
+        """Call `exited` on the loop once a command's runner or a claim's holder has ended. An invisible one counts as alive."""
         self._forget_runner()
-        if self.launch.server is None:
+        if runner is None:
             return
         try:
-            self._runner_pidfd = open_pidfd(self.launch.server)
+            self._runner_pidfd = open_pidfd(runner)
         except ProcessLookupError:
             exited()
         except PermissionError:
@@ -263,6 +263,8 @@ class Kernel:
 
     @property
     def in_use(self) -> bool:
+        if self.launch.claim:
+            return bool(self.measurement.seen_on)
         if self.identity is None:
             return self.ending.task is not None
         if self.requests.waiters > 0:

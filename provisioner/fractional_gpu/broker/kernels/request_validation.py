@@ -8,6 +8,8 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE
 from fractional_gpu.broker.lanes import ATTACHING
@@ -21,7 +23,7 @@ from fractional_gpu.host.process import ProcessIdentity, boot_id, environment_va
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, RequestTooLargeError
 from fractional_gpu.protocol.limits import MAX_NAME
-from fractional_gpu.protocol.messages import COMMAND, KERNEL, AttachRequest, LeaseRequest
+from fractional_gpu.protocol.messages import CLAIM, COMMAND, KERNEL, AttachRequest, LeaseRequest
 
 _TOKEN_VARIABLE = "JUPYTER_GPU_TOKEN_FILE"  # noqa: S105 - a variable's name
 _LONGEST_PATH = 1024
@@ -45,7 +47,9 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
     if pool is None:
         names = ", ".join(sorted(pools)) or "none: this broker manages no devices"
         raise BadRequestError(f"there is no pool {request.pool[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool")
-    check_kind(request.kind)
+    check_kind(request.kind, KERNEL, COMMAND, CLAIM)
+    if not request.fraction_milli and request.memory_mib is not None:
+        request = structs.replace(request, fraction_milli=_covering_milli(arbiter, pool, request.memory_mib))
     if not 1 <= request.fraction_milli <= 1000:
         raise BadRequestError(f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
     most = min(pool.max_devices, len(pool.devices))
@@ -81,16 +85,23 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
         devices=request.devices,
         priority=request.priority,
         group=user_group(peer.credentials.uid, pool),
-        gated=request.gated,
+        gated=request.gated and request.kind != CLAIM,
         label=printable(request.label or request.kernel_id),
+        claim_ms=max(1, request.ttl_ms or pool.longest_claim_ms) if request.kind == CLAIM else 0,
     )
 
 
-def check_kind(kind: str) -> None:
-    if kind not in (KERNEL, COMMAND):
+def check_kind(kind: str, *allowed: str) -> None:
+    if kind not in allowed:
         raise BadRequestError(
-            f"kind is {printable(kind)[:MAX_NAME]!r}; allowed: {KERNEL}, {COMMAND}", reason="bad-kind"
+            f"kind is {printable(kind)[:MAX_NAME]!r}; allowed: {', '.join(allowed)}", reason="bad-kind"
         )
+
+
+def _covering_milli(arbiter: Arbiter, pool: PoolSpec, memory_mib: int) -> int:
+    """Return the smallest fraction on offer whose share of the pool's smallest device covers the memory, or a whole device."""
+    needed = min(1000, -(-memory_mib * 1000 // max(1, min(_sizes(arbiter, pool)))))
+    return min((milli for milli in pool.fractions_milli or [needed] if milli >= needed), default=1000)
 
 
 def user_group(uid: int, pool: PoolSpec) -> str:
@@ -172,6 +183,17 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
         raise ForbiddenError(f"process {request.pid} belongs to another user", reason="wrong-uid")
     if lease_id != kernel.lease_id:
         raise ForbiddenError(f"process {request.pid} was not started for this lease", reason="wrong-lease")
+    return identity
+
+
+async def holder_of(peer: Peer, named_pid: int) -> ProcessIdentity:
+    """Return the process with which a claim of the peer ends. Raises BadRequestError or ForbiddenError."""
+    try:
+        _, identity, uid = await ATTACHING.run(_named_process, peer, named_pid)
+    except (ProcessLookupError, PermissionError, ValueError) as error:
+        raise BadRequestError(f"process {named_pid} cannot hold a claim: {error}", reason="no-process") from None
+    if uid != peer.credentials.uid and not peer.admin:
+        raise ForbiddenError(f"process {named_pid} belongs to another user", reason="wrong-uid")
     return identity
 
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, within
@@ -28,7 +29,8 @@ from fractional_gpu.core.events import (
     Measurement,
 )
 from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
-from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError
+from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError, ProcessKind
+from fractional_gpu.host.own_group import own_path
 from fractional_gpu.host.process import ProcessIdentity, Snapshot, read_stat
 from fractional_gpu.protocol.limits import PULSE_S
 
@@ -169,7 +171,7 @@ class Sampler:
 
     def _evaluate(self, sample: _Sample, unchanged: set[Kernel]) -> None:
         broker = self._broker
-        owners = self._owners(sample.snapshot)
+        owners = self._owners(sample)
         broker.enforcement.see(sample.uses, owners, sample.snapshot)
         used_mib = {device_id: use.used_mib for device_id, use in sample.uses.items() if use is not None}
         broker.used_mib.update(used_mib)
@@ -202,7 +204,8 @@ class Sampler:
         broker.survivors.was_sampled()
         self._report_pressure(sample.pressed)
 
-    def _owners(self, snapshot: Snapshot | None) -> dict[int, Owner]:
+    def _owners(self, sample: _Sample) -> dict[int, Owner]:
+        snapshot = sample.snapshot
         owners: dict[int, Owner] = {}
         roots = frozenset(self._broker.roots())
         for kernel, identity in self._live():
@@ -210,7 +213,26 @@ class Sampler:
                 for member in members_of(kernel, identity, snapshot, roots):
                     owners[member.pid] = kernel.lease_id, member
             owners[identity.pid] = kernel.lease_id, identity
+        if snapshot is not None:
+            self._add_claimed(owners, snapshot, sample.uses)
         return owners
+
+    def _add_claimed(self, owners: dict[int, Owner], snapshot: Snapshot, uses: Mapping[str, DeviceUse | None]) -> None:
+        """Count processes without a lease for the claims of their user on their device, as far as these have room."""
+        claims = [(kernel, view) for kernel, view in self._broker.views() if kernel.launch.claim]
+        left = {kernel: view.reserved_mib for kernel, view in claims}
+        for must_fit, (kernel, view) in product((True, False), claims):
+            users = {one.pid: one for one in snapshot.started(kernel.uid, 0)}
+            there = [one for device_id in view.device_ids if (use := uses.get(device_id)) for one in use.processes]
+            for process in there:
+                known = process.pid in owners or process.pid in self._broker.enforcement.exempt_pids
+                if known or process.pid not in users or process.kind is ProcessKind.GRAPHICS:
+                    continue
+                # The containers of several users may share a uid.
+                foreign = view.spec.seat and kernel.launch.group != own_path(process.pid, kernel.uid)
+                if not foreign and left[kernel] >= (process.used_mib if must_fit else 1):
+                    left[kernel] -= process.used_mib
+                    owners[process.pid] = kernel.lease_id, users[process.pid]
 
     def _note_processes(self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]) -> None:
         used_mib: dict[str, dict[int, int]] = {}
@@ -265,7 +287,7 @@ class Sampler:
             known, lease_id = kernel.measurement, kernel.lease_id
             mib_by_device, util_milli = used.get(lease_id, {}), utilisation.get(lease_id)
             known.seen_on = frozenset(mib_by_device)
-            if mib_by_device and kernel.launch.command and not known.has_used:
+            if kernel.launch.claim or (mib_by_device and kernel.launch.command and not known.has_used):
                 known.has_used = True
                 self._broker.sync_busy_state(kernel)
             view = self._broker.arbiter.lease(lease_id)

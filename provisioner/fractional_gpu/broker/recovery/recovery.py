@@ -61,6 +61,9 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[L
 async def _examine(broker: Broker, swaps: Swaps, record: LeaseRecord, host: HostSnapshot | None) -> _FoundLease:
     """Find out the lease's state. Half-done work is finished or undone, whichever is safe (`swap.truth`)."""
     kernel = broker.kernels[record.spec.lease_id]
+    if kernel.launch.claim:  # it has no process
+        state = record.state if record.state is LeaseState.RESIDENT else LeaseState.UNATTACHED
+        return _FoundLease(record=record, left=[], truth=Truth(state=state, device_id=record.device_id))
     left = await _find_left(broker, kernel, record, host)
     kernel.checkpoint.needs_driver = bool(swaps.inspector.off) and record.state in _IN_A_SWAP
     if kernel.checkpoint.needs_driver and kernel.identity is not None:
@@ -94,7 +97,10 @@ def _introduce(broker: Broker, found: _FoundLease) -> None:
             pinned_until_ms=now_ms() + pin_left_ms if pin_left_ms > 0 else 0,
         )
     )
-    if found.left and state is not LeaseState.UNATTACHED:
+    if kernel.launch.claim:
+        if broker.kernels.get(kernel.lease_id) is kernel:  # its time is not over
+            broker.watch_holder(kernel)
+    elif found.left and state is not LeaseState.UNATTACHED:
         if not broker.survivors.keep(kernel, found.left):
             broker.survivors.kernel_ended(kernel, kernel.ending.root)
     elif identity is not None:

@@ -19,7 +19,7 @@ from fractional_gpu.broker.kernels.kernel import Kernel, Request
 from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.lanes import SWAPS
 from fractional_gpu.broker.services.status import explain, full_lease_status, revoked_sentence, times, view_of
-from fractional_gpu.core.events import BusyChanged, MoveRequested, SuspendRequested, Unwanted, Wanted
+from fractional_gpu.core.events import Attached, BusyChanged, MoveRequested, SuspendRequested, Unwanted, Wanted
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState, LeaseView
 from fractional_gpu.core.move import BUSY_CHANNEL
 from fractional_gpu.core.revoke import REVOKED
@@ -57,14 +57,16 @@ class Residency:
         deadline_s = time.monotonic() + patience_s
         ends = {ProgressKind.REFUSED} if request.hold else {ProgressKind.REFUSED, ProgressKind.GRANTED}
         kernel.requests.waiters += not request.watch
+        told: Progress | None = None
         try:
             if not request.watch:
                 view = broker.arbiter.lease(kernel.lease_id)
                 if view is not None and not view.busy and kernel.busy:
                     # Before the ticket is filed: busy kernels are no victims.
                     broker.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=True))
+                if kernel.launch.claim:  # it has no process that attaches
+                    broker.dispatch(Attached(at_ms=now_ms(), lease_id=kernel.lease_id, gated=True))
                 broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
-            told: Progress | None = None
             told_s = time.monotonic()
             while True:
                 change, queue = kernel.change(), broker.queue_changed
@@ -82,7 +84,9 @@ class Residency:
         finally:
             kernel.requests.waiters -= not request.watch
             view = None if request.watch else broker.arbiter.lease(kernel.lease_id)
-            if kernel.requests.waiters == 0 and view is not None:
+            if kernel.launch.claim and (told is None or told.kind != ProgressKind.GRANTED) and not broker.stopping:
+                await broker.survivors.release(kernel, "not-granted")
+            elif kernel.requests.waiters == 0 and view is not None:
                 # Keep a ticket that the broker filed for a blocked kernel: another request needs it.
                 waits = view.state is not LeaseState.RESIDENT or view.at_gate
                 if waits and not kernel.cell.ticket_by_broker:

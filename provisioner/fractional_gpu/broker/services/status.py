@@ -23,7 +23,7 @@ from fractional_gpu.core.words import STRANGERS_HOLD
 from fractional_gpu.gpu.interface import DeviceSensors
 from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.limits import PULSE_S
-from fractional_gpu.protocol.messages import COMMAND, KERNEL
+from fractional_gpu.protocol.messages import CLAIM, COMMAND, KERNEL
 from fractional_gpu.protocol.status import (
     Cap,
     DeviceStatus,
@@ -83,7 +83,7 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         position=ticket.position if ticket is not None else None,
         expected=expected,
         **structs.asdict(kernel.facts),
-        kind=COMMAND if kernel.launch.command else KERNEL,
+        kind=CLAIM if kernel.launch.claim else COMMAND if kernel.launch.command else KERNEL,
         pid=kernel.identity.pid if kernel.identity and not kernel.ending.survivors else None,
         device_name=device.name if device else "",
         simulated=broker.monitor.kind == "simulated",

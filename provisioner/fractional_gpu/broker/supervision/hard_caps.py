@@ -186,7 +186,7 @@ class HardCaps:
     def _group(self, kernel: Kernel) -> OwnGroup | None:
         identity = kernel.identity
         if identity is None:
-            return None
+            return OwnGroup(kernel.launch.group, is_leaf=False) if kernel.launch.group else None
         if identity not in self._groups:
             if len(self._groups) > 2 * len(self._broker.kernels) + 16:
                 self._groups.clear()

@@ -131,7 +131,9 @@ class Survivors:
         if not kernel.ending.released:
             kernel.ending.released, kernel.ending.reason = True, reason
         kernel.notify()
-        if kernel.ending.task is None:
+        if kernel.launch.claim:  # its programs are none of ours
+            self._free(kernel)
+        elif kernel.ending.task is None:
             root = kernel.identity
             kernel.forget_process()
             self.kernel_ended(kernel, root)

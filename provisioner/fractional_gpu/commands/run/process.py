@@ -17,13 +17,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Final
 
+from fractional_gpu.client.claims import await_grant
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.commands.terminal.connection import watch_silence
 from fractional_gpu.commands.terminal.progress import WaitLine
 from fractional_gpu.commands.terminal.text import CommandError
@@ -31,8 +31,8 @@ from fractional_gpu.commands.terminal.text import say as write
 from fractional_gpu.host.wakeups import Handler, drain, handling, signal_pipe
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with
 from fractional_gpu.jupyter.kernel_process import identity_of
-from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.messages import COMMAND, AcquireRequest, AttachRequest, Progress, ProgressKind
+from fractional_gpu.protocol.errors import NoRoomError
+from fractional_gpu.protocol.messages import COMMAND, AttachRequest
 from fractional_gpu_kernel.memory import CONTEXT, CONTEXT_MIB, DEVICE, MEMORY, MemoryLimits, framework_mib
 
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -251,8 +251,6 @@ def _own_terminal() -> int | None:
 
 
 TIMEOUT_S: Final = 30.0
-_LEAST_WAIT_MS: Final = 1000  # leaves time to write the ledger
-_ATTEMPTS: Final = 3  # at reaching a broker, which may end while the command waits
 _TORCH: Final = "JUPYTER_GPU_MEMORY_FRACTION"
 
 
@@ -290,34 +288,12 @@ def command_environment(lease: KernelLease, granted: Mapping[str, str]) -> dict[
 
 def wait_for_gpu(lease: KernelLease, wait_ms: int | None, say: Callable[[str], None]) -> Mapping[str, str]:
     line = WaitLine(lambda text: say(f"waiting for the GPU: {text}"))
-    for attempt in range(_ATTEMPTS):
-        try:
-            with ensure_broker(lease.socket, token=lease.token, timeout_s=TIMEOUT_S) as client:
-                last = _last_progress(client, lease, wait_ms, line)
-                break
-        except BrokerUnavailableError:
-            if attempt == _ATTEMPTS - 1:
-                raise
-        finally:
-            line.stop()
-    if last.kind != ProgressKind.GRANTED:
-        raise CommandError(last.sentence)
-    return last.environment
-
-
-def _last_progress(client: BrokerClient, lease: KernelLease, wait_ms: int | None, line: WaitLine) -> Progress:
-    if wait_ms is None:
-        lines = client.hold(lease.lease_id, AcquireRequest())
-    else:
-        lines = client.acquire(lease.lease_id, AcquireRequest(wait_ms=max(wait_ms, _LEAST_WAIT_MS)))
+    client = BrokerClient(lease.socket, token=lease.token, timeout_s=TIMEOUT_S)
     silence = watch_silence(client, lambda text: write(text, sys.stderr, flush=True))
-    last = Progress(kind=ProgressKind.REFUSED)
     try:
-        with closing(lines):
-            for last in lines:
-                if last.kind != ProgressKind.WAITING:
-                    break
-                line.update(last)
+        return await_grant(client, lease.lease_id, wait_ms, line.update).environment
+    except NoRoomError as error:
+        raise CommandError(str(error)) from None
     finally:
         silence.stop()
-    return last
+        line.stop()

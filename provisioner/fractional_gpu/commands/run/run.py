@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     request, ports, wait_ms = (
         _request(options, command),
         [whole_number("--serve", text, _PORTS) for text in options.serve],
-        _wait_ms(options.wait),
+        parse_wait(options.wait),
     )
     check_program(command)
     noted: list[int] = []
@@ -146,7 +146,7 @@ def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseReques
     )
 
 
-def _wait_ms(text: str | None) -> int | None:
+def parse_wait(text: str | None) -> int | None:
     wait_ms = None if text is None else parse_argument(parse_duration_ms, text)
     if wait_ms is not None and wait_ms > MAX_WAIT_S * 1000:
         longest = format_duration(MAX_WAIT_S * 1000)

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from fractional_gpu.commands.terminal.text import Piece, Style, fitted, harmless, line, table
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
-from fractional_gpu.protocol.messages import COMMAND
+from fractional_gpu.protocol.messages import CLAIM, KERNEL
 from fractional_gpu.protocol.names import device_deadline, gpu_deadline, host_deadline, state_words
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatWait, describe_strangers
 
@@ -50,7 +50,8 @@ def describe_state(lease: LeaseStatus) -> str:
     words = state_words(lease.state)
     if lease.state == "resident":
         words += ", working in the background" if lease.working else ", busy" if lease.busy else ", idle"
-    pinned = f", pinned for {format_duration(lease.pinned_ms)}" if lease.pinned_ms else ""
+    what = "claimed" if lease.kind == CLAIM else "pinned"
+    pinned = f", {what} for {format_duration(lease.pinned_ms)}" if lease.pinned_ms else ""
     return f"{words}, {format_duration(lease.age_ms)}{pinned}"
 
 
@@ -125,7 +126,7 @@ def _lease_row(lease: LeaseStatus) -> tuple[Piece, ...]:
     style = Style.WRONG if lease.state == "quarantined" else Style.ATTENTION if lease.position is not None else ""
     return (
         short_id(lease.lease_id),
-        f"{lease.spec.label or '-'} (command)" if lease.kind == COMMAND else lease.spec.label or "-",
+        lease.spec.label or "-" if lease.kind == KERNEL else f"{lease.spec.label or '-'} ({lease.kind})",
         format_fraction(lease.spec.fraction_milli),
         (describe_state(lease), style),
         memory,

@@ -11,10 +11,9 @@ An account without leases is dropped once it equals an empty account; at most `_
 from collections.abc import Callable
 
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.state.leases import UNIT, Account, Lease
+from fractional_gpu.core.state.leases import DAY_MS, UNIT, Account, Lease
 
 _MOST_FORMER = 4096
-_DAY_MS = 86_400_000
 _PAUSE_MS = 10_000
 
 
@@ -68,7 +67,7 @@ class Accounts:
             del self._owners[key]
 
     def _equals_empty(self, pool: str, account: Account, now_ms: int) -> bool:
-        is_pinned = account.pinned_ms and now_ms - account.pinned_at_ms < _DAY_MS  # a budget is restored after a day
+        is_pinned = account.pinned_ms and now_ms - account.pinned_at_ms < DAY_MS  # a budget is restored after a day
         return not is_pinned and account.time_ms <= self._floors.get(pool, 0)
 
     # -- shares ----------------------------------------------------------------------------------------------------------

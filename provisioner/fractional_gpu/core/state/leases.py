@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from fractional_gpu.core.forecasts.forecasts import WaitSpan
-from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Sign
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec, Sign
 from fractional_gpu.core.time_slicing import WHOLE_MILLI, most_wanted_milli
 
 HOST_MARGIN_MIB = 64
@@ -18,6 +18,7 @@ HOST_MARGIN_PARTS = 16
 _FIRST_PAUSE_MS = 1_000
 _MOST_DOUBLINGS = 16
 UNIT = 100  # the usual weight
+DAY_MS = 86_400_000
 _RESTING_PARTS = 4  # kernels that idle between cells are busy about a quarter of the time, in published traces
 _FULL_MILLI = 900  # busy leases that use more than this together fill the device, thousandths
 _SAME_TIME_MILLI = 1050  # samples with a larger sum were not taken at the same time
@@ -106,6 +107,12 @@ class Account:
     idle_since_ms: int | None = None  # when its last lease stopped contending
     pinned_ms: int = 0  # part of its pin budget that is used up
     pinned_at_ms: int = 0  # when `pinned_ms` was computed
+
+    def spent_pin_ms(self, pool: PoolSpec, now_ms: int) -> int:
+        """Return what is used up of its budget of pins, which comes back evenly over a day."""
+        passed_ms = now_ms - self.pinned_at_ms
+        back_ms = passed_ms if pool.pin_budget_ms is None else pool.pin_budget_ms * passed_ms // DAY_MS
+        return max(0, self.pinned_ms - back_ms)
 
     @property
     def milli(self) -> int:

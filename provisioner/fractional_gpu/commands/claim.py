@@ -1,0 +1,90 @@
+"""`jupyter gpu lease`: keeps room on a GPU for a program that Jupyter does not start."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from fractional_gpu.client.claims import take_claim
+from fractional_gpu.commands.run.process import CannotRunError, check_program
+from fractional_gpu.commands.run.run import parse_wait
+from fractional_gpu.commands.terminal.arguments import DURATIONS, Parser, checked_pool, whole_number
+from fractional_gpu.commands.terminal.progress import WaitLine
+from fractional_gpu.commands.terminal.render import lease_name
+from fractional_gpu.commands.terminal.text import CommandError, UsageError, answer, parse_argument, say
+from fractional_gpu.core.units import format_fraction, format_memory, parse_duration_ms, parse_memory_mib
+from fractional_gpu.jupyter.kernel_lease import environment_without, lease_label
+from fractional_gpu.protocol.errors import NoRoomError
+from fractional_gpu.protocol.messages import LeaseRequest
+
+_PIDS: Final = range(1, 1 << 22)
+_DESCRIPTION: Final = "Keep room on a GPU for a program that Jupyter does not start, such as a model server."
+_EPILOG: Final = """\
+examples:
+  jupyter gpu lease --memory 9GiB --ttl 10m          print the claim's id, its GPU and its end
+  jupyter gpu lease --memory 9GiB -- ollama serve    the claim ends with the program, or earlier with its time
+
+`jupyter gpu renew` moves its end, `jupyter gpu release` is its end. It cannot be suspended. Your programs on its GPU that belong to no
+kernel count for it; start them after it. What they still use at its end counts as other programs' memory.
+The exit status is the program's; without one, 75 if there was no room in time.
+"""
+
+
+def configure(parser: Parser) -> None:
+    parser.describe(_DESCRIPTION, _EPILOG)
+    parser.argument("--memory", "SIZE", "device memory, for example 9GiB")
+    parser.argument("--ttl", "DURATION", "how long it lasts (default: as long as the pool allows)", by=DURATIONS)
+    pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
+    parser.argument("--pool", "POOL", "the pool of devices (default: default)", default=pool)
+    parser.argument("--holder", "PID", "end the claim when this process of yours ends")
+    parser.argument("--name", "TEXT", "its name in `jupyter gpu status`", default="")
+    parser.argument("--wait", "DURATION", "how long to wait for room (default: no limit)", by=DURATIONS)
+    parser.flag("--json", "print the claim as JSON")
+    parser.argument("command", "COMMAND", "a program that has the claim, and its arguments", nargs=argparse.REMAINDER)
+
+
+def run(options: argparse.Namespace) -> int:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.memory is None:
+        raise UsageError("give the device memory, for example: jupyter gpu lease --memory 9GiB --ttl 10m")
+    if command and (options.holder or options.json):
+        raise UsageError("--holder and --json are for a claim without a program; leave them out")
+    holder = os.getpid() if command else whole_number("--holder", options.holder, _PIDS) if options.holder else 0
+    request = LeaseRequest(
+        fraction_milli=0,
+        memory_mib=parse_argument(parse_memory_mib, options.memory),
+        pool=checked_pool(options.pool),
+        label=lease_label(options.name or (Path(command[0]).name if command else "")),
+        ttl_ms=parse_argument(parse_duration_ms, options.ttl or "0"),
+        holder_pid=holder,
+    )
+    wait_ms = parse_wait(options.wait)
+    if command:
+        check_program(command)
+    line = WaitLine(lambda text: say(f"waiting for the GPU: {text}", sys.stderr, flush=True))
+    try:
+        lease, device, bound = take_claim(request, wait_ms, line.update)
+    except NoRoomError as error:
+        failure = CommandError(str(error))
+        failure.exit_code = os.EX_TEMPFAIL if error.reason == "timeout" else 1
+        raise failure from None
+    finally:
+        line.stop()
+    if command:  # it replaces this process, which holds the claim
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            os.execvpe(command[0], command, {**environment_without("", os.environ), **bound})  # noqa: S606 - no shell
+        except OSError as error:
+            raise CannotRunError(command[0], error.errno or 0) from None
+    size = (
+        f"{format_memory(lease.spec.reserve_mib)}, {format_fraction(lease.spec.fraction_milli)} of GPU {device.index}"
+    )
+    end = time.strftime("%H:%M:%S", time.localtime(time.time() + lease.pinned_ms / 1000))
+    said = f"{lease_name(lease)}: {size} ({device.name}), until {end}", f"CUDA_VISIBLE_DEVICES={device.device_id}"
+    document = {"lease": lease, "device": device, "ends_in_ms": lease.pinned_ms, "environment": bound}
+    answer(options, document, lambda _: said)
+    return 0
