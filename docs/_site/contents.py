@@ -15,8 +15,20 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         ("using", "frameworks", "magics", "clients", "measuring", "troubleshooting", "faq", "glossary"),
     ),
     "Run a hub": (
-        "For administrators of a JupyterHub: many users on few GPUs.",
-        ("hub", "tljh", "policies", "costs", "operating", "broker", "nvidia", "metrics", "revocation", "audit"),
+        "For administrators of a JupyterHub or a workstation: many users on few GPUs.",
+        (
+            "hub",
+            "tljh",
+            "policies",
+            "costs",
+            "workstation",
+            "operating",
+            "broker",
+            "nvidia",
+            "metrics",
+            "revocation",
+            "audit",
+        ),
     ),
     "Run a cluster": (
         "For administrators of Slurm and Kubernetes: shares of GPUs for jobs and pods.",

@@ -85,8 +85,10 @@ def test_a_stop_tells_of_kernels_only_where_there_are_some() -> None:
     assert "The kernels keep running. " in "\n".join(_render(replace(done, resident=None, suspended=None)))
 
 
-def test_the_unit_of_the_examples_runs_a_service_with_options_that_there_are(ran: list[BrokerOptions]) -> None:
-    unit = (ROOT / "examples" / "systemd" / "jupyter-gpu.service").read_text(encoding="utf-8")
+def test_the_unit_runs_a_service_with_options_that_there_are(ran: list[BrokerOptions]) -> None:
+    unit = (ROOT / "provisioner" / "fractional_gpu" / "config" / "service" / "jupyter-gpu.service").read_text(
+        encoding="utf-8"
+    )
     (start,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
     program, *words = start.removeprefix("ExecStart=").split()
     assert program.endswith("/bin/jupyter-gpu")

@@ -38,7 +38,7 @@ def words(line: str, folder: Path) -> list[str]:
 
 def test_commands_options_and_what_the_broker_knows_are_proposed(broker: OwnBroker, tmp_path: Path) -> None:
     lease_id = broker.add("resident", label="train.ipynb")
-    assert words("jupyter gpu s", tmp_path) == ["status", "suspend", "seats", "simulate"]
+    assert words("jupyter gpu s", tmp_path) == ["status", "suspend", "seats", "simulate", "setup-machine"]
     assert words("jupyter gpu status --w", tmp_path) == ["--watch"]
     assert words(f"jupyter gpu pin {lease_id[:3]}", tmp_path) == [lease_id[:8]]
     assert {"15m", "30m", "--json"} <= set(words("jupyter gpu pin x ", tmp_path))

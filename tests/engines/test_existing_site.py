@@ -22,7 +22,7 @@ from tests.support.world import until
 pytestmark = pytest.mark.promise("slurm")
 
 PAGE = ROOT / "docs" / "clusters.md"
-UNIT = ROOT / "examples" / "systemd" / "jupyter-gpu.service"
+UNIT = ROOT / "provisioner" / "fractional_gpu" / "config" / "service" / "jupyter-gpu.service"
 
 
 class Page:

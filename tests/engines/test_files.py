@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.main import main
-from fractional_gpu.config.service import unit_text
+from fractional_gpu.config.service import UNIT, service_file
 from fractional_gpu.engines.files import NodeFiles, change_site, install_files, site_files, wrapper_text
 from tests.support.paths import ROOT
 
@@ -22,8 +22,7 @@ def texts() -> dict[str, str]:
     confs = site_files(Path("/nowhere/slurm.conf"))
     change_site(FILES, confs, WRAPPER, "gpu[01-08]", str.split, devices=4, promise=4)
     lines = {conf.path.name: f"# Lines to add to {conf.path.name}.\n{conf.changed(conf.path)}" for conf in confs}
-    broker = {"../systemd/jupyter-gpu.service": unit_text("/opt/jupyter-gpu/bin/jupyter-gpu")}
-    return {**install_files(FILES), **lines, **broker, WRAPPER.name: wrapper_text(FOLDER, {})}
+    return {**install_files(FILES), **lines, WRAPPER.name: wrapper_text(FOLDER, {})}
 
 
 @pytest.mark.parametrize("name", sorted(texts()))
@@ -60,10 +59,10 @@ def test_the_agents_unit_makes_the_folder_that_it_may_write_or_names_it(seats: s
     assert sum(line.startswith(("ReadWritePaths", "RuntimeDirectory=")) for line in unit) == 1
 
 
-@pytest.mark.parametrize("unit", ["slurm/jupyter-gpu-agent.service", "systemd/jupyter-gpu.service"])
+@pytest.mark.parametrize("unit", ["jupyter-gpu-agent.service", "jupyter-gpu.service"])
 def test_systemd_finds_no_fault_in_a_unit(tmp_path: Path, unit: str) -> None:
-    text = (EXAMPLES.parent / unit).read_text()
-    file = tmp_path / Path(unit).name
+    text = service_file(UNIT, "/opt/jupyter-gpu") if unit == UNIT.name else (EXAMPLES / unit).read_text()
+    file = tmp_path / unit
     file.write_text(text.replace("ExecStart=/opt/jupyter-gpu/bin/jupyter-gpu ", "ExecStart=/bin/true "))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(file)], capture_output=True, text=True, check=False

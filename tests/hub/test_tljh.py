@@ -19,7 +19,7 @@ from traitlets.config import Config
 
 from fractional_gpu import __version__
 from fractional_gpu.config import ConfigError, load
-from fractional_gpu.config.service import unit_text
+from fractional_gpu.config.service import UNIT, service_file
 from fractional_gpu_hub import tljh_plugin
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 from fractional_gpu_hub.systemd import FractionalGPUSystemdSpawner
@@ -138,7 +138,7 @@ def test_after_the_installation_broker_unit_and_kernels_are_there(
     settings = load(str(tmp_path / "etc" / "jupyter_gpu_config.py"))
     assert settings.seats_required
     assert [pool.name for pool in settings.pools] == ["teaching"]
-    assert (tmp_path / "jupyter-gpu.service").read_text() == unit_text(Path(sys.prefix, "bin", "jupyter-gpu"))
+    assert (tmp_path / "jupyter-gpu.service").read_text() == service_file(UNIT, sys.prefix)
 
 
 @pytest.mark.usefixtures("stand_in")

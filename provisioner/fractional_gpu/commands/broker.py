@@ -35,7 +35,7 @@ examples:
   jupyter gpu broker --simulate 2x80GiB               two simulated GPUs instead of real ones
   jupyter gpu broker --generate-config > jupyter_gpu_config.py
   jupyter gpu broker --config jupyter_gpu_config.py   with your own pools and policies
-  jupyter gpu broker --service                        for all users of a node: what examples/systemd/jupyter-gpu.service runs
+  jupyter gpu broker --service                        for all users of a machine: what the systemd unit runs
   jupyter gpu broker --restart                        restart the running one in the background, with the same options
   jupyter gpu broker --stop --json
 

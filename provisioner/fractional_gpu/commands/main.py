@@ -62,6 +62,7 @@ COMMANDS: dict[str, _Entry] = {
     "logs": _Entry("logs", "show the broker's log, or follow it"),
     "simulate": _Entry("simulate", "simulate how many GPUs a group of notebook users needs"),
     "rescue": _Entry("rescue", "resume suspended kernels when no broker can run"),
+    "setup-machine": _Entry("setup_machine", "set up a workstation for several users (administrators)"),
     "uninstall": _Entry("uninstall", "remove this user's kernelspecs, state and settings"),
     "completion": _Entry("completion", "print completion for bash, zsh or fish"),
     "node": _Entry("node.node", "run and set up the parts for cluster nodes (administrators)"),

@@ -40,7 +40,7 @@ def configure(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    keys = dict(_change(text) for text in options.changes)
+    keys = dict(parse_change(text) for text in options.changes)
     with running_broker(options.socket, without=NO_POOLS) as running, SeatClient(running.socket_path) as client:
         pools = [one for one in client.pools().pools if options.pool in {None, one.pool}]
         if pools and keys:
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _change(text: str) -> tuple[str, Any]:
+def parse_change(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UsageError(f"{text!r} is not of the form KEY=VALUE, such as idle_after=2m")

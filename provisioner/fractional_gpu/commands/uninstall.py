@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         _report(found, as_json=options.json, removed=[], failed={}, dry=True)
         return 0
-    _check_no_leases(found.sockets)
+    check_no_leases(found.sockets)
     if not options.yes:
         if options.json or not sys.stdin.isatty():
             raise CommandError(
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
             return 0
     for socket in found.sockets:
         _end_broker(socket)
-    _check_no_leases(found.sockets)  # of kernels started in the meantime
+    check_no_leases(found.sockets)  # of kernels started in the meantime
     removed, failed = _remove(found.items)
     _report(found, as_json=options.json, removed=removed, failed=failed, dry=False)
     return 1 if failed else 0
@@ -153,7 +153,7 @@ def _recorded_sockets(states: list[Path]) -> Iterator[str]:
                         yield str(json.loads(command[0][-1])["socket"])
 
 
-def _check_no_leases(sockets: list[str]) -> None:
+def check_no_leases(sockets: list[str]) -> None:
     for socket in sockets:
         named: list[str] = []
         try:

@@ -21,6 +21,7 @@ from fractional_gpu.commands.doctor import machine, setup
 from fractional_gpu.commands.doctor.doctor import CHECKS
 from fractional_gpu.commands.doctor.report import Finding, Severity
 from fractional_gpu.config import load
+from fractional_gpu.config.service import PARTS, RECORD
 from fractional_gpu.core.forecasts.outcomes import ForecastError
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.host.claims import DeviceClaim
@@ -92,6 +93,15 @@ class Machine:
         file = self.home / "config" / "jupyter_gpu_config.py"
         file.write_text(text)
         return load(file)
+
+    def workstation(self, made: Iterable[Path], *, admin_group: str = "root") -> Iterable[Finding]:
+        for name, value in (("RECORD", RECORD), ("PARTS", PARTS)):
+            paths = [value] if isinstance(value, Path) else value
+            moved = tuple(self.root / path.relative_to("/") for path in paths)
+            self.patch.setattr(setup, name, moved[0] if isinstance(value, Path) else moved)
+        for path in made:
+            self.file(str(path.relative_to("/")), "")
+        return setup.check_workstation(self.settings(f"c.GPUBroker.admin_group = {admin_group!r}"))
 
     def versions(self, *names: str) -> Iterable[Finding]:
         self.patch.setattr(metadata, "entry_points", lambda **_: [SimpleNamespace(name=name) for name in names])
@@ -384,6 +394,14 @@ ROWS: dict[str, list[Row]] = {
         (lambda m: m.kernels(250, settings=OFFERS), (WARNING, "asks for 1/4, but its pool only offers 1/2, 1", "kernels remove")),
         (lambda m: m.kernels(500, pool="x", settings=OFFERS), (WARNING, "pool 'x', which is not configured", "-> jupyter gpu")),
         (lambda m: m.shadowed(), (WARNING, "/first", "remove one of them")),
+    ],
+    "workstation": [
+        (lambda m: m.workstation(PARTS, admin_group=""),),
+        (lambda m: m.workstation((RECORD, *PARTS)), (OK, "has set up the service")),
+        (lambda m: m.workstation((RECORD, *PARTS[1:])), (ERROR, "jupyter-gpu.service is missing", "sudo jupyter-gpu setup-machine")),
+        (lambda m: m.workstation((RECORD, *PARTS), admin_group=""), (OK,)),
+        (lambda m: m.workstation((RECORD, *PARTS[:-1]), admin_group="no-such-group"), (ERROR, "/kernels is missing"),
+            (ERROR, "this host has no such group")),
     ],
     "cullers": [
         (lambda m: m.cullers(), (OK,)),

@@ -158,13 +158,13 @@ def _check_service() -> None:
     if os.geteuid() != 0:
         raise BrokerUnavailableError(
             f"a broker that serves all users of the machine must run as root, but this is uid {os.geteuid()}: start it with "
-            "systemd (examples/systemd), or leave out --service to run your own broker"
+            "systemd (docs/operating.md), or leave out --service to run your own broker"
         )
     name = own_workload(os.environ)
     if name and (name.startswith("Slurm") or not serves_whole_host()):
         raise BrokerUnavailableError(
             f"this is {name}: a service of the node must not run in a job or pod, because it could end with it during a "
-            "suspend; start it outside (with systemd, examples/systemd), or in a DaemonSet's pod with hostPID"
+            "suspend; start it outside (with systemd, docs/operating.md), or in a DaemonSet's pod with hostPID"
         )
 
 

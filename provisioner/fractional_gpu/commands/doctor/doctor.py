@@ -160,6 +160,7 @@ CHECKS: Final = (
     Check("machine", "oom", lambda of: machine.check_oom(of.broker_pid)),
     Check("machine", "ledger", lambda of: setup.check_ledgers(of.socket, of.settings) if of.socket is not None else ()),
     Check("machine", "kernelspecs", lambda of: setup.check_kernelspecs(of.settings)),
+    Check("machine", "workstation", lambda of: setup.check_workstation(of.settings)),
     Check("machine", "cullers", lambda _: setup.check_cullers()),
     Check("node", "slurm", lambda of: slurm.check_slurm(of.options)),
     Check("node", "broker", lambda of: slurm.check_broker(of.options)),

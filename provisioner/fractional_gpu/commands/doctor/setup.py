@@ -27,6 +27,7 @@ from fractional_gpu.client.state_folder import LEDGER_NAMES, filesystem_type, is
 from fractional_gpu.commands.doctor.report import Finding, installed_version, note, ok, problem, warning
 from fractional_gpu.commands.terminal.connection import broker_if_running, kernels_of
 from fractional_gpu.config import ConfigError, Settings, load
+from fractional_gpu.config.service import PARTS, RECORD
 from fractional_gpu.core.forecasts.outcomes import ForecastError
 from fractional_gpu.core.units import format_fraction, format_memory, plural
 from fractional_gpu.gpu.simulated.host import parse_devices
@@ -76,6 +77,21 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
         ", ".join(str(file) for file in settings.files) or "no jupyter_gpu_config.py: all settings have their defaults"
     )
     return settings, [ok("configuration", f"{files}; pools: {', '.join(pool.name for pool in settings.pools)}")]
+
+
+def check_workstation(settings: Settings | None) -> Iterator[Finding]:
+    """Check what `jupyter gpu setup-machine` made, if it was run here."""
+    if not RECORD.exists():
+        return
+    wrong = [f"{path} is missing, or you cannot read it" for path in PARTS if not os.access(path, os.R_OK)]
+    try:
+        _ = settings and settings.admin_gid()
+    except ConfigError as error:
+        wrong.append(str(error))
+    advice = "an administrator repairs it: sudo jupyter-gpu setup-machine"
+    yield from (problem("workstation", one, advice) for one in wrong)
+    if not wrong:
+        yield ok("workstation", "`jupyter gpu setup-machine` has set up the service, pools and kernels for all users")
 
 
 _LIMITS: Final = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_DATA", "RLIMIT_FSIZE")

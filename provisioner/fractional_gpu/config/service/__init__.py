@@ -1,0 +1,32 @@
+"""The broker as a service of a machine: its files as they are installed, and how to install the package again."""
+
+import json
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Final
+
+from fractional_gpu import __version__
+
+PACKAGE: Final = "jupyter-fractional-gpu"
+UNIT: Final = Path("/etc/systemd/system/jupyter-gpu.service")
+CONFIG: Final = Path("/etc/jupyter/jupyter_gpu_config.py")
+PROGRAM: Final = Path("/usr/local/bin/jupyter-gpu")
+PROFILE: Final = Path("/etc/profile.d/jupyter-gpu.sh")
+KERNELS: Final = Path("/usr/local/share/jupyter/kernels")
+PARTS: Final = (UNIT, CONFIG, PROGRAM, PROFILE, KERNELS)
+STATE: Final = Path("/var/lib/jupyter-gpu")
+RECORD: Final = Path("/etc/jupyter-gpu-setup.json")  # of `jupyter gpu setup-machine`
+
+
+def service_file(path: Path, environment: str) -> str:
+    """Return the text of `UNIT`, `PROGRAM` or `PROFILE` for the package in this environment."""
+    return (Path(__file__).parent / path.name).read_text(encoding="utf-8").replace("/opt/jupyter-gpu", environment)
+
+
+def requirement(extras: str) -> str:
+    """Return pip's requirement for this package from its origin: a file, a repository, or an index."""
+    origin = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
+    url, vcs = origin.get("url"), origin.get("vcs_info")
+    if vcs:
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    return f"{PACKAGE}[{extras}]" + (f" @ {url}" if url else f"=={__version__}")

@@ -1,0 +1,217 @@
+"""A whole machine in namespaces: `jupyter gpu setup-machine` as root, and two users who come by ssh and share its simulated device.
+
+`systemctl` is a stand-in that does what systemd does with the unit; everything else is real. Takes root.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.slurm_site import PATH, new_environment
+from tests.support.waiting import DEADLINE_S
+
+pytestmark = pytest.mark.promise("workstation")
+
+PLACE = "/opt/gpu"
+PROGRAM = "/usr/local/bin/jupyter-gpu"
+SYSTEMCTL = f"""#!{PLACE}/bin/python
+import os, re, select, shlex, signal, socket, subprocess, sys
+from pathlib import Path
+unit, pid = Path("/etc/systemd/system/jupyter-gpu.service"), Path("/run/unit.pid")
+wanted = unit.parent / "multi-user.target.wants" / unit.name
+def stop():
+    if pid.exists():
+        descriptor = os.pidfd_open(int(pid.read_text()))
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        select.select([descriptor], [], [])
+        pid.unlink()
+with open("/run/systemctl.log", "a") as log:
+    print(*sys.argv[1:], file=log)
+match sys.argv[1:]:
+    case ["enable", unit.name]:
+        wanted.parent.mkdir(exist_ok=True)
+        wanted.unlink(missing_ok=True)
+        wanted.symlink_to(unit)
+    case ["restart", unit.name]:
+        stop()
+        Path("/run/jupyter-gpu").mkdir(mode=0o755, exist_ok=True)
+        Path("/var/lib/jupyter-gpu").mkdir(mode=0o700, exist_ok=True)
+        command = re.search("^ExecStart=(.*)$", unit.read_text(), re.M)[1] + " --simulate 1x1GiB"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify, open("/run/unit.log", "a") as log:
+            Path("/run/notify").unlink(missing_ok=True)
+            notify.bind("/run/notify")
+            notify.settimeout({DEADLINE_S})
+            environment = {{**os.environ, "NOTIFY_SOCKET": "/run/notify"}}
+            service = subprocess.Popen(shlex.split(command), env=environment, stdout=log, stderr=log, start_new_session=True)
+            pid.write_text(str(service.pid))
+            assert b"READY=1" in notify.recv(100)
+    case ["disable", "--now", unit.name]:
+        stop()
+        Path("/run/notify").unlink()
+        wanted.unlink()
+    case ["daemon-reload"]:
+        pass
+    case _:
+        sys.exit("unknown")
+"""
+NOTEBOOK = """
+import sys
+from jupyter_client.manager import start_new_kernel
+manager, client = start_new_kernel(kernel_name="fractional-gpu-default-250")
+reply = client.execute_interactive("import os; print(os.getuid(), os.environ['JUPYTER_GPU_LEASE'])", timeout=60)
+assert reply["content"]["status"] == "ok", reply
+print("ready", flush=True)
+sys.stdin.readline()
+client.stop_channels()
+manager.shutdown_kernel(now=True)
+"""
+
+
+class Workstation:
+    def __init__(self, folder: Path) -> None:
+        places = ("etc", "usr/local", "home", "root")
+        for place in places:
+            (folder / place).mkdir(parents=True)
+            (folder / "work" / place).mkdir(parents=True)
+        for place in ("opt", "run/systemd/system", "lib"):
+            (folder / place).mkdir(parents=True)
+        new_environment(folder / "opt" / "gpu", Path(PLACE), ours=True)
+        script = [
+            *(f"mount -t overlay o -o lowerdir=/{one},upperdir={folder}/{one},workdir={folder}/work/{one} /{one}" for one in places),
+            f"mount --bind {folder}/opt /opt",
+            f"mount --bind {folder}/run /run",
+            f"mount --bind {folder}/lib /var/lib",
+            "mount -t tmpfs -o mode=1777 none /dev/shm",
+            "mount -t tmpfs -o mode=1777 none /tmp",
+            "ip link set lo up",
+            "echo ready; exec sleep infinity",
+        ]  # fmt: skip
+        self.systemctl = folder / "usr/local/sbin/systemctl"
+        self.systemctl.parent.mkdir()
+        self.systemctl.write_text(SYSTEMCTL)
+        self.systemctl.chmod(0o755)
+        self._started: list[subprocess.Popen[str]] = []
+        self._holder = subprocess.Popen(
+            ["unshare", "-m", "-n", "sh", "-ec", "; ".join(script)], stdout=subprocess.PIPE, text=True
+        )
+        assert self._holder.stdout is not None
+        with self._holder.stdout as out:
+            assert out.readline() == "ready\n"
+
+    def _words(self, user: str, words: Sequence[str]) -> list[str]:
+        become = [] if user == "root" else ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
+        home = "/root" if user == "root" else f"/home/{user}"
+        enter = ["nsenter", "-t", str(self._holder.pid), "-m", "-n", f"--wdns={home}", *become]
+        return [*enter, "env", "-i", f"PATH={PATH}", f"HOME={home}", "LC_ALL=C.UTF-8", *words]
+
+    def run(self, user: str, *words: str, code: int = 0) -> str:
+        done = subprocess.run(
+            self._words(user, words), capture_output=True, text=True, check=False, timeout=4 * DEADLINE_S
+        )
+        assert done.returncode == code, f"{words}\n{done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+    def start(self, user: str, *words: str) -> "subprocess.Popen[str]":
+        started = subprocess.Popen(
+            self._words(user, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._started.append(started)
+        return started
+
+    def end(self) -> None:
+        """End what was started, as at the end of their input."""
+        for one in self._started:
+            one.communicate("", timeout=DEADLINE_S)
+        self._started.clear()
+
+    def leases(self, user: str) -> set[tuple[str, str]]:
+        """Return the owners and states of the leases that this user sees."""
+        status = json.loads(self.run(user, PROGRAM, "status", "--json"))
+        return {(lease["lease"]["spec"]["owner"], lease["lease"]["spec"]["label"]) for lease in status["leases"]}
+
+    def files(self) -> dict[str, str]:
+        """Return what the machine's files are, with modes and owners, without what useradd and groupadd keep."""
+        find = "find /etc /usr/local /opt /run /var/lib -printf '%p %y%m %U:%G %l\\n' | sort"
+        lines = self.run("root", "sh", "-c", find).splitlines()
+        sums = self.run("root", "sh", "-c", "find /etc /usr/local -type f -exec sha256sum {} +").splitlines()
+        hidden = ("/run/systemctl.log", "/run/unit.log", "/etc/group-", "/etc/gshadow-", "/opt/gpu/")
+        found = dict(line.split(" ", 1) for line in lines)
+        found |= {f"{path} content": digest for digest, path in (line.split("  ", 1) for line in sums)}
+        return {path: what for path, what in found.items() if not path.startswith(hidden)}
+
+    def close(self) -> None:
+        self.end()
+        if (pid := Path(f"/proc/{self._holder.pid}/root/run/unit.pid")).exists():
+            os.kill(int(pid.read_text()), 15)
+        self._holder.kill()
+        self._holder.wait()
+
+
+@pytest.fixture
+def machine() -> Iterator[Workstation]:
+    folder = Path(tempfile.mkdtemp(prefix="jfg-"))
+    folder.chmod(0o755)
+    made = Workstation(folder)
+    try:
+        for name in ("ann", "bob"):
+            made.run("root", "useradd", "--create-home", "--shell", "/bin/bash", name)
+        yield made
+    finally:
+        made.close()
+        shutil.rmtree(folder)
+
+
+def test_two_users_share_a_workstation_and_it_is_undone_without_a_trace(machine: Workstation) -> None:
+    before = machine.files()
+    set_up = [f"{PLACE}/bin/jupyter-gpu", "setup-machine", "--environment", PLACE, "--share", "1/4", "--share", "1/2"]
+    set_up += ["--pool", 'default={"user_limits": {"leases": 1}}']
+    planned = machine.run("root", *set_up, "--dry-run")
+    assert machine.files() == before
+    for line in ("run groupadd --system gpu-admin", "run systemctl restart jupyter-gpu.service", f"write {PROGRAM}"):
+        assert line in planned
+    assert "machine is set up" in machine.run("root", *set_up)
+    calls = machine.run("root", "cat", "/run/systemctl.log")
+    assert "only root" in machine.run("ann", PROGRAM, "setup-machine", code=1)
+    assert "Nothing to change" in machine.run("root", PROGRAM, "setup-machine")
+    assert machine.run("root", "cat", "/run/systemctl.log") == calls
+
+    notebook = machine.start("ann", f"{PLACE}/bin/python", "-P", "-c", NOTEBOOK)
+    assert notebook.stdout is not None
+    said = notebook.stdout.readline()
+    assert said.startswith(machine.run("ann", "id", "-u").strip()), said
+    assert notebook.stdout.readline() == "ready\n"
+    script = machine.start(
+        "bob", PROGRAM, "run", "--fraction", "1/2", "--name", "bobs", "--", "sh", "-c", "id -un; read line"
+    )
+    assert script.stdout is not None
+    assert script.stdout.readline() == "bob\n"
+    assert {owner for owner, _ in machine.leases("root")} == {"ann", "bob"}
+    assert {owner for owner, _ in machine.leases("ann")} == {"ann"}
+    assert machine.leases("bob") == {("bob", "bobs")}
+    again = ["run", "--fraction", "1/4", "--", "true"]
+    for name in ("ann", "bob"):
+        assert f"user {name!r} has 1 of at most 1 kernel" in machine.run(name, PROGRAM, *again, code=1), (
+            "the uid is the user"
+        )
+    assert "only an administrator may" in machine.run("ann", PROGRAM, "drain", "0", code=1)
+    machine.run("root", "usermod", "--append", "--groups", "gpu-admin", "ann")
+    assert {owner for owner, _ in machine.leases("ann")} == {"ann", "bob"}, "an administrator"
+
+    kept = machine.files()
+    assert "would lose their state" in machine.run("root", PROGRAM, "setup-machine", "--undo", code=1)
+    assert machine.files() == kept
+    machine.end()
+    findings = json.loads(machine.run("bob", PROGRAM, "doctor", "--no-try", "--json"))["findings"]
+    (ours,) = [one for one in findings if one["check"] == "workstation"]
+    assert ours["severity"] == "ok", ours
+
+    assert (
+        "the machine is as it was" in machine.run("root", PROGRAM, "setup-machine", "--undo", "--remove-state").lower()
+    )
+    assert machine.files() == before
