@@ -91,7 +91,7 @@ def test_a_wait_that_its_user_ends_is_told_and_one_whose_time_is_over_is_not() -
         (LeaseState.NO_CONTEXT, "this kernel alive, with nothing on a GPU"),
         (LeaseState.RESIDENT, "this kernel on its GPU"),
         (LeaseState.SUSPENDED, "this kernel's memory saved on the host"),
-        (LeaseState.QUARANTINED, "this kernel in a state that it examines"),
+        (LeaseState.QUARANTINED, "this kernel in an unknown state, which it is checking"),
     ],
 )
 def test_what_a_broker_found_when_it_started_is_told_in_plain_words(state: LeaseState, found: str) -> None:
@@ -99,4 +99,4 @@ def test_what_a_broker_found_when_it_started_is_told_in_plain_words(state: Lease
     effects = hand.send(
         LeaseRecovered(at_ms=0, spec=spec("a", 600), state=state, generation=1, device_id="d0", saved_mib=300)
     )
-    assert told(effects, "a")[0] == f"a broker was started anew and found {found}"
+    assert told(effects, "a")[0] == f"the broker restarted and found {found}"

@@ -1,16 +1,16 @@
 """When an idle lease is suspended even though no ticket needs its room.
 
-A pool says after how long (`idle_after_ms`), or that the arbiter decides (`idle_auto`). In that case a lease leaves as soon as holding its
-room has cost as much as coming back will cost. This is the ski-rental problem: whenever the next cell comes, both together are at most
-twice what the better choice would have cost.
+A pool sets a fixed time (`idle_after_ms`), or lets the arbiter decide (`idle_auto`). The arbiter suspends a lease once holding its room has
+cost as much as restoring it will cost. This is the ski-rental problem: whenever the next cell comes, the total cost is at most twice that
+of the better choice.
 
-- Coming back costs the time of its resume.
-- Holding costs the time that other cells lose, as learnt (`HoldCosts`): how long tickets waited for idle leases to be saved, spread over
-  the memory that idle leases of the pool held in the meantime. It counts `_LOST_COUNTS` times.
-- A pool may also name a price for holding a device (`hold_price`), in addition to the price of waiting (`wait_price`).
+- Restoring costs the time of the resume.
+- Holding costs the time that other cells lose, which is learnt (`HoldCosts`): how long tickets waited for idle leases to be saved, spread
+  over the memory that the pool's idle leases held during that time. This counts `_LOST_COUNTS` times.
+- A pool may also set a price for holding a device (`hold_price`), in addition to the price of waiting (`wait_price`).
 
-While holding costs nothing, no lease leaves: a ticket that needs the room takes it anyway. Saved leases take host memory, which tickets may
-need for others, so no lease leaves this way if more than half of host memory would be in use.
+While holding costs nothing, no lease is suspended: a ticket that needs the room takes it anyway. Saved leases use host memory, which may be
+needed for suspends that tickets demand, so no lease is suspended this way if more than half of host memory would then be in use.
 """
 
 from typing import TYPE_CHECKING
@@ -26,13 +26,13 @@ from fractional_gpu.core.units import format_duration
 if TYPE_CHECKING:
     from fractional_gpu.core.changes import Changes
 
-# Cells wait longest where idle leases have to be saved for them, and users remember long waits. With 1, kernels hardly leave before they
-# have to: the p95 of waits on scarce devices is then about a third higher.
+# Cells wait longest when idle leases must first be saved for them, and users remember long waits. With 1, kernels are hardly ever suspended
+# before a ticket needs their room, and the p95 wait on scarce devices is about a third higher.
 _LOST_COUNTS = 10
 
 
 def idle_due_ms(books: Books, lease: Lease) -> int | None:
-    """Return when to suspend an idle lease that no ticket displaces; None if never or if it cannot be saved."""
+    """Return when to suspend an idle lease even if no ticket needs its room, or None for never or if it cannot be suspended."""
     if lease.busy or lease.gate.ticket is not None or lease.state is not LeaseState.RESIDENT:
         return None
     pool = books.policy(lease)
@@ -51,16 +51,16 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
 
 
 def _spares_host_memory(books: Books, lease: Lease) -> bool:
-    """Return whether half of host memory is left to tickets if a lease leaves for its cost alone."""
+    """Return whether the lease may use host memory: by its cost alone, it must leave half of it for tickets."""
     if books.policy(lease).idle_after_ms is not None:
         return True
     return books.host_left_mib - lease.host_need_mib >= books.host_budget_mib // 2
 
 
 def suspend_idle(changes: "Changes") -> bool:
-    """Suspend leases that have idled long enough; for the others, ask for a decision when they have.
+    """Suspend leases that have been idle long enough, and schedule a recheck for the others.
 
-    Return whether room had been kept for one that leaves to grow in place.
+    Return whether any of them was waiting to grow in place, so that room kept for it is free again.
     """
     books, kept = changes.books, False
     for lease in books.in_state(LeaseState.RESIDENT):
@@ -71,7 +71,7 @@ def suspend_idle(changes: "Changes") -> bool:
             _await_suspend(changes, lease, due_ms)
             continue
         if not changes.channel_free or _neighbours_leave_for(lease):
-            continue  # an event follows when that ends
+            continue  # an event follows when the swap or suspends end
         if lease.host_need_mib > books.host_left_mib:
             changes.ask_to_shrink(lease)
             continue
@@ -84,13 +84,13 @@ def suspend_idle(changes: "Changes") -> bool:
 
 
 def _neighbours_leave_for(lease: Lease) -> bool:
-    """Return whether neighbours are leaving so that the lease can grow in place: its own suspend would waste that."""
+    """Return whether neighbours are leaving so that the lease can grow in place. Suspending it would waste that."""
     wait = lease.ticket.wait if lease.ticket is not None else None
     return lease.is_growing and wait is not None and wait.code == "wait.making-room"
 
 
 def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
-    """Ask for a decision when the lease is due. Warn its kernel once before, if its pool says so."""
+    """Schedule a recheck for when the lease is due, and warn its kernel once before that if its pool wants it."""
     books, now_ms = changes.books, changes.now_ms
     warn_ms = books.policy(lease).warn_before_ms
     is_warned = lease.announced_ms and due_ms <= lease.announced_ms + warn_ms
@@ -103,12 +103,14 @@ def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
         books.recheck_at(due_ms)
         changes.effects.append(SuspendAnnounced(lease_id=lease.lease_id, at_ms=due_ms))
         left = format_duration(due_ms - now_ms)
-        changes.record(lease.lease_id, "suspend.announced", f"idle: it is suspended in {left} unless it runs something")
+        changes.record(
+            lease.lease_id, "suspend.announced", f"idle: it will be suspended in {left} unless it runs something"
+        )
 
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return how long into this gap the lease leaves, or None while holding is free."""
-    # Kept for the gap: a later forecast of the resume would move the time, and the warning of it, for nothing.
+    """Return how long after its last activity to suspend the lease, or None while holding is free."""
+    # Cached for this gap, so that a later forecast of the resume does not needlessly move the time and its warning.
     key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli, books.forecasts.hold_rate(pool.name))
     if lease.leaves[1:] != key:
         lease.leaves = (_break_even_ms(books, pool, lease), *key)
@@ -116,7 +118,7 @@ def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
 
 
 def _break_even_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
-    """Return when the cost of holding reaches the cost of coming back. Costs are in millionths of the currency an hour."""
+    """Return after how many ms holding has cost as much as restoring. Prices are in millionths of the currency per hour."""
     wait = pool.wait_price_milli * 1000
     lost = books.forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait)
     hold = pool.hold_price_milli * lease.milli + _LOST_COUNTS * lost
@@ -128,13 +130,13 @@ def _swap_ms(books: Books, kind: str, lease: Lease) -> int:
 
 
 def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:
-    """Note that a ticket waits for an idle lease that is about to be saved."""
+    """Add the lease's save, which is about to begin, to what the ticket waits for."""
     ticket.saves_ms += _swap_ms(books, SUSPEND, lease)
 
 
 def learn_cost(books: Books, lease: Lease, ticket: Ticket | None) -> None:
-    """Learn what idle leases cost from a lease that got room, by its ticket if it had one."""
+    """Learn the cost of holding idle leases from a lease that got room, with or without a ticket."""
     pool = lease.spec.pool
-    # One lease that has left spares a ticket for N devices about one N-th of its wait.
+    # If one idle lease had left earlier, a ticket for N devices would have waited about one N-th less.
     lost_ms = ticket.saves_ms // lease.count if ticket is not None else 0
     books.forecasts.hold_seen(pool, lost_ms, books.idle_held.pop(pool, 0))

@@ -1,12 +1,12 @@
-"""What became of suspends and resumes, and what is true of leases after a restart or in doubt.
+"""Results of suspends and resumes, and recovery of leases after a restart or in an unknown state.
 
 **Suspends and resumes** succeed, are rolled back and retried after a pause, or leave their lease in quarantine.
 
-**A restart.** A new broker replays nothing. It asks /proc and the driver what is true of each lease in the ledger, and reports that in one
-`LeaseRecovered` (`recovered`): no process, a process without a context, resident, suspended, or not known yet. The lease then holds what it
-was found to hold, even beyond what is free. What is unknown is quarantined.
+**Restarts.** A new broker does not replay events. It asks /proc and the driver for the real state of each lease in the ledger, and reports
+it in one `LeaseRecovered` (`recovered`): no process, a process without a context, resident, suspended, or unknown. The lease then holds
+what it was found to hold, even if that exceeds what is free. A lease in an unknown state is quarantined.
 
-**A quarantined lease** keeps all that it may hold, and the broker looks again until it knows the truth (`truth_found`).
+**Quarantined leases** keep everything that they may hold. The broker checks again until it knows their real state (`truth_found`).
 """
 
 from fractional_gpu.core.changes import Changes
@@ -34,15 +34,15 @@ _FOUND = {
     LeaseState.NO_CONTEXT: (Cause.FOUND_NO_CONTEXT, "this kernel alive, with nothing on a GPU"),
     LeaseState.RESIDENT: (Cause.FOUND_RESIDENT, "this kernel on its GPU"),
     LeaseState.SUSPENDED: (Cause.FOUND_SUSPENDED, "this kernel's memory saved on the host"),
-    LeaseState.QUARANTINED: (Cause.FOUND_UNKNOWN, "this kernel in a state that it examines"),
+    LeaseState.QUARANTINED: (Cause.FOUND_UNKNOWN, "this kernel in an unknown state, which it is checking"),
 }
-"""The states in which a lease can be found: the transition's cause, and what was found, for people."""
+"""The states in which a lease can be found: the cause of the transition, and what was found, for people."""
 
 _NEEDS_DEVICE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
 
 
 class OperationResults:
-    """Takes the results of suspends and resumes, and what the broker found out."""
+    """Apply the results of suspends and resumes, and what the broker found out about leases."""
 
     def __init__(self, changes: Changes, lifecycle: Lifecycle) -> None:
         self._changes = changes
@@ -80,13 +80,13 @@ class OperationResults:
                 self._roll_back(lease, event.outcome, sentence)
 
     def host_memory_needed(self, lease: Lease, event: HostMemoryNeeded) -> None:
-        """Reserve what a suspend under way needs beyond its reservation, if the host has that left."""
+        """Reserve more host memory for a suspend under way, if that much is left."""
         is_current = lease.operation == Operation(event.operation_id, lease.lease_id, SUSPEND, event.generation)
         if is_current and 0 < event.need_mib - lease.host_mib <= self._books.host_left_mib:
             self._books.set_host_memory(lease, reserved_mib=event.need_mib)
 
     def _roll_back(self, lease: Lease, outcome: SuspendOutcome, sentence: str) -> None:
-        """Keep a lease that could not be suspended on its devices; retry after a pause, a long one if it cannot be saved at all."""
+        """Keep a lease on its devices after a failed suspend, and schedule a retry. An aborted suspend is retried sooner."""
         retries, wait_ms = lease.retries, self._books.policy(lease).retry_refused_ms
         if outcome is SuspendOutcome.IMPOSSIBLE:
             lease.why_not = sentence
@@ -131,7 +131,7 @@ class OperationResults:
                 changes.quarantine(lease, sentence)
 
     def recovered(self, event: LeaseRecovered) -> None:
-        """Take over a lease that a new broker found. Raises ValueError for a state that cannot be found."""
+        """Take over a lease that a new broker found. Raises ValueError for a state not in `_FOUND`."""
         if event.state not in _FOUND:
             allowed = ", ".join(sorted(_FOUND))
             raise ValueError(f"lease {event.spec.lease_id} cannot be recovered as {event.state}; allowed: {allowed}")
@@ -149,38 +149,46 @@ class OperationResults:
         self._settle_found(lease, state, device_ids, event.saved_mib)
         if event.pinned_until_ms > changes.now_ms and state is not LeaseState.UNATTACHED:
             changes.set_pin(lease, event.pinned_until_ms)
-        sentence = event.sentence or f"a broker was started anew and found {found}"
+        sentence = event.sentence or f"the broker restarted and found {found}"
         changes.announce_state(lease, None, f"recovered.{state}", sentence)
         if state is LeaseState.QUARANTINED:
             changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
 
     def truth_found(self, lease: Lease, event: TruthFound) -> None:
-        """Take the truth about a quarantined lease."""
+        """Apply what was found out about a quarantined lease."""
         changes, state = self._changes, event.state
         if lease.state is not LeaseState.QUARANTINED or lease.generation != event.generation:
-            changes.record(lease.lease_id, "answer.stale", f"it was found {state}, after another answer had come")
+            changes.record(
+                lease.lease_id, "answer.stale", f"it was found {state}, but an earlier answer had already settled that"
+            )
             return
         if state is LeaseState.QUARANTINED and event.sentence:
             lease.reason, lease.sentence = FOUND_FAILED, event.sentence
             changes.record(lease.lease_id, FOUND_FAILED, event.sentence)
-            changes.requeued.add(lease.spec.pool)  # a waiting cell shows the reason
+            changes.requeued.add(lease.spec.pool)  # so that a waiting cell shows the reason
             return
         device_ids = lease.device_ids
         if event.device_id is not None and event.device_id not in device_ids:
-            # One device is named. A lease on several is where it was before its resume, or on that device alone.
+            # Only one device is named. If it was one of the lease's old devices, the lease is on all of those; otherwise only on that one.
             device_ids = lease.home_ids if event.device_id in lease.home_ids else (event.device_id,)
         if state is LeaseState.SUSPENDED:
-            device_ids = lease.home_ids or device_ids  # a failed resume leaves the state where it was saved from
+            device_ids = (
+                lease.home_ids or device_ids
+            )  # after a failed resume, saved state still belongs to its old devices
         is_unknown = state not in _FOUND or state is LeaseState.QUARANTINED
         if is_unknown or (state in _NEEDS_DEVICE and not device_ids):
-            changes.record(lease.lease_id, "truth.impossible", f"it was found {state}, which cannot be all")
+            changes.record(
+                lease.lease_id,
+                "truth.impossible",
+                f"it was found {state}, which is impossible or incomplete: checking again",
+            )
             changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
             return
         if state is LeaseState.UNATTACHED:
             self._lifecycle.exited(lease)
             return
         self._settle_found(lease, state, device_ids, event.saved_mib or lease.saved_mib or lease.host_mib)
-        told = _FOUND[state][0], f"found.{state}", f"the driver says that the kernel is {state}"
+        told = _FOUND[state][0], f"found.{state}", f"the driver reports that the kernel is {state}"
         if state is LeaseState.RESIDENT:
             self._drop_ticket(lease)
             changes.become_resident(lease)
@@ -190,7 +198,7 @@ class OperationResults:
             self._leave_devices(lease, *told)
 
     def _settle_found(self, lease: Lease, state: LeaseState, device_ids: tuple[str, ...], saved_mib: int) -> None:
-        """Record what a lease found in this state holds, even beyond what is free. What it certainly held stays held."""
+        """Record what a lease found in this state holds, even if that exceeds what is free. It keeps at least what it held."""
         held_mib = max(lease.need_mib, lease.held_mib, lease.spec.reserve_mib)
         keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
         holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
@@ -210,17 +218,17 @@ class OperationResults:
             self._changes.restart_expiry(lease)
 
     def _stay_on_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Make a lease resident that is again, or still, on its devices."""
+        """Make a lease resident that is still on its devices, or back on them."""
         self._changes.change_state(lease, cause, reason, sentence)
         self._changes.emit_granted(lease)
         self._resizer.claim_missing(lease)
 
     def _leave_devices(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
-        """Change the state of a lease that has left its devices: a claim to grow is met, and a preempted cell gets a ticket."""
+        """Change the state of a lease that has left its devices. It gets its claimed size; a preempted cell gets a ticket."""
         changes, ticket = self._changes, lease.ticket
         lease.retries.forget_suspends()
         claim = ticket.resize_to if ticket is not None else None
-        if ticket is not None and claim is not None:  # on no device, it needs no room to grow
+        if ticket is not None and claim is not None:  # off its devices, it can grow without room
             self._books.dequeue(lease)
             if self._resizer.is_allowed(lease, claim):
                 self._books.resize(lease, claim)
@@ -238,11 +246,11 @@ class OperationResults:
         if claim is not None:
             changes.report_size(lease, "resize.done", "it gets its new size at its next resume")
         if is_interrupted:
-            why = "its cell had to make room and goes on when it is this kernel's turn again"
+            why = "its cell was paused to make room and continues when it is this kernel's turn again"
             changes.record_wait_reason(lease, Reason("wait.preempted", why))
 
     def _drop_ticket(self, lease: Lease) -> None:
-        """Drop the ticket of a lease that is still, or again, on its device; a claim to grow stays."""
+        """Drop the ticket of a lease that is still on its devices, or back on them, except a claim to grow."""
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None:
             ticket.after_suspend, ticket.kept_on = None, ()
