@@ -39,7 +39,7 @@ def test_a_completion_brings_a_kernel_back_before_its_cell_unless_its_user_suspe
     assert "resume.expected" in reasons(world, notebook)
     assert early.lease.came_early
     told = world.command("explain", early.lease_id)
-    assert "a cell is expected (a completion was asked for)" in told.stdout, told
+    assert "a cell is expected (a completion was requested)" in told.stdout, told
     assert not waited(world, notebook)
     assert not world.lease(notebook.kernel_id).lease.came_early
     a_kernel_that_its_user_suspended_stays_suspended_until_a_cell_runs(world, notebook)

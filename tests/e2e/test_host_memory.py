@@ -84,7 +84,7 @@ def test_state_is_not_saved_where_there_is_no_room_and_comes_back_early_from_whe
     assert suspend().state == "suspended"
     machine.leave(group_mib=0)
     said = comes_back(1)
-    assert any("host memory is short where its saved state lies, and a device has room" in line for line in said), said
+    assert any("host memory is short where its state is saved and a device has room" in line for line in said), said
 
     machine.leave()
     assert notebook.must(CHECK).text == "b'abc'\n"

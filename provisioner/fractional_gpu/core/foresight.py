@@ -1,15 +1,15 @@
-"""Brings suspended leases back before a cell asks: signs of cells, early resumes, relief of host memory.
+"""Resume suspended leases before a cell asks: signs of cells, early resumes, relief of host memory.
 
-**Expectations.** Front ends and the kernel send signs that a cell is near; the lease's own rhythm is another. If a cell comes in time, all
-its signs were right, otherwise wrong. The arbiter learns this for each lease and kind of sign. Signs do not bring back a lease that its
+**Expectations.** Front ends and the kernel send signs that a cell is near; the lease's own rhythm is another sign. If a cell comes in time,
+all its signs count as right, otherwise as wrong. The arbiter learns this per lease and kind of sign. Signs never resume a lease that its
 user suspended; only a cell does.
 
-**Early resumes** take only what tickets leave: one begins while no ticket waits in the pool and a swap channel is free, if it should take
-no longer than `foresight_swap_ms`. A lease that came back early leaves for a ticket at once. Without free room, in a pool that displaces,
-idle leases that are expected later leave if that saves more waiting than it costs. What early swaps move in vain is bounded per device and
-hour (`foresight_vain_mib`), so misleading signs cost no more than that.
+**Early resumes** use only what tickets leave over. One begins while no ticket waits in the pool and a swap channel is free, if it should
+take at most `foresight_swap_ms`. A lease resumed early makes room for a ticket at once. If no room is free, a pool that displaces suspends
+idle leases that are expected later, if that saves more waiting than it costs. Wasted early swaps are limited per device and hour
+(`foresight_vain_mib`), so misleading signs cost no more than that.
 
-**Relief.** While host memory is short and no ticket waits, saved leases come back until it suffices.
+**Relief.** While host memory is short and no ticket waits, saved leases are resumed until it is enough.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -23,30 +23,30 @@ from fractional_gpu.core.suspend import Capacity, is_expected, likelihood_milli,
 from fractional_gpu.core.units import format_memory
 
 LONGEST_MS = 600_000
-"""An expectation lasts no longer than this after its last sign."""
+"""An expectation lapses at most this long after its last sign."""
 _HOUR_MS = 3_600_000
 _SIGNS = {
     Sign.FOCUS: "its notebook came to the front",
     Sign.SCROLL: "its notebook is being read",
     Sign.TYPING: "a cell is being edited",
     Sign.HOVER: "the pointer is on a button that runs a cell",
-    Sign.COMPLETION: "a completion was asked for",
-    Sign.INSPECTION: "a tooltip was asked for",
+    Sign.COMPLETION: "a completion was requested",
+    Sign.INSPECTION: "a tooltip was requested",
     Sign.WIDGET: "a widget is being used",
-    Sign.RHYTHM: "its cells come at such intervals",
-    Sign.OTHER: "a program says so",
+    Sign.RHYTHM: "its cells usually run at this interval",
+    Sign.OTHER: "a program said so",
 }
 
 
 class Expectations:
-    """Records signs and their outcomes."""
+    """Record signs of cells, and whether they proved right."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
 
     def seen(self, lease: Lease, sign: Sign, until_ms: int, confidence_milli: int) -> None:
-        """Record a sign that a cell is near."""
+        """Record a sign that a cell will come before `until_ms`."""
         books, now_ms = self._books, self._changes.now_ms
         until_ms = min(until_ms, now_ms + LONGEST_MS)
         if until_ms <= now_ms or not self._may_expect(lease):
@@ -56,21 +56,21 @@ class Expectations:
             known = lease.expectation = Expectation(until_ms=until_ms, best=sign)
         known.until_ms = max(known.until_ms, until_ms)
         known.signs[sign] = max(0, min(1000, confidence_milli))
-        # The best sign decides. Each counts at most as much as it was right before.
+        # The best sign decides. None counts for more than its success rate so far.
         forecasts = books.forecasts
         milli = {one: min(sure, forecasts.sign_milli(lease.lease_id, one)) for one, sure in known.signs.items()}
         known.best = max(milli, key=lambda one: milli[one])
         known.milli = milli[known.best]
 
     def _may_expect(self, lease: Lease) -> bool:
-        """Return whether a sign means anything now. A suspended kernel that is busy without a ticket is completing code, say."""
+        """Return whether a sign means anything now. A suspended kernel may be busy without a ticket, e.g. completing code."""
         runs = lease.busy and lease.state is not LeaseState.SUSPENDED
         if runs or lease.ticket is not None or lease.left_behind or lease.revoked or lease.sent_away:
             return False
         return self._books.policy(lease).foresight is not Foresight.OFF
 
     def came_true(self, lease: Lease) -> None:
-        """Note that a cell of the lease came or asks to run: early swaps for it were useful."""
+        """Record that a cell of the lease runs or asks to run, so early swaps for it were not wasted."""
         if lease.came_early:
             lease.came_early = False
             for device in self._books.devices.values():
@@ -78,7 +78,7 @@ class Expectations:
         self._settle(lease, true=True)
 
     def take_due(self, lease: Lease) -> None:
-        """End an expectation whose time is over, or begin one whose time has come."""
+        """End an expectation that has lapsed, and begin one that the lease's rhythm predicted for now."""
         now_ms, known = self._changes.now_ms, lease.expectation
         if known is not None and known.until_ms <= now_ms:
             self._settle(lease, true=False)
@@ -90,7 +90,7 @@ class Expectations:
                 self.seen(lease, Sign.RHYTHM, rhythm.until_ms, rhythm.chance_milli)
 
     def await_rhythm(self, lease: Lease) -> None:
-        """Find when the lease's own rhythm makes its next cell likely."""
+        """Predict from the lease's own rhythm when its next cell becomes likely."""
         if lease.state is not LeaseState.SUSPENDED or self._books.policy(lease).foresight is Foresight.OFF:
             return
         rhythm = self._books.forecasts.rhythm(lease.lease_id, self._changes.now_ms)
@@ -106,17 +106,17 @@ class Expectations:
 
 
 def resume_expected(changes: Changes) -> None:
-    """Bring expected leases back, the likeliest first, while swap channels are free."""
+    """Resume expected leases early, most likely first, while swap channels are free."""
     books = changes.books
-    able = [lease for lease in books.in_state(LeaseState.SUSPENDED) if _may_come(books, lease)]
+    able = [lease for lease in books.in_state(LeaseState.SUSPENDED) if _may_resume_early(books, lease)]
     if not able:
         return
     capacity = Capacity(books)
     for lease in sorted(able, key=_rank):
         if not changes.channel_free:
             return
-        if _may_come(books, lease):
-            _bring_back(changes, lease, capacity)
+        if _may_resume_early(books, lease):
+            _resume_or_displace(changes, lease, capacity)
 
 
 def _rank(lease: Lease) -> tuple[int, int, int]:
@@ -124,7 +124,7 @@ def _rank(lease: Lease) -> tuple[int, int, int]:
     return -likelihood_milli(lease), until_ms, lease.number
 
 
-def _may_come(books: Books, lease: Lease) -> bool:
+def _may_resume_early(books: Books, lease: Lease) -> bool:
     pool = books.policy(lease)
     if lease.state is not LeaseState.SUSPENDED or pool.foresight is Foresight.OFF:
         return False
@@ -135,7 +135,7 @@ def _may_come(books: Books, lease: Lease) -> bool:
     return over_limit(books, lease, lease.milli) is None and _resume_ms(books, lease) <= pool.foresight_swap_ms
 
 
-def _bring_back(changes: Changes, lease: Lease, capacity: Capacity) -> None:
+def _resume_or_displace(changes: Changes, lease: Lease, capacity: Capacity) -> None:
     """Begin the lease's resume, or the first suspend that makes room for it."""
     books, need_mib = changes.books, lease.need_mib
     devices = tuple(
@@ -160,7 +160,7 @@ def _displace(changes: Changes, lease: Lease, devices: tuple[str, ...], capacity
     choice = capacity.choice(lease, devices, lease.need_mib)
     saved = likelihood_milli(lease) * _resume_ms(books, lease)
     for device_id in devices:
-        chosen = _leaving(books, lease, device_id, capacity)
+        chosen = _victims_on(books, lease, device_id, capacity)
         if chosen is None:
             continue
         regret = sum(_regret(books, victim, lease) for victim in chosen)
@@ -171,17 +171,17 @@ def _displace(changes: Changes, lease: Lease, devices: tuple[str, ...], capacity
     if best is None:
         return
     *_, device_id, chosen = best
-    victim = chosen[0]  # the next one is looked at again when this one has left
+    victim = chosen[0]  # the others are reconsidered once this one has left
     _record_early_swap(books, lease, (device_id,), 2 * victim.host_need_mib)
     sentence = "idle, and another kernel is expected to need its room sooner"
     changes.begin_suspend(victim, "suspend.expected", sentence, beneficiary=lease)
 
 
-def _leaving(books: Books, lease: Lease, device_id: str, capacity: Capacity) -> tuple[Lease, ...] | None:
-    """Return the idle leases to suspend on the device, or None if they would not free enough or may not leave."""
+def _victims_on(books: Books, lease: Lease, device_id: str, capacity: Capacity) -> tuple[Lease, ...] | None:
+    """Return the idle leases to suspend on the device, or None if they do not free enough or may not be suspended."""
     short_mib = lease.need_mib - capacity.total_mib(device_id)
     if short_mib <= 0:
-        return None  # what leaves already suffices: the resume follows
+        return None  # leases already leaving free enough: the resume follows
     stays = {one.lease_id for one in books.devices[device_id].holders.values() if _stays(books, one, lease)}
     host_mib = books.host_left_mib
     chosen = capacity.victims.choose(device_id, short_mib, lease, stays, host_mib=host_mib)
@@ -191,7 +191,7 @@ def _leaving(books: Books, lease: Lease, device_id: str, capacity: Capacity) -> 
 
 
 def _stays(books: Books, other: Lease, lease: Lease) -> bool:
-    """Return whether `other` makes no room for the lease. Their pools may differ: the lease's home may have changed pools."""
+    """Return whether `other` must not be suspended for the lease. Their pools may differ if the device has changed pools."""
     pool = books.policy(other)
     if pool.foresight is not Foresight.DISPLACE or _is_sooner(books, other, lease):
         return True
@@ -205,7 +205,7 @@ def _is_sooner(books: Books, other: Lease, lease: Lease) -> bool:
 
 
 def _regret(books: Books, victim: Lease, lease: Lease) -> int:
-    """Return the victim's expected loss: the ms of its swaps times their likelihood in thousandths."""
+    """Return the victim's expected loss: its swap time in ms times the chance, in thousandths, that it runs first."""
     until_ms = lease.expectation.until_ms if lease.expectation is not None else books.now_ms
     milli = books.forecasts.chance_milli(victim.lease_id, books.now_ms, until_ms - books.now_ms)
     return milli * swap_ms(books, victim)
@@ -219,7 +219,7 @@ def _resume_ms(books: Books, lease: Lease) -> int:
 
 
 def _may_swap_early(books: Books, device_id: str, lease: Lease, victims: tuple[Lease, ...]) -> bool:
-    """Return whether the swaps for the lease stay within the device's limit on wasted swaps."""
+    """Return whether the device's limit on wasted swaps allows these swaps for the lease."""
     device, from_ms = books.devices[device_id], books.now_ms - _HOUR_MS
     while device.early_swaps and device.early_swaps[0].at_ms <= from_ms:
         del device.early_swaps[0]
@@ -236,22 +236,22 @@ def _record_early_swap(books: Books, lease: Lease, device_ids: tuple[str, ...], 
 
 
 def relieve_host_memory(changes: Changes) -> None:
-    """Begin early resumes while host memory is short, swap channels are free and a saved lease fits on a device.
+    """Resume saved leases early while host memory is short, swap channels are free and one fits on a device.
 
-    Leases whose own control group is short come first, then the most recently active one, which is likely to run next. A lease that came
-    back early is not saved again before host memory allows it.
+    Leases whose own control group is short of memory come first, then the most recently active, which are likely to run next. A lease
+    resumed early is not saved again until host memory allows it.
     """
     books = changes.books
     while not books.waiting and changes.channel_free:
         excess_mib = books.host_saved_mib - books.host_budget_mib
-        if excess_mib > 0:  # leases that are resuming leave host memory soon
+        if excess_mib > 0:  # leases being resumed will soon free host memory
             excess_mib -= sum(lease.saved_mib for lease in books.in_state(LeaseState.RESUMING))
         if not _begin_relief(changes, excess_mib):
             return
 
 
 def _begin_relief(changes: Changes, excess_mib: int) -> bool:
-    """Begin one early resume if possible; return whether it began."""
+    """Begin one early resume if possible. Return whether it began."""
     books, saved = changes.books, _saved_in_order(changes.books, any_lease=excess_mib > 0)
     if not saved:
         return False
@@ -259,8 +259,8 @@ def _begin_relief(changes: Changes, excess_mib: int) -> bool:
     for lease in saved:
         device_ids = capacity.pick_for(lease, eligible_devices(books, books.policy(lease), lease), lease.need_mib)
         if device_ids is not None and over_limit(books, lease, lease.milli) is None:
-            why = "where its saved state lies" if lease.under_host_pressure else f"by {format_memory(excess_mib)}"
-            sentence = f"host memory is short {why}, and a device has room: it comes back early"
+            why = "where its state is saved" if lease.under_host_pressure else f"by {format_memory(excess_mib)}"
+            sentence = f"host memory is short {why} and a device has room, so it is resumed early"
             changes.resume_early(lease, device_ids, "resume.host-memory", sentence)
             return True
     return False

@@ -1,12 +1,12 @@
-"""Resizes existing leases, and enforces the memory caps of processes.
+"""Resize existing leases, and enforce the memory caps of processes.
 
-- **A requested size** applies at once if it is smaller and what the lease uses fits, or while the lease is on no device. Otherwise the
-  claim waits in the queue like any ticket, even through the lease's own suspend: idle neighbours leave for it, or the lease, if it is idle
-  and may move, goes where there is room. A newer request replaces it.
-- **If reservations follow use**, they stay ahead of it: by the pool's headroom, plus the growth between the last two measurements, but at
-  most another headroom. So a kernel that grows steadily stays within its reservation even if a measurement is missed.
-- **Memory caps.** Frameworks limit themselves; `MemoryCaps` acts on allocations past the limits. After `GRACE_MS` the kernel is informed,
-  once for each excess, and the pool's choice (`Breach`) is carried out; minimum residency does not protect from that.
+- **A requested size** applies at once if it is smaller and the lease's use fits, or while the lease is not on a device. Otherwise the claim
+  waits in the queue like any ticket, and survives the lease's own suspend. Idle neighbours are suspended for it, or the lease, if idle and
+  movable, moves to a device with room. A newer request replaces it.
+- **Reservations that follow use** stay ahead of it by the pool's headroom plus the growth between the last two measurements, which counts
+  up to another headroom. So a kernel that grows steadily stays within its reservation even if a measurement is missed.
+- **Memory caps.** Frameworks limit themselves; `MemoryCaps` catches allocations that bypass those limits. After `GRACE_MS` it notifies the
+  kernel, once per excess, and applies the pool's policy (`Breach`), regardless of minimum residency.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ _UNDER_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.Q
 
 
 class Resizer:
-    """Changes sizes. A lease that has to wait for room to grow has a ticket with `resize_to`: its own spec if it grows by its use."""
+    """Change sizes. A lease waiting to grow has a ticket with `resize_to`, which is its own spec if it follows its use."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -46,7 +46,7 @@ class Resizer:
         is_larger = self._target_mib(lease, spec) > lease.held_mib or spec.fraction_milli > lease.spec.fraction_milli
         if lease.held_mib and is_larger:
             self._claim(lease, spec)
-            self._changes.record(lease.lease_id, "resize.asked", f"it waits for room to grow to {_size(spec)}")
+            self._changes.record(lease.lease_id, "resize.asked", f"it is waiting for room to grow to {_size(spec)}")
         else:
             self._apply(lease, spec)
 
@@ -57,21 +57,21 @@ class Resizer:
             return Reason("in-operation", f"the kernel is {lease.state}: try again in a moment")
         pool = self._books.pools.get(spec.pool)
         if pool is None:
-            return Reason("unknown-pool", f"pool {spec.pool!r} is not configured any more: ask the administrator")
+            return Reason("unknown-pool", f"pool {spec.pool!r} is no longer configured: ask the administrator")
         refused = size_refusal(self._books, pool, spec) or share_refusal(self._books, pool, spec, instead_of=lease.spec)
         used_mib = lease.saved_each_mib if lease.saved_mib else lease.used_each_mib
         if refused is not None or used_mib <= spec.reserve_mib or spec.reserve_mib >= lease.spec.reserve_mib:
             return refused
         return Reason(
             "in-use",
-            f"{format_memory(spec.reserve_mib)} were requested, but the kernel uses {format_memory(used_mib)}: "
+            f"{format_memory(spec.reserve_mib)} was requested, but the kernel uses {format_memory(used_mib)}: "
             "free memory first (delete variables, empty the framework's cache), or ask for more",
         )
 
     def measured(self, lease: Lease) -> None:
-        """Adjust a reservation that follows its use.
+        """Adjust a reservation that follows use to the new measurement.
 
-        It grows before the headroom is half used up, or would be by the next measurement, and shrinks only if that gives back a headroom.
+        It grows once half the headroom is used up, or would be by the next measurement. It shrinks only if that frees at least a headroom.
         """
         if self._books.reserves_cap(lease):
             return
@@ -80,13 +80,15 @@ class Resizer:
             return
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None and ticket.resize_to is not lease.spec:
-            self._update_claim(lease, ticket, ticket.resize_to)  # a requested size waits as well
+            self._update_claim(lease, ticket, ticket.resize_to)  # a requested size waits, too
             return
         headroom_mib, target_mib = self._books.policy(lease).headroom_mib, self._target_mib(lease, lease.spec)
         if lease.held_mib - target_mib >= max(1, headroom_mib):
             self._withdraw_claim(lease, "it uses less")
             self._books.set_reservation(lease, lease.device_ids, target_mib)
-            self._changes.report_size(lease, "resize.use", f"{format_memory(target_mib)} are reserved for what it uses")
+            self._changes.report_size(
+                lease, "resize.use", f"{format_memory(target_mib)} is reserved now, because it uses less"
+            )
             return
         if ticket is not None:
             self._update_claim(lease, ticket, lease.spec)
@@ -96,7 +98,7 @@ class Resizer:
             self._claim(lease, lease.spec)
 
     def pool_configured(self, pool: str) -> None:
-        """Follow a changed policy: recompute claims, and claim the rest for leases that hold less than it wants."""
+        """Apply a changed pool policy: recompute claims, and claim what is missing for leases that hold less than it requires."""
         for lease in self._books.in_state(LeaseState.RESIDENT, LeaseState.UNATTACHED):
             if lease.spec.pool != pool:
                 continue
@@ -105,16 +107,16 @@ class Resizer:
             self.claim_missing(lease)
 
     def claim_missing(self, lease: Lease) -> None:
-        """Claim the rest for a lease that holds less than its pool wants."""
+        """Claim what is missing for a lease that holds less than its pool's policy requires."""
         if lease.held_mib and lease.ticket is None and lease.size_mib > lease.held_mib and not lease.revoked:
             self._claim(lease, lease.spec)
 
     def grow_in_place(self, lease: Lease) -> None:
-        """Grow the lease on its own devices, which have room for that."""
+        """Grow the lease on its own devices, which have enough room."""
         ticket, spec = lease.ticket, lease.ticket.resize_to if lease.ticket is not None else None
         if ticket is None or spec is None:
             return
-        if self._lacking_mib(lease, spec) > ticket.extra_mib:  # a device that it has exclusively is smaller now
+        if self._lacking_mib(lease, spec) > ticket.extra_mib:  # its exclusive device has become smaller
             self._update_claim(lease, ticket, spec)
             return
         self._changes.withdraw_ticket(lease)
@@ -123,11 +125,11 @@ class Resizer:
             self._apply(lease, spec)
             if lease.held_mib > held_mib:
                 self._changes.granted_devices.update(lease.device_ids)
-        else:  # its pool may now want it to hold more
+        else:  # its pool may now require it to hold more
             self.claim_missing(lease)
 
     def is_allowed(self, lease: Lease, spec: LeaseSpec) -> bool:
-        """Return whether the size is still within the limits, which others may have used up in the meantime; decline it if not."""
+        """Return whether the size is still within the limits, which others may have used up since; decline it if not."""
         pool = self._books.pools.get(spec.pool)
         if pool is None or spec is lease.spec:
             return True
@@ -145,7 +147,7 @@ class Resizer:
     def _update_claim(self, lease: Lease, ticket: Ticket, spec: LeaseSpec) -> None:
         ticket.extra_mib = self._lacking_mib(lease, spec)
         if not ticket.extra_mib and spec is lease.spec:
-            self._withdraw_claim(lease, "it has room enough")
+            self._withdraw_claim(lease, "it has enough room")
 
     def _withdraw_claim(self, lease: Lease, why: str) -> None:
         if lease.ticket is not None and lease.ticket.resize_to is not None:
@@ -159,11 +161,11 @@ class Resizer:
         if lease.held_mib:
             self._books.set_reservation(lease, lease.device_ids, self._target_mib(lease, spec))
         self._changes.report_size(
-            lease, "resize.done", f"its size is {_size(spec)} now, {format_memory(lease.held_mib)} of it reserved"
+            lease, "resize.done", f"its size is now {_size(spec)}, with {format_memory(lease.held_mib)} reserved"
         )
 
     def _target_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """Return what the lease should hold on each of its devices."""
+        """Return the memory that the lease should hold on each of its devices, MiB."""
         reserve_mib = self._books.reserve_mib(lease, spec)
         if self._books.reserves_cap(lease) or not lease.growth_mib:
             return reserve_mib
@@ -172,7 +174,7 @@ class Resizer:
         return max(reserve_mib, min(spec.reserve_mib, wanted_mib))
 
     def _lacking_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """Return what the lease lacks on each of its devices. An exclusive device counts as a whole."""
+        """Return the memory that the lease lacks on each of its devices, MiB. It has all of an exclusive device."""
         has_mib = lease.held_mib
         devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
         if devices and all(device.is_exclusive for device in devices):
@@ -187,25 +189,25 @@ def _size(spec: LeaseSpec) -> str:
 
 # -- memory caps -------------------------------------------------------------------------------------------------------
 GRACE_MS = 5000
-"""A shorter excess is ignored."""
+"""Shorter excesses are ignored."""
 
 SLACK_MIB = 16
-"""So is a smaller one: each process's use is rounded up."""
+"""Smaller excesses are ignored, since each process's use is rounded up."""
 
 _WHAT_FOLLOWS = {
-    Breach.WARN: "free something: other kernels may run out of memory because of it",
-    Breach.SUSPEND: "it is suspended when it is idle, and comes back where all of it fits: free something, or ask for a larger share",
-    Breach.KILL: "its processes on the device are ended, as this pool demands: ask for a larger share",
+    Breach.WARN: "free some memory: other kernels may run out because of this",
+    Breach.SUSPEND: "it is suspended when idle and resumed only where all of it fits: free some memory, or ask for a larger share",
+    Breach.KILL: "this pool ends its processes on the device: ask for a larger share",
 }
 
 
 @dataclass(slots=True, eq=False)
 class _Excess:
-    """A lease over its cap, since when, and whether its kernel was informed."""
+    """A lease over its cap."""
 
     lease: Lease
     since_ms: int
-    reported: bool = False
+    reported: bool = False  # whether its kernel was notified
 
 
 class MemoryCaps:
@@ -214,7 +216,7 @@ class MemoryCaps:
         self._over: dict[str, _Excess] = {}
 
     def measured(self, lease: Lease) -> None:
-        """Take a new measurement into account."""
+        """Check a new measurement against the lease's cap."""
         device = self._changes.books.devices.get(lease.device_id or "")
         capped = lease.state is LeaseState.RESIDENT and device is not None and not device.is_exclusive
         is_over = capped and lease.used_mib > _cap_mib(lease) + SLACK_MIB
@@ -224,7 +226,7 @@ class MemoryCaps:
             self._over[lease.lease_id] = _Excess(lease, self._changes.now_ms)
 
     def enforce(self) -> list[Lease]:
-        """Report excesses whose grace is over. Return the idle leases to suspend for their excess."""
+        """Report excesses whose grace period is over. Return the idle leases to suspend for theirs."""
         due = []
         for lease_id, excess in list(self._over.items()):
             lease = excess.lease
@@ -239,7 +241,7 @@ class MemoryCaps:
         return due
 
     def due_ms(self) -> int | None:
-        """Return when the next grace, or pause after a failed suspend, ends, or None."""
+        """Return when the next grace period or pause after a failed suspend ends, or None."""
         times = [excess.since_ms + GRACE_MS for excess in self._over.values()]
         times += [excess.lease.retries.suspend_after_ms for excess in self._over.values() if excess.reported]
         return min((at_ms for at_ms in times if at_ms > self._changes.now_ms), default=None)
@@ -250,7 +252,7 @@ class MemoryCaps:
         sentence = f"this kernel uses {used} of device memory, more than its cap of {cap}; {_WHAT_FOLLOWS[action]}"
         self._changes.record(lease.lease_id, f"breach.{action}", sentence)
         self._changes.effects.append(CapBreached(lease_id=lease.lease_id, action=action, sentence=sentence))
-        if action is Breach.KILL:  # a lease whose use does not fall has another grace, and is reported again
+        if action is Breach.KILL:  # if its use does not fall, it is reported again after another grace period
             excess.since_ms, excess.reported = self._changes.now_ms, False
 
 
