@@ -33,10 +33,7 @@ from fractional_gpu.core.suspend import update_suspendability
 from fractional_gpu.core.transitions import Cause, next_state
 from fractional_gpu.core.units import format_duration, format_memory
 
-_FEW, _ONE_OF = (
-    64,
-    32,
-)  # with `_FEW` or more tickets waiting, only one in `_ONE_OF` has its forecast checked against the outcome
+_FEW, _ONE_OF = 64, 32  # from `_FEW` tickets on, only one in `_ONE_OF` has its forecast checked against the outcome
 _NOT_ON_DEVICE = (LeaseState.UNATTACHED, LeaseState.NO_CONTEXT, LeaseState.SUSPENDED, LeaseState.ENDED)
 _AT_ONCE_MS = 100  # a shorter wait is reported as "at once"
 _AHEAD_OF_ALL = 1 << 60  # moves a ticket ahead of any other order number
@@ -206,9 +203,7 @@ class Changes:
 
     def _enqueue(self, lease: Lease, ticket: Ticket, *, fresh: bool) -> None:
         self.books.enqueue(lease, ticket)
-        if (
-            fresh and lease.need_mib and self.books.reserves_cap(lease)
-        ):  # a pool that reserves by use has no fixed size to learn
+        if fresh and lease.need_mib and self.books.reserves_cap(lease):  # reservations by use have no fixed size
             self.books.forecasts.asked(lease.spec.pool, lease.need_mib, lease.count)
         # When many wait, a sample is enough. The forecasts shown to users are computed when they are read.
         if fresh and (len(self.books.waiting) < _FEW or not ticket.order % _ONE_OF):
@@ -333,9 +328,7 @@ class Changes:
         """Begin a suspend, which preempts the lease if it is working. Raises ValueError if host memory is too short."""
         left_mib, need_mib = self.books.host_left_mib, lease.host_need_mib
         if need_mib > left_mib:
-            raise ValueError(
-                f"lease {lease.lease_id} needs {need_mib} MiB of host memory, but only {left_mib} MiB is left"
-            )
+            raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory; only {left_mib} MiB is left")
         lease.suspend_requested_by = None
         lease.home_ids, lease.let_in = lease.device_ids, False
         next_cell = lease.gate.ticket
@@ -360,9 +353,7 @@ class Changes:
         )
         if next_cell is not None and lease.ticket is None:
             self._enqueue(lease, next_cell, fresh=True)
-        elif (
-            next_cell is not None and lease.ticket is not None
-        ):  # it waits to grow, or is being moved; the cell waits after that
+        elif next_cell is not None and lease.ticket is not None:  # it waits to grow, or is being moved
             lease.ticket.after_suspend = lease.ticket.after_suspend or next_cell
 
     def _new_operation(self, lease: Lease, kind: str) -> Operation:

@@ -103,9 +103,7 @@ def _await_suspend(changes: "Changes", lease: Lease, due_ms: int) -> None:
         books.recheck_at(due_ms)
         changes.effects.append(SuspendAnnounced(lease_id=lease.lease_id, at_ms=due_ms))
         left = format_duration(due_ms - now_ms)
-        changes.record(
-            lease.lease_id, "suspend.announced", f"idle: it will be suspended in {left} unless it runs something"
-        )
+        changes.record(lease.lease_id, "suspend.announced", f"idle: will be suspended in {left} unless it runs a cell")
 
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:

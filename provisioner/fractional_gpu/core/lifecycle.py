@@ -172,9 +172,7 @@ class Lifecycle:
         """Record that the lease's process has started."""
         if lease.left_behind:
             lease.left_behind, lease.last_active_ms = "", self._changes.now_ms
-            self._changes.record(
-                lease.lease_id, "attached", "a new kernel runs next to processes that the last one left behind"
-            )
+            self._changes.record(lease.lease_id, "attached", "a new kernel runs next to what the last one left behind")
             if lease.state is LeaseState.RESIDENT:
                 self._books.set_gate(lease, closed=False)
                 self._changes.emit_granted(lease)

@@ -158,9 +158,7 @@ class OperationResults:
         """Apply what was found out about a quarantined lease."""
         changes, state = self._changes, event.state
         if lease.state is not LeaseState.QUARANTINED or lease.generation != event.generation:
-            changes.record(
-                lease.lease_id, "answer.stale", f"it was found {state}, but an earlier answer had already settled that"
-            )
+            changes.record(lease.lease_id, "answer.stale", f"it was found {state}, but another answer came first")
             return
         if state is LeaseState.QUARANTINED and event.sentence:
             lease.reason, lease.sentence = FOUND_FAILED, event.sentence
@@ -172,16 +170,10 @@ class OperationResults:
             # Only one device is named. If it was one of the lease's old devices, the lease is on all of those; otherwise only on that one.
             device_ids = lease.home_ids if event.device_id in lease.home_ids else (event.device_id,)
         if state is LeaseState.SUSPENDED:
-            device_ids = (
-                lease.home_ids or device_ids
-            )  # after a failed resume, saved state still belongs to its old devices
+            device_ids = lease.home_ids or device_ids  # a failed resume leaves it bound to its old ones
         is_unknown = state not in _FOUND or state is LeaseState.QUARANTINED
         if is_unknown or (state in _NEEDS_DEVICE and not device_ids):
-            changes.record(
-                lease.lease_id,
-                "truth.impossible",
-                f"it was found {state}, which is impossible or incomplete: checking again",
-            )
+            changes.record(lease.lease_id, "truth.impossible", f"it was found {state}, which needs another check")
             changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
             return
         if state is LeaseState.UNATTACHED:

@@ -1,13 +1,13 @@
-"""Where a lease may go, and which of those devices it gets.
+"""The devices on which a lease may be placed, and which of them is best.
 
-**May go.** `allowed_devices`: the devices of its pool; for saved state its home, and devices like it if the pool moves leases.
+**Allowed devices** (`allowed_devices`): those of its pool; for saved state its home, plus others of the same kind if the pool moves leases.
 
-**Compute.** A lease needs a part of a device while it is busy (its demand, which is learnt). Busy leases that together need more than the
-device slow each other down (`time_slicing`). A pool that spreads prefers the devices on which all demands, with the newcomer's, stay
-within its bound (`slowdown_bound_milli`), the emptiest first; beyond the bound, the least excess first. No ticket waits for compute: it
-only orders devices that have the memory, or will have it.
+**Compute.** A busy lease needs part of a device (its demand, which is learnt). Busy leases that together need more than the whole device
+slow each other down (`time_slicing`). A pool that spreads prefers devices where the sum of demands, including the newcomer's, stays within
+its bound (`slowdown_bound_milli`), emptiest first; beyond the bound, least excess first. No ticket waits for compute: it only ranks
+devices that have the memory, or will have it.
 
-**Memory.** Of devices that are equal by compute, a lease gets the one whose free memory it fragments least (`DeviceChoice`).
+**Memory.** Among devices that are equal in compute, a lease gets the one whose free memory it fragments least (`DeviceChoice`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 
 
 def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
-    """Return the devices on which the lease's ticket can be served."""
+    """Return the devices on which the lease's ticket can be served: where it may go, or its own if it waits to grow."""
     if not lease.is_growing:
         return eligible_devices(books, books.policy(lease), lease)
     there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
@@ -32,9 +32,9 @@ def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
 def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
     """Return the devices the lease may go to now.
 
-    Saved state goes home, even if its home has left the pool. If the pool moves leases and has enough devices like its home, it may also go
-    to those; its home comes first. State from devices of several kinds only goes home. A device that drains or is lost admits no lease, and
-    no lease goes to a device that it is not allowed on, not even to its home.
+    Saved state goes back to its home, even if that has left the pool. If the pool moves leases and has enough devices of the same kind,
+    those follow its home. State from devices of several kinds only goes home. Devices that are lost or draining admit no lease, and a lease
+    only goes where its spec allows it, even home.
     """
     allowed = allowed_of(pool, lease.spec)
     if lease.state is not LeaseState.SUSPENDED:
@@ -42,7 +42,7 @@ def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, .
         return tuple(one for one in allowed if _admits(books, one) and (not bound or one in bound))
     homes = tuple(device_id for device_id in lease.home_ids if device_id in books.devices)
     if not homes or len(homes) < len(lease.home_ids):
-        return ()  # a device that its state came from is unknown here: a restore elsewhere could kill the process
+        return ()  # one of its old devices is unknown here, and a restore elsewhere could kill the process
     kinds = {books.devices[device_id].spec.name for device_id in homes}
     moves = pool.may_move and len(kinds) == 1 and not any(books.devices[home].spec.why_no_move for home in homes)
     like = tuple(
@@ -52,13 +52,13 @@ def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, .
     )
     only = lease.spec.allowed_devices
     home = tuple(one for one in homes if _admits(books, one) and (not only or one in only))
-    # A home that has left the pool is used only where the pool alone has too few devices.
+    # A home that has left the pool is used only if the pool has too few devices.
     stays = tuple(device_id for device_id in home if device_id in pool.devices)
     return (*stays, *like) if like and len(stays) + len(like) >= lease.count else home
 
 
 def other_devices(books: Books, lease: Lease) -> tuple[str, ...]:
-    """Return the devices like its own to which a resident lease could be moved."""
+    """Return the devices of the same kind to which a resident lease could be moved."""
     pool = books.policy(lease)
     here = books.devices.get(lease.device_id or "")
     if here is None or here.lost or not pool.may_move or here.spec.why_no_move:
@@ -73,7 +73,7 @@ def other_devices(books: Books, lease: Lease) -> tuple[str, ...]:
 
 
 def allowed_of(pool: PoolSpec, spec: LeaseSpec) -> tuple[str, ...]:
-    """Return the devices of the pool that the lease may ever go to, in the pool's order."""
+    """Return the devices of the pool that the lease's spec allows, in the pool's order."""
     if not spec.allowed_devices:
         return pool.devices
     return tuple(device_id for device_id in pool.devices if device_id in spec.allowed_devices)
@@ -87,25 +87,25 @@ def _admits(books: Books, device_id: str) -> bool:
 # -- compute -----------------------------------------------------------------------------------------------------------
 
 FULL = 1 << 20
-"""From here up a `fullness` is beyond the bound."""
-_STEP_MILLI = 100  # devices that differ by less within the bound are equal ...
+"""A `fullness` from here up is beyond the bound."""
+_STEP_MILLI = 100  # within the bound, devices that differ by less are equal ...
 _EXCESS_STEP_MILLI = 250  # ... and beyond it
 
 
 def spreads(books: Books, lease: Lease) -> bool:
-    """Return whether the lease's pool weighs compute."""
+    """Return whether the lease's pool spreads busy leases over devices."""
     return books.policy(lease).compute is Compute.SPREAD
 
 
 def room_milli(books: Books, newcomer: Lease) -> int:
-    """Return how much of a device neighbours may need, thousandths, within the bound of the newcomer's pool."""
+    """Return how many thousandths of a device neighbours may need within the bound of the newcomer's pool."""
     return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
 
 
 def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
-    """Return how full of busy leases the device would be for a newcomer: less is better; beyond the bound from `FULL` up.
+    """Return how full of busy leases the device would be for a newcomer, in coarse steps; from `FULL` up, it is beyond the bound.
 
-    `room_milli`: what neighbours may need; `leaving` make room.
+    `room_milli`: how much the neighbours may need. Leases in `leaving` do not count.
     """
     busy_milli, resting_milli = device.sums.wanted_milli, device.sums.resting_milli
     for lease in leaving:
@@ -117,14 +117,14 @@ def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> 
 
 
 def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return the least full places (id, any value), in order. `places` is not empty."""
+    """Return the least full places (id, any value), in the given order. `places` must not be empty."""
     room, devices = room_milli(books, newcomer), books.devices
     ranks = [fullness(devices[device_id], room) for device_id, _ in places]
     return [place for rank, place in zip(ranks, places, strict=True) if rank == min(ranks)]
 
 
 def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
-    """Return how far beyond the bound the device would be, in coarse steps; 0: within it, or its pool does not weigh compute."""
+    """Return how far beyond the bound the device would be, in coarse steps; 0 if within it or if the pool does not spread."""
     if not spreads(books, newcomer):
         return 0
     return max(0, fullness(device, room_milli(books, newcomer), leaving) - FULL + 1)
@@ -135,42 +135,41 @@ def busy_others(device: Device, lease: Lease) -> list[Lease]:
 
 
 def beside(want_milli: int, others: Sequence[Lease]) -> int:
-    """Return how much longer than alone a cell that needs `want_milli` of a device takes next to other busy leases, thousandths."""
+    """Return how long a cell that needs `want_milli` of a device takes next to other busy leases, in thousandths of alone."""
     return slowed_milli(want_milli, stretch_milli((want_milli, *[one.busy_milli for one in others])))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 Place = tuple[str, int]
-"""A device's id, and how much memory is free there, MiB."""
+"""A device id, and the memory that is free there, MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """Orders devices for leases that need `need_mib` on each device, by how little they fragment the free memory.
+    """Rank devices for a lease that needs `need_mib` on each, by how little it would fragment their free memory.
 
-    Free memory that no lease can use is as good as gone: 30 GiB serve one ask for 20 GiB, three for 10 GiB, and none for 40 GiB. The
-    fragmentation by a lease on a device is what the device could give to the asks of its pool before (`forecasts.sizes`), less what it
-    can give after. The least fragmentation comes first, then the least memory left (best fit), then the first of the given devices. While
-    no lease has asked, that is best fit.
+    Free memory that no lease can use is as good as gone: 30 GiB can serve one ask for 20 GiB, three for 10 GiB, and none for 40 GiB. The
+    fragmentation caused on a device is what it could give to its pool's asks before (`forecasts.sizes`) minus what it can give after.
+    Least fragmentation comes first, then least memory left, then the given order. Until a lease has asked, that is plain best fit.
 
-    Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), for memory instead of GPU shares and
-    with asks that are learnt.
+    Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), for memory instead of GPU shares and with
+    learnt asks.
     """
 
     mix: RequestedSizes
     need_mib: int
     everywhere: Sequence[Place]  # all devices that the lease may go to
-    kind_of: Callable[[str], str]  # of a device: leases of several devices have devices of one kind
+    kind_of: Callable[[str], str]  # by device; a lease on several devices has all of one kind
 
     def best(self, fitting: Sequence[Place]) -> str | None:
-        """Return the best of the devices, on each of which the lease fits; None if there is none."""
+        """Return the best device. `fitting`: those on which the lease fits; None if it is empty."""
         if len(fitting) < 2:
             return fitting[0][0] if fitting else None
         return min(fitting, key=self.rank)[0]
 
     def best_set(self, fitting: Iterable[Place], count: int) -> tuple[str, ...] | None:
-        """Return the best `count` devices of one kind, on each of which the lease fits; None if no kind has that many."""
+        """Return the best `count` devices of one kind, or None if no kind has that many. `fitting` as for `best`."""
         by_kind: dict[str, list[Place]] = {}
         for place in fitting:
             by_kind.setdefault(self.kind_of(place[0]), []).append(place)
@@ -181,11 +180,11 @@ class DeviceChoice:
         return tuple(device_id for device_id, _ in best) if best is not None else None
 
     def rank(self, place: Place) -> tuple[int, int]:
-        """Return a device's sort key: the least comes first."""
+        """Sort key, best device first."""
         return self.fragmentation((place,)), place[1]
 
     def fragmentation(self, places: Sequence[Place]) -> int:
-        """Return the memory no longer usable once the lease has these devices (of one kind, where it fits): MiB times asks."""
+        """Return the memory that becomes unusable if the lease gets these devices, MiB times asks. They must be of one kind and fit it."""
         mix, need_mib = self.mix, self.need_mib
         fragmentation = sum([mix.usable(free_mib) - mix.usable(free_mib - need_mib) for _, free_mib in places])
         for mib, devices, weight in mix.several:
@@ -193,11 +192,11 @@ class DeviceChoice:
             if fewer:
                 kind = self.kind_of(places[0][0])
                 able = [free_mib >= mib and self.kind_of(one) == kind for one, free_mib in self.everywhere]
-                count = max(fewer, sum(able))  # some may be free only then
+                count = max(fewer, sum(able))  # some may become free only by then
                 fragmentation += (count // devices - (count - fewer) // devices) * devices * mib * weight
         return fragmentation
 
 
 def device_choice(books: Books, lease: Lease, need_mib: int, everywhere: Sequence[Place]) -> DeviceChoice:
-    """Return the ranking of devices for a lease, by its pool's asks. `everywhere`: all devices that it may go to."""
+    """Return the ranking of devices for a lease, from its pool's asks. `everywhere`: all devices that it may go to."""
     return DeviceChoice(books.forecasts.asks(lease.spec.pool), need_mib, everywhere, books.kind_of)

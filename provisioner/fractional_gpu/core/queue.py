@@ -131,9 +131,7 @@ class QueuePass:
         self._migrations = Migrations(changes, self.capacity)
         self._line: list[Lease] = []  # leases waiting for room, in order of their turns
         self._visited: set[str] = set()
-        self._unservable: dict[
-            tuple[object, ...], tuple[int, Reason | None]
-        ] = {}  # the least need that found no room, and why
+        self._unservable: dict[tuple[object, ...], tuple[int, Reason | None]] = {}  # least need without room, and why
         self._plans = 0
         self._overdue: list[Lease] = []  # leases passed over for the K-th time in this pass
         self._promised: list[Lease] = []  # leases for which others have begun to leave
@@ -363,9 +361,8 @@ class QueuePass:
                 self._begin_suspend(victim, lease, _suspend_reason(victim, lease))
             self._promised.append(lease)
         what = "a busy kernel must make room" if preempts else _IDLE_MAKES_ROOM
-        self._set_wait(
-            lease, ticket, Reason("wait.making-room", what, tuple(victim.lease_id for victim in plan.victims))
-        )
+        wait = Reason("wait.making-room", what, tuple(victim.lease_id for victim in plan.victims))
+        self._set_wait(lease, ticket, wait)
 
     def _may_begin(self, victim: Lease) -> bool:
         """Return whether a planned suspend can begin now. An earlier suspend's margin may hold the host memory until it ends."""

@@ -86,9 +86,7 @@ class Resizer:
         if lease.held_mib - target_mib >= max(1, headroom_mib):
             self._withdraw_claim(lease, "it uses less")
             self._books.set_reservation(lease, lease.device_ids, target_mib)
-            self._changes.report_size(
-                lease, "resize.use", f"{format_memory(target_mib)} is reserved now, because it uses less"
-            )
+            self._changes.report_size(lease, "resize.use", f"it uses less, so {format_memory(target_mib)} is reserved")
             return
         if ticket is not None:
             self._update_claim(lease, ticket, lease.spec)

@@ -1,9 +1,9 @@
 """After every event, the scheduler serves the waiting leases as far as possible.
 
-In this order: end leases whose time is over; save leases whose device goes away; begin suspends that were requested, or that a breached
-cap, a drained device, an ended seat or a stranger demands; serve tickets; relieve host memory; bring back leases whose cells are expected;
-relieve devices whose busy leases slow each other down; suspend leases that were idle long enough; move idle leases together. All share the
-swap channels.
+It works in this order: end leases whose time is up; save leases whose device goes away; begin suspends that were requested, or that a
+breached cap, a drained device, an ended seat or a stranger demands; serve tickets; relieve host memory; resume leases whose cells are
+expected; relieve devices whose busy leases slow each other down; suspend leases that have been idle long enough; move idle leases to empty
+devices. All of these share the swap channels.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -22,16 +22,16 @@ from fractional_gpu.core.suspend import lacks_device
 from fractional_gpu.core.transitions import Cause
 from fractional_gpu.core.units import format_memory
 
-_SPARE_PASSES = 4  # over the queue in one event, in addition to two for each waiting lease; a second pass is rare
+_SPARE_PASSES = 4  # per event, in addition to two for each waiting lease; even a second pass is rare
 
 
 class Scheduler:
-    """Serves waiting leases. `wake_ms`: when time alone next changes a decision."""
+    """Serve waiting leases after each event."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
-        self._last_pass: QueuePass | None = None  # over the queue, in the event in hand
+        self._last_pass: QueuePass | None = None  # of this event
         self.memory_caps = MemoryCaps(changes)
         self.salvage = Salvage(changes)
         self.resizer = Resizer(changes)
@@ -39,7 +39,7 @@ class Scheduler:
         self.expectations = Expectations(changes)
 
     def serve(self) -> None:
-        """Do everything that can be done now."""
+        """Take every step that is possible now."""
         self._books.recheck_ms = None
         for lease in list(self._books.leases.values()):
             self._take_due(lease)
@@ -51,7 +51,7 @@ class Scheduler:
         self.start_reservations.reclaim_lapsed(first=True)
         self.start_reservations.file_parked()
         self._serve_tickets()
-        # Holds lapse only for tickets that still wait; each round frees room for them.
+        # Holds lapse only while tickets still wait. Each round frees room for them.
         while self.start_reservations.reclaim_lapsed():
             self.start_reservations.file_parked()
             self._serve_tickets()
@@ -66,7 +66,7 @@ class Scheduler:
             self._await_next(lease)
 
     def _serve_tickets(self) -> None:
-        # Bounded: each further pass follows a ticket that was served, or that needs more than it said.
+        # Bounded: each further pass follows a ticket that was served, or that turned out to need more.
         for _ in range(_SPARE_PASSES + 2 * len(self._books.waiting)):
             if not self._books.waiting:
                 break
@@ -78,7 +78,7 @@ class Scheduler:
                 break
 
     def _settle_gates(self) -> None:
-        """Close and open the gates that the last pass chose; if no ticket waits, open all."""
+        """Close and open the gates that the last pass chose. If no ticket waits, open all."""
         last, self._last_pass = self._last_pass, None
         if last is not None and self._books.waiting:
             last.settle_gates()
@@ -87,12 +87,12 @@ class Scheduler:
                 self._changes.open_gate(lease)
 
     def wake_ms(self) -> int | None:
-        """Return when to serve again if no event comes, or None. Leases that wait for an operation need no alarm."""
+        """Return when to serve again if no event comes before, or None. The end of an operation is an event, so it needs no alarm."""
         due = (self._books.recheck_ms, self.memory_caps.due_ms())
         return min((at_ms for at_ms in due if at_ms is not None), default=None)
 
     def _take_due(self, lease: Lease) -> None:
-        """Do what the clock alone demands, except idle suspensions."""
+        """Act on deadlines of the lease that have passed, except idle suspends."""
         now_ms = self._changes.now_ms
         if lease.expires_ms is not None and lease.expires_ms <= now_ms:
             self._changes.end(lease, Cause.EXPIRED, "expired")
@@ -101,12 +101,12 @@ class Scheduler:
             self._changes.end(lease, Cause.RELEASED, "claim-over")
             return
         if lease.pinned_until_ms <= now_ms:
-            end_pin(self._changes, lease, "its pin is over", reason="pin.over")
+            end_pin(self._changes, lease, "its pin has run out", reason="pin.over")
         self.expectations.take_due(lease)
         end_processes_if_due(self._changes, lease)
 
     def _await_next(self, lease: Lease) -> None:
-        """Ask for a decision when time alone affects the lease."""
+        """Schedule a recheck at each of the lease's deadlines."""
         books = self._books
         times = [lease.expires_ms, lease.ends_ms, lease.rhythm_ms, lease.pinned_until_ms, lease.retries.resume_after_ms]
         if lease.expectation is not None:
@@ -123,7 +123,7 @@ class Scheduler:
                 self._changes.decline_suspend(lease, "busy", "a cell began to run before the suspend could start")
             elif (wait := self.cannot_suspend(lease)) is not None:
                 if wait.code == "host-memory" and self._changes.ask_to_shrink(lease):
-                    continue  # its answer decides
+                    continue  # decide once it has answered
                 self._changes.decline_suspend(lease, wait.code, wait.sentence)
             elif self._changes.channel_free:
                 by = lease.suspend_requested_by
@@ -131,7 +131,7 @@ class Scheduler:
                 self._changes.begin_suspend(lease, "suspend.asked", f"suspended because of {by}")
 
     def move_requested(self, lease: Lease, device_id: str | None) -> None:
-        """Move the lease at an administrator's request, at once or not at all."""
+        """Move the lease on an administrator's request, at once or not at all."""
         wait = (lease.state is LeaseState.RESIDENT and self.cannot_suspend(lease)) or move_on_request(
             self._changes, lease, device_id
         )
@@ -159,4 +159,4 @@ class Scheduler:
         if need_mib <= left_mib:
             return None
         need, left = format_memory(need_mib), format_memory(max(0, left_mib))
-        return Reason("host-memory", f"saving it is expected to take {need} of host memory, of which {left} are left")
+        return Reason("host-memory", f"saving it is expected to take {need} of host memory, and only {left} is left")

@@ -234,9 +234,7 @@ class Victims:
             able = [lease for lease in self._books.holders(device_id) if may_leave(self._books, lease)]
             able.sort(key=lambda one: (suspend_cost(self._books, one), one.last_active_ms, one.lease_id))
             self._idle[device_id] = able
-        return [
-            lease for lease in self._idle[device_id] if lease.occupancy is OccupancyKind.IDLE
-        ]  # some have left since
+        return [lease for lease in self._idle[device_id] if lease.occupancy is OccupancyKind.IDLE]  # some have left
 
     def _working(self, device_id: str) -> list[Lease]:
         """Return the device's busy leases that can be suspended and have had their minimum residency."""
@@ -361,9 +359,7 @@ class Capacity:
         self._kept = defaultdict[str, dict[str, int]](dict)  # by device: MiB kept, by lease
         self.planned: dict[str, Lease] = {}  # leases whose suspend this pass planned, begun or not
         self.stays: set[str] = set()  # leases that get room where they are: suspending them would waste it
-        self.asked_to_yield: set[str] = (
-            set()
-        )  # leases that a ticket earlier in the pass asks to yield at the end of a cell
+        self.asked_to_yield: set[str] = set()  # leases that earlier tickets ask to yield at the end of a cell
         self.short_of_host_memory: set[str] = set()  # leases that cannot be suspended because host memory is too short
 
     # -- room on a device, MiB -------------------------------------------------------------------------------------------
