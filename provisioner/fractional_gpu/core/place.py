@@ -153,8 +153,8 @@ class DeviceChoice:
     fragmentation caused on a device is what it could give to its pool's asks before (`forecasts.sizes`) minus what it can give after.
     Least fragmentation comes first, then least memory left, then the given order. Until a lease has asked, that is plain best fit.
 
-    Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), for memory instead of GPU shares and with
-    learnt asks.
+    Source: fragmentation gradient descent (Weng et al., "Beware of Fragmentation", USENIX ATC 2023), for memory instead of GPU shares and
+    with learnt asks.
     """
 
     mix: RequestedSizes
