@@ -174,7 +174,7 @@ class Changes:
         self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
-        """Keep everything that a lease in an unknown state may hold, and ask its worker to find out the real state."""
+        """Keep everything that a lease in an unknown state may hold, and ask for its real state."""
         lease.target_ids = ()
         self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))

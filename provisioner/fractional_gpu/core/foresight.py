@@ -39,7 +39,7 @@ _SIGNS = {
 
 
 class Expectations:
-    """Record signs of cells, and whether they proved right."""
+    """Records signs of cells, and whether they proved right."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes

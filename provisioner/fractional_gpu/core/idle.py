@@ -51,7 +51,7 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
 
 
 def _spares_host_memory(books: Books, lease: Lease) -> bool:
-    """Return whether the lease may use host memory: by its cost alone, it must leave half of it for tickets."""
+    """Return whether suspending the lease leaves half of host memory free. With `idle_after_ms` that does not matter."""
     if books.policy(lease).idle_after_ms is not None:
         return True
     return books.host_left_mib - lease.host_need_mib >= books.host_budget_mib // 2
@@ -128,7 +128,7 @@ def _swap_ms(books: Books, kind: str, lease: Lease) -> int:
 
 
 def saved_for_ticket(books: Books, lease: Lease, ticket: Ticket) -> None:
-    """Add the lease's save, which is about to begin, to what the ticket waits for."""
+    """Count the expected time to save an idle lease for the ticket, before the save begins."""
     ticket.saves_ms += _swap_ms(books, SUSPEND, lease)
 
 

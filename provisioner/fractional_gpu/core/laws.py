@@ -112,7 +112,7 @@ def _waiting(lease: Lease) -> Iterator[str]:
 
 
 def _rights(lease: Lease) -> Iterator[str]:
-    """Check that a lease whose kernel or seat has ended keeps nothing that it must not have."""
+    """Check the restrictions on a lease whose kernel or seat has ended."""
     state = lease.state
     if lease.left_behind:
         if state is LeaseState.UNATTACHED or not lease.busy or lease.pinned_until_ms:

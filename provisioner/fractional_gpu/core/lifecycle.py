@@ -27,7 +27,7 @@ from fractional_gpu.core.units import format_duration, format_memory
 
 
 class StartReservations:
-    """Decide which leases may hold or queue for room before their process starts."""
+    """Decides which leases may hold or queue for room before their process starts."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -99,7 +99,7 @@ class StartReservations:
     def reclaim_lapsed(self, *, first: bool = False) -> bool:
         """Free room whose hold has lapsed, in pools where a ticket waits for room. Return whether any was freed.
 
-        With `first`, before the queue is served, only tickets that fit nowhere count; otherwise they fit anyway.
+        `first`: before the queue is served, free it only for tickets that fit nowhere, so that no lease is suspended needlessly.
         """
         freed = False
         for lease in self._books.in_state(LeaseState.UNATTACHED):

@@ -205,8 +205,8 @@ def _not_there(changes: Changes, lease: Lease, device_id: str) -> Reason:
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------
-# When kernels are placed, nobody knows which cells will run at the same time, and how much of a device a cell needs is known only once it
-# runs. So the arbiter reconsiders when busy leases need more of a device than their pool's bound.
+# When a kernel is placed, it is unknown which cells will run at the same time, and how much of a device each will need.
+# So the arbiter reconsiders when busy leases need more of a device than their pool's bound.
 #
 # Gain: each busy lease loses u * (k - 1) of its cell's remaining time, with its own u (`time_slicing`). A move gains what both devices lose
 # now minus what they would lose after it. Cost: the suspend and resume of the lease, during which its cell does not run, and the swaps of

@@ -42,7 +42,7 @@ _NEEDS_DEVICE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
 
 
 class OperationResults:
-    """Apply the results of suspends and resumes, and what the broker found out about leases."""
+    """Applies the results of suspends and resumes, and what the broker found out about leases."""
 
     def __init__(self, changes: Changes, lifecycle: Lifecycle) -> None:
         self._changes = changes

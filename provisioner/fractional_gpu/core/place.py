@@ -1,6 +1,6 @@
 """The devices on which a lease may be placed, and which of them is best.
 
-**Allowed devices** (`allowed_devices`): those of its pool; for saved state its home, plus others of the same kind if the pool moves leases.
+**Allowed devices** (`allowed_devices`): its pool's devices; for saved state its home, plus devices like it if the pool moves leases.
 
 **Compute.** A busy lease needs part of a device (its demand, which is learnt). Busy leases that together need more than the whole device
 slow each other down (`time_slicing`). A pool that spreads prefers devices where the sum of demands, including the newcomer's, stays within
@@ -21,7 +21,7 @@ from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 
 
 def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
-    """Return the devices on which the lease's ticket can be served: where it may go, or its own if it waits to grow."""
+    """Return the devices on which the lease's ticket can be served. A lease that waits to grow stays on its own."""
     if not lease.is_growing:
         return eligible_devices(books, books.policy(lease), lease)
     there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
@@ -147,7 +147,7 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """Rank devices for a lease that needs `need_mib` on each, by how little it would fragment their free memory.
+    """Ranks devices for a lease that needs `need_mib` on each, by how little it would fragment their free memory.
 
     Free memory that no lease can use is as good as gone: 30 GiB can serve one ask for 20 GiB, three for 10 GiB, and none for 40 GiB. The
     fragmentation caused on a device is what it could give to its pool's asks before (`forecasts.sizes`) minus what it can give after.

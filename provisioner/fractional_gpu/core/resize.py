@@ -24,7 +24,7 @@ _UNDER_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.Q
 
 
 class Resizer:
-    """Change sizes. A lease waiting to grow has a ticket with `resize_to`, which is its own spec if it follows its use."""
+    """Changes sizes. A lease waiting to grow has a ticket with `resize_to`, which is its own spec if it follows its use."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes

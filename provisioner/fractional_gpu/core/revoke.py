@@ -320,7 +320,7 @@ class Salvage:
                 self._books.recheck_at(keep_from_ms)
 
     def _tell_users(self, plan: Plan, leases: dict[str, Lease]) -> None:
-        """Tell each user once that the kernel's state cannot be saved in time, or that its cell will be interrupted."""
+        """Tell each user once that the kernel's state cannot be saved in time, or that its cell will be paused."""
         saved = {one.lease_id for one in plan.saved}
         for lease in leases.values():
             left = format_duration(max(0, (self._books.deadline_ms(lease) or 0) - self._changes.now_ms))

@@ -26,7 +26,7 @@ _SPARE_PASSES = 4  # per event, in addition to two for each waiting lease; even 
 
 
 class Scheduler:
-    """Serve waiting leases after each event."""
+    """Serves waiting leases after each event."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes

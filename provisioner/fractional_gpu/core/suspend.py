@@ -145,7 +145,7 @@ def preempts_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return when the lease will be behind an equal-priority `victim` in virtual time; None if waiting alone will not do."""
+    """Return when the lease will be behind an equal-priority `victim` in virtual time, or None if waiting alone will not get it there."""
     mine_ms, my_milli, my_weight = _virtual_time(books, lease, victim)
     other_ms, other_milli, other_weight = _virtual_time(books, victim, lease)
     if other_ms > mine_ms:
