@@ -58,7 +58,7 @@ async def test_an_orphan_finishes_alone_before_the_next_worker_starts(
     operation = await checkpoint_that_hangs(dying, simulated, target)
     assert dying._claim is not None
     dying._claim.close()  # the broker's part of the claim goes with the broker; the worker's stays
-    with pytest.raises(GPUError, match=r"still at work: nothing is suspended or resumed") as caught:
+    with pytest.raises(GPUError, match=r"still running: nothing can be suspended or resumed") as caught:
         await heir.start()
     assert caught.value.code is GPUErrorCode.WORKER_BUSY
     assert heir.pid is None
@@ -82,7 +82,7 @@ async def test_an_orphan_is_alone_though_the_file_of_its_claim_was_deleted(
     claim = WorkerClaim(dying._claim.path)
     heir = WorkerLink(f"simulated:{simulated.directory}", claim=claim)
     try:
-        with pytest.raises(GPUError, match=r"of an earlier broker is still at work"):
+        with pytest.raises(GPUError, match=r"of an earlier broker is still running"):
             await heir.start()
         faults.clear(simulated.directory)
         assert await operation > 0
@@ -119,7 +119,7 @@ async def test_a_replaced_worker_of_the_same_broker_needs_no_new_claim(
     assert caught.value.code is GPUErrorCode.WORKER_HUNG
     assert await first.state(target) is ProcessState.LOCKED
     assert first.pid not in (None, hung)
-    with pytest.raises(GPUError, match="still at work"):
+    with pytest.raises(GPUError, match="still running"):
         await second.state(target)
 
 

@@ -57,7 +57,7 @@ class Service:
             text=True,
             env={**os.environ, "PYTHONPATH": PYTHONPATH},
         )
-        self.until("listens on")
+        self.until("is listening on")
 
     def until(self, text: str) -> str:
         """Return the next line of the log with the text."""
@@ -186,7 +186,7 @@ async def test_a_hung_worker_is_killed_by_the_service_and_replaced(
     faults.clear(simulated.directory)
     assert await link.state(target) is S.LOCKED
     assert link.pid not in (None, hung)
-    await asyncio.to_thread(service.until, "killed")
+    await asyncio.to_thread(service.until, "killing")
 
 
 async def test_a_worker_that_died_is_replaced_unnoticed(link: WorkerLink, target: ProcessIdentity) -> None:
@@ -230,7 +230,7 @@ async def test_a_service_that_has_no_descriptor_left_serves_the_peers_that_wait_
     before = resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, (3, before[1]))
     starting = asyncio.create_task(link.start())
-    await asyncio.to_thread(service.until, "can be accepted now")
+    await asyncio.to_thread(service.until, "cannot accept")
     resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, before)
     await starting
     assert await link.state(target) is S.RUNNING
@@ -319,7 +319,7 @@ async def test_the_worker_of_a_killed_broker_finishes_and_the_next_broker_waits(
         operation.cancel()
         remote._service.shutdown(socket.SHUT_RDWR)
         remote.channel.shutdown(socket.SHUT_WR)
-        with pytest.raises(GPUError, match="still at work") as caught:
+        with pytest.raises(GPUError, match="still running") as caught:
             await heir.start()
         assert caught.value.code is C.WORKER_BUSY
         alone = asyncio.create_task(heir.wait_for_previous_worker())
@@ -368,16 +368,16 @@ def _request(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("message", "code", "sentence"),
     [
-        (b"\xff", "unknown", "this is no message of a checkpoint worker"),
-        (b"[" * 4000, "unknown", "this is no message of a checkpoint worker"),
+        (b"\xff", "unknown", "this is not a message of a checkpoint worker"),
+        (b"[" * 4000, "unknown", "this is not a message of a checkpoint worker"),
         ([1], "unknown", r"Expected `object`, got `array` .b'\[1\]'"),
         (b" " * 70_000, "unknown", "at most 65536 bytes"),
         ({}, "unknown", "missing required field `backend`"),
         (_request(pid=1), "not-supported", "hostPID: true"),
-        (_request(backend="nvidia"), "not-supported", "'nvidia', and this service drives simulated"),
+        (_request(backend="nvidia"), "not-supported", "'nvidia', but this service drives simulated"),
         (_request(backend=None), "unknown", "Expected `str`, got `null`"),
         (_request(backend="simulated"), "not-supported", "this service drives simulated"),
-        (_request(backend="kind:other"), "not-supported", "'kind:other', and this service drives simulated"),
+        (_request(backend="kind:other"), "not-supported", "'kind:other', but this service drives simulated"),
         (_request(), "not-permitted", "sent no claim"),
     ],
 )
@@ -401,7 +401,7 @@ def test_a_claim_that_another_broker_holds_starts_nothing(standing: Service, tmp
     fatal = _ask(standing.path, _request(), read)["error"]
     assert (fatal["code"], fatal["message"]) == (
         C.NOT_PERMITTED.value,
-        "the broker's claim is no file that can be locked",
+        "the broker's claim is not a file that can be locked",
     )
     os.close(read)
     os.close(write)
@@ -432,7 +432,7 @@ async def test_a_worker_that_is_no_longer_needed_ends_and_makes_room(
         given_up.connect(service.path)
         request = json.dumps(_request(backend=f"simulated:{simulated.directory}")).encode()
         socket.send_fds(given_up, [request], [claim.fileno()])
-        await asyncio.to_thread(service.until, "the checkpoint worker is process")
+        await asyncio.to_thread(service.until, "started checkpoint worker")
     ended = await asyncio.to_thread(service.until, "ended with status")
     assert "status 0" in ended
     assert await link.state(target) is S.RUNNING
@@ -449,8 +449,8 @@ def test_another_users_process_gets_no_worker(service: Service) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program, service.path], stdout=subprocess.PIPE, text=True, check=True, timeout=60
     )
-    assert "of uid 12345 is at the other end" in json.loads(done.stdout)["error"]["message"]
-    assert "12345" in service.until("was refused")
+    assert "of uid 12345 is connected" in json.loads(done.stdout)["error"]["message"]
+    assert "12345" in service.until("refused a connection")
 
 
 @pytest.fixture
@@ -462,12 +462,12 @@ def path() -> Iterator[str]:
 
 async def test_a_socket_of_another_user_is_not_believed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "peer_credentials", lambda _socket: PeerCredentials(pid=7, uid=54321, gid=1))
-    with worker_service.listen(path), pytest.raises(GPUError, match="uid 54321 is at the other end"):
+    with worker_service.listen(path), pytest.raises(GPUError, match="uid 54321 is connected"):
         await worker_process.connect(path, "simulated:x", (), patience_s=1)
 
 
 async def test_without_a_service_the_container_is_named(path: str) -> None:
-    with pytest.raises(GPUError, match=r"does not answer: .* look at the container that runs"):
+    with pytest.raises(GPUError, match=r"does not answer: .* check the container that runs"):
         await worker_process.connect(path, "simulated:x", (), patience_s=0)
 
 
@@ -479,7 +479,7 @@ async def test_a_service_of_another_version_is_named(path: str) -> None:
             await worker_process.readable(connection.fileno())
             connection.recv(4096)
             connection.send(b'{"begun": {"process": 7}}')
-            with pytest.raises(GPUError, match=r"of another version than this broker.*from the same image"):
+            with pytest.raises(GPUError, match=r"and this broker have different versions.*from the same image"):
                 await connecting
 
 
@@ -488,13 +488,13 @@ def test_the_socket_replaces_a_dead_one_only() -> None:
         path = Path(folder) / "s"
         with worker_service.listen(str(path)):
             assert path.stat().st_mode & 0o777 == 0o600
-            with pytest.raises(OSError, match="another checkpoint worker's service listens there"):
+            with pytest.raises(OSError, match="another checkpoint worker's service is listening there"):
                 worker_service.listen(str(path))
         with worker_service.listen(str(path)) as again:
             assert select.select([again], [], [], 0) == ([], [], [])
         path.unlink()
         path.write_text("precious")
-        with pytest.raises(FileExistsError, match="no socket; move it away"):
+        with pytest.raises(FileExistsError, match="not a socket; move it away"):
             worker_service.listen(str(path))
         assert path.read_text() == "precious"
         Path(folder).chmod(0o777)
@@ -503,5 +503,5 @@ def test_the_socket_replaces_a_dead_one_only() -> None:
 
 
 def test_a_link_to_a_service_needs_a_claim() -> None:
-    with pytest.raises(ValueError, match="starts none without a claim"):
+    with pytest.raises(ValueError, match="needs a claim"):
         WorkerLink("nvidia", service="/somewhere")

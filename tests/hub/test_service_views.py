@@ -79,7 +79,7 @@ def test_a_deadline_is_shown_with_what_becomes_of_each_kernel() -> None:
     assert device["state"] == "going away"
     assert "it goes away in 30 s: 1 kernel on it will be saved before, 1 kernel on it cannot be saved" in device["note"]
     notes = {row["id"]: row["note"] for row in shown["kernels"]}
-    assert "cannot be saved before: it uses MPS; save to disk now" in notes["aaaa" * 6]
+    assert "cannot be saved before: it uses MPS; save your results to disk now" in notes["aaaa" * 6]
     assert notes["bbbb" * 6].endswith("and it is saved before.")
     assert "this machine is being revoked: its host goes away in 1 min" in shown["summary"]
 

@@ -72,7 +72,7 @@ class Magics:
         %gpu help                all commands; %gpu COMMAND --help says more about one
 
         %%gpu 1                  run this cell with a larger share
-        %%gpu measure            which share suffices for this cell; %gpu help measure
+        %%gpu measure            which share is enough for this cell; %gpu help measure
         """
         from fractional_gpu_kernel.magics.arguments import parse  # noqa: PLC0415 - off the kernel's start
 
@@ -85,7 +85,7 @@ class Magics:
         """Run this cell with a larger share of the GPU, and give it back at the cell's end: %%gpu FRACTION [--memory SIZE].
 
         The cell waits until its share is there, as for the GPU. The share is given back also if the cell fails or is interrupted.
-        %%gpu measure finds out which share suffices for the cell instead, in separate processes; %gpu help measure says more.
+        %%gpu measure finds out instead which share is enough for the cell, in separate processes; see %gpu help measure.
 
         Only `run_cell_magic` gets here with a FRACTION: a notebook's `%%gpu` line is removed before.
         """

@@ -1,4 +1,4 @@
-"""`%%gpu measure`: which share of a GPU suffices for the code of a cell.
+"""`%%gpu measure`: which share of a GPU is enough for a cell's code.
 
 The code runs as in `jupyter gpu measure`, in separate processes with separate leases, without this kernel's variables; `--setup` names the
 cells that define them. The measurement is a child in a separate session: it gets the kernel's interrupts only from here, and ends with its

@@ -89,8 +89,8 @@ _TICKETS_MS = 1000
 _SIGN_MS = 60_000  # how long a sign of a coming cell lasts, unless its sender says otherwise
 _SIGN_AGAIN_MS = 2_000
 _SHARE_UNUSED = (
-    "This cell has held its share of the GPU without using it for as long as its pool allows (`max_unused_hold`), so others may have the "
-    "share now. The cell continues. What it uses of the GPU later is not reserved for it until it is this kernel's turn again."
+    "This cell has held its share of the GPU unused for the longest time that its pool allows (`max_unused_hold`), so others may have it "
+    "now. The cell continues. What it uses of the GPU later is not reserved for it until it is this kernel's turn again."
 )
 
 
@@ -266,8 +266,8 @@ class Broker:
                 if kernel.link is not None:
                     left = format_duration(max(0, at_ms - now_ms()))
                     sentence = (
-                        f"This kernel is idle: its GPU memory moves to host memory in {left}, and comes back with the next cell. "
-                        "Run a cell, or `%gpu pin 30m`, to keep it on the GPU."
+                        f"This kernel is idle: its GPU memory will move to host memory in {left}, and back when you run a cell. "
+                        "To keep it on the GPU, run a cell or `%gpu pin 30m`."
                     )
                     kernel.link.send(GateVerb.NOTICE, sentence=sentence)
             case UserNotice(sentence=sentence):

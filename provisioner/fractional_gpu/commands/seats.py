@@ -22,7 +22,7 @@ EPILOG = """\
 examples:
   jupyter gpu seats                     every seat: its owner, its share, and how much its kernels use
   jupyter gpu seats release ada         end the seat of ada's default server
-  jupyter gpu seats release ada/big     end that of her server `big`; a seat's id, or the beginning of it, works too
+  jupyter gpu seats release ada/big     end the seat of her server `big`; a seat's id, or its first characters, work too
 
 Release a seat if its server is not running and its hub is gone; a running hub releases such seats itself. If the server is running, it
 gets no more GPU kernels until it restarts. Running kernels are suspended and keep their variables. For administrators.

@@ -128,7 +128,7 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def _sockets_below(places: list[Path]) -> Iterator[str]:
-    """Yield sockets of brokers that left files in these folders, such as those of `jupyter gpu lab --simulate`."""
+    """Yield sockets of brokers that left files in these folders, for example from `jupyter gpu lab --simulate`."""
     for place in places:
         for folder in (place, *(sub for sub in _entries(place) if _is_own_folder(sub))):
             if any(entry.name.startswith("broker.") for entry in _entries(folder)):

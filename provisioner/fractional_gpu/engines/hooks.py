@@ -73,7 +73,7 @@ def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[
 
 
 def end(settings: HookSettings, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
-    """End the ended job's seat and remove its files. A broker out of reach ends the seat by itself."""
+    """End the ended job's seat and remove its files. A broker that cannot be reached ends the seat later."""
     files = SeatFiles(settings.folder)
     try:
         number = job_number(environment.get("SLURM_JOB_ID", ""))

@@ -8,7 +8,7 @@
 - A worker is replaced if its driver fails for unknown reasons on two targets in a row, and on `renew` (Xid, reset, sleep): the driver
   may be broken in that process alone.
 - With a claim, calls raise GPUError WORKER_BUSY while an earlier broker's worker is still running.
-- The worker runs in a separate session, so an interrupt at the terminal does not reach it.
+- The worker runs in a separate session, so Ctrl-C at the terminal does not reach it.
 """
 
 import asyncio
@@ -124,7 +124,7 @@ class WorkerLink:
         service: str | None = None,
     ) -> None:
         if service is not None and claim is None:
-            raise ValueError("the service of a checkpoint worker starts none without a claim; pass one")
+            raise ValueError("a checkpoint worker's service needs a claim; pass one")
         self.backend = backend
         self._service = service
         self._claim = claim
@@ -231,7 +231,7 @@ class WorkerLink:
             worker = self._worker
             if worker is not None and (self._is_stale or worker.has_ended):
                 if self._is_stale:
-                    log.warning("the checkpoint worker %d is replaced: its driver may be in a broken state", worker.pid)
+                    log.warning("replacing the checkpoint worker %d: its driver may be in a broken state", worker.pid)
                 await self._end(worker)
                 worker = None
             if worker is None:
@@ -244,9 +244,9 @@ class WorkerLink:
         except asyncio.CancelledError:
             raise _closed() from None
         except Exception as error:
-            log.critical("the link to the checkpoint worker failed in %s", what, exc_info=error)
+            log.critical("the link to the checkpoint worker failed during %s", what, exc_info=error)
             await self._kill()
-            sentence = f"the checkpoint worker could not be asked for {what}: {error!r}"
+            sentence = f"could not ask the checkpoint worker for {what}: {error!r}"
             raise GPUError(GPUErrorCode.WORKER_DIED, sentence) from error
         failure = reply.failure()
         if failure is None:
@@ -262,13 +262,14 @@ class WorkerLink:
             # Two workers could act on the same process, so run one operation at a time.
             raise GPUError(
                 GPUErrorCode.WORKER_HUNG,
-                f"the checkpoint worker {self._unkillable.pid} hangs in the driver and cannot be killed: nothing can be "
-                "suspended or resumed before it is gone; restarting the machine may be needed",
+                f"the checkpoint worker {self._unkillable.pid} hangs in the driver and cannot be killed: nothing can be suspended or "
+                "resumed until it is gone; you may have to restart the machine",
             )
         if self._claim is not None and not self._claim.take():
             raise GPUError(
                 GPUErrorCode.WORKER_BUSY,
-                f"the checkpoint worker of {self._claim.holder()} is still at work: nothing is suspended or resumed before it is done",
+                f"the checkpoint worker of {self._claim.holder()} is still running: nothing can be suspended or resumed until it is "
+                "done",
             )
         self._is_stale = False
         self._unexplained.clear()
@@ -285,7 +286,7 @@ class WorkerLink:
         if failure is None and greeting.protocol != PROTOCOL:
             failure = GPUError(
                 GPUErrorCode.WORKER_DIED,
-                "the checkpoint worker is of another version than this broker: restart the broker, and run both from the same image",
+                "the checkpoint worker and this broker have different versions: restart the broker, and run both from the same image",
             )
         if failure is not None:
             await self._end(worker)

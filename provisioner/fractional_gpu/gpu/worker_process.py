@@ -1,7 +1,7 @@
 """A running checkpoint worker, started by this process or by a service in another container (`worker_service`).
 
 Every message is one JSON object in one packet of a SEQPACKET socket. A worker's pidfd tells when it has ended; a service passes its
-worker's pidfd on. Only the service can kill its worker: if the service is gone, nobody can. By the kernel's credentials, the service
+worker's pidfd on. Only the service can kill its worker: if the service is gone, no process can. By the kernel's credentials, the service
 must run as root or as this process's user. Connecting is retried for some seconds: the container may be restarting.
 """
 
@@ -88,7 +88,7 @@ class Worker:
         except OSError as error:
             ours.close()  # a worker without a pidfd ends with its channel
             theirs.close()
-            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker cannot be started: {error}") from error
+            raise GPUError(GPUErrorCode.WORKER_DIED, f"could not start the checkpoint worker: {error}") from error
         return cls(process.pid, pidfd, ours, process=process), theirs
 
     @property
@@ -142,8 +142,8 @@ async def connect(path: str, backend: str, descriptors: Sequence[int], *, patien
     except TimeoutError:
         raise GPUError(
             GPUErrorCode.WORKER_DIED,
-            f"the checkpoint worker's service on {path} does not answer: {problem}; look at the container that runs "
-            f"`jupyter gpu node worker --socket {path}`",
+            f"the checkpoint worker's service on {path} does not answer: {problem}; check the container that runs `jupyter gpu node "
+            f"worker --socket {path}`",
         ) from None
 
 
@@ -156,7 +156,7 @@ async def _request(service: socket.socket, path: str, backend: str, descriptors:
     if not reply.pid or len(received) != 2:
         raise GPUError(
             GPUErrorCode.WORKER_DIED,
-            f"the checkpoint worker's service on {path} is of another version than this broker: run both from the same image",
+            f"the checkpoint worker's service on {path} and this broker have different versions: run both from the same image",
         )
     channel, pidfd = received
     return Worker(reply.pid, pidfd, socket.socket(fileno=channel), service=service)
@@ -167,7 +167,7 @@ def trusted_pid(connection: socket.socket) -> int:
     if peer.uid not in (0, os.geteuid()):
         raise GPUError(
             GPUErrorCode.NOT_PERMITTED,
-            f"process {peer.pid} of uid {peer.uid} is at the other end of the checkpoint worker's socket, and only root and uid "
+            f"process {peer.pid} of uid {peer.uid} is connected to the checkpoint worker's socket, but only root and uid "
             f"{os.geteuid()} are trusted there",
         )
     return peer.pid
@@ -195,7 +195,7 @@ def parse(data: bytes, kind: type[_Message], flags: int = 0) -> _Message:
             return msgspec.json.decode(data, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             problem = error
-    raise GPUError(GPUErrorCode.UNKNOWN, f"this is no message of a checkpoint worker: {problem} ({data[:100]!r})")
+    raise GPUError(GPUErrorCode.UNKNOWN, f"this is not a message of a checkpoint worker: {problem} ({data[:100]!r})")
 
 
 async def readable(descriptor: int) -> None:

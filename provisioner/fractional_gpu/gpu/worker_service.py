@@ -59,7 +59,7 @@ class WorkerService:
     async def run(self) -> None:
         """Serve until `stop`. Raises OSError if the socket cannot be made. Cancellation kills the worker."""
         with contextlib.closing(listen(self.path)) as listener:
-            log.info("the checkpoint worker's service (%s) listens on %s", self._kind, self.path)
+            log.info("the checkpoint worker's service (%s) is listening on %s", self._kind, self.path)
             accepting = asyncio.create_task(self._accept(listener))
             try:
                 await self._stop.wait()
@@ -86,8 +86,8 @@ class WorkerService:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors or memory: the worker and waiting peers go on
-                log.warning("no connection to %s can be accepted now: %s", self.path, error)
+            except OSError as error:  # out of descriptors or memory: the worker and waiting peers continue
+                log.warning("cannot accept connections to %s right now: %s", self.path, error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
             task = asyncio.create_task(self._serve(connection))
@@ -105,7 +105,7 @@ class WorkerService:
                 async with self._starting:
                     worker = await self._start(connection, request.backend, descriptors, pid)
             except GPUError as error:
-                log.warning("a connection to %s was refused: %s", self.path, error)
+                log.warning("refused a connection to %s: %s", self.path, error)
                 _send(connection, msgspec.json.encode(error_fields(error)))
                 return
             except OSError as error:
@@ -121,15 +121,15 @@ class WorkerService:
         if request.pid != pid:
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
-                f"the broker is process {request.pid} for itself and {pid} here: both must see the same pids; set "
-                "hostPID: true for the pod of both containers",
+                f"the broker has pid {request.pid} in its own namespace and {pid} here, but both must see the same pids; set hostPID: "
+                "true for the pod of both containers",
             )
         simulated = self._kind == SIMULATED
         if not (request.backend.startswith("simulated:") if simulated else request.backend == backend_name(self._kind)):
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
-                f"the broker's devices are {request.backend[:100]!r}, and this service drives {self._kind}: start it with "
-                "--backend NAME as the broker's devices are",
+                f"the broker's devices are {request.backend[:100]!r}, but this service drives {self._kind}; start it with the "
+                "--backend NAME that matches the broker's devices",
             )
 
     async def _start(self, connection: socket.socket, backend: str, descriptors: list[int], pid: int) -> Worker:
@@ -138,13 +138,13 @@ class WorkerService:
         if self._worker is not None and not await self._worker.wait(_REAP_S):
             raise GPUError(
                 GPUErrorCode.WORKER_BUSY,
-                f"the checkpoint worker {self._worker.pid} of an earlier connection still runs",
+                f"the checkpoint worker {self._worker.pid} of an earlier connection is still running",
             )
         if self._stop.is_set():
             raise GPUError(GPUErrorCode.WORKER_DIED, "the checkpoint worker's service is stopping")
         worker, channel = Worker.start(self._python, backend, descriptors)
         self._worker, self._channel = worker, channel
-        log.info("the checkpoint worker is process %d, for the broker %d", worker.pid, pid)
+        log.info("started checkpoint worker %d for broker %d", worker.pid, pid)
         with worker.channel as theirs:  # then only the broker has a copy
             _send(connection, msgspec.json.encode(Reply(pid=worker.pid)), theirs.fileno(), worker.pidfd)
         return worker
@@ -158,14 +158,14 @@ class WorkerService:
             if self._worker is worker and self._channel is not None:
                 self._channel.close()
                 self._channel = None
-        log.info("the checkpoint worker, process %d, ended with status %s", worker.pid, worker.status)
+        log.info("checkpoint worker %d ended with status %s", worker.pid, worker.status)
 
 
 async def _kill_on_request(connection: socket.socket, worker: Worker) -> None:
     await readable(connection.fileno())
     with contextlib.suppress(OSError):
         if connection.recv(1):
-            log.warning("the broker has the checkpoint worker %d killed", worker.pid)
+            log.warning("killing the checkpoint worker %d, as the broker asked", worker.pid)
             worker.kill()
 
 
@@ -192,14 +192,16 @@ def listen(path: str) -> socket.socket:
     found = os.lstat(path) if os.path.lexists(path) else None
     if found is not None:
         if not stat.S_ISSOCK(found.st_mode):
-            raise FileExistsError(errno.EEXIST, "there is something that is no socket; move it away", path)
+            raise FileExistsError(errno.EEXIST, "the path exists and is not a socket; move it away", path)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
             try:
                 asker.connect(path)
             except ConnectionRefusedError:  # a killed service left it; nothing listens on it
                 Path(path).unlink()
             else:
-                raise OSError(errno.EADDRINUSE, "another checkpoint worker's service listens there; end it first", path)
+                raise OSError(
+                    errno.EADDRINUSE, "another checkpoint worker's service is listening there; stop it first", path
+                )
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         listener.bind(path)
@@ -216,15 +218,15 @@ def _take_claim(descriptors: list[int]) -> None:
     if not descriptors:
         raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker sent no claim, so two workers could act on one process")
     if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):
-        raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker's claim is no file that can be locked")
+        raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker's claim is not a file that can be locked")
     try:
         fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise GPUError(
-            GPUErrorCode.WORKER_BUSY, "the checkpoint worker of another broker holds the claim: it is still at work"
+            GPUErrorCode.WORKER_BUSY, "the checkpoint worker of another broker holds the claim and is still running"
         ) from None
     except OSError as error:
-        raise GPUError(GPUErrorCode.NOT_PERMITTED, f"the broker's claim cannot be locked: {error}") from error
+        raise GPUError(GPUErrorCode.NOT_PERMITTED, f"could not lock the broker's claim: {error}") from error
 
 
 def _send(connection: socket.socket, message: bytes, *descriptors: int) -> None:

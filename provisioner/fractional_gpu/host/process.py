@@ -475,7 +475,7 @@ def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> b
         try:
             path = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - a process may have thousands
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # closed meanwhile
+            continue  # it has just been closed
         if fits(path.removesuffix(_DELETED)):
             return True
     return len(names) == _MOST_DESCRIPTORS

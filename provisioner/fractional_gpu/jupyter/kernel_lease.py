@@ -97,7 +97,7 @@ class KernelLease:
         return info
 
     def is_frozen(self) -> bool:
-        """Whether the process may be unable to exit by itself."""
+        """Whether the process may be frozen, and so unable to exit."""
         with self._client() as client:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
@@ -229,7 +229,7 @@ def _write_private(path: Path, token: str) -> None:
 
 
 def lease_label(text: str) -> str:
-    """Return the end of the text, where a path has the file name. Invalid characters become question marks."""
+    """Return the end of the text, which has a path's file name. Invalid characters become question marks."""
     return text.encode("utf-8", "replace").decode()[-MAX_NAME:]
 
 

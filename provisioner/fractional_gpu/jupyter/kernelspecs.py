@@ -189,7 +189,7 @@ def delete_folder(folder: Path) -> None:
 
 
 class SeatKernelSpecManager(KernelSpecManager):
-    """Hides those of our kernelspecs that the server's seat is too small for, or all of them without a seat.
+    """Hides our kernelspecs that need more than the server's seat, or all of them without a seat.
 
     For `--ServerApp.kernel_spec_manager_class`. The broker decides what a kernel gets.
     """

@@ -232,7 +232,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.debug("Could not resume kernel %s for its interrupt: %s", self.kernel_id, error)
 
     async def shutdown_requested(self, restart: bool = False) -> None:
-        """Record whether the process is suspended, and so unable to exit by itself."""
+        """Record whether the process is suspended, and so unable to exit."""
         await super().shutdown_requested(restart=restart)
         self._frozen_at_shutdown = await self._is_frozen()
 

@@ -123,7 +123,7 @@ def gpu_deadline(lease: "LeaseStatus") -> str:
     when = f"its GPU goes away in {_duration(lease.goes_away_in_ms)}"
     if not lease.lease.lost_because:
         return f"{when}, and it is saved before"
-    return f"{when}, and it cannot be saved before: {lease.lease.lost_because}; save to disk now what must not be lost"
+    return f"{when}, and it cannot be saved before: {lease.lease.lost_because}; save your results to disk now"
 
 
 def lease_deadline(lease: "LeaseStatus") -> str:

@@ -78,10 +78,10 @@ USERS_TOO_LATE = "more than 5 % of the users have a lateness whose 95th percenti
 
 @dataclass(slots=True)
 class _Allowance:
-    """How many more times may exceed a limit before their percentile does.
+    """How many more waits may exceed a limit before their percentile does.
 
     The percentile p of n times (nearest rank) keeps a limit if and only if at most n - ceil(n p) of them exceed it, and times are only
-    added. So once more than floor(N (1 - p)) of at most N times exceed it, the rest of the run cannot change the outcome.
+    added. So if more than floor(N (1 - p)) of at most N times exceed it, the rest of the run cannot change the outcome.
     """
 
     limit_ms: int

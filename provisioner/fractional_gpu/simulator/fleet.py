@@ -34,7 +34,7 @@ from fractional_gpu.simulator.traces import Session
 
 _MILLIONTHS = 1_000_000
 _PRIOR_UTIL_PERCENT = 15  # about the mean published utilisation
-_PRIOR_BUSY_MS = 30 * 60_000  # the prior weighs as much as cells of this total length
+_PRIOR_BUSY_MS = 30 * 60_000  # the prior has the weight of cells of this total length
 SUMS = (
     "busy", "held", "suspends", "resumes", "failed_swaps", "early_resumes", "vain_mib", "preemptions", "moved_mib", "out_of_memory", "lost",
 )  # fmt: skip

@@ -45,7 +45,7 @@ def fewest(
 
 
 def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = False, stays_ms: int = _STAYS_MS) -> int:
-    """Return the most devices that cells' fractions fill at once: about as many as short waits need.
+    """Return the most devices that cells' fractions fill at once, which is about the number that short waits need.
 
     Each cell takes its session's fraction until `stays_ms` after its end, or whole GPUs if it uses several or `whole` is set. Raises
     SimulationError for a session that the host cannot serve.

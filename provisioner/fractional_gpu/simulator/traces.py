@@ -85,7 +85,7 @@ class Cell:
 class Session:
     """One kernel, its cells ordered by start. `gpus` and `gpu_mib` are what it would have reserved.
 
-    `asked_mib`: requested on each GPU; 0: as much as it needs. `pool` is empty for the default pool.
+    `asked_mib`: requested on each GPU; 0: what it needs. `pool` is empty for the default pool.
     """
 
     session_id: str

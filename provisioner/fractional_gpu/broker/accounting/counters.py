@@ -27,7 +27,7 @@ _OTHER: Final = ("", "other")
 
 @dataclass(frozen=True, slots=True)
 class _Total:
-    """A counter, the meter's figure that it counts, and how many of the meter's units make one of its own."""
+    """A counter, the meter's field that it counts, and how many of the meter's units make one of the counter's."""
 
     name: str
     help: str

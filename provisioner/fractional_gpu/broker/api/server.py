@@ -283,7 +283,7 @@ async def _take_turn(account: Account, *, reserved: bool) -> None:
         retry_s = max(1, math.ceil(-account.left_s / account.share))
         raise TooManyRequestsError(
             f"{account.name} sends more requests than the broker handles for one user ({COST_SHARE:.0%} of a processor); try again in "
-            f"{retry_s} s, or find the program that sends so many",
+            f"{retry_s} s, or find the program that sends them",
             reason="too-many-requests",
             retry_s=retry_s,
         ) from None

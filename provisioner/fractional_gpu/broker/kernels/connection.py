@@ -281,7 +281,7 @@ class GateLink:
         return not self.closed and self._queue.empty() and self.stream is not None and self.stream.is_read() is True
 
     def forgive(self, seconds: float, now_s: float) -> None:
-        """Do not count the last seconds as silence: nobody checked the line, or the stopped process could not read."""
+        """Do not count the last seconds as silence: the broker did not check the line, or the stopped process could not read."""
         self.last_pulse_s = min(now_s, self.last_pulse_s + seconds)
         self._line_s = min(now_s, self._line_s + seconds)
 

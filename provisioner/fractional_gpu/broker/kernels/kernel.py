@@ -48,7 +48,7 @@ class Survivor:
 class CheckpointState:
     """The state of the kernel's checkpoints. The swap changes it, and the broker when the lease gets a device."""
 
-    homes: tuple[str, ...] = ()  # the devices that last held its processes' memory: where a checkpoint comes from
+    homes: tuple[str, ...] = ()  # the devices that last held its processes' memory; checkpoints come from them
     sizes: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that the last suspend was to save
     needs_driver: bool = False  # found in the middle of a swap, or saved, while the driver could not be asked
 

@@ -192,7 +192,7 @@ class ProcessInspector:
     async def states(
         self, kernel: Kernel, host: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, ProcessState], list[ProcessIdentity]]:
-        """Return the states of processes with a context of their own, and the processes that inherited one. Raises GPUError."""
+        """Return the states of processes that created a context, and the processes that inherited one. Raises GPUError."""
         tree = self.tree(kernel, host)
         if self.off:
             return {one: ProcessState.RUNNING for one in tree if host.used_mib(one.pid)}, []

@@ -221,9 +221,9 @@ def _take_turn(
 ) -> NameClaim | str | None:
     """Return the claim on the socket's name if this process should serve, or "" (and tell `ready`) if another broker serves.
 
-    None: serve, although another user's process holds the claim. Any other string: why no broker serves. Whoever holds the lock or the
-    claim is starting, serving or stopping; after it stops, this process serves. A broker with the claim but without the lock has lost its
-    files: it will restart with its `kept` claim and needs the lock, so release it.
+    None: serve, although another user's process holds the claim. Any other string: why no broker serves. The process that holds the lock or
+    the claim is starting, serving or stopping; after it stops, this process serves. A broker with the claim but without the lock has lost
+    its files: it will restart with its `kept` claim and needs the lock, so release it.
     """
     deadline = time.monotonic() + patience_s
     while True:

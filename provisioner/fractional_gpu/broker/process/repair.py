@@ -36,7 +36,7 @@ class BrokerLock:
         self._descriptor = self._open()
 
     def take(self, *, wait: bool = False) -> bool:
-        # A lock on a file that lost its name excludes nobody: the next broker locks the file that has the name now.
+        # A lock on a file that lost its name excludes no broker: the next broker locks the file that has the name now.
         if file_identity(self._path) != file_identity(self._descriptor):
             os.close(self._descriptor)
             self._descriptor = self._open()

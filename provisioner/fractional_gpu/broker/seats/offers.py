@@ -111,7 +111,7 @@ class PoolForecasts:
     def full(
         self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int, seats: Sequence[SeatRecord]
     ) -> PoolFull | str | None:
-        """Return the device for one more seat beside `seats`, or why the pool is full.
+        """Return the device for one more seat in addition to `seats`, or why the pool is full.
 
         A seat that its engine has admitted is never refused.
         """

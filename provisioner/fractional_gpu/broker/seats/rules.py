@@ -199,7 +199,7 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
 def check_seat_usage(
     seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
-    """Check that `asked` fits beside `held`. `earlier`: an earlier server's leases. Raises ForbiddenError or NoRoomError."""
+    """Check that `asked` fits in addition to `held`. `earlier`: an earlier server's leases. Raises ForbiddenError or NoRoomError."""
     has = f"this server has {format_fraction(seat.fraction_milli)} GPU with {format_memory(seat.memory_mib)} of pool {seat.pool!r}"
     if pool != seat.pool:
         raise ForbiddenError(

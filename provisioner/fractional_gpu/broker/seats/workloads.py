@@ -75,7 +75,7 @@ class Workloads:
             self._look_soon.set()
 
     def of_pod(self, pid: int) -> SeatRecord | None:
-        """Return the seat of the process's pod. The control group, which no process leaves, stands in for a token."""
+        """Return the seat of the process's pod. The control group, which no process can change, serves as the token."""
         pods = {
             seat.workload.id: seat
             for seat in self._seats.values()

@@ -177,7 +177,7 @@ class RevocationNotice:
             self._tell(
                 "revocation.host",
                 f"The host of this kernel goes away in {format_duration(left_ms)} with all its memory, including what is saved there. Save "
-                "now, to a disk that outlives it, what must not be lost: results, models, tables, and the notebook if it is on this host.",
+                "your results, models and tables now, to a disk that outlives the host, and the notebook if it is on this host.",
             )
         if self._must_drain:
             await self._drain(await self._remembered(), left_ms)

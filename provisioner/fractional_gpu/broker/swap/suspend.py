@@ -75,7 +75,7 @@ _LOOK_S = 0.02
 _DEAF_S = 5.0  # a silent process whose connections broke this long ago is no longer a kernel
 
 IsQuiet = Callable[[Kernel], Awaitable[bool]]
-"""Returns whether the devices have seen no work of a kernel for so long that it is idle, even if its extension is silent."""
+"""Returns whether the devices show that a kernel has been idle long enough, even if its extension is silent."""
 
 
 CheckpointCheck = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], Awaitable[str]]
@@ -215,7 +215,7 @@ class Suspension:
         return Gate(shut=link is not None and link.was_read())
 
     async def _shut_gate(self, kernel: Kernel, effect: Suspend) -> Gate:
-        """Make the next cell ask before it runs, if the kernel has an extension. Go on even if the kernel is busy.
+        """Make the next cell ask before it runs, if the kernel has an extension. Continues even if the kernel is busy.
 
         An extension that does not answer (the cell may hold the interpreter) obeys later; until then a running cell blocks in CUDA. Raises
         StepError if the kernel should be between two cells, but runs one in another of its shells.

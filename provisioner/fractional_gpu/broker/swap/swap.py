@@ -74,7 +74,7 @@ class Swaps:
             await self.inspector.scan_processes()
 
     async def shrink(self, kernel: Kernel) -> int | None:
-        """Have an idle kernel free cached memory; return the MiB it still uses, or None on failure. The kernel goes on if cancelled."""
+        """Have an idle kernel free cached memory; return the MiB it still uses, or None on failure. Safe to cancel."""
         if kernel.link is None or kernel.busy or await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S) != "done":
             return None
         try:

@@ -205,7 +205,7 @@ def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
         shown = ", ".join(f"{one.what} {one.covered_permille // 10} %" for one in known)
         yield ok(
             "forecasts",
-            f"the bounds are right about as often as they promise ({known[0].stated_permille // 10} %): {shown}",
+            f"the bounds hold about as often as they should ({known[0].stated_permille // 10} %): {shown}",
         )
 
 

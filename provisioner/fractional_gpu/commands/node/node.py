@@ -60,7 +60,7 @@ def _add_worker_arguments(parser: Parser) -> None:
     parser.argument(
         "--backend",
         "KIND",
-        "the kind of devices: nvidia, simulated (those of the connecting broker), or another package's kind, like the broker's "
+        "the kind of devices: nvidia, simulated (the connecting broker's), or another package's kind, like the broker's "
         "device_kind (default: nvidia)",
         default="nvidia",
     )

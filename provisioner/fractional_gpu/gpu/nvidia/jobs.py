@@ -40,7 +40,7 @@ def _open_job(pid: int) -> int | None:
                 if os.readlink(f"{folder}/{name}") != _LINK:  # noqa: PTH115 - a process may have thousands
                     continue
                 descriptor = os.open(f"{folder}/{name}", os.O_RDWR | os.O_CLOEXEC)
-                # Its owner may have put another file there meanwhile, to have us write to it.
+                # Its owner may have replaced the file, to make us write to another.
                 if os.readlink(f"/proc/self/fd/{descriptor}") == _LINK:  # noqa: PTH115 - as above
                     return descriptor
                 os.close(descriptor)

@@ -137,7 +137,7 @@ class NvidiaMonitor:
         self._saves_children = saves_children(version)
         refusal = driver_refusal(version) or self._bindings()
         found = [device for index in range(count) for device in self._describe(index, refusal)]
-        if any(device.why_not == _ON_MIG for device in found):  # instances have no index of their own
+        if any(device.why_not == _ON_MIG for device in found):  # the driver gives instances no index
             found = [replace(device, index=index) for index, device in enumerate(found)]
         if found:
             self.why_none = ""

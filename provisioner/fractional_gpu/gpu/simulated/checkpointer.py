@@ -135,7 +135,7 @@ class SimulatedCheckpointer:
                 self._refuse(operation, pid, self._state_of(key))
                 act(process)
         except FileNotFoundError:
-            # The folder is gone: the process died or ended its context meanwhile.
+            # The folder is gone: the process has died or ended its context.
             self._refuse(operation, pid, self._state(pid))
             raise
 

@@ -214,7 +214,7 @@ def open_gate(store: Store, key: str) -> None:
     write_gate(folder, OPEN)
     process = find_process(store, key)
     if process is not None and process.phase == "failed":
-        write_gate(folder, CLOSED)  # its device was lost meanwhile: calls must read the reason
+        write_gate(folder, CLOSED)  # its device has been lost: calls must read the reason
 
 
 @contextmanager
