@@ -136,7 +136,7 @@ def test_a_hosts_notice_is_told_beneath_the_last_cell_and_taken_back_there(world
     until(lambda: not world.lease(notebook.kernel_id).busy, "the kernel idles")
     path.write_text("TRUE")
     shown = _next_with(notebook, "goes away in")
-    assert "Save now, to a disk that outlives it" in str(shown["content"])
+    assert "Save your results, models and tables now, to a disk that outlives the host" in str(shown["content"])
     assert world.status().goes_away_in_ms is not None
     assert world.command("status").stdout.count("This machine is revoked") == 1
     path.unlink()

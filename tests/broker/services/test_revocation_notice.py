@@ -144,7 +144,7 @@ def test_all_devices_are_drained_by_the_deadline_of_a_notice_and_given_back_as_t
     assert all(one["draining"] and 0 < one["goes_away_in_ms"] <= 90_000 for one in devices)
     assert [one["goes_away_in_ms"] > 60_000 for one in devices] == [True, True]
     story = two.call("GET", f"/v1/leases/{lease.lease_id}/story", token=lease.token).body["lines"]
-    assert "Save now, to a disk that outlives it" in story[-1]["sentence"]
+    assert "Save your results, models and tables now, to a disk that outlives the host" in story[-1]["sentence"]
     path.unlink()
     later = RevocationNotice(two.broker, path, 30_000, drains=True)  # as in a broker that starts meanwhile
     devices = _look(two, later)
