@@ -99,7 +99,7 @@ def test_a_notice_that_is_withdrawn_leaves_a_running_cell_alone_and_all_is_as_be
     end = slow.folder / "end"
     cell = begin_work(slow, notebook, end)
     assert slow.command("drain", "0", "--deadline", "10m").returncode == 0
-    assert "the cell is interrupted" in _told(notebook, cell)
+    assert "it will be paused" in _told(notebook, cell)
     slow.await_state(idle.kernel_id, "suspended")
     during = slow.lease(notebook.kernel_id)
     assert (during.goes_away_in_ms is None, during.lease.lost_because) == (False, "")
