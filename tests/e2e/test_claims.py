@@ -167,18 +167,27 @@ def test_a_waiting_client_gets_its_claim_though_the_broker_was_killed(world: Wor
     ]
 
 
+PROGRAM = """
+import os
+from fractional_gpu.gpu.simulated import cuda
+buffer = cuda.allocate(400 << 20)
+print(os.getpid(), flush=True)
+raise SystemExit(int(input()))
+"""
+
+
 def test_a_program_holds_its_claim_as_long_as_it_runs(world: World) -> None:
     words = [sys.executable, "-m", "fractional_gpu.commands.main", "lease", "--memory", "700MiB", "--"]
-    with started(
-        world, *words, sys.executable, "-c", "import os; print(os.getpid(), flush=True); raise SystemExit(int(input()))"
-    ) as one:
+    with started(world, *words, sys.executable, "-c", PROGRAM) as one:
         assert one.stdout is not None
         assert int(one.stdout.readline()) == one.pid
+        until(lambda: device(world).used_mib and world.status().leases[0].busy, "the claim is in use")
         (lease,) = world.status().leases
-        assert lease.state == "resident"
+        assert (lease.state, lease.lease.used_mib >= 400, device(world).stranger_mib) == ("resident", True, 0)
         one.communicate("7", timeout=60)
         assert one.returncode == 7
     until(lambda: not world.status().leases, "the claim ends with its program")
+    until(lambda: device(world).stranger_mib == 0, "what the program used is free again")
     missing = subprocess.run([*words, "no-such-program"], env=world.environment, capture_output=True, check=False)
     assert missing.returncode == 127
     assert world.status().leases == []

@@ -54,6 +54,7 @@ class World:
         self.wanted: list[str] = []
         self.stopped: list[bool] = []
         self.busy: list[bool] = []
+        self.stranger_mib = 0
         self.view = view_of(state, reserve_mib)
         self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="", identity=identify(os.getpid()))
         self.kernels = {LEASE: self.kernel}
@@ -81,6 +82,9 @@ class World:
     def sync_busy_state(self, kernel: Kernel) -> None:
         self.busy.append(kernel.busy)
 
+    def devices(self) -> list[Any]:
+        return [SimpleNamespace(device_id=DEVICE, stranger_mib=self.stranger_mib)]
+
     def pools(self) -> dict[str, PoolSpec]:
         return {"default": self.pool}
 
@@ -103,6 +107,7 @@ class World:
 
     def dispatch(self, event: Event) -> None:
         self.events.append(event)
+        self.stranger_mib = event.stranger_mib if isinstance(event, DeviceSeen) else self.stranger_mib
         for one in measurements([event]):
             self.view = replace(self.view, used_mib=one.used_mib, is_measured=True)
 
@@ -407,3 +412,12 @@ def test_a_program_counts_for_its_user_s_claim_and_for_no_other_s(uid: int, seat
     assert strangers(events) == [200 if counts else 700], "what exceeds the claim is a stranger's"
     assert [one.used_mib for one in world.enforcement.strangers[DEVICE]] == ([] if counts else [700])
     assert world.busy == [counts], "a claim in use is busy"
+
+
+@pytest.mark.promise("claims")
+async def test_what_the_arbiter_thinks_of_strangers_is_corrected() -> None:
+    world = World()
+    await world.told()
+    world.stranger_mib = 300  # a claim has ended, and its program meanwhile as well
+    assert strangers(await world.told()) == [0]
+    assert strangers(await world.told()) == []

@@ -322,7 +322,9 @@ class Sampler:
 
     def _report_stranger(self, device_id: str, stranger_mib: int) -> None:
         before = self._strangers.get(device_id, 0)
-        if device_id in self._strangers and before == stranger_mib:
+        # The arbiter changes its figure when a claim ends, or a lease that used the device gets a reservation.
+        known = {one.device_id: one.stranger_mib for one in self._broker.arbiter.devices()}.get(device_id)
+        if device_id in self._strangers and before == stranger_mib == known:
             return
         self._strangers[device_id] = stranger_mib
         if before is None:

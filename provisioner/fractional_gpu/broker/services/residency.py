@@ -74,8 +74,8 @@ class Residency:
                 if request.watch and kernel.cell.unused:
                     return  # its cell does not wait
                 if progress is not None and _is_news(progress, told, int((time.monotonic() - told_s) * 1000)):
-                    yield progress
                     told, told_s = progress, time.monotonic()
+                    yield progress
                 if progress is not None and progress.kind in ends:
                     return
                 await _any_of(change, queue, min(_look_again_s(told), max(0.0, deadline_s - time.monotonic())))
