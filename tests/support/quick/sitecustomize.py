@@ -1,7 +1,7 @@
 """Ends Jupyter's own processes in tests (kernels, servers, hubs) once their `atexit` functions have run, with exit status 0.
 
 What follows otherwise is the teardown of the interpreter, which takes a fifth of a kernel's start and shows nothing that a test asks for.
-The processes of tests/jupyter and of the benchmarks have it. Our own processes (broker, worker) load faster: see `kept_dataclasses`.
+The processes of tests/jupyter and of the benchmarks have it. Our own processes (broker, worker) load faster: see `kept_code`.
 """
 
 import atexit
@@ -44,13 +44,6 @@ def _begin_collecting_later(objects: int) -> None:
     gc.set_threshold(objects, *usual[1:])
 
 
-def _spare_jinja_a_pattern() -> None:
-    """Give jinja2 a short pattern of identifiers: its own one, of every letter there is, takes a twentieth of a start to compile."""
-    module = types.ModuleType("jinja2._identifier")
-    module.pattern = re.compile(r"\w+")  # type: ignore[attr-defined]
-    sys.modules[module.__name__] = module
-
-
 def _spare_the_hubs_database() -> None:
     """Give a server or service of a hub, which has no database, none of its tables: SQLAlchemy and alembic take half of its imports' time.
 
@@ -76,20 +69,17 @@ def _spare_a_hub_the_clients_of_other_spawners() -> None:
     sys.modules["kubernetes_asyncio"] = sys.modules["docker"] = None  # type: ignore[assignment] # an ImportError
 
 
-if not (_JUPYTER - {"ipykernel_launcher"}).isdisjoint(_STARTED):
-    import re
-
+if not _JUPYTER.isdisjoint(_STARTED):
     _begin_collecting_later(100_000)
-    _spare_jinja_a_pattern()
 
 if not {"jupyterhub.singleuser", "fractional_gpu_hub.service"}.isdisjoint(_STARTED):
     _spare_the_hubs_database()
 elif "jupyterhub" in _STARTED:
     _spare_a_hub_the_clients_of_other_spawners()
 
-if any(
-    option == "-m" and name.startswith("fractional_gpu.") for option, name in itertools.pairwise(sys.orig_argv[1:5])
+if not _JUPYTER.isdisjoint(_STARTED) or any(
+    option == "-m" and name.startswith("fractional_gpu") for option, name in itertools.pairwise(sys.orig_argv[1:5])
 ):
-    import kept_dataclasses  # type: ignore[import-not-found]  # next to this file
+    import kept_code  # type: ignore[import-not-found]  # next to this file
 
-    kept_dataclasses.use()
+    kept_code.use()
