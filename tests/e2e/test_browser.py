@@ -95,11 +95,13 @@ def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, browse
         lab.turn_to("Untitled1.ipynb")
         expect(lab.output).to_contain_text("finished")
         expect(lab.item).to_contain_text("3/4 GPU · suspended (simulated)")
-        the_debuggers_panel_brings_a_kernel_back_whose_variables_it_shows(world, lab)
+        the_debuggers_panel_shows_what_lies_on_the_gpu_and_leaves_a_kernel_suspended_that_is_to_be(world, lab)
 
 
-def the_debuggers_panel_brings_a_kernel_back_whose_variables_it_shows(world: World, lab: Lab) -> None:
-    """Needs two notebooks that do not fit together, with `Untitled.ipynb` on the GPU."""
+def the_debuggers_panel_shows_what_lies_on_the_gpu_and_leaves_a_kernel_suspended_that_is_to_be(
+    world: World, lab: Lab
+) -> None:
+    """Needs two notebooks that do not fit together, with `Untitled.ipynb` on the GPU. The panel asks for variables after each cell."""
     kernels = {one["path"]: one["kernel"]["id"] for one in lab.server.request("GET", "api/sessions")}
     first = kernels["Untitled.ipynb"]
     lab.turn_to("Untitled.ipynb")
@@ -115,7 +117,13 @@ def the_debuggers_panel_brings_a_kernel_back_whose_variables_it_shows(world: Wor
     lab.turn_to("Untitled.ipynb")  # the panel asks for the variables
     world.await_state(first, "resident")
     expect(variables).to_contain_text("touching")
-    assert lab.server.connect(first).must(CHECK).text == "intact\n"
+    lab.run("%gpu suspend")
+    expect(lab.output).to_contain_text("Suspended")
+    assert lab.server.connect(first).debug("debugInfo")["success"], "the page asks for nothing that is behind this"
+    expect(lab.item).to_contain_text("3/4 GPU · suspended (simulated)")
+    assert world.lease(first).state == "suspended"
+    lab.run(CHECK.strip())
+    expect(lab.output).to_contain_text("intact")
 
 
 @pytest.fixture(scope="module")
