@@ -20,6 +20,7 @@ import tempfile
 import tomllib
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -36,6 +37,7 @@ JUDGED: Final = ("tests/site/test_build.py", "tests/e2e/test_accessible_notebook
 CORE: Final = ("tests/config", "tests/ledger", "tests/client", "tests/commands", "tests/kernelext")
 _TEST_PACKAGES: Final = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "websocket-client")
 _EXTRAS: Final = "[lab,hub]"
+_AT_ONCE: Final = 3
 _PYPROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -212,16 +214,22 @@ def _tried(check: str, make: Callable[[], str]) -> Result:
 
 
 def results(scratch: Path, versions: Sequence[str]) -> Iterator[Result]:
-    """Make every check, one after another."""
+    """Make every check: the long ones, which wait for processes more than they compute, a few at once and the longest first."""
     yield _tried("version", check_version)
     yield _tried("Pythons", check_pythons_of_the_metadata)
-    yield _tried("JupyterLab's extension", check_extension)
-    yield _tried("site", lambda: check_site(scratch))
-    yield _tried("accessibility", check_accessibility)
     built = _tried("wheel and sdist", lambda: check_builds(scratch / "dist"))
     yield built
-    if not built.holds:
-        return
+    checks = {
+        **(dict(_environments(scratch, versions)) if built.holds else {}),
+        "accessibility": check_accessibility,
+        "site": lambda: check_site(scratch),
+        "JupyterLab's extension": check_extension,
+    }
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        yield from pool.map(_tried, checks.keys(), checks.values())
+
+
+def _environments(scratch: Path, versions: Sequence[str]) -> Iterator[tuple[str, Callable[[], str]]]:
     wheel = _only(scratch / "dist", "*.whl")
     for version in versions:
         python = find_python(version)
@@ -231,7 +239,7 @@ def results(scratch: Path, versions: Sequence[str]) -> Iterator[Result]:
         for oldest in (True, False) if version == versions[0] else (False,):
             name = f"Python {version}, {'oldest' if oldest else 'newest'} dependencies"
             place = scratch / f"{version}-{'oldest' if oldest else 'newest'}"
-            yield _tried(name, partial(check_environment, python, wheel, place, oldest=oldest))
+            yield name, partial(check_environment, python, wheel, place, oldest=oldest)
 
 
 def main() -> int:

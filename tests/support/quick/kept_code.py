@@ -6,6 +6,7 @@ script, writes the code for its interpreter; what is not there is compiled as al
 
 import _sre
 import dataclasses
+import importlib
 import marshal
 import os
 import re._compiler  # type: ignore[import-not-found]  # private, so typeshed has no stub
@@ -14,6 +15,18 @@ from collections.abc import Mapping
 from typing import Any
 
 _FILE = os.path.join(os.path.dirname(__file__), "__pycache__", f"code-{sys.implementation.cache_tag}.marshal")  # noqa: PTH118, PTH120 - pathlib takes longer to import
+
+_LOADED = (
+    "fractional_gpu.broker.process.run",
+    "fractional_gpu.commands.main",
+    "fractional_gpu_hub.service.app",
+    "fractional_gpu_kernel",
+    "ipykernel.kernelapp",
+    "IPython.core.oinspect",
+    "jupyter_server.serverapp",
+    "jupyterhub.app",
+    "jupyterhub.singleuser",
+)
 
 
 def use() -> None:
@@ -58,15 +71,8 @@ def write() -> None:
     dataclasses.exec = run  # type: ignore[attr-defined]
     re._compiler.compile = pattern
     re.purge()
-    import fractional_gpu.broker.process.run  # noqa: PLC0415 - once `exec` is ours
-    import fractional_gpu.commands.main  # noqa: PLC0415
-    import fractional_gpu_hub.service.app  # noqa: PLC0415
-    import fractional_gpu_kernel  # noqa: PLC0415
-    import ipykernel.kernelapp  # noqa: PLC0415
-    import IPython.core.oinspect  # noqa: PLC0415
-    import jupyter_server.serverapp  # noqa: PLC0415
-    import jupyterhub.app  # noqa: PLC0415
-    import jupyterhub.singleuser  # noqa: F401, PLC0415
+    for name in _LOADED:
+        importlib.import_module(name)
 
     os.makedirs(os.path.dirname(_FILE), exist_ok=True)  # noqa: PTH103, PTH120 - as above
     with open(f"{_FILE}.{os.getpid()}", "wb") as file:  # noqa: PTH123
