@@ -4,7 +4,6 @@ That takes a third of the time in which a broker or a kernel loads, and the test
 script, writes the code for its interpreter; what is not there is compiled as always, so old code only costs time.
 """
 
-import _sre
 import dataclasses
 import importlib
 import marshal
@@ -44,7 +43,7 @@ def use() -> None:
 
     def pattern(text: object, flags: int = 0) -> object:
         code = kept.get((text, flags))
-        return compiled(text, flags) if code is None else _sre.compile(text, *marshal.loads(code))  # noqa: S302 - our own
+        return compiled(text, flags) if code is None else re._compiler._sre.compile(text, *marshal.loads(code))  # noqa: S302 - our own
 
     dataclasses.exec = run  # type: ignore[attr-defined]  # found before the built-in function of this name
     re._compiler.compile = pattern
