@@ -123,7 +123,7 @@ class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
             raise spawn_error(str(error), reason="gpu-options") from None
 
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
-        """Return the pool and thousandths. What the user left out is made to fit, close to the defaults.
+        """Return the pool and thousandths. Fills in what the user left out, as close to the defaults as fits.
 
         Without a choice, or if nothing fits, the defaults apply; their refusal says what is on offer. Raises the error that stops the
         spawn.

@@ -107,7 +107,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return self.gpu_socket
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the uid that may use the seat, None if the token suffices."""
+        """Return the uid that may use the seat, None if the token is enough."""
         ids = self.gpu_user_ids()
         return os.getuid() if ids is None else ids[0]
 

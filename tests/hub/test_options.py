@@ -47,7 +47,7 @@ def test_a_pool_without_price_and_budget_says_nothing_of_them() -> None:
 
 
 def test_a_pool_says_in_one_line_which_share_would_have_been_enough() -> None:
-    line = "<p>By what your servers have used: 1/4 GPU (20 GiB) would have been enough on 12 of 12 days.</p>"
+    line = "<p>Based on your servers' usage: 1/4 GPU (20 GiB) would have been enough on 12 of 12 days.</p>"
     assert form(POOL).count(line) == 1
     assert "<script>" not in gpu_form(
         Offers(pools=[replace(POOL, advice="<script>")]), chosen=None, without=False, allow_without=False

@@ -579,7 +579,7 @@ Its notebook shows that the kernel died. A Jupyter server may start a new one, w
         ),
         epilog="""\
 examples:
-  jupyter gpu status                    lists them: "its kernel has ended, and process 4242 (python train.py) ..."
+  jupyter gpu status                    lists them: "its kernel has ended, but GPU memory is still held by process 4242 ..."
   jupyter gpu end 3f2a                  end everything that this lease's kernel left behind
   jupyter gpu end 4242                  the same, named by one of the processes
 

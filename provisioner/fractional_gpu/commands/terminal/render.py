@@ -139,8 +139,8 @@ def _left_line(lease: LeaseStatus) -> str:
         f"process {one.pid} ({one.command})" + (f" with {format_memory(one.used_mib)}" if one.used_mib else "")
         for one in lease.left
     )
-    end = f"`jupyter gpu end {short_id(lease.lease_id)}` ends it"
-    return f"  {lease_name(lease)}: its kernel has ended, and {processes} still has device memory; {end}"
+    end = f"`jupyter gpu end {short_id(lease.lease_id)}` ends {'it' if len(lease.left) == 1 else 'them'}"
+    return f"  {lease_name(lease)}: its kernel has ended, but GPU memory is still held by {processes}; {end}"
 
 
 def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "list[Text]":
