@@ -25,7 +25,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.display.lines import CellLine, LiveLine, Notices, wait_text
+from fractional_gpu_kernel.display.lines import CellLine, LiveLine, Notices, wait_bundle, wait_text
 from fractional_gpu_kernel.memory import ImportHooks, mapped_files
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, explain, is_local
 
@@ -342,7 +342,9 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
         now_s = time.monotonic()
         quiet_s = begun_s + QUIET_S - now_s
         if line is not None and last is not None and quiet_s <= 0:
-            line.show(wait_text(last, waited_s=now_s - begun_s, age_s=now_s - last_s, preempted=preempted))
+            waited_s, age_s = now_s - begun_s, now_s - last_s
+            text = wait_text(last, waited_s=waited_s, age_s=age_s, preempted=preempted)
+            line.show(text, wait_bundle(last, waited_s=waited_s, age_s=age_s))
         # Wake regularly: the line counts down, and a signal delivered to another thread does not wake this one.
         patience_s = min(quiet_s, POLL_S) if last is not None and quiet_s > 0 else POLL_S
         try:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from fractional_gpu.protocol.messages import Progress
     from fractional_gpu.protocol.status import LeaseStatus
 
-Bundle = dict[str, str]
+Bundle = dict[str, Any]
+WAIT_TYPE = "application/vnd.jupyter-gpu.wait+json"
 
 SIMULATED = "JUPYTER_GPU_SIMULATED_DIR"
 
@@ -32,12 +33,15 @@ class View:
 class Sentence(View):
     """One sentence. On a simulated GPU its heading says "simulated"."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, more: Bundle | None = None) -> None:
+        self.text, self._more = text, more or {}
         self._speaker = "simulated gpu" if os.environ.get(SIMULATED) else "gpu"
 
     def __repr__(self) -> str:
         return f"[{self._speaker}] {self.text}"
+
+    def bundle(self) -> Bundle:
+        return {**super().bundle(), **self._more}
 
     def html(self) -> str:
         from html import escape  # noqa: PLC0415 - off the kernel's start
@@ -54,10 +58,11 @@ class LiveLine:
         self._display_id = os.urandom(16).hex()
         self._shown: str | None = None
 
-    def show(self, text: str) -> None:
+    def show(self, text: str, wait: Bundle | None = None) -> None:
+        """Show a text, and beside it the machine-readable form of a wait."""
         if text != self._shown:
             update, self._shown = self._shown is not None, text
-            publish(self._shell, Sentence(text), display_id=self._display_id, update=update)
+            publish(self._shell, Sentence(text, wait), display_id=self._display_id, update=update)
 
     def blank(self) -> None:
         """Empty the line, keeping other output above it."""
@@ -79,10 +84,10 @@ class CellLine:
         self._line, self._context = line, context
         self._lock, self._is_closed = threading.Lock(), False
 
-    def show(self, text: str) -> None:
+    def show(self, text: str, wait: Bundle | None = None) -> None:
         with self._lock:
             if not self._is_closed:
-                self._context.copy().run(self._line.show, text)
+                self._context.copy().run(self._line.show, text, wait)
 
     def close(self) -> None:
         with self._lock:
@@ -147,6 +152,26 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
         does = "gave the GPU to another kernel and will get it back"
         end = "Until then, it waits when it next uses the GPU."
     return f"This cell {does}{about}: {why}.{after}{slowdown} {end}"
+
+
+def wait_bundle(progress: "Progress", *, waited_s: float, age_s: float) -> Bundle:
+    """Return a wait for programs, version 1: milliseconds, lease ids and the reason's code. docs/agents.md has the fields."""
+    left = {
+        name: None if ms is None else max(0, ms - int(age_s * 1000))
+        for name in ("expected_ms", "low_ms", "high_ms")
+        for ms in (getattr(progress, name),)
+    }
+    return {
+        WAIT_TYPE: {
+            "version": 1,
+            "position": progress.position,
+            **left,
+            "waited_ms": int(waited_s * 1000),
+            "reason": progress.reason,
+            "sentence": progress.sentence,
+            "blockers": list(progress.blockers),
+        }
+    }
 
 
 def resizing(status: "LeaseStatus") -> str:

@@ -228,8 +228,10 @@ def _write_private(path: Path, token: str) -> None:
         raise FractionalGPUError(f"could not write the lease's token to {path} {why}") from error
 
 
-def lease_label(text: str) -> str:
-    """Return the end of the text, which has a path's file name. Invalid characters become question marks."""
+def lease_label(text: str, environment: Mapping[str, str]) -> str:
+    """Return the end of the text, where a path has the file name, and the agent that says it runs this. Invalid characters become question marks."""
+    agent = environment.get("JUPYTER_GPU_AGENT", "")
+    text = f"{text} (agent {agent})" if agent else text
     return text.encode("utf-8", "replace").decode()[-MAX_NAME:]
 
 
@@ -237,7 +239,7 @@ def kernel_request(asked: LeaseRequest, *, kernel_id: str, label: str, gated: bo
     return structs.replace(
         asked,
         kernel_id=kernel_id[:MAX_NAME],  # the longest name of a file
-        label=lease_label(label),
+        label=label,
         gated=gated,
         wait_ms=0 if gated else _WAIT_UNGATED_MS,
     )

@@ -34,6 +34,7 @@ from fractional_gpu.jupyter.kernel_lease import (
     environment_with,
     environment_without,
     kernel_request,
+    lease_label,
     plain_connection,
     recall_lease,
     renew_lease,
@@ -135,7 +136,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._plan = await in_thread(
             plan_kernel, self.kernel_spec.argv, with_spec, folder, self.kernel_spec.language or ""
         )
-        label = environment.get("JPY_SESSION_NAME") or self.kernel_spec.display_name or "kernel"
+        name = environment.get("JPY_SESSION_NAME") or self.kernel_spec.display_name or "kernel"
+        label = lease_label(name, environment)
         request = kernel_request(asked, kernel_id=self.kernel_id or "", label=label, gated=self._plan.gated)
         self._notice = ""
         lease, notice = await self._obtain(request, simulate)

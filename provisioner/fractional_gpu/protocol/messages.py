@@ -198,6 +198,7 @@ class Progress(WaitLine, frozen=True, kw_only=True):
     overlap: bool = False
     turn_ms: int | None = None  # when the turns of the busy kernels in the way end; None: they are not preempted
     slowdown_brief: str = ""  # where the cell would run: a forecast
+    blockers: tuple[str, ...] = ()  # ids of the user's own leases in the way
 
 
 CELL_RUNS, NO_CELL_RUNS = "a cell runs", "no cell runs"

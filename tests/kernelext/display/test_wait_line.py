@@ -3,7 +3,7 @@
 import re
 
 from fractional_gpu.protocol.messages import Progress
-from fractional_gpu_kernel.display.lines import resizing, wait_text
+from fractional_gpu_kernel.display.lines import WAIT_TYPE, Sentence, resizing, wait_bundle, wait_text
 from tests.kernelext.statuses import LEASE
 
 
@@ -49,3 +49,22 @@ def test_a_narrow_span_is_not_said_twice() -> None:
 
 def test_a_larger_share_that_is_waited_for_says_so() -> None:
     assert "share" in resizing(LEASE)
+
+
+def test_programs_get_the_same_as_numbers_and_codes() -> None:
+    progress = Progress(
+        kind="waiting", position=2, expected_ms=40_000, low_ms=10_000, high_ms=60_000, reason="wait.busy-neighbour",
+        sentence="20 GiB are needed", blockers=("a",),
+    )  # fmt: skip
+    (data,) = wait_bundle(progress, waited_s=25, age_s=20).values()
+    assert data == {
+        "version": 1, "position": 2, "expected_ms": 20_000, "low_ms": 0, "high_ms": 40_000, "waited_ms": 25_000,
+        "reason": "wait.busy-neighbour", "sentence": "20 GiB are needed", "blockers": ["a"],
+    }  # fmt: skip
+    (data,) = wait_bundle(Progress(kind="waiting"), waited_s=0, age_s=0).values()
+    assert (data["position"], data["expected_ms"], data["blockers"]) == (None, None, [])
+
+
+def test_the_wait_line_carries_both_forms_in_one_display() -> None:
+    view = Sentence("it waits", {WAIT_TYPE: {"version": 1}})
+    assert view.bundle().keys() == {"text/plain", "text/html", WAIT_TYPE}

@@ -195,7 +195,11 @@ class Handler(web.RequestHandler):
             call.body = decode_query(query, route.request_type)
         else:
             call.body = decode_request(self.request.body, route.request_type)
-        work = self._write_lines(route, call) if route.lines else self._answer(route, call)
+        wait_s = _preferred_wait_s(self.request.headers.get("Prefer", "")) if route is routes.ACQUIRE else None
+        if wait_s is not None:
+            work = self._answer_within(route, call, wait_s)
+        else:
+            work = self._write_lines(route, call) if route.lines else self._answer(route, call)
         if route.lines or route.withdraws:
             await self._while_connected(work)
         else:
@@ -213,6 +217,17 @@ class Handler(web.RequestHandler):
             self.reply_with(*reply)
         else:
             self.reply(Done() if reply is None else reply)
+
+    async def _answer_within(self, route: Route[Any, Any], call: Call[Any], wait_s: int) -> None:
+        """Reply with the last line alone, within `wait_s`: `Prefer: wait=N` of RFC 7240."""
+        if call.body.hold:
+            raise BadRequestError("`hold` needs the stream of lines: leave out the header Prefer, or `hold`")
+        call.body = msgspec.structs.replace(call.body, wait_ms=min(wait_s * 1000, call.body.wait_ms))
+        async with aclosing(_SERVED[route].function(call)) as lines:
+            async for line in lines:
+                last = line
+        self.set_header("Preference-Applied", f"wait={wait_s}")
+        self.reply(last)
 
     async def _write_lines(self, route: Route[Any, Any], call: Call[Any]) -> None:
         last = None
@@ -313,6 +328,11 @@ class Handler(web.RequestHandler):
                 log.info("%s %s refused: %s", self.request.method, target, printable(str(value))[:500])
         elif not isinstance(value, iostream.StreamClosedError):
             log.error("%s %s failed", self.request.method, self.request.path, exc_info=(typ, value, tb))
+
+
+def _preferred_wait_s(prefer: str) -> int | None:
+    found = re.search(r"(?:^|[,;])\s*wait\s*=\s*(\d{1,6})\s*(?:$|[,;])", prefer, re.ASCII | re.IGNORECASE)
+    return int(found[1]) if found else None
 
 
 def _error_for(status: int) -> FractionalGPUError:

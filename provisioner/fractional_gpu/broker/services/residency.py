@@ -20,7 +20,7 @@ from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.lanes import SWAPS
 from fractional_gpu.broker.services.status import explain, full_lease_status, revoked_sentence, times, view_of
 from fractional_gpu.core.events import Attached, BusyChanged, MoveRequested, SuspendRequested, Unwanted, Wanted
-from fractional_gpu.core.model import FOUND_FAILED, LeaseState, LeaseView
+from fractional_gpu.core.model import FOUND_FAILED, LeaseState, LeaseView, TicketView
 from fractional_gpu.core.move import BUSY_CHANNEL
 from fractional_gpu.core.revoke import REVOKED
 from fractional_gpu.host.process import ProcessIdentity
@@ -137,7 +137,12 @@ class Residency:
             **times(expected),
             turn_ms=None if turns_end_ms is None else max(0, turns_end_ms - now_ms()),
             slowdown_brief=self._broker.arbiter.slowdown(kernel.lease_id).brief,
+            blockers=self._own_blockers(view, ticket),
         )
+
+    def _own_blockers(self, view: LeaseView, ticket: TicketView | None) -> tuple[str, ...]:
+        others = [self._broker.arbiter.lease(one) for one in ticket.blockers] if ticket is not None else []
+        return tuple(one.spec.lease_id for one in others if one is not None and one.spec.owner == view.spec.owner)
 
     async def follow(self, kernel: Kernel) -> AsyncGenerator[LeaseNews, None]:
         told: LeaseNews | None = None
