@@ -1,0 +1,197 @@
+"""Tools for AI agents over MCP: thin functions over the broker's client, which jupyter-server-mcp finds by its entry points.
+
+Memory is in MiB and time in seconds. A tool that fails raises an error whose text is JSON: `code`, `reason`, and a `message` that says
+what to do. `python -m fractional_gpu.jupyter.mcp` prints the schemas of all tools and the codes. The tools act as the user of the Jupyter
+server, and what they reserve ends with it.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec
+
+import msgspec
+
+from fractional_gpu.client.claims import take_claim
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.client.seat import own_seat
+from fractional_gpu.protocol import accounts, errors, messages, status
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, NoRoomError
+
+_LONGEST_WAIT_S = 3600
+_Arguments = ParamSpec("_Arguments")
+Answer = dict[str, Any]
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """Room that is kept for this user's programs. Start them with `environment`, which binds them to the device."""
+
+    lease_id: str
+    device_id: str
+    ends_in_ms: int
+    environment: dict[str, str]
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease now (its measured use and advice on its share included), and why everything happened to it."""
+
+    lease: status.LeaseStatus
+    story: list[status.StoryLine]
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a lease and its user used, and what is left of the budgets that this user may see."""
+
+    cost: accounts.Cost
+    budgets: list[accounts.BudgetStatus]
+
+
+TOOLS: dict[str, tuple[Callable[..., Answer], type[msgspec.Struct], bool]] = {}
+"""By name: the function, what it returns, and whether it only reads."""
+
+
+def tool(
+    answer: type[msgspec.Struct], *, reads: bool = False
+) -> Callable[[Callable[_Arguments, msgspec.Struct]], Callable[_Arguments, Answer]]:
+    def register(function: Callable[_Arguments, msgspec.Struct]) -> Callable[_Arguments, Answer]:
+        @wraps(function)
+        def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> Answer:
+            try:
+                reply: Answer = msgspec.to_builtins(function(*args, **kwargs))
+            except FractionalGPUError as error:
+                body = {"code": error.code, "reason": error.reason, "message": str(error)}
+                raise ToolError(json.dumps(body)) from error
+            return reply
+
+        call.__annotations__["return"] = Answer
+        TOOLS[function.__name__] = call, answer, reads
+        return call
+
+    return register
+
+
+class ToolError(Exception):
+    """A tool's failure, as JSON."""
+
+
+def _client() -> BrokerClient:
+    seat = own_seat()
+    return BrokerClient(socket_path(), token=None if seat is None else seat.token)
+
+
+@tool(status.HostStatus, reads=True)
+def gpu_status() -> status.HostStatus:
+    """Show the GPUs, their free memory, who holds and who waits for them. Begin here: it lists the ids of your leases."""
+    with _client() as client:
+        return client.status(fresh=True)
+
+
+@tool(Reservation)
+def gpu_reserve(memory_mib: int, seconds: int = 600, wait_s: int = 60, agent: str = "") -> Reservation:
+    """Reserve GPU memory for programs that you start yourself, waiting up to `wait_s` seconds for room. Release it when you are done.
+
+    It ends after `seconds`, and with the Jupyter server. Start programs with the returned environment. Notebook kernels need no reservation:
+    they have their share. `agent` is your name, shown to people. Fails with `no-room` if there is no room in time.
+    """
+    request = messages.LeaseRequest(
+        fraction_milli=0, memory_mib=memory_mib, ttl_ms=seconds * 1000, holder_pid=os.getpid(), label=agent or "agent"
+    )
+    claim = take_claim(request, wait_ms=min(max(wait_s, 0), _LONGEST_WAIT_S) * 1000)
+    lease = claim.lease
+    return Reservation(
+        lease_id=lease.lease_id,
+        device_id=claim.device.device_id,
+        ends_in_ms=lease.lease.pinned_until_ms - lease.now_ms,
+        environment=dict(claim.environment),
+    )
+
+
+@tool(status.LeaseStatus)
+def gpu_wait(lease_id: str, wait_s: int = 60) -> status.LeaseStatus:
+    """Bring a suspended kernel back to its GPU, waiting up to `wait_s` seconds. Fails with `no-room` if it is not there in time."""
+    with _client() as client:
+        timer = threading.Timer(min(max(wait_s, 0), _LONGEST_WAIT_S), client.close)
+        timer.start()
+        try:
+            return client.resume(lease_id)
+        except BrokerUnavailableError as error:
+            if timer.is_alive():
+                raise
+            why = client.lease(lease_id).sentence
+            raise NoRoomError(f"not on the GPU within {wait_s} s: {why}; wait again, or ask for less", reason="timeout") from error
+        finally:
+            timer.cancel()
+
+
+@tool(messages.Done)
+def gpu_release(lease_id: str) -> messages.Done:
+    """End a reservation, so that others get its memory. It does nothing if it has ended. A kernel's lease ends with its kernel."""
+    with _client() as client:
+        if client.lease(lease_id).kind == messages.KERNEL:
+            raise errors.ConflictError("this lease is a notebook kernel's: shut the kernel down instead", reason="kernel")
+        client.release(lease_id)
+    return messages.Done()
+
+
+@tool(status.LeaseStatus)
+def gpu_resize(lease_id: str, memory_mib: int, wait_s: int = 60) -> status.LeaseStatus:
+    """Change how much GPU memory a kernel may use, keeping its variables. It fails if what the kernel uses does not fit."""
+    request = messages.ResizeRequest(memory_mib=memory_mib, wait_ms=min(max(wait_s, 0), _LONGEST_WAIT_S) * 1000)
+    with _client() as client:
+        return client.resize(lease_id, request)
+
+
+@tool(Explanation, reads=True)
+def gpu_explain(lease_id: str) -> Explanation:
+    """Explain a lease: what it uses, whether its share fits, why it waits or was suspended, and what happened to it before."""
+    with _client() as client:
+        return Explanation(lease=client.lease(lease_id, fresh=True), story=client.story(lease_id).lines)
+
+
+@tool(Costs, reads=True)
+def gpu_cost(lease_id: str) -> Costs:
+    """Show what a lease and its user used and cost, and what is left of the budgets."""
+    with _client() as client:
+        return Costs(cost=client.cost(lease_id), budgets=client.budgets().budgets)
+
+
+def tool_names() -> list[str]:
+    """Return the tools as `module:function`, for the entry point `jupyter_server_mcp.tools`."""
+    return [f"{__name__}:{name}" for name in TOOLS]
+
+
+def middleware() -> Any:  # noqa: ANN401 - of a package that only agents' servers have
+    """Return what marks the reading tools and gives each its schema, for the entry point `jupyter_server_mcp.middleware`."""
+    from fastmcp.server.middleware import Middleware  # noqa: PLC0415 - as above
+    from mcp.types import ToolAnnotations  # noqa: PLC0415 - as above
+
+    class Described(Middleware):
+        async def on_list_tools(self, context: Any, call_next: Any) -> Sequence[Any]:  # noqa: ANN401 - as above
+            return [_described(one, ToolAnnotations) for one in await call_next(context)]
+
+    return Described()
+
+
+def _described(listed: Any, annotations: type) -> Any:  # noqa: ANN401 - as above
+    if listed.name not in TOOLS:
+        return listed
+    _, answer, reads = TOOLS[listed.name]
+    hints = annotations(readOnlyHint=reads, destructiveHint=False, openWorldHint=False)
+    return listed.model_copy(update={"annotations": hints, "output_schema": msgspec.json.schema(answer)})
+
+
+def schemas() -> Answer:
+    """Return what agents rely on: each tool's answer as a JSON schema, and the codes of errors."""
+    return {
+        "version": 1,
+        "tools": {name: msgspec.json.schema(answer) for name, (_, answer, _) in TOOLS.items()},
+        "errors": {kind.code: kind.__doc__ for kind in FractionalGPUError.__subclasses__()},
+    }
+
+
+if __name__ == "__main__":
+    json.dump(schemas(), sys.stdout, indent=2)

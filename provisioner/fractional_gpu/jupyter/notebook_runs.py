@@ -1,0 +1,34 @@
+"""For programs that run notebooks with nbclient: a cell's timeout that does not count the wait for the GPU."""
+
+import asyncio
+from typing import Any
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import socket_path
+
+
+def wait_before_cells(notebook_client: Any) -> None:  # noqa: ANN401 - nbclient's NotebookClient, which not everybody installs
+    """Let an nbclient client wait for the GPU before it sends a cell, and only then begin to count the cell's `timeout`.
+
+    The wait has no limit of its own: a cancelled `async_execute` ends it. Cells with `%%cpu` do not wait, nor do kernels without a lease. An
+    earlier `on_cell_execute` hook is called first. Raises the protocol's errors, ConflictError if the GPU is refused.
+    """
+    earlier = notebook_client.on_cell_execute
+
+    async def hook(cell: Any, cell_index: int) -> None:  # noqa: ANN401 - nbformat's node
+        if earlier is not None and asyncio.iscoroutine(waiting := earlier(cell=cell, cell_index=cell_index)):
+            await waiting
+        if not cell.source.lstrip().startswith("%%cpu"):
+            client = BrokerClient(socket_path())
+            try:
+                await asyncio.to_thread(_bring_to_gpu, client, notebook_client.km.kernel_id)
+            finally:
+                client.close()  # a cancelled wait withdraws its ticket
+
+    notebook_client.on_cell_execute = hook
+
+
+def _bring_to_gpu(client: BrokerClient, kernel_id: str) -> None:
+    for lease in client.status().leases:
+        if lease.kernel_id == kernel_id:
+            client.resume(lease.lease_id)
