@@ -7,6 +7,7 @@ from typing import Final
 __all__ = [
     "COMPLETE_PYTHONPATH",
     "DEBUGGER_PYTHONPATH",
+    "MCP_AGENT",
     "NO_DEBUGPY",
     "PYTHONPATH",
     "QUICK",
@@ -27,3 +28,5 @@ DEBUGGER_PYTHONPATH: Final = os.pathsep.join((COMPLETE_PYTHONPATH, str(QUICK)))
 PYTHONPATH: Final = os.pathsep.join((DEBUGGER_PYTHONPATH, str(NO_DEBUGPY)))
 STRANGER: Final = str(ROOT / "tests" / "support" / "stranger.py")
 """The program that holds memory of a simulated device without a lease."""
+MCP_AGENT: Final = str(ROOT / "tests" / "support" / "mcp_agent.py")
+"""The program that calls tools over MCP."""
