@@ -15,7 +15,7 @@ from fastmcp.exceptions import ToolError
 
 async def main(url: str) -> None:
     async with Client(url) as client:
-        _say([one.model_dump(mode="json") for one in await client.list_tools()])
+        _say([one.model_dump(mode="json", by_alias=True) for one in await client.list_tools()])
         while line := await asyncio.to_thread(sys.stdin.readline):
             asked = json.loads(line)
             try:

@@ -181,14 +181,18 @@ def _described(listed: Any, annotations: type) -> Any:  # noqa: ANN401 - as abov
         return listed
     _, answer, reads = TOOLS[listed.name]
     hints = annotations(readOnlyHint=reads, destructiveHint=False, openWorldHint=False)
-    return listed.model_copy(update={"annotations": hints, "output_schema": msgspec.json.schema(answer)})
+    return listed.model_copy(update={"annotations": hints, "output_schema": _schema(answer)})
+
+
+def _schema(answer: type[msgspec.Struct]) -> Answer:
+    return {"type": "object", **msgspec.json.schema(answer)}  # MCP asks for the type at the top
 
 
 def schemas() -> Answer:
     """Return what agents rely on: each tool's answer as a JSON schema, and the codes of errors."""
     return {
         "version": 1,
-        "tools": {name: msgspec.json.schema(answer) for name, (_, answer, _) in TOOLS.items()},
+        "tools": {name: _schema(answer) for name, (_, answer, _) in TOOLS.items()},
         "errors": {kind.code: kind.__doc__ for kind in FractionalGPUError.__subclasses__()},
     }
 
