@@ -12,7 +12,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     ),
     "Use a share": (
         "For notebooks, scripts and programs, on your own machine or on a hub. On a hub, begin here.",
-        ("using", "frameworks", "magics", "clients", "measuring", "troubleshooting", "faq", "glossary"),
+        ("using", "frameworks", "magics", "clients", "agents", "measuring", "troubleshooting", "faq", "glossary"),
     ),
     "Run a hub": (
         "For administrators of a JupyterHub or a workstation: many users on few GPUs.",

@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellTimeoutError
 
 from fractional_gpu.jupyter.notebook_runs import wait_before_cells
-from fractional_gpu.protocol.messages import COMMAND, LeaseReply, LeaseRequest
+from fractional_gpu.protocol.messages import CLAIM, LeaseReply, LeaseRequest
 from fractional_gpu_kernel.display.lines import WAIT_TYPE
 from tests.support.managed import entered
 from tests.support.world import Server, World, until
@@ -71,7 +71,7 @@ def test_curl_waits_as_long_as_it_prefers_and_gets_one_answer(world: World) -> N
     world.configure(POOL)
     world.start_broker()
     with world.client() as client:
-        holding, waiting = [client.create_lease(LeaseRequest(fraction_milli=1000, kind=COMMAND)) for _ in range(2)]
+        holding, waiting = [client.create_lease(LeaseRequest(fraction_milli=1000, kind=CLAIM)) for _ in range(2)]
     assert acquire(world, holding, "wait=10")[0]["kind"] == "granted"
     refused, head = acquire(world, waiting, "respond-async, wait=0")
     assert (refused["kind"], refused["reason"]) == ("refused", "timeout")

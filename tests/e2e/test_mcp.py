@@ -4,8 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,32 +15,31 @@ from tests.support.world import Server, World, new_world, until
 
 pytestmark = pytest.mark.promise("agents")
 
-PACKAGES = Path(sys.prefix) / "mcp"  # of the MCP server, which must not be in every test's Jupyter server
+# Of the MCP server, which must not be in every test's Jupyter server.
+PACKAGES = sysconfig.get_path("purelib", vars={"base": f"{sys.prefix}/mcp"})
 
 
 class Agent:
-    def __init__(self, world: World, url: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", MCP_AGENT, url], env=world.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
         self.tools: dict[str, Any] = {one["name"]: one for one in self._heard()}
 
     def call(self, tool: str, **arguments: object) -> Any:  # noqa: ANN401 - JSON
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"tool": tool, "arguments": arguments}) + "\n")
-        self.process.stdin.flush()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"tool": tool, "arguments": arguments}) + "\n")
+        self._process.stdin.flush()
         answer = self._heard()
-        return json.loads(answer["error"].removeprefix(f"Error calling tool '{tool}': ")) if "error" in answer else answer
+        return json.loads(answer["error"]) if "error" in answer else answer
 
     def _heard(self) -> Any:  # noqa: ANN401 - JSON
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
     with new_world() as world:
-        world.environment["PYTHONPATH"] += os.pathsep + str(PACKAGES)
+        world.environment["PYTHONPATH"] += os.pathsep + PACKAGES
         yield world
 
 
@@ -54,9 +53,13 @@ def server(world: World) -> Iterator[Server]:
 def agent(world: World, server: Server) -> Iterator[Agent]:
     info = world.folder / "run" / f"jpserver-mcp-{server.process.pid}.json"
     until(info.exists, "the MCP server writes its address")
-    agent = Agent(world, json.loads(info.read_text())["url"])
-    yield agent
-    agent.process.kill()
+    argv = [sys.executable, "-P", MCP_AGENT, json.loads(info.read_text())["url"]]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(argv, env=world.environment, text=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            yield Agent(process)
+        finally:
+            process.kill()
 
 
 def test_tools_say_what_they_only_read_and_what_they_answer(agent: Agent) -> None:
@@ -65,7 +68,8 @@ def test_tools_say_what_they_only_read_and_what_they_answer(agent: Agent) -> Non
     assert reading == {"gpu_status", "gpu_explain", "gpu_cost"}
     assert tools.keys() - reading == {"gpu_reserve", "gpu_wait", "gpu_release", "gpu_resize"}
     for tool in tools.values():
-        assert tool["outputSchema"]["$defs"]
+        assert tool["outputSchema"]["type"] == "object"
+    assert "ends_in_ms" in json.dumps(tools["gpu_reserve"]["outputSchema"])
 
 
 def test_an_agent_reserves_and_releases_and_is_told_what_failed(world: World, agent: Agent) -> None:
@@ -92,7 +96,9 @@ def test_what_an_agent_reserved_ends_with_its_jupyter_server(world: World, serve
 def test_an_agent_brings_a_kernel_back_resizes_and_explains_it(world: World, server: Server, agent: Agent) -> None:
     (kernelspec,) = world.install(250)
     notebook = server.start(kernelspec)
-    notebook.must("from fractional_gpu.gpu.simulated import cuda\nbuffer = cuda.allocate(1 << 20); buffer.write(b'abc')")
+    notebook.must(
+        "from fractional_gpu.gpu.simulated import cuda\nbuffer = cuda.allocate(1 << 20); buffer.write(b'abc')"
+    )
     lease_id = world.lease(notebook.kernel_id).lease_id
     with world.client() as client:
         client.suspend(lease_id)

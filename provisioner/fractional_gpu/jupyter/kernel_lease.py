@@ -229,7 +229,10 @@ def _write_private(path: Path, token: str) -> None:
 
 
 def lease_label(text: str, environment: Mapping[str, str]) -> str:
-    """Return the end of the text, where a path has the file name, and the agent that says it runs this. Invalid characters become question marks."""
+    """Return the end of the text, where a path has the file name, with the agent that says it runs this.
+
+    Invalid characters become question marks.
+    """
     agent = environment.get("JUPYTER_GPU_AGENT", "")
     text = f"{text} (agent {agent})" if agent else text
     return text.encode("utf-8", "replace").decode()[-MAX_NAME:]

@@ -64,7 +64,7 @@ def tool(
                 reply: Answer = msgspec.to_builtins(function(*args, **kwargs))
             except FractionalGPUError as error:
                 body = {"code": error.code, "reason": error.reason, "message": str(error)}
-                raise ToolError(json.dumps(body)) from error
+                raise _failure()(json.dumps(body)) from error
             return reply
 
         call.__annotations__["return"] = Answer
@@ -74,8 +74,12 @@ def tool(
     return register
 
 
-class ToolError(Exception):
-    """A tool's failure, as JSON."""
+def _failure() -> type[Exception]:
+    """Return the exception whose text agents see: servers hide that of others."""
+    from fastmcp.exceptions import ToolError  # noqa: PLC0415 - of a package that only agents' servers have
+
+    kind: type[Exception] = ToolError
+    return kind
 
 
 def _client() -> BrokerClient:
@@ -94,19 +98,18 @@ def gpu_status() -> status.HostStatus:
 def gpu_reserve(memory_mib: int, seconds: int = 600, wait_s: int = 60, agent: str = "") -> Reservation:
     """Reserve GPU memory for programs that you start yourself, waiting up to `wait_s` seconds for room. Release it when you are done.
 
-    It ends after `seconds`, and with the Jupyter server. Start programs with the returned environment. Notebook kernels need no reservation:
-    they have their share. `agent` is your name, shown to people. Fails with `no-room` if there is no room in time.
+    It ends after `seconds`, and with the Jupyter server. Start programs with the returned environment. Notebook kernels need no
+    reservation: they have their share. `agent` is your name, shown to people. Fails with `no-room` if there is no room in time.
     """
     request = messages.LeaseRequest(
         fraction_milli=0, memory_mib=memory_mib, ttl_ms=seconds * 1000, holder_pid=os.getpid(), label=agent or "agent"
     )
-    claim = take_claim(request, wait_ms=min(max(wait_s, 0), _LONGEST_WAIT_S) * 1000)
-    lease = claim.lease
+    lease, device, environment = take_claim(request, wait_ms=min(max(wait_s, 0), _LONGEST_WAIT_S) * 1000)
     return Reservation(
         lease_id=lease.lease_id,
-        device_id=claim.device.device_id,
+        device_id=device.device_id,
         ends_in_ms=lease.lease.pinned_until_ms - lease.now_ms,
-        environment=dict(claim.environment),
+        environment=dict(environment),
     )
 
 
@@ -122,7 +125,9 @@ def gpu_wait(lease_id: str, wait_s: int = 60) -> status.LeaseStatus:
             if timer.is_alive():
                 raise
             why = client.lease(lease_id).sentence
-            raise NoRoomError(f"not on the GPU within {wait_s} s: {why}; wait again, or ask for less", reason="timeout") from error
+            raise NoRoomError(
+                f"not on the GPU within {wait_s} s: {why}; wait again, or ask for less", reason="timeout"
+            ) from error
         finally:
             timer.cancel()
 
@@ -132,7 +137,9 @@ def gpu_release(lease_id: str) -> messages.Done:
     """End a reservation, so that others get its memory. It does nothing if it has ended. A kernel's lease ends with its kernel."""
     with _client() as client:
         if client.lease(lease_id).kind == messages.KERNEL:
-            raise errors.ConflictError("this lease is a notebook kernel's: shut the kernel down instead", reason="kernel")
+            raise errors.ConflictError(
+                "this lease is a notebook kernel's: shut the kernel down instead", reason="kernel"
+            )
         client.release(lease_id)
     return messages.Done()
 
@@ -164,7 +171,7 @@ def tool_names() -> list[str]:
     return [f"{__name__}:{name}" for name in TOOLS]
 
 
-def middleware() -> Any:  # noqa: ANN401 - of a package that only agents' servers have
+def middleware() -> Any:  # noqa: ANN401 - fastmcp's
     """Return what marks the reading tools and gives each its schema, for the entry point `jupyter_server_mcp.middleware`."""
     from fastmcp.server.middleware import Middleware  # noqa: PLC0415 - as above
     from mcp.types import ToolAnnotations  # noqa: PLC0415 - as above
@@ -193,7 +200,7 @@ def schemas() -> Answer:
     return {
         "version": 1,
         "tools": {name: _schema(answer) for name, (_, answer, _) in TOOLS.items()},
-        "errors": {kind.code: kind.__doc__ for kind in FractionalGPUError.__subclasses__()},
+        "errors": {kind.code: {"description": kind.__doc__} for kind in FractionalGPUError.__subclasses__()},
     }
 
 

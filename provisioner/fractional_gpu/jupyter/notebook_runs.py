@@ -10,8 +10,8 @@ from fractional_gpu.client.discovery import socket_path
 def wait_before_cells(notebook_client: Any) -> None:  # noqa: ANN401 - nbclient's NotebookClient, which not everybody installs
     """Let an nbclient client wait for the GPU before it sends a cell, and only then begin to count the cell's `timeout`.
 
-    The wait has no limit of its own: a cancelled `async_execute` ends it. Cells with `%%cpu` do not wait, nor do kernels without a lease. An
-    earlier `on_cell_execute` hook is called first. Raises the protocol's errors, ConflictError if the GPU is refused.
+    The wait has no limit; cancelling `async_execute` ends it. Cells with `%%cpu` do not wait, nor do kernels without a lease. An earlier
+    `on_cell_execute` hook is called first. Raises the protocol's errors, ConflictError if the GPU is refused.
     """
     earlier = notebook_client.on_cell_execute
 
