@@ -65,7 +65,7 @@ def test_a_kernel_starts_with_its_lease_and_gives_it_back(places: Places, broker
         assert lease.state == "unarmed"
         assert lease.request | {"kernel_id": "", "label": ""} == {
             "fraction_milli": 500, "pool": "teaching", "memory_mib": 4096, "request_mib": None, "devices": 1, "priority": 2,
-            "kernel_id": "", "label": "", "gated": True, "wait_ms": 0, "seat": "", "kind": "kernel",
+            "kernel_id": "", "label": "", "gated": True, "wait_ms": 0, "seat": "", "kind": "kernel", "ttl_ms": 0, "holder_pid": 0,
         }  # fmt: skip
         assert lease.request["kernel_id"] == manager.kernel_id
         (token_file,) = token_files(places)

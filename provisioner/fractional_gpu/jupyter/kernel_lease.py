@@ -228,7 +228,7 @@ def _write_private(path: Path, token: str) -> None:
         raise FractionalGPUError(f"could not write the lease's token to {path} {why}") from error
 
 
-def lease_label(text: str, environment: Mapping[str, str]) -> str:
+def lease_label(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return the end of the text, where a path has the file name, with the agent that says it runs this.
 
     Invalid characters become question marks.

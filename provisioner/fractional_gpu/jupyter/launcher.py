@@ -79,7 +79,7 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
     if plan.obstacle:
         sys.stderr.write(f"{plan.obstacle}.\n")
     kernel_id = path.stem.removeprefix("kernel-")[:MAX_NAME]
-    label = lease_label(os.environ.get("JPY_SESSION_NAME") or options.label or Path.cwd().name, os.environ)
+    label = lease_label(os.environ.get("JPY_SESSION_NAME") or options.label or Path.cwd().name)
     request = kernel_request(asked, kernel_id=kernel_id, label=label, gated=plan.gated)
     _remove_stale_tokens()
     lease = _rename_token_file(take_lease(request, timeout_s=_TIMEOUT_S, simulate=simulate))

@@ -140,7 +140,7 @@ def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseReques
         memory_mib=parse_argument(parse_memory_mib, options.memory) if options.memory is not None else None,
         devices=devices,
         priority=whole_number("--priority", options.priority, _PRIORITIES),
-        label=lease_label(options.name or " ".join(names), os.environ),
+        label=lease_label(options.name or " ".join(names)),
         gated=False,
         kind=COMMAND,
     )
