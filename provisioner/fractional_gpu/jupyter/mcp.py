@@ -176,7 +176,7 @@ def middleware() -> Any:  # noqa: ANN401 - fastmcp's
     from fastmcp.server.middleware import Middleware  # noqa: PLC0415 - as above
     from mcp.types import ToolAnnotations  # noqa: PLC0415 - as above
 
-    class Described(Middleware):
+    class Described(Middleware):  # type: ignore[misc] # not installed with this project
         async def on_list_tools(self, context: Any, call_next: Any) -> Sequence[Any]:  # noqa: ANN401 - as above
             return [_described(one, ToolAnnotations) for one in await call_next(context)]
 
