@@ -3,9 +3,11 @@
 `systemctl` is a stand-in that does what systemd does with the unit; everything else is real. Takes root.
 """
 
+import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from fractional_gpu.host.files import VARIABLE
 from tests.support.slurm_site import PATH, new_environment
 from tests.support.waiting import DEADLINE_S
 
@@ -47,14 +50,14 @@ match sys.argv[1:]:
             Path("/run/notify").unlink(missing_ok=True)
             notify.bind("/run/notify")
             notify.settimeout({DEADLINE_S})
-            environment = {{**os.environ, "NOTIFY_SOCKET": "/run/notify"}}
+            environment = {{"PATH": os.environ["PATH"], "NOTIFY_SOCKET": "/run/notify"}}
             service = subprocess.Popen(shlex.split(command), env=environment, stdout=log, stderr=log, start_new_session=True)
             pid.write_text(str(service.pid))
             assert b"READY=1" in notify.recv(100)
     case ["disable", "--now", unit.name]:
         stop()
-        Path("/run/notify").unlink()
-        wanted.unlink()
+        Path("/run/notify").unlink(missing_ok=True)
+        wanted.unlink(missing_ok=True)
     case ["daemon-reload"]:
         pass
     case _:
@@ -117,6 +120,11 @@ class Workstation:
         assert done.returncode == code, f"{words}\n{done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
+    def ends(self, user: str, *words: str) -> int:
+        done = subprocess.run(self._words(user, words), capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        return done.returncode
+
     def start(self, user: str, *words: str) -> "subprocess.Popen[str]":
         started = subprocess.Popen(
             self._words(user, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -137,13 +145,12 @@ class Workstation:
 
     def files(self) -> dict[str, str]:
         """Return what the machine's files are, with modes and owners, without what useradd and groupadd keep."""
-        find = "find /etc /usr/local /opt /run /var/lib -printf '%p %y%m %U:%G %l\\n' | sort"
-        lines = self.run("root", "sh", "-c", find).splitlines()
-        sums = self.run("root", "sh", "-c", "find /etc /usr/local -type f -exec sha256sum {} +").splitlines()
-        hidden = ("/run/systemctl.log", "/run/unit.log", "/etc/group-", "/etc/gshadow-", "/opt/gpu/")
+        prune = "-path /opt/gpu -prune -o -path /run/systemctl.log -prune -o -path /run/unit.log -prune -o"
+        find = f"find /etc /usr/local /opt /run /var/lib {prune} -printf '%p %y%m %U:%G %l\\n'"
+        sums = "find /etc /usr/local/share/jupyter /usr/local/bin/jupyter-gpu -type f -exec sha256sum {} + 2>/dev/null"
+        lines = self.run("root", "sh", "-c", f"{find}; {sums} | sed -E 's/(\\S+)  (.*)/\\2(content) \\1/'").splitlines()
         found = dict(line.split(" ", 1) for line in lines)
-        found |= {f"{path} content": digest for digest, path in (line.split("  ", 1) for line in sums)}
-        return {path: what for path, what in found.items() if not path.startswith(hidden)}
+        return {path: what for path, what in found.items() if not path.startswith(("/etc/group-", "/etc/gshadow-"))}
 
     def close(self) -> None:
         self.end()
@@ -165,6 +172,24 @@ def machine() -> Iterator[Workstation]:
     finally:
         made.close()
         shutil.rmtree(folder)
+
+
+def test_a_machine_whose_setup_was_killed_at_any_step_is_undone_or_set_up(machine: Workstation) -> None:
+    before = machine.files()
+    set_up = [f"{PLACE}/bin/jupyter-gpu", "setup-machine", "--environment", PLACE, "--share", "1/2"]
+    machine.run("root", *set_up)
+    complete = {path: what for path, what in machine.files().items() if not path.startswith(("/run/", "/var/lib/"))}
+    for step in itertools.count(1):
+        machine.run("root", *set_up[:2], "--undo", "--remove-state")
+        assert machine.files() == before
+        machine.run("root", "sh", "-c", f"echo setup-machine {step} kill >/run/failpoints")
+        if machine.ends("root", f"{VARIABLE}=/run/failpoints", *set_up) == 0:
+            break
+        machine.run("root", "rm", "/run/failpoints.reached")
+        if step % 2:
+            machine.run("root", *set_up)
+            assert complete.items() <= machine.files().items()
+    assert step == 12, "after eleven kills: the group, six files, three commands of systemd, and after the last"
 
 
 def test_two_users_share_a_workstation_and_it_is_undone_without_a_trace(machine: Workstation) -> None:

@@ -271,7 +271,8 @@ def _do(options: argparse.Namespace, changes: Changes, steps: list[Step], planne
     for text, act in steps:
         reach("setup-machine")
         if act is not None and not options.dry_run:
-            act()
+            with file_errors("changed", text):
+                act()
         say(text if options.dry_run else text.partition("\n")[0])
     reach("setup-machine")
     return not options.dry_run
