@@ -154,7 +154,7 @@ class Changes:
         lease.expectation = lease.rhythm_ms = None
 
     def set_pin(self, lease: Lease, until_ms: int) -> None:
-        """Set the end of the pin (0: none), without an effect; the budget pays for the time that is left."""
+        """Set when the pin ends (0: no pin) and charge the remaining time to the budget. Emits no effect."""
         account = self.books.accounts.of(lease)
         spent_ms = account.spent_pin_ms(self.books.policy(lease), self.now_ms) - max(
             0, lease.pinned_until_ms - self.now_ms

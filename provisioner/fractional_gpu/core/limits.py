@@ -304,7 +304,7 @@ def _pin_refusal(changes: Changes, lease: Lease, duration_ms: int) -> Reason | N
 def _length_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, duration_ms: int, returned_ms: int = 0
 ) -> Reason | None:
-    """Return why a pin or a claim of this length is refused, or None. The pin that it replaces returns `returned_ms` to the budget."""
+    """Return why a pin or claim of this length is refused, or None. `returned_ms`: what the pin it replaces returns to the budget."""
     what, key, most_ms = (
         ("claim", "longest_claim", pool.longest_claim_ms) if spec.claim_ms else ("pin", "max_pin", pool.max_pin_ms)
     )

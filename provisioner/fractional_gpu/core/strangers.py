@@ -1,8 +1,8 @@
-"""Leases leave a device for strangers: programs without a lease that use memory which is reserved for leases.
+"""Suspend leases for strangers: programs without a lease that use memory reserved for leases.
 
-Idle leases leave, the cheapest first, once their minimum residency is over, until a margin is free for the strangers' next growth. Busy
-leases leave only if their pool says so (`yield-busy`), and only until the reservations fit. Each comes back with its next cell, as soon as
-there is room. So a stranger whose use goes up and down costs a lease at most one swap for each minimum residency.
+Idle leases are suspended, cheapest first, after their minimum residency, until a margin is free for the strangers to grow further. Busy
+leases are suspended only if their pool allows it (`yield-busy`), and only until the reservations fit. Each is resumed for its next cell, once
+there is room. So a stranger whose use goes up and down costs a lease at most one swap per minimum residency.
 """
 
 from fractional_gpu.core.changes import Changes
@@ -12,7 +12,7 @@ from fractional_gpu.core.state.leases import Device, Lease, OccupancyKind
 from fractional_gpu.core.suspend import Victims, preemptible_from_ms, residency_ms, suspend_cost
 from fractional_gpu.core.units import format_memory
 
-_MARGIN_PARTS = 16  # of a device's memory; one is left free for strangers that have grown
+_MARGIN_PARTS = 16  # one part in this many of a device's memory stays free for strangers that have grown
 
 
 def yield_to_strangers(changes: Changes) -> None:
@@ -36,7 +36,7 @@ def _make_way(changes: Changes, device: Device, free_mib: int, margin_mib: int) 
 
 
 def _leaving(books: Books, device: Device) -> list[Lease]:
-    """Return the leases of the device that leave for strangers now: idle ones first, then the busy ones of pools that allow it."""
+    """Return the leases to suspend for strangers now: idle ones first, then busy ones of pools that allow it."""
     idle = [
         lease
         for lease in Victims(books).idle(device.spec.device_id)
