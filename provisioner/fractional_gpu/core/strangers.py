@@ -1,8 +1,8 @@
 """Suspend leases for strangers: programs without a lease that use memory reserved for leases.
 
 Idle leases are suspended, cheapest first, after their minimum residency, until a margin is free for the strangers to grow further. Busy
-leases are suspended only if their pool allows it (`yield-busy`), and only until the reservations fit. Each is resumed for its next cell, once
-there is room. So a stranger whose use goes up and down costs a lease at most one swap per minimum residency.
+leases are suspended only if their pool allows it (`yield-busy`), and only until the reservations fit. Each is resumed for its next cell,
+once there is room. So a stranger whose use goes up and down costs a lease at most one swap per minimum residency.
 """
 
 from fractional_gpu.core.changes import Changes
