@@ -8,7 +8,7 @@ broker learns from that how long saves take, and the last time tells how long al
 and idle, and a deadline at 25, 50 and 75 % of that time. Ours is `drain --deadline`; the others suspend one kernel after the other by the
 same broker. What is suspended at the deadline counts as saved; after each trial all come back, and each kernel checks its bytes.
 
-The value is the broker's (`core.revoke.value_of`), from the measured times of the cells. The output is a table of
+The value is the broker's (`core.revoke.value_of`), from the measured times of the cells. The figures are in
 docs/revocation.md. Absolute times depend on the machine; the shares hardly do.
 """
 
