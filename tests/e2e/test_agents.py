@@ -14,7 +14,7 @@ from fractional_gpu.jupyter.notebook_runs import wait_before_cells
 from fractional_gpu.protocol.messages import CLAIM, LeaseReply, LeaseRequest
 from fractional_gpu_kernel.display.lines import WAIT_TYPE
 from tests.support.managed import entered
-from tests.support.world import Server, World, until
+from tests.support.world import Server, World
 
 pytestmark = pytest.mark.promise("agents")
 
@@ -29,7 +29,7 @@ def test_a_waiting_cell_publishes_its_place_and_reason_for_programs(world: World
     first, second = server.start(whole), server.start(whole)
     go = world.state / "go"
     running = first.send(HOLD.format(path=str(go)))
-    until(lambda: world.lease(first.kernel_id).busy, "its cell runs")
+    world.await_state(first.kernel_id, "resident")
     waiting = second.send("print('on')")
     shown = next(
         message["content"]["data"][WAIT_TYPE]
@@ -49,7 +49,7 @@ def test_a_cells_timeout_does_not_count_the_wait_for_the_gpu_if_the_program_says
     (whole,) = world.install(1000)
     first, go = server.start(whole), world.state / "go"
     running = first.send(HOLD.format(path=str(go)))
-    until(lambda: world.lease(first.kernel_id).busy, "its cell runs")
+    world.await_state(first.kernel_id, "resident")
     with entered(world):
         with pytest.raises(CellTimeoutError):
             client_of(whole).execute()

@@ -110,3 +110,20 @@ def test_an_agent_brings_a_kernel_back_resizes_and_explains_it(world: World, ser
     kernel = agent.call("gpu_release", lease_id=lease_id)
     assert (kernel["code"], kernel["reason"]) == ("conflict", "kernel")
     assert notebook.must("print(buffer.read(3))").text == "b'abc'\n"
+
+
+def test_a_wait_ends_at_its_deadline_and_says_what_is_in_the_way(world: World, server: Server, agent: Agent) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'idle_after': 'on-demand', 'preempt': 'never'}}")
+    (whole,) = world.install(1000)
+    first, second = server.start(whole), server.start(whole)
+    go = world.state / "go"
+    running = first.send(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)")
+    world.await_state(first.kernel_id, "resident")
+    lease_id = world.lease(second.kernel_id).lease_id
+    refused = agent.call("gpu_wait", lease_id=lease_id, wait_s=1)
+    assert (refused["code"], refused["reason"]) == ("no-room", "timeout")
+    assert "is running a cell" in refused["message"]
+    until(lambda: world.lease(second.kernel_id).position is None, "the wait has left the queue")
+    go.touch()
+    first.wait(running)
+    assert agent.call("gpu_wait", lease_id=lease_id)["lease"]["state"] == "resident"

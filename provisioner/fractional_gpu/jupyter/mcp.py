@@ -116,18 +116,25 @@ def gpu_reserve(memory_mib: int, seconds: int = 600, wait_s: int = 60, agent: st
 @tool(status.LeaseStatus)
 def gpu_wait(lease_id: str, wait_s: int = 60) -> status.LeaseStatus:
     """Bring a suspended kernel back to its GPU, waiting up to `wait_s` seconds. Fails with `no-room` if it is not there in time."""
+    waits_for: list[str] = []
+
+    def give_up() -> None:
+        try:
+            with _client() as other:
+                waits_for.append(other.lease(lease_id).sentence)
+        finally:
+            client.close()
+
     with _client() as client:
-        timer = threading.Timer(min(max(wait_s, 0), _LONGEST_WAIT_S), client.close)
+        timer = threading.Timer(min(max(wait_s, 0), _LONGEST_WAIT_S), give_up)
         timer.start()
         try:
             return client.resume(lease_id)
         except BrokerUnavailableError as error:
-            if timer.is_alive():
+            if not waits_for:
                 raise
-            why = client.lease(lease_id).sentence
-            raise NoRoomError(
-                f"not on the GPU within {wait_s} s: {why}; wait again, or ask for less", reason="timeout"
-            ) from error
+            sentence = f"not on the GPU within {wait_s} s: {waits_for[0]}; wait again, or ask for less"
+            raise NoRoomError(sentence, reason="timeout") from error
         finally:
             timer.cancel()
 
