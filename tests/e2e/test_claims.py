@@ -14,7 +14,9 @@ from unittest.mock import patch
 import pytest
 
 from fractional_gpu.client.claims import take_claim
+from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, Seat, SeatClient, write_seat
 from fractional_gpu.protocol.messages import LeaseRequest
+from fractional_gpu.protocol.seats import SeatRequest
 from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus
 from tests.support.runs import READER, Run
 from tests.support.world import World, new_world, until
@@ -233,3 +235,21 @@ def test_a_python_program_can_claim(world: World) -> None:
     with world.client() as client:
         client.release(lease.lease_id)
         assert client.status().leases == []
+
+
+def test_a_claim_in_a_hub_s_server_draws_on_its_seat_and_ends_with_it(world: World) -> None:
+    file = world.folder / "seat.json"
+    with SeatClient(world.socket) as hub:
+        *_, seat = hub.take_seat(SeatRequest(owner="ada", pool="default", fraction_milli=500, server="lab"))
+        write_seat(
+            Seat(seat_id=seat.seat_id, token=seat.token, pool="default", fraction_milli=500, memory_mib=512), file
+        )
+        with patch.dict(world.environment, {SEAT_FILE_VARIABLE: str(file)}):
+            told = claim(world, memory="400MiB")
+            lease = lease_of(world, told)
+            assert (lease.spec.owner, lease.spec.seat, lease.state) == ("ada", seat.seat_id, "resident")
+            assert world.command("renew", told["lease_id"], "5m").returncode == 0
+            refused = world.command("lease", "--memory", "200MiB", "--wait", "0")
+            assert (refused.returncode, "this server has 1/2 GPU with 512 MiB" in refused.stderr) == (1, True)
+        hub.release_seat(seat.seat_id)
+        until(lambda: is_over(world, told), "the claim ends with its seat")
