@@ -67,7 +67,7 @@ class LeasedKernel:
         self.on_main_loop(self._apply_limit)
 
     def _apply_limit(self) -> None:
-        """Limit loaded frameworks. A lower limit waits while a cell runs, even at an `await`."""
+        """Limit loaded frameworks. Do not lower the limit while a cell is running or paused at an `await`."""
         if self.limits.is_stale and not (self.limits.is_lowered and self.gate.is_running):
             self.limits.refresh()
 
@@ -79,7 +79,7 @@ class LeasedKernel:
         return getattr(getattr(self.shell, "kernel", None), "eventloop", None) is not None
 
     def on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped
-        """Call back on the main loop; return False if it does not run (in a terminal, or an older ipykernel's GUI loop)."""
+        """Run the callback on the main loop. Return False if the loop is not running (in a terminal, or an older ipykernel's GUI loop)."""
         kernel: Any = getattr(self.shell, "kernel", None)
         loop = getattr(kernel, "io_loop", None)
         shell_channel: Any = getattr(kernel, "shell_channel_thread", None)

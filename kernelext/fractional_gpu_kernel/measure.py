@@ -20,9 +20,9 @@ MOST_UNITS: Final = 1_000_000_000
 
 
 def tick(units: int = 1) -> None:
-    """Report that `units` of work have just been done, from 1 to 1,000,000,000. Takes microseconds in a measurement.
+    """Report that `units` (1 to 1,000,000,000) of work have just been done. Takes microseconds in a measurement.
 
-    Raises ValueError for another number, OSError if the measurement's file cannot be written.
+    Raises ValueError if `units` is out of range, OSError if the measurement's file cannot be written.
     """
     if not isinstance(units, int) or isinstance(units, bool) or not 1 <= units <= MOST_UNITS:
         raise ValueError(f"cannot report {units!r} units of work; give a whole number from 1 to {MOST_UNITS:,}")

@@ -94,7 +94,7 @@ class Call(NamedTuple):
 
 
 def note_calls(call: Call, report: Callable[[str], None]) -> None:
-    """Before each call that counts, `report` the sentence in the same thread. Skips missing functions."""
+    """Call `report` with the sentence before each call that counts, in the same thread. Skips missing functions."""
     for name in call.modules:
         owner: Any = sys.modules.get(name)
         *parents, function = call.function.split(".")
@@ -148,7 +148,7 @@ CONTEXT_MIB = (
 
 
 def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
-    """Return a framework's MiB of a cap: all but the context, at least half (a quarter for a large context)."""
+    """Return the MiB that a framework may allocate: the cap less the context, but at least half the cap (a quarter for a large context)."""
     least = cap_mib // 2 if context_mib <= CONTEXT_MIB else cap_mib // 4
     return max(cap_mib - max(context_mib, CONTEXT_MIB), least, 1)
 
@@ -593,7 +593,7 @@ PROFILERS = (
 
 
 class CheckpointBlockers:
-    """Watches one process. The first blocking call reports a sentence, in its own thread."""
+    """Watches this process for calls that prevent a checkpoint. The first one reports a sentence, in the thread that made it."""
 
     def __init__(self, report: Callable[[str], None], hooks: ImportHooks | None = None) -> None:
         self._report = report

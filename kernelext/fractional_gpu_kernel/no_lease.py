@@ -50,7 +50,7 @@ class UnleasedKernel:
         self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
 
     def cpu(self, line: str, cell: str) -> None:
-        """Run the cell. As `burst`, only for `run_cell_magic`."""
+        """Run the cell. Like `burst`, only called by `run_cell_magic`."""
         del line
         self._shell.run_cell(f"%%cpu\n{cell}").raise_error()
 

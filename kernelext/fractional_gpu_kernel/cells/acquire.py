@@ -1,4 +1,4 @@
-"""Waiting for the GPU: one ticket per kernel, however many cells wait, and the first grant after a start.
+"""Waiting for the GPU: one ticket per kernel for all its waiting cells, and the first grant after a start.
 
 Two threads take part in a wait:
 
@@ -92,9 +92,9 @@ class Acquirer:
         self._ticket: _Ticket | None = None
 
     def wait_for_gpu(self, line: LiveLine | None, mark: object | None = None) -> None:
-        """Wait until the gate is open, and enter `mark` as running in the same step. No `line`: show nothing.
+        """Wait until the gate is open, and enter `mark` as running in the same step. Without `line`, show nothing.
 
-        Raises RefusedError or KeyboardInterrupt. After an interrupt `mark` may have entered: the caller removes it.
+        Raises RefusedError or KeyboardInterrupt. After an interrupt, the caller must remove `mark`, which may have entered.
         """
         waiter: Waiter = SimpleQueue()
         on_open = partial(waiter.put, OPENED)
@@ -147,7 +147,7 @@ class Acquirer:
         ticket.withdraw()
 
     def become_inert(self) -> None:
-        """In a forked child, forget all without touching the parent's connections."""
+        """Reset a forked child's state without touching the parent's connections."""
         self._lock = threading.Lock()  # another thread of the parent may have held it
         self._waiters = []
         self._ticket = None
@@ -174,7 +174,7 @@ class Acquirer:
                     waiter.put(refusal)
 
     def _acquire(self, ticket: _Ticket) -> RefusedError | None:
-        """Call until the broker answers. None if granted (the gate is open) or withdrawn."""
+        """Call until the broker answers. Return None if the GPU was granted (the gate is open) or the ticket was withdrawn."""
         # `units` is for the wait's line: later the process may have no descriptor left for an import.
         from fractional_gpu.core import units  # noqa: F401, PLC0415 - off the kernel's start
         from fractional_gpu.protocol.errors import (  # noqa: PLC0415 - as above
@@ -330,7 +330,7 @@ class LoopWatch:
 
 
 def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:
-    """Show the broker's lines. Return False when the gate opens, True when the cell may run at a shut gate.
+    """Show the broker's lines. Return False once the gate opens, True if the cell may run while it is shut.
 
     Raises RefusedError and KeyboardInterrupt.
     """
@@ -366,7 +366,7 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
 
 @contextlib.contextmanager
 def interrupts_to(waiter: "SimpleQueue[Any]") -> Iterator[None]:
-    """Let SIGINT put INTERRUPTED into the queue; on exit, raise KeyboardInterrupt if it came. Main thread only."""
+    """Make SIGINT put INTERRUPTED into the queue, and raise KeyboardInterrupt on exit if it did. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

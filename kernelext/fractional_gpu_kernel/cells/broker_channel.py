@@ -2,12 +2,12 @@
 
 Two daemon threads start a moment after the kernel, so that they do not slow its start:
 
-- `gpu-gate` reads the commands and obeys at once those that need no round trip.
+- `gpu-gate` reads the commands and immediately carries out those that need no round trip.
 - `gpu-answers` sends the answers on a second connection, and a pulse every `PULSE_S` seconds while the gate is shut. It proves that Python
   runs; an open stream does not.
 
-A broken stream is reopened with growing pauses, whatever a cell did to this process (`settings.LOCAL_FAILURES`); a command that cannot be
-obeyed is answered with "busy". The channel never starts a broker: a waiting cell does.
+A broken stream is reopened with growing pauses, even if a cell broke this process (`settings.LOCAL_FAILURES`). The answer to a command that
+cannot be carried out is "busy". The channel never starts a broker: a waiting cell does.
 """
 
 import threading
@@ -65,7 +65,7 @@ class BrokerChannel:
             self._repeat_exempt()
 
     def _repeat_exempt(self) -> None:
-        """Report that only cells without the GPU run. At an open gate, which needs no ticket, send nothing."""
+        """Report again that only cells without the GPU are running. Send nothing while the gate is open: no ticket is needed."""
         if self._gate.is_exempt and not self._gate.is_open:
             self._answers.put((0, "exempt", ""))
 

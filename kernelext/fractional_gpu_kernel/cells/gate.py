@@ -41,7 +41,7 @@ class Gate:
 
     @property
     def is_shut_again(self) -> bool:
-        """Whether the gate was open and is shut now: the kernel may have state on the GPU."""
+        """Whether the gate has been opened and shut again, so that the kernel may have state on the GPU."""
         return self._was_open and not self.is_open
 
     @property
@@ -57,7 +57,7 @@ class Gate:
         return bool(self._exempt) and not self._running
 
     def runs_beside(self, mark: object) -> bool:
-        """Whether another cell runs: an outer one, or one of another subshell."""
+        """Whether another cell is running: an outer cell, or one in another subshell."""
         return any(one is not mark for one in list(self._running))
 
     def enter(self, mark: object) -> bool:
@@ -77,14 +77,14 @@ class Gate:
             self._paused.discard(mark)
 
     def start_waiting(self, on_open: Callable[[], None]) -> None:
-        """Call `on_open` at each opening, from any thread and under the lock: it must only leave a note."""
+        """Call `on_open` each time the gate opens. It runs in any thread and under the lock, so it must not block."""
         with self._lock:
             self._waiting.append(on_open)
             if self.is_open:
                 on_open()
 
     def stop_waiting(self, on_open: Callable[[], None], mark: object | None, *, overlap: bool = False) -> bool:
-        """Return whether the cell may run: the gate is open, or `overlap`. If so, `mark` enters in the same step."""
+        """Return whether the cell may run (if the gate is open, or with `overlap`), and enter `mark` in the same step if so."""
         with self._lock:
             self._waiting.remove(on_open)
             may_enter = self.is_open or overlap
@@ -93,7 +93,7 @@ class Gate:
             return may_enter
 
     def pause(self, marks: Iterable[object]) -> list[object]:
-        """Pause these cells for input. Return the marks that were running, in order."""
+        """Mark these cells as waiting for input. Return those that were running, in order."""
         with self._lock:
             paused = [mark for mark in marks if mark in self._running]
             self._running.difference_update(paused)
@@ -133,7 +133,7 @@ class Gate:
                 self._bind(environment)
 
     def open(self, environment: Mapping[str, str], still_wanted: Callable[[], bool] | None = None) -> bool:
-        """Bind the process to its device and let cells run. Return whether it did.
+        """Bind the process to its device and let cells run. Return whether the gate is open.
 
         Grants and commands come on different connections. Grants pass `still_wanted`, because a late grant must not open a gate that has
         been shut since.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RunningCell(NamedTuple):
-    """The cell that runs some code: its mark and its outer cells' (none without the GPU), and its thread."""
+    """A running cell: its thread, and the marks of the cell and its outer cells (none if it does not use the GPU)."""
 
     marks: tuple[object, ...]
     thread_id: int
@@ -164,7 +164,7 @@ class InputRequests:
         return list(dict.fromkeys(self._asking.values()))
 
     def install(self) -> None:
-        """Only in a Jupyter kernel: no other kernel waits for one in a terminal."""
+        """Wrap the kernel's input functions. IPython in a terminal has no kernel, and waits for no input message."""
         kernel = getattr(self._shell, "kernel", None)
         for name in ("raw_input", "getpass"):
             original = getattr(kernel, name, None)

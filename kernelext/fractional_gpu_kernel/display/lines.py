@@ -59,7 +59,7 @@ class LiveLine:
         self._shown: str | None = None
 
     def show(self, text: str, wait: Bundle | None = None) -> None:
-        """Show a text, and beside it the machine-readable form of a wait."""
+        """Show a text together with the machine-readable form of a wait."""
         if text != self._shown:
             update, self._shown = self._shown is not None, text
             publish(self._shell, Sentence(text, wait), display_id=self._display_id, update=update)
@@ -132,7 +132,7 @@ _NEXT = {  # by reason for the wait
 
 
 def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted: bool = False) -> str:
-    """Return a waiting cell's line. `preempted`: the cell runs. `age_s`: time since the broker sent `progress`."""
+    """Return the line below a waiting cell. `preempted`: the cell has started. `age_s`: seconds since the broker sent `progress`."""
     from fractional_gpu.core.units import format_rough  # noqa: PLC0415 - off the kernel's start
 
     facts = [f"place {progress.position} in the queue"] if progress.position is not None else []
@@ -155,7 +155,7 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
 
 
 def wait_bundle(progress: "Progress", *, waited_s: float, age_s: float) -> Bundle:
-    """Return a wait for programs, version 1: milliseconds, lease ids and the reason's code. docs/agents.md has the fields."""
+    """Return the machine-readable form of a wait, version 1: milliseconds, lease ids, a reason code. docs/agents.md has the fields."""
     left = {
         name: None if ms is None else max(0, ms - int(age_s * 1000))
         for name in ("expected_ms", "low_ms", "high_ms")
@@ -186,7 +186,7 @@ def resizing(status: "LeaseStatus") -> str:
 
 
 def _left(forecast: "Progress | Span", passed_ms: int) -> str:
-    """Return the rest of a forecast made `passed_ms` ago, or ""."""
+    """Return the remaining time of a forecast made `passed_ms` ago, or ""."""
     from fractional_gpu.core.units import format_forecast, format_rough  # noqa: PLC0415 - off the kernel's start
 
     if forecast.expected_ms is None:
@@ -239,7 +239,7 @@ class Notices:
             self._kept[key] = sentence
 
     def add_urgent(self, sentence: str, topic: str = "") -> None:
-        """Show a sentence now, permanently in the output of a running cell. `topic`: see `add`."""
+        """Show a sentence now. In the output of a running cell, it stays. `topic`: see `add`."""
         with self._lock:
             cell = next(reversed(self._running.values()), None)
         with suppress(*_failures()):  # as in `add`

@@ -32,7 +32,7 @@ def box(title: str, *parts: str, note: str = "") -> str:
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Return a table of HTML cells. Without `head` (texts), each row's first cell heads it."""
+    """Return a table of HTML cells. Without `head` (texts), each row's first cell is its header."""
     lines = []
     if head:
         style = f"{_CELL};font-weight:400;{_MUTED}"
@@ -60,7 +60,7 @@ def bar(parts: Iterable[tuple[int, str]], whole: int, label: str) -> str:
 
 
 def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> str:
-    """Return the bar as text, from (size, character) parts. Every part above 0 gets one."""
+    """Return the bar as text, from (size, character) parts. Every part above 0 gets at least one character."""
     signs = ""
     total = 0
     for size, sign in parts:

@@ -84,7 +84,7 @@ class Resizer:
             self._limits.refresh()
 
     def begin(self, mark: object, text: str, line: LiveLine | None) -> None:
-        """Hold at least the share in `text` until `end` with this mark. Raises RefusedError or KeyboardInterrupt."""
+        """Hold at least the share in `text` until `end` is called with this mark. Raises RefusedError or KeyboardInterrupt."""
         try:
             arguments = parse_burst(text)
             milli, memory_mib = size("%%gpu", arguments.fraction, arguments.memory)
@@ -120,7 +120,7 @@ class Resizer:
         self._take(_limit_mib(status))
 
     def end(self, mark: object, *, silent: bool) -> None:
-        """After a cell, give back what no other burst needs and what is owed. Raises no broker errors."""
+        """End the cell's burst, and shrink to the share that the remaining bursts need. Raises no broker errors."""
         with self._lock:
             had_burst = self._bursts.pop(mark, None) is not None
             is_owed = self._own is not None and (had_burst or not self._bursts)
@@ -128,7 +128,7 @@ class Resizer:
             self._give_back(shows=had_burst and not silent)
 
     def _give_back(self, *, shows: bool) -> None:
-        """Return to the largest share still requested; show a failure. An interrupt leaves it owed."""
+        """Shrink to the largest share that is still requested, and show any failure. After an interrupt, the next `end` tries again."""
         with self._lock:
             own = self._own
             if own is None:

@@ -157,7 +157,7 @@ class AfterCell:
         self._newest: dict[str, _DeferredRequest] = {}
 
     def request(self, kind: str, *calls: Call, note: str, failed: str, command: str) -> None:
-        """Show `note`, and make the calls when the cell has ended. The last call's sentence, or `failed` and why, replaces the note.
+        """Show `note`, and make the calls when the cell has ended. Then replace the note by the last call's sentence, or `failed` and why.
 
         Withdraws an earlier request of this kind.
         """

@@ -58,8 +58,8 @@ class MeasurementView(View):
 def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, cell: str) -> None:  # noqa: ANN401 - IPython is untyped
     """Measure the cell's code, show progress, then the result.
 
-    Raises ArgumentsError, RefusedError if nothing could be measured, or SyntaxError. An interrupt raises KeyboardInterrupt once all has
-    ended and the result so far is shown.
+    Raises ArgumentsError, RefusedError if nothing could be measured, or SyntaxError. An interrupt raises KeyboardInterrupt after all
+    processes have ended and the result so far is shown.
     """
     job = {
         "setup": _setup(shell, arguments.setup),
@@ -110,7 +110,7 @@ def _setup(shell: Any, text: str | None) -> list[tuple[str, str]]:  # noqa: ANN4
 
 
 def setup_numbers(text: str, *, last: int) -> list[int]:
-    """Return the execution numbers that `1-3,5` names, in its order; `last` is the newest cell's. Raises ArgumentsError."""
+    """Parse `1-3,5` into execution numbers in the given order; `last` is the newest cell's. Raises ArgumentsError."""
     numbers: list[int] = []
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())
@@ -136,7 +136,7 @@ class _Measurement:
         self._status = 0
 
     def run(self) -> None:
-        """Run until everything has ended, even after an interrupt; a second one kills it."""
+        """Run the measurement. After an interrupt, wait for its processes to end; a second interrupt kills them."""
         self._line.show("Starting the measurement. Interrupt the kernel to stop it; the results so far are shown.")
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "measure", *self._options],

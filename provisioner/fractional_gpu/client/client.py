@@ -154,7 +154,7 @@ class BrokerClient:
         self.call(routes.RELEASE, about=lease_id)
 
     def end_left(self, lease_id: str) -> None:
-        """End the processes that a lease's kernel left behind, and wait for their device memory. Raises ConflictError."""
+        """End the processes that a lease's kernel left behind, and wait until their device memory is free. Raises ConflictError."""
         self.call(routes.END, about=lease_id)
 
     def attach(self, lease_id: str, request: AttachRequest) -> "LeaseStatus":
@@ -174,7 +174,7 @@ class BrokerClient:
         return self.call(routes.RESUME, request, lease_id)
 
     def expect(self, lease_id: str, request: ExpectRequest) -> None:
-        """Report a sign that the lease's next cell is near. Raises BadRequestError."""
+        """Report a sign that the lease will run a cell soon. Raises BadRequestError."""
         self.call(routes.EXPECT, request, lease_id)
 
     def pin(self, lease_id: str, request: PinRequest) -> "LeaseStatus":

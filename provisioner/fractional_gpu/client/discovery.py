@@ -81,7 +81,7 @@ def socket_path() -> str:
 
 
 def _is_system_service_there() -> bool:
-    """Whether the machine has a system service: its socket, or the lock it leaves when stopped, even in a folder without access.
+    """Whether the machine has a system service: its socket, or the lock that a stopped one leaves, even if we may not read the folder.
 
     If a user's broker started during the service's restart, it would take the devices, and the service could not start.
     """
@@ -186,7 +186,7 @@ def _answers(client: "BrokerClient", answer_s: float) -> bool:
 
 
 def _check_folder_if_there(path: str) -> None:
-    """Check the socket's folder, which may be missing if it was deleted under a broker: that or the next broker recreates it."""
+    """Check the socket's folder if it exists. If it was deleted while a broker runs, that broker or the next one recreates it."""
     try:
         check_folder(path)
     except BrokerUnavailableError as error:
@@ -364,7 +364,7 @@ def check_folder(path: str) -> None:
 
 
 def check_reachable(path: str) -> None:
-    """Raise BrokerUnavailableError if other users cannot enter the socket's folder. A missing one will be created open."""
+    """Raise BrokerUnavailableError if other users cannot enter the socket's folder. A missing folder passes: we create it open."""
     folder = Path(path).absolute().parent
     for one in (folder, *folder.parents):
         if one.exists() and not one.stat().st_mode & stat.S_IXOTH:

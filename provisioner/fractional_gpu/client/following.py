@@ -29,14 +29,14 @@ class AsyncClient(Generic[C]):
         self._patience_s = patience_s
 
     async def call(self, work: Callable[[C], T]) -> T:
-        """Return or raise what `work` does. Cancellation gives up the call."""
+        """Run `work` in a thread and return its result. Cancellation abandons the call."""
         async with aclosing(self.stream(lambda client: [work(client)])) as results:
             async for result in results:
                 return result
         raise AssertionError("there is one result")
 
     async def stream(self, lines: Callable[[C], Iterable[T]]) -> AsyncGenerator[T, None]:
-        """Yield the items of `lines`, and raise its errors. Closing or cancelling gives up."""
+        """Yield the items of `lines`, and raise its errors. Closing or cancelling abandons the stream."""
         end_s = time.monotonic() + self._patience_s
         while True:
             try:
@@ -94,7 +94,7 @@ async def follow(
     take: Callable[[HostStatus], None],
     lost: Callable[[FractionalGPUError], None],
 ) -> None:
-    """Until cancelled, call `take` with the host's status at once and after each change, or `lost` with why there is none.
+    """Call `take` with the host's status now and after each change, or `lost` with the error. Runs until cancelled.
 
     A busy loop gets fewer, newer statuses: the broker queues no lines.
     """

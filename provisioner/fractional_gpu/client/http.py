@@ -252,7 +252,7 @@ class Call:
         self._connection: Connection | None = None
 
     def use(self, connection: Connection) -> None:
-        """Continue on this connection. Raises BrokerUnavailableError if given up."""
+        """Continue on this connection. Raises BrokerUnavailableError if the call was given up."""
         self._connection = connection
         self._check()
 

@@ -113,7 +113,7 @@ class SeatClient(BrokerClient):
         return self.call(routes.CONFIRM_SEAT, about=seat_id)
 
     def pools(self) -> PoolList:
-        """Return every pool's present keys."""
+        """Return the current keys of every pool."""
         return self.call(routes.POOLS)
 
     def change_pool(self, pool: str, keys: Mapping[str, Any]) -> PoolKeys:

@@ -5,8 +5,8 @@ has a state folder on a local disk:
 
 - for a system service `/var/lib/jupyter-gpu`;
 - for a user `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or `/var/tmp/jupyter-gpu-UID/HOST/SOCKET` if that is
-  on a network filesystem, not writable or below another user's folder; an existing one of the two is used;
-- the folder in the setting `state_dir`; on a network filesystem one below it for each node (`node_name`), unless it has a ledger already.
+  on a network filesystem, not writable or below another user's folder; if one of them exists, it is used;
+- the folder in the setting `state_dir`; on a network filesystem, a subfolder for each node (`node_name`), unless the folder has a ledger.
 """
 
 import hashlib
@@ -76,7 +76,7 @@ def make_state_folder(socket: str, configured: Path | None = None) -> Path:
 
 
 def own_base(folder: Path) -> Path | None:
-    """Return the folder that holds all of this user's state, if we chose `folder` below it."""
+    """Return the folder for all of this user's state that contains `folder`, or None if `folder` was configured."""
     base = folder.parent.parent
     return base if base in (_state_home(), _spare_base()) else None
 
@@ -161,7 +161,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def make_own_folder(folder: Path, *, or_link: bool = False) -> str:
-    """Create the folder with mode 0700. Return what is wrong with an existing one, or "". Raises OSError."""
+    """Create the folder with mode 0700. Return the problem with an existing folder, or "". Raises OSError."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     link, status = folder.lstat(), folder.stat()

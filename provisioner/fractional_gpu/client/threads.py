@@ -21,9 +21,9 @@ _LOST_WAKEUP_S = 0.05
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return or raise what `work` does, run in a daemon thread, or here if no thread can be started.
+    """Run `work` in a daemon thread, or in this thread if none can be started, and return its result.
 
-    If cancelled, it returns at once; the work runs to its end, and its result is dropped.
+    Cancellation takes effect at once: `work` continues in its thread, and its result is discarded.
     """
     done = Future[T]()
     context = contextvars.copy_context()

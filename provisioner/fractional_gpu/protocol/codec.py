@@ -1,8 +1,8 @@
 """JSON for the messages: the broker decodes requests strictly, clients decode replies leniently.
 
-A request has only its message's fields, with values of exactly their types, and bounded strings, depth and number of values. Any
-bytes give a message, BadRequestError or RequestTooLargeError. In a reply, a known field of the wrong type is an InternalBrokerError here:
-later it would kill a kernel's thread, far from the cause.
+A request has only its message's fields, with values of exactly their types, and bounded strings, depth and number of values. Decoding any
+bytes returns a message or raises BadRequestError or RequestTooLargeError. In a reply, a known field of the wrong type is an
+InternalBrokerError here: later it would kill a kernel's thread, far from the cause.
 
 Versions with the same protocol number work together: a client sends only non-default fields, and ignores unknown ones.
 """

@@ -71,7 +71,7 @@ class TooManyRequestsError(FractionalGPUError):
 
 
 class NoRoomError(FractionalGPUError):
-    """No GPU has room now: the sentence says what was requested, what there is and what to do."""
+    """No GPU has room now: the sentence says what was requested, what is available and what to do."""
 
     code = "no-room"
     status = 409

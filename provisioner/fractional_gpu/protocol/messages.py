@@ -98,7 +98,7 @@ class PinRequest(Struct, frozen=True, kw_only=True):
 
 
 class ExpectRequest(Struct, frozen=True, kw_only=True):
-    """A sign of a coming cell: focus, scroll, typing, hover, completion, inspection, widget or other. It says nothing about the cell."""
+    """A sign that a cell will run soon: focus, scroll, typing, hover, completion, inspection, widget or other. Nothing about the cell."""
 
     sign: str = "other"
     within_ms: int = 60_000
@@ -135,7 +135,7 @@ class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OthersUse(Struct, frozen=True, kw_only=True):
-    """Others' mean use of a lease's device over a period, in thousandths; None: the device does not count by process."""
+    """Others' mean use of a lease's device over a period, in thousandths; None if the device reports no use per process."""
 
     used_milli: int | None
 
@@ -143,8 +143,8 @@ class OthersUse(Struct, frozen=True, kw_only=True):
 class AcquireRequest(Struct, frozen=True, kw_only=True):
     """Take a ticket for the GPU. The stream ends with `granted` or `refused`; disconnecting withdraws the ticket.
 
-    With `hold` the wait has no limit, and the stream continues after `granted`: the lease is in use until the client disconnects. If
-    preempted, the lease waits again, and the stream says so. With `watch` the stream follows a preempted cell's ticket.
+    With `hold` the wait has no limit, and the stream continues after `granted`: the lease is in use until the client disconnects. A
+    preempted lease waits again, and the stream reports it. With `watch` the stream follows a preempted cell's ticket.
     """
 
     wait_ms: int = 3_600_000
@@ -153,7 +153,7 @@ class AcquireRequest(Struct, frozen=True, kw_only=True):
 
 
 class ResumeRequest(Struct, frozen=True, kw_only=True):
-    """Make a lease resident. `if_blocked`: only if its suspended process is running something that did not request this."""
+    """Make a lease resident. `if_blocked`: only if its suspended process is blocked in code that did not request the GPU."""
 
     if_blocked: bool = False
 
@@ -175,7 +175,7 @@ class ProgressKind(StrEnum):
 
 
 class WaitLine(Struct, frozen=True, kw_only=True):
-    """The fields of every line of such a stream. `kind`: a ProgressKind."""
+    """The fields that all lines of a waiting stream have. `kind`: a ProgressKind."""
 
     kind: str
     reason: str = ""

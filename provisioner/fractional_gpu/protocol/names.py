@@ -105,7 +105,7 @@ def state_meaning(state: str) -> str:
 
 
 def device_deadline(device: "DeviceStatus") -> str:
-    """Say when a device goes away and what becomes of its kernels; "" if it stays or is already gone."""
+    """Say when a device goes away and what happens to its kernels; "" if it stays or is already gone."""
     if not device.goes_away_in_ms:
         return ""
     found = [
@@ -117,7 +117,7 @@ def device_deadline(device: "DeviceStatus") -> str:
 
 
 def gpu_deadline(lease: "LeaseStatus") -> str:
-    """Say when a kernel's GPU goes away and what becomes of the kernel's state; "" if it stays."""
+    """Say when a kernel's GPU goes away and what happens to the kernel's state; "" if it stays."""
     if lease.goes_away_in_ms is None:
         return ""
     when = f"its GPU goes away in {_duration(lease.goes_away_in_ms)}"

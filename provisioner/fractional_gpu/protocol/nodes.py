@@ -1,8 +1,8 @@
-"""What a host could still give, and what its agent publishes in its cluster's engine (Slurm's `Extra`, a Kubernetes node annotation).
+"""A host's capacity, as its broker reports it and as its agent publishes it (in Slurm's `Extra` or a Kubernetes node annotation).
 
-Anyone who reads nodes can read it (a hub's spawn page, an administrator), so it has no user names. It is JSON without spaces, in
-printable ASCII without `=` or other quotes, so that it passes through `scontrol` as one word, and at most `MAX_SUMMARY` bytes. A
-reader checks every field, since others than its agent may write a node's record.
+Anyone who reads nodes can read it (a hub's spawn page, an administrator), so it has no user names. It is JSON without spaces, in printable
+ASCII without `=` or other quotes, so that it passes through `scontrol` as one word, and at most `MAX_SUMMARY` bytes. A reader checks every
+field, since programs other than its agent may write a node's record.
 """
 
 import re
@@ -23,7 +23,7 @@ _OUTSIDE_WORDS = re.compile(r"[^!-~]|[='`]")
 
 
 class PoolShares(Struct, frozen=True, kw_only=True):
-    """What a pool has, has given, and could still give. Shares in milli-GPU (thousandths of a device)."""
+    """A pool's total, held and available shares, in milli-GPU (thousandths of a device)."""
 
     name: _Name
     total_milli: _Number  # 1000 for each of its devices
@@ -46,7 +46,7 @@ class PoolSummary(PoolShares, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a node has, has given and could still give. Memory in MiB."""
+    """A node's total, held and available capacity. Memory in MiB."""
 
     at_s: Annotated[int, Meta(ge=0, le=60 * _LARGEST)]  # when this was true, seconds since 1970
     simulated: bool = False
@@ -108,7 +108,7 @@ class PoolCapacity(PoolShares, frozen=True, kw_only=True):
 
 
 class Capacity(Struct, frozen=True, kw_only=True):
-    """What a host could still give. Memory in MiB."""
+    """A host's remaining capacity. Memory in MiB."""
 
     version: str
     simulated: bool

@@ -1,7 +1,7 @@
-"""Every route of the broker's API, in one table that the server, the client and docs/routes.md are made from.
+"""Every route of the broker's API, in one table for the server, the client and docs/routes.md.
 
-HTTP and JSON on a UNIX socket; `{lease}` in a path is a lease's id, and so on. A GET request is in the query, any other in the
-body. Peers are identified by uid and `Authorization: Bearer TOKEN`.
+HTTP and JSON on a UNIX socket; `{lease}` in a path is a lease's id, and so on. A GET request is sent in the query, all others in the body.
+Peers are identified by uid and `Authorization: Bearer TOKEN`.
 """
 
 from importlib import import_module

@@ -106,7 +106,7 @@ class PoolChange(Struct, frozen=True, kw_only=True):
 
 
 class PoolKeys(Struct, frozen=True, kw_only=True):
-    """A pool's present keys. `changed` names those that differ from the configuration."""
+    """A pool's current keys. `changed` names those that differ from the configuration."""
 
     pool: str
     devices: list[str]  # ids

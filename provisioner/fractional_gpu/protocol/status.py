@@ -45,7 +45,7 @@ class Story(Struct, frozen=True, kw_only=True):
 
 
 class UsagePoint(Struct, frozen=True, kw_only=True):
-    """A lease from this moment to the next point. `at_ms`: since the epoch."""
+    """A lease's state from `at_ms` (since the epoch) until the next point."""
 
     at_ms: int
     state: str
@@ -89,7 +89,7 @@ class KernelFacts(Struct, frozen=True, kw_only=True):
 
 
 class Cap(StrEnum):
-    """What keeps a kernel within its device memory, the strictest first."""
+    """The mechanisms that limit a kernel's device memory, strictest first."""
 
     DRIVER = "driver"  # the driver limits its control group: allocations past its share fail
     FRAMEWORK = "framework"  # its extension limits the frameworks that it knows
@@ -145,7 +145,7 @@ class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
 
     @property
     def pinned_ms(self) -> int:
-        """How long it stays pinned; 0: not pinned."""
+        """The time until the pin ends; 0: not pinned."""
         return max(0, self.lease.pinned_until_ms - self.now_ms)
 
     @property
@@ -166,13 +166,13 @@ class Stranger(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """As this viewer knows it, such as `python (your process 4711)` or `a program of bob`. Escape it in HTML."""
+        """The name for this viewer, such as `python (your process 4711)` or `a program of bob`. Escape it in HTML."""
         whose = f"your process {self.pid}" if self.own else f"process {self.pid} of {self.user}"
         return f"{self.command} ({whose})" if self.command else f"a program of {self.user}"
 
 
 def describe_strangers(strangers: Iterable[Stranger], most: int = 3) -> str:
-    """Say what each holds, as `python (your process 4711) holds 9 GiB, a program of bob holds 3 GiB`; "" if that is unknown."""
+    """Say how much memory each holds: `python (your process 4711) holds 9 GiB, a program of bob holds 3 GiB`; "" if unknown."""
     known = [f"{one.name} holds {format_memory(one.used_mib)}" for one in strangers if one.used_mib]
     return ", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")
 
