@@ -255,6 +255,25 @@ def test_nothing_is_written_where_users_could_plant_a_link(
     assert tree_of(root) == before
 
 
+def test_a_record_that_users_could_write_removes_nothing(root: Path, tmp_path: Path) -> None:
+    (victim := tmp_path / "victim").mkdir()
+    record = at(root, RECORD)
+    record.write_text(json.dumps({"environment": "/../victim", "made_environment": True}))
+    os.chown(record.parent, 1234, 0)
+    assert set_up(root, "--undo") == 1
+    os.chown(record.parent, 0, 0)
+    assert set_up(root, "--undo") == 1
+    assert victim.exists()
+
+
+def test_state_is_not_removed_through_a_link_out_of_the_image(root: Path, tmp_path: Path) -> None:
+    (state := tmp_path / "var/lib/jupyter-gpu").mkdir(parents=True)
+    assert set_up(root) == 0
+    (root / "var").symlink_to(tmp_path / "var")
+    assert set_up(root, "--undo", "--remove-state") == 1
+    assert state.exists()
+
+
 def test_a_sticky_folder_above_root_s_own_is_safe(tmp_path: Path) -> None:
     (tmp_path / "s" / "own").mkdir(parents=True)
     (tmp_path / "s").chmod(0o1777)

@@ -133,6 +133,7 @@ class Changes:
 
     def __init__(self, root: Path, *, force: bool) -> None:
         self.root, self._force = root, force
+        check_place(self.real(str(RECORD)).parent, root)  # what it names is removed
         saved = self.read(str(RECORD))
         self.record = Record() if saved is None else msgspec.json.decode(saved.data, type=Record)
 
@@ -257,7 +258,9 @@ def _undo(options: argparse.Namespace, changes: Changes) -> int:
     # The environment is the last: this command may run from it.
     trees = [STATE] * options.remove_state + [Path(SYSTEM_SOCKET).parent] * (is_here and not had_unit)
     for tree in (changes.real(str(one)) for one in (*trees, *[Path(record.environment)] * record.made_environment)):
-        steps += [(f"remove {tree}", partial(shutil.rmtree, tree))] if tree.exists() else []
+        if tree.exists():
+            check_place(tree.parent, options.root)
+            steps.append((f"remove {tree}", partial(shutil.rmtree, tree)))
     if _do(options, changes, steps, planned):
         changes.forget()
         kept = changes.real(str(STATE))
