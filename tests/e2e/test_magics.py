@@ -63,7 +63,7 @@ def a_resize_takes_effect_without_a_restart_and_back(world: World, notebook: Not
     notebook.must(BIG)
     assert world.lease(notebook.kernel_id).lease.reserved_mib == 768
     assert notebook.run("%gpu resize 1/4").status == "error", "less than is in use"
-    assert text(notebook.must("%gpu explain").data).count("its size is 3/4 GPU") == 1, "a refusal changed nothing"
+    assert text(notebook.must("%gpu explain").data).count("its size is now 3/4 GPU") == 1, "a refusal changed nothing"
     notebook.must("big.free()\ndel big")
     assert "Its share is now 1/4 GPU, 256 MiB" in text(notebook.must("%gpu resize 1/4").data)
     assert notebook.must("print(buffer.read(1))").text == "b'x'\n"

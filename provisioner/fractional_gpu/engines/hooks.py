@@ -97,8 +97,15 @@ def register_late(settings: HookSettings, client: SeatClient, wanted: JobSeat, l
         with files.claimed(wanted.job_id) as free:
             if not free or any(job_of(seat) == wanted.job_id for seat in client.seats().seats):
                 return False
-            seat, told = files.register(client, wanted)
-            files.write_environment(seat, settings.socket, told)
+            try:
+                seat, told = files.register(client, wanted)
+                files.write_environment(seat, settings.socket, told)
+            finally:
+                if not files.is_wanted(
+                    wanted.job_id
+                ):  # the job has ended meanwhile, and its Epilog saw less than there is now
+                    files.remove(wanted.job_id)
+                    files.release(client, wanted.job_id)
     except (FractionalGPUError, OSError) as error:
         log(f"job {wanted.job_id}: still without a seat: {error}")
         return False

@@ -274,6 +274,10 @@ class SeatFiles:
     def knows(self, job_id: int) -> bool:
         return any(self._path(job_id, kind).exists() for kind in _KINDS)
 
+    def is_wanted(self, job_id: int) -> bool:
+        """Return whether the job's Epilog has not run."""
+        return self._path(job_id, "wanted").exists()
+
     def remove(self, job_id: int) -> None:
         for kind in _KINDS:
             self._path(job_id, kind).unlink(missing_ok=True)

@@ -235,6 +235,7 @@ def test_a_broker_that_a_kernel_starts_is_not_bound_to_the_kernel_s_share(
 
 # Variables that the broker and the programs it starts do not read, although other processes do.
 READ_ELSEWHERE = {
+    "JUPYTER_GPU_AGENT",  # names whoever starts kernels and programs
     "JUPYTER_GPU_BROKER_IN_WORKLOAD",  # names the process that starts a broker
     "JUPYTER_GPU_DEFAULT_FRACTION",  # for Jupyter servers and commands, as are the next ones
     "JUPYTER_GPU_DEFAULT_POOL",
