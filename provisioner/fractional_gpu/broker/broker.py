@@ -1,8 +1,8 @@
 """Turns events into arbiter calls and carries out the effects that the arbiter returns.
 
-The broker decides nothing about who holds a GPU. It owns what the arbiter does not know: processes, IOPub, extensions, tokens, the ledger,
-the checkpoint worker. All methods run on one event loop. Effects that take time (suspend, resume, looking again) run as tasks and come back
-as events.
+The broker does not decide who holds a GPU. It owns what the arbiter does not know: processes, IOPub, extensions, tokens, the ledger, the
+checkpoint worker. All methods run on one event loop. Effects that take time (suspend, resume, looking again) run as tasks and come back as
+events.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ class Broker:
         files: LeaseFiles | None = None,
         context_sizes: ContextSizes | None = None,
     ) -> None:
-        """`devices`: the managed ones, by id. `files`: the second records. `context_sizes`: as learned earlier."""
+        """`devices`: the managed devices by id. `files`: the second records. `context_sizes`: learned by earlier brokers."""
         self.arbiter = arbiter
         self.monitor = monitor
         self.writer = writer
@@ -290,7 +290,7 @@ class Broker:
             kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
 
     def _cell_began(self, kernel: Kernel) -> None:
-        """Handle a cell that began behind a closed gate: it has no guard, the command came too late, or a grant undid it."""
+        """Handle a cell that began at a shut gate: the kernel has no guard, the command came too late, or a grant undid it."""
         if kernel.link is not None:
             kernel.link.send(GateVerb.PREEMPT)
         elif kernel.requests.waiters == 0:
@@ -400,7 +400,7 @@ class Broker:
         return self.costs.of_user(kernel.uid)
 
     def _context_for(self, kernel: Kernel, identity: ProcessIdentity) -> zmq.asyncio.Context | None:
-        """Return the context that reaches the kernel's sockets, or None, noted in its story, if the broker may not listen."""
+        """Return the context that reaches the kernel's sockets. If the broker may not listen, note it in the story and return None."""
         try:
             return self._networks.context_for(kernel.lease_id, identity)
         except PermissionError as error:
@@ -423,7 +423,7 @@ class Broker:
         kernel.watch_runner(kernel.launch.holder, later)
 
     def _runner_ended(self, kernel: Kernel) -> None:
-        """Keep a command without its runner on its device, or bring it back: nothing else would request the device for it."""
+        """Keep a command that lost its runner on its device, or bring it back: no process would request the device for it."""
         kernel.end_runner()
         sentence = "`jupyter gpu run` has ended, but its command still runs: it stays on the GPU until it ends"
         log.warning("lease %s: %s", kernel.lease_id[:8], sentence)
@@ -553,7 +553,7 @@ class Broker:
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
     def ticket(self, lease_id: str) -> TicketView | None:
-        """Return the lease's place in the queue. All callers between two events, or within a second, share one look."""
+        """Return the lease's place in the queue. The answer is cached until the next event, for at most a second."""
         at_ms = now_ms()
         if self._tickets is None or at_ms - self._tickets[0] > _TICKETS_MS:
             pools = self.arbiter.pools()

@@ -65,7 +65,7 @@ class Account:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the account may be forgotten without effect."""
+        """Whether the account can be dropped without losing anything."""
         return self.left_s == COST_BURST_S and self._timer is None
 
     def charge(self, seconds: float) -> None:
@@ -89,7 +89,7 @@ class Account:
         self._turns = 0
 
     async def turn(self, *, reserved: bool = False) -> None:
-        """Wait for the account's turn. Cancellation gives up the place in the queue."""
+        """Wait for the account's turn. Cancellation loses the place in the queue."""
         if self.take_turn(reserved=reserved):
             return
         turn = asyncio.get_running_loop().create_future()
@@ -119,7 +119,7 @@ class Account:
             self._timer = loop.call_later(max(_PAUSE_S, debt_s / self.share), self._wake)
 
     def _wake(self) -> None:
-        """Wake one waiter if the balance allows it, and look again later."""
+        """Wake one waiter if the balance allows it, and schedule the next check."""
         self._timer = None
         self._crowd.discard(self)
         if not self.is_spent:

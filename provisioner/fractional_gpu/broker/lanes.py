@@ -1,4 +1,4 @@
-"""Threads for blocking work, a pool for each kind: users' requests take no thread from swaps.
+"""Thread pools for blocking work, one for each kind, so that users' requests cannot delay swaps.
 
 Work that no request causes (samples, files, forecasts) runs in the loop's default executor.
 """
@@ -37,7 +37,7 @@ class Lane:
         return self._threads
 
     async def run(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what `act` returns, and charge its processor time. If cancelled, `act` continues."""
+        """Run `act` in a thread, charge its processor time and return its result. Cancellation does not stop `act`."""
         loop, charge = asyncio.get_running_loop(), PAYER.get()
 
         def work() -> T:

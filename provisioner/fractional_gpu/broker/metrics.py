@@ -116,7 +116,7 @@ class Metrics:
             self._of("cap_breaches", action=action.value)
 
     def saw(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Count an event and its effects, at a dictionary lookup each."""
+        """Count an event and its effects. Costs one dictionary lookup each."""
         now_s = time.monotonic()
         match event:
             case Wanted(lease_id=lease_id):

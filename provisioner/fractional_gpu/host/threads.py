@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class StartedThreads(ThreadPoolExecutor):
-    """A pool whose `count` threads all start at once, so work never lacks one. Raises OSError if they cannot."""
+    """A thread pool that starts all its `count` threads at once. Raises OSError if the system has no threads left."""
 
     def __init__(self, count: int, name: str) -> None:
         super().__init__(max_workers=count, thread_name_prefix=name)

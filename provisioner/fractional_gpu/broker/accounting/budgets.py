@@ -169,7 +169,7 @@ class BudgetKeeper:
         return next((one for one in mine if one in named), mine[0] if mine and "*" in named else "")
 
     def states(self, party: Party) -> list[BudgetState]:
-        """Return the budgets that this party's leases count against, the most spent (as a share) first."""
+        """Return the budgets that this party's leases count against, sorted by the share spent, highest first."""
         now_s, found = self._now_s(), []
         for index, budget in enumerate(self._spending.budgets):
             if (subject := budget.subject(party)) is not None:
@@ -200,7 +200,7 @@ class BudgetKeeper:
         ]
 
     async def extend(self, subject: Subject, budgets: Iterable[Budget], amount: int, until_s: int | None) -> None:
-        """Add an amount until `until_s`, or until each budget resets. Raises LedgerError, adding nothing. Still adds if cancelled."""
+        """Add an amount until `until_s`, or until each budget resets. Raises LedgerError, adding nothing. Cancellation does not undo it."""
         now_s = self._now_s()
         more = [
             BudgetExtension(subject, one.text, amount, until_s or end_of(one, now_s) or now_s + one.rolling_s)

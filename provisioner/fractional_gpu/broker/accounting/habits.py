@@ -117,7 +117,7 @@ class ShareHabits:
     async def of_notebooks(
         self, pool: str | None, owner: str | None, *, seated: bool | None = None
     ) -> list[ShareAdvice]:
-        """Return all useful advice (`owner`, `pool` None: any). Yields to other tasks: a hub has thousands of notebooks."""
+        """Return all useful advice, for one `owner` and `pool` if given. Yields to other tasks: a hub has thousands of notebooks."""
         keys = [
             key
             for key in sorted(self.recorder.keys())

@@ -157,7 +157,7 @@ class Metering:
         return self._clocks.wall() - (self._clocks.now() - at_ms)
 
     def uncollected(self) -> Iterable[UsageRow]:
-        """Return the figures that followers lack so far. Read them at once: they change."""
+        """Return the figures that have not yet been sent to followers. Read them immediately: they change."""
         return self.meter.rows(self._clocks.now(), self._clocks.wall())
 
     async def run(self) -> None:
@@ -171,7 +171,7 @@ class Metering:
             self.write()
 
     def write(self) -> asyncio.Future[None]:
-        """Write the figures since the last write. The future is done once they are on disk."""
+        """Write the figures since the last write. The returned future completes once they are on disk."""
         fresh = self.meter.take(self._clocks.now(), self._clocks.wall())
         for follower in self.followers:
             follower(fresh)

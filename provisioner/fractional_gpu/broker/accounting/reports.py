@@ -26,7 +26,7 @@ _PRIVATE: Final = frozenset({"notebook", "lease"})
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Who asks: an administrator, or a user, whether of a hub, and the group they use GPUs through (empty: none)."""
+    """The caller: an administrator or a user, whether the user is a hub's, and the group that grants them GPUs (empty: none)."""
 
     administrator: bool = False
     owner: str = ""
@@ -36,7 +36,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class ReportQuery:
-    """What to sum, grouped by what, over which hours (seconds since 1970), and limited to which user, group, pool and so on."""
+    """What to sum, how to group it, over which hours (seconds since 1970), and for which user, group, pool and so on."""
 
     by: tuple[str, ...]
     since_s: int
@@ -62,7 +62,7 @@ class UsageReports:
         return self.visible
 
     async def answer(self, reader: Reader, question: ReportQuery) -> tuple[list[UsageEntry], Carbon | None, str]:
-        """Return sums, carbon intensity and a note on missing figures. Raises LedgerError. If cancelled, due figures are still written."""
+        """Return sums, carbon intensity and a note on missing figures. Raises LedgerError. Cancellation does not stop the write."""
         await self._refresh()
         own = self._own(reader, self.scope(reader, question.by))
         if any(question.only.get(name, value) != value for name, value in own.items()):

@@ -172,7 +172,7 @@ class LeaseService:
         return not own and view is not None and self.seats.draws.opens(token, view)
 
     async def create(self, peer: Peer, request: LeaseRequest) -> LeaseReply:
-        """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. Cancelled: the lease expires."""
+        """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. After a cancellation the lease expires."""
         broker, uid = self.broker, peer.credentials.uid
         launch = Launch(server=server_of(peer), command=request.kind == COMMAND, claim=request.kind == CLAIM)
         if launch.claim:
@@ -246,7 +246,7 @@ class LeaseService:
             )
 
     async def _let_others_start(self, peer: Peer, request: LeaseRequest) -> None:
-        """Wait a moment if only the user's other starting kernels cause a refusal, as when a session is restored."""
+        """Wait a moment if only the user's other starting kernels cause a refusal, as when JupyterLab restores a session."""
         arbiter, deadline_s = self.broker.arbiter, time.monotonic() + _START_PATIENCE_S
         while time.monotonic() < deadline_s:
             refused = arbiter.refusal(self.seats.draws.apply_terms(peer, request, lease_spec(arbiter, peer, request)))
@@ -286,7 +286,7 @@ class LeaseService:
         """End the kernel's processes and its lease: the only action that loses a kernel's state on purpose.
 
         Raises BadRequestError without `confirm`. If a process does not end, raises ConflictError and keeps the lease. Jupyter may start a
-        new kernel before that: it gets another lease. Cancelled: signalled processes end, and the lease stays.
+        new kernel earlier: it gets another lease. After a cancellation the lease stays, but signalled processes still end.
         """
         if not request.confirm:
             raise BadRequestError(
@@ -372,7 +372,7 @@ class LeaseService:
             )
 
     async def detach(self, kernel: Kernel) -> None:
-        """Take the ended process from the lease.
+        """Detach the ended process from the lease.
 
         Returns once any processes left behind are known. If cancelled, the search continues.
         """

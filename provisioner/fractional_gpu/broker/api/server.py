@@ -1,10 +1,10 @@
-"""The HTTP server below the routes: what a connection may send, and when it is read.
+"""The HTTP server under the routes: what a connection may send, and when the server reads it.
 
-A request is judged by its head: if refused (too large, unknown length, account long overdrawn), it gets a reply at once, and its body is
-never read. The request's account (`cost.Account`) waits for its turn and pays before the body is read; once its reserve is spent, nothing
-is read from its connections. A user has few connections, and more for each lease with a process; an extra one waits a moment, gets
-one reply and is closed. Administrators still get a descriptor when users have used up theirs. Connections that make no progress in time
-are closed.
+The server decides by a request's head whether to refuse it (too large, unknown length, account long overdrawn). It then replies at once and
+never reads the body. The request's account (`cost.Account`) waits for its turn and pays before the body is read; once its reserve is spent,
+nothing is read from its connections. A user has few connections, and more for each lease with a process; an extra one waits a moment, gets
+one reply and is closed. Administrators still get a descriptor when users have used up theirs. Connections that make no progress in time are
+closed.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A kernel's two connections: its Jupyter connection, checked (its fields, and where its sockets may lie), and its gate's line.
+"""A kernel's two connections: its Jupyter connection, whose fields and endpoints are checked, and its gate's stream.
 
 The broker connects to a kernel's sockets with its own rights, so it connects only where no other user can have put them:
 
@@ -198,7 +198,7 @@ _QUEUE = 64  # commands that the extension has not read; with more, the line is 
 
 
 class GateLink:
-    """One connected extension. A newer connection of the same kernel replaces an older one."""
+    """The connection to one extension. A newer connection of the same kernel replaces it."""
 
     def __init__(self, now_s: float, inputs: Iterable[str] = ()) -> None:
         self.last_pulse_s = now_s
@@ -224,12 +224,12 @@ class GateLink:
         urgent: bool = False,
         topic: str = "",
     ) -> None:
-        """Send a command that needs no answer; dropped when the line is lost. `urgent`, `topic`: see GateCommand."""
+        """Send a command that needs no answer. It is dropped if the connection is lost. `urgent`, `topic`: see GateCommand."""
         environment = dict(environment or {})
         self._put(GateCommand(verb=verb, sentence=sentence, environment=environment, urgent=urgent, topic=topic))
 
     async def ask(self, verb: GateVerb, timeout_s: float) -> str:
-        """Send a command and return the extension's answer, or "" if none came in time or the line broke. Ignores it if cancelled."""
+        """Send a command and return the extension's answer, or "" if none comes in time. After a cancellation the answer is ignored."""
         if self.closed:
             return ""
         self.reserved_mib = None  # an older answer's
@@ -263,7 +263,7 @@ class GateLink:
             waiting.set_result(answer.word)
 
     def look(self, now_s: float, every_s: float = PULSE_S) -> None:
-        """Note whether the extension reads, and write a keep-alive if the last one is `every_s` old. Called often; never blocks."""
+        """Record whether the extension reads, and write a keep-alive if the last one is `every_s` old. Called often; never blocks."""
         if self.stream is None or self.closed:
             return
         if self._on_its_way:
@@ -281,7 +281,7 @@ class GateLink:
         return not self.closed and self._queue.empty() and self.stream is not None and self.stream.is_read() is True
 
     def forgive(self, seconds: float, now_s: float) -> None:
-        """Do not count the last seconds as silence: the broker did not check the line, or the stopped process could not read."""
+        """Do not count the last seconds as silence: the broker did not check the connection, or the process was stopped."""
         self.last_pulse_s = min(now_s, self.last_pulse_s + seconds)
         self._line_s = min(now_s, self._line_s + seconds)
 

@@ -1,8 +1,8 @@
 """The memory of a CUDA context, for each kind of device.
 
-It is what the device charges to a kernel's process, less what its framework's allocator holds: the context, the modules of cuBLAS, cuDNN
-and compiled kernels, NCCL's buffers. It differs between kernels, and allocations that bypass the allocator add to it. A framework's limit
-needs an upper estimate that a few odd kernels, or one user's kernels, cannot raise for all users. So it is the larger of
+It is the memory that the device charges to a kernel's process, less the memory held by the framework's allocator: the context, the modules
+of cuBLAS, cuDNN and compiled kernels, NCCL's buffers. It differs between kernels, and allocations that bypass the allocator add to it. A
+framework's limit needs an upper estimate that a few odd kernels, or one user's kernels, cannot raise for all users. So it is the larger of
 
 - the third quartile of the sizes of the last `KERNELS` kernels, of all users, and
 - the user's own largest size among these.
@@ -33,7 +33,7 @@ class ContextSizes:
     seen: dict[str, dict[str, ContextSize]] = field(default_factory=dict)  # by device and kernel, the newest last
 
     def saw(self, device_name: str, kernel: str, size: ContextSize, cap_mib: int) -> bool:
-        """Count a kernel's size; return whether the estimate for its user has changed."""
+        """Record a kernel's size; return whether the estimate for its user has changed."""
         if not 0 <= size.mib <= min(MOST_MIB, cap_mib * 3 // 4):
             return False  # it cannot be a context
         before = self.estimate_mib(device_name, size.uid)

@@ -30,7 +30,7 @@ _LONGEST_WHY: Final = 300  # characters
 
 
 async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]], what: str) -> None:
-    """End processes until `left` returns none. Errors name them by `what`. If cancelled, signalled processes still end.
+    """End processes until `left` returns none. `what` describes them in errors. After a cancellation, signalled processes still end.
 
     Raises ConflictError if one may not be signalled or does not end.
     """
@@ -89,7 +89,7 @@ class Evictions:
         self._sentences: OrderedDict[tuple[int, str], str] = OrderedDict()
 
     def begin(self, kernel: Kernel, peer: Peer, why: str) -> str:
-        """Note that an administrator ends the kernel; return the sentence for its successor."""
+        """Record that an administrator ends the kernel; return the sentence for its successor."""
         who = f"An administrator ({printable(peer.acting_for or user_name(peer.credentials.uid))})"
         because = f"; the reason given: {printable(why)[:_LONGEST_WHY].rstrip('.')}" if why.strip() else ""
         ended = f"at {time.strftime('%H:%M', time.localtime())}, to free the GPU{because}."

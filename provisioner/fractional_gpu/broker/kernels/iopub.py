@@ -145,7 +145,7 @@ class IOPubWatch:
 
     @property
     def runs_cell(self) -> bool:
-        """Whether a cell runs or may run, not only a completion, a tooltip, or a widget's or debugger's message."""
+        """Whether a cell is or may be running, as opposed to a completion, a tooltip, or a widget's or debugger's message."""
         return not self.is_certain or not self._cells.isdisjoint(self._busy)
 
     @property
@@ -170,7 +170,7 @@ class IOPubWatch:
         return socket
 
     async def _next(self, socket: zmq.asyncio.Socket) -> list[bytes]:
-        """Wait for a message and charge it, after yielding to other tasks. If cancelled, no message is lost."""
+        """Wait for a message and charge it, after yielding to other tasks. Cancellation loses no message."""
         await asyncio.sleep(0)
         if self._account.left_s <= 0:
             self._lose_certainty()
@@ -193,7 +193,7 @@ class IOPubWatch:
             self._account.charge(time.thread_time() - begun_s)
 
     def _lose_certainty(self) -> None:
-        """Be in doubt: a missed message may say that the kernel is busy."""
+        """Enter the state of doubt: the watch may have missed that the kernel is busy."""
         if self.is_certain:
             self.is_certain, self._doubt_since_s = False, time.monotonic()
             self._message_came.set()

@@ -65,7 +65,7 @@ def uncounted_mib(use: DeviceUse) -> int:
 
 
 class ProcessScans:
-    """Shared passes over /proc, one at a time; for any thread. `kernels` (live): read only their users' environments (None: all)."""
+    """Shared scans of /proc, one at a time. Thread-safe. `kernels` (live): read only their users' environments (None: all)."""
 
     def __init__(self) -> None:
         self.kernels: Mapping[str, Kernel] | None = None
@@ -73,7 +73,7 @@ class ProcessScans:
         self._last: tuple[float, Snapshot] | None = None
 
     def take(self, max_age_s: float = 0.0) -> Snapshot:
-        """Return a pass that began after this call, or at most `max_age_s` before it. Blocks. Raises OSError."""
+        """Return a scan that began after this call, or at most `max_age_s` before it. Blocks. Raises OSError."""
         asked_s = time.monotonic()
         with self._lock:
             if self._last is None or self._last[0] < asked_s - max_age_s:
@@ -85,7 +85,7 @@ class ProcessScans:
 
 
 class ProcessInspector:
-    """Classifies a kernel's processes. `off`: why the driver cannot be asked; then only devices' counts are known.
+    """Classifies a kernel's processes. `off`: why the driver cannot be queried; then only devices' counts are known.
 
     `counts_processes`: a device is known to count CUDA processes by the pids that they have here.
     """
@@ -105,7 +105,7 @@ class ProcessInspector:
             return await SWAPS.run(self.scans.take)
 
     async def take(self, device_ids: Sequence[str] | None = None, *, max_age_s: float = 0.0) -> HostSnapshot:
-        """Return a snapshot of the machine and of these devices (None: all), in which /proc may be `max_age_s` old. Raises GPUError."""
+        """Return a snapshot of these devices (None: all) and of /proc, which may be `max_age_s` old. Raises GPUError."""
         with _shortage_as_gpu_error():
             # The scan waits for the system, the reading for the driver.
             found, uses = await asyncio.gather(SWAPS.run(self.scans.take, max_age_s), SWAPS.run(self._uses, device_ids))
@@ -239,7 +239,7 @@ class ProcessInspector:
 def members_of(
     kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot, apart: Collection[ProcessIdentity]
 ) -> list[ProcessIdentity]:
-    """Return the kernel's processes, without those below `apart`. A process once in its tree stays, even after reparenting."""
+    """Return the kernel's processes, except those below `apart`. Includes processes that have been reparented out of its tree."""
     tree = processes.tree(root, kernel.lease_id, uid=kernel.uid, apart=apart, also=kernel.members)
     kernel.members = frozenset(tree) - {root}
     return tree

@@ -89,7 +89,7 @@ class Sampler:
             await self._pause(anything_changed)
 
     async def _pause(self, anything_changed: asyncio.Event) -> None:
-        """Wait until the next look: briefly while anything happens, as a kernel may soon need a ticket; at rest, until the next sample."""
+        """Wait until the next check: briefly while kernels are active, since one may soon need a ticket, else until the next sample."""
         cell_runs = any(kernel.cell.executing_since_s is not None for kernel in self._broker.kernels.values())
         if not cell_runs and not await within(_BUSY_INTERVAL_S, anything_changed):
             return
@@ -115,7 +115,7 @@ class Sampler:
             log.error("cannot sample the devices and the machine: %s", error)  # noqa: TRY400 - the sentence says it
 
     async def sample(self) -> None:
-        """Report changes to the arbiter. Drop a reading that a state change overtook, at most twice in a row.
+        """Report changes to the arbiter. Drop a reading if a lease changed state during it, at most twice in a row.
 
         Without that limit, a user who keeps changing a lease would blind the broker. The third reading counts, except for leases that
         changed during it. Memory they freed counts as a stranger's until the next sample, so no lease is let in too early.

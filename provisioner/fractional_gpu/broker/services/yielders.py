@@ -185,7 +185,7 @@ async def _loaded(server: ModelServer) -> _Loaded:
 
 
 async def _fetch(server: ModelServer, path: str, body: str | None = None) -> bytes:
-    """GET the path, or POST a body. Raises ConnectionError with what the server does instead. If cancelled, it ends by its timeout."""
+    """GET the path, or POST a body. Raises ConnectionError that says what went wrong. Once begun, a request ends only by its timeout."""
     client = SimpleAsyncHTTPClient(force_instance=True, max_body_size=_MOST_BYTES)
     request = HTTPRequest(
         f"http://{server.host}:{server.port}{path}",
