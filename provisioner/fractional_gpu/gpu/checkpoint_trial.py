@@ -31,7 +31,7 @@ _NO_RIGHTS: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class LimitTrial:
-    """`why_not` is a sentence, empty if the driver enforces limits. `is_told`: a process sees its group's limit as the device's size."""
+    """`why_not`: why the driver enforces no limits, or "". `is_told`: a process sees its group's limit as the device's size."""
 
     why_not: str = ""
     is_told: bool = False
@@ -53,7 +53,7 @@ class TrialResult:
 async def try_checkpoint(
     worker: WorkerLink, monitor: Monitor, device_id: str, *, exempt_pids: set[int] | None = None
 ) -> TrialResult:
-    """Takes seconds, or minutes if the driver hangs. Cancellation kills the probe process.
+    """Try a checkpoint. Takes seconds, or minutes if the driver hangs. Cancellation kills the probe process.
 
     `exempt_pids` has the probe process's pid while it lives. A driver's failure, a full device, a missing permission and a lack of host
     memory are returned, not raised.
@@ -92,7 +92,7 @@ async def _move_out_and_back(
 
 
 async def ask_probe(process: asyncio.subprocess.Process, command: str) -> str:
-    """Return the probe process's answer, "" if it has ended. Raises TimeoutError, RuntimeError."""
+    """Return the probe process's answer, or "" if it has ended. Raises TimeoutError, RuntimeError."""
     if process.stdin is None:
         raise RuntimeError("the process has no standard input")
     process.stdin.write(f"{command}\n".encode())

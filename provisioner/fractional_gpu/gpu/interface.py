@@ -88,7 +88,7 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """The memory in use on a device now, MiB; `memory_mib` is the total available to processes."""
+    """A device's current use, in MiB; `memory_mib` is the total available to processes."""
 
     device_id: str
     memory_mib: int
@@ -98,7 +98,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceActivity:
-    """Which processes worked on a device. Times in microseconds since boot: setting the wall clock does not change them."""
+    """The processes that worked on a device. Times are microseconds since boot, which setting the wall clock does not change."""
 
     known_until_us: int  # reports work up to then
     settle_us: int  # work may be reported as running for this long after its end
@@ -107,7 +107,7 @@ class DeviceActivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUtilisation:
-    """How much of a device was in use on average, in thousandths of the device. Times in microseconds since boot."""
+    """The mean use of a device, in thousandths. Times in microseconds since boot."""
 
     since_us: int  # the period that is known; the next one begins at its end
     until_us: int
@@ -128,7 +128,7 @@ class DeviceSensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """What a control group may have of a device, and has, contexts included, MiB."""
+    """A control group's limit on a device and its current use, contexts included, in MiB."""
 
     hard_mib: int
     used_mib: int
@@ -157,7 +157,7 @@ class Monitor(Protocol):
         """
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return whatever the device reports of utilisation, temperature, power and energy. Raises GPUError."""
+        """Return the utilisation, temperature, power and energy that the device reports. Raises GPUError."""
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
         """Return the variables that a kernel needs to see this device (None: it may get one later)."""

@@ -19,7 +19,7 @@ from fractional_gpu.host.own_group import group_of_self
 async def try_memory_limit(
     worker: WorkerLink, monitor: Monitor, device_id: str, device_mib: int, *, exempt_pids: set[int] | None = None
 ) -> LimitTrial:
-    """Takes seconds. Cancellation kills the child and ends the limit with its group."""
+    """Try a limit. Takes seconds. Cancellation kills the child and removes its group with the limit."""
     try:
         with _group() as (group, folder):
             await worker.set_limit(device_id, group, device_mib)
@@ -47,7 +47,7 @@ async def try_memory_limit(
 
 @contextmanager
 def _group() -> Iterator[tuple[str, str]]:
-    """Make a control group below our own and remove it with the block. Raises OSError, RuntimeError."""
+    """Create a control group below our own for the duration of the block. Raises OSError, RuntimeError."""
     mount = next((one for one in mounts() if one.version == 2), None)
     own = group_of_self()
     folder = mount.folder(own) if mount is not None and own is not None else None

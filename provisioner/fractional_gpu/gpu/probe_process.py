@@ -26,7 +26,7 @@ _PATTERN: Final = b"\xa5\x5a\x3c\xc3"
 
 
 def main(arguments: list[str]) -> int:
-    """Return 1 if it gets no device memory, 2 for bad arguments."""
+    """Return the exit status: 1 if it gets no device memory, 2 for bad arguments."""
     known = {"nvidia": hold_nvidia, "simulated": hold_simulated}
     opened = known.get(arguments[0]) if len(arguments) in (1, 2) else None
     if opened is None:
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the process holds. `grow` allocates as much again and says whether it could; `size` returns the device's bytes."""
+    """The device memory of the probe process. `grow` doubles it and returns whether that worked; `size` returns the device's bytes."""
 
     read: Callable[[], bytes]
     grow: Callable[[], bool] = lambda: False

@@ -31,7 +31,7 @@ LIMIT_OPERATIONS: Final = ("set_limit", "read_limit")
 
 
 def main(arguments: list[str]) -> int:
-    """Return 1 if the backend cannot be opened, 2 for invalid arguments."""
+    """Return the exit status: 1 if the backend cannot be opened, 2 for invalid arguments."""
     if len(arguments) != 2 or arguments[0] != "--backend":
         sys.stderr.write("usage: python -P -m fractional_gpu.gpu.worker --backend nvidia|simulated:DIRECTORY\n")
         return 2

@@ -1,4 +1,4 @@
-"""The broker's end of the checkpoint worker: claims it, starts it, sends it requests, replaces it.
+"""The broker's side of the checkpoint worker: claims, starts and replaces the worker, and sends it requests.
 
 - Calls are served one at a time, in order, each with a deadline that counts from when the worker begins it. On expiry the worker is
   killed and the call raises GPUError WORKER_HUNG; if the worker dies or anything else fails, WORKER_DIED. The operation's result is then
@@ -42,7 +42,7 @@ _POLL_S: Final = 0.05
 
 
 class WorkerClaim:
-    """A broker's claim. Opens or creates the file, but takes nothing yet. Raises OSError."""
+    """A broker's claim on the worker. The constructor opens or creates the file; `take` takes the claim. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -185,7 +185,7 @@ class WorkerLink:
         return None if reply.limit is None else MemoryLimit(**reply.limit)
 
     def renew(self) -> None:
-        """Serve the next call with a new worker: this one's view of the driver may be out of date."""
+        """Serve the next call with a new worker: the driver state in this one may be stale."""
         self._is_stale = True
 
     async def close(self) -> None:
@@ -223,7 +223,7 @@ class WorkerLink:
     async def _serve(
         self, op: str, target: ProcessIdentity | None, deadline_s: float, arguments: Mapping[str, object]
     ) -> Reply:
-        """Raises GPUError for any failure, so that the caller gets it and the next call is served."""
+        """Serve one call. Turns any failure into GPUError, so that the caller gets it and the next call is served."""
         what = op if target is None else f"{op} of process {target.pid}"
         named = None if target is None else target.to_dict()
         request = {"op": op, "target": named, "deadline_s": deadline_s + _ALONE_S, **arguments}
@@ -325,7 +325,7 @@ class WorkerLink:
         worker.channel.close()
 
     async def _end(self, worker: Worker) -> None:
-        """Let the worker exit normally, so that its exit status means something, or else kill it."""
+        """Let the worker exit normally, for its exit status; kill it if it does not."""
         worker.channel.close()
         if not await worker.wait(self._answer_s):
             await self._kill()

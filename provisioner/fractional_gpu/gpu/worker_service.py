@@ -214,7 +214,7 @@ def listen(path: str) -> socket.socket:
 
 
 def _take_claim(descriptors: list[int]) -> None:
-    """Lock the claim by its descriptors, whether or not the sender has. Raises GPUError."""
+    """Lock the claim through its descriptors, even if the sender already has. Raises GPUError."""
     if not descriptors:
         raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker sent no claim, so two workers could act on one process")
     if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):
@@ -230,7 +230,7 @@ def _take_claim(descriptors: list[int]) -> None:
 
 
 def _send(connection: socket.socket, message: bytes, *descriptors: int) -> None:
-    """Send, unless the peer is gone or does not read."""
+    """Send a message. Drop it if the peer is gone or does not read."""
     with contextlib.suppress(OSError):
         socket.send_fds(connection, [message], descriptors)
 

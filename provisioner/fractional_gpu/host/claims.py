@@ -33,7 +33,7 @@ class DeviceClaimedError(Exception):
 
 
 class NameClaim:
-    """A claim of an abstract address until `close` or process exit. `NameClaim.take` makes one."""
+    """A claim on an abstract address until `close` or process exit. Made by `NameClaim.take`."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener

@@ -51,7 +51,7 @@ def temporary_folder() -> Path:
 
 
 def file_identity(file: Path | int) -> tuple[int, int] | None:
-    """Return the device and inode of a path (links not followed) or descriptor; None if hidden or missing."""
+    """Return the device and inode of a path (not following links) or descriptor; None if it is missing or inaccessible."""
     try:
         status = os.fstat(file) if isinstance(file, int) else file.lstat()
     except OSError:
@@ -160,12 +160,12 @@ _file = os.environ.get(VARIABLE)
 
 
 def enabled() -> bool:
-    """For callers to whom a point's name costs time."""
+    """Whether a file sets points, for callers to whom building a point's name costs time."""
     return _file is not None
 
 
 def reach(name: str) -> bool:
-    """Die or hang here if the file says so; return True if this step should fail. Raises OSError if unusable."""
+    """Exit or hang here if the file says so; return True if this step should fail. Raises OSError for an unusable file."""
     if _file is None:
         return False
     record = os.open(f"{_file}.reached", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -191,7 +191,7 @@ def reach(name: str) -> bool:
 
 
 def _parsed(line: bytes) -> tuple[str, int, str]:
-    """Raises OSError for a malformed line, which would test nothing."""
+    """Parse a line. Raises OSError for a malformed one, which would test nothing."""
     words = line.decode("ascii", "replace").split()
     if len(words) != 3 or not re.fullmatch("[0-9]{1,9}", words[1]) or words[2] not in ("kill", "hang", "fail"):
         raise OSError(errno.EINVAL, f"a failpoint is `NAME TIME kill`, `... hang` or `... fail`, not {line[:200]!r}")

@@ -1,7 +1,7 @@
-"""Host memory: how much a process may still take, and which process the out-of-memory killer takes first.
+"""Host memory: how much a process may still allocate, and which process the out-of-memory killer chooses first.
 
-- Saved device memory is in the process's own memory: it counts against every control group above the process. If processes take memory
-  together, their needs are added up limit by limit.
+- Saved device memory is in the process's own memory: it counts against every control group above the process. If several processes need
+  memory, each limit must hold the sum of their needs.
 - The headroom is the smallest of the system's available memory and the room below each limit, less a margin: a process at its limit would
   be killed by its next allocation. Inactive file cache does not count as used, nor swap as room.
 - Control groups of version 1 and 2 are read, even side by side. If the group's path is hidden, the mounted part's limit applies. An
@@ -69,7 +69,7 @@ def _meminfo(name: str, proc: Path) -> int:
 
 
 def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
-    """Return the limit that lacks most for these needs (MiB by pid), or None if none lacks any. Raises as `headroom`."""
+    """Return the limit that these needs (MiB by pid) exceed most, or None if all fit. Raises as `headroom`."""
     return LimitReader(proc=proc).shortage(needs)
 
 
@@ -267,7 +267,7 @@ def lower(identity: ProcessIdentity, target: int) -> int:
 
 
 def put_back(identity: ProcessIdentity, value: int) -> None:
-    """Raise the adjustment to at least the value, and the floor if permitted. Raises ProcessLookupError, OSError."""
+    """Raise the adjustment to at least this value, and its minimum if permitted. Raises ProcessLookupError, OSError."""
     with _opened(identity) as file:
         os.write(file, b"%d" % max(value, adjustment(identity.pid)))
 
@@ -282,7 +282,7 @@ def kill_counter(pid: int, *, proc: Path = PROC) -> Path:
 
 
 def kill_count(counter: Path) -> int:
-    """Return how many processes were killed, 0 if the kernel is too old to count. Raises OSError, ValueError."""
+    """Return how many processes were killed; 0 if the kernel is too old to count them. Raises OSError, ValueError."""
     return _counted(counter, "oom_kill")
 
 

@@ -1,4 +1,4 @@
-"""Processes in other namespaces: which process a pid means there, and work in another network namespace.
+"""Processes in other namespaces: translating pids, and running code in another network namespace.
 
 SO_PEERCRED reports a socket peer's pid in our namespace, but a pid in a message belongs to the peer's namespace (`NSpid` in
 /proc/PID/status has both). Open a namespace before you identify its process: the pid may be reused, the descriptor cannot.

@@ -32,7 +32,7 @@ _PF_KTHREAD: Final = 0x00200000
 
 @dataclass(frozen=True, slots=True, order=True)
 class ProcessIdentity:
-    """One incarnation of a process. `start_time` is in clock ticks since boot (field 22 of /proc/PID/stat)."""
+    """One process, however its pid is reused. `start_time` is in clock ticks since boot (field 22 of /proc/PID/stat)."""
 
     boot_id: str
     pid: int
@@ -107,7 +107,7 @@ def read_stat(pid: int, *, proc: Path = PROC) -> ProcessStat:
 
 
 def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
-    """Raises ProcessLookupError (also for a zombie), ValueError for a thread's number."""
+    """Identify a process. Raises ProcessLookupError (also for a zombie), or ValueError for a thread's id."""
     if pid <= 0:
         raise ProcessLookupError(f"{pid} is not a process id: process ids are positive")
     stat = read_stat(pid, proc=proc)
@@ -120,7 +120,7 @@ def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
 
 
 def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
-    """Whether this incarnation runs: same boot, same start time, no zombie. Raises PermissionError."""
+    """Whether this process is running: same boot, same start time, no zombie. Raises PermissionError."""
     try:
         stat = read_stat(identity.pid, proc=proc)
     except ProcessLookupError:
@@ -134,7 +134,7 @@ def owner_uid(pid: int, *, proc: Path = PROC) -> int:
 
 
 def owner_and_name(pid: int, *, proc: Path = PROC) -> tuple[int, str]:
-    """Return the real uid and the name that the process gave itself. One read: the pid could get another process between two."""
+    """Return the real uid and the name that the process gave itself. Both come from one read, as the pid could be reused."""
     status = read_of(pid, "status", proc=proc)
     name = status.partition(b"\n")[0].partition(b":")[2]  # perhaps empty; the kernel escapes line feeds
     return parse_uid(status), name.strip().decode("utf-8", "backslashreplace")

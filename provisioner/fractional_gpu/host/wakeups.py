@@ -1,4 +1,4 @@
-"""How a waiting main thread notices a signal: a pipe that the C-level handler writes to.
+"""A pipe that wakes a waiting main thread on a signal: the C-level handler writes to it.
 
 A Python handler runs between two instructions, so a signal just before a blocking call is not seen until the call ends. The pipe becomes
 readable as soon as the signal comes, so `select` returns.
@@ -15,7 +15,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 @contextmanager
 def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
-    """Use these handlers in the block. For the main thread."""
+    """Install these signal handlers during the block. Main thread only."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -26,7 +26,7 @@ def handling(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None
 
 @contextmanager
 def signal_pipe() -> Iterator[int]:
-    """Yield a descriptor that becomes readable when a handled signal comes. For the main thread."""
+    """Yield a descriptor that becomes readable on a handled signal. Main thread only."""
     source, sink = os.pipe()
     for descriptor in (source, sink):
         os.set_blocking(descriptor, False)

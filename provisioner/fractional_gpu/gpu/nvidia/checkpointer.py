@@ -1,9 +1,9 @@
 """Controls other processes' CUDA state through the driver's checkpoint calls.
 
-- Run it in a separate process with a cleaned environment (`driver_environment`): a call may hang, and a move must name every device.
+- Use it only in a separate process with a cleaned environment (`driver_environment`): a call may hang, and a move must name every device.
 - It asks the driver only about processes that map the driver's library: for others the answer depends on the release.
 - It refuses thread ids and reports ended processes as NO_SUCH_PROCESS. Only the caller, with a pidfd, can ensure the right process.
-- A lock always has a time limit: without one the driver waits forever.
+- A lock always has a time limit. Without one, the driver would wait forever.
 """
 
 import importlib

@@ -19,7 +19,7 @@ _LINK: Final = f"/memfd:{NAME} (deleted)"
 
 @contextmanager
 def job_of(pid: int) -> Iterator[None]:
-    """Name the process's job file, if it has one, in this process's environment during the block."""
+    """Set this process's job-file variable to that of `pid`, if it has one, during the block."""
     descriptor = _open_job(pid)
     if descriptor is None:
         yield

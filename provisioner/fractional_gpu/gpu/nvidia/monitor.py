@@ -230,7 +230,7 @@ class NvidiaMonitor:
         )
 
     def _was_set(self, device_id: str, known: dict[str, int]) -> bool:
-        """Whether the wall clock was set since the device's last reading; `known`: `_steps` at that reading, by device."""
+        """Whether the wall clock was set since the device's last reading. `known`: the value of `_steps` at that reading, by device."""
         if self._clock.stepped_us():
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps
@@ -287,12 +287,12 @@ class NvidiaMonitor:
         )
 
     def _busy_percent(self, handle: object) -> int | None:
-        """Return the percentage of the last second, or less, that the device worked; None if not reported sanely."""
+        """Return the percentage of the last second (or less) in which the device was busy; None for a missing or implausible value."""
         rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
         return int(rates.gpu) if rates is not None and 0 <= int(rates.gpu) <= _FULL else None
 
     def _read(self, device_id: str, read: Callable[[object], T]) -> T:
-        """Call `read` with the device's cached handle, and on an error with a fresh one: the old one may be out of date."""
+        """Call `read` with the device's cached handle. After an error, retry with a new handle: the cached one may be stale."""
         handles = self._handles
         kept = handles.get(device_id)
         if kept is not None:
@@ -317,7 +317,7 @@ class NvidiaMonitor:
         return {"CUDA_VISIBLE_DEVICES": device_id or ""}
 
     def close(self) -> None:
-        """Idempotent; a later call starts NVML again."""
+        """Shut NVML down. Idempotent; a later call starts it again."""
         with self._starting:
             if self._started:
                 self._started = False
@@ -387,7 +387,7 @@ class NvidiaMonitor:
         return int(memory.total), int(memory.used)
 
     def _processes(self, handle: object) -> Iterator[tuple[ProcessKind, list[Any]]]:
-        """Yield the processes by kind, the deciding kind first: MPS clients are also listed as compute processes."""
+        """Yield the processes by kind, MPS clients first: NVML lists them as compute processes, too."""
         yield ProcessKind.MPS, self._optional("nvmlDeviceGetMPSComputeRunningProcesses", handle) or []
         yield ProcessKind.COMPUTE, list(self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
         yield ProcessKind.GRAPHICS, self._optional("nvmlDeviceGetGraphicsRunningProcesses", handle) or []

@@ -1,6 +1,6 @@
 """The simulated GPU: for tests, demonstrations and trying out.
 
-There is no server that can die: every process works directly on the host's folder.
+There is no server process: every process works directly on the host's folder.
 
 - `host.sqlite`: the devices, and how much each process holds. One transaction per change, so a kill leaves the old or the new state.
 - `memory/PROCESS/N.device`: the real bytes of an allocation on the device, `N.saved` while checkpointed. `PROCESS` is pid, start time and

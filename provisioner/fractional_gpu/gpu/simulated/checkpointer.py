@@ -195,7 +195,7 @@ class SimulatedCheckpointer:
         return target
 
     def _reserve(self, process: Process, target: Device) -> None:
-        """Reserve room on the target, or mark the process as failed for good, as the driver does."""
+        """Reserve memory on the target. Without room, mark the process as failed for good, as the driver does."""
         reap(self._store)
         with self._store.transaction() as db:
             used = int(db.execute(HELD, (target.device_id,)).fetchone()[0])

@@ -56,11 +56,11 @@ class SimulatedCudaError(RuntimeError):
 
 
 class SimulatedOutOfMemory(SimulatedCudaError, MemoryError):  # noqa: N818 (named as the frameworks name theirs)
-    """The device, the process's cap or the host is full; the message says which."""
+    """The device, the process's cap or the host has no memory left; the message says which."""
 
 
 class Gate:
-    """The caller's side; each process with a context has one."""
+    """The calling process's side of its gate file."""
 
     def __init__(self, store: Store, key: str, *, uninterruptible: bool) -> None:
         self._store = store
@@ -94,7 +94,7 @@ class Gate:
 
     @contextmanager
     def call_now(self) -> Iterator[bool]:
-        """Make a call if it need not wait (for finalizers, which may run in the middle of a call)."""
+        """Make a call only if it need not wait. For finalizers, which may run during another call."""
         thread = threading.get_ident()
         if self._mutex.locked() or thread in self._inside:
             yield False
@@ -319,7 +319,7 @@ class Context:
         return added
 
     def free(self, numbers: list[int]) -> None:
-        """Ignores numbers that are already free. The caller is inside the gate."""
+        """Free an allocation. Does nothing if it is already free. Call inside the gate."""
         for number in numbers:
             with self.store.transaction() as db:
                 row = db.execute(
@@ -339,7 +339,7 @@ class Context:
 
     @contextmanager
     def working(self, seconds: float | None = None, milli: int = WHOLE) -> Iterator[Piece]:
-        """Count as working on the device during the block. The caller is inside the gate.
+        """Count as working on the device during the block. Call inside the gate.
 
         `seconds`: how long it takes alone, if known; `milli`: thousandths of the device it uses.
         """
@@ -353,7 +353,7 @@ class Context:
         self.load.share_again(_living(self.store, self.key).device)
 
     def destroy(self) -> None:
-        """Release everything, unless an operation is moving it (then it is reaped later)."""
+        """Release everything, unless an operation is moving the process (then another process reaps it later)."""
         try:
             self.load.close()  # before it is booked
             with operation_lock(self.folder) as mine:

@@ -173,8 +173,8 @@ def allocate(n_bytes: int) -> Buffer:
 def launch(seconds: float, utilisation: float = 1.0) -> None:
     """Keep the device busy and wait: for `seconds` if nothing else runs there, longer next to other work.
 
-    `utilisation` is the fraction of the device it uses. If pieces of work use more than the whole device together, they slow
-    each other down (`load`). The process cannot be locked before its work is done.
+    `utilisation` is the fraction of the device that the work uses. Work that together uses more than the device slows down (`load`). The
+    process cannot be locked before its work is done.
     """
     if not seconds >= 0:
         raise ValueError(f"cannot launch work for {seconds!r} seconds; give a number, 0 or more")

@@ -1,4 +1,4 @@
-"""Injected faults of the simulated hardware: what goes wrong, how often and for which process.
+"""Faults to inject into the simulated hardware: which operations fail, how often and for which process.
 
 A fault affects one operation (lock, checkpoint, restore, unlock, state) of one process or of any, `times` times (None: until it is
 removed). If several match, the oldest strikes. `fail:CODE` raises that error and does nothing; `slow:MS` waits before the operation,

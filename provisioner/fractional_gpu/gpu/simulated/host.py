@@ -111,7 +111,7 @@ def create(directory: str | Path, devices: str, *, shared: bool = False) -> Simu
 
 
 def destroy(directory: str | Path) -> None:
-    """Raises SimulatedHostError while processes use it."""
+    """Delete the host. Raises SimulatedHostError while processes use it."""
     with closing(Store(directory)) as store:
         reap(store)
         if living := processes_of(store):
@@ -149,7 +149,7 @@ def return_device(directory: str | Path, device_id: str) -> None:
 
 
 def _own(path: Path) -> None:
-    """Create the folder, or check that this user owns it: others could plant one in a shared temporary folder."""
+    """Create the folder, or check that this user owns it: in a shared temporary folder, another user could have created it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)

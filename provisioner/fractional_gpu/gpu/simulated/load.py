@@ -50,7 +50,7 @@ class Piece:
         return 0 if self.left_ns == 0 else self.milli
 
     def advance(self, ns: int) -> int:
-        """Let time pass; return the piece's use, in whole-device nanoseconds."""
+        """Advance by `ns`; return the piece's use in that time, in whole-device nanoseconds."""
         done_ns = ns * WHOLE // self.stretch_milli
         if self.left_ns is not None:
             done_ns = min(done_ns, self.left_ns)
@@ -85,7 +85,7 @@ class Load:
         self._write(self._at_ns)
 
     def begin(self, seconds: float | None, milli: int, device_id: str) -> Piece:
-        """`seconds`: how long it takes alone, if known. Call `end`, done or not."""
+        """Begin a piece of work. `seconds`: how long it takes alone, if known. Always call `end`."""
         with self._mutex:
             self._count()
             piece = Piece(milli, None if seconds is None else int(seconds * 1e9))

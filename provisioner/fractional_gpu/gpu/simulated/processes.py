@@ -1,4 +1,4 @@
-"""Processes of the simulated host: which are alive, what they hold, and the clean-up after dead ones.
+"""Processes of the simulated host: which are alive, their memory, and the clean-up after dead ones.
 
 A process's key is pid, start time and boot; a zombie is dead. In a separate pid namespace a process knows only its inner pid, so its key
 names the namespace, and only processes that can see it judge whether it is dead. `phase` says where its bytes are: `device`; `saving` and
@@ -278,7 +278,7 @@ def forget(store: Store, keys: list[str]) -> None:
 
 
 def empty_trash(store: Store) -> None:
-    """Remove what `forget` moved aside, links as links. Several processes may do it at once."""
+    """Delete the folders that `forget` moved aside, without following links. Safe in several processes at once."""
     for entry in store.trash.iterdir():
         if store.may_tidy(entry):
             with suppress(FileNotFoundError):

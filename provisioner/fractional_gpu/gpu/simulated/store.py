@@ -48,7 +48,7 @@ _AFRESH: Final = "remove the folder to start afresh"
 
 
 class SimulatedHostError(Exception):
-    """The simulated host cannot be opened, created or changed as asked; the message says what to do."""
+    """The simulated host cannot be opened, created or changed; the message says what to do."""
 
 
 class NoSuchDeviceError(SimulatedHostError):
@@ -140,7 +140,7 @@ class Store:
         return bool(self.memory.stat().st_mode & stat.S_IWOTH)
 
     def may_tidy(self, entry: Path) -> bool:
-        """Whether this process may move or remove another's folder: not if the folder is gone."""
+        """Whether this process may move or remove another process's folder. False if the folder is gone."""
         with suppress(FileNotFoundError):
             return os.geteuid() in (0, entry.lstat().st_uid)
         return False
