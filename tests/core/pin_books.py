@@ -72,7 +72,6 @@ class Pins:
         is_requested = isinstance(event, PinRequested) and event.lease_id == seen.lease_id
         if seen.spec.claim_ms and not is_requested:  # its grant: the budget was checked when it was admitted
             law(0, effect.until_ms == now + seen.spec.claim_ms, effect, "is not as long as the claim of", seen)
-            self.distrust(seen)
         else:
             law(0, is_requested, effect, "was not requested")
         longest = seen.spec.claim_ms if not is_requested else _longest(seen, pool)
@@ -90,5 +89,8 @@ class Pins:
             law(0, event.duration_ms > _longest(seen, self.world.pool(seen)), effect, "is not too long:", event)
         purse = self._purse(seen)
         if effect.reason == "pin-budget" and purse is not None:
-            left = purse.budget - purse.spent + max(0, seen.pinned_until - self.world.now)
+            key = (seen.spec.owner, seen.spec.pool)
+            there = [one for one in self.world.leases.values() if (one.spec.owner, one.spec.pool) == key]
+            promised = sum(one.spec.claim_ms for one in there if not one.pinned_until)
+            left = purse.budget - purse.spent + max(0, seen.pinned_until - self.world.now) - promised
             law(0, event.duration_ms > left - _ROUNDING_MS * (purse.pins + 1), effect, "could be paid:", purse)

@@ -95,6 +95,18 @@ def test_a_claim_is_paid_from_its_user_s_budget_of_pins_and_returns_what_is_left
     assert _request(hand, "c") is None
 
 
+def test_claims_that_wait_count_for_the_budget_too() -> None:
+    hand = Hand(pools=[_pool(budget_ms=HOUR_MS)])
+    assert _request(hand, "a") is None
+    refused = _request(hand, "b", 60_000)
+    assert refused is not None
+    assert refused.reason == "pin-budget"
+    hand.run("c")
+    hand.rest("c")
+    effects = hand.send(PinRequested(at_ms=hand.now, lease_id="c", duration_ms=60_000))
+    assert [effect.reason for effect in effects if isinstance(effect, Declined)] == ["pin-budget"]
+
+
 def test_a_renewal_moves_the_end_and_an_unpin_is_the_end() -> None:
     hand = Hand(pools=[_pool()])
     _claim(hand, "a", 60_000)
