@@ -295,8 +295,6 @@ def _pin_refusal(changes: Changes, lease: Lease, duration_ms: int) -> Reason | N
     pool = changes.books.policy(lease)
     if lease.state is LeaseState.UNATTACHED or lease.left_behind:
         return Reason("not-alive", "the kernel has no process: start it, then pin it")
-    if duration_ms < 1:
-        return Reason("pin-too-short", "a pin must last a second or more")
     returned_ms = max(0, lease.pinned_until_ms - changes.now_ms)
     return _length_refusal(changes.books, pool, lease.spec, duration_ms, returned_ms)
 
@@ -308,6 +306,8 @@ def _length_refusal(
     what, key, most_ms = (
         ("claim", "longest_claim", pool.longest_claim_ms) if spec.claim_ms else ("pin", "max_pin", pool.max_pin_ms)
     )
+    if duration_ms < 1:
+        return Reason(f"{what}-too-short", f"a {what} must last a second or more")
     asked = format_duration(duration_ms)
     if duration_ms > most_ms:
         most = format_duration(most_ms)

@@ -53,6 +53,21 @@ def test_another_user_s_process_holds_no_claim(live: LiveBroker) -> None:
     assert (status, refused["error"]["reason"]) in {(403, "wrong-uid"), (400, "no-process")}
 
 
+def test_a_claim_lasts_a_moment_at_least(live: LiveBroker) -> None:
+    refused = live.call("POST", "/v1/leases", {"kind": "claim", "fraction_milli": 125, "ttl_ms": -1})
+    assert refused.error["reason"] == "claim-too-short"
+
+
+def test_a_watcher_does_not_end_a_claim_that_waits(live: LiveBroker) -> None:
+    holding, waiting = granted(live, fraction_milli=1000), live.lease(kind="claim", fraction_milli=125)
+    with BrokerClient(live.socket, token=waiting.token) as client:
+        request = AcquireRequest(watch=True, wait_ms=0)
+        assert [line.kind for line in client.acquire(waiting.lease_id, request)][-1] == "refused"
+        assert client.lease(waiting.lease_id).lease_id == waiting.lease_id
+    release(live, waiting.lease_id)
+    release(live, holding)
+
+
 def test_a_claim_has_no_process(live: LiveBroker) -> None:
     lease = live.lease(kind="claim", fraction_milli=125)
     answer = live.call("POST", f"/v1/leases/{lease.lease_id}/attach", attach_fields(os.getpid()), token=lease.token)

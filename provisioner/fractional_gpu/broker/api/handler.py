@@ -220,8 +220,8 @@ class Handler(web.RequestHandler):
 
     async def _answer_within(self, route: Route[Any, Any], call: Call[Any], wait_s: int) -> None:
         """Reply with the last line alone, within `wait_s`: `Prefer: wait=N` of RFC 7240."""
-        if call.body.hold:
-            raise BadRequestError("`hold` needs the stream of lines: leave out the header Prefer, or `hold`")
+        if call.body.hold or call.body.watch:
+            raise BadRequestError("`hold` and `watch` need the stream of lines: leave them out, or the header Prefer")
         call.body = msgspec.structs.replace(call.body, wait_ms=min(wait_s * 1000, call.body.wait_ms))
         async with aclosing(_SERVED[route].function(call)) as lines:
             async for line in lines:

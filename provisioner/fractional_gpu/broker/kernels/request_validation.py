@@ -87,7 +87,7 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
         group=user_group(peer.credentials.uid, pool),
         gated=request.gated and request.kind != CLAIM,
         label=printable(request.label or request.kernel_id),
-        claim_ms=max(1, request.ttl_ms or pool.longest_claim_ms) if request.kind == CLAIM else 0,
+        claim_ms=(request.ttl_ms or pool.longest_claim_ms or 1) if request.kind == CLAIM else 0,
     )
 
 
