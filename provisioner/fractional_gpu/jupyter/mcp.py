@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -141,12 +142,10 @@ def gpu_wait(lease_id: str, wait_s: int = 60) -> status.LeaseStatus:
 
 @tool(messages.Done)
 def gpu_release(lease_id: str) -> messages.Done:
-    """End a reservation, so that others get its memory. It does nothing if it has ended. A kernel's lease ends with its kernel."""
-    with _client() as client:
-        if client.lease(lease_id).kind == messages.KERNEL:
-            raise errors.ConflictError(
-                "this lease is a notebook kernel's: shut the kernel down instead", reason="kernel"
-            )
+    """End a reservation, so that others get its memory. It does nothing if it has ended. Other leases end with their programs."""
+    with _client() as client, suppress(errors.NotFoundError):
+        if (kind := client.lease(lease_id).kind) != messages.CLAIM:
+            raise errors.ConflictError(f"this lease is a {kind}'s: end the {kind} instead", reason=kind)
         client.release(lease_id)
     return messages.Done()
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.jupyter import mcp
 from fractional_gpu.protocol.messages import AcquireRequest, PinRequest
 from tests.broker.live import BECOME_NOBODY, LiveBroker, attach_fields, live_broker
 from tests.support.callers import caller
@@ -66,6 +67,18 @@ def test_a_watcher_does_not_end_a_claim_that_waits(live: LiveBroker) -> None:
         assert client.lease(waiting.lease_id).lease_id == waiting.lease_id
     release(live, waiting.lease_id)
     release(live, holding)
+
+
+def test_an_agent_releases_reservations_twice_and_nothing_else(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(live.socket))
+    monkeypatch.setattr(mcp, "_failure", lambda: RuntimeError)
+    claim, program = granted(live), live.lease(kind="command", fraction_milli=125).lease_id
+    assert [mcp.gpu_release(claim) for _ in range(2)] == [{"ok": True}] * 2
+    with pytest.raises(RuntimeError, match="end the command instead"):
+        mcp.gpu_release(program)
+    release(live, program)
 
 
 def test_a_claim_has_no_process(live: LiveBroker) -> None:
