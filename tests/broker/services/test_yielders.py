@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -241,6 +242,14 @@ def test_a_server_is_found_wherever_it_listens(desk: Desk, address: str) -> None
     with served(StubServer("ollama", changed=desk.frees), address) as server:
         host = "[::1]" if address == "::1" else "127.0.0.1"
         desk.live.on_loop(desk.yielders(f"ollama=http://{host}:{server.port}/").look)
+        assert server.asked == UNLOAD
+
+
+def test_another_user_who_listens_on_the_other_loopback_address_keeps_no_server_from_being_asked(desk: Desk) -> None:
+    desk.kernel("a")
+    with stub(desk) as server, socket.create_server(("::1", server.port), family=socket.AF_INET6) as other:
+        os.fchown(other.fileno(), OTHER, -1)
+        look(desk, server)
         assert server.asked == UNLOAD
 
 

@@ -37,8 +37,11 @@ _PAUSE_S, _PERIOD_S = 0.1, 1.0  # between two looks: at least, and at most
 _AGAIN_S = 10.0  # a server is asked at most this often
 _LOOKS = 6  # at the devices after an answer: servers free their memory a moment later
 _DEEPEST = 8  # generations from a process on a device to the server that started it
-# Addresses of sockets that answer on a loopback address, as /proc/net writes them.
-_ADDRESSES = (b"0100007F", b"0" * 8, b"0" * 32, b"0" * 24 + b"01000000", b"0000000000000000FFFF00000100007F")
+# Addresses of sockets that answer for a host, as /proc/net writes them.
+_ADDRESSES = {
+    "127.0.0.1": (b"0100007F", b"0" * 8, b"0" * 32, b"0000000000000000FFFF00000100007F"),
+    "[::1]": (b"0" * 24 + b"01000000", b"0" * 32),
+}
 
 Refresh = Callable[[], Coroutine[None, None, None]]
 
@@ -214,7 +217,7 @@ def _described(model: _Model) -> str:
 
 def _holdings(server: ModelServer, strangers: Mapping[str, Iterable[Stranger]]) -> tuple[set[int], dict[str, int]]:
     """Return the owners of the server's listening sockets, and the MiB that its processes use of each device. Blocks."""
-    locals_ = {b"%s:%04X" % (address, server.port) for address in _ADDRESSES}
+    locals_ = {b"%s:%04X" % (address, server.port) for address in _ADDRESSES[server.host]}
     owners: dict[str, int] = {}  # by socket
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # no IPv6
