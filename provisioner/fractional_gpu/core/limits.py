@@ -320,8 +320,8 @@ def _length_refusal(
     if pool.pin_budget_ms is None:
         return None
     account = books.accounts.owner(pool.name, spec.owner)
-    promised_ms = sum(one.spec.claim_ms for one in account.leases.values() if not one.pinned_until_ms)  # claims that wait
-    left_ms = pool.pin_budget_ms - account.spent_pin_ms(pool, books.now_ms) + returned_ms - promised_ms
+    waiting_ms = sum(one.spec.claim_ms for one in account.leases.values() if not one.pinned_until_ms)
+    left_ms = pool.pin_budget_ms - account.spent_pin_ms(pool, books.now_ms) + returned_ms - waiting_ms
     if duration_ms <= left_ms:
         return None
     left, budget = format_duration(max(0, left_ms)), format_duration(pool.pin_budget_ms)

@@ -84,7 +84,8 @@ class Residency:
         finally:
             kernel.requests.waiters -= not request.watch
             view = None if request.watch else broker.arbiter.lease(kernel.lease_id)
-            if kernel.launch.claim and not request.watch and (told is None or told.kind != ProgressKind.GRANTED) and not broker.stopping:
+            granted = told is not None and told.kind == ProgressKind.GRANTED
+            if kernel.launch.claim and not (granted or request.watch or broker.stopping):
                 await broker.survivors.release(kernel, "not-granted")
             elif kernel.requests.waiters == 0 and view is not None:
                 # Keep a ticket that the broker filed for a blocked kernel: another request needs it.
