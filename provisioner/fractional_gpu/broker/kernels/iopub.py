@@ -1,4 +1,4 @@
-"""Is the kernel busy? The broker's subscription to a kernel's IOPub.
+"""The broker's subscription to a kernel's IOPub, which shows whether the kernel is busy.
 
 - IOPub reports busy and idle for every message; the types in `USES` count as use. Subshells overlap, so the watch keeps a *set* of busy
   parent message ids, never a flag.

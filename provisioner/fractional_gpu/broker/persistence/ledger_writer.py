@@ -91,11 +91,11 @@ class LedgerWriter:
         await asyncio.shield(self._enqueue(act))
 
     async def flushed(self) -> None:
-        """Return when all earlier writes are on disk. Raises LedgerError if nothing can be written."""
+        """Wait until all earlier writes are on disk. Raises LedgerError if nothing can be written."""
         await self.run(_nothing)
 
     async def read(self, act: Callable[[], T]) -> T:
-        """Return what `act` reads, once all earlier writes are on disk. Raises LedgerError."""
+        """Return the result of `act`, which runs once all earlier writes are on disk. Raises LedgerError."""
         await self.flushed()
         return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
@@ -491,7 +491,7 @@ def _read(ledger: Ledger, name: str, kind: type[T]) -> T | None:
 
 
 def read_learnt(text: str, kind: type[T]) -> T:
-    """Return what was saved. Raises ValueError if it is invalid: a damaged file must not influence decisions."""
+    """Return the saved forecasts. Raises ValueError if they are invalid: a damaged file must not influence decisions."""
     value = json.loads(text)
     _check_numbers(value)
     return msgspec.convert(value, kind)

@@ -1,4 +1,4 @@
-"""A broker's first work: find out what happened to the previous broker's leases.
+"""Recovery at a broker's start: find out what happened to the previous broker's leases.
 
 Nothing is replayed. For each lease in the ledger, /proc says whether its process lives and the driver its state. Half-done work is
 finished or undone, whichever is safe, and a lease in an unknown state is quarantined.

@@ -1,4 +1,4 @@
-"""What a host could still give (`GET /v1/capacity`), for node agents of Slurm and Kubernetes, and for people.
+"""A host's remaining capacity (`GET /v1/capacity`), for node agents of Slurm and Kubernetes, and for people.
 
 For each fraction on offer, the forecast that places seats (`core.seat_packing`) says how many more seats each device can take from users of
 unknown habits within the pool's `wait_bound`. The smallest answer counts, so that an engine may hand out any of the sizes on offer.
@@ -55,7 +55,7 @@ class HostCapacity:
         self._default_milli = default_milli
 
     async def now(self, seats: Sequence[SeatRecord]) -> Capacity:
-        """Return what the host could give beyond these seats. The forecast runs in a thread, and continues if cancelled."""
+        """Return the host's capacity beyond these seats. The forecast runs in a thread, which cancellation does not stop."""
         broker, arbiter = self._broker, self._broker.arbiter
         pools = [self._snapshot(pool, seats) for _, pool in sorted(arbiter.pools().items())]
         left_mib = max(0, arbiter.host_left_mib)

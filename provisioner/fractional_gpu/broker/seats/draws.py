@@ -1,4 +1,4 @@
-"""How much of their server's seat kernels may use, and users' daily use of a pool.
+"""What share of their server's seat kernels may use, and users' daily use of a pool.
 
 A request names a seat and shows its token, except for a pod's seat, whose kernels are known by their control group. A kernel gets owner,
 group, priority and weight from its seat, whatever it requests. All kernels of a seat share

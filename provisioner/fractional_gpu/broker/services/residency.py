@@ -160,7 +160,7 @@ class Residency:
             await change.wait()
 
     async def suspend(self, kernel: Kernel, by: str) -> LeaseStatus:
-        """Return once the kernel is suspended. Raises ConflictError. If cancelled, only a suspend that has begun continues."""
+        """Suspend the kernel, and wait for it. Raises ConflictError. Cancellation does not stop a suspend that has begun."""
         view = view_of(self._broker, kernel)
         if view.state in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
             return full_lease_status(self._broker, kernel)

@@ -151,7 +151,7 @@ def revoked_sentence(view: LeaseView) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Who asks for a status: a uid (None: may see everything), or the holder of a seat's token, with the seat's owner."""
+    """The caller of a status route: a uid (None: may see everything), or the holder of a seat's token, with the seat's owner."""
 
     uid: int | None = None
     seat: str | None = None

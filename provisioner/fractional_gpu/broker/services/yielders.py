@@ -95,7 +95,7 @@ class Yielders:
             await within(_PERIOD_S, queue)
 
     async def look(self) -> None:
-        """Ask for the kernels that wait now, and wake servers. If cancelled, a server may have its request."""
+        """Ask servers for memory for the kernels that wait now, and wake servers. A cancelled request may already have been sent."""
         due = [one for one in self._servers if time.monotonic() >= self._next_s[one]]
         self._asked = [one for one in self._asked if one.server not in due]
         if waiting := self._waiting():

@@ -278,7 +278,7 @@ class GpuActivity:
         self._looks = False  # until `run`, no kernel counts as working: no look would ever end that
 
     def see(self, kernel: Kernel, view: LeaseView) -> None:
-        """Note whether its messages show the kernel in use. Call this before reading its `busy`."""
+        """Record whether the kernel's messages show that it is in use. Call this before reading its `busy`."""
         if kernel.in_use or kernel.identity is None:
             kernel.gpu_work.clear()
         elif kernel.gpu_work.idle_us is None:

@@ -236,7 +236,7 @@ class Survivors:
         self.sampled = asyncio.Event()
 
     def keep(self, kernel: Kernel, left: list[Survivor]) -> bool:
-        """Let these processes keep the lease; False if the first has ended. Raises OSError if it cannot be watched."""
+        """Let these processes keep the lease. Return False if the first has ended. Raises OSError if it cannot be watched."""
         first = left[0].identity
         try:
             kernel.watch_process(first, partial(self._broker.process_gone, kernel, first))
@@ -422,7 +422,7 @@ class OomKills:
             log.debug("cannot read the out-of-memory counter of process %d: %s", pid, error)
 
     def look(self, pids: Collection[int], now_s: float) -> None:
-        """Note which kernels live (by pid), and which kills are too old to explain an end."""
+        """Record which kernels are alive (by pid), and which kills are too old to explain an end."""
         self._files = {pid: file for pid, file in self._files.items() if pid in pids}
         for pid in set(pids) - self._files.keys():
             self.follow(pid, now_s)

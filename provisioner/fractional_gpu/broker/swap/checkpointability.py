@@ -1,4 +1,4 @@
-"""Can this kernel be checkpointed at all? Checked once its gate is shut, before anything is locked.
+"""Checks whether a kernel can be checkpointed at all, once its gate is shut and before anything is locked.
 
 The driver promises nothing about a process whose checkpoint failed, so look for known obstacles first.
 
