@@ -203,7 +203,7 @@ def test_the_tools_find_a_broker_whose_files_are_gone(world: World, server: Serv
         remove(run(world))  # meanwhile its kernel may put its token back
         done = world.command("rescue")
         assert done.returncode == 1
-        assert f"a broker serves on {world.socket} (process {broker})" in done.stderr
+        assert f"a broker is running on {world.socket} (process {broker})" in done.stderr
         assert "jupyter gpu broker --stop" in done.stderr
         assert "Errno" not in done.stderr
     finally:

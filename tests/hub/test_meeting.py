@@ -50,8 +50,8 @@ def ada(hub: HubWorld) -> HubServer:
 
 
 REFUSALS: list[tuple[str, dict[str, Any], int, str]] = [
-    ("ada", {"pool": "staff", "fraction": "1/4"}, 403, "Pool 'staff' is for members of staff, and you are in students"),
-    ("eve", {"pool": "staff", "fraction": "1/4"}, 403, "Pool 'staff' is for members of staff, and you are in none"),
+    ("ada", {"pool": "staff", "fraction": "1/4"}, 403, "Pool 'staff' is for members of staff, but you are in students"),
+    ("eve", {"pool": "staff", "fraction": "1/4"}, 403, "Pool 'staff' is for members of staff, but you are in none"),
     (
         "bob",
         {"pool": "closed", "fraction": "1/4"},
@@ -93,7 +93,7 @@ def test_the_api_refuses_with_the_reason(
         (
             "bob",
             "staff/250",
-            "Your server was not started. Pool 'staff' is for members of staff, and you are in students",
+            "Your server was not started. Pool 'staff' is for members of staff, but you are in students",
         ),
         pytest.param("bob", "closed/250", f"opens next on {CLOSED} 08:00", id="closed"),  # at midnight, too
         ("bob", "default/750", "you may have 1/2 GPU in this pool"),
@@ -197,7 +197,10 @@ def _own_kernelspec(hub: HubWorld, name: str, **config: Any) -> str:  # noqa: AN
         ),
         ({"pool": "default", "fraction": "1/4", "memory": "200MiB"}, "a kernel with 200 MiB was requested"),
         ({"pool": "staff", "fraction": "1/4"}, "a kernel of pool 'staff' was requested, but this server has"),
-        ({"pool": "default", "fraction": "1/8", "priority": 900}, "priority 900 was requested, but this server has 0"),
+        (
+            {"pool": "default", "fraction": "1/8", "priority": 900},
+            "priority 900 was requested, but this server's maximum is 0",
+        ),
     ],
 )
 def test_a_users_own_kernelspec_gets_no_more_than_the_seat(

@@ -84,7 +84,7 @@ def test_subordinate_uids_and_their_owner_have_as_many_leases_as_one_user(monkey
         assert [ask(who)[0] for who in (one, two)] == [200, 200]
         status, refused = ask(owner)
         assert (status, refused["error"]["reason"]) == (413, "too-many-leases-of-a-user")
-        assert refused["error"]["message"].startswith("user nobody has 2 leases, the most a user can have")
+        assert refused["error"]["message"].startswith("user nobody already has 2 leases, the maximum per user")
         assert ask(other)[0] == 200
 
 

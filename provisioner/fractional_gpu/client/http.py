@@ -133,7 +133,7 @@ class Connection:
                 reason="bad-token",
             )
         if body is not None and len(body) > MAX_BODY_BYTES:
-            raise RequestTooLargeError(f"the request has {len(body)} bytes; allowed: {MAX_BODY_BYTES}")
+            raise RequestTooLargeError(f"the request is too large ({len(body)} bytes); the maximum is {MAX_BODY_BYTES}")
         lines = [
             f"{method} {target} HTTP/1.1",
             "Host: broker",

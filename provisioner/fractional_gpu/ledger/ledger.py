@@ -220,7 +220,9 @@ class Ledger:
         if record.state is LeaseState.ENDED:
             raise RecordError(f"lease {lease_id} cannot be saved as ended; end it with end_lease")
         if self._write(_SAVE_LEASE, (lease_id, record.uid, record.created_ms, self._document(record))) == 0:
-            raise RecordError(f"lease {lease_id} has ended and cannot be saved again; a new lease needs a new id")
+            raise RecordError(
+                f"lease {lease_id} has already ended, so its id cannot be reused; a new lease needs a new id"
+            )
 
     def live_leases(self) -> list[LeaseRecord]:
         rows = self._read(
@@ -254,7 +256,9 @@ class Ledger:
     def save_seat(self, record: SeatRecord) -> None:
         row = (record.seat_id, record.pool, record.created_ms, self._document(record))
         if self._write(_SAVE_SEAT, row) == 0:
-            raise RecordError(f"seat {record.seat_id} has ended and cannot be saved again; take a new one")
+            raise RecordError(
+                f"seat {record.seat_id} has already ended, so its id cannot be reused; a new seat needs a new id"
+            )
 
     def live_seats(self) -> list[SeatRecord]:
         statement = "SELECT seat_id AS id, document FROM seats WHERE ended_ms IS NULL ORDER BY created_ms, seat_id"

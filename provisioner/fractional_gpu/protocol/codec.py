@@ -32,12 +32,12 @@ def decode_request(body: bytes, kind: type[Message]) -> Message:
     # Each value but the first follows a comma, a bracket or a brace. Those within strings count, too.
     values = body.count(b",") + body.count(b"[") + body.count(b"{")
     if values > MAX_VALUES:
-        raise RequestTooLargeError(f"the body has {values} values; allowed: {MAX_VALUES}")
+        raise RequestTooLargeError(f"the body has too many values ({values}); the maximum is {MAX_VALUES}")
     try:
         names = _decode_names(body or b"{}")
     except msgspec.ValidationError as error:
-        allowed = ", ".join(sorted(kind.__struct_fields__)) or "no fields"
-        raise BadRequestError(f"the body is not an object ({error}); allowed: an object with {allowed}") from None
+        allowed = ", ".join(sorted(kind.__struct_fields__)) or "none"
+        raise BadRequestError(f"the body must be a JSON object ({error}); its fields: {allowed}") from None
     except _NOT_JSON as error:
         raise BadRequestError(f"the body is not JSON: {error}") from None
     _check_names(names, kind)
@@ -75,12 +75,12 @@ def _check(value: object, where: str, depth: int) -> None:
     """Raise BadRequestError or RequestTooLargeError if any part of the value exceeds a limit."""
     if isinstance(value, str):
         if len(value) > MAX_STRING:
-            raise RequestTooLargeError(f"{where} has {len(value)} characters; allowed: {MAX_STRING}")
+            raise RequestTooLargeError(f"{where} is too long ({len(value)} characters); the maximum is {MAX_STRING}")
         if "\0" in value:
-            raise BadRequestError(f"{where} contains a NUL character; allowed: text without it")
+            raise BadRequestError(f"{where} contains a NUL character, which is not allowed")
     elif isinstance(value, int):
         if not -_LARGEST <= value <= _LARGEST:
-            raise BadRequestError(f"{where} is a number of more than 63 bits; allowed: -{_LARGEST} to {_LARGEST}")
+            raise BadRequestError(f"{where} does not fit in 63 bits; allowed: -{_LARGEST} to {_LARGEST}")
     elif isinstance(value, dict | list | msgspec.Struct):
         if depth > MAX_DEPTH:
             raise RequestTooLargeError(f"{where} is nested deeper than {MAX_DEPTH} levels")
@@ -113,7 +113,7 @@ def decode_reply(payload: object, kind: type[Message]) -> Message:
         return msgspec.convert(payload, kind)
     except msgspec.ValidationError as error:
         raise InternalBrokerError(
-            f"the broker's answer is not a {kind.__name__} that this version understands: {error}; does the broker have another version?"
+            f"the broker's answer is not a {kind.__name__} that this version understands: {error}; is the broker a different version?"
         ) from None
 
 
@@ -123,7 +123,7 @@ def encode_request(request: msgspec.Struct) -> bytes:
         return msgspec.json.encode(changed_fields(request))
     except UnicodeEncodeError as error:
         raise BadRequestError(
-            f"the request has {error.object[:80]!a}, which is not valid text: {error.reason}"
+            f"the request contains {error.object[:80]!a}, which is not valid text: {error.reason}"
         ) from None
 
 

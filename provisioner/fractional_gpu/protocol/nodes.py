@@ -75,16 +75,16 @@ def encode_summary(summary: NodeSummary) -> str:
 def parse_summary(text: str) -> NodeSummary:
     """Parse a summary. Raises ValueError that says what is wrong."""
     if len(text.encode(errors="replace")) > MAX_SUMMARY:
-        raise ValueError(f"a node's summary has more than {MAX_SUMMARY} bytes; its agent never writes one that long")
+        raise ValueError(f"the node's summary is longer than {MAX_SUMMARY} bytes, so no node agent wrote it")
     try:
         summary = msgspec.json.decode(text, type=NodeSummary)
     except (msgspec.DecodeError, UnicodeDecodeError, UnicodeEncodeError, RecursionError) as error:
         raise ValueError(
-            f"this is not the summary of a node's agent of this release: {error}; install the same release on the nodes and here"
+            f"this summary does not come from a node agent of this release: {error}; install the same release on the nodes and here"
         ) from None
     for words in (summary.problem, *(pool.name for pool in summary.pools), *(pool.count for pool in summary.pools)):
         if not words.isprintable():
-            raise ValueError(f"the summary has {words[:80]!a}; allowed: printable characters")
+            raise ValueError(f"the summary contains {words[:80]!a}; it must contain only printable characters")
     return summary
 
 

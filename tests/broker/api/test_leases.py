@@ -109,8 +109,8 @@ def test_a_process_of_another_user_is_refused(live: LiveBroker) -> None:
     [
         ({"start_time": 1}, "is not the process that the request describes (start time differs)"),
         ({"boot_id": "yesterday"}, "is not the process that the request describes"),
-        ({"pid": 2**22 + 1}, "is not a process that can hold a lease: no process has the id"),
-        ({"pid": 2**62}, "is not a process that can hold a lease"),
+        ({"pid": 2**22 + 1}, "cannot hold a lease: no process has the id"),
+        ({"pid": 2**62}, "cannot hold a lease"),
         ({"pid": 0}, "process ids are positive"),
         ({"pid": -1}, "process ids are positive"),
         ({"pid": "1"}, "Expected `int`, got `str` - at `$.pid`"),

@@ -364,7 +364,7 @@ GOOD = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 5001, "shell_port":
         ({"shell_port": "5002"}, ["shell_port is '5002'", "1 to 65535"]),
         ({"shell_port": None}, ["shell_port is None", "1 to 65535"]),
         ({"shell_port": 10**4000}, ["shell_port is 1000", "..."]),
-        ({"key": 5}, ["key is not text", "signing key"]),
+        ({"key": 5}, ["key must be text", "signing key"]),
         ({"signature_scheme": "hmac-rot13"}, ["'hmac-rot13'", "hmac-sha256"]),
         ({"signature_scheme": "hmac-shake_128"}, ["'hmac-shake_128'", "hmac-sha256"]),
         ({"signature_scheme": "hmac-sha3_512"}, ["'hmac-sha3_512'", "hmac-sha256, hmac-sha512"]),

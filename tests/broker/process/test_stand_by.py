@@ -62,7 +62,7 @@ def test_it_takes_over_when_the_other_broker_ends(world: World) -> None:
     ("settings", "complaint"),
     [
         ("{", "--settings is not JSON"),
-        ("[]", "--settings is not of the form"),
+        ("[]", "--settings must be a JSON object"),
         ('{"pools": {"default": {"idle_afetr": 1}}}', "did you mean 'idle_after'?"),
     ],
 )

@@ -466,7 +466,7 @@ def test_the_terms_of_the_group_are_the_seats() -> None:
         ({"owner": "a\u202eb"}, "'a\\u202eb', has U+202E (right-to-left override)", "rename the user at the hub"),
         ({"owner": "a\nb"}, "'a\\nb', has U+000A (control character)", "rename the user at the hub"),
         ({"server": "x\u200f"}, "'x\\u200f', has U+200F (right-to-left mark)", "start a server with another name"),
-        ({"owner": "a" * 201}, "has 201 characters; allowed: 200", "rename the user at the hub"),
+        ({"owner": "a" * 201}, "is too long (201 characters); the maximum is 200", "rename the user at the hub"),
     ],
 )
 def test_a_name_with_control_or_direction_marks_is_refused_with_a_way_out(

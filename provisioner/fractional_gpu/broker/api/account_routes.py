@@ -118,8 +118,8 @@ async def _extend(call: Call[BudgetExtension]) -> BudgetList:
     subject = Subject(request.kind, request.name, request.account)
     if request.account not in ({"", *ACCOUNTS} if request.kind == "user" else {""}):
         raise BadRequestError(
-            f"account is {request.account[:MAX_NAME]!r}; allowed for a user: {', '.join(ACCOUNTS)}, or leave it out for both; "
-            "groups have no account",
+            f"account is {request.account[:MAX_NAME]!r}; for a user it must be {' or '.join(ACCOUNTS)} (leave it out for both); "
+            "groups have no accounts",
             reason="bad-account",
         )
     try:
@@ -135,7 +135,7 @@ async def _extend(call: Call[BudgetExtension]) -> BudgetList:
             reason="unknown-budget",
         )
     if request.until_s is not None and request.until_s * 1000 <= wall_ms():
-        raise BadRequestError("the end time has passed; give a later one, or none", reason="bad-amount")
+        raise BadRequestError("the end time is in the past; give a later one, or leave it out", reason="bad-amount")
     await keeper.extend(subject, budgets, amount, request.until_s)
     changed = [one for one in keeper.all() if subject.includes(Subject(one.kind, one.name, one.account))]
     return BudgetList(budgets=changed, scope="all")

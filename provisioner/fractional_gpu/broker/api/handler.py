@@ -133,7 +133,7 @@ class Handler(web.RequestHandler):
         stream, token = self.stream, bearer(self.request.headers)
         self.peer = Peer(credentials=stream.credentials, token=token or None, admin=stream.admin)
         if token == "":
-            raise UnauthorizedError("the header Authorization is not of the form `Bearer TOKEN`")
+            raise UnauthorizedError("the Authorization header must have the form `Bearer TOKEN`")
         self.peer = replace(self.peer, acting_for=self._acting_for(admin=stream.admin))
         self.route, self._about = find_route(str(self.request.method), self.request.path)
         client = self.request.headers.get(VERSION_HEADER)
@@ -221,7 +221,7 @@ class Handler(web.RequestHandler):
     async def _answer_within(self, route: Route[Any, Any], call: Call[Any], wait_s: int) -> None:
         """Reply with the last line alone, within `wait_s`: `Prefer: wait=N` of RFC 7240."""
         if call.body.hold or call.body.watch:
-            raise BadRequestError("`hold` and `watch` need the stream of lines: leave them out, or the header Prefer")
+            raise BadRequestError("`hold` and `watch` need a streamed reply; leave them out, or leave out the Prefer header")
         call.body = msgspec.structs.replace(call.body, wait_ms=min(wait_s * 1000, call.body.wait_ms))
         async with aclosing(_SERVED[route].function(call)) as lines:
             async for line in lines:

@@ -123,14 +123,14 @@ class LeaseService:
         is_over = kernel is not None and self._is_over_for(peer, kernel, itself=itself)
         if kernel is None or is_over or not (itself or self._may_see(peer, kernel)):
             raise NotFoundError(
-                f"there is no lease {lease_id[:MAX_NAME]!r} of yours; `jupyter gpu status` lists them",
+                f"you have no lease {lease_id[:MAX_NAME]!r}; `jupyter gpu status` lists your leases",
                 reason="unknown-lease",
             )
         if peer.token is not None and not self._is_token_of(peer, peer.token, kernel, own=own):
             raise UnauthorizedError("the token does not match this lease", reason="foreign-token")
         if own and peer.token is None and not itself:
             raise UnauthorizedError(
-                "this request needs the lease's token, in the header `Authorization: Bearer TOKEN`", reason="no-token"
+                "this request needs the lease's token in an `Authorization: Bearer TOKEN` header", reason="no-token"
             )
         return kernel
 
@@ -236,12 +236,12 @@ class LeaseService:
         kernels, account = self.broker.kernels, None if spec.uid is None else account_uid(spec.uid)
         if sum(account_uid(kernel.uid) == account for kernel in kernels.values()) >= MAX_LEASES_PER_UID:
             raise RequestTooLargeError(
-                f"user {spec.owner} has {MAX_LEASES_PER_UID} leases, the most a user can have; shut a kernel down",
+                f"user {spec.owner} already has {MAX_LEASES_PER_UID} leases, the maximum per user; shut down a kernel",
                 reason="too-many-leases-of-a-user",
             )
         if len(kernels) >= MAX_LEASES:
             raise RequestTooLargeError(
-                f"this host has {MAX_LEASES} leases in total, the most it can have; shut a kernel down, or ask others to",
+                f"this host already has {MAX_LEASES} leases, the maximum; shut down a kernel, or ask other users to",
                 reason="too-many-leases",
             )
 
@@ -268,7 +268,11 @@ class LeaseService:
                     await change.wait()
         except TimeoutError:
             ticket = self.broker.ticket(kernel.lease_id)
-            why = ticket.sentence if ticket is not None else "other kernels of yours are starting and already hold room"
+            why = (
+                ticket.sentence
+                if ticket is not None
+                else "your other kernels are starting and have taken the free space"
+            )
             await self.broker.survivors.release(kernel)
             raise NoRoomError(
                 f"no GPU became free within {format_duration(limit_ms)}: {why}; try again later, or with a smaller fraction"
@@ -290,7 +294,7 @@ class LeaseService:
         """
         if not request.confirm:
             raise BadRequestError(
-                "evicting ends the kernel and loses all its variables; send confirm = true to confirm (suspend keeps them)",
+                "evicting ends the kernel and loses all its variables (suspending keeps them); send confirm = true to go ahead",
                 reason="not-confirmed",
             )
         log.warning("lease %s: evicted by an administrator", kernel.lease_id[:8])
@@ -305,7 +309,7 @@ class LeaseService:
 
     async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
         if kernel.launch.claim:
-            raise ConflictError("this lease is a claim, to which no process is attached", reason="claim")
+            raise ConflictError("this lease is a claim, so no process can be attached to it", reason="claim")
         identity = await verified_process(peer, kernel, request)
         token_file = await ATTACHING.run(token_file_of, identity)
         self.seats.draws.check_process(view_of(self.broker, kernel), identity.pid)

@@ -111,7 +111,7 @@ async def _move(call: Call[MoveRequest]) -> LeaseStatus:
 async def _note(call: Call[NoteRequest]) -> LeaseStatus:
     broker, kernel, note = call.service.broker, call.kernel, call.body.note
     if found := describe_unprintable(note):
-        raise BadRequestError(f"the note has {found}; allowed: printable characters on one line")
+        raise BadRequestError(f"the note contains {found}; it must be one line of printable characters")
     kernel.facts = replace(kernel.facts, note=note)
     broker.records.save(kernel)
     await broker.writer.flushed()

@@ -260,7 +260,7 @@ class _Admission(httputil.HTTPMessageDelegate):
 def _body_length(headers: httputil.HTTPHeaders) -> int:
     size = sum(len(name) + len(value) for name, value in headers.get_all())
     if size > MAX_HEADER_BYTES:
-        raise RequestTooLargeError(f"the headers have {size} bytes; allowed: {MAX_HEADER_BYTES}")
+        raise RequestTooLargeError(f"the headers are too large ({size} bytes); the maximum is {MAX_HEADER_BYTES}")
     if "Transfer-Encoding" in headers:
         raise BadRequestError(
             "a chunked body is not supported; send the whole body with a Content-Length", reason="chunked"
@@ -269,7 +269,7 @@ def _body_length(headers: httputil.HTTPHeaders) -> int:
     if not (text.isascii() and text.isdigit()):
         raise BadRequestError("the Content-Length is not a number of bytes", reason="bad-length")
     if len(text) > _LONGEST_NUMBER or int(text) > MAX_BODY_BYTES:
-        raise RequestTooLargeError(f"the body has {text[:40]} bytes; allowed: {MAX_BODY_BYTES}; send less")
+        raise RequestTooLargeError(f"the body is too large ({text[:40]} bytes); the maximum is {MAX_BODY_BYTES}")
     return int(text)
 
 
@@ -282,8 +282,8 @@ async def _take_turn(account: Account, *, reserved: bool) -> None:
     except TimeoutError:
         retry_s = max(1, math.ceil(-account.left_s / account.share))
         raise TooManyRequestsError(
-            f"{account.name} sends more requests than the broker handles for one user ({COST_SHARE:.0%} of a processor); try again in "
-            f"{retry_s} s, or find the program that sends them",
+            f"{account.name} is sending more requests than the broker handles for one user ({COST_SHARE:.0%} of a processor); try again in "
+            f"{retry_s} s, or find the program that is sending them",
             reason="too-many-requests",
             retry_s=retry_s,
         ) from None

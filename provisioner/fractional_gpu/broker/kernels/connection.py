@@ -69,7 +69,7 @@ def connection_from_json(info: object) -> Connection:
         raise ValueError(f"connection field ip is {_shown(ip)}; allowed: {allowed}")
     if transport == "ipc" and not (isinstance(ip, str) and ip.startswith("/") and len(ip.encode()) <= _LONGEST_PATH):
         raise ValueError(
-            f"connection field ip is {_shown(ip)}; allowed with ipc: an absolute path of at most {_LONGEST_PATH} bytes"
+            f"connection field ip is {_shown(ip)}; with ipc it must be an absolute path of at most {_LONGEST_PATH} bytes"
         )
     scheme = info.get("signature_scheme", "hmac-sha256")
     digest = scheme.removeprefix("hmac-") if isinstance(scheme, str) else ""
@@ -79,7 +79,7 @@ def connection_from_json(info: object) -> Connection:
         )
     key = info.get("key", "")
     if not isinstance(key, str):
-        raise ValueError('connection field key is not text; allowed: the signing key of the kernel, or ""')  # noqa: TRY004 - one kind of error for what was sent
+        raise ValueError("connection field key must be text: the kernel's signing key, or ''")  # noqa: TRY004 - one kind of error for what was sent
     return Connection(
         iopub=_endpoint(transport, address, info, "iopub_port"),
         shell=_endpoint(transport, address, info, "shell_port"),
@@ -98,7 +98,7 @@ def check_endpoints(connection: Connection, uid: int, pid: int) -> None:
             _check_mounts(Path(address).parent, pid)
         elif uid != 0 and int(address.rpartition(":")[2]) < _FIRST_PORT:
             raise ValueError(
-                f"the kernel's port {address.rpartition(':')[2]} is a system port; allowed: {_FIRST_PORT} or higher"
+                f"the kernel's port {address.rpartition(':')[2]} is reserved for the system; use {_FIRST_PORT} or higher"
             )
 
 
@@ -120,8 +120,8 @@ def _check_folder(folder: Path, uid: int) -> None:
         why = f"cannot be used: {error.strerror}"
     if why:
         raise ValueError(
-            f"the folder of the kernel's sockets, {folder}, {why}; start the kernel with its `ip` in a folder that only its user "
-            "can write to, such as Jupyter's runtime folder"
+            f"the folder of the kernel's sockets, {folder}, {why}; set the kernel's `ip` to a path in a folder that only "
+            "its user can write to, such as Jupyter's runtime folder"
         )
 
 
@@ -161,7 +161,7 @@ def _curve(public: object, secret: object) -> tuple[bytes, bytes] | None:
         return None
     if not (_is_curve_key(public) and _is_curve_key(secret)):
         raise ValueError(
-            "connection fields curve_publickey and curve_secretkey are not two keys of 40 Z85 characters each"
+            "connection fields curve_publickey and curve_secretkey must each be a key of 40 Z85 characters"
         )
     return str(public).encode(), str(secret).encode()
 

@@ -45,7 +45,7 @@ async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]]
         found = await left()
     if found:
         raise ConflictError(
-            f"{what.format(pid=found[0].pid)} does not end, even after SIGKILL; the system's log may say why",
+            f"{what.format(pid=found[0].pid)} is still running after SIGKILL; the system log may say why",
             reason="does-not-end",
         )
 
@@ -69,7 +69,7 @@ async def wait_for_end(
             except PermissionError:
                 if number is not None:
                     raise ConflictError(
-                        f"the broker's user is not permitted to end process {identity.pid}; a broker that runs as root is",
+                        f"the broker's user is not permitted to end process {identity.pid}; a broker that runs as root can",
                         reason="not-permitted",
                     ) from None
         with suppress(TimeoutError):

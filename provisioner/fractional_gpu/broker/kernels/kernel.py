@@ -359,7 +359,7 @@ def check_pools(pools: Sequence[PoolSpec], names: Mapping[str, str], *, simulate
             for device_id in pool.devices:
                 if not device_id.startswith(_MIG):
                     raise ConfigError(
-                        f"pool {pool.name!r} hands out MIG instances, and {names.get(device_id, 'a device')} ({device_id}) is a whole "
+                        f"pool {pool.name!r} hands out MIG instances, but {names.get(device_id, 'a device')} ({device_id}) is a whole "
                         "device: divide it (nvidia-smi -mig 1, nvidia-smi mig -cgi), or leave 'sharing' out"
                     )
 

@@ -58,21 +58,23 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
         raise BadRequestError(f"devices is {request.devices}; allowed: 1 to {most} ({has})", reason="bad-devices")
     if request.devices > 1 and request.fraction_milli != 1000:
         raise BadRequestError(
-            f"devices is {request.devices} with a fraction of {format_fraction(request.fraction_milli)}; multiple devices must be "
-            "whole: request fraction 1, or one device",
+            f"devices is {request.devices} with a fraction of {format_fraction(request.fraction_milli)}, but only whole devices "
+            "can be combined; request fraction 1, or one device",
             reason="bad-devices",
         )
     if not -1000 <= request.priority <= 1000:
         raise BadRequestError(f"priority is {request.priority}; allowed: -1000 to 1000", reason="bad-priority")
     if request.priority > pool.max_priority and not peer.admin:
         raise ForbiddenError(
-            f"priority {request.priority} was requested, but users of pool {pool.name!r} can request {pool.max_priority} at most; request "
+            f"priority {request.priority} was requested, but the maximum for users of pool {pool.name!r} is {pool.max_priority}; request "
             "that or less, or ask an administrator to raise the pool's max_priority",
             reason="priority-too-high",
         )
     for name in ("kernel_id", "label"):
         if len(getattr(request, name)) > MAX_NAME:
-            raise RequestTooLargeError(f"{name} has {len(getattr(request, name))} characters; allowed: {MAX_NAME}")
+            raise RequestTooLargeError(
+                f"{name} is too long ({len(getattr(request, name))} characters); the maximum is {MAX_NAME}"
+            )
     reserve_mib = cap_mib(arbiter, pool, request.fraction_milli, request.memory_mib)
     return LeaseSpec(
         lease_id=secrets.token_hex(12),
@@ -120,7 +122,8 @@ def _sizes(arbiter: Arbiter, pool: PoolSpec) -> list[int]:
     sizes = [device.leasable_mib for device in arbiter.devices() if device.device_id in pool.devices]
     if not sizes:
         raise NoRoomError(
-            f"pool {pool.name!r} has no device now; `jupyter gpu status` shows the devices", reason="no-device"
+            f"pool {pool.name!r} has no devices at the moment; `jupyter gpu status` lists all devices",
+            reason="no-device",
         )
     return sizes
 
@@ -147,7 +150,7 @@ def guaranteed_mib(
     if pool.reserve_by is ReserveBy.CAP:
         if request_mib is not None:
             raise BadRequestError(
-                f"request_mib is {request_mib}, but pool {pool.name!r} reserves all that a kernel may use; leave request_mib out",
+                f"request_mib is {request_mib}, but pool {pool.name!r} always reserves a kernel's full memory cap; leave request_mib out",
                 reason="bad-request-mib",
             )
         return None
@@ -155,7 +158,7 @@ def guaranteed_mib(
         return min(reserve_mib, max(1, min(_sizes(arbiter, pool)) * fraction_milli // 1000))
     if not 1 <= request_mib <= reserve_mib:
         raise BadRequestError(
-            f"request_mib is {request_mib}; allowed: 1 to {reserve_mib}, what the kernel may use",
+            f"request_mib is {request_mib}; allowed: 1 to {reserve_mib}, the kernel's memory cap",
             reason="bad-request-mib",
         )
     return request_mib
@@ -166,9 +169,7 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
         pid, identity, uid = await ATTACHING.run(_named_process, peer, request.pid)
         lease_id = await _environment_soon(pid, LEASE_VARIABLE, kernel.lease_id)
     except (ProcessLookupError, ValueError) as error:
-        raise BadRequestError(
-            f"pid {request.pid} is not a process that can hold a lease: {error}", reason="no-process"
-        ) from None
+        raise BadRequestError(f"process {request.pid} cannot hold a lease: {error}", reason="no-process") from None
     except PermissionError:
         raise ForbiddenError(
             f"the broker is not permitted to inspect process {request.pid}", reason="no-permission"

@@ -120,7 +120,7 @@ def write_lease_file(folder: Path, record: LeaseRecord) -> None:
 
 def _replace(folder: Path, name: str, text: bytes) -> None:
     if not _NAME.fullmatch(name):
-        raise OSError(0, f"the id of {name[:80]!r} cannot name a file")
+        raise OSError(0, f"{name[:80]!r} cannot be used as a file name")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     fresh = folder / f".{name}"

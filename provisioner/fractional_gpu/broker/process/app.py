@@ -210,7 +210,7 @@ def _overrides(options: BrokerOptions) -> dict[str, object]:
     except ValueError as error:
         raise ConfigError(f"--settings is not JSON: {error}") from None
     if not isinstance(named, dict):
-        raise ConfigError('--settings is not of the form {"idle_exit": "never", "pools": {"default": {}}}')
+        raise ConfigError('--settings must be a JSON object such as {"idle_exit": "never", "pools": {"default": {}}}')
     idle_exit = options.idle_exit or ("never" if options.service else None)
     given = {"idle_exit": idle_exit, "state_dir": options.state_dir, "log_level": options.log_level}
     return {**named, **{name: value for name, value in given.items() if value is not None}}

@@ -92,7 +92,7 @@ def rescue(options: BrokerOptions) -> Rescue:
         settings = load(options.config_file, {"state_dir": options.state_dir} if options.state_dir else {})
         simulate = options.simulate
         if simulate is None and simulated_folder(socket).exists():
-            raise ConflictError(f"the broker on {socket} had simulated devices; name them with --simulate")
+            raise ConflictError(f"the broker on {socket} used simulated devices; list them with --simulate")
         backend = stack.enter_context(open_backend(simulate, socket, device_kind=settings.device_kind))
         for device in backend.devices:
             stack.enter_context(DeviceClaim.claim(device.device_id))
@@ -140,7 +140,7 @@ def _take_place(socket: str, stack: ExitStack) -> None:
     holder = claim_holder(socket)
     process = "" if holder is None else f" (process {holder})"
     raise ConflictError(
-        f"a broker serves on {socket}{process}: use `jupyter gpu resume --all`; if it no longer works, end it first "
+        f"a broker is running on {socket}{process}: use `jupyter gpu resume --all`; if the broker no longer works, stop it first "
         "with `jupyter gpu broker --stop`"
     )
 

@@ -163,8 +163,8 @@ def _check_service() -> None:
     name = own_workload(os.environ)
     if name and (name.startswith("Slurm") or not serves_whole_host()):
         raise BrokerUnavailableError(
-            f"this is {name}: a service of the node must not run in a job or pod, because it could end with it during a "
-            "suspend; start it outside (with systemd, docs/operating.md), or in a DaemonSet's pod with hostPID"
+            f"this is {name}: the node's broker must not run in a job or pod, which could end it during a suspend; "
+            "start it outside (with systemd, docs/operating.md), or in a DaemonSet's pod with hostPID"
         )
 
 

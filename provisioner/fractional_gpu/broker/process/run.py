@@ -300,7 +300,7 @@ class BrokerRun:
             return PausingListener.of(bind_unix_socket(self.socket, mode=mode))
         except ValueError as error:
             raise BrokerUnavailableError(
-                f"{self.socket} exists but is not a socket; move it away, or choose another place with --socket"
+                f"{self.socket} exists but is not a socket; move it away, or choose another path with --socket"
             ) from error
 
     @staticmethod

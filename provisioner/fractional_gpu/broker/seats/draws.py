@@ -60,7 +60,7 @@ class SeatDraws:
         if not request.seat:
             if self._required:
                 raise ForbiddenError(
-                    "only servers that the hub started with a GPU can use one, and this kernel names no seat; "
+                    "only servers that the hub started with a GPU can use one, and this kernel has no seat; "
                     "choose a GPU when you start your server, and leave JUPYTER_GPU_SEAT_FILE as the hub set it",
                     reason="no-seat",
                 )
@@ -68,8 +68,8 @@ class SeatDraws:
         seat = self._seats.get(request.seat)
         if seat is None or peer.token is None or not hmac.compare_digest(token_digest(peer.token), seat.token_sha256):
             raise UnauthorizedError(
-                "this server's seat has ended, or the token does not match it; stop the server on the hub's page and start it "
-                "again; this ends its kernels, so save what you need first",
+                "this server's seat has ended, or the token does not match it; save your work, then stop the server on the "
+                "hub's page and start it again (this ends its kernels)",
                 reason="foreign-seat",
             )
         return self._drawn(peer, request, spec, seat)
@@ -103,7 +103,7 @@ class SeatDraws:
             return
         spec, seat = view.spec, self._seats.get(view.spec.seat)
         if seat is None:
-            raise ForbiddenError("this kernel's seat has ended; the kernel keeps its size", reason="no-seat")
+            raise ForbiddenError("this kernel's seat has ended, so the kernel's size cannot change", reason="no-seat")
         asked = SeatUsage(fraction_milli=fraction_milli * spec.devices, memory_mib=reserve_mib * spec.devices)
         held = self.seat_usage(seat.seat_id, but=spec.lease_id)
         check_seat_usage(seat, spec.pool, spec.priority, asked, held, earlier=self._earlier(seat, but=spec.lease_id))
@@ -112,9 +112,9 @@ class SeatDraws:
     def check_takeover(self, seat: SeatRecord, kernel: Kernel, view: LeaseView) -> None:
         spec = view.spec
         if (seat.uid is not None and kernel.uid not in {seat.uid, 0}) or spec.group != seat.group:
-            raise ForbiddenError("the seat has other terms", reason="seat-terms")
+            raise ForbiddenError("the seat's terms differ from the lease's", reason="seat-terms")
         if spec.allowed_devices != seat.allowed_devices:
-            raise ForbiddenError("the seat has other devices", reason="seat-devices")
+            raise ForbiddenError("the seat's devices differ from the lease's", reason="seat-devices")
         if kernel.identity is not None:
             self._workloads.check(seat, kernel.identity.pid, "its kernel")
         check_seat_usage(seat, spec.pool, spec.priority, self.lease_usage(kernel, spec), self.seat_usage(seat.seat_id))

@@ -98,7 +98,9 @@ class PoolForecasts:
         if not sizes:
             emptied = [one for one in self._broker.arbiter.devices() if one.device_id in pool.devices and one.draining]
             why = {0: "", 1: ": its GPU is being emptied"}.get(len(emptied), ": its GPUs are being emptied")
-            raise NoRoomError(f"pool {pool.name!r} has no device now{why}; ask your administrator", reason="no-device")
+            raise NoRoomError(
+                f"pool {pool.name!r} has no devices at the moment{why}; ask your administrator", reason="no-device"
+            )
         mib = max(1, min(sizes) * fraction_milli // 1000) if asked_mib is None else asked_mib
         if not 1 <= mib <= max(sizes):
             raise NoRoomError(
@@ -140,7 +142,7 @@ class PoolForecasts:
     def check_ever(self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int) -> None:
         full = self.full(request, pool, hub, memory_mib, [])
         if isinstance(full, PoolFull):
-            raise NoRoomError(f"{full.sentence}; that is more than the empty pool can give", reason="too-large")
+            raise NoRoomError(f"{full.sentence}; even an empty pool could not give that much", reason="too-large")
 
     def load(self, owner: str, pool: PoolSpec, memory_mib: int) -> SeatLoad:
         habits = self.habits(owner, pool.name)

@@ -71,7 +71,7 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
     _check_name("user", request.owner, "ask your administrator to rename the user at the hub")
     _check_name("server", request.server, "start a server with another name")
     if len(request.hub) > MAX_NAME or not request.hub.isprintable():
-        raise BadRequestError(f"hub has more than {MAX_NAME} characters, or an unprintable one")
+        raise BadRequestError(f"hub is longer than {MAX_NAME} characters or contains an unprintable one")
     if not request.owner:
         raise BadRequestError("owner is empty; it must be the user's name at the hub")
     if not 1 <= request.fraction_milli <= 1000:
@@ -85,7 +85,7 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
         )
     if request.ttl_ms < 1 or request.wait_ms < 0:
         raise BadRequestError(
-            f"ttl_ms is {request.ttl_ms} and wait_ms is {request.wait_ms}; allowed: a ttl_ms of 1 or more, a wait_ms of 0 or more"
+            f"ttl_ms is {request.ttl_ms} and wait_ms is {request.wait_ms}; ttl_ms must be 1 or more, and wait_ms 0 or more"
         )
     check_workload(request, pool)
 
@@ -120,11 +120,13 @@ def check_workload(request: SeatRequest, pool: PoolSpec) -> None:
 
 def _check_name(whose: str, name: str, remedy: str) -> None:
     if len(name) > MAX_NAME:
-        raise BadRequestError(f"the name of the {whose} has {len(name)} characters; allowed: {MAX_NAME}; {remedy}")
+        raise BadRequestError(
+            f"the {whose} name is too long ({len(name)} characters); the maximum is {MAX_NAME}; {remedy}"
+        )
     if found := describe_unprintable(name):
         raise BadRequestError(
-            f"the name of the {whose}, {name!a}, has {found}, which could change how lists and logs show it; a name must "
-            f"contain only printable characters; {remedy}, or start the server without a GPU (fraction 'none')",
+            f"the {whose} name {name!a} contains {found}, which could garble lists and logs; names may only contain "
+            f"printable characters; {remedy}, or start the server without a GPU (fraction 'none')",
             reason="unprintable-name",
         )
 
@@ -136,7 +138,7 @@ def check_terms(pool: str, hub: Pool, groups: Iterable[str], wall_s: float) -> t
         allowed = ", ".join(sorted(hub.groups or ()))
         yours = f"you are in {', '.join(named)}" if named else "you are in none"
         raise ForbiddenError(
-            f"pool {pool!r} is for members of {allowed}, and {yours}; choose another pool, or ask your administrator",
+            f"pool {pool!r} is for members of {allowed}, but {yours}; choose another pool, or ask your administrator",
             reason="pool-group",
         )
     minute = minute_of_week(wall_s)
@@ -209,7 +211,7 @@ def check_seat_usage(
         )
     if priority > seat.priority:
         raise ForbiddenError(
-            f"priority {priority} was requested, but this server has {seat.priority}; leave priority out of the kernelspec",
+            f"priority {priority} was requested, but this server's maximum is {seat.priority}; leave priority out of the kernelspec",
             reason="seat-priority",
         )
     more = "shut one of them down, or start the server again with more" if held.kernels else "ask for that or less"
@@ -230,7 +232,7 @@ def check_seat_usage(
         )
     if held.kernels >= seat.max_kernels:
         raise NoRoomError(
-            f"this server has {plural(held.kernels, 'kernel')} with a GPU, the most it may have; {more}",
+            f"this server already has {plural(held.kernels, 'kernel')} with a GPU, its maximum; {more}",
             reason="seat-kernels",
         )
 

@@ -210,7 +210,7 @@ class Seats:
         pool, hub = self._pool(request.pool)
         check_request(request, pool)
         if len(self._seats) >= _MOST_SEATS or sum(map(len, self._waiting.values())) >= _MOST_WAITING:
-            raise NoRoomError("this broker cannot keep track of more seats or waiting requests")
+            raise NoRoomError("this broker already has the maximum number of seats or waiting requests")
         try:
             group, terms = check_terms(pool.name, hub, request.groups, wall_ms() / 1000)
             group = counted_group(group, request.groups, pool) or self.budgets.group_of(request.groups)

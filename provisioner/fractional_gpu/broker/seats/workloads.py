@@ -66,7 +66,7 @@ class Workloads:
         if found is None or (found.engine, found.id) != (workload.engine, workload.id):
             where = f"runs in {found.name}" if found is not None else "is in no job's or pod's control group"
             raise ForbiddenError(
-                f"this seat belongs to {name}, and {what} {where}; use the seat from within {name} only (JUPYTER_GPU_SEAT_FILE must be "
+                f"this seat belongs to {name}, and {what} {where}; use the seat only inside {name} (JUPYTER_GPU_SEAT_FILE must be "
                 "the one that the engine set for this job or pod)",
                 reason="other-workload",
             )

@@ -62,7 +62,7 @@ class LeaseControl:
     async def pin(self, kernel: Kernel, request: PinRequest) -> LeaseStatus:
         if request.duration_ms < 1:
             raise BadRequestError(
-                f"duration_ms is {request.duration_ms}; allowed: 1 or more (unpinning is a separate route)"
+                f"duration_ms is {request.duration_ms}; allowed: 1 or more (there is a separate route to unpin)"
             )
         event = PinRequested(at_ms=now_ms(), lease_id=kernel.lease_id, duration_ms=request.duration_ms)
         if (declined := self._broker.ask(event, "pin")) is not None:
@@ -138,8 +138,8 @@ class LeaseControl:
         spec = view_of(self._broker, kernel).spec
         if spec.devices > 1:
             raise BadRequestError(
-                f"this kernel has {spec.devices} whole devices, whose number cannot change while it runs; "
-                "start it again with another number"
+                f"this kernel has {spec.devices} whole devices, and that number cannot change while it runs; "
+                "restart it with a different number"
             )
         fraction_milli = spec.fraction_milli if request.fraction_milli is None else request.fraction_milli
         if not 1 <= fraction_milli <= 1000:
@@ -164,7 +164,7 @@ class LeaseControl:
 
     def _resized(self, kernel: Kernel, event: ResizeRequested, mine: Request) -> bool:
         if kernel.requests.resize is not mine:
-            raise ConflictError("a newer request for another size replaced this one", reason="replaced")
+            raise ConflictError("a newer resize request replaced this one", reason="replaced")
         if not self._has(kernel, event) and mine.declined is not None:
             reason, sentence = mine.declined
             raise ConflictError(sentence, reason=reason)
@@ -236,7 +236,7 @@ class LeaseControl:
         left_ms = request.deadline_in_ms
         if left_ms is not None and not 1 <= left_ms <= LONGEST_DEADLINE_MS:
             raise BadRequestError(
-                f"deadline_in_ms is {left_ms}; allowed: 1 to {LONGEST_DEADLINE_MS} (a week), or none at all"
+                f"deadline_in_ms is {left_ms}; allowed: 1 to {LONGEST_DEADLINE_MS} (a week), or leave it out"
             )
         await begin_drain(self._broker, device_id, evict_busy=request.evict_busy, deadline_in_ms=left_ms)
         return device_status(self._broker, device_id)

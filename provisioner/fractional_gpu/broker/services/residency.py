@@ -204,7 +204,7 @@ class Residency:
                 await self._resume_blocked(kernel)
             return full_lease_status(self._broker, kernel)
         if view.state is LeaseState.UNATTACHED:
-            raise ConflictError("the lease has no running kernel; nothing to resume", reason="no-process")
+            raise ConflictError("the lease has no running kernel to resume", reason="no-process")
         if view.gate_closed:  # resident: its gate is closed only so that its next cell asks
             return full_lease_status(self._broker, kernel)
         await self._acquired(kernel)

@@ -106,7 +106,7 @@ def _read_url(url: SplitResult) -> str | None:
     if status == http.HTTPStatus.NOT_FOUND:
         return None
     if status != http.HTTPStatus.OK:
-        raise UnreadableNoticeError(f"{url.geturl()} answers with status {status}")
+        raise UnreadableNoticeError(f"{url.geturl()} answered with status {status}")
     return text
 
 

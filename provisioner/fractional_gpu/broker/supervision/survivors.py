@@ -283,7 +283,7 @@ class Survivors:
         await self.settled(kernel)
         if not kernel.ending.survivors:
             raise ConflictError(
-                "the kernel of this lease left nothing behind: shut a running kernel down in Jupyter, or evict it",
+                "this lease's kernel left no processes behind; to end a running kernel, shut it down in Jupyter or evict it",
                 reason="nothing-left",
             )
         await end_processes(partial(self._certain_processes, kernel), "process {pid}, which the kernel left behind,")
@@ -297,7 +297,7 @@ class Survivors:
             )
             if others:
                 raise ConflictError(
-                    f"{described(others)} does not belong to the user of the lease, so the broker does not end it; its user can",
+                    f"{described(others)} does not belong to the lease's user, so the broker does not end it; its owner can",
                     reason="not-certain",
                 )
             if kernel.ending.survivors:

@@ -398,7 +398,7 @@ def _check_places(use: Mapping[ProcessIdentity, int], host: HostSnapshot, effect
         # The memory would come back to a device where no room is reserved for it.
         raise StepError(
             SuspendOutcome.REFUSED,
-            f"its processes have memory on device {foreign[0]}, which is not the lease's: it can be suspended once they free it",
+            f"its processes use memory on device {foreign[0]}, which is not part of the lease; it can be suspended once they free it",
         )
 
 
