@@ -92,6 +92,7 @@ class Terminal:
 def at_a_terminal(shell: str, home: Path) -> Iterator[Terminal]:
     """A shell for a user whose home folder has only what the documents tell users to put there."""
     environment = {
+        "FISH_UNIT_TESTS_RUNNING": "1",  # or it reads every manual page of the machine in the background
         "HOME": str(home),
         "JUPYTER_GPU_SOCKET": os.environ["JUPYTER_GPU_SOCKET"],
         "LANG": "C.UTF-8",
