@@ -238,7 +238,10 @@ def _set_up(options: argparse.Namespace, changes: Changes) -> int:
         record.before = {path: content for path, content in record.before.items() if path in wanted}
         record.is_unfinished = False
         changes.save()
-        print("The machine is set up; `jupyter-gpu doctor` checks it.")
+        if any(act is None for _, act in steps):
+            print("The files are in place; what was not run here remains to be run.")
+        else:
+            print("The machine is set up; `jupyter-gpu doctor` checks it.")
     return 0
 
 
@@ -348,11 +351,15 @@ def _configuration(options: argparse.Namespace, changes: Changes) -> tuple[Setti
 def _pools(options: argparse.Namespace) -> dict[str, Any]:
     """Return the pools. What the options leave out is proposed from the devices and users, and said."""
     sizes: list[int] = []
+    why_none = ""
     try:
         with closing(open_monitor(NVIDIA)) as monitor:
-            sizes = [device.memory_mib for device in monitor.devices()]
+            sizes, why_none = [device.memory_mib for device in monitor.devices()], monitor.why_none
     except GPUError as error:
-        say(f"note: no GPU was found, so the shares are a guess: {error}", sys.stderr)
+        why_none = str(error)
+    if not sizes:
+        guess = f"note: no GPU was found, so shares and limits are a guess: {why_none}"
+        say(f"{guess}; when there is one, undo this and run it again", sys.stderr)
     users = sum(one.pw_uid in _PEOPLE and not one.pw_shell.endswith(("nologin", "false")) for one in pwd.getpwall())
     shares, most = options.share or propose_shares(sizes, users), max(1, len(sizes) // 2)
     found = f"{plural(len(sizes), 'GPU')} and {plural(users, 'user')}"

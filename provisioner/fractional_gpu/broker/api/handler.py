@@ -221,7 +221,9 @@ class Handler(web.RequestHandler):
     async def _answer_within(self, route: Route[Any, Any], call: Call[Any], wait_s: int) -> None:
         """Reply with the last line alone, within `wait_s`: `Prefer: wait=N` of RFC 7240."""
         if call.body.hold or call.body.watch:
-            raise BadRequestError("`hold` and `watch` need a streamed reply; leave them out, or leave out the Prefer header")
+            raise BadRequestError(
+                "`hold` and `watch` need a streamed reply; leave them out, or leave out the Prefer header"
+            )
         call.body = msgspec.structs.replace(call.body, wait_ms=min(wait_s * 1000, call.body.wait_ms))
         async with aclosing(_SERVED[route].function(call)) as lines:
             async for line in lines:
