@@ -354,7 +354,8 @@ def _pools(options: argparse.Namespace) -> dict[str, Any]:
     why_none = ""
     try:
         with closing(open_monitor(NVIDIA)) as monitor:
-            sizes, why_none = [device.memory_mib for device in monitor.devices()], monitor.why_none
+            sizes = [device.memory_mib for device in monitor.devices()]
+            why_none = getattr(monitor, "why_none", "")
     except GPUError as error:
         why_none = str(error)
     if not sizes:
