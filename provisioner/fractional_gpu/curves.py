@@ -24,7 +24,7 @@ _KINDS = "abc"  # the classes of the style, a colour each
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points that belong together: their labels, and where they are. They are joined by a line if there are several."""
+    """Points of one series, with their labels and positions. A line joins several of them."""
 
     name: str
     points: Sequence[tuple[str, float, float]]

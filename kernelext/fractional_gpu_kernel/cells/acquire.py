@@ -207,7 +207,7 @@ class Acquirer:
         return None
 
     def _call(self, ticket: _Ticket) -> RefusedError | None:
-        """Call `acquire`, and repeat it if the broker only ended a long call."""
+        """Call `acquire`, and again if the broker ended the call only because it had lasted too long."""
         from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind  # noqa: PLC0415 - off the kernel's start
 
         client = ticket.client = self._settings.connect()

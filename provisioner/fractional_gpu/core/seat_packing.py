@@ -247,7 +247,7 @@ def more_seats(
     most: int,
     bins: int = _BINS,
 ) -> int:
-    """Return how many more seats of this load a device with the sorted `loads` takes within the bound, at most `most`. Cached."""
+    """Return how many more seats of this load, at most `most`, fit on a device with the sorted `loads` within the bound. Cached."""
     if load.mib > capacity_mib or not load.duty_milli or bound_milli >= 1000:
         return most if load.mib <= capacity_mib else 0
     chance, active = (known.copy() for known in _distribution(loads, capacity_mib, bins))

@@ -15,7 +15,7 @@ class EngineError(FractionalGPUError):
 
 
 class EngineUnavailableError(EngineError):
-    """The engine's controller does not answer now; it may later."""
+    """The engine's controller did not answer; it may answer later."""
 
     code: ClassVar[str] = "engine-unavailable"
     status: ClassVar[int] = 503

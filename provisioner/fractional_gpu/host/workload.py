@@ -99,7 +99,7 @@ def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
 
 
 def serves_whole_host(*, proc: Path = PROC) -> bool:
-    """Whether this process sees beyond its pod, as process 1 is in another control group. Raises OSError."""
+    """Whether this process serves the whole host rather than its own pod: process 1 is in another control group. Raises OSError."""
     return (proc / "1" / "cgroup").read_bytes() != (proc / "self" / "cgroup").read_bytes()
 
 

@@ -140,7 +140,10 @@ class ProcessInspector:
     async def with_memory(
         self, kernel: Kernel, root: ProcessIdentity | None, host: HostSnapshot, *, saved: bool
     ) -> list[ProcessIdentity]:
-        """Return the kernel's processes with device memory; `saved`: some may be on the host, which only the driver knows."""
+        """Return the kernel's processes that hold device memory.
+
+        If `saved`, ask the driver, too: only it knows whose memory is in host memory.
+        """
         found = []
         for identity in self._tree_below(kernel, root, host.processes):
             if host.used_mib(identity.pid):

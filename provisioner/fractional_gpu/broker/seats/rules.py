@@ -185,7 +185,7 @@ def _check_limit(who: str, milli: int, there_milli: int, limits: Limits) -> None
 
 
 def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity_mib: int) -> PoolFull | None:
-    """Return why the pool may not promise `memory_mib` more, or None. It never promises more than it can keep."""
+    """Return why the pool cannot promise another `memory_mib`, or None. A pool never promises more than it can keep."""
     if pool.oversubscription_milli is None:
         return None
     limit_mib = capacity_mib * pool.oversubscription_milli // 1000

@@ -261,7 +261,7 @@ def _followed(days: Sequence[ShareDay], given: GivenAdvice | None) -> FollowUp |
 
 
 def _use(days: Sequence[ShareDay]) -> list[tuple[int, int]]:
-    """Return pairs of use (thousandths of a device) and ms. A bin counts as its upper end."""
+    """Return pairs (use in thousandths of a device, ms at that use). The use of a bin is its upper bound."""
     sums = Counter[int]()
     for one in days:
         sums.update(one.use)

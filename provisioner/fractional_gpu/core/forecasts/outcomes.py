@@ -71,7 +71,7 @@ class BoundCorrection:
         self.run = min(self.run, len(_WIDER) - 1)
 
     def learn(self, *, missed: bool, at_expected: bool) -> None:
-        """Move outward after a miss, else inward. A bound at the expected value stays there, so that the next miss moves it at once."""
+        """Widen the bounds after a miss, and narrow them otherwise, down to the expected value: the next miss then moves them at once."""
         if missed:
             self.factor = min(_MOST_FACTOR, self.factor * _WIDER[self.run])
             self.run = min(self.run + 1, len(_WIDER) - 1)
