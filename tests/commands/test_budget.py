@@ -119,7 +119,7 @@ def test_two_users_race_for_the_last_of_a_groups_budget(live: LiveBroker, capsys
         (["--user", "ada", "--add", "much"], "allowed: an amount and its unit"),
         (["--user", "ada", "--add", "10 EUR"], "has no budget in the same unit as '10 EUR'"),
         (["--user", "ada", "--add", "1 GPU hour", "--until", "soon"], "--until 'soon' is not a time"),
-        (["--user", "ada", "--add", "1 GPU hour", "--until", "2020-01-01"], "has passed"),
+        (["--user", "ada", "--add", "1 GPU hour", "--until", "2020-01-01"], "is in the past"),
     ],
 )
 def test_a_slip_is_told_in_one_line(

@@ -59,12 +59,12 @@ def test_any_other_text_is_refused_with_one_sentence(text: str) -> None:
         ('{"at_s":-60}', "Expected `int` >= 0"),
         ('{"at_s":1,"more":1}', "unknown field `more`"),
         ('{"at_s":1,"problem":"\\u001b[2J"}', "printable"),
-        ('{"at_s":1,"pools":[' + "[" * 60 + "]" * 60 + "]}", "not the summary"),
+        ('{"at_s":1,"pools":[' + "[" * 60 + "]" * 60 + "]}", "does not come from a node agent"),
         (
             '{"at_s":1,"pools":[{"name":"a","devices":1,"total_milli":1,"held_milli":1.5,"admissible_milli":1}]}',
             "got `float`",
         ),
-        ('{"at_s":1' + " " * MAX_SUMMARY + "}", "more than 4096 bytes"),
+        ('{"at_s":1' + " " * MAX_SUMMARY + "}", "longer than 4096 bytes"),
     ],
 )
 def test_each_refusal_says_what_is_wrong(text: str, said: str) -> None:

@@ -74,7 +74,7 @@ def test_an_ended_lease_stays_ended_and_its_secrets_are_erased(
     ledger.end_lease("a", 6, "expired")
     ledger.end_lease("never seen", 6, "expired")
     assert ledger.live_leases() == []
-    with pytest.raises(RecordError, match="lease a has ended"):
+    with pytest.raises(RecordError, match="lease a has already ended"):
         ledger.save_lease(make_lease())
     with pytest.raises(RecordError, match="end_lease"):
         ledger.save_lease(make_lease("b", state=LeaseState.ENDED))

@@ -50,7 +50,7 @@ def test_an_ended_seat_stays_ended_and_its_secret_is_gone(ledger: Ledger) -> Non
     document, reason = ledger._read("SELECT document, end_reason FROM seats")[0]
     assert (json.loads(document)["token_sha256"], reason) == ("", "released")
     assert ledger.seat_times_ms("default") == [5000]
-    with pytest.raises(RecordError, match="seat s1 has ended"):
+    with pytest.raises(RecordError, match="seat s1 has already ended"):
         ledger.save_seat(_SEAT)
 
 

@@ -463,9 +463,9 @@ def test_the_terms_of_the_group_are_the_seats() -> None:
 @pytest.mark.parametrize(
     ("fields", "said", "remedy"),
     [
-        ({"owner": "a\u202eb"}, "'a\\u202eb', has U+202E (right-to-left override)", "rename the user at the hub"),
-        ({"owner": "a\nb"}, "'a\\nb', has U+000A (control character)", "rename the user at the hub"),
-        ({"server": "x\u200f"}, "'x\\u200f', has U+200F (right-to-left mark)", "start a server with another name"),
+        ({"owner": "a\u202eb"}, "'a\\u202eb' contains U+202E (right-to-left override)", "rename the user at the hub"),
+        ({"owner": "a\nb"}, "'a\\nb' contains U+000A (control character)", "rename the user at the hub"),
+        ({"server": "x\u200f"}, "'x\\u200f' contains U+200F (right-to-left mark)", "start a server with another name"),
         ({"owner": "a" * 201}, "is too long (201 characters); the maximum is 200", "rename the user at the hub"),
     ],
 )

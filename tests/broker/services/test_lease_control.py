@@ -84,7 +84,7 @@ def test_neighbours_have_names_only_for_their_own_user(live: LiveBroker, monkeyp
 
 @pytest.mark.parametrize(
     ("note", "says"),
-    [("x" * 201, "length <= 200"), ("a\x1b[31m", "the note has U+001B"), ("a\u202eb", "the note has U+202E")],
+    [("x" * 201, "length <= 200"), ("a\x1b[31m", "the note contains U+001B"), ("a\u202eb", "the note contains U+202E")],
 )
 def test_a_note_is_kept_with_the_lease_unless_it_is_too_long_or_controls_a_terminal(
     live: LiveBroker, note: str, says: str
