@@ -200,7 +200,7 @@ def the_kernel_is_back_and_the_cell_waits_for_nothing(world: World, lab: Lab) ->
     assert not [one for one in after if one.startswith(("wait.", "resume.", "grant."))], "it ran at once"
     lab.run("%gpu explain")
     expect(lab.output).to_contain_text(
-        re.compile(r"a cell is expected \((a cell is being edited|its notebook came|its cells come)")
+        re.compile(r"a cell is expected \((a cell is being edited|its notebook came|its cells usually run)")
     )
 
 

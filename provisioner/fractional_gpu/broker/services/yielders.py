@@ -206,7 +206,7 @@ async def _fetch(server: ModelServer, path: str, body: str | None = None) -> byt
     finally:
         client.close()
     if response.code // 100 != 2:
-        raise ConnectionError(f"answers with status {response.code}")
+        raise ConnectionError(f"answered with status {response.code}")
     return response.body
 
 
