@@ -223,7 +223,7 @@ def test_bodies_in_chunks_are_refused_and_nothing_of_them_is_read(live: LiveBrok
 @pytest.mark.parametrize("name", ["json:20", "json:300", "json-attach:40"])
 def test_large_bodies_are_decoded_at_once_and_charged(live: LiveBroker, seen: Seen, name: str) -> None:
     got = bounded(live, seen, name, answered(seen, 30))
-    assert "200" not in got
+    assert got.get("200", 0) <= 1, "only its own lease"
     account = live.broker.costs.of_user(ATTACKER)
     assert account.left_s < 0.9
     assert seen.bodies < 64 * 262_144 + seen.answers.count(ATTACKER) * 262_144, (
