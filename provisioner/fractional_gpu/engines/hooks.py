@@ -101,9 +101,7 @@ def register_late(settings: HookSettings, client: SeatClient, wanted: JobSeat, l
                 seat, told = files.register(client, wanted)
                 files.write_environment(seat, settings.socket, told)
             finally:
-                if not files.is_wanted(
-                    wanted.job_id
-                ):  # the job has ended meanwhile, and its Epilog saw less than there is now
+                if not files.is_wanted(wanted.job_id):  # its Epilog ran meanwhile, and may have missed some of this
                     files.remove(wanted.job_id)
                     files.release(client, wanted.job_id)
     except (FractionalGPUError, OSError) as error:

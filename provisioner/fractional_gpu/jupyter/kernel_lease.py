@@ -229,7 +229,7 @@ def _write_private(path: Path, token: str) -> None:
 
 
 def lease_label(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the end of the text, where a path has the file name, with the agent that says it runs this.
+    """Return the end of the text, which has a path's file name, and the agent that says it runs this.
 
     Invalid characters become question marks.
     """
