@@ -176,8 +176,10 @@ class World:
 
     def free(self, device: str) -> int:
         """Return the free memory of a device; negative if it is over-committed. A MIG instance holds one lease."""
-        if self.held_on[device] and device in self.whole:
-            return 0
+        return 0 if self.held_on[device] and device in self.whole else self.unused(device)
+
+    def unused(self, device: str) -> int:
+        """Return the memory of a device that is neither reserved nor used by strangers; negative if it is over-committed."""
         return self.leasable.get(device, 0) - self.strangers.get(device, 0) - self.held_on[device]
 
     def on(self, device: str) -> list[Seen]:

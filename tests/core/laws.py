@@ -289,7 +289,7 @@ class Laws:
         lacking = [
             device
             for device in seen.devices
-            if world.strangers[device] and world.free(device) < (0 if seen.works else world.leasable[device] // 16)
+            if world.strangers[device] and world.unused(device) < (0 if seen.works else world.leasable[device] // 16)
         ]
         law(3, lacking, seen.lease_id, "yields, and there was room:", why)
 

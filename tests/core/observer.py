@@ -161,7 +161,7 @@ class Observer:
                 self.leases[spec.lease_id] = Seen(spec)
             case LeaseRecovered(spec=spec, busy=busy) if spec.lease_id not in self.leases:
                 found = self.leases[spec.lease_id] = Seen(spec, busy=busy, ran=busy, pinned_until=event.pinned_until_ms)
-                if event.pinned_until_ms:
+                if event.pinned_until_ms or spec.claim_ms:
                     self.laws.pins.distrust(found)
             case SuspendFinished() | ResumeFinished():
                 self._take_answer(event)

@@ -60,7 +60,7 @@ class Pins:
         seen.pinned_until = 0
 
     def distrust(self, seen: Seen) -> None:
-        """Stop checking an owner's purse: a recovered pin's cost is unknown."""
+        """Stop checking an owner's purse: what a recovered pin or claim has cost is unknown."""
         self.purses[seen.spec.owner, seen.spec.pool] = None
 
     def pinned(self, event: Event, seen: Seen, effect: Pinned) -> None:
