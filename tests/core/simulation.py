@@ -393,6 +393,7 @@ def _with(event: Event, at_ms: int, changes: dict[str, int]) -> Event:
 def _spec(world: World) -> LeaseSpec:
     random = world.random
     devices = random.choice((1,) * 14 + (2, 3))
+    claim_ms = random.choice((0,) * 9 + (20_000,))
     return LeaseSpec(
         lease_id=random.choice(_NAMES),
         pool=random.choice(("p", "p", "q")),
@@ -403,11 +404,11 @@ def _spec(world: World) -> LeaseSpec:
         request_mib=random.choice((None, 50, 100)),
         reserve_mib=random.choice(world.sizes),
         priority=random.choice((0, 0, 0, 1)),
-        gated=random.random() < 0.7,
+        gated=not claim_ms and random.random() < 0.7,
         owner_weight=random.choice((50, 100, 100, 300)),
         weight=random.choice((50, 100, 100, 300)),
         allowed_devices=_some_devices(world) if random.random() < 0.2 else (),
-        claim_ms=random.choice((0,) * 9 + (20_000,)),
+        claim_ms=claim_ms,
     )
 
 
@@ -419,7 +420,7 @@ def _some_devices(world: World) -> tuple[str, ...]:
 
 def _requested(world: World, at_ms: int) -> Event:
     spec = _spec(world)
-    return LeaseRequested(at_ms=at_ms, spec=spec, needs_reservation=not spec.gated)
+    return LeaseRequested(at_ms=at_ms, spec=spec, needs_reservation=not spec.gated and not spec.claim_ms)
 
 
 def _recovered(world: World, at_ms: int) -> Event:

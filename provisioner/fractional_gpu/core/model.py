@@ -217,7 +217,7 @@ class LeaseSpec:
     # Its priority while its budget lasts; None: the same as `priority`
     own_priority: int | None = None
     uid: int | None = None  # the system user that runs it; may differ from the owner; None: a seat's
-    # A claim: it has no process, is never suspended, and ends so long after its grant, with its pin; 0: not a claim
+    # A claim: it has no process and is not gated, is never suspended, and ends so long after its grant, with its pin; 0: not a claim
     claim_ms: int = 0
 
     def is_same_user(self, other: "LeaseSpec") -> bool:

@@ -18,7 +18,8 @@ _MARGIN_PARTS = 16  # one part in this many of a device's memory stays free for 
 def yield_to_strangers(changes: Changes) -> None:
     """Begin suspends on devices where strangers and reservations exceed the memory, while swap channels are free."""
     for device in changes.books.devices.values():
-        free_mib = device.free_mib + device.mib(OccupancyKind.SUSPENDING)
+        # `free_mib` is 0 if one lease has all of the device
+        free_mib = device.lease_capacity_mib - device.sums.reserved_mib + device.mib(OccupancyKind.SUSPENDING)
         margin_mib = device.spec.leasable_mib // _MARGIN_PARTS
         device.makes_way = device.stranger_mib > 0 and (free_mib < 0 or (device.makes_way and free_mib < margin_mib))
         if device.makes_way and not device.lost and not device.draining:
