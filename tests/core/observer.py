@@ -350,10 +350,11 @@ class Observer:
         causes = MOVES[old].get(new) if old in MOVES else None
         is_over = bool(seen.spec.claim_ms) and (old, new) == (S.RESIDENT, S.ENDED) and seen.pinned_until <= self.now
         law(6, is_over or (causes and isinstance(event, causes)), change.lease_id, old, "->", new, "because of", event)
-        if not is_over and causes and causes != (Event,) and issubclass(causes[0], OWN_EVENTS):
-            law(6, getattr(event, "lease_id", change.lease_id) == change.lease_id, "one's event moved another")
-        if causes and isinstance(event, SuspendFinished | ResumeFinished) and Event not in causes:
-            law(6, self._answer is seen, change.lease_id, "was moved by an answer that is not its own")
+        if causes and not is_over and Event not in causes:
+            if issubclass(causes[0], OWN_EVENTS):
+                law(6, getattr(event, "lease_id", change.lease_id) == change.lease_id, "one's event moved another")
+            if isinstance(event, SuspendFinished | ResumeFinished):
+                law(6, self._answer is seen, change.lease_id, "was moved by an answer that is not its own")
         self.laws.moved(seen, old, new, by_release=is_over or isinstance(event, LeaseReleased))
         law(6, change.generation > seen.generation, change.lease_id, "went back to generation", change.generation)
         said = any(isinstance(effect, Recorded) and effect.lease_id == change.lease_id for effect in self._later)

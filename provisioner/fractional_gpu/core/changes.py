@@ -274,6 +274,9 @@ class Changes:
         self.forecast_recorder.ticket_ended(lease)
         self.withdraw_ticket(lease)
         self.become_resident(lease)
+        if lease.spec.claim_ms:
+            self.set_pin(lease, self.now_ms + lease.spec.claim_ms)
+            self.effects.append(Pinned(lease_id=lease.lease_id, until_ms=lease.pinned_until_ms))
         if lease.state is LeaseState.UNATTACHED:
             self.restart_expiry(lease)
             lease.hold_until_ms = self.now_ms + max(1, self.books.policy(lease).unattached_hold_ms)
@@ -290,9 +293,6 @@ class Changes:
         if lease.busy:  # its waiting cell begins now
             self.forecast_recorder.busy_changed(lease, busy=True)
         lease.under_host_pressure = False
-        if lease.spec.claim_ms:
-            self.set_pin(lease, self.now_ms + lease.spec.claim_ms)
-            self.effects.append(Pinned(lease_id=lease.lease_id, until_ms=lease.pinned_until_ms))
         update_suspendability(self.books, lease)
 
     def resume_early(self, lease: Lease, device_ids: Sequence[str], reason: str, sentence: str) -> None:
